@@ -270,7 +270,7 @@ def test_three_processes_started_together_all_succeed(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_processes_succeed_interrupted_at_any_operation(tmp_path: Path):
+def test_two_processes_succeed_with_a_switch_at_any_operation(tmp_path: Path):
     check_lives(tmp_path, lambda: attempt(2), check_all_end_well, Depth(FINE, switches=1))
 
 

@@ -108,9 +108,11 @@ def test_loglikelihood_equals_direct_computation(model: Any, log_probabilities: 
         )
 
 
-def test_loglikelihood_of_the_greedy_continuation(model: Any, log_probabilities: Any):
+def test_loglikelihood_recognizes_a_greedy_continuation(model: Any, log_probabilities: Any):
     best = int(log_probabilities([5, 6, 7])[-1].argmax())
-    assert model.loglikelihood([Request((words([5, 6, 7]), f" {WORDS[best]}"))])[0][1]
+    request = Request((words([5, 6, 7]), f" {WORDS[best]}"))
+    [(_, is_greedy)] = model.loglikelihood([request])
+    assert is_greedy
 
 
 def test_rolling_loglikelihood_scores_each_token_once(model: Any, log_probabilities: Any):

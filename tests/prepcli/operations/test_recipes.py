@@ -103,7 +103,7 @@ def test_missing_training_recipe_suggests_shipped_ones(
 
 
 @pytest.mark.parametrize("name", ["folder/unlike.toml", "unlike", "gpt2-mine.toml"])
-def test_missing_training_recipe_is_not_a_shipped_one(
+def test_missing_recipe_keeps_its_path_if_a_file_is_similar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
     monkeypatch.chdir(tmp_path)

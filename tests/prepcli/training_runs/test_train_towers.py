@@ -48,7 +48,7 @@ def trained(trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return trained_folder
 
 
-def test_step_names_start_model_by_digest(trained: Path):
+def test_step_records_path_and_digest_of_towers(trained: Path):
     manifest = json.loads(Path("runs/recipe/3/prep-manifest.json").read_text())
     assert manifest["towers"]["path"] == str(trained / "m-init")
     assert len(manifest["towers"]["digest"]) == 32

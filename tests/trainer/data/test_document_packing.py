@@ -89,7 +89,7 @@ def test_rows_keep_the_order_of_windows(lengths: list[int], seq_length: int, win
 
 
 @given(LENGTHS, SEQ_LENGTH)
-def test_rows_of_a_document_each_have_all_tokens_in_order(lengths: list[int], seq_length: int):
+def test_pad_documents_puts_each_piece_into_its_own_row(lengths: list[int], seq_length: int):
     rows = collect_rows(pad_documents([np.cumsum(lengths, dtype=np.int64)], seq_length), seq_length)
     assert [rows.pieces(row) for row in range(rows.n_rows)] == [
         [piece] for piece in pieces_of(lengths, seq_length)

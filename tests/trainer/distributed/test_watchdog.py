@@ -135,7 +135,7 @@ def test_watchdog_names_a_process_0_that_never_decided():
 
 
 class SilentTexts(Texts):
-    """Texts of a process whose service ends before it has answered the end of the job."""
+    """Texts of a process. Their service stops, and never answers, when the process publishes the end of the job."""
 
     def publish(self, key: str, text: str) -> None:
         if key.startswith("ended/"):
@@ -144,7 +144,7 @@ class SilentTexts(Texts):
         super().publish(key, text)
 
 
-def test_failed_process_reports_its_own_error_without_an_answer():
+def test_failed_process_ends_if_the_service_does_not_answer():
     ends, is_up = list[JobEnd](), threading.Event()
     is_up.set()
     texts = SilentTexts(1, {}, is_up)
