@@ -27,7 +27,7 @@ from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.engine.pipeline import Pipeline
 from prepcli.errors import RESUME_HINT, DamagedError
 from prepcli.execution.block_checksums import checksum_recorder
-from prepcli.execution.execute import identify_run, plan_digest
+from prepcli.execution.execute import make_run_identity, plan_digest
 from prepcli.execution.finalize import finalize_output
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.resume import readback_stream
@@ -228,7 +228,7 @@ class BucketStep:
         plan = self.files.plan
         (stage.folder / plan.item).mkdir()
         # the paths of the small files may differ
-        run_identity = identify_run(plan, plan_digest(replace(plan, small_files=())))
+        run_identity = make_run_identity(plan, plan_digest(replace(plan, small_files=())))
         finalize_output(plan, stage, run_identity=run_identity, digests=digests)
         marker = f"{plan.item}/{COMMIT_MARKER}"
         first_names: list[str] = []

@@ -64,7 +64,7 @@ def plan_digest(plan: Plan) -> str:
     return "xxh3:" + digest_pieces(piece.encode() for piece in iter_text(plan))
 
 
-def identify_run(plan: Plan, run_id: str) -> dict[str, object]:
+def make_run_identity(plan: Plan, run_id: str) -> dict[str, object]:
     """Return the identity of a run, given the digest of its plan. Runs with equal identities write equal bytes."""
     source_digest = digest(encode_text(plan.source_files).encode())
     return {
@@ -125,7 +125,7 @@ class ConversionExecutor:
             matrix_nbytes=matrix_nbytes(plan.streams),
         )
         self.run_id = run_id
-        self.run_identity = identify_run(plan, run_id)
+        self.run_identity = make_run_identity(plan, run_id)
         self.stage = Staging(out)
         folder = data_folder(plan, self.stage.folder)
         self._files = [folder / file.path for file in plan.files]
@@ -179,7 +179,7 @@ class ConversionExecutor:
             with note_durable_work(self._describe_durable):
                 with self.stage.failures.recording_errors():
                     self.pool.start()
-                    self._result = self._move_share(self.pool.share.index)
+                    self._result = self._write_share(self.pool.share.index)
                 self.stage.mark_moved()
                 with self.team.publishing() as is_needed:
                     if is_needed:
@@ -198,8 +198,12 @@ class ConversionExecutor:
         sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
         return f"{sizes} are kept in {self.stage.folder.name}"
 
-    def _move_share(self, index: int) -> ConversionResult:
-        """Copy the unfinished streams of process `index` into the data files."""
+    def _write_share(self, index: int) -> ConversionResult:
+        """Write the share of process `index` to the data files.
+
+        A share is the streams that one process writes. A stream is a range of rows of a tensor. Streams that an earlier
+        run wrote durably are skipped.
+        """
         share_plan = self.team.share_plan(index)
         had_files = any(map(_allocated_nbytes, self._files))
         with (
@@ -285,7 +289,7 @@ class ConversionExecutor:
         # A process that ended before this one started may have completed its share. Its journal is
         # trusted only after its bytes were read back.
         for index in self.team.unverified_shares():
-            self._move_share(index)
+            self._write_share(index)
         digests = self.team.all_digests()
         # With several processes, each read the source at another time.
         baseline = self._source_at_join

@@ -20,7 +20,7 @@ from prepcli.engine.pipeline import Pipeline
 from prepcli.engine.shard_writer import write_shards
 from prepcli.errors import Option, PrepError, text
 from prepcli.execution.block_checksums import checksum_recorder
-from prepcli.execution.execute import check_free_space, identify_run, open_sink, plan_digest
+from prepcli.execution.execute import check_free_space, make_run_identity, open_sink, plan_digest
 from prepcli.execution.finalize import data_folder, finalize_output
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.paths import remove_path
@@ -130,7 +130,7 @@ class StepWriter:
     def _publish(self, stage: Staging, digests: Mapping[int, str]) -> None:
         # The small files are copied from the step before, so that their paths differ after each save.
         run_id = plan_digest(replace(self.plan, small_files=()))
-        run_identity = identify_run(self.plan, run_id)
+        run_identity = make_run_identity(self.plan, run_id)
         finalize_output(self.plan, stage, run_identity=run_identity, digests=digests)
         stage.publish()
 

@@ -154,7 +154,7 @@ def _entry_values(
             # e.g. extent 10 in chunks of 4: chunk 2 has 10 - 2 * 4 = 2 rows inside.
             inside.append(min(length, extent - i * length))
         is_padded = inside != list(entry.chunk_shape)
-        for start, data in _chunk_runs(entry, stored, files, buffers):
+        for start, data in _iter_chunk_bytes(entry, stored, files, buffers):
             on_read(data.size)
             values = data.view(dtype)
             if is_padded:
@@ -163,10 +163,10 @@ def _entry_values(
             yield values
 
 
-def _chunk_runs(
+def _iter_chunk_bytes(
     entry: TensorEntry, stored: StoredRange, files: RunReader, buffers: tuple[ByteArray, ByteArray]
 ) -> Iterator[tuple[int, ByteArray]]:
-    """Yield the bytes of a chunk in runs, with the byte offset of each run in the chunk."""
+    """Yield the bytes of a chunk piece by piece, each with its byte offset in the chunk."""
     yield from _runs_in_element_order(
         entry, (Contiguous(stored.file, stored.offset),), files, buffers
     )
@@ -175,7 +175,7 @@ def _chunk_runs(
 def _runs_in_element_order(
     entry: TensorEntry, locations: Locations, files: RunReader, buffers: tuple[ByteArray, ByteArray]
 ) -> Iterator[tuple[int, ByteArray]]:
-    """Yield the bytes of a chunk in the order of its elements, in runs, with the byte offset of each run."""
+    """Yield the bytes of a chunk in the order of its elements, piece by piece, each with its byte offset."""
     if entry.chunk_shape:
         rows = entry.chunk_shape[0]
     else:

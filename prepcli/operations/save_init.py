@@ -235,7 +235,7 @@ def plan_orbax_item(
     if options["layers"] is not None:
         source, later_layers = truncate_layers(source, options["layers"])
     if source.family.is_verbatim:
-        _check_verbatim_request(options, source)
+        _check_verbatim_options(options, source)
         if options["dtype"]:
             source = as_verbatim(source, options["dtype"])
     layout = _resolve_layout(options, source, params_only=params_only)
@@ -448,8 +448,11 @@ def _quantization_entries(source: Source) -> ManifestFields:
     return entries
 
 
-def _check_verbatim_request(options: SaveInitOptions, source: Source) -> None:
-    """Raise UsageError for options that need a known vocabulary or head."""
+def _check_verbatim_options(options: SaveInitOptions, source: Source) -> None:
+    """Raise UsageError for options that a model of an unknown family does not support.
+
+    The tensors of such a model keep their names and shapes.
+    """
     if options["dtype"] and options["quantized"] == "keep" and is_quantized(source.root):
         raise usage_error(
             text("{} would cast scales", Option("dtype", options["dtype"])),

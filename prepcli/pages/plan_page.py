@@ -15,11 +15,11 @@ from prepcli.pages.plan_rows import (
     KIND_HEADER,
     CompiledStep,
     collective_rows,
-    compiled_caveat,
     compiled_memory_rows,
+    compiled_note,
     compiled_title,
+    device_kind_rows,
     flops_rows,
-    kind_rows,
     title_lines,
     traffic_header,
     traffic_rows,
@@ -87,7 +87,7 @@ def _body(
     yield "<p>The peak in GiB by thousands of tokens per sequence.</p>"
     yield _context_chart(plan, limit, replan)
     yield "<h2>Devices</h2>"
-    yield from html_table(KIND_HEADER, kind_rows(plan, kinds))
+    yield from html_table(KIND_HEADER, device_kind_rows(plan, kinds))
     yield "<h2>Operations of a step</h2>"
     yield from html_table(["part", "PFLOP"], flops_rows(plan.flops))
     if plan.traffic:
@@ -102,7 +102,7 @@ def _compiled_section(step: CompiledStep) -> Iterator[str]:
     yield from html_table(["memory of one device", ""], compiled_memory_rows(step))
     if step.plan.collectives:
         yield from html_table(COLLECTIVE_HEADER, collective_rows(step))
-    yield f"<p>{escape(compiled_caveat(step))}</p>"
+    yield f"<p>{escape(compiled_note(step))}</p>"
 
 
 def _memory_parts(plan: TrainingPlan) -> list[Bar]:

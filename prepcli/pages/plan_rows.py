@@ -109,7 +109,7 @@ def traffic_rows(plan: TrainingPlan) -> list[tuple[str, ...]]:
     return rows
 
 
-def kind_rows(plan: TrainingPlan, kinds: Sequence[KindEstimate]) -> list[tuple[str, ...]]:
+def device_kind_rows(plan: TrainingPlan, kinds: Sequence[KindEstimate]) -> list[tuple[str, ...]]:
     """Return the estimated time, memory and MFU of a step on each kind of accelerator, as rows below KIND_HEADER."""
     rows = []
     for estimate in kinds:
@@ -160,16 +160,19 @@ def collective_rows(step: CompiledStep) -> list[tuple[str, str, str]]:
     ]
 
 
-def compiled_caveat(step: CompiledStep) -> str:
-    """Return the sentence about the compilation and the limits of its figures."""
+def compiled_note(step: CompiledStep) -> str:
+    """Return the note below the figures of a compiled step: the cost of the compilation, and what the figures omit.
+
+    E.g. `Attention kernel blockwise; compiled in 12 s with 3.1 GB of host memory. An operation in a loop counts once.`
+    """
     plan = step.plan
     cost = f"{format_duration(plan.compile_s)} with {format_bytes(plan.host_nbytes)} of host memory"
-    caveat = (
+    note = (
         f"Attention kernel {plan.kernel}; compiled in {cost}. An operation in a loop counts once."
     )
     if plan.is_upper_bound:
-        caveat += " XLA computes bfloat16 in float32 on CPUs: accelerators need less memory."
-    return caveat
+        note += " XLA computes bfloat16 in float32 on CPUs: accelerators need less memory."
+    return note
 
 
 def change_text(change: MemoryChange | None) -> str:

@@ -257,12 +257,12 @@ def download_file(reader: RangeReader, file: RemoteFile, path: Path) -> None:
 
 @contextlib.contextmanager
 def rename_in_errors(placeholder_folder: Path, display_name: str) -> Iterator[None]:
-    """Replace the placeholder folder by the checkpoint's name in PrepErrors.
+    """Replace the path of the placeholder folder in errors of the block by the checkpoint's name.
 
-    Drop hints about it.
+    Drop a hint that contains the path.
     """
 
-    def replace_folder(message: str) -> str:
+    def name_checkpoint(message: str) -> str:
         return message.replace(str(placeholder_folder), display_name)
 
     try:
@@ -272,5 +272,5 @@ def rename_in_errors(placeholder_folder: Path, display_name: str) -> Iterator[No
         if str(placeholder_folder) in hint or "hf download" in hint:
             hint = ""
         raise type(error)(
-            replace_folder(error.what), replace_folder(error.why), hint, error.code
+            name_checkpoint(error.what), name_checkpoint(error.why), hint, error.code
         ) from error

@@ -168,7 +168,7 @@ def map_in_daemon_threads(
     results_by_number: dict[int, U] = {}
     total = len(work)
 
-    def drain() -> None:
+    def process_items() -> None:
         while work:
             try:
                 number, item = work.popleft()
@@ -182,7 +182,9 @@ def map_in_daemon_threads(
 
     for _ in range(min(num_threads, total)):
         context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=(drain,), name="prep-remote", daemon=True).start()
+        threading.Thread(
+            target=context.run, args=(process_items,), name="prep-remote", daemon=True
+        ).start()
     try:
         while len(results_by_number) < total:
             number, result = results.get()

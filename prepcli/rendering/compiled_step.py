@@ -10,8 +10,8 @@ from prepcli.pages.plan_rows import (
     COLLECTIVE_HEADER,
     CompiledStep,
     collective_rows,
-    compiled_caveat,
     compiled_memory_rows,
+    compiled_note,
     compiled_title,
 )
 
@@ -38,7 +38,7 @@ def compiled_lines(step: CompiledStep, *, columns: int | None) -> Iterator[str]:
             width=columns,
         )
         yield ""
-    yield wrap_line(compiled_caveat(step), columns)
+    yield wrap_line(compiled_note(step), columns)
 
 
 def compiled_fields(step: CompiledStep | None) -> dict[str, object] | None:

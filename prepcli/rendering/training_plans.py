@@ -17,8 +17,8 @@ from prepcli.pages.plan_rows import (
     KIND_HEADER,
     CompiledStep,
     change_text,
+    device_kind_rows,
     flops_rows,
-    kind_rows,
     speed_cells,
     title_lines,
     traffic_header,
@@ -117,7 +117,7 @@ def plan_lines(
         yield format_table(traffic_rows(plan), header, right_aligned=header[1:-1], width=columns)
         yield ""
     yield format_table(
-        kind_rows(plan, kinds),
+        device_kind_rows(plan, kinds),
         KIND_HEADER,
         right_aligned=KIND_HEADER[1:-1],
         width=columns,

@@ -120,7 +120,9 @@ def check_coverage(subject: FamilyUnderTest) -> str:
         for location in subject.tiny_model.locations
     }
     for location in subject.tiny_model.locations:
-        for view in location.matching_views(tensors[location.tensor], leaves[location.leaf_path]):
+        for view in location.views_of_same_elements(
+            tensors[location.tensor], leaves[location.leaf_path]
+        ):
             view += 1
     wrong = [name for name, counts in (tensors | leaves).items() if not (counts == 1).all()]
     _require(not wrong, f"elements of {', '.join(wrong[:4])} are not mapped exactly once")

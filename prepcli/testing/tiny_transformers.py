@@ -40,7 +40,9 @@ class TensorLocation:
     leaf_index: tuple[Any, ...]
     axis_map: AxisMap
 
-    def matching_views(self, tensor: np.ndarray, leaf: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def views_of_same_elements(
+        self, tensor: np.ndarray, leaf: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return views of the same elements in the tensor and in the leaf, in the order of the leaf."""
         atom_array, names = split_into_atoms(self.axis_map, tensor)
         factors = itertools.chain(*self.axis_map.leaf_dims)
@@ -64,7 +66,7 @@ class TinyTransformer:
             for path, leaf in self.model.leaves.items()
         }
         for location in self.locations:
-            tensor_view, leaf_view = location.matching_views(
+            tensor_view, leaf_view = location.views_of_same_elements(
                 tensors[location.tensor], leaves[location.leaf_path]
             )
             leaf_view[...] = tensor_view
@@ -78,7 +80,7 @@ class TinyTransformer:
             for location in self.locations
         }
         for location in self.locations:
-            tensor_view, leaf_view = location.matching_views(
+            tensor_view, leaf_view = location.views_of_same_elements(
                 tensors[location.tensor], leaves[location.leaf_path]
             )
             tensor_view[...] = leaf_view

@@ -177,7 +177,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             formatter = _EscapeFormatter(self, escape=template.escape)
 
         @functools.wraps(value)
-        def limited(*arguments: Any, **named: Any) -> str:
+        def format_checked(*arguments: Any, **named: Any) -> str:
             if value.__name__ == "format_map":
                 (named,) = arguments
                 arguments = ()
@@ -186,7 +186,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                 type(template)(formatter.vformat(template, arguments, named))
             )
 
-        return limited
+        return format_checked
 
     def call(  # pyright: ignore[reportIncompatibleMethodOverride] - positional in Jinja's calls
         __self,  # noqa: N805 - the name of Jinja, so that templates may pass `self`
@@ -249,7 +249,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         check = CHECKS.get(name)
 
         @functools.wraps(function)
-        def limited(*args: Any, **named: Any) -> Any:
+        def apply_checked(*args: Any, **named: Any) -> Any:
             first = args[: int(has_context)]
             value, *rest = args[int(has_context) :] or (None,)
             self.limits.count_work()
@@ -263,7 +263,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             is_new = isinstance(result, str | int | list | tuple) and name not in CHEAP_FILTERS
             return self.limits.measured(result) if is_new else result
 
-        return limited
+        return apply_checked
 
 
 class _LimitedFields:

@@ -78,7 +78,7 @@ class SampleOrder:
         """Steps of one pass over the rows."""
         return self.n_rows / self.batch_size
 
-    def epoch_interval(self, epochs: float) -> Fraction:
+    def unrounded_steps_for_epochs(self, epochs: float) -> Fraction:
         """Return the steps of `epochs` passes over the rows, not rounded."""
         return interval_of_rows(epochs, self.n_rows, self.batch_size)
 
@@ -263,7 +263,7 @@ class MixedOrder:
         )
         return indices // np.array(self.source_rows, np.int64)[sources]
 
-    def epoch_interval(self, epochs: float) -> Fraction:
+    def unrounded_steps_for_epochs(self, epochs: float) -> Fraction:
         """Return the steps of `epochs` epochs, not rounded. See `steps_per_epoch`."""
         return interval_of_rows(epochs, self.n_rows, self.batch_size)
 
@@ -302,7 +302,7 @@ class RowOrder(Protocol):
         """Return the epoch of each row of a step."""
         ...
 
-    def epoch_interval(self, epochs: float) -> Fraction:
+    def unrounded_steps_for_epochs(self, epochs: float) -> Fraction:
         """Return the steps of a number of epochs, not rounded."""
         ...
 

@@ -236,7 +236,7 @@ def _map_token_store(
     """Map a store. Raise PrepError if it does not fit the model or has no row."""
     tokenizer.check_in_vocab(meta.max_id, config.vocab)
     if config.examples.has_encoder:
-        _check_has_pairs(meta)
+        _check_has_source_target_pair(meta)
     elif config.has_blocks:
         _check_has_block(meta, config.seq_length)
     else:
@@ -360,7 +360,8 @@ def _read_valid_meta(folder: Path, note: Note = lambda text: None) -> store.Stor
         return None
 
 
-def _check_has_pairs(meta: store.StoreMeta) -> None:
+def _check_has_source_target_pair(meta: store.StoreMeta) -> None:
+    """Raise PrepError if the data of an encoder-decoder model is empty."""
     if not meta.n_tokens:
         raise PrepError(
             "the data has no source-target pair",

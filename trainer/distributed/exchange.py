@@ -28,7 +28,7 @@ def sharded_leaf(shape: tuple[int, ...], sharding: NamedSharding) -> ShardedLeaf
 
 
 @lru_cache(maxsize=1024)
-def allocation_program(
+def compile_allocation(
     shape: tuple[int, ...], dtype: jnp.dtype, sharding: Sharding
 ) -> Callable[[], jax.Array]:
     """Compile the allocation of a leaf on its devices."""
@@ -40,13 +40,15 @@ def part_sharding(plan: ReadPlan, sharding: NamedSharding) -> NamedSharding:
     entries: list[MeshAxes] = [
         plan.leaf.split_axes[dim] if dim in plan.kept_dims else () for dim in _dims(plan)
     ]
-    entries[plan.row_dim] += plan.reading_axes
+    entries[plan.row_dim] += plan.reader_axes
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 
 @lru_cache(maxsize=1024)
-def slab_program(plan: ReadPlan, sharding: NamedSharding, rows: int) -> SlabUpdate:
-    """Compile the exchange of a slab's parts and its copy into the leaf, which is donated.
+def compile_slab_update(plan: ReadPlan, sharding: NamedSharding, rows: int) -> SlabUpdate:
+    """Compile a function that exchanges the parts of a slab between devices and writes the slab into the leaf.
+
+    A slab is a range of rows of a leaf that is loaded at once. The buffer of the old leaf is donated.
 
     Args:
         plan: The division of the leaf.
@@ -107,7 +109,7 @@ def _update_overlap(
 
 
 @lru_cache(maxsize=1024)
-def broadcast_program(
+def compile_broadcast(
     leaf: ShardedLeaf, sharding: NamedSharding
 ) -> Callable[[jax.Array], jax.Array]:
     """Compile the copy of a whole leaf from one device to the shards of all.

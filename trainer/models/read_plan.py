@@ -1,8 +1,8 @@
 """Plans of loading a sharded leaf in several processes such that each byte is read once in the whole job. Pure.
 
-A leaf is loaded slab by slab. The devices that need rows of the same slab read disjoint rows of it,
-and exchange them: a mesh axis that splits another dim of the leaf by all-to-all, an axis that
-replicates the leaf by all-gather.
+A leaf is loaded slab by slab. A slab is a range of rows: of indices along one dim. The devices that
+need rows of the same slab read disjoint rows of it, and exchange them. A mesh axis that splits
+another dim of the leaf exchanges by all-to-all, an axis that replicates the leaf by all-gather.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ReadPlan:
         return (*moved, *((axis, None) for axis in gathered))
 
     @property
-    def reading_axes(self) -> MeshAxes:
+    def reader_axes(self) -> MeshAxes:
         """Mesh axes that divide a slab between its readers, major axis first.
 
         This is the reverse of the order of the collectives: the last collective joins the largest parts.
@@ -134,7 +134,7 @@ class ReadPlan:
     def num_readers(self) -> int:
         """Number of devices that divide a slab."""
         sizes = dict(self.leaf.mesh_sizes)
-        return math.prod(sizes[axis] for axis in self.reading_axes)
+        return math.prod(sizes[axis] for axis in self.reader_axes)
 
     @property
     def num_rows(self) -> int:
@@ -213,7 +213,7 @@ class ReadPlan:
             shard_start = 0
         # Example: 10 rows in parts of 3 are [0, 3), [3, 6), [6, 9) and [9, 10). A fifth reader would begin
         # at row 12, beyond the slab: `min` makes its box [10, 10), which is empty.
-        low = min(slab.rows, self.leaf.rank(self.reading_axes, coordinates) * slab.rows_per_device)
+        low = min(slab.rows, self.leaf.rank(self.reader_axes, coordinates) * slab.rows_per_device)
         high = min(slab.rows, low + slab.rows_per_device)
         box[self.row_dim] = (shard_start + first + low, shard_start + first + high)
         return tuple(box)

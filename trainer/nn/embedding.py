@@ -42,7 +42,7 @@ def embed_tokens(
     arch_config = model.arch_config
     x = jnp.take(
         params["embed"]["tokens"],
-        _rows_to_take(tokens, "embed.tokens", model, forward_config.sharding),
+        _lookup_indices(tokens, "embed.tokens", model, forward_config.sharding),
         axis=0,
     )
     if arch_config.embed_scale != 1.0:
@@ -55,7 +55,7 @@ def embed_tokens(
         if positions is None:
             x = x + order_tokens(table[offset : offset + tokens.shape[1]], forward_config.sharding)
         else:
-            rows = _rows_to_take(positions, "embed.positions", model, forward_config.sharding)
+            rows = _lookup_indices(positions, "embed.positions", model, forward_config.sharding)
             x = x + table[offset + rows]
     if arch_config.has_sinusoidal_positions:
         if positions is None:
@@ -67,14 +67,25 @@ def embed_tokens(
     return shard_residual(x, forward_config.sharding)
 
 
-def _rows_to_take(rows: Array, path: str, model: ModelSpec, sharding: ShardingContext) -> Array:
-    """Return row numbers [B, T] of the table at `path`, gathered along T if the same mesh axes split T and the table.
+def _lookup_indices(
+    indices: Array, path: str, model: ModelSpec, sharding: ShardingContext
+) -> Array:
+    """Return the indices of a table lookup in a sharding that XLA can compile.
 
-    XLA (jax 0.10.2) cannot compile the lookup otherwise.
+    XLA (jax 0.10.2) cannot compile the lookup if one mesh axis splits both the tokens and the table. The indices are
+    then gathered along T.
+
+    Args:
+        indices: [B, T] row numbers of the table.
+        path: Path of the table in the parameter tree.
+        model: The model.
+        sharding: Mesh and rules.
     """
     table_axes = chain(*sharding.computed_axes(model.leaves[path]))
-    seq_axes = sharding.activation_axes(rows.shape, "batch", "seq")[1]
-    return sharding.constrain(rows, "batch", UNSPLIT) if {*seq_axes} & {*table_axes} else rows
+    seq_axes = sharding.activation_axes(indices.shape, "batch", "seq")[1]
+    if {*seq_axes} & {*table_axes}:
+        return sharding.constrain(indices, "batch", UNSPLIT)
+    return indices
 
 
 def project_width(x: Array, params: Tree, name: str, *, forward_config: ForwardConfig) -> Array:

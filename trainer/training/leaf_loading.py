@@ -13,12 +13,12 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from trainer.distributed.exchange import (
-    allocation_program,
-    broadcast_program,
+    compile_allocation,
+    compile_broadcast,
+    compile_slab_update,
     exchange_dtype,
     part_sharding,
     sharded_leaf,
-    slab_program,
 )
 from trainer.distributed.process_shards import (
     boxes_by_process,
@@ -109,13 +109,13 @@ class LeafLoader:
         plan = choose_read_plan(leaf, unit, dtype.itemsize)
         if plan is None:
             return self._broadcast(name, leaf, sharding, target.dtype)
-        array = allocation_program(target.shape, target.dtype, sharding)()
+        array = compile_allocation(target.shape, target.dtype, sharding)()
         for slab in plan.slabs(dtype.itemsize):
             parts = self._read_parts(name, plan, slab=slab, sharding=sharding, dtype=dtype)
             # The exchange of the last slab ran during this read. Waiting for it here bounds the slabs
             # in memory to two.
             jax.block_until_ready(array)
-            write_slab = slab_program(plan, sharding, slab.rows)
+            write_slab = compile_slab_update(plan, sharding, slab.rows)
             array = write_slab(array, parts, np.array(slab.start, np.int32))
         return array
 
@@ -189,7 +189,7 @@ class LeafLoader:
                 whole = tuple((0, extent) for extent in leaf.shape)
                 self.reader.read(name, {whole: buffers[device][0, ...]})
         source = NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(axes))
-        return broadcast_program(leaf, sharding)(
+        return compile_broadcast(leaf, sharding)(
             _from_shards((leaf.num_devices, *leaf.shape), source, buffers)
         )
 

@@ -67,7 +67,7 @@ class Sampler:
             )
         self.prompts = tuple(prompts)
         self._tokenizer = tokenizer
-        with _name_keys():
+        with _recipe_keys_in_errors():
             ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
         self._has_encoder = decoder_start_id is not None
         # With an encoder the prompts are sources, and each target begins with the start token.
@@ -87,7 +87,7 @@ class Sampler:
         generation_config = GenerationConfig(
             min(max_new_tokens, num_fitting or max_new_tokens), eos_token_ids
         )
-        with _name_keys():
+        with _recipe_keys_in_errors():
             check_prompts(
                 self._ids, self._sources, model=model, generation_config=generation_config
             )
@@ -119,8 +119,8 @@ class Sampler:
 
 
 @contextmanager
-def _name_keys() -> Iterator[None]:
-    """Name the recipe keys in errors about prompts. Their hints are options of `prep generate`."""
+def _recipe_keys_in_errors() -> Iterator[None]:
+    """Rewrite errors of the block for training: name the recipe keys instead of options of `prep generate`."""
     try:
         yield
     except PrepError as error:

@@ -235,7 +235,7 @@ def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> StepFields:
 def _interval(steps: int, epochs: float | None, order: RowOrder) -> Interval:
     if epochs is None:
         return steps
-    return order.epoch_interval(epochs)
+    return order.unrounded_steps_for_epochs(epochs)
 
 
 def build_step_setup(

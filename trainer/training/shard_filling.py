@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from trainer.distributed.exchange import allocation_program
+from trainer.distributed.exchange import compile_allocation
 from trainer.models.boxes import Box, intersection, volume
 from trainer.models.checkpoint_store import CheckpointReader
 from trainer.models.read_plan import aligned_slabs
@@ -54,7 +54,7 @@ def fill_shards(
     """
     shards: dict[Any, jax.Array] = {}
     for device, box in boxes.items():
-        allocation = allocation_program(_extents(box), dtype, SingleDeviceSharding(device))
+        allocation = compile_allocation(_extents(box), dtype, SingleDeviceSharding(device))
         shards[device] = allocation()
     for slab in aligned_slabs(_bounds(boxes.values()), unit, SLAB_NBYTES // dtype.itemsize):
         parts: dict[Box, Box] = {}

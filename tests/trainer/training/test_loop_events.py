@@ -49,11 +49,11 @@ def test_interval_is_due_at_the_first_step_that_completes_it():
 
 def test_epoch_interval_counts_rows():
     order = runs.make_job(runs.make_setup(), batch_size=8).order
-    assert order.epoch_interval(1) == Fraction(45, 8)
-    assert order.epoch_interval(0.5) == Fraction(45, 16)
-    assert order.epoch_interval(4e-7) == Fraction(45, 8) * Fraction(4, 10**7)
-    assert order.epoch_interval(0.1) == Fraction(45, 80)
-    assert order.epoch_interval(0.6666666666666667) == Fraction(15, 4)
+    assert order.unrounded_steps_for_epochs(1) == Fraction(45, 8)
+    assert order.unrounded_steps_for_epochs(0.5) == Fraction(45, 16)
+    assert order.unrounded_steps_for_epochs(4e-7) == Fraction(45, 8) * Fraction(4, 10**7)
+    assert order.unrounded_steps_for_epochs(0.1) == Fraction(45, 80)
+    assert order.unrounded_steps_for_epochs(0.6666666666666667) == Fraction(15, 4)
 
 
 def test_loop_saves_and_evaluates_by_epochs(tmp_path: Path):
@@ -89,7 +89,7 @@ def test_resumed_loop_saves_only_below_the_best_loss(tmp_path: Path):
     assert store.steps() == [12]
 
 
-def test_loop_without_best_records_no_loss(tmp_path: Path):
+def test_loop_that_does_not_save_best_records_no_eval_loss(tmp_path: Path):
     store, _ = run_loop(tmp_path, eval_every=6, save_every=6)
     assert not any("eval_loss" in store.open(step).manifest for step in store.steps())
 
