@@ -98,7 +98,11 @@ def parse_stream_digest(text: str) -> StreamDigest:
 
 
 class ValueTransform(ABC):
-    """A change of a stream's values, with counts and the digest of the result."""
+    """A change of all values of a stream, such as a cast.
+
+    Attributes:
+        counts: Number of values, and how many of them changed, overflowed or became 0.
+    """
 
     def __init__(self, source: str, target: str) -> None:
         self._source = numpy_dtype(source)

@@ -1,4 +1,7 @@
-"""Read and write files in runs, with direct I/O for whole pages where the file system supports it and it is faster."""
+"""Read and write files in runs: contiguous byte ranges.
+
+Whole pages are transferred by direct I/O where the file system supports it and it is faster.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,17 @@ class RunReader(Protocol):
         ...
 
     def read_runs(self, copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
-        """Read all runs of the copies one after another. Return the filled part of `into`."""
+        """Read the runs of all copies one after another into a buffer.
+
+        A copy describes strided bytes of a file. A run is a contiguous byte range of the copy.
+
+        Args:
+            copies: The copies to read.
+            into: The buffer.
+
+        Returns:
+            The filled part of the buffer.
+        """
         ...
 
 
@@ -180,7 +193,17 @@ class Files:
         return run
 
     def read_runs(self, copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
-        """Read all runs of the copies one after another. Return the filled part of `into`."""
+        """Read the runs of all copies one after another into a buffer.
+
+        A copy describes strided bytes of a file. A run is a contiguous byte range of the copy.
+
+        Args:
+            copies: The copies to read.
+            into: The buffer.
+
+        Returns:
+            The filled part of the buffer.
+        """
         filled = 0
         for copy in copies:
             run_nbytes = copy.run_nbytes

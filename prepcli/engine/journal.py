@@ -1,4 +1,4 @@
-"""The journal of a process: its durable streams, with their digests.
+"""The journal of a process: its durable streams, with their digests. Durable bytes are synced to the disk.
 
 Each line is a checksum, a space and a JSON object. Reading stops at the first line with a wrong checksum, such
 as a torn last line. Journals of earlier versions have no checksums and count as empty.

@@ -384,8 +384,8 @@ class Pipeline:
     def _write(self, task: _SlabTask) -> None:
         """Record a slab's checksums, write it, and submit a sync point if one is due."""
         start_s = time.perf_counter()
-        # Checksums are computed beside the write, which waits for the disk. Durable bytes are hashed again:
-        # the state of a partly hashed block is not saved.
+        # Checksums are computed beside the write, which waits for the disk. Bytes that an earlier run wrote
+        # are recorded too, though not written again: the hash state of a partly written block is not saved.
         recording = contextlib.nullcontext()
         if self.checksums:
             recording = self.checksums.recording(task.slab.writes, task.data)

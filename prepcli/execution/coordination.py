@@ -108,7 +108,15 @@ class Team:
             raise io_error(path, error) from error
 
     def durable_part(self, index: int, journal_state: JournalState) -> JournalState:
-        """Return the durable part of a share: streams in its journal, or written before the division was made."""
+        """Return the durable part of the share of process `index`.
+
+        A share is the streams that one process writes. A stream is durable once its bytes are synced to the disk: the
+        journal of the process lists it, or it was written before the streams were divided among the processes.
+
+        Args:
+            index: Number of the process.
+            journal_state: State of its journal.
+        """
         # A stream that is written again after damage has its newer digest in the journal.
         known_digests = {**self.stage.durable_digests, **journal_state.digests}
         digests: dict[int, str] = {}

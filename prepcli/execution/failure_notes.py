@@ -133,7 +133,12 @@ class FailureNotes:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """A JSON file with its stamp. `content` is None if it is damaged."""
+    """A JSON file that one process writes and others read.
+
+    Attributes:
+        stamp: Inode and time of the file, e.g. `8912.1700000000000`. It differs between two notes of one process.
+        content: The parsed JSON, or None if the file is damaged.
+    """
 
     stamp: str
     content: Any

@@ -44,7 +44,7 @@ def note_durable_work(describe_durable: Callable[[], str]) -> Iterator[None]:
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """Return the notes that `note_durable_work` added, the innermost first."""
+    """Return the texts that `note_durable_work` added to an exception. The innermost block's text comes first."""
     return list(getattr(error, "__notes__", ()))
 
 

@@ -314,12 +314,12 @@ def _upload_folder(
 
 
 def _is_replaceable(request: UploadRequest, remote_files: Sequence[RemoteFile]) -> bool:
-    """Return whether the remote files are an output of prep, or an upload that began here."""
+    """Return whether the remote files are an output of prep, or an upload that this machine began."""
     return any(file.path == MANIFEST_FILE for file in remote_files) or _has_begun(request)
 
 
 def _has_begun(request: UploadRequest) -> bool:
-    """Return whether an upload to this URL began here."""
+    """Return whether this machine has the marks file of an earlier upload to the same URL."""
     marks = request.marks_path
     return marks.exists() and read_no_follow(marks).startswith(_marks_header(request).encode())
 

@@ -187,7 +187,11 @@ def _counts(value: object) -> tuple[int, ...]:
 def _iter_ranges(
     value: object,
 ) -> Iterator[tuple[tuple[str, tuple[int, ...]], tuple[str, int, int]]]:
-    """Yield the byte range of each box, by name and offsets."""
+    """Yield the byte range of each box. A box is the part of a tensor that one rank saved.
+
+    Yields:
+        Name of the tensor and index of the box's first element, then file, first byte and length of the range.
+    """
     if not isinstance(value, PickledMapping):
         raise ValueError("it has no list of byte ranges")
     for key, item in value.items:

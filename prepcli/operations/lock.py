@@ -94,7 +94,13 @@ def lock(
 def _digest_tensors(
     source: Source, memory_nbytes: int, progress: Progress
 ) -> dict[str, RowDigests]:
-    """Return the digests of each tensor, for the ranges of rows of the manifest, else for all rows.
+    """Compute the digests of each tensor.
+
+    The manifest of a checkpoint may record digests of row ranges of a tensor. The digests then have the same ranges,
+    and are compared with the recorded ones. Other tensors have one digest of all rows.
+
+    Returns:
+        Tensor name -> (first row, end, digest) of each range, e.g. {"w": ((0, 64, "9f..."), (64, 100, "03..."))}.
 
     Raises:
         DamagedError: A digest differs from the one in the manifest.

@@ -166,14 +166,14 @@ class _Axis:
 
 
 def _x_axis(values: tuple[float, float], pixels: tuple[float, float], is_log: bool) -> _Axis:
-    """Return an axis of exactly these values, with ticks inside."""
+    """Return an axis from the first to the last of the values, without a margin. Its ticks lie between the two."""
     low, high = values
     if is_log:
         return _Axis(_log_ticks(low, high), values, pixels, is_log)
     if low == high:
         return _Axis([low], values, pixels, is_log)
     size = _tick_size(low, high)
-    # Between two steps of a run there is no value to label.
+    # Training steps are whole numbers, so the ticks are at least 1 apart: none is at step 2.5.
     if low == int(low) and high == int(high):
         size = max(1.0, size)
     ticks = _multiples(size, math.ceil(low / size), math.floor(high / size))

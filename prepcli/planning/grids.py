@@ -46,7 +46,7 @@ class StridedPlacement:
     strides: tuple[int, ...]
 
     def find(self, index: Sequence[int]) -> tuple[int, int]:
-        """Return the file number and offset of a chunk."""
+        """Return the file number and offset of the chunk with this index in the grid."""
         # e.g. offset 0, first index [0, 0] and strides (8, 8): chunk [2, 0] is at 2 * 8 + 0 * 8 = 16.
         # C-level maps: this runs once per chunk, and a 13B model has 10^5 chunks
         displacement = sum(map(mul, map(sub, index, self.first_index), self.strides))
@@ -60,7 +60,7 @@ class ExplicitPlacement:
     chunks: Mapping[tuple[int, ...], tuple[int, int]]
 
     def find(self, index: Sequence[int]) -> tuple[int, int]:
-        """Return the file number and offset of a chunk."""
+        """Return the file number and offset of the chunk with this index in the grid."""
         return self.chunks[tuple(index)]
 
 

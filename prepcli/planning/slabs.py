@@ -1,4 +1,4 @@
-"""Split streams into slabs that fit a buffer. Pure.
+"""Split streams into slabs that fit a buffer. A slab is a contiguous byte range of a tensor. Pure.
 
 Slab boundaries are chosen so that reads and writes have long runs of whole chunks and whole pages.
 """

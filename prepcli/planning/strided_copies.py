@@ -83,7 +83,7 @@ class StridedCopy:
 
     @property
     def run_nbytes(self) -> int:
-        """Length of a contiguous run in the file."""
+        """Length of a run: a contiguous byte range in the file."""
         # A loop whose steps are as long as the run lengthens the run. In the example of the module,
         # 4 bytes become 2 * 4 and then 3 * 8: the file has one run of 24 bytes, the tensor has six of 4.
         length = self.width

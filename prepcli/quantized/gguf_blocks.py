@@ -104,7 +104,7 @@ def _decode_q4_1(blocks: np.ndarray) -> FloatArray:
     return values
 
 
-# value[16 h + i] = d * (nibble h of qs[i] + 16 * bit 16 h + i of qh - 16)
+# value[16 h + i] = d * (nibble h of qs[i] + 16 * bit (16 h + i) of qh - 16)
 def _decode_q5_0(blocks: np.ndarray) -> FloatArray:
     codes = _halves(blocks["qs"]).reshape(-1, 32) | _high_bits(blocks["qh"])
     values = codes.astype(np.float32)
@@ -113,7 +113,7 @@ def _decode_q5_0(blocks: np.ndarray) -> FloatArray:
     return values
 
 
-# value[16 h + i] = d * (nibble h of qs[i] + 16 * bit 16 h + i of qh) + m
+# value[16 h + i] = d * (nibble h of qs[i] + 16 * bit (16 h + i) of qh) + m
 def _decode_q5_1(blocks: np.ndarray) -> FloatArray:
     codes = _halves(blocks["qs"]).reshape(-1, 32) | _high_bits(blocks["qh"])
     values = codes.astype(np.float32)

@@ -1,4 +1,7 @@
-"""Reads of tensors into boxes of leaves: windows of a tensor, or whole tensors with a check of their digests."""
+"""Reads of tensors into boxes of leaves. A box has one range of indices per dim.
+
+A job reads a window, which is a box of a tensor, or a whole tensor with a check of its digests.
+"""
 
 from __future__ import annotations
 
@@ -108,12 +111,15 @@ def tensor_jobs(
 ) -> Iterator[TensorRead]:
     """Yield the jobs that copy a tensor's elements to the targets.
 
+    Each job reads one window, which is a box of the tensor. Together the windows cover the elements that the targets
+    need. With a check there is one job for the whole tensor.
+
     Args:
         tensor: The tensor.
-        targets: The arrays.
-        duplicates: Tensors to compare with the windows.
+        targets: The arrays to fill.
+        duplicates: Other tensors that must equal this one. Each job compares their bytes in its window.
         is_checked: Read the whole tensor and compare it with its digests, if it has any.
-        max_gap_nbytes: Shorter gaps between the runs of a window are read.
+        max_gap_nbytes: A gap between two runs (contiguous byte ranges) of a window is read too if it is shorter.
     """
     if is_checked and tensor.digests:
         yield TensorRead(tensor, targets)

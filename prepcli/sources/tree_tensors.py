@@ -240,7 +240,11 @@ def verbatim_tensors(leaves: Leaves) -> tuple[SourceTensor, ...]:
 def _state_leaf_tensors(
     state_leaf: PathLeaf, leaf: StoredLeaf, row: AxisMap, records: Mapping[str, TensorRecords]
 ) -> Iterator[SourceTensor]:
-    """Yield the tensors of a leaf of an incomplete slot: one per layer.
+    """Yield the tensors of a leaf of the optimizer state, one per layer.
+
+    The leaf is in an incomplete slot. A slot is a subtree of the optimizer state with one leaf per parameter, such as
+    `opt_state.adam.mu`. An incomplete slot lacks some of them, or has some with reduced axes. See
+    `planning.state_rows`.
 
     Args:
         state_leaf: Slot and parameter of the leaf.

@@ -178,7 +178,7 @@ class StartCheckpoint:
         check_without_checksums(source, tensors, observer, hint=self.hint)
 
     def sample_digest(self) -> str:
-        """Return the `sample_digest` of the parameters on disk.
+        """Return a digest of the first rows of each parameter on disk. See `digest_checks.sample_digest`.
 
         Raises:
             PrepError: They cannot be read.
@@ -215,7 +215,10 @@ class StartCheckpoint:
         return {**entry, "path": path, "digest": towers_digest(source)}
 
     def _open_source(self, reader: ItemReader) -> Source:
-        """Open the checkpoint of a reader as a source."""
+        """Open the checkpoint that a reader reads.
+
+        A step in a bucket is opened by its name, other checkpoints by their folder.
+        """
         return open_source(locate(self.name or str(reader.folder), access=Access(allow_urls=True)))
 
 

@@ -157,7 +157,11 @@ class RenderLimits:
             self.check(self.count_chars(left) + self.count_chars(right))
 
     def check_percent(self, template: str, values: Any) -> None:
-        """Check the result of `template % values`: widths, and repeated values."""
+        """Check the size of the text `template % values` before it is made.
+
+        A width counts in full: `"%100d" % 5` has 100 characters. Each named field, such as `%(name)s`,
+        counts all values.
+        """
         size = len(template)
         num_fields = 0
         for name, width, precision in PERCENT_FIELD.findall(template):

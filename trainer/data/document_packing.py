@@ -1,5 +1,6 @@
 """Rows of whole documents: a pure function of the lengths of the documents and of the rows.
 
+A row is one training sequence. All rows have the same length.
 A document longer than a row is cut into pieces, each as long as a row but the last. Pieces are
 packed by best-fit decreasing (Johnson 1974, https://doi.org/10.1137/0203025, and for training Ding
 et al. 2024, https://arxiv.org/abs/2404.10830): the longest first, each into the row with the least

@@ -1,5 +1,7 @@
 """Stored rows of whole documents: computed once in bounded memory, and mapped at each start.
 
+A row is one training sequence. It consists of one or more pieces of documents.
+
 A folder in the store, named by a digest of all inputs of the rows:
 
 - `starts.bin`: first token of each piece of a document, row after row (int64, little-endian).
@@ -147,7 +149,10 @@ def open_rows(store: Path, meta: StoreMeta, tokens: MappedTokens, packing: str) 
 
 
 def rows_identity(meta: StoreMeta, packing: str, seq_length: int) -> str:
-    """Return a digest of all inputs of rows."""
+    """Return the digest that names the folder of stored rows.
+
+    Rows with equal digests are equal: it covers the token store, the packing and the sequence length.
+    """
     inputs = {
         "version": ROWS_VERSION,
         "tokens": meta.identity,

@@ -91,7 +91,16 @@ class KernelSpec:
     runs_per_device: bool = False
 
     def score_tile(self, q_chunk_size: int, k_chunk_size: int) -> tuple[int, int] | None:
-        """Return the queries and keys of a tile of scores, or None if all scores exist at once."""
+        """Return the size of a tile of attention scores: the part of the score matrix that is in memory at once.
+
+        Args:
+            q_chunk_size: Queries of a tile.
+            k_chunk_size: Keys of a tile.
+
+        Returns:
+            Queries and keys of a tile. None if the whole matrix is in memory. `NO_SCORES` if the kernel keeps the
+            scores on the chip.
+        """
         # These kernels are one operation for XLA and keep scores on the chip.
         if self.runs_per_device:
             return NO_SCORES

@@ -1,4 +1,4 @@
-"""Axis maps: the place of each element of a parameter in the source tensors, as one line of text.
+"""Axis maps: the place of each element of a parameter in the source tensors, as one row of text.
 
     layers heads head_dim embed <- h.{layers}.attn.q_proj.weight: (heads head_dim) embed
 
@@ -48,19 +48,21 @@ from trainer.models.errors import Command, PrepError, text
 AtomDims = tuple[tuple[str, ...], ...]
 # Atom -> extent, or name of an index list -> indices.
 Sizes = Mapping[str, int | Sequence[int]]
-# Path part and atom of the layers (of the decoder, if the model has an encoder).
+# Names of the axes (atoms) that stack layers. All but ENCODER_LAYERS are also the part of a leaf's
+# path that contains the layers, as in `layers.attention.q`.
+# The layers of the model, or of the decoder if there is an encoder.
 LAYERS = "layers"
-# Atom of the encoder's layers.
+# The layers of the encoder.
 ENCODER_LAYERS = "encoder_layers"
-# Path parts and atoms of the layers of one kind, in a model with both dense and MoE layers.
+# The two kinds of layers in a model with both dense and MoE layers.
 DENSE_LAYERS = "dense_layers"
 SPARSE_LAYERS = "sparse_layers"
-# The same in a model in which some layers have attention and some a recurrent mixer.
+# The two kinds of layers in a model with both attention layers and recurrent layers.
 ATTENTION_LAYERS = "attention_layers"
 MIXER_LAYERS = "mixer_layers"
-# Atoms of the layers that have a part which other layers of the model do not have.
+# Axes that stack only the layers of one kind.
 GROUP_ATOMS = (DENSE_LAYERS, SPARSE_LAYERS, ATTENTION_LAYERS, MIXER_LAYERS)
-# Atoms that count layers. A leaf has at most one of them.
+# All axes that stack layers. A leaf has at most one of them.
 LAYER_ATOMS = (LAYERS, ENCODER_LAYERS, *GROUP_ATOMS)
 
 
@@ -173,7 +175,10 @@ class TensorDim:
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """Braces in a tensor name, with the extents of their atoms.
+    """Number in a tensor's name that depends on atoms (named axes), written in braces.
+
+    E.g. the braces of `h.{layers}.w`, or of `h.{layers half=1}.w`: a merged index of two atoms, with
+    `half` fixed at 1.
 
     Attributes:
         factors: Atoms in the braces, outermost first. Their indices form one merged index.
@@ -185,7 +190,14 @@ class TensorIndex:
     listed_indices: tuple[int, ...] = ()
 
     def resolve(self, atom_indices: Mapping[str, int]) -> int:
-        """Return the number that replaces the braces, given the index of each free atom."""
+        """Return the number that replaces the braces in the name.
+
+        >>> TensorIndex((SizedAxis("layers", 3), SizedAxis("half", 2, fixed=1))).resolve({"layers": 2})
+        5
+
+        Args:
+            atom_indices: Index of each atom that is not fixed.
+        """
         # Horner's rule for a row-major index: (i, j) in extents (m, n) is i * n + j.
         index = 0
         for factor in self.factors:
@@ -333,7 +345,7 @@ def bind_row(row: ParsedAxisMap, sizes: Sizes, padded: Mapping[str, int] | None 
             continue
         index = _tensor_index(part, lookup)
         name_parts.append(index)
-        # `sizes` has no entry for an atom with a list. Its size is the length of the list.
+        # In `{a@list}`, `sizes` has no entry for the atom a. Its size is the length of the list.
         if part.index_list or part.numbers:
             leaf_extents |= {f.atom: f.extent for f in index.factors}
     return AxisMap(

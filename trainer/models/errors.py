@@ -44,7 +44,8 @@ OPTION_NAMES = {
     "prompts_file": "prompts",
     "rules": "rule",
 }
-# Commands that are functions too. Others, such as `prep demo`, are the same text for both readers.
+# Command -> Python function. Errors name the function to a Python caller, and the command on the command line. Other
+# commands, such as `prep demo`, have no function: errors name the command in both.
 FUNCTION_NAMES = {
     "eval": "evaluate",
     "export": "export",

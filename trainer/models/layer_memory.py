@@ -329,7 +329,7 @@ class LayerStack:
         top_k = self.arch_config.experts_per_token
         if not top_k:
             return 0
-        # Each token is a row of `top_k` experts. Weights are gathered in the dtype of the
+        # Each token gives `top_k` rows, one per expert that it is sent to. Weights are gathered in the dtype of the
         # computation, twice, and their gradient is float32 until it is reduced.
         num_tokens = inputs.local_batch_size * self._chunk_length()
         num_rows = expert_block_length(num_tokens, top_k, inputs.num_experts)

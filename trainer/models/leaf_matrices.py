@@ -129,10 +129,21 @@ def reduce_leaf(leaf: ParamLeaf, axes: Collection[int]) -> ParamLeaf:
 
 
 def reduced_axes(shape: Sequence[int], param_shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the axes of a parameter over which a leaf is a statistic, such as a mean. None if it is not one."""
+    """Return the axes that an optimizer statistic, such as a mean, reduces to extent 1.
+
+    >>> reduced_axes([12, 1, 64], [12, 32, 64])
+    (1,)
+
+    Args:
+        shape: Shape of the statistic.
+        param_shape: Shape of its parameter.
+
+    Returns:
+        The reduced axes, none of them if the shapes are equal. None if an axis has another extent, e.g. 2 of 32: the
+        leaf is not a statistic of the parameter.
+    """
     if len(shape) != len(param_shape):
         return None
-    # E.g. [12, 1, 64] of a parameter [12, 32, 64] -> axis 1. [12, 2, 64] is not a statistic of it.
     differing = tuple(axis for axis, extent in enumerate(shape) if extent != param_shape[axis])
     if all(shape[axis] == 1 for axis in differing):
         return differing

@@ -66,7 +66,9 @@ class LossScale:
         return scale / (1 << (num_tokens.bit_length() - 1))
 
     def next(self, state: Mapping[str, Array], is_finite: Array) -> dict[str, Array]:
-        """Return the entries of the training state after a step.
+        """Return the values of SCALE and FINITE_STEPS after a training step.
+
+        The result is empty for a static scale.
 
         Args:
             state: The training state before the step.

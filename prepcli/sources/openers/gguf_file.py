@@ -60,12 +60,12 @@ class _NamedDecoder:
     axis_map: AxisMap | None = None
 
     def location(self, file: int, start: int, number: int) -> Contiguous | ChunkedLocation:
-        """Return where the values of a tensor begin.
+        """Return the location of a tensor in the blob of decoded tensors.
 
         Args:
-            file: Number of the blob.
-            start: Offset of the decoder's values.
-            number: Number of the tensor.
+            file: File number of the blob.
+            start: Offset in the blob of the decoder's first value.
+            number: Position of the tensor in `names`.
         """
         item_nbytes = itemsize(self.decoder.dtype)
         if self.axis_map is None:

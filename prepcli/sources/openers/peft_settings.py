@@ -30,7 +30,7 @@ RANK_DIMS = {"A": 0, "B": 1}  # dim of a matrix that has the rank
 # Far above any tensor. Python refuses to divide by integers of hundreds of digits.
 MAX_RANK = 2**31 - 1
 MAX_SHOWN = 3  # faults of one file in a message
-# Keys of adapter_config.json that change the model, and the values with which they do not
+# Keys of adapter_config.json, and the values that prep supports: with them an adapter is plain LoRA.
 PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),

@@ -47,7 +47,7 @@ def test_interval_is_due_at_the_first_step_that_completes_it():
     assert not any(is_due(step, 0) for step in range(1, 11))
 
 
-def test_epoch_interval_counts_rows():
+def test_unrounded_steps_for_epochs_are_exact_fractions():
     order = runs.make_job(runs.make_setup(), batch_size=8).order
     assert order.unrounded_steps_for_epochs(1) == Fraction(45, 8)
     assert order.unrounded_steps_for_epochs(0.5) == Fraction(45, 16)
