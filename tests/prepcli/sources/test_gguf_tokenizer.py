@@ -116,9 +116,12 @@ def test_encodings_equal_transformers(pre: str):
 
 
 def test_encodings_of_llama_3_equal_transformers():
+    # The name of this module is also the name of a function of `transformers`.
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
     tokenizer, vocab, merges = convert("llama-bpe")
     # The pattern of the class is that of the published tokenizer.
-    pattern = transformers.convert_slow_tokenizer.TikTokenConverter(vocab_file="").pattern
+    pattern = TikTokenConverter(vocab_file="").pattern
     expected = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, ignore_merges=True))
     pre_tokenizers = tokenizers.pre_tokenizers
     expected.pre_tokenizer = pre_tokenizers.Sequence(

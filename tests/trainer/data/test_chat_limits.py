@@ -103,8 +103,8 @@ HOSTILE = {
     "missing template": "{% include 'x' %}",
     "unknown filter": "{{ 1|nothing }}",
     "NUL": "\0{{ 1 \0 }}",
-    "deep list of values": repeat("[]", "[ns.x]", 1500) + "{{ ns.x }}",
-    "deep JSON": repeat("[]", "[ns.x]", 1500) + "{{ ns.x|tojson }}",
+    "deep list of values": repeat("[]", "[ns.x]", 50_000) + "{{ ns.x }}",
+    "deep JSON": repeat("[]", "[ns.x]", 50_000) + "{{ ns.x|tojson }}",
     "long error": "{{ raise_exception('x' * 999999) }}",
 }  # fmt: skip
 
