@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -82,7 +82,9 @@ def run_command(command: Sequence[str]) -> int:
         return process.wait()
     finally:
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            # The signal may arrive after the command has ended, and before its status is stored.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 

@@ -131,7 +131,12 @@ def test_invalid_number_names_its_option(
             "`PREP_MEMORY=1MiB` is below the minimum",
             "`PREP_MEMORY=32MiB` or more",
         ),
-        ("PREP_PROCESSES", "x", "`PREP_PROCESSES=x` is invalid", "`PREP_PROCESSES=4/0`"),
+        (
+            "PREP_PROCESSES",
+            "x",
+            "`PREP_PROCESSES=x` is invalid",
+            "write as process 0 of 4 with `PREP_PROCESSES=4/0`",
+        ),
         (
             "PREP_PROGRESS",
             "fancy",
