@@ -247,7 +247,7 @@ def check_bfloat16_storage(subject: FamilyUnderTest) -> str:
     batch = subject.batch(1, 9)
     logits = model_logits(subject.tiny_model.model, load_params(init), batch)
     expected = torch_logits(load_torch_model(saved), batch, (9,))
-    return _check_error(abs(logits - expected).max(), LOGITS_ATOL)
+    return _check_error(float(abs(logits - expected).max()), LOGITS_ATOL)
 
 
 def check_padded_vocabulary(subject: FamilyUnderTest) -> str:
@@ -376,7 +376,7 @@ def _check_logits(subject: FamilyUnderTest, lengths: Sequence[int]) -> str:
     logits = model_logits(subject.tiny_model.model, subject.params, batch)
     expected = torch_logits(subject.torch_model, batch, lengths)
     error = max(
-        abs(logits[row, :length] - expected[row, :length]).max()
+        float(abs(logits[row, :length] - expected[row, :length]).max())
         for row, length in enumerate(lengths)
     )
     return _check_error(error, LOGITS_ATOL)

@@ -81,7 +81,8 @@ def joined_batch(golden: Golden) -> dict[str, np.ndarray]:
 
 def max_short_logit_error(golden: Golden, logits: np.ndarray) -> float:
     """Return the largest error of the `short` logits outside of padding."""
-    return max(abs(logits[i, :n] - golden.short_logits[i, :n]).max() for i, n in enumerate(LENGTHS))
+    errors = [abs(logits[i, :n] - golden.short_logits[i, :n]).max() for i, n in enumerate(LENGTHS)]
+    return float(max(errors))
 
 
 def max_gradient_error(golden: Golden, gradients: dict[str, np.ndarray]) -> float:
