@@ -35,6 +35,8 @@ def open_original(
         ema=False,
         verbatim=True,
         copied_files=(),
+        # The lock is that of the init. The records of the init cover the decoded values of its source.
+        lock=None,
         quantized="stored",
     )
     _, source = open_checkpoint(original, observer)

@@ -351,7 +351,16 @@ def inspect_checkpoint(
 def _read_checkpoint(
     checkpoint: str, observer: Observer, options: SourceOptions
 ) -> tuple[LocatedCheckpoint, CheckpointContents]:
-    """Locate a checkpoint, and read its headers or index."""
+    """Locate a checkpoint, and read its headers or index.
+
+    Raises:
+        UsageError: The options have a lock, which an inspection would not enforce.
+    """
+    lock = Option("lock")
+    if options.get("lock") is not None:
+        why = "an inspection reads no tensors to compare with it"
+        hint = text("compare with {}", Command("verify", checkpoint, Option("lock", "FILE")))
+        raise usage_error(text("{} has no effect", lock), why, hint)
     access = make_access(
         observer,
         offline=options.get("offline", False),

@@ -63,8 +63,8 @@ def lock(
     """
     started_s = time.monotonic()
     observer = observer_of(progress)
-    # Quantised weights are locked as they are stored, and adapters too.
-    stored = {**options, "verbatim": None, "quantized": "keep"}
+    # Quantised weights are locked as they are stored, without a note that they may be decoded.
+    stored = {**options, "verbatim": None, "quantized": "stored"}
     common = common_options(checkpoint, None, stored)
     located, source = open_checkpoint(common, observer, allow_adapters=True)
     check_stream(common.stream, located)

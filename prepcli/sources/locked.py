@@ -12,11 +12,10 @@ from pathlib import Path
 
 from prepcli.console.lists import join_names
 from prepcli.console.progress import Progress
-from prepcli.engine.files import io_error
 from prepcli.errors import Command, PrepError, text
 from prepcli.formats.lock_file import Lock, LockedFile, LockedTensor
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.untrusted import quote_name
+from prepcli.formats.untrusted import quote_name, stat_file
 from prepcli.remote.published_digests import SHA256, sha256_of_file
 from prepcli.sources.references import HubRepo, parse_reference
 from prepcli.sources.source import CONFIG, Source, SourceTensor
@@ -42,16 +41,14 @@ def make_lock(
         PrepError: A file cannot be read.
     """
     paths = {**_settings_files(source), **_weight_files(source)}
-    sizes = {name: _size(path) for name, path in paths.items()}
+    sizes = {name: stat_file(path).st_size for name, path in paths.items()}
     published = _published_digests(source)
     files: dict[str, LockedFile] = {}
     progress.begin("lock files", sum(sizes.values()))
     try:
         for name, path in sorted(paths.items()):
-            digest = published.get(name, "")
-            if name not in published:
-                digest = sha256_of_file(path)
-            files[name] = LockedFile(bytes=sizes[name], digest=digest or None)
+            digest = published[name] if name in published else sha256_of_file(path)
+            files[name] = LockedFile(bytes=sizes[name], digest=digest)
             progress.advance(sizes[name])
     finally:
         progress.end()
@@ -129,6 +126,8 @@ def _file_differences(source: Source, lock: Lock) -> Iterator[str]:
     settings = _settings_files(source)
     weights = _weight_files(source)
     paths = {**settings, **weights}
+    sizes = {name: stat_file(path).st_size for name, path in paths.items()}
+    published = _published_digests(source)
     for name in sorted({*paths, *lock.files}):
         label = quote_name(name)
         locked = lock.files.get(name)
@@ -136,11 +135,11 @@ def _file_differences(source: Source, lock: Lock) -> Iterator[str]:
             yield f"{label} is missing"
         elif locked is None:
             yield f"{label} is not in the lock"
-        elif locked.bytes != _size(paths[name]):
-            yield f"{label} has {_size(paths[name]):,} bytes, the lock has {locked.bytes:,}"
+        elif locked.bytes != sizes[name]:
+            yield f"{label} has {sizes[name]:,} bytes, the lock has {locked.bytes:,}"
         # The digests of the tensors cover the weights of all other sources.
         elif name in settings or source.quantization:
-            digest = _published_digests(source).get(name) or sha256_of_file(paths[name])
+            digest = published[name] if name in published else sha256_of_file(paths[name])
             if digest != locked.digest:
                 yield f"{label} has the SHA-256 {digest}, the lock has {locked.digest}"
 
@@ -189,12 +188,16 @@ def _weight_files(source: Source) -> dict[str, Path]:
     return {_name(source, path): path for path in source.files}
 
 
-def _published_digests(source: Source) -> dict[str, str]:
-    """Return the SHA-256 of each remote weight file, or an empty text for a file without a published one."""
-    digests: dict[str, str] = {}
-    for blob in source.remote_blobs:
+def _published_digests(source: Source) -> dict[str, str | None]:
+    """Return the SHA-256 of each remote weight file, or None if its server publishes none.
+
+    Its local placeholder has holes and no digest of its own.
+    """
+    digests: dict[str, str | None] = {}
+    for path, blob in zip(source.files, source.remote_blobs):
         digest = blob.file.digest
-        digests[blob.file.path] = digest.removeprefix(SHA256) if digest.startswith(SHA256) else ""
+        is_sha256 = digest.startswith(SHA256)
+        digests[_name(source, path)] = digest.removeprefix(SHA256) if is_sha256 else None
     return digests
 
 
@@ -207,10 +210,3 @@ def _name(source: Source, path: Path) -> str:
     """Return the path of a file within its checkpoint, or its name if it is elsewhere, e.g. a config of the user."""
     folder = _folder(source)
     return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise io_error(path, error) from error

@@ -14,7 +14,9 @@ import safetensors.numpy
 import xxhash
 
 import prepcli as prep
-from prepcli.errors import FAILED, USAGE, DamagedError, OutputExistsError, PrepError, UsageError
+from prepcli.cli.main import main
+from prepcli.errors import FAILED, OK, USAGE, DamagedError, OutputExistsError, PrepError, UsageError
+from tests.helpers.adapters import make_adapter
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
@@ -208,3 +210,33 @@ def test_broken_lock_file_is_rejected(model: Path, capsys):
     err = run_failing(capsys, FAILED, "save-init", "m", "--lock", "broken.json")
     assert "broken.json is not a lock file of this prep" in err
     assert "`prep lock MODEL`" in err
+
+
+def test_inspect_does_not_ignore_a_lock(model: Path):
+    with pytest.raises(UsageError, match=r"`lock` has no effect"):
+        prep.inspect(model, lock="m.lock.json")
+
+
+def test_lock_of_an_init_does_not_concern_the_quantised_source(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_quantized(Path("q"), "gptq")
+    init = prep.save_init("q", "init", quantized="dequantize").path
+    prep.lock(init)
+    prep.export(init, "hf", quantized_source="./q", lock="init.lock.json")
+    assert read_tensors(Path("hf")).keys() == read_tensors(Path("q")).keys()
+
+
+def test_locking_a_quantised_model_names_no_option_of_save_init(
+    tmp_path: Path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    make_quantized(Path("q"), "fp8")
+    assert main(["lock", "q"]) == OK
+    assert "--quantized" not in capsys.readouterr().err
+
+
+def test_merge_checks_the_lock_of_its_base(model: Path, monkeypatch):
+    change_last_value(model, EMBEDDING)
+    make_adapter(Path("adapter"), {"model.layers.0.self_attn.q_proj": (32, 32)})
+    with pytest.raises(DamagedError, match="is damaged"):
+        prep.merge("adapter", model, lock="m.lock.json", verify=False)

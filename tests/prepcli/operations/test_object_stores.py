@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -139,6 +140,31 @@ def test_commands_read_init_from_bucket(site: StoreSite, home: Path):
         verify_report = site.run_prep("verify", name, str(home / "m"))
         assert (verify_report["ok"], verify_report.get("differences")) == (True, []), verify_report
     assert site.run_prep("verify", "s3://bucket/init")["ok"]
+
+
+@pytest.mark.parametrize("name", ["models/m", "init"])
+def test_lock_of_a_bucket_has_no_digests_of_its_weight_files(
+    site: StoreSite, home: Path, name: str
+):
+    """Object stores publish none, and the placeholders of weight files are holes."""
+    assert site.run_prep("lock", f"gs://bucket/{name}", "--out", "m.lock.json")["ok"]
+    files = json.loads(Path("m.lock.json").read_bytes())["files"]
+    local = home / Path(name).name
+    for file, entry in files.items():
+        data = (local / file).read_bytes()
+        assert entry["bytes"] == len(data)
+        assert entry.get("digest") in (None, hashlib.sha256(data).hexdigest())
+    weights = [file for file, entry in files.items() if "digest" not in entry]
+    assert weights
+    url = f"gs://bucket/{name}"
+    locked = ("--lock", "m.lock.json", "--memory", "32MiB")
+    command = "reshard" if name == "init" else "save-init"
+    assert site.run_prep(command, url, "--mesh", "1,4,1", "--out", "locked", *locked)["ok"]
+    changed = bytearray((local / weights[0]).read_bytes())
+    changed[-1] ^= 1
+    site.store.store(f"bucket/{name}/{weights[0]}", bytes(changed))
+    error = site.run_prep(command, url, "--mesh", "1,4,1", "--out", "again", *locked)["error"]
+    assert "is damaged" in error["what"]
 
 
 def test_damaged_small_file_in_bucket_has_a_hint(site: StoreSite):

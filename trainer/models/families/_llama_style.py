@@ -343,3 +343,26 @@ def experts(gate: str, up: str, down: str, router: str) -> Parameters:
             alternate="experts embed mlp <- mlp.experts.down_proj: experts embed mlp",
         ),
     }
+
+
+def read_rotating_layers(config: HFConfig, layers: int) -> list[bool]:
+    """Return whether the queries and keys of each layer rotate: those with a 1 in `no_rope_layers`.
+
+    Without the list, every `no_rope_layer_interval`-th layer does not rotate.
+
+    Raises:
+        PrepError: The list has another length or other values.
+    """
+    listed = config.get("no_rope_layers")
+    # Published configs of Llama 4 have an empty list.
+    if not listed:
+        interval = read_size(config, "no_rope_layer_interval", 4)
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
+    if (
+        not isinstance(listed, list)
+        or len(listed) != layers
+        or any(value not in (0, 1) for value in listed)
+    ):
+        why = f"no_rope_layers is {listed!r:.80}, it must give {layers} of 0 and 1"
+        raise invalid_config_error(why)
+    return [value == 1 for value in listed]

@@ -73,7 +73,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     )
     axis_sizes = sizes(config)
     layers = axis_sizes["layers"]
-    rotates = _read_rotating_layers(config, layers)
+    rotates = _llama_style.read_rotating_layers(config, layers)
     chunk = _read_chunk(config)
     plain = _llama_style.arch_config(
         config,
@@ -97,26 +97,6 @@ def arch_config(config: HFConfig) -> ArchConfig:
         router=Router("sigmoid", is_normalized=False, scales_input=True),
         dense_layers=dense_layers(config),
     )
-
-
-def _read_rotating_layers(config: HFConfig, layers: int) -> list[bool]:
-    """Return whether the queries and keys of each layer rotate: those with a 1 in `no_rope_layers`.
-
-    Raises:
-        PrepError: The list has another length or other values.
-    """
-    listed = config.get("no_rope_layers")
-    if not listed:
-        interval = read_size(config, "no_rope_layer_interval", 4)
-        return [(layer + 1) % interval != 0 for layer in range(layers)]
-    if (
-        not isinstance(listed, list)
-        or len(listed) != layers
-        or any(value not in (0, 1) for value in listed)
-    ):
-        why = f"no_rope_layers is {listed!r:.80}, it must give {layers} of 0 and 1"
-        raise invalid_config_error(why)
-    return [value == 1 for value in listed]
 
 
 def _read_chunk(config: HFConfig) -> int:

@@ -10,9 +10,8 @@ from trainer.models.architecture import (
     read_sliding_windows,
     reject_unsupported_fields,
 )
-from trainer.models.errors import invalid_config_error
 from trainer.models.families import _llama_style
-from trainer.models.parameters import HFConfig, if_set, read_size
+from trainer.models.parameters import HFConfig, if_set
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
@@ -29,7 +28,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     )
     axis_sizes = sizes(config)
     layers = axis_sizes["layers"]
-    rotates = _read_rotating_layers(config, layers)
+    rotates = _llama_style.read_rotating_layers(config, layers)
     window = config.get("sliding_window")
     if config.get("layer_types") is None and not config.get("use_sliding_window"):
         window = None
@@ -40,22 +39,6 @@ def arch_config(config: HFConfig) -> ArchConfig:
             config, layers, window, lambda layer: not rotates[layer]
         ),
     )
-
-
-def _read_rotating_layers(config: HFConfig, layers: int) -> list[bool]:
-    """Return whether the queries and keys of each layer rotate: those with a 1 in `no_rope_layers`."""
-    listed = config.get("no_rope_layers")
-    if listed is None:
-        interval = read_size(config, "no_rope_layer_interval", 4)
-        return [(layer + 1) % interval != 0 for layer in range(layers)]
-    if (
-        not isinstance(listed, list)
-        or len(listed) != layers
-        or any(value not in (0, 1) for value in listed)
-    ):
-        why = f"no_rope_layers is {listed!r:.80}, it must give {layers} of 0 and 1"
-        raise invalid_config_error(why)
-    return [value == 1 for value in listed]
 
 
 FAMILY = _llama_style.build_family(
