@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.testing.tiny_transformers import model_logits, tiny_transformer
-from tests.helpers.fork_server import PREP, run_prep, run_python
+from tests.helpers.fork_server import PREP, run_python, run_two_processes
 from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.range_server import serve_ranges
@@ -211,17 +210,7 @@ def test_workers_write_towers_together():
 def test_processes_write_one_output(tmp_path: Path):
     tensors = write_model("qwen3_vl")
     words = ("save-init", "./m", "--mesh", "1,2,2", "--out", "init", "-q")
-    codes: list[int] = []
-
-    def run(index: int) -> None:
-        codes.append(run_prep(*words, "--processes", f"2/{index}", cwd=tmp_path).returncode)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert codes == [0, 0]
+    assert run_two_processes(*words, cwd=tmp_path) == [0, 0]
     run_ok("export", "init", "--out", "hf")
     check_export("hf", tensors)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.remote import remote_files
-from tests.helpers.fork_server import PREP, run_prep, run_python
+from tests.helpers.fork_server import PREP, run_prep, run_python, run_two_processes
 from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.object_server import serve_objects
 from tests.helpers.range_server import serve_ranges
@@ -78,17 +77,7 @@ def test_bucket_is_source_and_target(
 
 def test_several_processes_write_one_output(tensors: dict[str, StoredTensor], tmp_path: Path):
     words = ("save-init", "./m", "--mesh", "1,2,2", "--out", "init", "-q")
-    codes: list[int] = []
-
-    def run(index: int) -> None:
-        codes.append(run_prep(*words, "--processes", f"2/{index}", cwd=tmp_path).returncode)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert codes == [0, 0]
+    assert run_two_processes(*words, cwd=tmp_path) == [0, 0]
     assert run_prep("export", "init", "--out", "hf", "--workers", "2", cwd=tmp_path).returncode == 0
     assert safetensors_bytes(Path("hf")) == tensors
 
