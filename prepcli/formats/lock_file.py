@@ -84,7 +84,7 @@ class Lock(BaseModel):
 
     Attributes:
         format: Version of the file format.
-        source: The checkpoint, as errors name it.
+        source: Hub id or URL of the checkpoint, or the name of its folder.
         revision: Commit on the hub. None for any other checkpoint.
         algorithms: Names of the digests.
         files: Files of the model, by path within it.

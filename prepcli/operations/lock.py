@@ -69,14 +69,17 @@ def lock(
     located, source = open_checkpoint(common, observer, allow_adapters=True)
     check_stream(common.stream, located)
     observer.note(source_line(source))
-    content = make_lock(
-        source,
-        located.local_files.commit,
-        _digest_tensors(source, common.memory_nbytes, observer.progress()),
-        observer.progress(),
-    )
     # The name of the folder, e.g. `m-init`, and not the one of the model in its manifest.
     name = Path(source.display_name).name or located.model_name
+    is_local = located.local_files.remote is None and located.local_files.commit is None
+    content = make_lock(
+        source,
+        # However the path of a folder is spelled, equal content has an equal lock.
+        name=name if is_local else source.display_name,
+        revision=located.local_files.commit,
+        digests=_digest_tensors(source, common.memory_nbytes, observer.progress()),
+        progress=observer.progress(),
+    )
     path = Path(out) if out is not None else Path(f"{name}{LOCK_SUFFIX}")
     already_done = _write(path, encode_lock(content), overwrite=options["overwrite"])
     return LockedModel(

@@ -144,7 +144,7 @@ class LockedModel:
 
     Attributes:
         path: The lock file.
-        source: The checkpoint, as errors name it.
+        source: Hub id or URL of the checkpoint, or the name of its folder.
         revision: Commit on the hub. None for any other checkpoint.
         files: Number of files.
         tensors: Number of tensors.

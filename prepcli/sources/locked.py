@@ -25,6 +25,8 @@ RowDigests = tuple[tuple[int, int, str], ...]
 
 def make_lock(
     source: Source,
+    *,
+    name: str,
     revision: str | None,
     digests: Mapping[str, RowDigests],
     progress: Progress,
@@ -33,6 +35,7 @@ def make_lock(
 
     Args:
         source: The checkpoint.
+        name: Its name in the lock.
         revision: Its commit on the hub.
         digests: Digests of all rows of each tensor, by its name in `source.all_tensors`.
         progress: Receives the bytes of the files.
@@ -46,10 +49,10 @@ def make_lock(
     files: dict[str, LockedFile] = {}
     progress.begin("lock files", sum(sizes.values()))
     try:
-        for name, path in sorted(paths.items()):
-            digest = published[name] if name in published else sha256_of_file(path)
-            files[name] = LockedFile(bytes=sizes[name], digest=digest)
-            progress.advance(sizes[name])
+        for file, path in sorted(paths.items()):
+            digest = published[file] if file in published else sha256_of_file(path)
+            files[file] = LockedFile(bytes=sizes[file], digest=digest)
+            progress.advance(sizes[file])
     finally:
         progress.end()
     tensors: dict[str, LockedTensor] = {}
@@ -58,7 +61,7 @@ def make_lock(
         tensors[names[tensor.name]] = LockedTensor(
             dtype=tensor.dtype, shape=tensor.shape, digests=digests[tensor.name]
         )
-    return Lock(source=source.display_name, revision=revision, files=files, tensors=tensors)
+    return Lock(source=name, revision=revision, files=files, tensors=tensors)
 
 
 def apply_lock(source: Source, lock: Lock, lock_name: str, revision: str | None) -> Source:

@@ -87,6 +87,13 @@ def test_equal_lock_is_left_and_another_one_needs_overwrite(model: Path):
     prep.save_init(model, lock="m.lock.json")
 
 
+def test_lock_does_not_depend_on_the_spelling_of_the_path(model: Path, tmp_path: Path):
+    before = Path("m.lock.json").read_bytes()
+    for spelled in ("./m/", tmp_path / "m"):
+        assert prep.lock(spelled).already_done
+    assert Path("m.lock.json").read_bytes() == before
+
+
 CONVERSIONS: dict[str, Callable[..., Any]] = {
     "pad_vocab": prep.pad_vocab,
     "save_init": prep.save_init,
