@@ -17,7 +17,7 @@ from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.source import Source, SourceTensor, Wrapper
 from trainer.models.json_types import HFConfig
 from trainer.models.registry import FAMILIES
-from trainer.models.text_part import TextPart, read_text_part
+from trainer.models.text_part import TextPart, read_text_part, uses_mrope
 
 # Formats of files with the names of transformers.
 MULTIMODAL_KINDS = ("safetensors", "torch", "dcp")
@@ -78,11 +78,14 @@ def towers_entry(source: Source) -> ManifestFields:
         return {TOWERS_KEY: recorded}
     if source.wrapper is None:
         return {}
-    entry = {
+    entry: dict[str, object] = {
         "model_type": source.wrapper.config.get("model_type"),
         "prefix": source.family.prefix,
         "head_prefix": source.family.head_prefix,
     }
+    if uses_mrope(source.wrapper.config):
+        # A recipe can change the rope type of other models.
+        entry["mrope"] = True
     return {TOWERS_KEY: entry}
 
 

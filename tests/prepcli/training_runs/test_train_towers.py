@@ -108,6 +108,29 @@ def test_run_starts_from_model_folder(trained: Path):
     assert safetensors_bytes(Path("a")) == safetensors_bytes(Path("b"))
 
 
+def test_changed_rope_theta_keeps_mrope_in_export(trained: Path):
+    recipe = Path("recipe.toml").read_text()
+    Path("rope.toml").write_text(recipe.replace("[model]", "[model]\nrope_theta = 2e6"))
+    run_ok("train", "rope.toml")
+    run_ok("export", "runs/rope", "--out", "hf")
+    before = json.loads(Path("m/config.json").read_text())
+    before["text_config"]["rope_parameters"]["rope_theta"] = 2e6
+    assert json.loads(Path("hf/config.json").read_text()) == before
+
+
+@pytest.mark.parametrize("start", ["m-init", "./m", "runs/recipe"])
+def test_other_rope_type_is_refused_with_mrope(
+    start: str, trained: Path, capsys: pytest.CaptureFixture[str]
+):
+    scaling = 'rope_scaling = {rope_type = "linear", factor = 2.0}'
+    recipe = Path("recipe.toml").read_text().replace("m-init", start)
+    Path("rope.toml").write_text(recipe.replace("[model]", f"[model]\n{scaling}"))
+    capsys.readouterr()
+    lines = error_lines(capsys, "train", "rope.toml")
+    assert lines[0] == ("error: `model.rope_scaling` of type linear is not supported for qwen3_vl")
+    assert not Path("runs/rope").exists()
+
+
 def test_adapter_merges_into_multimodal_model(trained: Path):
     before = safetensors_bytes(Path("m"))
     recipe = Path("recipe.toml").read_text()
