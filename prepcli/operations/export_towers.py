@@ -20,12 +20,15 @@ from prepcli.sources.source import Source
 NO_TOWERS = "it has no vision or audio towers"
 
 
-def select_parts(options: ExportOptions, source: Source, *, check_digest: bool) -> Source:
+def select_parts(
+    options: ExportOptions, source: Source, access: Access, *, check_digest: bool
+) -> Source:
     """Return the source of an export, with the requested parts of a multimodal model.
 
     Args:
         options: Options of the export.
         source: Opened source.
+        access: How a remote model with the towers may be read.
         check_digest: Whether to compare the towers of a training step with their recorded digest.
 
     Raises:
@@ -36,25 +39,26 @@ def select_parts(options: ExportOptions, source: Source, *, check_digest: bool) 
     towers = options["towers"]
     if options["text_only"]:
         if not is_multimodal:
-            raise _no_effect_error(Option("text_only", True), source, NO_TOWERS)
+            raise no_effect_error(Option("text_only", True), source, NO_TOWERS)
         if towers is not None:
             why = text("{} leaves them out", Option("text_only", True))
-            raise _no_effect_error(Option("towers", str(towers)), source, why)
+            raise no_effect_error(Option("towers", str(towers)), source, why)
         return text_model(source)
     if not is_multimodal or source.wrapper is not None:
         if towers is not None:
             why = "it has its own towers" if is_multimodal else NO_TOWERS
-            raise _no_effect_error(Option("towers", str(towers)), source, why)
+            raise no_effect_error(Option("towers", str(towers)), source, why)
         return source
     assert recorded is not None
     path = str(towers) if towers is not None else _recorded_path(source, recorded)
-    other = _open_towers(source, path)
+    other = _open_towers(source, path, access)
     if check_digest:
         _check_digest(source, other, recorded)
     return with_towers(source, other)
 
 
-def _no_effect_error(option: Option, source: Source, why: str) -> PrepError:
+def no_effect_error(option: Option, source: Source, why: str) -> PrepError:
+    """Return the error for an option that does not change the export of a source."""
     what = text("{} has no effect for {}", option, source.display_name)
     return usage_error(what, why, text("remove {}", Option(option.name)))
 
@@ -68,7 +72,7 @@ def _recorded_path(source: Source, recorded: Any) -> str:
     raise PrepError(what, "`towers` has no path", GET_AGAIN_HINT)
 
 
-def _open_towers(source: Source, path: str) -> Source:
+def _open_towers(source: Source, path: str, access: Access) -> Source:
     """Open the model with the towers of a training step."""
     hint = text(
         "{} names a copy, {} leaves the towers out",
@@ -77,7 +81,7 @@ def _open_towers(source: Source, path: str) -> Source:
     )
     what = f"the towers of {source.display_name} cannot be read"
     try:
-        other = open_source(locate(path, access=Access(allow_urls=True)))
+        other = open_source(locate(path, access=access))
     except PrepError as error:
         raise PrepError(what, f"{error.what}: {error.why}", hint) from error
     if other.tower_tensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.errors import OK
+from tests.helpers.fork_server import run_python
+from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.stored_tensors import safetensors_bytes
 from tests.helpers.towers import PROCESSOR, write_model
@@ -19,6 +22,10 @@ from tests.helpers.training_folder import RECIPE, write_tokenizer
 VOCAB = 128
 PREFIX = "model.language_model."
 TEXT_NAMES = (PREFIX, "lm_head.")
+OFFLINE_EXPORT = """
+import prepcli as prep
+prep.export("runs/recipe", "hf", towers="o/m", offline=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +150,31 @@ def test_adapter_merges_into_multimodal_model(trained: Path):
         assert merged.keys() == before.keys()
         changed = {name for name in before if merged[name] != before[name]}
         assert changed == {name for name in before if "language_model" in name and "q_proj" in name}
+
+
+def test_options_of_towers_are_refused_for_adapters(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+):
+    recipe = Path("recipe.toml").read_text()
+    Path("lora.toml").write_text(f'{recipe}\n[lora]\nrank = 4\ntargets = ["attn.q"]\n')
+    run_ok("train", "lora.toml")
+    for words in (["--text-only"], ["--towers", "m"]):
+        capsys.readouterr()
+        lines = error_lines(capsys, "export", "runs/lora", *words)
+        assert lines[0] == f"error: `{' '.join(words)}` has no effect for runs/lora"
+        assert "it has only adapters" in lines[1]
+
+
+def test_towers_on_the_hub_are_not_requested_offline(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with serve_hub({"o/m": FakeRepo({"config.json": b"{}"})}) as hub:
+        environment = {**os.environ, **hub.environment(tmp_path / "home")}
+        process = run_python(OFFLINE_EXPORT, cwd=tmp_path, env=environment)
+    assert process.returncode != 0
+    assert "the towers of runs/recipe cannot be read" in process.stderr
+    assert hub.requests == []
 
 
 def test_generate_and_eval_take_text_part(trained: Path):
