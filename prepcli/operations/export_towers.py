@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prepcli.errors import GET_AGAIN_HINT, Option, PrepError, text, usage_error
+from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.operations.options import ExportOptions
 from prepcli.restore.digest_checks import towers_digest
 from prepcli.sources.folders import Access
@@ -18,6 +18,11 @@ from prepcli.sources.source import Source
 
 # A tower is the image or audio encoder of a multimodal model.
 NO_TOWERS = "it has no vision or audio towers"
+TOWERS_HINT = text(
+    "{} names a copy, {} leaves the towers out",
+    Option("towers", "CHECKPOINT"),
+    Option("text_only", True),
+)
 
 
 def select_parts(
@@ -69,28 +74,26 @@ def _recorded_path(source: Source, recorded: Any) -> str:
     if isinstance(path, str):
         return path
     what = f"the manifest of {source.display_name} does not name the model with the towers"
-    raise PrepError(what, "`towers` has no path", GET_AGAIN_HINT)
+    raise PrepError(what, "`towers` has no path", TOWERS_HINT)
 
 
 def _open_towers(source: Source, path: str, access: Access) -> Source:
     """Open the model with the towers of a training step."""
-    hint = text(
-        "{} names a copy, {} leaves the towers out",
-        Option("towers", "CHECKPOINT"),
-        Option("text_only", True),
-    )
     what = f"the towers of {source.display_name} cannot be read"
     try:
         other = open_source(locate(path, access=access))
     except PrepError as error:
-        raise PrepError(what, f"{error.what}: {error.why}", hint) from error
+        raise PrepError(what, f"{error.what}: {error.why}", TOWERS_HINT) from error
     if other.tower_tensors:
         return other
-    raise PrepError(what, f"{path} has no towers", hint)
+    raise PrepError(what, f"{path} has no towers", TOWERS_HINT)
 
 
 def _check_digest(source: Source, other: Source, recorded: Any) -> None:
     """Raise PrepError if the towers differ from the record of a training step."""
+    # A model that was saved without towers has no record of them.
+    if "digest" not in recorded:
+        return
     digest = towers_digest(other)
     if recorded.get("digest") == digest:
         return

@@ -29,7 +29,7 @@ from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.source import HF_FOLDER, Source
 from prepcli.targets.hf_folder import copied_small_files, settings_files
 from prepcli.targets.training_step import plan_training_step
-from prepcli.training_runs.start import start_manifest
+from prepcli.training_runs.start import start_manifest, stored_towers
 from trainer.models.checkpoint_store import LeafSpec
 from trainer.models.json_types import HFConfig
 from trainer.models.param_tree import param_leaves
@@ -82,13 +82,20 @@ def save_params(
     located, source = open_checkpoint(common_options(like, folder, options), SilentObserver())
     leaves = host_leaves({"params": arrays})
     shapes = {name: LeafSpec(tuple(leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
-    plan = _plan(shapes, source, located.model_name)
+    plan = _plan(shapes, source, located.model_name, like=str(like))
     StepWriter(plan, folder, leaves).write()
     return folder
 
 
-def _plan(shapes: Mapping[str, LeafSpec], source: Source, name: str) -> Plan:
-    """Return the plan of an Orbax checkpoint of leaves, i.e. of a training step without a state."""
+def _plan(shapes: Mapping[str, LeafSpec], source: Source, name: str, *, like: str) -> Plan:
+    """Return the plan of an Orbax checkpoint of leaves, i.e. of a training step without a state.
+
+    Args:
+        shapes: Shapes and dtypes of the leaves.
+        source: The checkpoint of the same model.
+        name: Name of the model.
+        like: Path of `source`.
+    """
     tokens = shapes.get(f"{PARAMS}.embed.tokens")
     if tokens is None:
         raise _mismatch_error(source, "the tree has no embed.tokens")
@@ -96,6 +103,9 @@ def _plan(shapes: Mapping[str, LeafSpec], source: Source, name: str) -> Plan:
     # `_check_leaves` reports its shape.
     manifest = _manifest(source, name, vocab_rows=(*tokens.shape, 1)[0])
     _check_leaves(shapes, source, manifest)
+    if source.tower_tensors:
+        # The output has only the parameters.
+        manifest["towers"] = {**manifest["towers"], **stored_towers(source, like)}
     request = f"prep.save_params(like={source.display_name!r})"
     plan = plan_training_step(
         shapes, manifest, request=request, slab_nbytes=make_budget(MEMORY_NBYTES).slab_nbytes

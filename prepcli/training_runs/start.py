@@ -209,10 +209,7 @@ class StartCheckpoint:
         else:
             assert isinstance(self.model_reader, WeightsReader)
             source = self.model_reader.source
-        local_path = Path(path).expanduser()
-        if local_path.exists():
-            path = str(local_path.absolute())
-        return {**entry, "path": path, "digest": towers_digest(source)}
+        return {**entry, **stored_towers(source, path)}
 
     def _open_source(self, reader: ItemReader) -> Source:
         """Open the checkpoint that a reader reads.
@@ -220,6 +217,19 @@ class StartCheckpoint:
         A step in a bucket is opened by its name, other checkpoints by their folder.
         """
         return open_source(locate(self.name or str(reader.folder), access=Access(allow_urls=True)))
+
+
+def stored_towers(source: Source, path: str) -> dict[str, str]:
+    """Return the fields of a manifest that record where the towers of a multimodal model are stored.
+
+    Args:
+        source: The multimodal model.
+        path: Path of the model, as the user named it.
+    """
+    local_path = Path(path).expanduser()
+    if local_path.exists():
+        path = str(local_path.absolute())
+    return {"path": path, "digest": towers_digest(source)}
 
 
 def open_last_step(storage: RunStorage, step: int, *, verify: bool) -> StartCheckpoint:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,30 @@ def test_wrapper_with_other_computation_stays_verbatim():
     Path("m/config.json").write_text(json.dumps(config))
     run_ok("save-init", "./m")
     assert read_json("m-init/prep-manifest.json")["family"] == "verbatim"
+
+
+@pytest.mark.parametrize("like", ["./m", "m-init"])
+def test_saved_params_export_with_towers_of_like(like: str):
+    tensors = write_model("llava")
+    run_ok("save-init", "./m")
+    prep.save_params(prep.load_params("m-init"), "saved", like=like)
+    run_ok("export", "saved", "--out", "hf")
+    assert safetensors_bytes(Path("hf")) == tensors
+    assert read_json("hf/config.json") == read_json("m/config.json")
+
+
+def test_model_without_stored_towers_exports_with_named_ones(capsys: pytest.CaptureFixture[str]):
+    tensors = write_model("llava")
+    shutil.copytree("m", "bare")
+    text = {name: t for name, t in tensors.items() if name.startswith("language_model.")}
+    write_safetensors(Path("bare/model.safetensors"), text)
+    run_ok("save-init", "./bare")
+    lines = errors_of(capsys, "export", "bare-init", "--out", "hf")
+    assert lines[0] == "error: the manifest of bare-init does not name the model with the towers"
+    assert "--towers" in lines[-1]
+    assert "--text-only" in lines[-1]
+    run_ok("export", "bare-init", "--towers", "./m", "--out", "hf")
+    assert safetensors_bytes(Path("hf")) == tensors
 
 
 def test_lock_approves_towers(capsys: pytest.CaptureFixture[str]):
