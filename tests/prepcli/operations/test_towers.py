@@ -106,6 +106,17 @@ def test_large_dims_of_towers_are_split():
     assert leaves["towers.projector.1.weight"]["chunk"] == [512, 512]
 
 
+def test_tower_tensors_without_elements_round_trip():
+    tensors = write_model("llava")
+    tensors["vision_tower.none.weight"] = ("F32", (0, 4), b"")
+    write_safetensors(Path("m/model.safetensors"), tensors)
+    run_ok("save-init", "./m", "--mesh", "1,2,2")
+    run_ok("reshard", "m-init", "--mesh", "1,4,1", "--out", "other")
+    run_ok("verify", "other", "./m")
+    run_ok("export", "other", "--out", "hf")
+    check_export("hf", tensors)
+
+
 def test_verbatim_keeps_names_of_multimodal_model():
     tensors = write_model("llava")
     run_ok("save-init", "./m", "--verbatim", "--out", "verbatim")
