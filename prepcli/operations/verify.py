@@ -179,6 +179,11 @@ def _verify(request: _Request, observer: Observer) -> Verification:
         # A file has the same tensors, whether its family has rows for them or not.
         source = as_verbatim(source)
         against_source = as_verbatim(against_source)
+    elif not (source.tower_tensors and against_source.tower_tensors):
+        for line in _ignored_tower_lines((source, against_source)):
+            observer.note(line)
+        source = replace(source, tower_tensors=())
+        against_source = replace(against_source, tower_tensors=())
     return _verify_pair(_collect_model(source), _collect_model(against_source), request, observer)
 
 
@@ -210,6 +215,15 @@ def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:
             nbytes = sum(tensor.nbytes for tensor in source.state_tensors)
             state = f"training state of {source.display_name} ({format_bytes(nbytes)})"
             yield f"{state} ignored: only parameters are compared"
+
+
+def _ignored_tower_lines(sources: Iterable[Source]) -> Iterator[str]:
+    """Describe the towers of a multimodal model that are ignored, because only one of the checkpoints has some."""
+    for source in sources:
+        if source.tower_tensors:
+            nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)
+            towers = f"towers of {source.display_name} ({format_bytes(nbytes)})"
+            yield f"{towers} ignored: only the text part is compared"
 
 
 def _against_options(request: _Request) -> CommonOptions:

@@ -134,9 +134,19 @@ def as_verbatim(source: Source, dtype: str | None = None) -> Source:
         name = source.names.stored_name(tensor.name)
         types[name] = (tensor.cast(dtype).dtype, tensor.shape)
         tensors.append(replace(tensor, name=name))
+    for tensor in source.tower_tensors:
+        name = source.file_name(tensor)
+        types[name] = (tensor.cast(dtype).dtype, tensor.shape)
+        tensors.append(replace(tensor, name=name))
     family = verbatim_family(types)
-    names = TensorNames(family, is_prefixed=False)
-    return replace(source, family=family, names=names, tensors=tuple(tensors))
+    return replace(
+        source,
+        family=family,
+        names=TensorNames(family, is_prefixed=False),
+        tensors=tuple(tensors),
+        tower_tensors=(),
+        wrapper=None,
+    )
 
 
 def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedTensor, ...]]:

@@ -201,6 +201,27 @@ def test_text_only_export_is_text_model(source: str):
     run_ok("save-init", "./text", "--out", "text-init")
 
 
+def test_verify_compares_text_parts_if_one_side_has_towers(capsys: pytest.CaptureFixture[str]):
+    write_model("qwen3_vl")
+    run_ok("save-init", "./m")
+    run_ok("export", "m-init", "--text-only", "--out", "text")
+    for checkpoints in (("text", "m-init"), ("./m", "text")):
+        capsys.readouterr()
+        assert main(["verify", *checkpoints]) == 0
+        assert "ignored: only the text part is compared" in capsys.readouterr().err
+    data = (Path("text") / "model.safetensors").read_bytes()
+    (Path("text") / "model.safetensors").write_bytes(data[:-4] + b"\0\0\0\0")
+    assert main(["verify", "text", "m-init"]) == 1
+
+
+def test_verify_compares_towers_by_names_of_the_file():
+    write_model("llava")
+    run_ok("save-init", "./m", "--verbatim", "--out", "verbatim")
+    run_ok("verify", "verbatim", "./m")
+    run_ok("export", "./m", "--text-only", "--out", "text")
+    assert main(["verify", "verbatim", "text"]) == 1
+
+
 def test_damaged_tower_is_an_error(capsys: pytest.CaptureFixture[str]):
     write_model("llava")
     run_ok("save-init", "./m")

@@ -84,6 +84,11 @@ def test_export_of_step_has_towers_of_start_model(trained: Path):
     }
 
 
+def test_export_verifies_against_step_without_towers(trained: Path):
+    run_ok("export", "runs/recipe", "--out", "hf")
+    run_ok("verify", "hf", "runs/recipe")
+
+
 @pytest.mark.parametrize("towers", ["m", "other-mesh"])
 def test_export_reads_towers_of_named_copy(towers: str, trained: Path):
     run_ok("reshard", "m-init", "--mesh", "1,2,1", "--no-scan", "--out", "other-mesh")
