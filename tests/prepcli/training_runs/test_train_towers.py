@@ -14,6 +14,7 @@ from prepcli.cli.main import main
 from prepcli.errors import OK
 from tests.helpers.fork_server import run_python
 from tests.helpers.hub_server import FakeRepo, serve_hub
+from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.stored_tensors import safetensors_bytes
 from tests.helpers.towers import PROCESSOR, write_model
@@ -155,6 +156,25 @@ def test_adapter_merges_into_multimodal_model(trained: Path):
         assert merged.keys() == before.keys()
         changed = {name for name in before if merged[name] != before[name]}
         assert changed == {name for name in before if "language_model" in name and "q_proj" in name}
+
+
+def test_adapter_merges_into_step_with_towers_of_its_start(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+):
+    recipe = Path("recipe.toml").read_text().replace("m-init", "runs/recipe")
+    Path("lora.toml").write_text(f'{recipe}\n[lora]\nrank = 4\ntargets = ["attn.q"]\n')
+    run_ok("train", "lora.toml")
+    run_ok("export", "runs/lora", "--out", "adapter")
+    run_ok("merge", "adapter", "runs/recipe", "--out", "merged")
+    run_ok("export", "runs/recipe", "--out", "base")
+    run_ok("merge", "adapter", "./base", "--out", "expected")
+    assert safetensors_bytes(Path("merged")) == safetensors_bytes(Path("expected"))
+    with changed_manifest(Path("runs/recipe/3")) as manifest:
+        manifest["towers"]["path"] = "./absent"
+    capsys.readouterr()
+    lines = error_lines(capsys, "merge", "adapter", "runs/recipe", "--out", "other")
+    assert lines[0] == "error: the towers of runs/recipe cannot be read"
+    assert "export runs/recipe --towers CHECKPOINT" in lines[-1]
 
 
 def test_options_of_towers_are_refused_for_adapters(
