@@ -12,8 +12,8 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.errors import OK
-from tests.helpers.fork_server import run_python
-from tests.helpers.hub_server import FakeRepo, serve_hub
+from tests.helpers.fork_server import PREP, run_python
+from tests.helpers.hub_server import COMMIT, FakeRepo, serve_hub
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.stored_tensors import safetensors_bytes
@@ -200,6 +200,27 @@ def test_towers_on_the_hub_are_not_requested_offline(
     assert process.returncode != 0
     assert "the towers of runs/recipe cannot be read" in process.stderr
     assert hub.requests == []
+
+
+def test_export_reads_towers_of_start_commit(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    recipe = Path("recipe.toml").read_text().replace("m-init", "o/m@main")
+    Path("hub.toml").write_text(recipe)
+    files = {path.name: path.read_bytes() for path in Path("m").iterdir()}
+    commands = (("train", "hub.toml"), ("export", "runs/hub", "--out", "hf"))
+    # After the start of the run, its model is no longer on the main branch.
+    repositories = (FakeRepo(files), FakeRepo(files, revisions=(COMMIT,)))
+    for words, repository in zip(commands, repositories, strict=True):
+        with serve_hub({"o/m": repository}) as hub:
+            environment = {**os.environ, **hub.environment(tmp_path / words[0])}
+            process = run_python(PREP, *words, cwd=tmp_path, env=environment)
+        assert process.returncode == 0, process.stderr
+    exported = safetensors_bytes(Path("hf"))
+    before = safetensors_bytes(Path("m"))
+    visual = [name for name in before if name.startswith("model.visual.")]
+    assert all(exported[name] == before[name] for name in visual)
 
 
 def test_generate_and_eval_take_text_part(trained: Path):
