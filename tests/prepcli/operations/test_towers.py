@@ -14,6 +14,7 @@ import pytest
 
 import prepcli as prep
 from prepcli.cli.main import main
+from prepcli.console.formatting import format_bytes
 from prepcli.testing.tiny_transformers import model_logits, tiny_transformer
 from tests.helpers.fork_server import PREP, run_python, run_two_processes
 from tests.helpers.hub_server import FakeRepo, serve_hub
@@ -148,6 +149,13 @@ def test_pad_vocab_changes_text_vocabulary():
     run_ok("export", "init", "--out", "hf")
     assert safetensors_bytes(Path("hf")) == tensors
     assert read_json("hf/config.json") == before
+
+
+def test_pad_vocab_counts_towers_of_full_copy(capsys: pytest.CaptureFixture[str]):
+    tensors = write_model("llava")
+    assert main(["pad-vocab", "./m", "--size", "128", "--dry-run"]) == 0
+    nbytes = sum(len(data) for _, _, data in tensors.values())
+    assert f"the output is a full copy of {format_bytes(nbytes)}" in capsys.readouterr().err
 
 
 def test_init_with_padded_vocabulary_exports_source():
