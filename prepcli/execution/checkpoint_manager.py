@@ -347,7 +347,6 @@ class CheckpointManager:
         plan = self._layout[1]
         small = settings_files(
             plan.settings["config"],
-            (),
             extra_files=self._extra_files(),
             path_prefix=f"{HF_FOLDER}/",
         )

@@ -162,4 +162,4 @@ def _mismatch_error(source: Source, why: str) -> PrepError:
 def _small_files(source: Source, config: HFConfig) -> tuple[SmallFile, ...]:
     prefix = f"{HF_FOLDER}/"
     extra_files = copied_small_files(source, prefix)
-    return settings_files(config, (), extra_files=extra_files, path_prefix=prefix)
+    return settings_files(config, extra_files=extra_files, path_prefix=prefix)

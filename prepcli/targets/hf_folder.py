@@ -111,18 +111,10 @@ def copied_small_files(source: Source, path_prefix: str = "") -> tuple[SmallFile
 
 
 def settings_files(
-    config: HFConfig,
-    layouts: Sequence[SafetensorsLayout],
-    *,
-    extra_files: Iterable[SmallFile],
-    path_prefix: str = "",
+    config: HFConfig, *, extra_files: Iterable[SmallFile], path_prefix: str = ""
 ) -> tuple[SmallFile, ...]:
-    """Return config.json, the safetensors index if one is needed, and the extra files."""
-    return (
-        SmallFile(path_prefix + CONFIG, json_bytes(config)),
-        *index_files(layouts),
-        *extra_files,
-    )
+    """Return config.json and the extra files."""
+    return SmallFile(path_prefix + CONFIG, json_bytes(config)), *extra_files
 
 
 def config_files(source: Source, config: HFConfig, path_prefix: str = "") -> tuple[SmallFile, ...]:
