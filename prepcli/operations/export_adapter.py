@@ -82,7 +82,7 @@ def plan_adapter_export(
             "tied": manifest.is_tied,
             "config": source.config,
         },
-        display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
+        display_names=source.display_names(),
     )
     base_name = _base_name(source.tree_manifest)
     return PlannedConversion(
