@@ -29,9 +29,10 @@ from prepcli.operations.operation import public
 from prepcli.operations.options import ExportOptions, MergeOptions
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line, with_defaults
-from prepcli.planning.plan import Contiguous, LowRankUpdate, Plan, Stream
+from prepcli.planning.plan import LowRankUpdate, Plan, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.restore.digest_checks import sample_digest
+from prepcli.sources.appended_files import append_files, shift_file_numbers
 from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.peft_folder import is_adapter, open_adapter, read_checked_header
@@ -238,21 +239,9 @@ def _check_base(adapter: Path, source: Source) -> None:
 
 def _with_adapter(source: Source, adapter: Source) -> Source:
     """Return the base with the tensors and the file of an adapter after its own."""
-    # Placements name files by number: after the files 0, 1 and 2 of the base, the adapter's file is 3.
-    number = len(source.byte_sources)
-
-    def with_new_file_number(tensor: SourceTensor) -> SourceTensor:
-        (location,) = tensor.placement
-        assert isinstance(location, Contiguous)
-        return replace(tensor, placement=(Contiguous(number, location.offset),))
-
-    return replace(
-        source,
-        tensors=(*source.tensors, *map(with_new_file_number, adapter.tensors)),
-        files=(*source.files, *adapter.files),
-        file_stamps=(*source.file_stamps, *adapter.file_stamps),
-        blobs=(*source.byte_sources, *adapter.files) if source.blobs else (),
-    )
+    first = len(source.byte_sources)
+    matrices = [shift_file_numbers(tensor, first) for tensor in adapter.tensors]
+    return replace(append_files(source, adapter), tensors=(*source.tensors, *matrices))
 
 
 def _matrix_streams(

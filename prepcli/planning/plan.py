@@ -44,7 +44,8 @@ class Strided:
     strides: tuple[int, ...]
 
 
-Locations = tuple[Contiguous | Strided | ChunkedLocation | GappedRegion, ...]
+Location = Contiguous | Strided | ChunkedLocation | GappedRegion
+Locations = tuple[Location, ...]
 
 
 @dataclass(frozen=True, slots=True)

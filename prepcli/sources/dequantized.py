@@ -21,10 +21,9 @@ from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray, Files
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.errors import Option, PrepError, text, usage_error
-from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.manifest_fields import QuantizedRecord
-from prepcli.planning.plan import Contiguous, Strided
+from prepcli.planning.plan import Contiguous, Location
 from prepcli.planning.quantization_leaves import QUANTIZATION
 from prepcli.planning.state_names import qualify
 from prepcli.planning.strided_copies import ChunkedLocation
@@ -281,7 +280,7 @@ def decoder_of_tensor(source: Source, tensor: SourceTensor) -> Decoder:
     return blob.decoders[bisect.bisect_right(blob.starts(), offset) - 1]
 
 
-def _blob_offset(location: Contiguous | Strided | ChunkedLocation | GappedRegion) -> int:
+def _blob_offset(location: Location) -> int:
     """Return the offset of a location in the decoded weights."""
     if isinstance(location, Contiguous):
         return location.offset
@@ -314,7 +313,7 @@ def cast_decoded(source: Source, dtype: str) -> Source:
 
 
 def _cast_location(
-    location: Contiguous | Strided | ChunkedLocation | GappedRegion,
+    location: Location,
     dtype: str,
     blob: DequantizedBlob,
     cast_blob: DequantizedBlob,

@@ -31,6 +31,7 @@ from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.quantized.decoder import Decoder, StoredMatrix
 from prepcli.quantized.encoder import InvertibleDecoder, not_invertible_error
 from prepcli.quantized.find_weights import find_weights
+from prepcli.sources.appended_files import append_files, shift_file_numbers
 from prepcli.sources.dequantized import DECODED_DTYPE, DequantizedBlob, find_source_weights
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.source import (
@@ -335,7 +336,7 @@ def _encoded_view(
             stored.name, stored.dtype, stored.shape, (location,)
         )
     checked = [_renamed(weight.tensor, DECODED) for weight in weights]
-    return _replaced(source, codes, scales.values(), checked, (blob,))
+    return _replaced(source, codes, scales.values(), checked, blob)
 
 
 def _renamed(tensor: SourceTensor, slot: str) -> SourceTensor:
@@ -349,7 +350,7 @@ def _original_view(
     original: Source,
 ) -> Source:
     """Return a source with the codes and scales of the original. See `requantize_source`."""
-    first_blob = len(source.byte_sources)
+    first = len(source.byte_sources)
     stored = {tensor.name: tensor for tensor in original.tensors}
 
     def find_tensor(name: str, dtype: str, shape: Sequence[int]) -> SourceTensor:
@@ -360,10 +361,7 @@ def _original_view(
                 f"it has no {quote_name(name)} of {dtype} {[*shape]}",
                 text("{}: the quantised model", Option("quantized_source", "SOURCE")),
             )
-        (location,) = tensor.placement
-        assert isinstance(location, Contiguous)
-        moved = Contiguous(first_blob + location.file, location.offset)
-        return replace(tensor, placement=(moved,), default_dtype="")
+        return replace(shift_file_numbers(tensor, first), default_dtype="")
 
     decoders = {each.name: each for each in find_source_weights(original).decoders}
     codes: dict[str, SourceTensor] = {}
@@ -378,16 +376,12 @@ def _original_view(
     ordered = tuple(decoders[weight.tensor.name] for weight in weights)
     blob = DequantizedBlob(original.display_name, ordered, original.byte_sources, dtype)
     checked: list[SourceTensor] = []
-    blob_number = first_blob + len(original.byte_sources)
+    combined = append_files(source, original)
+    blob_number = len(combined.byte_sources)
     for weight, start in zip(weights, blob.starts()):
         placement = (Contiguous(blob_number, start),)
         checked.append(_renamed(replace(weight.tensor, placement=placement), DECODED))
-    view = _replaced(source, codes, taken_scales, checked, (*original.byte_sources, blob))
-    return replace(
-        view,
-        files=(*source.files, *original.files),
-        file_stamps=(*source.file_stamps, *original.file_stamps),
-    )
+    return _replaced(combined, codes, taken_scales, checked, blob)
 
 
 def _replaced(
@@ -395,7 +389,7 @@ def _replaced(
     codes: Mapping[str, SourceTensor],
     scales: Iterable[SourceTensor],
     checked: Sequence[SourceTensor],
-    blobs: Sequence[Path | Blob],
+    blob: Blob,
 ) -> Source:
     """Return a source with codes in place of decoded weights.
 
@@ -404,12 +398,12 @@ def _replaced(
         codes: Codes by the name of the decoded weight.
         scales: Other stored tensors.
         checked: Decoded weights to read for a check.
-        blobs: Further byte sources.
+        blob: The encoded codes, or the decoded weights of the original. It follows the files of the source.
     """
     tensors = [codes.get(tensor.name, tensor) for tensor in source.tensors]
     return replace(
         source,
         tensors=(*tensors, *scales),
         state_tensors=tuple(checked),
-        blobs=(*source.byte_sources, *blobs),
+        blobs=(*source.byte_sources, blob),
     )
