@@ -15,6 +15,7 @@ import numpy as np
 
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
+    VALUE_DTYPES,
     CodeArray,
     Decoder,
     FloatArray,
@@ -25,7 +26,6 @@ from prepcli.quantized.decoder import (
     unpack_bits,
 )
 from prepcli.quantized.packed_ints import scale_groups
-from prepcli.quantized.scaled import FLOAT_SCALE_DTYPES
 from trainer.models.boxes import Range
 
 BITS = 4
@@ -55,7 +55,7 @@ class AwqDecoder(Decoder):
         """
         check_dtype(weight, ("int32",), name)
         check_dtype(zeros, ("int32",), name)
-        check_dtype(scales, FLOAT_SCALE_DTYPES, name)
+        check_dtype(scales, VALUE_DTYPES, name)
         inputs, words = (0, 0, *weight.shape)[-2:]
         outputs = words * VALUES_PER_WORD
         check_shape(weight, [(inputs, words)], name)

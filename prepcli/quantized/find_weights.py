@@ -14,7 +14,7 @@ from prepcli.planning.tensors import FileTensor
 from prepcli.quantized import gptq
 from prepcli.quantized.awq import AwqDecoder
 from prepcli.quantized.bitsandbytes import QUANT_TYPES, Bits4Decoder, parse_quant_state
-from prepcli.quantized.decoder import Decoder, check_dims
+from prepcli.quantized.decoder import VALUE_DTYPES, Decoder, check_dims
 from prepcli.quantized.gptq import GptqDecoder
 from prepcli.quantized.mxfp4 import Mxfp4Decoder
 from prepcli.quantized.nvfp4 import GROUP_VALUES, Nvfp4Decoder
@@ -45,6 +45,7 @@ COMPRESSED_FORMATS = (
     "int-quantized",
     "float-quantized",
     "naive-quantized",
+    "mxfp8-quantized",
     "nvfp4-pack-quantized",
     "mixed-precision",
     "dense",
@@ -169,12 +170,16 @@ def _find_compressed(settings: Mapping[str, Any], stored: StoredWeights) -> Iter
         check_dims(weight, 2)
         stored.take(weight.name, weight.name)
         scale = stored.take(f"{weight.name}_scale", weight.name)
+        dtype = scale.dtype
+        # compressed-tensors decodes exponents to bfloat16.
+        if dtype not in VALUE_DTYPES:
+            dtype = "bfloat16"
         yield ScaledDecoder(
             weight,
             scale,
             block=_compressed_block(schemes, weight, scale),
             zero_point=stored.take_optional(f"{weight.name}_zero_point"),
-            dtype=scale.dtype,
+            dtype=dtype,
         )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
+    VALUE_DTYPES,
     Decoder,
     FloatArray,
     MatrixReader,
@@ -32,7 +33,6 @@ from prepcli.quantized.packed_ints import (
     scale_groups,
     word_count,
 )
-from prepcli.quantized.scaled import FLOAT_SCALE_DTYPES
 from trainer.models.boxes import Range
 
 BITS = (2, 3, 4, 8)
@@ -71,7 +71,7 @@ class GptqDecoder(Decoder):
         """
         check_dtype(weight, ("int32",), name)
         check_dtype(zeros, ("int32",), name)
-        check_dtype(scales, FLOAT_SCALE_DTYPES, name)
+        check_dtype(scales, VALUE_DTYPES, name)
         words, outputs = (0, 0, *weight.shape)[-2:]
         inputs = words * WORD_BITS // bits
         groups = scales.shape[0] if scales.shape else 0

@@ -18,6 +18,7 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
+    VALUE_DTYPES,
     Decoder,
     FloatArray,
     MatrixReader,
@@ -26,7 +27,6 @@ from prepcli.quantized.decoder import (
     check_shape,
     unpack_bits,
 )
-from prepcli.quantized.scaled import FLOAT_SCALE_DTYPES
 from trainer.models.boxes import Range
 
 WORD_BITS = 32
@@ -65,7 +65,7 @@ class PackedIntDecoder(Decoder):
         stored = [packed, scale]
         check_dtype(packed, ("int32",), name)
         check_shape(packed, [(rows, word_count(columns, bits))], name)
-        check_dtype(scale, FLOAT_SCALE_DTYPES, name)
+        check_dtype(scale, VALUE_DTYPES, name)
         scale_shape = (1, 1)
         if len(scale.shape) == 2:
             scale_shape = scale.shape

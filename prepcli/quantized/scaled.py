@@ -22,6 +22,7 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
+    VALUE_DTYPES,
     CodeArray,
     FloatArray,
     MatrixReader,
@@ -33,13 +34,11 @@ from prepcli.quantized.decoder import (
     lookup,
 )
 from prepcli.quantized.encoder import CODES, BitArray, InvertibleDecoder, find_codes
-from prepcli.quantized.mxfp4 import EXPONENT_BIAS
 from trainer.models.boxes import Range
 
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 CODE_DTYPES = (*FP8_DTYPES, "int8")
-FLOAT_SCALE_DTYPES = ("float32", "bfloat16", "float16")
-# Bytes with the exponent of a power of two: 2^(byte - 127).
+# Bytes with the exponent of a power of two: 2^(byte - 127). 255 is NaN.
 EXPONENT_DTYPES = ("uint8", "float8_e8m0fnu")
 # bitsandbytes stores the largest magnitude of a row, which the code 127 stands for.
 INT8_STEP = np.float32(7.874015718698502e-3)
@@ -74,7 +73,7 @@ class ScaledDecoder(InvertibleDecoder):
             stored.append(zero_point)
         super().__init__(weight.name, weight.shape, dtype, stored)
         check_dtype(weight, CODE_DTYPES, weight.name)
-        check_dtype(scale, (*FLOAT_SCALE_DTYPES, *EXPONENT_DTYPES), weight.name)
+        check_dtype(scale, (*VALUE_DTYPES, *EXPONENT_DTYPES), weight.name)
         *leading, rows, columns = weight.shape
         self._block = block
         self._matrix_rows = rows
@@ -192,7 +191,7 @@ def block_of_grid(weight: FileTensor, scale: FileTensor) -> tuple[int, int]:
 def read_scales(scales: np.ndarray) -> FloatArray:
     """Return scales in float32. Bytes are exponents of powers of two."""
     if scales.dtype == np.uint8:
-        return np.ldexp(np.float32(1), scales.astype(np.int32) - EXPONENT_BIAS)
+        scales = scales.view(numpy_dtype("float8_e8m0fnu"))
     return scales.astype(np.float32)
 
 
