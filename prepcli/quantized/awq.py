@@ -25,7 +25,7 @@ from prepcli.quantized.decoder import (
     check_shape,
     unpack_bits,
 )
-from prepcli.quantized.packed_ints import scale_groups
+from prepcli.quantized.packed_ints import consecutive_groups, scale_groups
 from trainer.models.boxes import Range
 
 BITS = 4
@@ -77,7 +77,8 @@ class AwqDecoder(Decoder):
         zeros = _unpack(read(self._zeros, groups, words))[:, outputs].astype(np.float32)
         scales = read(self._scales, groups, rows).astype(np.float32)
         values = np.ascontiguousarray(codes.T).astype(np.float32)
-        scale_groups(values, zeros.T, scales.T)
+        numbers = consecutive_groups(self.columns, self.columns // groups[1])
+        scale_groups(values, zeros.T, scales.T, numbers)
         return values
 
 

@@ -272,6 +272,10 @@ def _find_gptq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[D
             "config.json has `dynamic`",
             USE_ORIGINAL_HINT,
         )
+    group_size = settings.get("group_size")
+    # -1 stands for one group of all inputs.
+    if type(group_size) is not int or group_size < 1:
+        group_size = None
     for name, prefix in [*stored.names_ending("qweight")]:
         weight_name = f"{prefix}weight"
         weight = stored.take(name, weight_name)
@@ -286,6 +290,7 @@ def _find_gptq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[D
             bits=bits,
             is_zero_stored_minus_1=file_format == "gptq",
             input_groups=stored.take_optional(f"{prefix}g_idx"),
+            group_size=group_size,
         )
 
 
