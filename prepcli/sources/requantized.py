@@ -220,7 +220,9 @@ class _Weight:
     decoder: Decoder
 
 
-def requantize_source(source: Source, original: Source | None = None) -> Source:
+def requantize_source(
+    source: Source, original: Source | None = None, *, true_vocab: int | None = None
+) -> Source:
     """Return a source with the quantised tensors of an init.
 
     Its `state_tensors` are decoded weights, to be read and compared with their digests.
@@ -229,11 +231,12 @@ def requantize_source(source: Source, original: Source | None = None) -> Source:
         source: An init with the records of decoded weights.
         original: Its quantised model, with the names of the file. By default, the codes are
             encoded.
+        true_vocab: Unpadded size of the vocabulary. By default, the size in the config.
 
     Raises:
         PrepError: A weight was changed, its codes do not follow from its values, or the original is another model.
     """
-    source = _without_padding(source)
+    source = _without_padding(source, true_vocab)
     scales: dict[str, SourceTensor] = {}
     for tensor in source.state_tensors:
         slot, name = split_name(tensor.name)
@@ -248,9 +251,9 @@ def requantize_source(source: Source, original: Source | None = None) -> Source:
     return replace(as_verbatim(view), config=config, config_path=None, quantized={})
 
 
-def _without_padding(source: Source) -> Source:
+def _without_padding(source: Source, true_vocab: int | None) -> Source:
     """Return a source without the padding of the vocabulary, and with full names of tensors."""
-    vocabulary = source.vocabulary()
+    vocabulary = source.vocabulary(true_vocab)
     true_size = vocabulary.true_size
     padded: set[str] = set()
     config = source.config

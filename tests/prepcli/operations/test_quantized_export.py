@@ -65,6 +65,22 @@ def test_export_of_resharded_init_has_the_bytes_of_the_source():
     assert_same_tensors("exported", "m")
 
 
+@pytest.mark.parametrize("options", [{}, {"quantized_source": "./m"}])
+def test_true_vocab_cuts_rows_of_quantised_exports(options: dict[str, Any]):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    stored = read_tensors(Path("m"))
+    size = stored["model.embed_tokens.weight"].shape[0] - 8
+    prep.export("init", "exported", true_vocab=size, **options)
+    tensors = read_tensors(Path("exported"))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert tensors[name].tobytes() == stored[name][:size].tobytes()
+    assert tensors[Q_PROJ].tobytes() == stored[Q_PROJ].tobytes()
+    assert json.loads(Path("exported/config.json").read_text())["vocab_size"] == size
+    with pytest.raises(UsageError, match="out of range"):
+        prep.export("init", "other", true_vocab=size + 9, **options)
+
+
 def test_export_in_processes_has_the_bytes_of_the_source():
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "init", quantized="dequantize")
