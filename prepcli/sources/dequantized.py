@@ -204,10 +204,27 @@ class DequantizedReader:
 
 def is_quantized(folder: Path) -> bool:
     """Return whether the settings files of a model describe quantised weights."""
-    config_path = folder / CONFIG
-    if config_path.is_file() and quantization_settings(read_json_object(config_path)):
-        return True
-    return any((folder / name).is_file() for name in QUANTIZATION_FILES)
+    config: HFConfig = {}
+    if (folder / CONFIG).is_file():
+        config = read_json_object(folder / CONFIG)
+    return bool(model_quantization(config, folder))
+
+
+def model_quantization(config: HFConfig, folder: Path) -> Mapping[str, Any]:
+    """Return the quantisation config of a model, or an empty mapping.
+
+    Args:
+        config: Content of its config.json.
+        folder: Its folder. Earlier tools wrote the settings to a file next to config.json.
+    """
+    settings = quantization_settings(config)
+    if settings:
+        return settings
+    for name in QUANTIZATION_FILES:
+        path = folder / name
+        if path.is_file():
+            return quantization_config_of_file(name, read_json_object(path))
+    return {}
 
 
 def dequantize_source(source: Source) -> Source:
@@ -257,7 +274,8 @@ def decode_alike(source: Source, other: Source) -> tuple[Source, Source]:
 
 def _decode_like(source: Source, decoded: Source) -> Source:
     """Return a quantised source with values like those of another one."""
-    if decoded.quantized and quantization_settings(source.config) and not source.quantized:
+    is_stored = not source.quantized and not source.quantization
+    if decoded.quantized and is_stored and model_quantization(source.config, source.root):
         source = dequantize_source(source)
     if not source.quantization or not decoded.tree_manifest:
         return source
@@ -340,7 +358,7 @@ def find_source_weights(source: Source) -> QuantizedWeights:
 
 def _settings_of(source: Source) -> Mapping[str, Any]:
     """Return the quantisation config of a model. Raise UsageError if it has none."""
-    settings = quantization_settings(source.config) or _read_settings_file(source.root)
+    settings = model_quantization(source.config, source.root)
     if not settings:
         option = Option("quantized", "dequantize")
         raise usage_error(
@@ -363,15 +381,6 @@ def find_stored_weights(
     """
     with open_blobs(blobs) as files:
         return find_weights(settings, tensors, lambda tensor: _read_tensor(files, tensor))
-
-
-def _read_settings_file(folder: Path) -> Mapping[str, Any]:
-    """Return the quantisation config of a file next to config.json, or an empty mapping."""
-    for name in QUANTIZATION_FILES:
-        path = folder / name
-        if path.is_file():
-            return quantization_config_of_file(name, read_json_object(path))
-    return {}
 
 
 def _file_tensor(source: Source, tensor: SourceTensor) -> FileTensor:
