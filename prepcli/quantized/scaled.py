@@ -77,14 +77,9 @@ class ScaledDecoder(InvertibleDecoder):
         *leading, rows, columns = weight.shape
         self._block = block
         self._matrix_rows = rows
-        grid = (-(-rows // block[0]), -(-columns // block[1]))
+        shapes = scale_shapes(weight.shape, block)
+        grid = shapes[0][-2:]
         self._grid_rows = grid[0]
-        shapes: list[tuple[int, ...]] = [(*leading, *grid)]
-        # A scale of a tensor, or of each row, may come without dims of size 1.
-        if grid == (1, 1) and not leading:
-            shapes += [(1,), ()]
-        elif grid[1] == 1 and not leading:
-            shapes.append((grid[0],))
         check_shape(scale, shapes, weight.name)
         num_grid_rows = math.prod(leading) * grid[0]
         self._weight = StoredMatrix(weight, self.rows, columns)
@@ -167,6 +162,19 @@ class Int8Decoder(ScaledDecoder):
 
     def _to_bfloat16(self, values: FloatArray) -> BitArray:
         return super()._to_bfloat16(values * INT8_STEP)
+
+
+def scale_shapes(shape: tuple[int, ...], block: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Return the shapes of the scales of a weight [..., R, C] in blocks. The first one is the grid [..., G, H]."""
+    *leading, rows, columns = shape
+    grid = (-(-rows // block[0]), -(-columns // block[1]))
+    shapes: list[tuple[int, ...]] = [(*leading, *grid)]
+    # A scale of a tensor, or of each row, may come without dims of size 1.
+    if grid == (1, 1) and not leading:
+        shapes += [(1,), ()]
+    elif grid[1] == 1 and not leading:
+        shapes.append((grid[0],))
+    return shapes
 
 
 def block_of_grid(weight: FileTensor, scale: FileTensor) -> tuple[int, int]:
