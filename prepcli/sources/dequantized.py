@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ DECODING_NBYTES = 24
 MAX_PANEL_NBYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
+# Without slots: a cached property needs the dict of the instance.
+@dataclass(frozen=True)
 class DequantizedBlob:
     """The decoded weights of a source, one after another.
 
@@ -69,8 +71,9 @@ class DequantizedBlob:
         """Return the dtype of the values of a weight."""
         return self.dtype or decoder.dtype
 
+    @cached_property
     def starts(self) -> list[int]:
-        """Return the offset of each weight, and the size of the blob."""
+        """Offset of each weight, and the size of the blob."""
         sizes = [math.prod(each.shape) * itemsize(self.dtype_of(each)) for each in self.decoders]
         return [*itertools.accumulate(sizes, initial=0)]
 
@@ -103,7 +106,7 @@ class DequantizedReader:
     def __init__(self, blob: DequantizedBlob, max_nbytes: int) -> None:
         self._blob = blob
         self._decoders = blob.decoders
-        self._starts = blob.starts()
+        self._starts = blob.starts
         self._max_values = max_nbytes // (2 * DECODING_NBYTES)
         self._panel_nbytes = min(max_nbytes // 8, MAX_PANEL_NBYTES)
         self._files = open_blobs(blob.stored)
@@ -296,7 +299,7 @@ def decoder_of_tensor(source: Source, tensor: SourceTensor) -> Decoder:
     """Return the decoder of a decoded tensor. A decoder may have several tensors, e.g. one for each expert."""
     blob = _decoded_blob(source)
     offset = _blob_offset(tensor.placement[0])
-    return blob.decoders[bisect.bisect_right(blob.starts(), offset) - 1]
+    return blob.decoders[bisect.bisect_right(blob.starts, offset) - 1]
 
 
 def _blob_offset(location: Contiguous | Strided | ChunkedLocation | GappedRegion) -> int:
@@ -338,11 +341,11 @@ def _cast_location(
     cast_blob: DequantizedBlob,
 ) -> Contiguous | ChunkedLocation:
     """Return a location of values of a dtype in a blob of another dtype."""
-    starts = blob.starts()
+    starts = blob.starts
     old_offset = _blob_offset(location)
     number = bisect.bisect_right(starts, old_offset) - 1
     values = (old_offset - starts[number]) // itemsize(dtype)
-    offset = cast_blob.starts()[number] + values * itemsize(cast_blob.dtype)
+    offset = cast_blob.starts[number] + values * itemsize(cast_blob.dtype)
     if isinstance(location, Contiguous):
         return Contiguous(location.file, offset)
     assert isinstance(location, ChunkedLocation)
@@ -418,7 +421,7 @@ def _decoded_source(
     """Return the source with a decoded tensor in place of the codes of each weight, and with scales as its state."""
     blob_number = len(source.byte_sources)
     decoded: dict[str, SourceTensor] = {}
-    for decoder, start in zip(weights.decoders, blob.starts()):
+    for decoder, start in zip(weights.decoders, blob.starts):
         decoded[decoder.stored[0].name] = SourceTensor(
             source.names.bare_name(decoder.name),
             decoder.dtype,

@@ -382,7 +382,7 @@ def _original_view(
     blob = DequantizedBlob(original.display_name, ordered, original.byte_sources, dtype)
     checked: list[SourceTensor] = []
     blob_number = first_blob + len(original.byte_sources)
-    for weight, start in zip(weights, blob.starts()):
+    for weight, start in zip(weights, blob.starts):
         placement = (Contiguous(blob_number, start),)
         checked.append(_renamed(replace(weight.tensor, placement=placement), DECODED))
     view = _replaced(source, codes, taken_scales, checked, (*original.byte_sources, blob))

@@ -276,7 +276,7 @@ def _tensors(
 ) -> tuple[SourceTensor, ...]:
     """Return the tensors of decoders. Several decoders may have parts of one tensor."""
     tensors: dict[str, SourceTensor] = {}
-    for each, start in zip(named, blob.starts()):
+    for each, start in zip(named, blob.starts):
         for number, full_name in enumerate(each.names):
             name = names.bare_name(full_name)
             location = each.location(len(blob.stored), start, number)

@@ -13,6 +13,8 @@ import pytest
 
 import prepcli as prep
 from prepcli.errors import DamagedError, PrepError
+from prepcli.quantized.decoder import Decoder
+from prepcli.sources.dequantized import DequantizedBlob
 from tests.helpers.gguf_files import CONFIGS, GPT_OSS, MIXTRAL, make_gguf
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.run_cli import run_ok
@@ -291,6 +293,22 @@ def test_inspect_lists_decoded_tensors(architecture: str, capsys: pytest.Capture
     assert listed == {name: (array.shape, "bfloat16") for name, array in tensors.items()}
     run_ok("inspect", "./m.gguf")
     assert "quantised weights (gguf), bfloat16 when decoded" in capsys.readouterr().out
+
+
+def test_offsets_are_computed_once_per_dtype(monkeypatch: pytest.MonkeyPatch):
+    # Computed for each tensor, they took seconds with thousands of weights.
+    num_sizes = 0
+    dtype_of = DequantizedBlob.dtype_of
+
+    def count_sizes(blob: DequantizedBlob, decoder: Decoder) -> str:
+        nonlocal num_sizes
+        num_sizes += 1
+        return dtype_of(blob, decoder)
+
+    make_gguf(Path("m.gguf"), "llama")
+    monkeypatch.setattr(DequantizedBlob, "dtype_of", count_sizes)
+    inspection = prep.inspect("./m.gguf")
+    assert num_sizes == 2 * len(inspection.tensors)
 
 
 def test_inspect_computes_statistics_of_decoded_values(capsys: pytest.CaptureFixture[str]):
