@@ -42,8 +42,10 @@ from prepcli.sources.source import (
 from prepcli.sources.tensor_rows import read_rows, read_tensor
 from trainer.models.boxes import Range
 
-# Values to encode at a time. Temporary arrays take about 24 bytes per value.
+# Values to encode at a time, if the memory suffices.
 BLOCK_VALUES = 1 << 19
+# Memory per value of temporary arrays.
+ENCODING_NBYTES = 24
 # Of a bfloat16 value.
 DECODED_NBYTES = 2
 # Scales up to this size are kept in memory while a weight is encoded.
@@ -99,6 +101,7 @@ class RequantizedReader:
     def __init__(self, blob: RequantizedBlob, max_nbytes: int) -> None:
         self._weights = blob.weights
         self._starts = blob.starts()
+        self._max_values = min(BLOCK_VALUES, max_nbytes // ENCODING_NBYTES)
         self._max_codes_nbytes = max_nbytes // 4
         # A read of decoded rows takes twice its size.
         self._max_read_nbytes = max_nbytes // 4
@@ -145,7 +148,7 @@ class RequantizedReader:
             rows = (row, min(row + count, matrix_stop))
             codes = self._encode_transposed(number, rows, row_nbytes)
         else:
-            count = max(1, BLOCK_VALUES // decoder.columns)
+            count = max(1, self._max_values // decoder.columns)
             rows = (row, min(row + count, decoder.rows))
             codes = self._encode_rows(number, rows)
         first = self._starts[number] + row * row_nbytes
@@ -168,7 +171,7 @@ class RequantizedReader:
         codes = np.empty((rows[1] - rows[0], row_nbytes), np.uint8)
         # In the leaves of an init, rows of these tensors are short runs. Many rows are read at once, to join the runs.
         read_rows_count = self._num_rows(decoder, self._max_read_nbytes // DECODED_NBYTES)
-        step = self._num_rows(decoder, BLOCK_VALUES)
+        step = self._num_rows(decoder, self._max_values)
         done = 0
         for read_first in range(0, height, read_rows_count):
             read_stop = min(read_first + read_rows_count, height)
