@@ -206,5 +206,4 @@ def read_scales(scales: np.ndarray) -> FloatArray:
 @functools.cache
 def fp8_pairs(dtype: str) -> PairTable:
     """Return the table of `lookup` for an fp8 dtype."""
-    codes = np.arange(256, dtype=np.uint8)
-    return code_pairs(codes.view(numpy_dtype(dtype)).astype(np.float32))
+    return code_pairs(CODES.view(numpy_dtype(dtype)).astype(np.float32))

@@ -242,10 +242,9 @@ def dequantize_source(source: Source) -> Source:
         DamagedError: A tensor is missing, does not fit, or contradicts the config.
     """
     settings = _settings_of(source)
-    stored = [_file_tensor(source, tensor) for tensor in source.tensors]
-    weights = find_stored_weights(settings, stored, source.byte_sources)
+    weights = find_source_weights(source)
     blob = DequantizedBlob(source.display_name, weights.decoders, source.byte_sources)
-    decoded = _decoded_source(source, stored, weights, blob)
+    decoded = _decoded_source(source, weights, blob)
     method = str(settings.get("quant_method"))
     decoded = replace(
         decoded,
@@ -412,12 +411,7 @@ def _read_tensor(files: Files | FilesAndBlobs, tensor: FileTensor) -> bytes:
     return data.tobytes()
 
 
-def _decoded_source(
-    source: Source,
-    stored: Sequence[FileTensor],
-    weights: QuantizedWeights,
-    blob: DequantizedBlob,
-) -> Source:
+def _decoded_source(source: Source, weights: QuantizedWeights, blob: DequantizedBlob) -> Source:
     """Return the source with a decoded tensor in place of the codes of each weight, and with scales as its state."""
     blob_number = len(source.byte_sources)
     decoded: dict[str, SourceTensor] = {}
@@ -432,14 +426,14 @@ def _decoded_source(
     tensors: list[SourceTensor] = []
     file_names: list[str] = []
     scales: list[SourceTensor] = []
-    for tensor, file_tensor, file_name in zip(
-        source.tensors, stored, source.tensor_file_names, strict=True
-    ):
-        if file_tensor.name in decoded:
-            tensors.append(decoded[file_tensor.name])
+    scale_names = weights.stored_names | weights.activation_scales
+    for tensor, file_name in zip(source.tensors, source.tensor_file_names, strict=True):
+        stored_name = source.names.stored_name(tensor.name)
+        if stored_name in decoded:
+            tensors.append(decoded[stored_name])
             file_names.append(file_name)
-        elif file_tensor.name in weights.stored_names | weights.activation_scales:
-            scales.append(replace(tensor, name=qualify(QUANTIZATION, file_tensor.name)))
+        elif stored_name in scale_names:
+            scales.append(replace(tensor, name=qualify(QUANTIZATION, stored_name)))
         else:
             tensors.append(tensor)
             file_names.append(file_name)
