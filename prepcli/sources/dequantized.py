@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +40,7 @@ from prepcli.quantized.find_weights import (
     quantization_settings,
 )
 from prepcli.sources.model_family import as_verbatim
+from prepcli.sources.multimodal import split_text_part
 from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
 from trainer.models.boxes import Range
 from trainer.models.json_types import HFConfig, JsonObject
@@ -279,6 +280,8 @@ def _decode_like(source: Source, decoded: Source) -> Source:
     is_stored = not source.quantized and not source.quantization
     if decoded.quantized and is_stored and model_quantization(source.config, source.root):
         source = dequantize_source(source)
+        if decoded.wrapper is not None:
+            source = split_text_part(source)
     if not source.quantization or not decoded.tree_manifest:
         return source
     return cast_decoded(source, _parameter_dtype(source, decoded))
@@ -321,16 +324,28 @@ def cast_decoded(source: Source, dtype: str) -> Source:
     """Return a source with decoded tensors in a dtype."""
     blob = _decoded_blob(source)
     cast_blob = replace(blob, dtype=dtype)
-    tensors: list[SourceTensor] = []
-    for tensor in source.tensors:
-        if tensor.default_dtype:
-            placement = tuple(
-                _cast_location(location, tensor.dtype, blob, cast_blob)
-                for location in tensor.placement
-            )
-            tensor = replace(tensor, dtype=dtype, placement=placement, default_dtype="")
-        tensors.append(tensor)
-    return replace(source, tensors=tuple(tensors), blobs=(*source.blobs[:-1], cast_blob))
+
+    def cast(tensors: Iterable[SourceTensor]) -> tuple[SourceTensor, ...]:
+        return tuple(_cast_tensor(tensor, dtype, blob, cast_blob) for tensor in tensors)
+
+    return replace(
+        source,
+        tensors=cast(source.tensors),
+        tower_tensors=cast(source.tower_tensors),
+        blobs=(*source.blobs[:-1], cast_blob),
+    )
+
+
+def _cast_tensor(
+    tensor: SourceTensor, dtype: str, blob: DequantizedBlob, cast_blob: DequantizedBlob
+) -> SourceTensor:
+    """Return a decoded tensor in the dtype of another blob. Other tensors stay."""
+    if not tensor.default_dtype:
+        return tensor
+    placement = tuple(
+        _cast_location(location, tensor.dtype, blob, cast_blob) for location in tensor.placement
+    )
+    return replace(tensor, dtype=dtype, placement=placement, default_dtype="")
 
 
 def _cast_location(

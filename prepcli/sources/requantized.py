@@ -41,6 +41,7 @@ from prepcli.sources.source import (
 )
 from prepcli.sources.tensor_rows import read_rows, read_tensor
 from trainer.models.boxes import Range
+from trainer.models.text_part import with_text_config
 
 # Values to encode at a time, if the memory suffices.
 BLOCK_VALUES = 1 << 19
@@ -255,7 +256,7 @@ def requantize_source(
 
 
 def _without_padding(source: Source, true_vocab: int | None) -> Source:
-    """Return a source without the padding of the vocabulary, and with full names of tensors."""
+    """Return a source without the padding of the vocabulary, and with the names of the file."""
     vocabulary = source.vocabulary(true_vocab)
     true_size = vocabulary.true_size
     padded: set[str] = set()
@@ -271,7 +272,20 @@ def _without_padding(source: Source, true_vocab: int | None) -> Source:
             digests = tuple(entry for entry in tensor.digests if entry[1] <= true_size)
             tensor = replace(tensor, shape=shape, digests=digests)
         tensors.append(tensor)
-    return as_verbatim(replace(source, tensors=tuple(tensors), config=config))
+    return _whole_model(replace(source, tensors=tuple(tensors), config=config))
+
+
+def _whole_model(source: Source) -> Source:
+    """Return a source with the names of the file, and with the towers of a multimodal model among its tensors."""
+    model = as_verbatim(source)
+    if source.wrapper is None:
+        return model
+    towers = [replace(tensor, name=source.file_name(tensor)) for tensor in source.tower_tensors]
+    tensors = (*model.tensors, *towers)
+    config = with_text_config(source.wrapper.config, source.wrapper.text_config, source.config)
+    return as_verbatim(
+        replace(model, tensors=tensors, config=config, wrapper=None, tower_tensors=())
+    )
 
 
 def _find_weights(source: Source, scales: Mapping[str, SourceTensor]) -> list[_Weight]:
