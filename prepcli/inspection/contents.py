@@ -29,9 +29,8 @@ from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import FileTensor, array_bits, itemsize
 from prepcli.quantized.decoder import Decoder
-from prepcli.quantized.find_weights import quantization_settings
 from prepcli.sources.decoded_arrays import DecodedArray
-from prepcli.sources.dequantized import find_stored_weights
+from prepcli.sources.dequantized import find_stored_weights, model_quantization
 from prepcli.sources.folders import Kind
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, find_text_part
@@ -209,7 +208,7 @@ def _with_text_part(contents: CheckpointContents) -> CheckpointContents:
 
 def _with_decoders(contents: CheckpointContents) -> CheckpointContents:
     """Return the contents with the decoders of quantised weights. A fault becomes one of `non_arrays`."""
-    settings = quantization_settings(contents.config)
+    settings = model_quantization(contents.config, contents.folder)
     if not settings or contents.kind != "safetensors":
         return contents
     tensors: list[FileTensor] = []

@@ -519,7 +519,8 @@ def source_line(source: Source) -> str:
         f"{size} {', '.join(dtypes)}",
     ]
     if source.quantization:
-        num_decoded = sum(bool(tensor.default_dtype) for tensor in source.tensors)
+        stored = (*source.tensors, *source.tower_tensors)
+        num_decoded = sum(bool(tensor.default_dtype) for tensor in stored)
         method = source.quantization.get("quant_method")
         parts.append(f"{num_decoded} decoded from {method}")
     if nbytes := optimizer_nbytes(source):

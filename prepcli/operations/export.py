@@ -231,7 +231,7 @@ def plan_export(
     source = select_parts(options, source, access, check_digest=check_towers)
     _check_request(options, source)
     if writes_quantized(options, source):
-        source = requantize_source(source, original)
+        source = requantize_source(source, original, true_vocab=options["true_vocab"])
     return plan_copy(options, source, located)
 
 

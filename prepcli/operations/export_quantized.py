@@ -63,7 +63,7 @@ def writes_quantized(options: ExportOptions, source: Source) -> bool:
                 why = text("{} writes the values", Option("quantized", "dequantize"))
             raise usage_error(text("{} has no effect", option), why, text("remove {}", option))
         return False
-    conflicts = {"layout": "hf", "dtype": None, "keep_padding": False}
+    conflicts = {"layout": "hf", "dtype": None, "keep_padding": False, "text_only": False}
     for name, default in conflicts.items():
         value = options[name]
         if value != default:

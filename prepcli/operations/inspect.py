@@ -36,8 +36,7 @@ from prepcli.option_spec import PathLike
 from prepcli.planning.manifest_fields import VocabularyRecord
 from prepcli.planning.state_names import OPT_STATE
 from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
-from prepcli.quantized.find_weights import quantization_settings
-from prepcli.sources.dequantized import DECODED_DTYPE
+from prepcli.sources.dequantized import DECODED_DTYPE, model_quantization
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import open_source
@@ -440,7 +439,7 @@ def _summarize(
         fields["adapter"] = contents.adapter
     if contents.decoders:
         fields["quantization"] = {
-            "method": quantization_settings(contents.config).get("quant_method"),
+            "method": model_quantization(contents.config, contents.folder).get("quant_method"),
             "weights": len(contents.decoders),
             "values": sum(math.prod(decoder.shape) for decoder in contents.decoders),
             "dtype": DECODED_DTYPE,

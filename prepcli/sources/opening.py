@@ -94,9 +94,6 @@ def _split_unless_verbatim(source: Source, verbatim: bool | None) -> Source:
     was_verbatim = source.manifest is not None and source.manifest.family == VERBATIM
     if verbatim or (verbatim is None and was_verbatim):
         return source
-    # The records of decoded weights have the names of the file.
-    if source.quantization:
-        return source
     return split_text_part(source)
 
 

@@ -228,3 +228,17 @@ def make_quantized(
     }
     write_checkpoint(folder, config, stored)
     return values
+
+
+def make_mxfp4_experts(folder: Path, exponents: int = 250) -> None:
+    """Write a model of unknown type with MXFP4 experts."""
+    rng = np.random.default_rng(0)
+    stored: Arrays = {"model.norm.weight": np.ones(64, np.float32)}
+    for layer in range(2):
+        for name, rows, columns in (("gate_up_proj", 96, 64), ("down_proj", 64, 96)):
+            prefix = f"model.layers.{layer}.mlp.experts.{name}_"
+            shape = (4, rows, columns // 32)
+            stored[f"{prefix}blocks"] = rng.integers(0, 256, (*shape, 16), dtype=np.uint8)
+            stored[f"{prefix}scales"] = rng.integers(0, exponents, shape, dtype=np.uint8)
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    write_checkpoint(folder, {"model_type": "unheard_of", "quantization_config": settings}, stored)
