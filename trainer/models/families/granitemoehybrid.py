@@ -80,15 +80,17 @@ def arch_config(config: HFConfig) -> ArchConfig:
     reject_unsupported_fields(config, *FIELDS)
     axis_sizes = sizes(config)
     layers = mixer_layers(config)
-    if not layers:
-        why = "layer_types has full_attention only"
-        raise unsupported_config_error("layers without Mamba-2 are not supported", why)
+    has_rotation = config.get("position_embedding_type") == "rope"
+    if not layers and not has_rotation:
+        what = "layers without Mamba-2 and without rotation are not supported"
+        why = "all layers have full_attention, and position_embedding_type is not rope"
+        raise unsupported_config_error(what, why)
     arch = dataclasses.replace(
         granite.scaled_arch_config(config, axis_sizes),
-        mixer=_hybrid_style.read_mamba2(config),
+        mixer=_hybrid_style.read_mamba2(config) if layers else None,
         mixer_layers=layers,
     )
-    if config.get("position_embedding_type") != "rope":
+    if not has_rotation:
         arch = dataclasses.replace(arch, rope=None)
     if not _has_experts(config):
         return arch
@@ -131,7 +133,6 @@ FAMILY = _hybrid_style.build_family(
                 bias=if_set("attention_bias"), out_bias=if_set("attention_bias")
             ),
             attention_layers,
-            may_be_all=False,
         ),
         MIXER_LAYERS: LayerGroup(bamba.MIXER, mixer_layers),
     },
