@@ -27,10 +27,12 @@ FIELDS = (*granitemoe.FIELDS, "layer_types", "shared_intermediate_size")
 def sizes(config: HFConfig) -> dict[str, int]:
     """Return the extent of each atom (named axis). Absent fields have the defaults of GraniteMoeHybridConfig."""
     axis_sizes = _llama_style.sizes(config)
+    shared_mlp = read_size(config, "shared_intermediate_size", 1024)
     return {
         **axis_sizes,
         **bamba.mixer_sizes(config, axis_sizes["embed"]),
-        "shared_mlp": read_size(config, "shared_intermediate_size", 1024),
+        "mlp": axis_sizes["mlp"] if _has_experts(config) else shared_mlp,
+        "shared_mlp": shared_mlp,
         "experts": max(1, _read_num_experts(config)),
         "gate_up": 2,
     }
@@ -100,10 +102,15 @@ def arch_config(config: HFConfig) -> ArchConfig:
     return dataclasses.replace(arch, experts_per_token=experts_per_token)
 
 
-def _shared_mlp(path: str) -> Parameters:
-    """Return the parameters of the MLP of every layer, which is beside the experts if there are any."""
-    gate_up = "shared_mlp embed <- shared_mlp.input_linear.weight: (gate_up={} shared_mlp) embed"
-    down = "embed shared_mlp <- shared_mlp.output_linear.weight: embed shared_mlp"
+def _shared_mlp(path: str, atom: str) -> Parameters:
+    """Return the parameters of the MLP of every layer, which is beside the experts if there are any.
+
+    Args:
+        path: Path in the tree.
+        atom: Atom of the hidden units.
+    """
+    gate_up = f"{atom} embed <- shared_mlp.input_linear.weight: (gate_up={{}} {atom}) embed"
+    down = f"embed {atom} <- shared_mlp.output_linear.weight: embed {atom}"
     return {
         **matrix(f"{path}.gate", gate_up.format(0)),
         **matrix(f"{path}.up", gate_up.format(1)),
@@ -114,10 +121,9 @@ def _shared_mlp(path: str) -> Parameters:
 def _mlp() -> Parameters:
     """Return the parameters of the experts with the shared MLP, or of the shared MLP alone."""
     # The gate of the experts and the gate of the dense MLP have one path, so one is the other's `else_row`.
-    experts = _moe_style.under_condition(
-        {**granitemoe.fused_experts(), **_shared_mlp("mlp.shared")}, _has_experts
-    )
-    for path, dense in _shared_mlp("mlp").items():
+    shared = _shared_mlp("mlp.shared", "shared_mlp")
+    experts = _moe_style.under_condition({**granitemoe.fused_experts(), **shared}, _has_experts)
+    for path, dense in _shared_mlp("mlp", "mlp").items():
         experts[path] = dataclasses.replace(experts[path], else_row=dense.row)
     return experts
 
