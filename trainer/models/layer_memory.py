@@ -206,7 +206,7 @@ class LayerStack:
             channels = inputs.local_extent("mixer_channels")
             return CONV_ARRAYS * num_tokens * channels * inputs.itemsize
         groups = inputs.local_extent("mixer_groups")
-        heads = groups * inputs.local_extent("group_heads")
+        heads = self._mixer_heads()
         key_dim = inputs.extent("mixer_state")
         value_dim = inputs.extent("mixer_head_dim")
         values = heads * value_dim
@@ -214,6 +214,15 @@ class LayerStack:
         num_states = math.ceil(self.seq_length / SCAN_CHUNK_SIZE) * inputs.local_batch_size
         states = FLOAT32 * num_states * values * key_dim
         return num_tokens * (channels + values) * (5 * inputs.itemsize + FLOAT32) + states
+
+    def _mixer_heads(self) -> int:
+        """Return the number of heads of a recurrent mixer on one device."""
+        inputs = self.inputs
+        num_heads = inputs.extent("mixer_groups") * inputs.extent("group_heads")
+        # A tensor uses a mesh axis once. E.g. mp 4 splits 8 groups of 16 heads into 32 heads per device, and
+        # one group of 128 heads too.
+        num_shards = max(inputs.num_shards("mixer_groups"), inputs.num_shards("group_heads"))
+        return num_heads // num_shards
 
     def _block_inputs_nbytes(self) -> int:
         """Return the bytes of the inputs of the attentions (or of the recurrent mixer) and of the MLP, not sharded."""

@@ -229,3 +229,11 @@ def test_dense_granite_counts_the_hidden_units_of_its_mlp():
     hidden_nbytes = num_tokens * (1024 - 64) * 4
     # At least the outputs of the up and gate projections, in float32.
     assert wide.saved - narrow.saved >= num_layers * 2 * hidden_nbytes
+
+
+def test_heads_of_a_mixer_are_split_once():
+    """Mamba-2 has 8 groups of 16 heads. The mesh axis mp splits either the groups or their heads."""
+    options: dict[str, Any] = {"seq_length": 1024, "remat_policy": "none"}
+    config = {"num_hidden_layers": 2, "vocab_size": 512}
+    whole, split = (estimate("mamba2", config, mesh, **options) for mesh in ("", "1,1,4"))
+    assert whole.saved / 4 <= split.saved
