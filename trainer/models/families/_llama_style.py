@@ -143,7 +143,7 @@ def arch_config(
     max_positions: int,
     rope_theta: float = 10_000.0,
     rope: Rope | None = None,
-    activation: tuple[str, str] = ("hidden_act", "silu"),
+    activation: tuple[str, str] | str = ("hidden_act", "silu"),
     norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
 ) -> ArchConfig:
     """Return the architecture of LLaMA.
@@ -154,7 +154,7 @@ def arch_config(
         max_positions: Default of `max_position_embeddings`.
         rope_theta: Default of the rotary base.
         rope: Rotary embedding, if the family has read it already.
-        activation: Config field of the activation, and its default.
+        activation: Config field of the activation, and its default. Or an activation without a field.
         norm_eps: Config field of the epsilon of norms, and its default.
 
     Raises:
@@ -166,10 +166,12 @@ def arch_config(
         why = f"num_key_value_heads is {kv_heads}, it must divide num_attention_heads, which is {heads}"
         raise invalid_config_error(why)
     max_positions = read_size(config, "max_position_embeddings", max_positions)
+    if isinstance(activation, tuple):
+        activation = read_activation(config, *activation)
     return ArchConfig(
         norm="rms",
         norm_eps=read_positive(config, *norm_eps),
-        activation=read_activation(config, *activation),
+        activation=activation,
         has_gated_mlp=True,
         attn_scale=axis_sizes["head_dim"] ** -0.5,
         sliding_windows=(FULL_ATTENTION,) * axis_sizes["layers"],

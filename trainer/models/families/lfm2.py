@@ -94,11 +94,11 @@ def conv_arch_config(config: HFConfig, axis_sizes: dict[str, int]) -> ArchConfig
         raise unsupported_config_error("two values of one choice are not supported", why)
     layers = conv_layers(config)
     arch = _llama_style.arch_config(
-        # The MLP has no field for its activation.
-        {key: value for key, value in config.items() if key != "hidden_act"},
+        config,
         axis_sizes,
         max_positions=MAX_POSITIONS,
         rope_theta=1_000_000.0,
+        activation="silu",
         norm_eps=("norm_eps", 1e-5),
     )
     mixer = Mixer("short_conv") if layers else None
