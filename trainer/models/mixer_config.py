@@ -37,17 +37,15 @@ class Mixer:
         S_t       = exp(-exp(a_log) dt_t) S_(t-1) + k_t (dt_t v_t)^T
         mixer(x)  = rms_norm((S_t^T q_t + d v_t) * silu(x W_z)) W_o
 
-    The norm has its mean over the heads that share queries and keys. It follows the gate, precedes it, or is left out.
+    The norm has its mean over the heads that share queries and keys.
 
     Attributes:
         kind: The equations.
         dt_limits: Smallest and largest step of Mamba-2.
-        norm_place: Place of the norm of Mamba-2.
     """
 
     kind: Literal["short_conv", "gated_delta", "mamba2"]
     dt_limits: tuple[float, float] = (0.0, math.inf)
-    norm_place: Literal["after_gate", "before_gate", "none"] = "after_gate"
 
     @property
     def convolutions(self) -> tuple[str, ...]:

@@ -182,20 +182,13 @@ VALUES = "mixer_groups group_heads mixer_head_dim"
 HEADS = "mixer_groups group_heads"
 
 
-def mamba2(
-    module: str,
-    *,
-    bias: rows.Condition | None,
-    conv_bias: rows.Condition,
-    norm: rows.Condition = rows.ALWAYS,
-) -> Parameters:
+def mamba2(module: str, *, bias: rows.Condition | None, conv_bias: rows.Condition) -> Parameters:
     """Return the parameters of Mamba-2.
 
     Args:
         module: Name of the module.
         bias: When its projections have a bias.
         conv_bias: When its convolution has a bias.
-        norm: When it has a norm.
     """
     # One tensor has gates, values, keys, queries and steps, in this order.
     projections = {"z": VALUES, "v": VALUES, "k": QUERIES, "q": QUERIES, "dt": HEADS}
@@ -214,7 +207,7 @@ def mamba2(
         "mixer.a_log.weight": Parameter(f"{HEADS} <- {module}.A_log: ({HEADS})"),
         "mixer.d.weight": Parameter(f"{HEADS} <- {module}.D: ({HEADS})"),
         "mixer.dt_bias.bias": Parameter(f"{HEADS} <- {module}.dt_bias: ({HEADS})"),
-        "mixer.norm.scale": Parameter(f"{VALUES} <- {module}.norm.weight: ({VALUES})", norm),
+        "mixer.norm.scale": Parameter(f"{VALUES} <- {module}.norm.weight: ({VALUES})"),
         **linear("mixer.o", out, bias),
     }
 
@@ -275,18 +268,18 @@ def read_mamba2_sizes(
     }
 
 
-def read_mamba2(config: HFConfig, **choices: Any) -> Mixer:
-    """Return the Mamba-2 mixer of a config, with other choices of `Mixer`.
+def read_mamba2(config: HFConfig) -> Mixer:
+    """Return the Mamba-2 mixer of a config.
 
     Raises:
         PrepError: `time_step_limit` is not a pair of numbers.
     """
     stored: Any = config.get("time_step_limit")
     if stored is None:
-        return Mixer("mamba2", **choices)
+        return Mixer("mamba2")
     limits: list[Any] = []
     if isinstance(stored, list | tuple):
         limits = [math.inf if limit == INFINITY else limit for limit in stored]
     if len(limits) != 2 or not all(type(limit) in (int, float) for limit in limits):
         raise invalid_config_error(f"time_step_limit is {stored!r:.60}, it must be two numbers")
-    return Mixer("mamba2", dt_limits=(float(limits[0]), float(limits[1])), **choices)
+    return Mixer("mamba2", dt_limits=(float(limits[0]), float(limits[1])))
