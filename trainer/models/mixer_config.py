@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+
+class InitialSteps(NamedTuple):
+    """The initial steps dt of Mamba-2: log-uniform from `minimum` to `maximum`, and at least `floor`."""
+
+    minimum: float
+    maximum: float
+    floor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +50,12 @@ class Mixer:
     Attributes:
         kind: The equations.
         dt_limits: Smallest and largest step of Mamba-2.
+        initial_steps: Initial softplus(b_dt) of Mamba-2. If it is None, b_dt starts at 1.
     """
 
     kind: Literal["short_conv", "gated_delta", "mamba2"]
     dt_limits: tuple[float, float] = (0.0, math.inf)
+    initial_steps: InitialSteps | None = None
 
     @property
     def convolutions(self) -> tuple[str, ...]:
