@@ -46,6 +46,7 @@ def pre_norm_block(
     attn_norm = weights.get("attn_norm", NO_PARAMETERS)
     mixer = weights.get("mixer")
     if mixer is None:
+        assert "attn" in weights, "a layer without a recurrent mixer has attention"
         attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
     else:
         attended, kv_cache = recurrent_mixer(x, mixer, context, input_norm=attn_norm)
@@ -70,6 +71,8 @@ def post_norm_block(
     x = norm(x + attention(x))
     x = norm(x + mlp(x))
     """
+    assert "attn" in weights
+    assert "mlp" in weights
     arch_config = context.arch_config
     attended, kv_cache = attention(x, weights["attn"], context)
     attended = context.residual_update(attended, DropoutSite.ATTENTION_RESIDUAL)
@@ -105,6 +108,8 @@ def _parallel(
     x: Array, weights: BlockWeights, context: LayerContext, *, mlp_norm: Leaves
 ) -> tuple[Array, KVCache | None]:
     """Add attention and MLP of the same input. `mlp_norm` has the weights of the norm before the MLP."""
+    assert "attn" in weights
+    assert "mlp" in weights
     attn_norm = weights.get("attn_norm", NO_PARAMETERS)
     attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
     attended = context.residual_update(attended, DropoutSite.ATTENTION_RESIDUAL)
@@ -121,6 +126,8 @@ def sandwich_block(
     x = x + norm'(attention(norm(x)))
     x = x + norm'(mlp(norm(x)))
     """
+    assert "attn" in weights
+    assert "mlp" in weights
     arch_config = context.arch_config
     attn_norm = weights.get("attn_norm", NO_PARAMETERS)
     attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
@@ -142,6 +149,8 @@ def output_norm_block(
     x = x + norm(attention(x))
     x = x + norm(mlp(x))
     """
+    assert "attn" in weights
+    assert "mlp" in weights
     arch_config = context.arch_config
     attended, kv_cache = attention(x, weights["attn"], context)
     attended = norm(attended, weights.get("attn_post_norm", NO_PARAMETERS), arch_config)

@@ -37,12 +37,13 @@ class BlockWeights(TypedDict):
     """The weights of a layer. A norm without parameters is absent.
 
     A layer with a recurrent mixer has `mixer` in place of `attn`. A layer of Mamba-2 has no `mlp` either.
+    Both have the block type "pre". Layers of other types have `attn` and `mlp`.
     """
 
-    attn: Projections
+    attn: NotRequired[Projections]
     mixer: NotRequired[Projections]
     cross: NotRequired[Projections]
-    mlp: Projections | MoeWeights
+    mlp: NotRequired[Projections | MoeWeights]
     attn_norm: NotRequired[Leaves]
     attn_post_norm: NotRequired[Leaves]
     cross_norm: NotRequired[Leaves]
