@@ -21,6 +21,7 @@ from trainer.models.parameters import (
     Family,
     HFConfig,
     TreeLayout,
+    read_count,
     read_size,
 )
 from trainer.models.rope_config import Rope, read_rope
@@ -230,13 +231,9 @@ def read_max_window_layers(config: HFConfig, default: int = 28) -> int:
         default: Default of the config class, 28 in those of Qwen.
 
     Raises:
-        PrepError: `max_window_layers` is not an integer from 0 on.
+        PrepError: `max_window_layers` is not a number of layers.
     """
-    layer = config.get("max_window_layers", default)
-    if not isinstance(layer, int) or layer < 0:
-        why = f"max_window_layers is {layer!r:.60}, it must be an integer from 0 on"
-        raise invalid_config_error(why)
-    return layer
+    return read_count(config, "max_window_layers", default)
 
 
 def read_experts_per_token(config: HFConfig, experts: int, default: int) -> int:

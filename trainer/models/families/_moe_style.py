@@ -13,7 +13,14 @@ from trainer.models.axis_map import DENSE_LAYERS, LAYERS, SPARSE_LAYERS
 from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from trainer.models.errors import invalid_config_error
 from trainer.models.families import _llama_style
-from trainer.models.parameters import Family, HFConfig, Parameter, condition_holds, read_size
+from trainer.models.parameters import (
+    Family,
+    HFConfig,
+    Parameter,
+    condition_holds,
+    read_count,
+    read_size,
+)
 from trainer.models.rows import Parameters, embedding, matrix, rms_norm, stack
 
 # Values in `mlp_layer_types`.
@@ -149,13 +156,10 @@ def read_first_dense_layers(config: HFConfig, layers: int, default: int) -> tupl
     """Return the dense layers of DeepSeek's config: the first `first_k_dense_replace` ones.
 
     Raises:
-        PrepError: The field is not an integer from 0 on.
+        PrepError: The field is not a number of layers.
     """
-    value = config.get("first_k_dense_replace", default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        why = f"first_k_dense_replace is {value!r:.60}, it must be an integer from 0 on"
-        raise invalid_config_error(why)
-    return tuple(range(min(value, layers)))
+    count = read_count(config, "first_k_dense_replace", default)
+    return tuple(range(min(count, layers)))
 
 
 def read_dense_layers_by_step(config: HFConfig, layers: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import dataclasses
 
 from trainer.models.architecture import ArchConfig, reject_unsupported_fields
 from trainer.models.axis_map import ATTENTION_LAYERS, MIXER_LAYERS
-from trainer.models.errors import invalid_config_error, unsupported_config_error
+from trainer.models.errors import unsupported_config_error
 from trainer.models.families import (
     _hybrid_style,
     _llama_style,
@@ -16,7 +16,7 @@ from trainer.models.families import (
     granitemoe,
 )
 from trainer.models.families._hybrid_style import LayerGroup, layers_of_type
-from trainer.models.parameters import HFConfig, if_set, read_size
+from trainer.models.parameters import HFConfig, if_set, read_count, read_size
 from trainer.models.rows import Parameters, matrix
 
 LINEAR = "linear_attention"
@@ -39,16 +39,8 @@ def sizes(config: HFConfig) -> dict[str, int]:
 
 
 def _read_num_experts(config: HFConfig) -> int:
-    """Return the number of experts, or 0 if the MLPs are dense.
-
-    Raises:
-        PrepError: The number is not an integer from 0 on.
-    """
-    count = config.get("num_local_experts", 8)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        why = f"num_local_experts is {count!r:.60}, it must be an integer from 0 on"
-        raise invalid_config_error(why)
-    return count
+    """Return the number of experts, or 0 if the MLPs are dense."""
+    return read_count(config, "num_local_experts", 8)
 
 
 def _has_experts(config: HFConfig) -> bool:
