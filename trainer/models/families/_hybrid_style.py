@@ -18,8 +18,11 @@ from trainer.models.rows import Parameters, embedding, linear, stack
 
 # Config -> numbers of some layers.
 LayerNumbers = Callable[[HFConfig], tuple[int, ...]]
+# Types of layers: with a recurrent mixer, and with attention.
+LINEAR = "linear_attention"
+FULL = "full_attention"
 # Names of layer types in files of older versions of transformers.
-OLD_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+OLD_LAYER_TYPES = {"mamba": LINEAR, "attention": FULL}
 
 # transformers 5 writes infinity so, which JSON lacks.
 INFINITY = {"__float__": "Infinity"}

@@ -15,12 +15,12 @@ from trainer.models.families import (
     granite,
     granitemoe,
 )
-from trainer.models.families._hybrid_style import LayerGroup, layers_of_type
+from trainer.models.families._hybrid_style import FULL, LINEAR, LayerGroup, layers_of_type
+from trainer.models.field_aliases import AliasedConfig
 from trainer.models.parameters import HFConfig, if_set, read_count, read_size
 from trainer.models.rows import Parameters, matrix
 
-LINEAR = "linear_attention"
-FULL = "full_attention"
+ALIASES = {"layers_block_type": "layer_types"}
 FIELDS = (*granitemoe.FIELDS, "layer_types", "shared_intermediate_size")
 
 
@@ -49,10 +49,8 @@ def _has_experts(config: HFConfig) -> bool:
 
 def layer_types(config: HFConfig) -> tuple[str, ...]:
     """Return the type of each layer. By default all layers have Mamba-2."""
-    # The alias overrides.
-    listed = config.get("layers_block_type", config.get("layer_types"))
     return _hybrid_style.read_layer_types(
-        {**config, "layer_types": listed},
+        AliasedConfig(config, ALIASES),
         read_size(config, "num_hidden_layers", 32),
         (FULL, LINEAR),
         lambda layer: LINEAR,
