@@ -1,7 +1,8 @@
 """The recurrent mixers of layers: sublayers with a state of fixed size in place of keys and values. Pure.
 
 A mixer reads the earlier tokens of a row through its state. `trainer.nn.mixer` computes them. Each conv(x) is causal
-and has one filter of L taps per channel: conv(x)_t = sum_d w_d x_(t-d) + b, with d from 0 to L - 1.
+and has one filter of L taps per channel: conv(x)_t = sum_d w_d x_(t-d) + b, with d from 0 to L - 1. `act` is
+`ArchConfig.activation`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Mixer:
 
     "gated_delta" is the gated delta net (arXiv:2412.06464, equation 10), with one state S per head:
 
-        q, k, v   = silu(conv(x W_q)), silu(conv(x W_k)), silu(conv(x W_v))
+        q, k, v   = act(conv(x W_q)), act(conv(x W_k)), act(conv(x W_v))
         decay_t   = exp(-exp(a_log) softplus(x W_dt + b_dt)), beta_t = sigmoid(x W_beta)
         S_t       = decay_t S_(t-1) + k_t (beta_t (v_t - decay_t S_(t-1)^T k_t))^T
         mixer(x)  = (rms_norm(S_t^T q_t) * silu(x W_z)) W_o
@@ -40,7 +41,7 @@ class Mixer:
     "mamba2" is Mamba-2 in its dual form as linear attention (arXiv:2405.21060, sections 5 and 7), where q, k and v are
     C, B and X of the paper:
 
-        q, k, v   = silu(conv(x W_q)), silu(conv(x W_k)), silu(conv(x W_v))
+        q, k, v   = act(conv(x W_q)), act(conv(x W_k)), act(conv(x W_v))
         dt_t      = clip(softplus(x W_dt + b_dt), dt_limits)
         S_t       = exp(-exp(a_log) dt_t) S_(t-1) + k_t (dt_t v_t)^T
         mixer(x)  = rms_norm((S_t^T q_t + d v_t) * silu(x W_z)) W_o

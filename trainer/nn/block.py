@@ -22,16 +22,13 @@ from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
 from trainer.nn.feed_forward import feed_forward
 from trainer.nn.kv_cache import KVCache
-from trainer.nn.layer_weights import BlockWeights, Leaves
+from trainer.nn.layer_weights import NO_PARAMETERS, BlockWeights, Leaves
 from trainer.nn.mixer import recurrent_mixer
 from trainer.nn.norms import norm
 
 # (residual stream [B, T, D], weights of the layer, context) -> the stream after the layer, and the
 # KV cache with the keys and values of the layer
 Block = Callable[[Array, BlockWeights, LayerContext], tuple[Array, KVCache | None]]
-
-# The weights of a layer norm without parameters (OPT's `layer_norm_elementwise_affine`).
-NO_PARAMETERS: Leaves = {}
 
 
 def pre_norm_block(

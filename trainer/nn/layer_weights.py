@@ -9,6 +9,8 @@ from jax import Array
 
 # Leaves of a projection (`weight`, `bias`, `lora_a`, `lora_b`) or of a norm (`scale`, `bias`).
 Leaves = Mapping[str, Array]
+# The leaves of a norm without parameters, e.g. of OPT with `layer_norm_elementwise_affine` false.
+NO_PARAMETERS: Leaves = {}
 # Projections and norms of attention or of an MLP, by name, e.g. `q`, `o` and `q_norm`.
 Projections = Mapping[str, Leaves]
 

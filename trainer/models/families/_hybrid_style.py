@@ -89,8 +89,8 @@ def build_family(
         def has_all_layers(config: HFConfig, members: LayerGroup = members) -> bool:
             return len(members.numbers(config)) == sizes(config)[LAYERS]
 
-        partial = _moe_style.under_condition(members.parameters, has_some_layers)
-        parameters |= stack(group, f"layers.{{{group}}}", partial)
+        grouped = _moe_style.under_condition(members.parameters, has_some_layers)
+        parameters |= stack(group, f"layers.{{{group}}}", grouped)
         if members.may_be_all:
             whole = _moe_style.under_condition(members.parameters, has_all_layers)
             parameters |= stack(LAYERS, "layers.{layers}", whole)

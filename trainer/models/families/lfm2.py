@@ -52,13 +52,13 @@ def _mlp_width(config: HFConfig) -> int:
 
 def layer_types(config: HFConfig) -> tuple[str, ...]:
     """Return the type of each layer."""
-    attention_layers = config.get("full_attn_idxs")
-    if attention_layers is not None and not isinstance(attention_layers, list):
-        why = f"full_attn_idxs is {attention_layers!r:.60}, it must be a list of layers"
+    listed = config.get("full_attn_idxs")
+    if listed is not None and not isinstance(listed, list):
+        why = f"full_attn_idxs is {listed!r:.60}, it must be a list of layers"
         raise invalid_config_error(why)
 
     def default_type(layer: int) -> str:
-        if attention_layers is None or layer in attention_layers:
+        if listed is None or layer in listed:
             return ATTENTION
         return CONV
 
