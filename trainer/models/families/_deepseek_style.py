@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from trainer.models.architecture import ArchConfig, read_positive
 from trainer.models.errors import invalid_config_error
-from trainer.models.families import _llama_style, _moe_style
+from trainer.models.families import _grouped_style, _llama_style, _moe_style
 from trainer.models.moe_config import Router
 from trainer.models.parameters import MAX_LAYERS, HFConfig, if_set, read_count, read_size
 from trainer.models.rope_config import read_rope, yarn_scores_scale
@@ -124,7 +124,7 @@ def latent_attention(
     }
     return {
         **matrix("attn.q", queries.format("embed", "q_proj"), condition=has_plain_queries),
-        **_moe_style.under_condition(query_latent, has_query_latent),
+        **_grouped_style.under_condition(query_latent, has_query_latent),
         **linear("attn.kv_down", f"kv_rank embed <- {fused}: (>kv_rank | rope_dim) embed", HAS_BIAS),
         **linear("attn.k_rope", f"rope_dim embed <- {fused}: (kv_rank | >rope_dim) embed", HAS_BIAS),
         **rms_norm("attn.kv_latent_norm", "kv_rank <- self_attn.kv_a_layernorm.weight: kv_rank"),

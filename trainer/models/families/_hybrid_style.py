@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainer.models import rows
-from trainer.models.architecture import ArchConfig
-from trainer.models.axis_map import LAYERS
-from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from trainer.models.errors import invalid_config_error
-from trainer.models.families import _llama_style, _moe_style
 from trainer.models.mixer_config import Mixer
-from trainer.models.parameters import Family, HFConfig, Parameter, read_size
-from trainer.models.rows import Parameters, embedding, linear, stack
+from trainer.models.parameters import HFConfig, Parameter, read_size
+from trainer.models.rows import Parameters, linear
 
-# Config -> numbers of some layers.
-LayerNumbers = Callable[[HFConfig], tuple[int, ...]]
 # Types of layers: with a recurrent mixer, and with attention.
 LINEAR = "linear_attention"
 FULL = "full_attention"
@@ -26,90 +20,6 @@ OLD_LAYER_TYPES = {"mamba": LINEAR, "attention": FULL}
 
 # transformers 5 writes infinity so, which JSON lacks.
 INFINITY = {"__float__": "Infinity"}
-
-
-class LayerGroup(NamedTuple):
-    """Parameters that some or all layers have.
-
-    Attributes:
-        parameters: Parameters of one of these layers.
-        numbers: Numbers of these layers.
-        may_be_all: Whether they may be all layers of a model.
-    """
-
-    parameters: Parameters
-    numbers: LayerNumbers
-    may_be_all: bool = True
-
-
-def build_family(
-    name: str,
-    sizes: Callable[[HFConfig], dict[str, int]],
-    arch_config: Callable[[HFConfig], ArchConfig],
-    *,
-    layer: Parameters,
-    groups: Mapping[str, LayerGroup],
-    final_norm: Parameters = _llama_style.FINAL_RMS_NORM,
-    tied_by_default: bool = False,
-    dropped: Mapping[str, str] = _llama_style.LEGACY_BUFFERS,
-    dropout_fields: DropoutFields = ATTENTION_DROPOUT,
-) -> Family:
-    """Return a family whose layers differ in their parameters.
-
-    The parameters of a group are in `layers` if all layers have them, and else in a stack of the group's layers.
-
-    Args:
-        name: `model_type` of its config.json.
-        sizes: Atom -> extent, without those of groups.
-        arch_config: The architecture.
-        layer: Parameters of every layer.
-        groups: Path part and atom of a group -> its layers.
-        final_norm: Parameters of the norm after the last layer.
-        tied_by_default: Whether the head is tied if the config does not say.
-        dropped: Pattern of tensors to ignore -> their description.
-        dropout_fields: Fields of the config with dropout rates.
-    """
-
-    def all_sizes(config: HFConfig) -> dict[str, int]:
-        axis_sizes = sizes(config)
-        counts = {group: len(numbers) for group, numbers in layer_numbers(config).items()}
-        return {**axis_sizes, **counts}
-
-    def layer_numbers(config: HFConfig) -> dict[str, tuple[int, ...]]:
-        num_layers = sizes(config)[LAYERS]
-        numbers = {group: members.numbers(config) for group, members in groups.items()}
-        return {group: listed for group, listed in numbers.items() if 0 < len(listed) < num_layers}
-
-    parameters = stack(LAYERS, "layers.{layers}", layer)
-    for group, members in groups.items():
-
-        def has_some_layers(config: HFConfig, group: str = group) -> bool:
-            return group in layer_numbers(config)
-
-        def has_all_layers(config: HFConfig, members: LayerGroup = members) -> bool:
-            return len(members.numbers(config)) == sizes(config)[LAYERS]
-
-        grouped = _moe_style.under_condition(members.parameters, has_some_layers)
-        parameters |= stack(group, f"layers.{{{group}}}", grouped)
-        if members.may_be_all:
-            whole = _moe_style.under_condition(members.parameters, has_all_layers)
-            parameters |= stack(LAYERS, "layers.{layers}", whole)
-    return rows.build_family(
-        name=name,
-        prefix=_llama_style.TENSOR_PREFIX,
-        sizes=all_sizes,
-        arch_config=arch_config,
-        parameters={
-            **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
-            **parameters,
-            **final_norm,
-            **_llama_style.HEAD,
-        },
-        tied_by_default=tied_by_default,
-        dropped=dropped,
-        dropout_fields=dropout_fields,
-        layer_numbers=layer_numbers,
-    )
 
 
 def read_layer_types(

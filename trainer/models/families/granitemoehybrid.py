@@ -8,14 +8,15 @@ from trainer.models.architecture import ArchConfig, reject_unsupported_fields
 from trainer.models.axis_map import ATTENTION_LAYERS, MIXER_LAYERS
 from trainer.models.errors import unsupported_config_error
 from trainer.models.families import (
+    _grouped_style,
     _hybrid_style,
     _llama_style,
-    _moe_style,
     bamba,
     granite,
     granitemoe,
 )
-from trainer.models.families._hybrid_style import FULL, LINEAR, LayerGroup, layers_of_type
+from trainer.models.families._grouped_style import LayerGroup
+from trainer.models.families._hybrid_style import FULL, LINEAR, layers_of_type
 from trainer.models.field_aliases import AliasedConfig
 from trainer.models.parameters import HFConfig, if_set, read_count, read_size
 from trainer.models.rows import Parameters, matrix
@@ -112,13 +113,13 @@ def _mlp() -> Parameters:
     """Return the parameters of the experts with the shared MLP, or of the shared MLP alone."""
     # The gate of the experts and the gate of the dense MLP have one path, so one is the other's `else_row`.
     shared = _shared_mlp("mlp.shared", "shared_mlp")
-    experts = _moe_style.under_condition({**granitemoe.fused_experts(), **shared}, _has_experts)
+    experts = _grouped_style.under_condition({**granitemoe.fused_experts(), **shared}, _has_experts)
     for path, dense in _shared_mlp("mlp", "mlp").items():
         experts[path] = dataclasses.replace(experts[path], else_row=dense.row)
     return experts
 
 
-FAMILY = _hybrid_style.build_family(
+FAMILY = _grouped_style.build_family(
     name="granitemoehybrid",
     sizes=sizes,
     arch_config=arch_config,

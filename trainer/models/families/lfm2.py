@@ -12,8 +12,8 @@ from trainer.models.architecture import (
 )
 from trainer.models.axis_map import ATTENTION_LAYERS, MIXER_LAYERS
 from trainer.models.errors import invalid_config_error, unsupported_config_error
-from trainer.models.families import _hybrid_style, _llama_style
-from trainer.models.families._hybrid_style import LayerGroup
+from trainer.models.families import _grouped_style, _hybrid_style, _llama_style
+from trainer.models.families._grouped_style import LayerGroup
 from trainer.models.mixer_config import Mixer
 from trainer.models.parameters import HFConfig, if_set, read_size
 from trainer.models.rows import Parameters, linear, rms_norm, separate_qkv
@@ -119,7 +119,7 @@ GROUPS = {
 NORMS = _llama_style.rms_norms(attn_norm="operator_norm", mlp_norm="ffn_norm")
 FINAL_NORM = rms_norm("final_norm", "embed <- embedding_norm.weight: embed")
 
-FAMILY = _hybrid_style.build_family(
+FAMILY = _grouped_style.build_family(
     name="lfm2",
     sizes=sizes,
     arch_config=arch_config,

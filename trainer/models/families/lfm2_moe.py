@@ -11,8 +11,8 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.axis_map import ATTENTION_LAYERS, DENSE_LAYERS, MIXER_LAYERS, SPARSE_LAYERS
-from trainer.models.families import _hybrid_style, _llama_style, _moe_style, lfm2
-from trainer.models.families._hybrid_style import LayerGroup
+from trainer.models.families import _grouped_style, _llama_style, _moe_style, lfm2
+from trainer.models.families._grouped_style import LayerGroup
 from trainer.models.moe_config import Router
 from trainer.models.parameters import HFConfig, read_count, read_size
 from trainer.models.rows import Parameters, linear, matrix, unless_false
@@ -99,7 +99,7 @@ DENSE_MLP: Parameters = {
     **linear("mlp.down", "embed dense_mlp <- feed_forward.w2.weight: embed dense_mlp", None),
 }
 
-FAMILY = _hybrid_style.build_family(
+FAMILY = _grouped_style.build_family(
     name="lfm2_moe",
     sizes=sizes,
     arch_config=arch_config,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.axis_map import ATTENTION_LAYERS, MIXER_LAYERS
-from trainer.models.families import _hybrid_style, _llama_style, _qwen_hybrid_style
-from trainer.models.families._hybrid_style import FULL, LINEAR, LayerGroup, layers_of_type
+from trainer.models.families import _grouped_style, _llama_style, _qwen_hybrid_style
+from trainer.models.families._grouped_style import LayerGroup
+from trainer.models.families._hybrid_style import FULL, LINEAR, layers_of_type
 from trainer.models.parameters import HFConfig
 
 
@@ -40,7 +41,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     return _qwen_hybrid_style.arch_config(config, sizes(config), linear_layers(config))
 
 
-FAMILY = _hybrid_style.build_family(
+FAMILY = _grouped_style.build_family(
     name="qwen3_5_text",
     sizes=sizes,
     arch_config=arch_config,
