@@ -22,7 +22,8 @@ At its peak a step needs
                          with experts the rows of all assignments (below). The backward passes of the layers of one
                          period of kinds of layers overlap: each other layer of the period adds what a layer
                          saves without rematerialization, and with rematerialization its transient dense scores.
-                         So does each dense layer before the scan of MoE layers
+                         So does each dense layer before the scan of MoE layers. In a period with both attention
+                         and recurrent mixers each other layer adds all inputs of its backward pass
       the LM head        logits of a chunk and their gradients: 2*B*chunk*V*4. With fsdp the gathered head, twice, and
                          its gradient before it is reduced: V*D*(2*c + 4)
 
@@ -39,16 +40,16 @@ The derivative of each operation determines the activations that the backward pa
                          and the unsplit input of each block, B*T*D*c
     MLP                  n*B*T*F*c with n by activation (`ACTIVATION_ARRAYS`), 2 more if it is gated
     latent attention     as heads, with the width of values in place of E where they differ
-    recurrent mixers     in place of heads: 9*B*T*C*c of a short convolution of C channels. Of a gated delta net
-                         or of Mamba-2, B*T*C*(5*c + 4) for the C channels of its convolutions, B*T*V*(5*c + 4) for
+    recurrent mixers     in place of heads: 5*B*T*C*c of a short convolution of C channels. Of a gated delta net
+                         or of Mamba-2, B*T*C*(7*c + 4) for the C channels of its convolutions, B*T*V*(2*c + 24) for
                          the V elements of its output, and one state per chunk of tokens, float32
     experts              only the input, and the hidden units of shared experts as of an MLP. K outputs per token and
                          their gradients, 2*B*T*K*D*c, are transient, as are the matrices of one expert, gathered,
                          with their gradients, and a block of hidden units
 
 Without rematerialization all of them are saved, except those of norms before projections and of activation functions,
-which are computed again: of the MLP, the products with `up` and `gate` are saved. The inputs of blocks are saved split
-like the residual stream.
+which are computed again: of the MLP, the products with `up` and `gate` are saved, and of gated delta nets and Mamba-2
+B*T*C*(2*c + 4), B*T*V*(2*c + 8) and the states. The inputs of blocks are saved split like the residual stream.
 
 With chunks of tokens, T is the length of a chunk in the arrays of the MLP, of experts, and of norms before projections,
 and two gradients of the residual stream, B*T*D*4 each, are transient.
@@ -153,14 +154,14 @@ def _first_layers_nbytes(inputs: MemoryInputs) -> int:
 
 
 def _period_nbytes(inputs: MemoryInputs) -> int:
-    """Return the working set of the other layers of a period with both attention and mixers."""
+    """Return the inputs of the backward passes of the other layers in a period with both attention and mixers."""
     arch_config = inputs.arch_config
     schedule = arch_config.layer_schedule
     if MIXER_LAYERS not in arch_config.layer_groups or schedule.num_periods < 2:
         return 0
-    overlapping = {tuple(s.groups): s.overlapping_nbytes() for s in layer_stacks(inputs)}
+    nbytes_by_kind = {tuple(s.groups): s.backward_inputs_nbytes() for s in layer_stacks(inputs)}
     period = range(schedule.num_first, schedule.num_first + schedule.period)
-    sizes = [overlapping[tuple(arch_config.group_indices[layer])] for layer in period]
+    sizes = [nbytes_by_kind[tuple(arch_config.group_indices[layer])] for layer in period]
     return sum(sizes) - max(sizes)
 
 
