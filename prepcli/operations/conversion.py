@@ -355,8 +355,11 @@ def _convert_to_folder(
     _check_output_location(out, source)
     fields = plan_fields(planned.plan, source)
     _note_plan(planned, source, fields["not_computed"], observer)
-    details: dict[str, object] = {"source": source_fields(source, located)}
-    details |= {**planned.fields, **fields}
+    details: dict[str, object] = {
+        "source": source_fields(source, located),
+        **planned.fields,
+        **fields,
+    }
     result = ConversionResult()
     if common.dry_run:
         details = {"output": str(out), "dry_run": True, **details}
