@@ -152,6 +152,10 @@ RECURRENT_POINTS = whole_steps(
     (f"--size bamba {DENSE}--rows 4 --tokens 1024{INPUT}", 2637),
     (f"--size granite_hybrid {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 4285),
     (f"--size granite_hybrid {DENSE}--rows 4 --tokens 1024{INPUT}", 3119),
+    (f"--size lfm2-first {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 2855),
+    (f"--size lfm2-first {DENSE}--rows 4 --tokens 1024{INPUT}", 2129),
+    (f"--size qwen3_5-period {DENSE}--rows 4 --tokens 1024{INPUT}", 2940),
+    (f"--size lfm2 {CHUNKS}--rows 1 --tokens 8192{INPUT}", 1590),
     (f"--size qwen3_5 {CHUNKS}--rows 1 --tokens 8192{INPUT}", 2912),
     (f"--size mamba2 {CHUNKS}--rows 1 --tokens 8192{INPUT}", 1571),
 )

@@ -99,3 +99,8 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {name: LLAMA | size for name, size in
         "mamba_n_heads": 16, "mamba_d_state": 128,
     },
 }  # fmt: skip
+# Some or all layers are outside the scan: two layers before two periods, and a single period.
+MODEL_CONFIGS["lfm2-first"] = MODEL_CONFIGS["lfm2"] | {
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"]
+}
+MODEL_CONFIGS["qwen3_5-period"] = MODEL_CONFIGS["qwen3_5"] | {"num_hidden_layers": 4}

@@ -231,6 +231,17 @@ def test_dense_granite_counts_the_hidden_units_of_its_mlp():
     assert wide.saved - narrow.saved >= num_layers * 2 * hidden_nbytes
 
 
+def test_layers_outside_the_scan_overlap_on_cpus_only():
+    """A single period of 4 layers is no loop. XLA for CPUs computes 3 of them again before it needs them."""
+    options: dict[str, Any] = {"seq_length": 1024, "remat_policy": "nothing_saveable"}
+    config = MODEL_CONFIGS["qwen3_5-period"]
+    cpu, accelerator = (
+        estimate("qwen3_5_text", config, **options, blocks_overlap=overlaps)
+        for overlaps in (True, False)
+    )
+    assert cpu.layer > 3 * accelerator.layer
+
+
 def test_heads_of_a_mixer_are_split_once():
     """Mamba-2 has 8 groups of 16 heads. The mesh axis mp splits either the groups or their heads."""
     options: dict[str, Any] = {"seq_length": 1024, "remat_policy": "none"}
