@@ -154,6 +154,7 @@ RECURRENT_POINTS = whole_steps(
     (f"--size granite_hybrid {DENSE}--rows 4 --tokens 1024{INPUT}", 3119),
     (f"--size lfm2-first {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 2855),
     (f"--size lfm2-first {DENSE}--rows 4 --tokens 1024{INPUT}", 2129),
+    (f"--size qwen3_5-period {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 3086),
     (f"--size qwen3_5-period {DENSE}--rows 4 --tokens 1024{INPUT}", 2940),
     (f"--size lfm2 {CHUNKS}--rows 1 --tokens 8192{INPUT}", 1590),
     (f"--size qwen3_5 {CHUNKS}--rows 1 --tokens 8192{INPUT}", 2912),
