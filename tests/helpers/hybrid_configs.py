@@ -89,4 +89,7 @@ HYBRID_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers liv
         "num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True, "mamba_proj_bias": True,
         "layer_types": ["linear_attention", "full_attention", "full_attention"],
     },
+    "granitemoehybrid-attention": GRANITE_HYBRID | {
+        "num_local_experts": 0, "position_embedding_type": "rope", "layer_types": ["attention"] * 3,
+    },
 }  # fmt: skip

@@ -224,6 +224,19 @@ def read_size(config: HFConfig, key: str, default: int, maximum: int = MAX_AXIS_
     return value
 
 
+def read_count(config: HFConfig, key: str, default: int, maximum: int = MAX_AXIS_SIZE) -> int:
+    """Return the number in a config field, or the default if the field is absent.
+
+    Raises:
+        PrepError: The value is not an integer from 0 to `maximum`, e.g. null.
+    """
+    value = config.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= maximum:
+        why = f"{key} is {value!r:.60}, it must be an integer from 0 to {maximum:,}"
+        raise invalid_config_error(why)
+    return value
+
+
 def parameter_rows(
     family: Family,
     config: HFConfig,

@@ -23,14 +23,12 @@ from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.latent_attention import latent_attention
-from trainer.nn.layer_weights import Leaves, Projections
+from trainer.nn.layer_weights import NO_PARAMETERS, Leaves, Projections
 from trainer.nn.linear import linear
 from trainer.nn.norms import norm, plain_rms_norm
 from trainer.nn.position_encoding import CosSin, apply_rotary
 from trainer.nn.token_chunks import TokenFunction, over_token_chunks
 
-# The weights of a norm without a scale.
-NO_PARAMETERS: Leaves = {}
 ROTATED = ("q", "k")
 GATE = "gate"
 

@@ -22,7 +22,7 @@ from trainer.models.architecture import (
     alibi_slopes,
 )
 from trainer.models.moe_config import ClampedSwiglu
-from trainer.models.rope_config import Rope
+from trainer.models.rope_config import QueryScale, Rope
 
 Mutation = Callable[[ArchConfig], ArchConfig]
 
@@ -230,8 +230,10 @@ LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {  # mistakes that change long
     ("t5", "larger maximum distance"): change(score_bias=bias_config(41, False)),
     ("t5-gated", "larger maximum of the encoder"): change_encoder(score_bias=bias_config(44, True)),
     ("llama4_text", "no growth of queries"): change(query_scale=None),
-    ("ministral3", "no growth of queries"): change_rope(query_scale_beta=0.0),
-    ("ministral3", "another step of the growth"): change_rope(query_scale_positions=17),
+    ("ministral3", "no growth of queries"): change_rope(query_scale=None),
+    ("ministral3", "another step of the growth"): change_rope(
+        query_scale=QueryScale(beta=0.3, step_length=17)
+    ),
     ("phi3-longrope", "short factors for all"): change_rope(original_max_positions=300),
     ("phi3-longrope", "another long factor"): change_rope(long_factors=(2.0, 3.0, 5.0, 9.1)),
 }

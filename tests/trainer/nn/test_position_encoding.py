@@ -10,7 +10,7 @@ import pytest
 
 from prepcli.testing.torch_transformers import exact_log
 from trainer.models.architecture import RelativePositionBias, alibi_slopes
-from trainer.models.rope_config import Rope
+from trainer.models.rope_config import QueryScale, Rope
 from trainer.nn.position_encoding import (
     alibi_bias,
     apply_rotary,
@@ -86,7 +86,7 @@ def test_rotary_cos_sin_at_uses_length_of_each_row(rope: Rope):
 
 
 def test_query_scale_grows_in_steps_of_positions():
-    rope = Rope(4, 100.0, 8, query_scale_beta=0.5, query_scale_positions=4)
+    rope = Rope(4, 100.0, 8, query_scale=QueryScale(beta=0.5, step_length=4))
     scale = rotary_cos_sin(rope, jnp.array([0, 3, 4, 11])).query_scale
     assert scale is not None
     expected = [1, 1, 1 + 0.5 * math.log(2), 1 + 0.5 * math.log(3)]
@@ -96,7 +96,7 @@ def test_query_scale_grows_in_steps_of_positions():
 
 def test_query_scale_of_negative_positions_is_finite():
     """Slots before the first token of a row have negative positions when a row is decoded."""
-    rope = Rope(4, 100.0, 8, query_scale_beta=0.5, query_scale_positions=4)
+    rope = Rope(4, 100.0, 8, query_scale=QueryScale(beta=0.5, step_length=4))
     positions = jnp.array([[-6, -5, 0]])
     scale = rotary_cos_sin_at(rope, positions, jnp.array([1]), 8).query_scale
     assert scale is not None

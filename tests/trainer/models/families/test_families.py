@@ -114,6 +114,7 @@ EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
     ],
     "granitemoehybrid": [
         MAMBA_BIASES, MAMBA_BIASES | {"layer_types": ["mamba"] + ["attention"] * 31}, {"num_local_experts": 0},
+        MAMBA_BIASES | {"layer_types": ["attention"] * 32, "position_embedding_type": "rope"},
     ],
 }  # fmt: skip
 

@@ -55,3 +55,13 @@ def test_recurrent_states_do_not_grow_with_the_number_of_tokens(name: str):
     assert shapes == {state: array.shape for state, array in long.states.items()}
     num_mixers = len(model.arch_config.mixer_layers)
     assert {shape[:2] for shape in shapes.values()} == {(num_mixers, 2)}
+
+
+def test_granite_attention_without_rotation_is_refused():
+    config = HYBRID_FAMILIES["granitemoehybrid"] | {"layer_types": ["attention"] * 3}
+    family = family_of(config)
+    with pytest.raises(PrepError, match="layers without Mamba-2 and without rotation"):
+        family.arch_config(config)
+    arch_config = family.arch_config(config | {"position_embedding_type": "rope"})
+    assert arch_config.mixer is None
+    assert arch_config.rope is not None
