@@ -43,7 +43,7 @@ LAZY_FILTERS = {
     "selectattr",
     "rejectattr",
 }
-# Filters that look at one item, or at none, so that their input is not counted.
+# Filters without a loop over their input, so that the size of the input is not counted.
 CHEAP_FILTERS = {
     "length",
     "count",
@@ -168,7 +168,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return self.limits.measured(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return the sandboxed `str.format` with a check of its result, else None."""
+        """Return a checked `str.format` if `value` is this method of a text, else None."""
         if super().wrap_str_format(value) is None:
             return None
         template: str = value.__self__
@@ -195,7 +195,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call a macro, a function or a method of a value, as a step."""
+        """Count the work of a call, check its arguments, then call the macro, function or method."""
         __self.limits.count_work(CALL_WORK)
         if isinstance(__obj, LoopContext) and args:
             args = (CountedSteps(args[0], __self.limits), *args[1:])
@@ -285,7 +285,7 @@ class _EscapeFormatter(_LimitedFields, SandboxedEscapeFormatter):
 
 
 def _counted(node: nodes.Node) -> nodes.Node:
-    """Insert the counting filters into a syntax tree."""
+    """Return a syntax tree with filters that count loops and measure new containers."""
     for name, value in node.iter_fields():
         if isinstance(value, nodes.Node):
             setattr(node, name, _counted(value))

@@ -20,7 +20,7 @@ from trainer.models.json_types import JsonObject, JsonValue
 
 # Ids, and the start and end of each token in characters.
 EncodedText = tuple[list[int], list[tuple[int, int]]]
-# Classes that put the end token after a text, unless their settings say otherwise.
+# Tokenizer classes of transformers with `add_eos_token` on by default.
 ENDS_PROMPTS = ("T5Tokenizer",)
 
 

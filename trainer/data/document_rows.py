@@ -1,4 +1,4 @@
-"""Stored rows of whole documents: computed once in bounded memory, and mapped at each start.
+"""Stored rows of whole documents: computed once in bounded memory, and memory-mapped by each run.
 
 A row is one training sequence. It consists of one or more pieces of documents.
 

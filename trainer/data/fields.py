@@ -231,7 +231,7 @@ class ExampleBuilder(Protocol):
 
 
 def compile_fields(settings: ExampleSettings, *, vocab: int) -> ExampleBuilder:
-    """Return the builder of the examples of the settings.
+    """Return a builder of examples for the settings.
 
     Args:
         settings: The settings.

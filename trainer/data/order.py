@@ -80,7 +80,7 @@ class SampleOrder:
 
     def unrounded_steps_for_epochs(self, epochs: float) -> Fraction:
         """Return the steps of `epochs` passes over the rows, not rounded."""
-        return interval_of_rows(epochs, self.n_rows, self.batch_size)
+        return unrounded_steps_for_rows(epochs, self.n_rows, self.batch_size)
 
     def steps_for_epochs(self, epochs: float) -> int:
         """Return the number of steps that cover `epochs` passes over the rows, at least 1."""
@@ -265,7 +265,7 @@ class MixedOrder:
 
     def unrounded_steps_for_epochs(self, epochs: float) -> Fraction:
         """Return the steps of `epochs` epochs, not rounded. See `steps_per_epoch`."""
-        return interval_of_rows(epochs, self.n_rows, self.batch_size)
+        return unrounded_steps_for_rows(epochs, self.n_rows, self.batch_size)
 
     def steps_for_epochs(self, epochs: float) -> int:
         """Return the steps that take `epochs` times the rows of all sources, at least 1."""
@@ -313,10 +313,10 @@ class RowOrder(Protocol):
 
 def steps_for_rows(epochs: float, n_rows: int, batch_size: int) -> int:
     """Return the number of steps that cover `epochs` passes over `n_rows` rows, at least 1."""
-    return max(1, math.ceil(interval_of_rows(epochs, n_rows, batch_size)))
+    return max(1, math.ceil(unrounded_steps_for_rows(epochs, n_rows, batch_size)))
 
 
-def interval_of_rows(epochs: float, n_rows: int, batch_size: int) -> Fraction:
+def unrounded_steps_for_rows(epochs: float, n_rows: int, batch_size: int) -> Fraction:
     """Return the steps of `epochs` passes over `n_rows` rows, not rounded.
 
     Decimal fractions are exact, e.g. 0.1 epochs are a tenth.

@@ -111,7 +111,8 @@ def document_blocks(tokens: MappedTokens, n_documents: int) -> Iterator[npt.NDAr
     """
     for low in range(0, tokens.n_documents, n_documents):
         count = min(n_documents, tokens.n_documents - low)
-        # The base of a slice of a map is another array: its offset is not that in the file.
+        # Only a whole memory map has the map as its base. The `offset` of a slice is not its offset
+        # in the file, so a slice is read from memory.
         if (
             isinstance(tokens.ends, np.memmap)
             and isinstance(tokens.ends.base, mmap)

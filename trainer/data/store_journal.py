@@ -34,7 +34,7 @@ class SavedState:
 
     Attributes:
         meta: Counts and digests of the store.
-        position: Its examples.
+        position: Read position after the examples of the store.
     """
 
     meta: StoreMeta

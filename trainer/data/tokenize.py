@@ -40,10 +40,10 @@ from trainer.recipe.text_fields import (
 # Settings that put tokens around a document.
 ADDED_TOKENS = ("add_bos", "add_eos", "prepend_text")
 MAX_EMPTY_NOTES = 3
-# Part of a store's identity; raised when the same files give other tokens.
+# Part of a store's identity. Raise it when the same files give other tokens.
 TOKENS_VERSION = 1
 
-# Bytes done, total bytes, tokens made.
+# Called with the bytes tokenized so far, the total bytes, and the tokens so far.
 TokenizeProgress = Callable[[int, int, int], None]
 
 
@@ -64,7 +64,7 @@ class TokenizeConfig:
         max_examples: Maximum number of records, or of documents of data without columns. 0 for all.
         selection: Part of a dataset.
         bad_lines: Maximum number of invalid records to skip.
-        ids_dtype: Dtype of ready token ids in files that do not record it.
+        ids_dtype: Dtype of token ids in files that do not record it.
         max_document_nbytes: Maximum bytes of a line, a row or a value.
         remote: Finds the files of URLs.
         is_mixed: Whether other sources of the run have the same settings.
@@ -189,7 +189,7 @@ def _set_file_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfi
 
 
 def _check_unused_settings(config: TokenizeConfig, note: Note) -> None:
-    """Raise UsageError for settings that add tokens to ready token ids.
+    """Raise UsageError for settings that add tokens to data of token ids.
 
     In a mixture the settings may be meant for another source, so they are only reported.
     """
@@ -198,7 +198,7 @@ def _check_unused_settings(config: TokenizeConfig, note: Note) -> None:
         return
     keys = join_texts(", ", [text("{}", Key(f"data.{name}")) for name in names])
     if not config.is_mixed:
-        why = "ready token ids are stored as they are"
+        why = "token ids in data files are stored unchanged"
         raise usage_error(
             text("{} cannot be used with token ids", keys),
             why,

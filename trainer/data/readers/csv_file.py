@@ -35,8 +35,8 @@ def _read_rows(file: DataFile, options: ReadOptions) -> Iterator[Record]:
 def _parse_rows(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Iterator[Record]:
     """Yield one record per valid row.
 
-    The bytes of the header, of blank and of invalid rows count for the next valid row, and the
-    shares of all records add up to the size of the file.
+    The bytes of the header, of blank and of invalid rows count for the next valid row, so that
+    `nbytes` of all records adds up to the size of the file.
 
     Each line of an invalid row is reported.
     """

@@ -49,7 +49,7 @@ def _parse_npy(file: DataFile, stream: BinaryIO) -> Iterator[IdsChunk]:
         why = f"it has {file.nbytes:,} bytes, and its header declares the shape {shape!r:.60}"
         raise PrepError(f"{file.path} is cut short", why, "get the file again")
     if not n_ids:
-        # An array can have any number of rows without ids.
+        # An array of shape [N, 0] declares N rows without ids, for any N.
         return
     if len(shape) == 1:
         yield from _read_chunks(file, stream, dtype, n_ids=shape[0])

@@ -75,7 +75,7 @@ ErrorHandler: TypeAlias = Callable[[PrepError], None]
 
 
 def raise_error(error: PrepError) -> None:
-    """Raise an error: the handler that tolerates no invalid line."""
+    """Raise an error. As `ReadOptions.on_error`, this stops the read at the first invalid record."""
     raise error
 
 
@@ -151,10 +151,11 @@ def read_stream(file: DataFile, parse: Callable[[BinaryIO], Iterator[PieceT]]) -
 
     Args:
         file: The file. Its suffix selects the compression.
-        parse: Yields the pieces of the content. Its progress counts the bytes of the content.
+        parse: Yields the records, text chunks or id chunks of the content. Their `nbytes` counts
+            decompressed bytes.
 
     Yields:
-        The pieces. Their progress counts the bytes of the file.
+        The results of `parse`. Their `nbytes` counts bytes of the file.
 
     Raises:
         PrepError: The file cannot be read or decompressed, or changed since it was hashed.
@@ -184,7 +185,7 @@ def read_seekable(
 
     Args:
         file: The file.
-        parse: Yields the pieces of a seekable stream.
+        parse: Yields the records, text chunks or id chunks of a seekable stream.
 
     Raises:
         PrepError: The file cannot be read, or changed since it was hashed.

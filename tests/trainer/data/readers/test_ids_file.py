@@ -61,7 +61,8 @@ def test_settings_without_effect_on_ids_are_errors(tmp_path: Path, key: str):
     settings = {name: value for name, value in ADDED.items() if name in (key, "bos_id")}
     config = make_config(tmp_path, tmp_path / "a.bin", type="auto", seq_length=1, **settings)
     with pytest.raises(
-        UsageError, match=f"`data.{key}` cannot be used with token ids - ready token ids are stored"
+        UsageError,
+        match=f"`data.{key}` cannot be used with token ids - token ids in data files are stored",
     ):
         tokenize_files(config, progress=lambda *counts: None, note=lambda text: None)
 
