@@ -1,4 +1,4 @@
-"""Exchange of a leaf's parts over the devices' network, after each device has read one part."""
+"""Exchange of the parts of a leaf over the network of the devices. Each device has read one part."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def compile_allocation(
 
 
 def part_sharding(plan: ReadPlan, sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding of the array of all devices' parts of a slab."""
+    """Return the sharding of an array that contains one slab of a leaf: each device has the part that it read."""
     entries: list[MeshAxes] = [
         plan.leaf.split_axes[dim] if dim in plan.kept_dims else () for dim in _dims(plan)
     ]
@@ -150,7 +150,11 @@ def exchange_dtype(stored: str, target: jnp.dtype) -> jnp.dtype:
 
 
 def widen(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Widen bfloat16 to float32 unless `x` has `dtype`. Bits are moved: devices may flush subnormal values."""
+    """Widen bfloat16 to float32 unless `x` has `dtype`.
+
+    The bits are shifted as integers, because a float conversion on a device may flush subnormal
+    values to zero.
+    """
     if x.dtype == dtype:
         return x
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)

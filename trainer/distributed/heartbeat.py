@@ -95,7 +95,7 @@ def lost_process(process: int, beat: Heartbeat | None, silent_s: float) -> JobEn
 
 @dataclass(frozen=True, slots=True)
 class _Observed:
-    """A heartbeat, and the times of the first one with its count and with its phase."""
+    """The last heartbeat of a process, and when its count and its phase were first observed."""
 
     beat: Heartbeat | None
     beat_s: float

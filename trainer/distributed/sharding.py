@@ -29,7 +29,7 @@ from trainer.models.partition import (
 from trainer.models.rules import DEFAULT_RULES, Rules, activation_rules, unsplit_if_indivisible
 from trainer.models.slices import ONE_SLICE, SliceCounts, check_slices
 
-# In place of an activation's logical dim: no rule splits it.
+# Name for an axis of an activation that no rule splits.
 UNSPLIT = ""
 TRAINING_MEMORY_HINT = (
     'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, '
@@ -63,7 +63,7 @@ class ShardingContext:
         return self._to_named_sharding(self.param_spec(leaf))
 
     def statistic_sharding(self, leaf: ParamLeaf, axes: Collection[int]) -> NamedSharding | None:
-        """Return the sharding of a statistic over some axes of a parameter, which it has with extent 1."""
+        """Return the sharding of a statistic of a parameter, e.g. a mean. It has extent 1 along `axes`."""
         spec = self.param_spec(leaf)
         return self._to_named_sharding(None if spec is None else spec.without_axes(axes))
 
@@ -142,7 +142,10 @@ class ShardingContext:
         return spec.mesh_axes
 
     def weight_axes(self, shape: tuple[int, ...], *dims: str) -> tuple[MeshAxes, ...]:
-        """Return the mesh axes that split each axis of a parameter by the rules of dims alone."""
+        """Return the mesh axes that split each axis of a parameter.
+
+        Only rules for dims apply, not rules for single leaves.
+        """
         if self.mesh is None:
             return ((),) * len(dims)
         return partition_spec(

@@ -194,7 +194,7 @@ class Watchdog:
             self._wake.clear()
 
     def _watch_clock(self) -> None:
-        """Notice a process 0 that does not answer. The other thread may wait for its answer."""
+        """End this process if process 0 does not answer. The other thread cannot: it may wait for an answer."""
         last_s = self.clock()
         broken_s = math.inf
         while not self._closed.wait(TICK_S) and not self._decided.is_set():
@@ -215,7 +215,7 @@ class Watchdog:
                 return
 
     def _exchange(self) -> JobEnd | None:
-        """Publish a heartbeat and return the end of the job that process 0 decided, or decides now."""
+        """Publish a heartbeat. Return the decision of process 0 to end the job, or None. On process 0, decide."""
         self._beats += 1
         beat = Heartbeat(
             self._beats, self.settings.places[self.texts.index], self._phase, self._num_phases
@@ -234,8 +234,8 @@ class Watchdog:
             if ended
             else self._monitor.check(beats, self.clock())
         )
-        # With process 0's heartbeat, so that one read shows that it is alive and whether the job
-        # ends.
+        # The decision contains process 0's heartbeat: one read shows if process 0 is alive, and if
+        # the job ends.
         self.texts.publish("decision", json.dumps([beat.to_json(), end.to_json() if end else None]))
         return end
 

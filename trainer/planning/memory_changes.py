@@ -108,9 +108,9 @@ def _apply_until_fit(plan: TrainingPlan, replan: Replan, limit_nbytes: int) -> M
 
 
 def _drop_needless(change: MemoryChange, replan: Replan, limit_nbytes: int) -> MemoryChange:
-    """Remove the changes that the step does not need to fit."""
-    # `change` is replaced in the loop. The loop still runs over the keys of the first one, so each key
-    # is tried once, with the keys removed before it already absent.
+    """Remove each change without which the step still fits."""
+    # The loop runs over the keys of the first `change`, although `change` is replaced in it. Each
+    # key is tried once, without the keys that were removed before.
     for key in change.values:
         values = {name: value for name, value in change.values.items() if name != key}
         fewer = replan(values)

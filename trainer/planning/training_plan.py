@@ -87,8 +87,8 @@ class TrainingPlan:
             fits=self.memory.peak <= kind.memory_nbytes,
             time=time,
             tokens_per_s=self.tokens / time.step_s,
-            mfu_full=self.flops.model_full / peak_step_flops,
-            mfu_causal=self.flops.model_causal / peak_step_flops,
+            mfu_full=self.flops.model_flops_of_all_pairs / peak_step_flops,
+            mfu_causal=self.flops.model_flops_of_visible_pairs / peak_step_flops,
         )
 
 

@@ -62,7 +62,7 @@ class _Worker:
         self._process.kill()
         self.requests.close()
         with suppress(OSError):
-            # Bytes that the process has not taken.
+            # The pipe may hold bytes that the killed process has not read.
             self.answers.close()
         return self._process.wait()
 
@@ -71,7 +71,7 @@ class _Worker:
         return self._process.wait()
 
 
-# Workers that have read a file. A new one takes a second to start.
+# Idle workers, kept for the next file: a new worker takes a second to start.
 _idle: list[_Worker] = []
 
 

@@ -343,4 +343,6 @@ def peak_step_s(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> 
     inputs = step_inputs(recipe, base, mesh=sharding.mesh, rules=sharding.rules)
     if model.adapters is not None:
         inputs = with_adapters(inputs, recipe, adapters)
-    return count_step_flops(inputs).model_full / (sharding.mesh.n_devices * kind.peak_flops)
+    return count_step_flops(inputs).model_flops_of_all_pairs / (
+        sharding.mesh.n_devices * kind.peak_flops
+    )
