@@ -116,8 +116,8 @@ class NamePattern:
     Attributes:
         terms: Atoms that form one merged index.
         index_list: Name of the list of the numbers in the tensor names, or "".
-        numbers: The numbers themselves, for an axis map with a list of its own. The sizes then have no entry for its
-            atom.
+        numbers: The numbers in the tensor names, if the axis map has its own list. The sizes then
+            have no entry for the atom.
     """
 
     terms: tuple[Term, ...]

@@ -79,7 +79,7 @@ def is_layer_matrix(leaf: ParamLeaf) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FactoredAxes:
-    """The axes that the two statistics of a factored second moment are means over.
+    """The axes over which the two statistics of a factored second moment are means.
 
     Attributes:
         row_mean: Axes of the larger dim of the matrix. `v_row` has a value per index of the other.

@@ -25,7 +25,8 @@ class Mesh:
 
     Attributes:
         names: Axes, outermost first.
-        sizes: Size of each axis. One size may be -1, all remaining devices, until `resolve_mesh`.
+        sizes: Size of each axis. One size may be -1 (all remaining devices). `resolve_mesh`
+            replaces it.
         plain_order: Whether the devices are in the order of the runtime instead of placed by
             topology.
     """

@@ -31,7 +31,7 @@ from trainer.models.rules import (
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A dim without the split of its rule's first choice.
+    """A dim with another split than the first choice of its rule.
 
     Attributes:
         dim: Logical name of the dim.
@@ -69,7 +69,7 @@ class Spec:
     fallbacks: tuple[Fallback, ...] = ()
 
     def without_axes(self, axes: Collection[int]) -> Spec:
-        """Return the sharding of a leaf that has some of the dims with extent 1."""
+        """Return the sharding of a leaf with extent 1 along `axes`. These dims are not split."""
         if not axes:
             return self
         is_kept = [axis not in axes for axis in range(len(self.dim_names))]

@@ -65,10 +65,11 @@ class ShardedLeaf:
 
 @dataclass(frozen=True, slots=True)
 class RowSlab:
-    """Rows of a leaf that are exchanged together: one slab of each shard along the axes that are not exchanged.
+    """A range of rows of a leaf. The devices read and exchange these rows together.
 
     Attributes:
-        start: Index of its first element. Relative to the shard in `kept_dims`.
+        start: Index of its first element in the leaf. In `kept_dims` it is relative to the device's
+            shard.
         rows: Number of rows.
         rows_per_device: Number of rows that a device reads. The last devices may read fewer.
     """

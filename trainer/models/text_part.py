@@ -359,7 +359,7 @@ def _used_names(
 
 
 def _listed(prefix: str, names: Collection[str]) -> str:
-    """Return the first names of a set."""
+    """Return the first MAX_LISTED names of a set as text, each with the prefix."""
     listed = ", ".join(prefix + name for name in sorted(names)[:MAX_LISTED])
     if len(names) > MAX_LISTED:
         listed += f" and {len(names) - MAX_LISTED:,} more"

@@ -228,7 +228,11 @@ def _products(indices: Collection[tuple[int, ...]]) -> list[Product]:
 
 
 def _with_two_runs(product: Product) -> Iterator[Product]:
-    """Yield the parts of a product with at most one run of several numbers after the first position."""
+    """Split a product until at most one position after the first has several numbers.
+
+    >>> list(_with_two_runs(((0, 1), (0, 1), (5, 6))))
+    [((0, 1), (0, 1), (5,)), ((0, 1), (0, 1), (6,))]
+    """
     runs = [position for position, numbers in enumerate(product) if position and len(numbers) > 1]
     if len(runs) < 2:
         yield product

@@ -6,7 +6,8 @@
            | "{" column "}"                       token ids
            | column ("+" column)*                 texts that are joined, then tokenized together
 
-Fields in brackets are read by the encoder. In a model without one, their tokens have no loss.
+Fields in brackets are read by the encoder. In a model without an encoder, their tokens do not count
+in the loss.
 Blanks around names are ignored. A text without any of these signs is the name of one column.
 """
 
@@ -117,7 +118,7 @@ def split_fields(text: str) -> FieldList:
     fields = FieldList(tuple(items))
     if not fields.target:
         raise FieldsError(
-            "all fields are in brackets, which have no loss: it needs one outside brackets"
+            "all fields are in brackets, so no token would count in the loss: put one field outside brackets"
         )
     return fields
 

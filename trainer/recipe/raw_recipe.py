@@ -232,7 +232,7 @@ def _syntax_message(message: str) -> str:
 
 
 def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe, list[Diagnostic]]:
-    """Apply `--set` options to a recipe. The last one of a key wins.
+    """Apply `--set` options to a recipe. The last option for a key is used.
 
     Args:
         raw: The recipe.

@@ -19,7 +19,8 @@ class SpanSizes:
     Attributes:
         block_length: Tokens of a block of text.
         n_noise: Tokens that move to the target.
-        n_spans: Spans of them. Each leaves a sentinel in the source.
+        n_spans: Spans that these tokens form. In the source a sentinel takes the place of each
+            span.
     """
 
     block_length: int

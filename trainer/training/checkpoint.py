@@ -1,4 +1,4 @@
-"""Training state to checkpoints: leaves are copied to the host one at a time."""
+"""Convert a training state to the leaves of a checkpoint. They are copied to the host one at a time."""
 
 from __future__ import annotations
 

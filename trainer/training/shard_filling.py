@@ -1,4 +1,4 @@
-"""Fills shards on accelerators slab by slab, so that host memory holds two slabs instead of whole shards."""
+"""Fill shards on accelerators in slabs (ranges of rows). Host memory holds two slabs instead of whole shards."""
 
 from __future__ import annotations
 
