@@ -49,11 +49,12 @@ T5 = {"tokenizer_class": "T5Tokenizer", "extra_ids": 10}
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "unigram": {"byte_fallback": True},
+    # These are the options of Llama's tokenizer.
     "bpe": {
         "byte_fallback": True,
         "normalization_rule_name": "identity",
         "remove_extra_whitespaces": False,
-    },  # Llama's
+    },
     "t5": {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "vocab_size": 60},
 }
 
@@ -155,7 +156,7 @@ def test_sentencepiece_prompts_have_the_tokens_of_the_settings(
     ("kind", "name", "settings"), [("bpe", "tokenizer.model", LLAMA), ("t5", "spiece.model", T5)]
 )
 def test_sentencepiece_ids_equal_transformers(tmp_path: Path, kind: str, name: str, settings: Any):
-    """Text without special tokens and without runs of spaces, which the two libraries treat differently."""
+    """The text has no special tokens and no runs of spaces: the two libraries treat them differently."""
     transformers = pytest.importorskip("transformers")
     folder = write_model(tmp_path, kind, name, settings)
     tokenizer, reference = (
@@ -180,7 +181,8 @@ def test_tokenizer_json_precedes_other_files(tmp_path: Path):
 
 def test_broken_sentencepiece_model_is_an_error(tmp_path: Path):
     pytest.importorskip("sentencepiece")
-    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")  # of tiktoken
+    # This is a vocabulary of tiktoken.
+    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
     with pytest.raises(PrepError, match="is not a SentencePiece model"):
         load_tokenizer(tmp_path)
 

@@ -78,7 +78,7 @@ def test_stored_rows_of_other_settings_are_kept(config: TokenizeConfig):
 
 
 def test_store_with_rows_is_complete(config: TokenizeConfig):
-    """Earlier versions read it: they check only the files that its metadata names."""
+    """Earlier versions read a store with rows: they check only the files in its metadata."""
     tokenize(config)
     assert read_meta(rows_folder(config).parent).n_documents == 9
 
@@ -176,7 +176,7 @@ def test_processes_share_the_rows(config: TokenizeConfig):
 def test_processes_that_build_rows_at_once_agree(
     config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
 ):
-    """Without locks, as on some file systems of clusters."""
+    """The processes have no locks, as on some file systems of clusters."""
     tokenize(change(config, packing="none"))
     monkeypatch.setattr("fcntl.flock", lambda *args: None)
     results = run_processes(4, lambda process: contents(tokenize(config)[1]))

@@ -46,7 +46,7 @@ def test_partial_names_of_a_process_differ():
         ("lock", False),
     ],
 )
-def test_folders_without_owner(tmp_path: Path, name: str, expected: bool):
+def test_partial_folder_without_a_process_is_abandoned(tmp_path: Path, name: str, expected: bool):
     (tmp_path / name).mkdir()
     assert is_abandoned(tmp_path / name) == expected
 

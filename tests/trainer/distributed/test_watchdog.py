@@ -11,8 +11,10 @@ from trainer.distributed.coordination import ConnectionBrokenError
 from trainer.distributed.heartbeat import JobEnd
 from trainer.distributed.watchdog import INTERVAL_S, Watchdog, WatchSettings
 
-TIMEOUT_S = 1.0  # of a process that is lost
-LIVE_TIMEOUT_S = 5.0  # of two live processes beside a lost one
+# Time limit of a job with a lost process.
+TIMEOUT_S = 1.0
+# Time limit of a job with two live processes beside a lost one.
+LIVE_TIMEOUT_S = 5.0
 
 
 @dataclass
@@ -84,7 +86,8 @@ def start_job(
 
 
 def test_watchdogs_of_all_processes_name_the_lost_one():
-    job = start_job(num_started=2, timeout_s=LIVE_TIMEOUT_S)  # process 2 never starts
+    # Process 2 never starts.
+    job = start_job(num_started=2, timeout_s=LIVE_TIMEOUT_S)
     assert all(job.reported[index].wait(MAX_S) for index in (0, 1))
     job.close()
     assert {end.what for end in job.ends.values()} == {"process 2 is lost"}

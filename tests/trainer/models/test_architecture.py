@@ -210,7 +210,7 @@ def test_layers_without_rope_have_their_own_layer_kind():
     assert arch.ropes == (arch.rope,)
 
 
-def test_read_softcap_default_and_null():
+def test_read_softcap_distinguishes_null_from_absent():
     plain = arch_config_of({"model_type": "gemma2"})
     assert (
         plain.attn_logit_softcap,

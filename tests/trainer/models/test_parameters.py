@@ -48,7 +48,8 @@ def test_parameter_rows_stack_layers_on_scan_axis():
         "embed.tokens": (7, 4),
         "layers.mlp.up.weight": (5, 3, 4),
         "layers.mlp.up.bias": (5, 3),
-        "layers.gain": (3,),  # has no axis 1
+        # This leaf has no axis 1, so its layers stay on axis 0.
+        "layers.gain": (3,),
         "decoder.layers.norm": (4, 3),
     }
 

@@ -31,7 +31,8 @@ from trainer.models.registry import FAMILIES  # noqa: E402
 
 SEED = int(os.environ.get("PREP_FUZZ_SEED", "1"))
 CHUNKS = 1000 // CHILD_SAMPLES
-FAST_FAMILIES = ("llama",)  # not slow; the first sample of each shape takes seconds to compile
+# Families of the default suite. The first sample of each shape takes seconds to compile.
+FAST_FAMILIES = ("llama",)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -115,7 +116,7 @@ def test_compare_sample_finds_wrong_logits(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_compare_sample_finds_missing_window(monkeypatch: pytest.MonkeyPatch):
-    """Full attention in all layers, as in a past defect with `layer_types`."""
+    """The model gets full attention in all layers, as in a past defect with `layer_types`."""
     listed = Sample(MISTRAL | {"layer_types": ["full_attention"] * 2}, (), has_stored_head=False)
     assert compare_sample(listed).outcome == "equal"
     monkeypatch.setattr(

@@ -94,7 +94,7 @@ def test_model_of_config_ties_the_head_as_the_checkpoint():
     assert isinstance(model_of_config(TINY), PlannedModel)
 
 
-def test_with_values_changes_only_the_given_keys(tmp_path: Path):
+def test_with_overrides_changes_only_the_given_keys(tmp_path: Path):
     recipe = load_text(tmp_path)
     changed = with_overrides(
         recipe, {"mesh": "1,2,4", "model.ffn_chunk_size": 8, "model.q_chunk_size": 4}

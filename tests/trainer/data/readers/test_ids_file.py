@@ -82,7 +82,7 @@ def test_settings_of_other_sources_are_noted_for_ids(tmp_path: Path):
 
 
 @pytest.mark.parametrize("bad", [-1, 300])
-def test_id_out_of_range_is_named_with_its_position(tmp_path: Path, bad: int):
+def test_error_names_the_position_of_an_id_out_of_range(tmp_path: Path, bad: int):
     np.save(tmp_path / "a.npy", np.array([1, 2, bad]))
     with pytest.raises(
         PrepError, match=rf"a.npy, token 2: the id {bad} is out of range - .* has 300 tokens"
@@ -139,7 +139,7 @@ def test_array_with_rows_of_length_zero_has_no_tokens(tmp_path: Path):
 @pytest.mark.parametrize(
     "shape", ["(1000,)", "(10, 1000000000000)", f"({'9' * 4000}, {'9' * 4000})"]
 )
-def test_array_larger_than_its_file_is_named(tmp_path: Path, shape: str):
+def test_array_larger_than_its_file_is_an_error(tmp_path: Path, shape: str):
     with pytest.raises(
         PrepError,
         match=r"a\.npy is cut short - it has [\d,]+ bytes, and its header declares the shape",
@@ -164,7 +164,7 @@ def test_array_larger_than_its_file_is_named(tmp_path: Path, shape: str):
     ],
 )
 @pytest.mark.parametrize("version", [b"\x01\x00", b"\x02\x00", b"\x09\x00"])
-def test_malformed_header_of_an_array_is_named(tmp_path: Path, header: bytes, version: bytes):
+def test_malformed_header_of_an_array_is_an_error(tmp_path: Path, header: bytes, version: bytes):
     with pytest.raises(PrepError, match=r"a\.npy (is not a NumPy array|has no token ids)"):
         read_tokens(write_npy(tmp_path / "a.npy", header, version=version))
 

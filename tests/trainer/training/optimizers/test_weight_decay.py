@@ -1,4 +1,4 @@
-"""The leaves that weight decay is applied to: those of transformers' Trainer, and relative position biases."""
+"""Leaves with weight decay: the same as in transformers' Trainer, and included relative position biases."""
 
 from __future__ import annotations
 
