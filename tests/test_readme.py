@@ -37,9 +37,8 @@ PAGES = [
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-OWN_TEST = (
-    ROOT / "docs" / "how-to" / "add-a-family.md"
-)  # changes the checkout; tested by test_add_a_family
+# The commands of this page change the checkout, so test_add_a_family runs them in a copy.
+OWN_TEST = ROOT / "docs" / "how-to" / "add-a-family.md"
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,8 @@ PRELOADED = (
     "pydantic.type_adapter",
     "zstandard",
 )
-PRELOADED_IF_INSTALLED = (
-    "filelock",
-    "httpx",
-    "httpx2",
-    "tqdm.auto",
-    "truststore",
-    "yaml",
-)  # by huggingface_hub
+# huggingface_hub imports these modules.
+PRELOADED_IF_INSTALLED = ("filelock", "httpx", "httpx2", "tqdm.auto", "truststore", "yaml")
 PREP = "import sys; from prepcli.cli.main import main; sys.exit(main())"
 MAX_REQUEST_NBYTES = 1 << 17
 MAX_FD = 256
@@ -177,7 +171,8 @@ def _connect(pid: int) -> socket.socket:
             pass_fds=(fd,),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C does not end the server before its client
+            # In its own session, the server does not get Ctrl-C before its client.
+            start_new_session=True,
         )
     atexit.register(_stop, requests, server)
     return requests
@@ -235,7 +230,8 @@ def _fork(request: dict[str, Any], out: int, err: int, status: int) -> tuple[int
 
 
 def _send(fd: int, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the client does not wait for this process
+    # The client may have stopped waiting for this process.
+    with contextlib.suppress(BrokenPipeError):
         os.write(fd, str(number).encode())
 
 

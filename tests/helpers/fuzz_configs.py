@@ -39,12 +39,13 @@ from trainer.models.errors import PrepError
 from trainer.models.parameters import HFConfig, read_size
 
 ATOL = 2e-5
-MAX_ROUNDING_ERRORS = (
-    20  # if above ATOL: allowed difference, as a multiple of the rounding error of transformers
-)
+# Allowed difference, as a multiple of the rounding error of transformers, if that is above ATOL.
+MAX_ROUNDING_ERRORS = 20
 BATCH_SIZE = 2
-CHILD_SAMPLES = 40  # samples per child process; a sample leaves up to 190 MB in memory
-CHILD_MEMORY_NBYTES = 10 << 30  # transformers makes lists as long as a config says
+# Samples per child process. A sample leaves up to 190 MB in memory.
+CHILD_SAMPLES = 40
+# A config may make transformers allocate lists of any length.
+CHILD_MEMORY_NBYTES = 10 << 30
 COLUMNS = ("samples", "equal", "rejected", "torch computes", "torch fails", "wrong", "seed")
 TABLE_HEADER = f"{'family':12}" + "".join(f"{name:>16}" for name in COLUMNS)
 

@@ -29,24 +29,25 @@ class FakeRepo:
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     status: int = 200
-    error_code: str = ""  # the hub's X-Error-Code, such as GatedRepo
+    # The hub's X-Error-Code, such as GatedRepo.
+    error_code: str = ""
     revisions: tuple[str, ...] = ("main", COMMIT)
-    sizes: Mapping[str, int] = field(default_factory=dict)  # reported instead of the true sizes
-    store: FakeFileStore | None = (
-        None  # stores the large files (LFS), by the SHA-256 of their content
-    )
+    # Sizes that the hub reports instead of the true ones, by file name.
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    # Server of the large files (LFS), by the SHA-256 of their content.
+    store: FakeFileStore | None = None
     large: tuple[str, ...] = ()
-    faults: FaultInjector = field(
-        default_factory=FaultInjector
-    )  # of byte ranges that the hub serves itself
-    stalls: Mapping[str, str] = field(
-        default_factory=dict
-    )  # part of a request line -> one of loopback.STALL_KINDS
-    num_surplus: int = 0  # bytes that a faulty proxy adds to each file
-    model_info: bytes | None = None  # sent instead of the repository's description
-    damaged: Mapping[str, bytes] = field(
-        default_factory=dict
-    )  # sent instead of the listed files, with their names, sizes and ETags
+    # Faults of the byte ranges that the hub serves itself.
+    faults: FaultInjector = field(default_factory=FaultInjector)
+    # Part of a request line -> one of loopback.STALL_KINDS.
+    stalls: Mapping[str, str] = field(default_factory=dict)
+    # Number of bytes that a faulty proxy adds to each file.
+    num_surplus: int = 0
+    # Answer instead of the repository's description.
+    model_info: bytes | None = None
+    # Contents that the hub sends instead of the true ones, with the true sizes and ETags, by file
+    # name.
+    damaged: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,8 @@ class FakeHub:
     url: str
     requests: list[str] = field(default_factory=list)
     sent: list[SentRange] = field(default_factory=list)
-    authorizations: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # request and its Authorization header
+    # Each request with its Authorization header.
+    authorizations: list[tuple[str, str]] = field(default_factory=list)
 
     def environment(self, home: Path) -> dict[str, str]:
         """Return the variables that make huggingface_hub use this hub, and a cache under `home`."""

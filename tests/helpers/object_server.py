@@ -18,9 +18,11 @@ from xml.sax.saxutils import escape
 from tests.helpers import loopback
 from tests.helpers.range_server import FaultInjector, SentRange, etag, send_range
 
-START = datetime(2024, 1, 1, tzinfo=UTC)  # time of the store
+# The time of the store when it starts.
+START = datetime(2024, 1, 1, tzinfo=UTC)
 CONDITIONS = ("If-None-Match", "If-Match", "x-goog-if-generation-match")
-PAGE_OBJECTS = 7  # objects that one answer lists
+# Maximum number of objects in one answer to a listing.
+PAGE_OBJECTS = 7
 
 
 @dataclass(slots=True)
@@ -33,14 +35,16 @@ class FakeObjectStore:
     requests: list[str] = field(default_factory=list)
     sent: list[SentRange] = field(default_factory=list)
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
-    failing_requests: str = "\0"  # requests whose line contains this get `status`
+    # Requests with this text in their line get the answer `status`.
+    failing_requests: str = "\0"
     status: int = 403
-    stall: str = ""  # one of loopback.STALL_KINDS, instead of `status`
+    # One of loopback.STALL_KINDS, to stall these requests instead of the answer `status`.
+    stall: str = ""
     time: datetime = START
-    has_conditions: bool = True  # whether writes may depend on the version of the object
-    versions: dict[str, tuple[int, datetime]] = field(
-        default_factory=dict
-    )  # generation and time of the last write
+    # Whether the store supports writes that depend on the version of the object.
+    has_conditions: bool = True
+    # Generation and time of the last write of each object.
+    versions: dict[str, tuple[int, datetime]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def environment(self) -> dict[str, str]:

@@ -29,7 +29,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.experimental import v1
 
-jax.config.update("jax_enable_x64", True)  # otherwise JAX casts 64-bit leaves
+# JAX would cast 64-bit leaves to 32 bits.
+jax.config.update("jax_enable_x64", True)
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "mp"))
 
 
@@ -158,9 +159,8 @@ def compare_step(expected_file: Path, step: Path) -> None:
 
 
 def tree_of_arrays() -> dict[str, Any]:
-    big = np.arange(4 * 64 * 64, dtype=np.float32).reshape(
-        4, 64, 64
-    )  # chunks too large to be inline
+    # The chunks are too large to be stored inline, in the index of the database.
+    big = np.arange(4 * 64 * 64, dtype=np.float32).reshape(4, 64, 64)
     over_mesh = NamedSharding(MESH, PartitionSpec(None, "fsdp", "mp"))
     return {
         "params": {"big": jax.device_put(big, over_mesh), "small": np.arange(3, dtype=np.int8)},
@@ -177,9 +177,8 @@ def save(folder: Path) -> None:
     raw = ocp.PyTreeCheckpointer(use_compression=False)
     raw.save(folder / "raw", tree)
     ocp.PyTreeCheckpointer().save(folder / "zstd", tree)
-    raw.save(
-        folder / "raw again", ocp.PyTreeCheckpointer().restore(folder / "zstd")
-    )  # as RESAVE_HINT
+    # This is the command in RESAVE_HINT.
+    raw.save(folder / "raw again", ocp.PyTreeCheckpointer().restore(folder / "zstd"))
     v1.save(str(folder / "v1"), {"w": np.ones(3)})
     with ocp.CheckpointManager(folder / "run") as checkpoints:
         for step in (9, 10):
@@ -194,9 +193,10 @@ def same(a: Path, b: Path) -> None:
 
 
 def is_taken(path: Path) -> bool:
+    # ValueError is the base class of InvalidLayoutError.
     try:
         return bool(v1.load_pytree(path))
-    except ValueError:  # base class of InvalidLayoutError
+    except ValueError:
         return False
 
 
@@ -205,7 +205,8 @@ def v1_paths(init: Path, run: Path, step: Path) -> None:
     assert set(v1.load_pytree(init)) == {"params"}
     assert {"params", "opt_state"} <= set(v1.load_pytree(step))
     assert not any(map(is_taken, (run, step / "state")))
-    restored = ocp.PyTreeCheckpointer().restore(step / "state")  # of v0
+    # This is the API of Orbax v0.
+    restored = ocp.PyTreeCheckpointer().restore(step / "state")
     assert {"params", "opt_state"} <= set(restored)
 
 

@@ -88,9 +88,8 @@ def make_pickle(*body: bytes) -> bytes:
 
 
 SIX_FLOATS = struct.pack("<6f", *range(6))
-ONE_TENSOR = make_pickle(
-    encode_mapping({"w": encode_tensor()})
-)  # a pickle of one tensor of these floats
+# A pickle of one tensor with these floats.
+ONE_TENSOR = make_pickle(encode_mapping({"w": encode_tensor()}))
 
 
 def make_zip_file(

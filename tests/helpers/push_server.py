@@ -36,7 +36,8 @@ class FakePushHub:
     repos: dict[str, PushedRepo] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
-    unauthenticated: list[str] = field(default_factory=list)  # requests without the token
+    # Requests without the token of the user.
+    unauthenticated: list[str] = field(default_factory=list)
     failing_requests: str = "\0"
     status: int = 400
     body: bytes | None = None

@@ -45,7 +45,8 @@ class Screen:
             self._row -= int(argument or 1)
         elif command == "K" and argument == "2":
             self.lines[self._row] = ""
-        elif command not in ("m", "h", "l"):  # colours, and the visibility of the cursor
+        # These commands set colours and the visibility of the cursor.
+        elif command not in ("m", "h", "l"):
             raise ValueError(f"unknown sequence {match[0]!r}")
 
     def text(self) -> str:

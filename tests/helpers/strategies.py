@@ -45,7 +45,7 @@ def axis_maps(draw, padding: bool = True) -> AxisMap:
 
 
 def complete_tables() -> st.SearchStrategy[tuple[AxisMap, ...]]:
-    """Draw axis maps that together take every element of their tensors: one of all, or several of parts."""
+    """Draw axis maps that together take every element of their tensors: one for all, or several for parts."""
     return st.one_of(
         axis_maps(padding=False).filter(_uses_whole_tensors).map(lambda row: (row,)), fused_rows()
     )

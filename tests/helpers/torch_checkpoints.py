@@ -15,10 +15,8 @@ META_LAYER_NAMES = {
     "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
-COLUMN_SHARDED = (
-    "attention.wo",
-    "feed_forward.w2",
-)  # sharded along their second dim; norms are in each file
+# These matrices are sharded along their second dim. Each file has all norms.
+COLUMN_SHARDED = ("attention.wo", "feed_forward.w2")
 
 
 def to_torch(array: np.ndarray) -> Any:

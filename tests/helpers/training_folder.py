@@ -61,7 +61,8 @@ def make_training_folder() -> None:
 @cache
 def _template() -> tempfile.TemporaryDirectory[str]:
     """Return a training folder that tests only copy; a copy takes a fiftieth of the time of a conversion."""
-    folder = tempfile.TemporaryDirectory(prefix="prep-training-")  # deleted when this process exits
+    # The folder is deleted when this process exits.
+    folder = tempfile.TemporaryDirectory(prefix="prep-training-")
     with contextlib.chdir(folder.name):
         _write_training_folder()
     return folder

@@ -101,7 +101,8 @@ def _update_overlap(
     starts = [window_start if dim == row_dim else start for dim, start in enumerate(starts)]
     window_shape = [length if dim == row_dim else extent for dim, extent in enumerate(slab.shape)]
     window = lax.dynamic_slice(shard, starts, window_shape)
-    rows = window_start - first + jnp.arange(length)  # the slab's row of each row of the window
+    # Index in the slab of each row of the window.
+    rows = window_start - first + jnp.arange(length)
     is_inside = (rows >= 0) & (rows < slab.shape[row_dim])
     is_inside = lax.broadcast_in_dim(is_inside, window.shape, (row_dim,))
     shifted = jnp.take(slab, jnp.clip(rows, 0, slab.shape[row_dim] - 1), axis=row_dim)

@@ -36,7 +36,8 @@ TRAINING_MEMORY_HINT = (
     "or more fsdp, mp or sp in `mesh`"
 )
 
-HOST_MEMORY = "pinned_host"  # memory kind of JAX
+# JAX's name for host memory from which devices copy directly.
+HOST_MEMORY = "pinned_host"
 
 
 # Compared by identity, so that jit caches functions of it.

@@ -270,7 +270,8 @@ class Watchdog:
         if self._ending.is_set() or (
             end.process == self.texts.index and end.kind in ("failed", "stopped")
         ):
-            return  # its main thread reports the error
+            # The main thread of this process reports the error.
+            return
         if end.kind in ("failed", "stopped") and self._closed.wait(GRACE_S):
             # The main thread reports its own error.
             return

@@ -286,9 +286,8 @@ class PrepError(Exception):
     """
 
     def __init__(self, what: str, why: str = "", hint: str = "", code: int = FAILED):
-        super().__init__(
-            what, why, hint, code
-        )  # in `args`, from which pickle makes the error again
+        # pickle makes the error again from `args`.
+        super().__init__(what, why, hint, code)
 
     @property
     def what(self) -> str:

@@ -114,7 +114,6 @@ EASYLM_LAYOUT = TreeLayout(
         "lm_head.kernel": Parameter("embed vocab <- lm_head.weight: vocab embed"),
     },
     stacked_name="scan_decoder",
-    path_aliases={
-        "lm_head.lm_head.kernel": "lm_head.kernel"
-    },  # trees of models with a chunked head
+    # Trees of models with a chunked head have this path.
+    path_aliases={"lm_head.lm_head.kernel": "lm_head.kernel"},
 )

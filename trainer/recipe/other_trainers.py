@@ -186,9 +186,10 @@ def translate_value(name: str, value: Any) -> Any:
     translations = translation_by_name()
     for suffix in name_suffixes(name):
         if suffix in translations:
+            # A value of another type stays, and validation reports it.
             try:
                 return _translate(translations[suffix], suffix, value)
-            except (AttributeError, TypeError):  # the value already had the wrong type
+            except (AttributeError, TypeError):
                 return value
     return value
 

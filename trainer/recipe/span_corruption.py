@@ -9,7 +9,8 @@ from trainer.recipe.data_table import Data
 
 # Value of `data.objective`.
 SPAN_CORRUPTION = "span_corruption"
-SOURCE_LENGTH_EXAMPLE = Key("data.source_length", 512)  # in hints
+# Setting that hints show.
+SOURCE_LENGTH_EXAMPLE = Key("data.source_length", 512)
 
 
 @dataclass(frozen=True, slots=True)

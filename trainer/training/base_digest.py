@@ -15,7 +15,8 @@ import numpy as np
 from jax import Array, lax
 
 UINT_BY_ITEMSIZE = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-SEEDS = (0x9E3779B9, 0x85EBCA6B)  # of the two halves of a digest
+# One seed for each half of a digest.
+SEEDS = (0x9E3779B9, 0x85EBCA6B)
 
 
 def digest_base_params(leaves: Mapping[str, Array]) -> str:

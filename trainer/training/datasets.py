@@ -117,7 +117,8 @@ def _build_source(
         note=note,
     )
     if config.examples.has_encoder:
-        decoder_start_token_id(model_config, config.vocab)  # fails before all files are tokenized
+        # Called for its error, before all files are tokenized.
+        decoder_start_token_id(model_config, config.vocab)
         if config.examples.eos_id is None:
             note("config.json has no eos_token_id: targets get no end-of-sequence token")
     if data.eval_paths is None:

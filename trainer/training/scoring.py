@@ -14,9 +14,8 @@ from trainer.models.param_tree import Tree
 from trainer.training.evaluation import EvalStep
 from trainer.training.feed import place_batch
 
-LENGTH_MULTIPLE = (
-    64  # lengths are rounded up to it times a power of two, so that few shapes are compiled
-)
+# Lengths are rounded up to this number times a power of two, so that few shapes are compiled.
+LENGTH_MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True)
