@@ -188,6 +188,7 @@ def _size(repo: FakeRepo, name: str) -> int:
 
 
 def _info(hub_id: str, repo: FakeRepo) -> dict[str, object]:
+    """Return the description of a repository with its files, as `/api/models/ID` answers."""
     siblings = [_sibling(repo, name, content) for name, content in repo.files.items()]
     return {
         "id": hub_id,
@@ -201,12 +202,14 @@ def _info(hub_id: str, repo: FakeRepo) -> dict[str, object]:
 
 
 def _sibling(repo: FakeRepo, name: str, content: bytes) -> dict[str, object]:
+    """Return the entry of a file in the description of a repository."""
     fields = {"rfilename": name, "size": _size(repo, name), "blobId": _etag(content)}
     lfs = {"sha256": _sha256(content), "size": len(content), "pointerSize": 134}
     return {**fields, "lfs": lfs} if name in repo.large else fields
 
 
 def _tree(repo: FakeRepo) -> list[dict[str, object]]:
+    """Return the list of files that `/api/models/ID/tree/REV` answers."""
     return [
         {"type": "file", "path": name, "size": _size(repo, name), "oid": _etag(content)}
         for name, content in repo.files.items()

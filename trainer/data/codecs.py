@@ -139,7 +139,7 @@ class SentencePieceCodec:
     def decode(self, ids: list[int]) -> str:
         """Decode ids to text, without control symbols.
 
-        Ids above the last piece are ignored: the vocabulary of T5 models is larger than the file's.
+        Ids beyond the vocabulary of the file are ignored: the vocabulary of T5 models is larger.
         """
         return self.processor.decode([token_id for token_id in ids if token_id <= self.max_id])
 

@@ -6,8 +6,8 @@ build on each other:
 1. `permute` is a pseudorandom permutation of n numbers, computed for any index without a table.
 2. `SampleOrder` numbers the rows of all steps consecutively and permutes each epoch.
 3. `Mixture` assigns the positions of all steps to several sources by weight, and `MixedOrder` gives
-   each source epochs of its own. In every prefix each source has its exact share to less than one
-   row (Tijdeman, "The chairman assignment problem", 1980).
+   each source epochs of its own. After any number of rows, each source has had its share of them,
+   up to less than one row (Tijdeman, "The chairman assignment problem", 1980).
 """
 
 from __future__ import annotations
@@ -110,13 +110,13 @@ class Mixture:
         return sources, periods * self.counts[sources] + self.ranks[phases]
 
     def rows_before(self, position: int) -> Int64Array:
-        """Return how many of the positions before one are of each source, [sources]."""
+        """Return the number of positions of each source before `position`, [sources]."""
         periods, phase = divmod(position, len(self.pattern))
         return periods * self.counts + np.bincount(self.pattern[:phase], minlength=len(self.counts))
 
 
 def mix_by_weight(weights: Sequence[float]) -> Mixture:
-    """Return a pattern in which every prefix has the exact share of each source to less than one.
+    """Return a pattern of sources. After any number of positions, each source has its share, up to less than one.
 
     E.g. weights [2, 1] -> pattern [0, 1, 0]: after n positions, source 0 has 2n/3 positions,
     rounded up or down.
@@ -156,7 +156,7 @@ def pattern_counts(weights: Sequence[float]) -> list[int]:
 
 
 def _round_counts(shares: Sequence[Fraction]) -> list[int]:
-    """Round shares of MAX_PERIOD to whole numbers, at least 1, largest remainders up."""
+    """Round shares to whole numbers of at least 1 with the sum MAX_PERIOD. The largest remainders are rounded up."""
     # One position of each source is set aside, so that no source disappears.
     free = MAX_PERIOD - len(shares)
     counts = [1 + math.floor(share * free) for share in shares]

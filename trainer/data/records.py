@@ -142,7 +142,7 @@ def _examples(
     *,
     on_error: BadLines,
 ) -> Iterable[Example]:
-    """Return the examples of a piece of a file. A skipped invalid record has no example."""
+    """Return the examples of a record, text chunk or id chunk. A skipped invalid record has no example."""
     if isinstance(piece, IdsChunk):
         return _ids_examples(piece, settings)
     try:

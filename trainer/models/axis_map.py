@@ -46,7 +46,7 @@ from trainer.models.errors import Command, PrepError, text
 
 # The atoms of each dim.
 AtomDims = tuple[tuple[str, ...], ...]
-# Atom -> extent, or name of an index list -> indices.
+# Named axis (atom) -> extent, or name of an index list -> indices.
 Sizes = Mapping[str, int | Sequence[int]]
 # Names of the axes (atoms) that stack layers. All but ENCODER_LAYERS are also the part of a leaf's
 # path that contains the layers, as in `layers.attention.q`.

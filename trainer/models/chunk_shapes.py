@@ -29,7 +29,7 @@ def chunk_shape(
     a run of consecutive elements of at most UNSHARDED_CHUNK_BYTES.
 
     Args:
-        dims: Atoms of each dim of the leaf.
+        dims: Named axes (atoms) of each dim of the leaf.
         shape: Shape of the leaf.
         spec: Sharding of the leaf on a mesh, or None.
         itemsize: Bytes of an element.

@@ -28,13 +28,13 @@ from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from trainer.models.errors import PrepError, invalid_config_error
 from trainer.models.json_types import HFConfig
 
-# Name of a field that must be true, ALWAYS, or a predicate of the config.
+# When a parameter exists: the name of a config field that must be true, ALWAYS, or a function of
+# the config.
 Condition = str | Callable[[HFConfig], bool]
 ALWAYS: Condition = ""
 # Stands in place of a condition if the parameter does not exist.
 NEVER = None
-# Stands for the layer index in a name or path.
-# Path parts of a model with both.
+# First part of the paths in a model with both an encoder and a decoder.
 ENCODER = "encoder"
 DECODER = "decoder"
 # Name of the family of checkpoints with unknown architectures. See `trainer.models.verbatim`.
@@ -148,7 +148,7 @@ class Family:
         unprefixed: Tensors without the prefix.
         head_prefix: Prefix of the tensors in `unprefixed`. Only the text part of a multimodal
             checkpoint has one, e.g. `language_model.` of `language_model.lm_head.weight`.
-        sizes: Atom -> extent. Raises PrepError for an invalid config.
+        sizes: Named axis (atom) -> extent. Raises PrepError for an invalid config.
         parameters: Path in the tree -> parameter.
         dropped: Pattern of tensors to ignore, where `{i}` matches any number and `*` any text -> their
             description.
@@ -157,7 +157,7 @@ class Family:
         layouts: Trees of other libraries, by name.
         duplicates: Tensor of some files -> the tensor with the same content.
         dropout_fields: Fields of the config with dropout rates.
-        layer_numbers: Layer atom -> number of each of its layers, for atoms of some layers only.
+        layer_numbers: Named axis (atom) of some layers -> the numbers of these layers.
         prediction_layers: Numbers of stored layers for multi-token prediction, which the model does
             not run.
     """

@@ -115,7 +115,7 @@ def leaf_spec(
     Args:
         path: Dotted path of the parameter, or None for state that belongs to no parameter. Its
             dims have no rules.
-        dims: Atoms of each dim of the leaf.
+        dims: Named axes (atoms) of each dim of the leaf.
         shape: Shape of the leaf.
         mesh: Device mesh.
         rules: Partition rules.
@@ -146,7 +146,7 @@ def may_split_dims(path: str, dims: LeafDims, *, axes: MeshAxes, rules: Rules) -
 
     Args:
         path: Dotted path of the parameter.
-        dims: Atoms of each dim.
+        dims: Named axes (atoms) of each dim.
         axes: The mesh axes.
         rules: Partition rules.
 
@@ -228,7 +228,7 @@ def computed_spec(
     the rules of its dims.
 
     Args:
-        dims: Atoms of each dim of the parameter.
+        dims: Named axes (atoms) of each dim of the parameter.
         shape: Shape of the parameter.
         stored: The sharding of the parameter by its own rule.
         mesh: Device mesh.
@@ -282,7 +282,7 @@ def partition_spec(
     not split.
 
     Args:
-        dims: Atoms of each dim of the leaf.
+        dims: Named axes (atoms) of each dim of the leaf.
         shape: Shape of the leaf.
         mesh: Device mesh.
         rules: Logical dim -> choices of mesh axes.

@@ -240,7 +240,7 @@ def split_dims(dims: str) -> list[str]:
 
 
 def atoms_in(dims: str) -> list[str]:
-    """Return the atoms in dims of a row, including atoms of braces and of other parts."""
+    """Return the named axes (atoms) in dims of a row, including the ones in braces and in other parts."""
     # A name does not begin with a digit, so the index of `qkv=0` is not an atom.
     return re.findall(r"[^\W\d]\w*", dims)
 

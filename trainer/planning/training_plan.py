@@ -76,8 +76,8 @@ class TrainingPlan:
         """Tokens of a step."""
         return tokens_per_step(self.inputs)
 
-    def on(self, kind: Accelerator) -> KindEstimate:
-        """Estimate the step on a kind of accelerator."""
+    def estimate_on(self, kind: Accelerator) -> KindEstimate:
+        """Return the estimate of the step on a kind of accelerator."""
         time = estimate_step_time(
             self.inputs, kind, memory=self.memory, flops=self.flops, traffic=self.traffic
         )

@@ -35,7 +35,7 @@ class Part:
     Attributes:
         batch: The rows.
         first_row: Number of the first row, from 1.
-        nbytes: Their share of the bytes of the file.
+        nbytes: Bytes of the file that they account for. Progress reports add them up.
     """
 
     batch: RecordBatch

@@ -132,5 +132,5 @@ def test_every_family_can_be_planned(tmp_path: Path, name: str):
         <= plan.flops.executed
     )
     assert {axis.axis for axis in plan.traffic} == {"fsdp", "mp"}
-    estimate = plan.on(ACCELERATORS["B200"])
+    estimate = plan.estimate_on(ACCELERATORS["B200"])
     assert 0 < estimate.mfu_causal <= estimate.mfu_full < 1

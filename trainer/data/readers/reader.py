@@ -26,7 +26,7 @@ class Record:
     Attributes:
         values: Value of each column, not checked.
         place: File and line, for error messages: `train.jsonl:7`.
-        nbytes: Its share of the file's bytes, for the progress.
+        nbytes: Bytes of the file that it accounts for. Progress reports add them up.
     """
 
     values: Mapping[str, object]
@@ -40,7 +40,7 @@ class TextChunk:
 
     Attributes:
         text: The text.
-        nbytes: Its share of the file's bytes, for the progress.
+        nbytes: Bytes of the file that it accounts for. Progress reports add them up.
         starts_document: Whether it is the start of its document.
         ends_document: Whether it is the end of its document.
     """
@@ -59,7 +59,7 @@ class IdsChunk:
         ids: Ids of a part of the file, any integer dtype.
         file: Name of the file, for error messages.
         first: Position of the first id in the file.
-        nbytes: Its share of the file's bytes, for the progress.
+        nbytes: Bytes of the file that it accounts for. Progress reports add them up.
         ends_document: Whether a document ends with it.
     """
 
@@ -165,9 +165,9 @@ def read_stream(file: DataFile, parse: Callable[[BinaryIO], Iterator[PieceT]]) -
         hashing = HashingStream(raw)
         stream = cast(BinaryIO, hashing)
         if compression:
-            # The parser counts decompressed bytes. For the progress each piece gets the compressed
-            # bytes read since the piece before it, so that the shares add up to the size of the
-            # file.
+            # The parser counts decompressed bytes. For progress reports each record or chunk gets
+            # the compressed bytes read since the one before it, so that `nbytes` adds up to the
+            # size of the file.
             content = open_decompressed(stream, str(file.path), compression)
             done_nbytes = 0
             for piece in parse(content):
