@@ -94,6 +94,7 @@ class ChatBuilder:
 
 
 def _load_renderer(template: ChatTemplate) -> ChatRenderer:
+    """Return a renderer of the template. Raise PrepError if jinja2 is not installed."""
     try:
         from trainer.data.chat_rendering import ChatRenderer
     except ImportError:

@@ -233,6 +233,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             self._check_text_method(name, owner, [*args, *named.values()])
 
     def _check_text_method(self, name: str, text: str, args: list[Any]) -> None:
+        """Check the size of the text that a method of `text` returns."""
         if name in ("ljust", "rjust", "center", "zfill", "expandtabs") and args:
             self.limits.check_width(text, args[0])
         elif name == "replace" and len(args) > 1:

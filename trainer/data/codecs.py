@@ -323,6 +323,7 @@ def check_normalizer_growth(growth: float, num_chars: int, file: str) -> None:
 
 
 def _growth(normalizer: JsonValue) -> float:
+    """Return how many bytes a normalizer makes of one byte at most."""
     if not isinstance(normalizer, dict):
         return 1.0
     if normalizer.get("type") == "Sequence":
@@ -353,6 +354,7 @@ def _replacement_growth(normalizer: JsonObject) -> float:
 
 
 def _nbytes(value: JsonValue) -> int:
+    """Return the number of UTF-8 bytes of a text, 0 for another value."""
     if not isinstance(value, str):
         return 0
     return len(value.encode("utf-8", "surrogatepass"))

@@ -88,6 +88,7 @@ def _pieces(stream: BinaryIO, nbytes: int) -> Iterator[bytes]:
 def _decompress(
     pieces: Iterator[bytes], name: str, make_decompressor: Callable[[], Decompressor]
 ) -> Iterator[bytes]:
+    """Yield the decompressed bytes of all members of a file."""
     decompressor = None
     try:
         for piece in pieces:

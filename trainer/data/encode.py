@@ -108,6 +108,7 @@ def _encode_segments(
 
 
 def _texts(segments: Sequence[Segment], *, with_spans: bool) -> list[str]:
+    """Return the texts of the segments with loss spans, or of those without."""
     return [
         segment.content
         for segment in segments

@@ -373,6 +373,7 @@ def permute(indices: Int64Array, n: int, keys: list[int]) -> Int64Array:
 
 
 def _feistel(values: UInt64Array, half_bits: int, keys: list[int]) -> UInt64Array:
+    """Permute the numbers of 2 * half_bits bits by a Feistel network."""
     left = values >> np.uint64(half_bits)
     right = values & np.uint64((1 << half_bits) - 1)
     # A round is (L, R) -> (R, L xor F(R xor key)). It can be undone whatever F is, so it is a

@@ -193,6 +193,7 @@ def file_digest(path: Path) -> str:
 
 
 def _parse_meta(folder: Path, data: bytes) -> StoreMeta:
+    """Return the metadata of a store. Raise DamagedStoreError if it is invalid."""
     try:
         values = {"digests": {}} | load_json(data)
         meta = StoreMeta(**{key.name: values[key.name] for key in fields(StoreMeta)})

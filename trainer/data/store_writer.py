@@ -214,6 +214,7 @@ def lock_cache(cache: Path, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _acquire_lock(handle: BinaryIO, on_wait: Callable[[], None]) -> None:
+    """Lock a file. Call `on_wait` if another process holds the lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

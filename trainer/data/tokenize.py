@@ -298,6 +298,7 @@ def _build_store(
     progress: TokenizeProgress,
     note: Note,
 ) -> store.StoreMeta:
+    """Tokenize the files into a store, and return its metadata."""
     builder = compile_fields(config.examples, vocab=config.vocab)
     file_type = resolve_type(files, config.type)
     settings = RecordSettings(
@@ -371,6 +372,7 @@ def _check_has_source_target_pair(meta: store.StoreMeta) -> None:
 
 
 def _check_has_block(meta: store.StoreMeta, seq_length: int) -> None:
+    """Raise PrepError if the data is shorter than one block."""
     if meta.n_tokens < seq_length:
         size = (
             f"{_count_text(meta.n_tokens, 'token')} in {_count_text(meta.n_documents, 'document')}"
@@ -384,12 +386,14 @@ def _check_has_block(meta: store.StoreMeta, seq_length: int) -> None:
 
 
 def _check_has_token(meta: store.StoreMeta) -> None:
+    """Raise PrepError if the data has no token."""
     if not meta.n_tokens:
         hint = text("set another {}", Key("data.path"))
         raise PrepError("the data has no token", "all its documents are empty", hint)
 
 
 def _check_has_loss(tokens: store.MappedTokens) -> None:
+    """Raise PrepError if no token of the data counts in the loss."""
     if tokens.weights is not None and not tokens.weights.any():
         why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
         hint = text("set another {}", Key("data.fields"))
@@ -397,6 +401,7 @@ def _check_has_loss(tokens: store.MappedTokens) -> None:
 
 
 def _summary(tokens: store.MappedTokens, config: TokenizeConfig) -> str:
+    """Return the sizes of a store in one line."""
     if config.examples.has_encoder:
         return _seq2seq_summary(tokens, config.source_length)
     size = (
@@ -426,6 +431,7 @@ def _seq2seq_summary(tokens: store.MappedTokens, source_length: int) -> str:
 
 
 def _count_text(number: int, noun: str) -> str:
+    """Return a number with its noun, e.g. `1 token` or `2 tokens`."""
     if number == 1:
         return f"{number:,} {noun}"
     return f"{number:,} {noun}s"

@@ -36,6 +36,7 @@ def local_devices() -> list[Any]:
 
 
 def _devices(list_devices: Callable[[], list[Any]]) -> list[Any]:
+    """Return the devices of a function of jax. Raise PrepError if there are none."""
     # JAX 0.10 asserts that some backend has an error to report, which fails for `cuda` without its plugin.
     try:
         return list_devices()

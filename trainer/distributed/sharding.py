@@ -99,6 +99,7 @@ class ShardingContext:
         return spec.mesh_axes
 
     def _computed_spec(self, leaf: ParamLeaf) -> Spec | None:
+        """Return how a parameter is split while a layer computes. None without a mesh."""
         stored = self.param_spec(leaf)
         if self.mesh is None or stored is None:
             return None

@@ -177,11 +177,13 @@ class Watchdog:
         self._wake.set()
 
     def _publish_end(self, end: JobEnd) -> None:
+        """Tell the other processes how this process ended the job."""
         with suppress(ConnectionBrokenError):
             self.texts.publish(f"ended/{self.texts.index}", end.to_json())
             self._wake.set()
 
     def _send_heartbeats(self) -> None:
+        """Exchange heartbeats and decisions until the watchdog closes or the job ends."""
         while not self._closed.is_set():
             try:
                 end = self._exchange()
@@ -224,6 +226,7 @@ class Watchdog:
         return self._decide(beat) if self.texts.index == 0 else self._read_decision()
 
     def _decide(self, beat: Heartbeat) -> JobEnd | None:
+        """Decide as process 0 whether the job ends. Publish and return its end, or None."""
         ended = self.texts.read_by_index("ended")
         beats = {
             index: Heartbeat.from_json(text)
@@ -240,6 +243,7 @@ class Watchdog:
         return end
 
     def _read_decision(self) -> JobEnd | None:
+        """Return the end of the job as process 0 decided it, or None."""
         text = self.texts.read("decision")
         if text is None:
             return None

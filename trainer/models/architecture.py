@@ -459,6 +459,7 @@ def uniform_windows(layers: int, window: JsonValue) -> tuple[int, ...]:
 
 
 def _read_window(window: JsonValue) -> int:
+    """Return the sliding window of a config.json as a number of tokens."""
     if window is None:
         return FULL_ATTENTION
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:

@@ -84,6 +84,7 @@ def _conditional_rows(parameters: Mapping[str, Parameter]) -> Iterator[tuple[str
 
 
 def _flax_leaf_name(path: str, norm_name: str) -> str:
+    """Return the last part of a leaf's path in a Flax tree."""
     if not EMBEDDING_PATH_PARTS.isdisjoint(path.split(".")):
         return "embedding"
     if path.endswith(".scale"):

@@ -115,6 +115,7 @@ def factored_axes(leaf: ParamLeaf, min_dim_size: int) -> FactoredAxes | None:
 
 
 def _extent(leaf: ParamLeaf, axes: Sequence[int]) -> int:
+    """Return the product of the leaf's extents on some axes."""
     extent = 1
     for axis in axes:
         extent *= leaf.shape[axis]

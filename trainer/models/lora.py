@@ -339,6 +339,7 @@ def _module_pattern(module: str) -> str:
 
 
 def _shortest_suffix(module: str, others: Collection[str]) -> str:
+    """Return the shortest end of a module's name that no other module shares."""
     parts = module.split(".")
     for count in range(1, len(parts)):
         suffix = ".".join(parts[-count:])

@@ -97,6 +97,7 @@ def _atoms(dim: Iterable[SizedAxis]) -> tuple[str, ...]:
 
 
 def _leaves_of_row(path: str, row: AxisMap) -> Iterable[ParamLeaf]:
+    """Return the leaves of one row of an axis map."""
     dims = tuple(_atoms(dim) for dim in row.leaf_dims)
     if not row.unscanned_factors:
         return [ParamLeaf(path.format(), path, shape=row.leaf_shape, dims=dims)]

@@ -331,6 +331,7 @@ def layer_atom_in(path: str) -> str:
 def _stack_row(
     path: str, row: ParsedAxisMap, axis: int, stacked_name: str
 ) -> tuple[str, ParsedAxisMap]:
+    """Put the layers of a row into one leaf, stacked on an axis."""
     atom = layer_atom_in(path)
     if not atom:
         return path, row
@@ -349,6 +350,7 @@ def _select_form(
     numbers: Mapping[str, Sequence[int]],
     tensors: Collection[str],
 ) -> ParsedAxisMap:
+    """Return the row, or its alternate if the checkpoint has the tensors of that one."""
     if parameter.parsed_row is not None:
         return parameter.parsed_row
     row = number_tensors(parse_row(parameter.row), numbers)
@@ -370,6 +372,7 @@ def _select_form(
 
 
 def _unstack_row(path: str, row: ParsedAxisMap) -> tuple[str, ParsedAxisMap]:
+    """Split a row with stacked layers into one leaf per layer."""
     axis = stack_axis(row.leaf_dims)
     if axis is None:
         return path, row
@@ -382,6 +385,7 @@ def _unstack_row(path: str, row: ParsedAxisMap) -> tuple[str, ParsedAxisMap]:
 
 
 def _move_stack_axis(row: ParsedAxisMap, axis: int) -> ParsedAxisMap:
+    """Move the axis of the layers."""
     old_axis = stack_axis(row.leaf_dims)
     if old_axis is None:
         return row

@@ -380,6 +380,7 @@ def _indivisible_error(dim: _SplitDim, axes: MeshAxes, mesh: Mesh, hint: str) ->
 
 
 def _param_hint(dim: _SplitDim, axes: MeshAxes, *, mesh: Mesh, checkpoint: str) -> str:
+    """Return how to avoid an uneven split of a parameter's dim."""
     if dim.name == "vocab":
         parts = _num_shards(mesh, axes)
         # Round up to a multiple, e.g. 50257 rows in 4 parts -> 50260.
@@ -391,6 +392,7 @@ def _param_hint(dim: _SplitDim, axes: MeshAxes, *, mesh: Mesh, checkpoint: str) 
 
 
 def _activation_hint(dim: _SplitDim, axes: MeshAxes, *, mesh: Mesh) -> str:
+    """Return how to avoid an uneven split of an activation's dim."""
     if dim.name == "batch":
         return f"a batch size that is a multiple of {_num_shards(mesh, axes)}"
     rule = f"{ACTIVATION_PREFIX}{format_rule(dim.name, (axes, ()))}"
@@ -398,6 +400,7 @@ def _activation_hint(dim: _SplitDim, axes: MeshAxes, *, mesh: Mesh) -> str:
 
 
 def _whole_hint(dim: _SplitDim, rule: str, name: str) -> str:
+    """Return the hint for another mesh, or for a rule that keeps the dim whole."""
     return text(
         "a mesh that divides {}, or {} (in recipes {}) to keep {} whole",
         dim.extent,

@@ -147,6 +147,7 @@ def _key_is(recipe: Recipe, key: str) -> str:
 
 
 def _model_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield conflicts of saved activations, offloading and the kernel of attention."""
     model = recipe.model
     check_policy = partial(
         check_remat, model.remat_policy, model.offload, ffn_chunk_size=model.ffn_chunk_size
@@ -157,6 +158,7 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _rope_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield conflicts of the rotary embedding's keys."""
     scaling = recipe.model.rope_scaling
     theta = recipe.model.rope_theta
     if scaling is None:
@@ -170,6 +172,7 @@ def _rope_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _dropout_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield invalid rates of dropout and of forgetful causal masking."""
     dropout = recipe.model.dropout
     fcm_ratio = recipe.model.fcm_ratio
     if isinstance(dropout, dict):
@@ -243,6 +246,7 @@ def _source_field_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield conflicts of the keys for the batch size."""
     batch = recipe.batch
     micro_keys = [key for key in ("batch.per_device", "batch.per_replica") if value_of(recipe, key)]
     if len(micro_keys) == 2:
@@ -261,6 +265,7 @@ def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _run_length_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problem of two lengths of the run, or of none."""
     if recipe.train.steps and recipe.train.epochs:
         yield _exclusive_keys(
             recipe, "train.steps", "train.epochs", "both set the length of the run"
@@ -276,6 +281,7 @@ def _run_length_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield conflicts of the keys for evaluation."""
     data = recipe.data
     for key in ("data.eval_path", "data.eval_split"):
         if data.holdout and value_of(recipe, key):
@@ -299,6 +305,7 @@ def _sample_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield conflicts of warm-up and decay."""
     optimizer = recipe.optimizer
     warmup_keys = ("optimizer.warmup_steps", "optimizer.warmup_ratio")
     if optimizer.warmup_steps is not None and optimizer.warmup_ratio is not None:
@@ -331,6 +338,7 @@ def _loss_scale_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _exclusive_keys(recipe: Recipe, first: str, second: str, why: str) -> Problem:
+    """Return the problem of two keys that exclude each other."""
     what = " and ".join(
         f"`{key}` is {format_value(value_of(recipe, key))}" for key in (first, second)
     )

@@ -124,6 +124,7 @@ def split_fields(text: str) -> FieldList:
 
 
 def _parse_field(body: str) -> Field:
+    """Parse one field: a token, ids of a column, or columns joined by +."""
     if token := TOKEN.fullmatch(body):
         return TokenField(_parse_token(token[1]))
     if ids := IDS.fullmatch(body):
@@ -137,6 +138,7 @@ def _parse_field(body: str) -> Field:
 
 
 def _parse_token(name: str) -> int | Literal["bos", "eos"]:
+    """Parse the name in `<|...|>`: bos, eos or an id."""
     if name == "bos" or name == "eos":
         return name
     # `int` would also take `1_000`, ` 7` and digits of other scripts. 10 digits hold every uint32.
@@ -146,6 +148,7 @@ def _parse_token(name: str) -> int | Literal["bos", "eos"]:
 
 
 def _columns(field: Field) -> tuple[str, ...]:
+    """Return the columns that a field reads."""
     if isinstance(field, TextField):
         return field.columns
     if isinstance(field, TokenIdsField):

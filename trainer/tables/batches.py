@@ -101,6 +101,7 @@ def check_schema(schema: Schema) -> None:
 
 
 def _check_depth(kind: Any, depth: int) -> None:
+    """Raise ValueError if a type is nested more than `depth` levels deep."""
     from pyarrow import types
 
     if not depth:
@@ -181,6 +182,7 @@ def _without_references(batch: RecordBatch) -> RecordBatch:
 
 
 def _parquet_batches(stream: BinaryIO, nbytes: int) -> Iterable[tuple[RecordBatch, int]]:
+    """Yield record batches, each with its share of the file's bytes."""
     from pyarrow.parquet import ParquetFile
 
     parquet = ParquetFile(stream, buffer_size=READ_BUFFER_NBYTES, pre_buffer=False)
@@ -212,6 +214,7 @@ def _arrow_batches(stream: BinaryIO, nbytes: int) -> Iterable[tuple[RecordBatch,
 
 
 def _ipc_file_batches(stream: BinaryIO, nbytes: int) -> Iterator[tuple[RecordBatch, int]]:
+    """Yield record batches, each with its share of the file's bytes."""
     from pyarrow import ipc
 
     reader = ipc.open_file(stream)
@@ -221,6 +224,7 @@ def _ipc_file_batches(stream: BinaryIO, nbytes: int) -> Iterator[tuple[RecordBat
 
 
 def _ipc_stream_batches(stream: BinaryIO) -> Iterator[tuple[RecordBatch, int]]:
+    """Yield record batches, each with the bytes read for it."""
     from pyarrow import ipc
 
     position = 0

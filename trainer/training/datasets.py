@@ -147,6 +147,7 @@ def _tokenize_config(
     remote: RemoteFiles,
     is_mixed: bool,
 ) -> TokenizeConfig:
+    """Return how a recipe tokenizes its data."""
     check_packing(data, has_encoder=model.arch_config.encoder is not None)
     tokenizer = Path(data.tokenizer or folders["tokenizer"])
     # A block of span corruption is longer than its target: only the noise goes there.
@@ -258,6 +259,7 @@ def _packing_summary(dataset: DocumentDataset) -> str:
 def _span_corruption_dataset(
     tokens: MappedTokens, data: Data, special_ids: SpanCorruptionTokenIds, *, seed: int
 ) -> Dataset:
+    """Return a dataset of span corruption over all blocks of a store."""
     sizes = recipe_span_sizes(data)
     return SpanCorruptionDataset(
         tokens,

@@ -203,6 +203,7 @@ def _from_shards(
 
 
 def _checked_spec(name: str, spec: LeafSpec | None, shape: tuple[int, ...]) -> LeafSpec:
+    """Return a leaf's spec. Raise PrepError if it is absent or has another shape."""
     if spec is None:
         why = "the model or the optimizer needs it"
         raise PrepError(f"the checkpoint has no {name}", why, CHECKPOINT_HINT)

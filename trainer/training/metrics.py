@@ -80,6 +80,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse_line(line: bytes) -> JsonObject | None:
+    """Return the values of a line, None for a damaged line."""
     try:
         values = json.loads(line.decode())
     except (ValueError, RecursionError):

@@ -114,6 +114,7 @@ def _make_rows(
 
 
 def _round_length(length: int, max_length: int) -> int:
+    """Round a length up to 64, 128, 256 and so on, or to the maximum length."""
     rounded = LENGTH_MULTIPLE
     while rounded < length:
         rounded *= 2

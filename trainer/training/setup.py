@@ -233,6 +233,7 @@ def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> StepFields:
 
 
 def _interval(steps: int, epochs: float | None, order: RowOrder) -> Interval:
+    """Return an interval in steps. Epochs are converted if they are set."""
     if epochs is None:
         return steps
     return order.unrounded_steps_for_epochs(epochs)

@@ -85,6 +85,7 @@ class _Ring:
         return Residuals(*specs)
 
     def _dropout_specs(self, dropout: AttentionDropout | None) -> AttentionDropout | None:
+        """Return how the keys of dropout are split over devices."""
         rows: Any = PartitionSpec(self.row_axes)
         heads: Any = PartitionSpec(self.head_axes)
         return dropout and dataclasses.replace(
