@@ -121,7 +121,7 @@ def test_recomputed_follows_policy_and_chunks(
         forward_attention * 10 // 16 if "attention_tile" in options else forward_attention
     )
     assert flops.recomputed == layers * forward_layers + int(attention * forward_attention)
-    assert flops.executed == flops.model_causal + flops.masked + flops.recomputed
+    assert flops.executed == flops.model_flops_of_visible_pairs + flops.masked + flops.recomputed
 
 
 @pytest.mark.parametrize(
