@@ -56,6 +56,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
+    """Return the code blocks of a page."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     return [Block(language, text) for language, text in found]
 

@@ -94,6 +94,7 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
     def _read_code(self, timeout: float | None) -> int | None:
+        """Return the exit code, None if the process still runs after the timeout."""
         if self.returncode is None and _wait_readable([self._status], timeout):
             self.returncode = int(self._status.recv(16))
             self._status.close()
@@ -179,6 +180,7 @@ def _connect(pid: int) -> socket.socket:
 
 
 def _stop(requests: socket.socket, server: subprocess.Popen[bytes]) -> None:
+    """Close the server's socket, so that it ends, and wait for it."""
     requests.close()
     server.wait()
 
@@ -230,6 +232,7 @@ def _fork(request: dict[str, Any], out: int, err: int, status: int) -> tuple[int
 
 
 def _send(fd: int, number: int) -> None:
+    """Send a number to the client."""
     # The client may have stopped waiting for this process.
     with contextlib.suppress(BrokenPipeError):
         os.write(fd, str(number).encode())

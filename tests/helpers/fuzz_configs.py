@@ -93,6 +93,7 @@ def compare_sample(sample: Sample) -> FuzzResult:
 
 
 def _compare_logits(forward: PrepForward, expected: np.ndarray, model: Any) -> FuzzResult:
+    """Compare logits, with a tolerance for the rounding of transformers."""
     if not np.isfinite(expected).all():
         return FuzzResult("torch fails", "its logits are not finite")
     error = float(np.abs(expected - forward.logits).max())
@@ -104,6 +105,7 @@ def _compare_logits(forward: PrepForward, expected: np.ndarray, model: Any) -> F
 
 
 def _run_prep(config: HFConfig, has_stored_head: bool) -> PrepForward:
+    """Return the logits of prep for random weights and tokens."""
     tensors = random_tensors(config, has_stored_head=has_stored_head)
     transformer = tiny_transformer(config, has_stored_head=has_stored_head)
     model = transformer.model

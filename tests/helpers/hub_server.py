@@ -109,6 +109,7 @@ class _Handler(loopback.Handler):
         self._answer()
 
     def _answer(self) -> None:
+        """Record the request and answer it, or stall as the repository says."""
         path = unquote(urlsplit(self.path).path)
         self.request_lines.append(f"{self.command} {path}")
         self.tokens.append((f"{self.command} {path}", self.headers.get("Authorization", "")))
@@ -141,6 +142,7 @@ class _Handler(loopback.Handler):
         self._send(200, json.dumps(document).encode(), {"Content-Type": "application/json"})
 
     def _file(self, repo: FakeRepo, name: str) -> None:
+        """Send a file. A large one is redirected to the object store."""
         if name not in repo.files:
             self._error(404, "EntryNotFound")
             return

@@ -181,6 +181,7 @@ class World:
     # In the threads of the processes
 
     def _run(self, process: Process) -> None:
+        """Run a process in its thread, and close its files at the end."""
         self.threads[threading.get_ident()] = process
         try:
             process.body()
@@ -290,6 +291,7 @@ _REAL: dict[str, Any] = {"close": os.close, "flock": fcntl.flock}
 
 
 def _file_name(args: tuple[Any, ...]) -> str:
+    """Return the file name in the first argument of a system call."""
     return (
         os.path.basename(os.fspath(args[0]))
         if args and isinstance(args[0], str | os.PathLike)

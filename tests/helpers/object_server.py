@@ -108,6 +108,7 @@ class _Handler(loopback.Handler):
         self._answer()
 
     def _answer(self) -> None:
+        """Record the request and answer it, or fail or stall as the server is set up."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         parts = urlsplit(self.path)
         key = unquote(parts.path).lstrip("/")
@@ -134,6 +135,7 @@ class _Handler(loopback.Handler):
             self._multipart(key, query)
 
     def _list(self, bucket: str, query: dict[str, str]) -> None:
+        """Send one page of the keys below a prefix."""
         prefix, after = (
             query.get("prefix", ""),
             query.get("continuation-token", query.get("start-after", "")),
@@ -156,11 +158,13 @@ class _Handler(loopback.Handler):
         self._send(200, xml.encode())
 
     def _contents(self, key: str, data: bytes) -> str:
+        """Return an object's entry of a listing."""
         modified = START.strftime("%Y-%m-%dT%H:%M:%S.000Z")
         fields = f"<Key>{escape(key)}</Key><LastModified>{modified}</LastModified><Size>{len(data)}</Size>"
         return f"<Contents>{fields}<ETag>{escape(etag(data))}</ETag></Contents>"
 
     def _read(self, key: str) -> None:
+        """Send an object, or the requested range of it."""
         data = self.fake.objects.get(key)
         if data is None:
             self._send(404, b"<Error><Code>NoSuchKey</Code></Error>")
@@ -180,6 +184,7 @@ class _Handler(loopback.Handler):
                 self.fake.sent.append(SentRange(key, *span))
 
     def _write(self, key: str, query: dict[str, str], body: bytes) -> None:
+        """Store an object, or one part of an upload, if its conditions hold."""
         if "uploadId" in query:
             self.fake.parts[query["uploadId"]][int(query["partNumber"])] = body
             self._send(200, b"", {"ETag": etag(body)})
@@ -209,6 +214,7 @@ class _Handler(loopback.Handler):
         return all(known[name] == value for name, value in conditions.items())
 
     def _multipart(self, key: str, query: dict[str, str]) -> None:
+        """Start an upload in parts, or complete it."""
         if "uploads" in query:
             upload = str(len(self.fake.parts))
             self.fake.parts[upload] = {}
@@ -222,6 +228,7 @@ class _Handler(loopback.Handler):
         self._send(200, xml.encode())
 
     def _delete_objects(self, bucket: str, body: bytes) -> None:
+        """Delete the objects listed in the body."""
         text = body.decode()
         keys = [part.partition("</Key>")[0] for part in text.split("<Key>")[1:]]
         for key in keys:

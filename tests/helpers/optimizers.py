@@ -49,6 +49,7 @@ def make_optimizer(name: str, **keys: Any) -> Optimizer:
 
 
 def _jit_step(setup: StepSetup) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """Compile a training step. Its new state is split as the old one."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
     return jax.jit(partial(train_step, setup=setup), out_shardings=(shardings, None))
 

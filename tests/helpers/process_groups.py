@@ -72,6 +72,7 @@ class ThreadProcess:
         return self._board.get(key)
 
     def _next_key(self, name: str) -> str:
+        """Return a key for this call, equal in all processes."""
         self._calls += 1
         return f"{self._calls} {name}"
 

@@ -167,6 +167,7 @@ def _send_surplus(
 
 
 def _hang_up(handler: BaseHTTPRequestHandler) -> None:
+    """Close the connection in the middle of an answer."""
     handler.wfile.flush()
     handler.close_connection = True
     handler.connection.shutdown(socket.SHUT_RDWR)

@@ -29,6 +29,7 @@ class Screen:
             self._apply(match)
 
     def _apply(self, match: re.Match[str]) -> None:
+        """Apply one piece of output: text, a line end or a command of the terminal."""
         argument, command, is_return, is_newline, printed = match.groups()
         if printed:
             line = self.lines[self._row].ljust(self._column)

@@ -106,6 +106,7 @@ def wait_for_job(
 
 
 def _run(words: list[str], variables: dict[str, str]) -> str:
+    """Return the output of a command of Slurm. It must succeed."""
     done = subprocess.run(
         words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=MAX_S
     )

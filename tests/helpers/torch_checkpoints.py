@@ -109,6 +109,7 @@ def write_meta_folder(
 
 
 def _meta_name(name: str) -> str:
+    """Return the name of a tensor in Meta's checkpoints."""
     if not name.startswith("model.layers."):
         return {
             "model.embed_tokens.weight": "tok_embeddings.weight",
@@ -134,6 +135,7 @@ def _interleaved(name: str, value: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _part(name: str, value: Any, number: int, files: int, embedding_axis: int) -> Any:
+    """Return the part of a tensor in one of Meta's files."""
     if value.dim() == 1:
         return value
     axis = (

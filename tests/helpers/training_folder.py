@@ -69,6 +69,7 @@ def _template() -> tempfile.TemporaryDirectory[str]:
 
 
 def _write_training_folder() -> None:
+    """Write a checkpoint, a tokenizer, data and a recipe to the current folder."""
     make_checkpoint(Path("tiny"), LLAMA)
     write_tokenizer(Path("tiny"))
     assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK

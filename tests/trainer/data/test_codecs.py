@@ -82,6 +82,7 @@ def trained_model(kind: str) -> bytes:
 def write_model(
     folder: Path, kind: str, name: str = "tokenizer.model", settings: Any = None
 ) -> Path:
+    """Write a sentencepiece model, and its settings if there are any."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_bytes(trained_model(kind))
     if settings is not None:
@@ -90,6 +91,7 @@ def write_model(
 
 
 def library(kind: str) -> Any:
+    """Return the model as sentencepiece itself loads it."""
     sentencepiece = pytest.importorskip("sentencepiece")
     return sentencepiece.SentencePieceProcessor(model_proto=trained_model(kind))
 

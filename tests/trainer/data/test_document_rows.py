@@ -31,6 +31,7 @@ def config(tmp_path: Path) -> TokenizeConfig:
 
 
 def tokenize(config: TokenizeConfig) -> tuple[MappedTokens, PackedRows, list[str]]:
+    """Return the tokens, the rows and the notes of a run of tokenization."""
     notes: list[str] = []
     tokens = tokenize_files(config, progress=lambda *counts: None, note=notes.append)
     assert tokens.rows is not None
@@ -38,6 +39,7 @@ def tokenize(config: TokenizeConfig) -> tuple[MappedTokens, PackedRows, list[str
 
 
 def contents(rows: PackedRows) -> list[object]:
+    """Return what is compared of rows."""
     arrays = [rows.starts.tolist(), rows.lengths.tolist(), rows.ends.tolist()]
     return [*arrays, rows.seq_length, rows.n_tokens, rows.max_length]
 

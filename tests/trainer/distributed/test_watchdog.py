@@ -43,6 +43,7 @@ class Texts:
         }
 
     def _require_up(self, key: str) -> None:
+        """Raise ConnectionBrokenError if the network is down."""
         if not self.is_up.is_set():
             raise ConnectionBrokenError(f"no answer for {key}")
 
@@ -65,6 +66,7 @@ class Job:
 def start_job(
     num_started: int = 3, is_broken: Callable[[], bool] = lambda: False, *, timeout_s: float = MAX_S
 ) -> Job:
+    """Start watchdogs for the processes of a job. Return them with what they report."""
     job = Job()
     job.is_up.set()
     for index in range(num_started):

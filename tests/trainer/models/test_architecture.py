@@ -507,6 +507,7 @@ def interpret(config: dict[str, Any]) -> object:
 
 
 def changed_value(value: Any) -> Any:
+    """Return another value, of the same type where it has one."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):

@@ -31,6 +31,7 @@ FAMILY = Family(
 
 
 def shapes(scan: bool = True, axis: int = 0) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each leaf of the family."""
     table_rows = parameter_rows(FAMILY, {"mlp_bias": True}, scan, axis)
     return {path: bind_row(row, SIZES).leaf_shape for path, row in table_rows.items()}
 

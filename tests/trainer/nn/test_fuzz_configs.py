@@ -37,6 +37,7 @@ FAST_FAMILIES = ("llama",)
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
+    """Run torch with one thread in the test."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -93,6 +94,7 @@ def test_samples_change_every_field_and_most_are_valid(family: str):
 
 
 def is_accepted(sample: Sample) -> bool:
+    """Return whether prep supports the config of a sample."""
     try:
         FAMILIES[sample.config["model_type"]].arch_config(sample.config)
     except PrepError:

@@ -46,6 +46,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(folder: Path, data: str) -> LoadedRecipe:
+    """Load a recipe with this `[data]`."""
     (folder / "x.toml").write_text(RECIPE.replace("{data}", data))
     return load_recipe(folder / "x.toml")
 

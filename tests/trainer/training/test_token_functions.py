@@ -79,6 +79,7 @@ def first_moments(state: TrainState) -> dict[str, Array]:
 
 
 def focal_setup(**options: Any) -> StepSetup:
+    """Return a setup with the focal loss and without warm-up."""
     optimizer = replace(runs.ADAMW, lr_schedule=replace(runs.ADAMW.lr_schedule, warmup=0))
     return replace(
         runs.make_setup(**options), optimizer=optimizer, loss_terms=LossTerms(token_loss=focal_loss)

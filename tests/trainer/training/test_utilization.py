@@ -32,6 +32,7 @@ class FakeDevice:
 
 
 def sharding_of(*devices: FakeDevice) -> Any:
+    """Return a sharding over fake devices."""
     mesh = SimpleNamespace(devices=SimpleNamespace(flat=devices), local_devices=devices)
     return SimpleNamespace(
         mesh=parse_mesh(f"{len(devices)},1,1"), device_mesh=mesh, rules=DEFAULT_RULES

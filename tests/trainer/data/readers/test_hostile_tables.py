@@ -107,6 +107,7 @@ def test_row_over_the_limit_is_an_error_or_is_skipped(tmp_path: Path, suffix: st
 
 
 def _many_nulls() -> pa.RecordBatch:
+    """Return a batch with a list of 2^31 - 1 nulls in a few bytes."""
     array = pa.Array.from_buffers(
         pa.list_(pa.null()),
         1,
@@ -117,6 +118,7 @@ def _many_nulls() -> pa.RecordBatch:
 
 
 def _repeated_text() -> pa.RecordBatch:
+    """Return a batch with a list of one long text, 10,000 times."""
     indices = pa.array([0] * 10_000, pa.int32())
     texts = pa.DictionaryArray.from_arrays(indices, pa.array(["a" * 1_000_000]))
     array = pa.ListArray.from_arrays(pa.array([0, 10_000], pa.int32()), texts)

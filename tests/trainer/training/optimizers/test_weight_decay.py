@@ -17,6 +17,7 @@ BIASES = {"encoder.relative_positions.weight", "decoder.relative_positions.weigh
 
 
 def decayed(config: dict, decay: WeightDecay) -> set[str]:
+    """Return the paths of the leaves with weight decay."""
     mask = flatten_tree(decay.mask(tiny_transformer(config).model.leaves))
     return {path for path, decays in mask.items() if decays}
 
