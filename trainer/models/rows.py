@@ -230,7 +230,12 @@ def map_rows(parameter: Parameter, change: Callable[[str], str]) -> Parameter:
 
 
 def unless_false(field: str) -> Callable[[HFConfig], bool]:
-    """Return the condition of an absent or true config field."""
+    """Return the condition of a config field to be true or absent.
+
+    >>> has_bias = unless_false("use_bias")
+    >>> has_bias({}), has_bias({"use_bias": False})
+    (True, False)
+    """
     return lambda config: bool(config.get(field, True))
 
 
