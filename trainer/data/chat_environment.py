@@ -52,7 +52,7 @@ CHEAP_FILTERS = {
     "d",
     "attr",
 }
-# Filters that `_counted` inserts into the syntax tree of each template.
+# Filters that `_with_counting_filters` inserts into the syntax tree of each template.
 STEPS = "_steps"
 SIZED = "_sized"
 CONCAT = "_concat"
@@ -145,7 +145,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             Exception: The text is not a template. Jinja and Python raise errors of many types.
         """
         tree = self.parse(text)
-        _counted(tree)
+        _with_counting_filters(tree)
         tree.set_environment(self)
         return Template.from_code(
             self, self.compile(tree, filename="<template>"), self.make_globals(None)
@@ -285,35 +285,38 @@ class _EscapeFormatter(_LimitedFields, SandboxedEscapeFormatter):
     pass
 
 
-def _counted(node: nodes.Node) -> nodes.Node:
+def _with_counting_filters(node: nodes.Node) -> nodes.Node:
     """Return a syntax tree with filters that count loops and measure new containers."""
     for name, value in node.iter_fields():
         if isinstance(value, nodes.Node):
-            setattr(node, name, _counted(value))
+            setattr(node, name, _with_counting_filters(value))
         elif isinstance(value, list):
             setattr(
                 node,
                 name,
-                [_counted(item) if isinstance(item, nodes.Node) else item for item in value],
+                [
+                    _with_counting_filters(item) if isinstance(item, nodes.Node) else item
+                    for item in value
+                ],
             )
     if isinstance(node, nodes.For):
-        node.iter = _filtered(node.iter, STEPS)
+        node.iter = _apply_filter(node.iter, STEPS)
     if isinstance(node, nodes.Concat):
         parts = nodes.List(node.nodes, lineno=node.lineno)
-        return _filtered(_filtered(parts, SIZED), CONCAT)
+        return _apply_filter(_apply_filter(parts, SIZED), CONCAT)
     is_slice = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     # The targets of an assignment are a tuple too.
     is_container = isinstance(node, nodes.List | nodes.Dict) or (
         isinstance(node, nodes.Tuple) and node.ctx == "load"
     )
-    return _filtered(node, SIZED) if is_slice or is_container else node
+    return _apply_filter(node, SIZED) if is_slice or is_container else node
 
 
 def _refuse_filter(name: str, *args: Any, **named: Any) -> NoReturn:
     raise SecurityError(f"the filter {name!r} is not available in chat templates")
 
 
-def _filtered(node: Any, name: str) -> nodes.Filter:
+def _apply_filter(node: Any, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 

@@ -93,8 +93,8 @@ def _encode_segments(
     segments: Sequence[Segment], tokenizer: TextTokenizer
 ) -> Iterator[tuple[TokenIds, Weights]]:
     """Yield the ids and the weights of each segment."""
-    texts = _texts(segments, with_spans=False)
-    span_texts = _texts(segments, with_spans=True)
+    texts = _texts_of_segments(segments, with_spans=False)
+    span_texts = _texts_of_segments(segments, with_spans=True)
     text_ids = iter(tokenizer.encode(texts))
     span_ids = iter(tokenizer.encode_with_offsets(span_texts))
     for segment in segments:
@@ -107,7 +107,7 @@ def _encode_segments(
             yield segment.content, segment.weight
 
 
-def _texts(segments: Sequence[Segment], *, with_spans: bool) -> list[str]:
+def _texts_of_segments(segments: Sequence[Segment], *, with_spans: bool) -> list[str]:
     """Return the texts of the segments with loss spans, or of those without."""
     return [
         segment.content

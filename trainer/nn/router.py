@@ -40,7 +40,7 @@ def route(
     if "correction" in weights:
         # No gradient: training changes the correction by the loads of the experts, or not at all.
         choice = choice + lax.stop_gradient(weights["correction"]["bias"]).astype(jnp.float32)
-    select = partial(_select, router=router, top_k=arch_config.experts_per_token)
+    select = partial(_select_experts, router=router, top_k=arch_config.experts_per_token)
     experts = shards.map_devices(select, shards.token_spec, shards.token_spec)(choice)
     # s at the selected experts, [B, T, K]. The product with one-hot rows takes the place of a gather:
     # its gradient is a product too, and no scatter.
@@ -51,7 +51,7 @@ def route(
 def _sparse_mixer(logits: Array, arch_config: ArchConfig, shards: ExpertSharding) -> Routing:
     """Select the experts of largest logit [B, T, N] with the weights of SparseMixer, without random choices."""
     router = arch_config.router
-    select = partial(_select, router=router, top_k=arch_config.experts_per_token)
+    select = partial(_select_experts, router=router, top_k=arch_config.experts_per_token)
     experts = shards.map_devices(select, shards.token_spec, shards.token_spec)(
         lax.stop_gradient(logits)
     )
@@ -65,7 +65,7 @@ def _sparse_mixer(logits: Array, arch_config: ArchConfig, shards: ExpertSharding
     return Routing((probabilities * selected).sum(-1), experts)
 
 
-def _select(choice: Array, *, router: Router, top_k: int) -> Array:
+def _select_experts(choice: Array, *, router: Router, top_k: int) -> Array:
     """Return the experts of largest choice in the groups of each token, int32 [B, T, K]."""
     if router.num_groups > 1:
         choice = _hide_other_groups(choice, router)

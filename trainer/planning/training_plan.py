@@ -129,7 +129,7 @@ def plan_training(
         dropout=run_dropout(recipe, model.config),
     )
     if recipe.lora.is_enabled:
-        adapters = _adapters(recipe, model)
+        adapters = _new_adapters(recipe, model)
         itemsize = _frozen_itemsize(recipe, model)
         inputs = with_adapters(inputs, recipe, adapters, stored_itemsize=itemsize)
     return TrainingPlan(
@@ -144,7 +144,7 @@ def plan_training(
     )
 
 
-def _adapters(recipe: Recipe, model: PlannedModel) -> Mapping[str, ParamLeaf]:
+def _new_adapters(recipe: Recipe, model: PlannedModel) -> Mapping[str, ParamLeaf]:
     """Return the new adapters of a recipe. Adapters of a file are not counted: they take little memory."""
     lora = recipe.lora.new_adapters
     family = family_of(model.config)

@@ -119,7 +119,7 @@ def _start_problems(recipe: Recipe) -> Iterator[Problem]:
                 why = "it is for a random start, and `model.init` is checkpoint"
                 yield Problem(
                     (key,),
-                    _key_is(recipe, key),
+                    _key_value_text(recipe, key),
                     why,
                     '`init = "random"` in [model], without `path`',
                 )
@@ -127,7 +127,7 @@ def _start_problems(recipe: Recipe) -> Iterator[Problem]:
     for key in ("model.path", "model.lock"):
         if value_of(recipe, key) is not None:
             why = "no checkpoint is read: `model.init` is random"
-            yield Problem((key,), _key_is(recipe, key), why, "remove one of them")
+            yield Problem((key,), _key_value_text(recipe, key), why, "remove one of them")
     if model.preset is not None and model.config is not None:
         yield _exclusive_keys(
             recipe, "model.preset", "model.config", "both set the config of the model"
@@ -142,7 +142,7 @@ def _start_problems(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _key_is(recipe: Recipe, key: str) -> str:
+def _key_value_text(recipe: Recipe, key: str) -> str:
     return f"`{key}` is {format_value(value_of(recipe, key))}"
 
 
@@ -301,7 +301,7 @@ def _sample_problems(recipe: Recipe) -> Iterator[Problem]:
         if log.samples is None and getattr(log, key) != getattr(default, key):
             why = "there are no prompts: `log.samples` is not set"
             hint = '`samples = ["Once upon a time"]` in [log]'
-            yield Problem((f"log.{key}",), _key_is(recipe, f"log.{key}"), why, hint)
+            yield Problem((f"log.{key}",), _key_value_text(recipe, f"log.{key}"), why, hint)
 
 
 def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -325,7 +325,9 @@ def _cooldown_problems(recipe: Recipe) -> Iterator[Problem]:
     schedule = recipe.optimizer.schedule
     if recipe.optimizer.cooldown_steps is not None and schedule != "wsd":
         hint = '`schedule = "wsd"` in [optimizer]'
-        yield Problem((key,), _key_is(recipe, key), f"`optimizer.schedule` is {schedule}", hint)
+        yield Problem(
+            (key,), _key_value_text(recipe, key), f"`optimizer.schedule` is {schedule}", hint
+        )
 
 
 def _loss_scale_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -352,26 +354,28 @@ def _save_problems(recipe: Recipe) -> Iterator[Problem]:
     data = recipe.data
     for key, step_key in EPOCH_KEYS.items():
         if value_of(recipe, key) is not None and value_of(recipe, step_key):
-            what = f"{_key_is(recipe, key)} and {_key_is(recipe, step_key)}"
+            what = f"{_key_value_text(recipe, key)} and {_key_value_text(recipe, step_key)}"
             yield Problem((key, step_key), what, "both set the same interval", "remove one of them")
     if checkpoint.dtype not in (None, recipe.model.param_dtype) and checkpoint.optimizer_state:
         key = "checkpoint.dtype"
         why = f"to resume with its optimizer state, a run needs saved {recipe.model.param_dtype} parameters"
         yield Problem(
-            (key,), _key_is(recipe, key), why, "`optimizer_state = false` in [checkpoint]"
+            (key,), _key_value_text(recipe, key), why, "`optimizer_state = false` in [checkpoint]"
         )
     if checkpoint.best is not None:
         key = "checkpoint.best"
         if not has_eval_data(data):
             why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
-            yield Problem((key,), _key_is(recipe, key), why, "`holdout = 0.05` in [data]")
+            yield Problem((key,), _key_value_text(recipe, key), why, "`holdout = 0.05` in [data]")
         elif not train.eval_every and train.eval_every_epochs is None:
             why = "the run evaluates only after its last step"
-            yield Problem((key,), _key_is(recipe, key), why, "`eval_every = 500` in [train]")
+            yield Problem(
+                (key,), _key_value_text(recipe, key), why, "`eval_every = 500` in [train]"
+            )
     if checkpoint.push is not None and not REPOSITORY.fullmatch(checkpoint.push):
         why = "it has the form OWNER/NAME or OWNER/NAME@BRANCH"
         hint = '`push = "me/llama-13b"` in [checkpoint]'
-        yield Problem((PUSH_KEY,), _key_is(recipe, PUSH_KEY), why, hint)
+        yield Problem((PUSH_KEY,), _key_value_text(recipe, PUSH_KEY), why, hint)
     if train.profile is not None and (reason := _invalid_profile(train.profile)):
         yield Problem(
             (PROFILE_KEY,),

@@ -39,7 +39,7 @@ def _sum_leaves(leaves: dict[str, Array]) -> Array:
         sums = [_weighted_sum(leaf, seed) for seed in SEEDS]
         # `number + 1` ties each sum to the position of its leaf, so two leaves with exchanged
         # values change the digest.
-        total = total + _mix(jnp.stack(sums) + jnp.uint32(number + 1))
+        total = total + _mix_bits(jnp.stack(sums) + jnp.uint32(number + 1))
     return total
 
 
@@ -56,10 +56,10 @@ def _weighted_sum(leaf: Array, seed: int) -> Array:
             stride
         )
     # An odd factor is invertible modulo 2^32: a change of one element always changes the sum.
-    return jnp.sum(bits * (2 * _mix(position) + 1), dtype=jnp.uint32)
+    return jnp.sum(bits * (2 * _mix_bits(position) + 1), dtype=jnp.uint32)
 
 
-def _mix(x: Array) -> Array:
+def _mix_bits(x: Array) -> Array:
     """Mix the bits of uint32 numbers (the finalizer of MurmurHash3)."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)

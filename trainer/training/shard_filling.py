@@ -56,7 +56,7 @@ def fill_shards(
     for device, box in boxes.items():
         allocation = compile_allocation(_extents(box), dtype, SingleDeviceSharding(device))
         shards[device] = allocation()
-    for slab in aligned_slabs(_bounds(boxes.values()), unit, SLAB_NBYTES // dtype.itemsize):
+    for slab in aligned_slabs(_bounding_box(boxes.values()), unit, SLAB_NBYTES // dtype.itemsize):
         parts: dict[Box, Box] = {}
         buffers: dict[Box, np.ndarray] = {}
         for box in boxes.values():
@@ -83,7 +83,7 @@ def fill_shards(
     return list(shards.values())
 
 
-def _bounds(boxes: Collection[Box]) -> Box:
+def _bounding_box(boxes: Collection[Box]) -> Box:
     """Return the smallest box that contains all boxes, e.g. ((0, 2),) and ((4, 6),) -> ((0, 6),)."""
     bounds: list[tuple[int, int]] = []
     for ranges in zip(*boxes):
