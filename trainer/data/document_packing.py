@@ -53,7 +53,7 @@ class PackedRows:
         return len(self.ends)
 
     @property
-    def efficiency(self) -> float:
+    def fraction_with_token(self) -> float:
         """Fraction of the places with a token, of all rows."""
         return self.n_tokens / (self.n_rows * self.seq_length)
 

@@ -60,7 +60,7 @@ def compile_slab_update(plan: ReadPlan, sharding: NamedSharding, rows: int) -> S
     """
 
     def update(leaf: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
-        for axis, dim in plan.exchanges:
+        for axis, dim in plan.collectives:
             if dim is None:
                 part = lax.all_gather(part, axis, axis=plan.row_dim, tiled=True)
             else:

@@ -58,7 +58,7 @@ class HeadDims:
     maximum: int | None = None
     hopper_maximum: int | None = None
 
-    def limit(self, device: DeviceKind) -> int | None:
+    def maximum_on(self, device: DeviceKind) -> int | None:
         """Return the largest head width that a device supports, or None for no limit."""
         if (device.compute_capability or (0, 0)) >= HOPPER:
             return self.hopper_maximum
@@ -249,7 +249,7 @@ def unmet_needs(spec: KernelSpec, needs: AttentionNeeds, device: DeviceKind) -> 
     yield from missing_features(spec, needs.features)
     if needs.dtype not in spec.dtypes:
         yield f"does not support {needs.dtype}"
-    limit = spec.head_dims.limit(device)
+    limit = spec.head_dims.maximum_on(device)
     if needs.head_dim % spec.head_dims.multiple_of:
         yield f"needs a head width that is a multiple of {spec.head_dims.multiple_of}, not {needs.head_dim}"
     elif limit is not None and needs.head_dim > limit:

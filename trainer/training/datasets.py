@@ -252,7 +252,7 @@ def _build_dataset(
 
 
 def _packing_summary(dataset: DocumentDataset) -> str:
-    places = f"{100 * dataset.rows.efficiency:.2f} % of their places have a token"
+    places = f"{100 * dataset.rows.fraction_with_token:.2f} % of their places have a token"
     return f"{dataset.n_rows:,} sequences of {dataset.seq_length:,}: {places}"
 
 

@@ -261,7 +261,7 @@ def train_step(
         "skipped_in_row": (state["skipped_in_row"] + 1) * is_skipped,
     }
     if setup.loss_scale:
-        new_state |= setup.loss_scale.next(state, jnp.isfinite(grad_norm))
+        new_state |= setup.loss_scale.next_state(state, jnp.isfinite(grad_norm))
     metrics = {
         **sums,
         "grad_norm": grad_norm,

@@ -99,8 +99,8 @@ def test_pad_documents_puts_each_piece_into_its_own_row(lengths: list[int], seq_
 def test_documents_of_many_lengths_fill_almost_all_places():
     lengths = np.random.default_rng(0).lognormal(4.5, 1.0, 20_000).astype(np.int64) + 1
     rows = collect_rows(pack_documents([np.cumsum(lengths)], 512), 512)
-    assert rows.efficiency > 0.995
-    assert rows.efficiency * rows.n_rows * 512 == lengths.sum()
+    assert rows.fraction_with_token > 0.995
+    assert rows.fraction_with_token * rows.n_rows * 512 == lengths.sum()
 
 
 def rows_at_once(
