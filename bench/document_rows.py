@@ -116,7 +116,7 @@ def measure_start(folder: Path, packing: str, seq_length: int) -> dict[str, floa
     return {
         "rows": rows.n_rows,
         "pieces": len(rows.starts),
-        "efficiency": round(rows.efficiency, 4),
+        "efficiency": round(rows.fraction_with_token, 4),
         "seconds": round(seconds, 2),
         "documents_per_s": round(meta.n_documents / seconds),
         "anonymous_before": before,

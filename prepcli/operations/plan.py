@@ -99,7 +99,7 @@ def plan(
             planned, training_plan, devices.kind, limit_s=limit_s, observer=observer
         )
     shown_kinds = [devices.kind] if devices.kind else ACCELERATORS.values()
-    kinds = tuple(training_plan.on(kind) for kind in shown_kinds)
+    kinds = tuple(training_plan.estimate_on(kind) for kind in shown_kinds)
     step = StepPlan(
         training_plan,
         kinds,

@@ -190,8 +190,8 @@ class ArchConfig:
         has_plain_embed_norm: Whether the input of the first layer has a norm without parameters.
         residual_scale: Factor of the outputs of attention and MLP before they are added to the
             residual stream.
-        qk_norm_axes: Elements that a norm of queries or keys has its mean over: those of one head,
-            or those of all heads together.
+        qk_norm_axes: Elements under one norm of queries or keys: of one head, or of all heads
+            together.
         rotates_before_qk_norm: Whether the norms of queries and keys follow their rotation.
         has_plain_qk_norm: Whether queries and keys with rotation have an RMS norm without a scale.
         qkv_clip: Bound of the elements of queries, keys and values, or NO_CLIP.
@@ -466,6 +466,7 @@ def uniform_windows(layers: int, window: JsonValue) -> tuple[int, ...]:
 
 
 def _read_window(window: JsonValue) -> int:
+    """Return the sliding window of a config.json as a number of tokens."""
     if window is None:
         return FULL_ATTENTION
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:

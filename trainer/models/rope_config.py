@@ -206,6 +206,7 @@ def _read_rotary_dim(
 
 
 def _read_rope_type(scaling: HFConfig, rope_types: Mapping[str, str]) -> str:
+    """Return the type of the rotary embedding. Raise PrepError if the family lacks it."""
     # transformers 5 writes `rope_type`, older versions `type`.
     type_name = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(type_name, str) or type_name not in rope_types:
@@ -330,6 +331,7 @@ def yarn_scores_scale(config: HFConfig) -> float:
 
 
 def _mscale(factor: float, mscale: float) -> float:
+    """Return YaRN's temperature of attention, as a factor of the rotated queries and keys."""
     # sqrt(1/t) = 0.1 ln(s) + 1, the temperature of attention (YaRN, equation 22). DeepSeek scales
     # the first term by mscale.
     if factor > 1:
@@ -338,6 +340,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def _read_factors(scaling: HFConfig, key: str, count: int) -> tuple[float, ...]:
+    """Return a list of positive numbers, one per rotated pair."""
     values = scaling.get(key)
     if not isinstance(values, list) or len(values) != count:
         why = f"{key} of the rope scaling is {values!r:.60}, it must be {count} numbers, one per rotated pair"

@@ -45,7 +45,7 @@ def route(
     if "correction" in weights:
         # No gradient: training changes the correction by the loads of the experts, or not at all.
         choice = choice + lax.stop_gradient(weights["correction"]["bias"]).astype(jnp.float32)
-    select = partial(_select, router=router, top_k=arch_config.experts_per_token)
+    select = partial(_select_experts, router=router, top_k=arch_config.experts_per_token)
     experts = shards.map_devices(select, shards.token_spec, shards.token_spec)(choice)
     if router.scores == "sparse_mixer":
         return Routing(_sparse_mixer(logits, experts, router), experts)
@@ -55,14 +55,13 @@ def route(
     return Routing(_normalize(selected, router) * router.scale, experts)
 
 
-def _sparse_mixer(logits: Array, experts: Array, router: Router) -> Array:
-    """Return the weights [B, T, K] of SparseMixer, without random choices.
-
-    Args:
-        logits: [B, T, N].
-        experts: The experts of largest logit [B, T, K], best first.
-        router: The range of SparseMixer.
-    """
+def _sparse_mixer(logits: Array, arch_config: ArchConfig, shards: ExpertSharding) -> Routing:
+    """Select the experts of largest logit [B, T, N] with the weights of SparseMixer, without random choices."""
+    router = arch_config.router
+    select = partial(_select_experts, router=router, top_k=arch_config.experts_per_token)
+    experts = shards.map_devices(select, shards.token_spec, shards.token_spec)(
+        lax.stop_gradient(logits)
+    )
     # [B, T, K, N]: the selected expert, and the experts before it
     selected = nn.one_hot(experts, logits.shape[-1])
     is_taken = jnp.cumsum(selected, axis=-2) - selected > 0
@@ -73,7 +72,7 @@ def _sparse_mixer(logits: Array, experts: Array, router: Router) -> Array:
     return (probabilities * selected).sum(-1)
 
 
-def _select(choice: Array, *, router: Router, top_k: int) -> Array:
+def _select_experts(choice: Array, *, router: Router, top_k: int) -> Array:
     """Return the experts of largest choice in the groups of each token, int32 [B, T, K]."""
     if router.num_groups > 1:
         choice = _hide_other_groups(choice, router)

@@ -40,6 +40,7 @@ FAMILY = Family(
 
 
 def shapes(scan: bool = True, axis: int = 0) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each leaf of the family."""
     table_rows = parameter_rows(FAMILY, {"mlp_bias": True}, scan, axis)
     return {path: bind_row(row, SIZES).leaf_shape for path, row in table_rows.items()}
 
@@ -57,7 +58,8 @@ def test_parameter_rows_stack_layers_on_scan_axis():
         "embed.tokens": (7, 4),
         "layers.mlp.up.weight": (5, 3, 4),
         "layers.mlp.up.bias": (5, 3),
-        "layers.gain": (3,),  # has no axis 1
+        # This leaf has no axis 1, so its layers stay on axis 0.
+        "layers.gain": (3,),
         "decoder.layers.norm": (4, 3),
     }
 

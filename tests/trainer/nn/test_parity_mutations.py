@@ -93,7 +93,8 @@ def swap_ropes(arch_config: ArchConfig) -> ArchConfig:
     )
 
 
-MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
+# (golden file, mistake) -> the change of the architecture.
+MUTATIONS: dict[tuple[str, str], Mutation] = {
     ("gpt2", "unscaled scores"): change(attn_scale=1.0),
     ("gpt2", "epsilon 2 % off"): change(norm_eps=1.02e-3),
     ("gpt2", "exact gelu"): change(activation="gelu"),
@@ -220,7 +221,8 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
     ("phi3-longrope", "no attention factor"): change_rope(attention_factor=1.0),
     ("phi3-longrope", "long factors"): change_rope(original_max_positions=6),
 }
-LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {  # mistakes that change long sequences only
+# Mistakes that change long sequences only.
+LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {
     ("llama-dynamic", "another factor"): change_rope(factor=4.1),
     ("llama-dynamic", "another pretraining length"): change_rope(original_max_positions=65),
     ("llama-dynamic", "unscaled positions"): change_rope(rope_type="default"),
@@ -238,7 +240,9 @@ LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {  # mistakes that change long
     ("phi3-longrope", "another long factor"): change_rope(long_factors=(2.0, 3.0, 5.0, 9.1)),
 }
 
-FAST = (  # one for each kind of part: norms, masks, rotary embeddings, positions, blocks, biases, experts, heads
+# One mistake for each kind of part: norms, masks, rotary embeddings, positions, blocks, biases,
+# experts, heads.
+FAST = (
     *(
         ("gpt2", "epsilon 2 % off"),
         ("gpt_neo", "window 1 larger"),

@@ -74,7 +74,7 @@ ROPES = [
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.rope_type)
 def test_rotary_cos_sin_at_uses_length_of_each_row(rope: Rope):
-    """Lengths below, at and beyond the original positions, and the maximum."""
+    """The rows have lengths below, at and beyond the original positions, and the maximum."""
     lengths = np.array([3, 16, 17, 40])
     positions = np.stack([np.arange(length - 3, length) for length in lengths])
     cos_sin = rotary_cos_sin_at(rope, jnp.asarray(positions), jnp.asarray(lengths), 40)
@@ -120,9 +120,10 @@ def test_relative_position_buckets_match_formula(config: RelativePositionBias):
         magnitude = abs(distance) if config.bidirectional else max(-distance, 0)
         first_bucket = count if config.bidirectional and distance > 0 else 0
         bucket = buckets[distance + config.max_distance] - first_bucket
+        # The result is rounded down, except for the rounding error of the logarithm.
         if magnitude < num_exact:
             assert bucket == magnitude
-        else:  # rounded down, except for the rounding error of the logarithm
+        else:
             exact = (
                 math.log(magnitude / num_exact)
                 / math.log(config.max_distance / num_exact)

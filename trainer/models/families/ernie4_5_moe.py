@@ -62,13 +62,13 @@ def dense_layers(config: HFConfig) -> tuple[int, ...]:
     interval = read_size(config, "moe_layer_interval", 1)
     first = config.get("moe_layer_start_index", 1)
     last = config.get("moe_layer_end_index", -1)
-    # Not `isinstance`: it would accept true for an integer.
+    # `isinstance` would accept true for an integer.
     if type(first) is not int or type(last) is not int:
         why = f"moe_layer_start_index and moe_layer_end_index are {first!r:.40} and {last!r:.40}"
         raise invalid_config_error(f"{why}, they must be integers")
     if last == -1:
         last = layers - 1
-    # The condition of Ernie4_5_MoeDecoderLayer.
+    # Ernie4_5_MoeDecoderLayer has experts in all other layers.
     return tuple(
         layer for layer in range(layers) if (layer + 1) % interval or not first <= layer <= last
     )

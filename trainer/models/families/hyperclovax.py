@@ -31,7 +31,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     return dataclasses.replace(
         granite.scaled_arch_config(config, axis_sizes),
         attn_scale=read_positive(config, "attention_multiplier", default_scale),
-        # Granite divides logits by it.
+        # Granite divides the logits by this field.
         lm_head_input_scale=read_positive(config, "logits_scaling", 1.0),
         block_type="sandwich" if HAS_POST_NORMS(config) else "pre",
     )
