@@ -42,7 +42,8 @@ def main(args: Sequence[str] | None = None) -> int:
         0 on success, 1 on failure, 2 for a usage error, 75 when stopped by a signal (the written data is kept for
         the next run), 130 when interrupted.
     """
-    # First of all: a file opened earlier could get the descriptor of a closed stderr, and receive its messages.
+    # Nothing may open a file before this call: the file could get the descriptor of a closed stderr, and receive its
+    # messages.
     open_closed_streams()
     escape_unencodable()
     args = sys.argv[1:] if args is None else list(args)
@@ -101,9 +102,8 @@ def _stopped_error(
     """Return the error of a stopped command; `durable_notes` name the work that a second run resumes from."""
     if not durable_notes:
         return PrepError(what, code=code)
-    resume_command = shlex.join(
-        ["prep", *(word for word in args if word != "--restart")]
-    )  # --restart drops the work
+    # The command to resume has no --restart, because this option would delete the saved work.
+    resume_command = shlex.join(["prep", *(word for word in args if word != "--restart")])
     return PrepError(what, "; ".join(durable_notes), f"to resume: `{resume_command}`", code)
 
 
@@ -205,7 +205,10 @@ def _unknown_options_error(path: str, options: Sequence[str], args: Sequence[str
 
 
 def _recipe_hint(option: str, args: Sequence[str]) -> str:
-    """Return a hint with the recipe key that replaces an option of other trainers, with the value from `args`."""
+    """Return a hint with the recipe key for an option of other trainers, and the value of the option in `args`.
+
+    For example `--lr 1e-5` gives a hint with `--set optimizer.lr=1e-5`.
+    """
     from trainer.recipe import option_hint
 
     index = next((i for i, word in enumerate(args) if word.partition("=")[0] == option), len(args))
@@ -216,7 +219,11 @@ def _recipe_hint(option: str, args: Sequence[str]) -> str:
 
 
 def _choice_hint(why: str) -> str:
-    """Return a suggestion for an invalid choice, from `'bf16' is not one of 'float32', 'bfloat16'`."""
+    """Return a suggestion for an invalid choice, or an empty text.
+
+    >>> _choice_hint("'bf16' is not one of 'float32', 'bfloat16'")
+    'did you mean `bfloat16`?'
+    """
     match = re.match(r"'(.*)' is not one of (.*)", why)
     if not match:
         return ""

@@ -1,4 +1,4 @@
-"""Layout of tables: in a terminal too narrow for one, the cells that identify a row stay whole.
+"""Layout of tables. Cells that identify a row are never shortened, however narrow the terminal is.
 
 A pipe gets all columns at full width. A narrow terminal gets fewer columns. Columns with one value become a line below
 the table. Then optional columns are omitted, and a line below the table names them. If the table is still too wide, the
@@ -80,7 +80,7 @@ def layout_table(
 
 
 def wrap_line(text: str, width: int | None) -> str:
-    """Break a long line between words. None leaves it as it is."""
+    """Break a long line between words. Without a width the line stays as it is."""
     if width is None:
         return text
     return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)

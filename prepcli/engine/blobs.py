@@ -159,10 +159,10 @@ class FilesAndBlobs:
         self._stack.close()
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read a copy of a single run.
+        """Read one run, i.e. one contiguous byte range.
 
         Args:
-            copy: The copy.
+            copy: A copy with a single run.
             into: Page-aligned buffer with room for the run and a page.
 
         Returns:
@@ -201,7 +201,7 @@ class FilesAndBlobs:
 
 
 def _open_blob(blob: Blob, cache: ChunkCache, stack: contextlib.ExitStack) -> BlobReader:
-    """Open a blob, and close it with the stack."""
+    """Open a blob. Its reader is closed when `stack` is closed."""
     if isinstance(blob, CachedBlob):
         reader = blob.open_with_cache(cache)
     else:

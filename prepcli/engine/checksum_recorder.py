@@ -44,7 +44,7 @@ class ChecksumRecorder:
 
         Args:
             path: File in which checksums are saved.
-            extents: Extents of the output's chunks, sorted by file and offset.
+            extents: Positions of the output's chunks in files, sorted by file and offset.
         """
         self._path = path
         self._extents = extents
@@ -153,7 +153,7 @@ def compute_unknown(
 
     Args:
         checksums: Checksums by block number.
-        extents: Extents of the output's chunks.
+        extents: Positions of the output's chunks in files.
         files: Paths of the output's data files.
     """
     if checksums.all():

@@ -48,10 +48,10 @@ class RunReader(Protocol):
     """A reader of runs from numbered files, blobs or host arrays."""
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read a copy of a single run.
+        """Read one run, i.e. one contiguous byte range.
 
         Args:
-            copy: The copy.
+            copy: A copy with a single run.
             into: Page-aligned buffer with room for the run and a page.
 
         Returns:
@@ -160,16 +160,16 @@ class Files:
                 raise io_error(path, error) from error
             if not os.path.samestat(opened_stat, path_stat) or opened_stat.st_size != size:
                 raise PrepError(
-                    f"{path} was changed by somebody else",
-                    "while it was written",
-                    text("{}", Option("restart", True)),
+                    f"{path} was changed by another program",
+                    "while prep wrote to it",
+                    text("start again with {}", Option("restart", True)),
                 )
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read a copy of a single run.
+        """Read one run, i.e. one contiguous byte range.
 
         Args:
-            copy: The copy.
+            copy: A copy with a single run.
             into: Page-aligned buffer with room for the run and a page.
 
         Returns:

@@ -122,7 +122,7 @@ def _check_run(path: Path, journal_run_id: str, run_id: str) -> None:
         raise PrepError(
             f"{folder} belongs to another run",
             "its plan or its source differs",
-            text("{} drops it", Option("restart", True)),
+            text("{} deletes it", Option("restart", True)),
         )
 
 

@@ -32,10 +32,10 @@ from prepcli.formats.orbax_write import WrittenChunk
 from prepcli.planning.chunk_placement import FILE_NBYTES
 
 PIECE_NBYTES = 1 << 20
-# raw bytes compressed between two marks
+# A mark is a line of the journal. One is written after this many raw bytes at the latest.
 MARK_NBYTES = 256 << 20
 METHOD = "zstd"
-DEFAULT_LEVEL = 1  # as Orbax
+DEFAULT_LEVEL = 1  # the level that Orbax uses
 # higher levels need much memory
 MAX_LEVEL = 19
 
@@ -190,7 +190,8 @@ class _Compressor:
         for row in self.chunks[marked:]:
             chunk = _ByteRange(*map(int, row))
             if offset >= FILE_NBYTES:
-                # a mark syncs one file, so the chunks of a full file are marked before the next
+                # A line of the journal syncs one file, so the chunks of a full file are recorded before the next file
+                # begins.
                 marked = self._record_progress(marked)
                 unmarked_nbytes = 0
                 file += 1

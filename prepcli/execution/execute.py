@@ -88,7 +88,7 @@ class ConversionExecutor:
         out: Path of the output.
         pool: The workers of this process, its share of the plan, its memory and its progress.
         overwrite: Replace an existing output.
-        restart: Drop the durable part of an earlier run.
+        restart: Delete the files of an unfinished earlier run, and write them again.
         allow_overflow: Cast out-of-range values to infinity.
         note: Prints a line for the user.
         budget: How the memory is divided among buffers.
@@ -305,7 +305,7 @@ class ConversionExecutor:
             digests=digests,
             progress=self.pool.progress,
         )
-        # The stamps cover the time between the digest check of the data files and the manifest.
+        # The stamps were read before the digest check. Equal stamps show that no file has changed since.
         check_unchanged(stamps)
         # another program may have created it meanwhile
         _check_replaceable(self.out)
@@ -424,7 +424,7 @@ def check_free_space(plan: Plan, folder: Path) -> None:
         raise PrepError(
             f"not enough room for {folder.name.removesuffix(PARTIAL_SUFFIX)}",
             f"needs {format_bytes(needed_nbytes)}, its disk has {format_bytes(free_nbytes)} free",
-            text("{} on another disk", Option("out")),
+            text("use {} with a path on another disk", Option("out")),
         )
 
 

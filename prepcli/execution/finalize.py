@@ -75,7 +75,7 @@ def finalize_output(
     # The order: compressed chunks, index, step, small files, checksums, manifest. `Staging.publish` makes
     # them durable before the rename. A kill leaves a staging folder, and the next run writes all of them
     # again, except the chunks that the journal of the compression lists.
-    # files themselves are opened without following links
+    # This checks the folders. Each file is opened without following links.
     check_no_symlinks(stage.folder)
     compressed = None
     if plan.zstd_level:
@@ -190,8 +190,8 @@ def _write_small_file(file: SmallFile, path: Path) -> None:
 
 
 def _open_without_links(path: str, flags: int) -> int:
-    # The path was resolved: a link there is a later replacement. So is a FIFO, for which a plain open
-    # would wait without end: O_NONBLOCK.
+    # The path was checked before, so a link or a FIFO there has replaced the file since. O_NOFOLLOW refuses the link.
+    # O_NONBLOCK keeps the open of a FIFO from waiting for its other end.
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

@@ -43,7 +43,10 @@ _WEIGHT_FILE_PATTERNS = (
 
 @dataclass(frozen=True, slots=True)
 class PushTarget:
-    """A repository, the branch of the commit (None: main), and whether a new repository is private."""
+    """Destination of an upload: a repository, the branch of the commit, and whether a new repository is private.
+
+    A `revision` of None is the branch `main`.
+    """
 
     repo: str
     revision: str | None = None

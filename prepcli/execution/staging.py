@@ -113,7 +113,7 @@ class Staging:
 
         Args:
             run_identity: Identity of the run. A folder of another run is an error.
-            restart: Drop an earlier run, unless processes of the same run are running.
+            restart: Delete the files of an earlier run, unless processes of the same run are running.
             share: Share of this process.
 
         Raises:
@@ -121,7 +121,7 @@ class Staging:
         """
         # All processes of a run hold LOCK_FILE shared until they end. JOIN_LOCK_FILE is held for
         # moments: joining and publishing exclude each other, so the first holder of LOCK_FILE may
-        # drop or divide an earlier run before a second process reads it.
+        # delete or divide an earlier run before a second process reads it.
         self.share = share
         run_id = str(run_identity["plan"])
         with contextlib.ExitStack() as on_error:
@@ -133,7 +133,7 @@ class Staging:
                     )
                     self._locks.append(fd)
                     if restart and is_first and self._has_earlier_run():
-                        self._drop_earlier_run()
+                        self._delete_earlier_run()
                     earlier_identity = read_json_record(self.work / RUN_FILE)
                     if earlier_identity is None:
                         write_json_record(self.work / RUN_FILE, run_identity)
@@ -233,8 +233,8 @@ class Staging:
     def _has_earlier_run(self) -> bool:
         return (self.work / RUN_FILE).exists() or (self.work / DIVISION_FILE).exists()
 
-    def _drop_earlier_run(self) -> None:
-        """Drop an earlier run.
+    def _delete_earlier_run(self) -> None:
+        """Delete the journals, records and data files of an earlier run.
 
         Failure notes stay: one may be of a process started together with this one.
         """
@@ -297,7 +297,7 @@ class Staging:
             self._moving_fd = -1
 
     def all_moved(self) -> bool:
-        """Return whether all running processes have moved their shares. Call it with the publish lock held."""
+        """Return whether all running processes have written their shares. Call it with the publish lock held."""
         return self.share.count == 1 or not has_shared_holders(self.work / MOVING_LOCK_FILE)
 
     def _is_same_folder(self) -> bool:
@@ -339,7 +339,7 @@ class Staging:
         if os.path.lexists(self.out) and not overwrite:
             raise OutputExistsError(
                 f"{self.out} already exists",
-                f"it was created while {self.folder} was written, which is complete",
+                f"it appeared while prep wrote {self.folder}, now complete",
                 text("move it away and {}, or pass {}", RERUN_HINT, Option("overwrite", True)),
             )
         # A replaced output moves into the work folder, and is removed after the new one has its
@@ -423,5 +423,5 @@ def _other_run_error(
         why = "it was started by another version of prep"
     else:
         why = f"it was started by `{earlier_identity.get('request')}`, this is `{run_identity.get('request')}`"
-    hint = text("{} drops it", Option("restart", True))
+    hint = text("{} deletes it", Option("restart", True))
     return PrepError(f"{folder} belongs to another run", why, hint)

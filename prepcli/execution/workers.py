@@ -267,7 +267,7 @@ class _Worker:
             name = signal.Signals(-code).name
             return PrepError(
                 f"a worker was killed by {name}",
-                "not by prep: out of memory?",
+                "prep did not send the signal: the machine may be out of memory",
                 RESUME_HINT,
             )
         texts = {"what": "", "why": "", "hint": ""}

@@ -1,7 +1,8 @@
 """The record of an output's files in its manifest: `files: {path: {bytes, xxh3}}`.
 
-It lists every file without tensors: settings, tokenizers, and the index of an Orbax item. The digests of tensors cover
-the payload of a safetensors or msgpack file. Its entry has `header`, the digest of all other bytes, instead of `xxh3`.
+It lists every file without tensors: settings, tokenizers, and the index of an Orbax item. Safetensors and msgpack files
+are listed too. The digests of the tensors cover their payload, so their entries have `header`, the digest of the
+remaining bytes, instead of `xxh3`.
 """
 
 from __future__ import annotations

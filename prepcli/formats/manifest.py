@@ -48,7 +48,7 @@ TOWERS_KEY: Final = "towers"
 SIZE_KEY: Final = "bytes"
 XXH3_KEY: Final = "xxh3"
 HEADER_KEY: Final = "header"
-# in the entry of the base: `restore.digest_checks.sample_digest` of its checkpoint
+# An adapter's record of its base model has this key. `restore.digest_checks.sample_digest` computes the value.
 SAMPLE_DIGEST_KEY = "sample_digest"
 
 # Keys that later commands read without a check, with the type that each must have.
@@ -116,7 +116,7 @@ class Manifest:
 
     @property
     def towers(self) -> Mapping[str, object] | None:
-        """Facts of the multimodal model around the parameters. None for other models."""
+        """Record of the multimodal model with these parameters: its type and name prefixes. None for other models."""
         return self.fields.get(TOWERS_KEY)
 
     @property

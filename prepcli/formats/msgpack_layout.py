@@ -1,7 +1,7 @@
-"""Lay out Flax msgpack files and EasyLM streams: compute the headers and the offsets of the payloads. Pure.
+"""Lay out Flax msgpack files and EasyLM streams: compute the headers and the offsets of the payloads.
 
-The engine fills in the payloads. The bytes equal the ones that `flax.serialization` writes for a tree in the order of
-JAX: the keys of every dict are sorted as text.
+The functions are pure. The engine writes the payloads. The bytes equal the ones that `flax.serialization` writes for
+a tree in the order of JAX: the keys of every dict are sorted as text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check that a training can run on the devices of a job. Pure, no I/O.
+"""Check that a training can run on the devices of a job. The functions do no I/O.
 
 A job with a wrong mesh would wait in a queue and fail after all hosts have connected. It is refused before anything is
 allocated.

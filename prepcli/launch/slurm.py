@@ -1,4 +1,4 @@
-"""The batch script that trains under SLURM with one process per node. Pure, no I/O."""
+"""The batch script that trains under SLURM with one process per node. The functions do no I/O."""
 
 from __future__ import annotations
 

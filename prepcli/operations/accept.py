@@ -39,7 +39,7 @@ MODEL_CONFIGS = (
     CONFIG,
     f"{HF_FOLDER}/{CONFIG}",
     f"{STATE_ITEM}/{HF_FOLDER}/{CONFIG}",
-)  # in a folder, init and step
+)  # in a Hugging Face folder, an init and a training step
 MAX_SHOWN = 6
 
 

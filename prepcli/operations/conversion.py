@@ -65,7 +65,7 @@ from trainer.models.verbatim import CANNOT_TRAIN
 
 UNWRITTEN_SOURCES = "sources are never written to"
 OUT_PLACEHOLDER = "{out}"
-# Side files in a message.
+# A message names at most this many files left out of the output.
 MAX_LEFT_FILES = 5
 
 
@@ -214,7 +214,7 @@ def open_checkpoint(
         observer.note(f"using {checkpoint} (the only prep checkpoint here)")
     access = make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
     is_decoded = common.quantized == "dequantize"
-    # Only the verbatim family has the names of codes and scales.
+    # A checkpoint keeps its codes and scales only under the names in its files (the verbatim family).
     is_kept = common.quantized in ("keep", "stored") and common.verbatim is not False
     access = replace(
         access,
@@ -406,7 +406,7 @@ def _process_share(common: CommonOptions, observer: Observer) -> Share:
     """Return the share of this process in the work, and note the launcher that sets it."""
     share, launcher = requested_share(common.process_options.processes, os.environ)
     if launcher:
-        observer.note(f"process {share.index} of {share.count}, as {launcher} says")
+        observer.note(f"process {share.index} of {share.count}, according to {launcher}")
     return share
 
 

@@ -279,7 +279,7 @@ def plan_copy(
 
 
 def _compared_names(source: Source, match: TensorMatch) -> set[str]:
-    """Return the names of tensors to read and not to write."""
+    """Return the names of tensors to read for a comparison, but not to write."""
     decoded = {tensor.name for tensor in source.state_tensors if is_decoded_tensor(tensor.name)}
     return decoded | {check.name for check in match.checks}
 

@@ -57,7 +57,7 @@ OUT_OF_MEMORY_HINT = text(
     Option("mesh"),
 )
 OnTokens = Callable[[NewTokens], None]
-PROMPT_IDS = Option("tokens", [[1, 2, 3]])  # example in hints
+PROMPT_IDS = Option("tokens", [[1, 2, 3]])  # the example that hints show
 
 
 @public

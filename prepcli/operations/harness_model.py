@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trainer.training.evaluation import EvalStep
     from trainer.training.scoring import Score, ScoreRequest
 
-DEFAULT_LENGTH = 2048  # of models without a limit of positions in their config
+DEFAULT_LENGTH = 2048  # for models without a limit of positions in their config
 DEFAULT_NEW_TOKENS = 256
 
 

@@ -279,9 +279,9 @@ def plan_orbax_item(
 
 
 def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[DroppedTensor, ...]]:
-    """Return a source with the kept state, and the dropped state.
+    """Return a source without the tensors of the state to drop, and a record of each dropped tensor.
 
-    A copy keeps the state of a training step, and the scales of dequantised weights.
+    The optimizer state of a training step and the scales of dequantised weights stay, unless `params_only` is set.
     """
     if params_only:
         dropped = tuple(dropped_state(source))

@@ -367,9 +367,13 @@ def _shape_findings(
             yield Finding(label, f"is {a_tensor.dtype} and {b_tensor.dtype}")
         elif name in a.vocab_tensors and a.true_vocab != b.true_vocab:
             yield Finding(label, f"has {a.true_vocab} and {b.true_vocab} true rows")
-        # The bool is an index: 1 skips the rows of a vocabulary tensor, which may differ by padding.
-        elif a_tensor.shape[name in a.vocab_tensors :] != b_tensor.shape[name in a.vocab_tensors :]:
-            yield Finding(label, f"has shapes {list(a_tensor.shape)} and {list(b_tensor.shape)}")
+        else:
+            # The rows of a vocabulary tensor may differ by padding.
+            first_dim = 1 if name in a.vocab_tensors else 0
+            if a_tensor.shape[first_dim:] != b_tensor.shape[first_dim:]:
+                yield Finding(
+                    label, f"has shapes {list(a_tensor.shape)} and {list(b_tensor.shape)}"
+                )
 
 
 def _true_rows(model: _VerifiedModel, tensor: SourceTensor) -> Range:

@@ -1,4 +1,4 @@
-"""Extents of an output's data files: consecutive chunks with their checksum blocks. Pure."""
+"""Extents of an output's data files: consecutive chunks with their checksum blocks."""
 
 from __future__ import annotations
 

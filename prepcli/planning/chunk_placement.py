@@ -1,4 +1,4 @@
-"""Assign file offsets to the chunks of output leaves. Pure.
+"""Assign file offsets to the chunks of output leaves.
 
 The layout depends on the saved tensors alone, not on the run.
 """
@@ -30,7 +30,7 @@ class LeafPiece:
     Attributes:
         leaf_name: Dotted name of the leaf.
         axis_map: Maps the tensor's elements to the leaf's.
-        stacked_indices: (atom, index) of each stacked atom in the tensor's name.
+        stacked_indices: Name and index of each stacked axis in the tensor's name, e.g. (("layers", 3),).
         grid: Chunk grid of the leaf.
         itemsize: Bytes per element.
         source_offset: Offset of the tensor in its source file, or 0 if it has none.

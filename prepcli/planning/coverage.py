@@ -1,4 +1,4 @@
-"""Check a plan's coverage: reads tile every tensor and writes tile every chunk exactly once. Pure."""
+"""Check a plan's coverage: reads tile every tensor and writes tile every chunk exactly once."""
 
 from __future__ import annotations
 

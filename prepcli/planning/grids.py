@@ -1,4 +1,4 @@
-"""Chunk grids: which chunk holds an element of a leaf, and where each chunk is stored. Pure.
+"""Chunk grids: which chunk holds an element of a leaf, and where each chunk is stored.
 
 Chunks are computed by arithmetic: no object per chunk is created.
 """
@@ -93,7 +93,7 @@ class DimPiece:
     """A part of a leaf dim, as a nest of regular loops over the chunk grid.
 
     Attributes:
-        atom_starts: (atom, first index) of each atom of the dim.
+        atom_starts: Name and first index of each axis of the dim, e.g. (("heads", 1), ("head_dim", 0)).
         chunk_index: Index of the first chunk along the dim.
         element_offset: Offset of the first element within that chunk.
         steps: The loops, outermost first.
@@ -111,9 +111,9 @@ def split_dim(
     """Split the part `atom_ranges` of a leaf dim at its chunk boundaries, into as few regular pieces as possible.
 
     Args:
-        factors: The dim's atoms, outermost first.
+        factors: The axes of the dim, outermost first.
         chunk_length: Length of a chunk along the dim.
-        atom_ranges: Range of each atom. Atoms of other dims are ignored.
+        atom_ranges: Index range of each axis. Axes of other dims are ignored.
 
     Yields:
         Pieces that cover the box, each element once.
@@ -153,15 +153,14 @@ def split_dim(
 
 
 def find_split_atom(extents: Sequence[int], chunk_length: int) -> int | None:
-    """Return the position of the atom that chunk boundaries split.
+    """Return the position of the axis of a dim split by chunk boundaries.
 
     Args:
-        extents: Extents of a dim's atoms, outermost first.
+        extents: Extents of the dim's axes, outermost first, e.g. [4, 6] for (heads=4 head_dim=6).
         chunk_length: Length of a chunk along the dim.
 
     Returns:
-        The position of the only split atom. None if chunk boundaries fall at
-        different indices of the inner atoms.
+        The position of the only split axis. None if chunk boundaries fall at different indices of the inner axes.
     """
     # (heads=4 head_dim=6): chunks of 12 have 2 whole heads and split `heads`, chunks of 3 split
     # `head_dim`. Chunks of 4 split neither alone: they end at 4 in head 0, but at 2 and 6 in head 1.
@@ -256,14 +255,14 @@ def _pieces_by_chunk(
 def free_atom_ranges(
     factors: Sequence[SizedAxis], merged_range: Range
 ) -> Iterator[dict[str, Range]]:
-    """Split a range of a merged dim into boxes over its free atoms.
+    """Split a range of a merged dim into boxes over its axes without a fixed index.
 
     Args:
-        factors: The dim's atoms, outermost first.
+        factors: The axes of the dim, outermost first.
         merged_range: Half-open range of the merged dim.
 
     Yields:
-        Ranges of the free atoms, by atom. Elements with another index of a fixed atom are excluded.
+        Index range of each axis, by name. Elements with another index of a fixed axis are excluded.
     """
     # A fixed atom selects one index of its axis, e.g. (qkv=3 at 1, embed=8) is the middle third of a
     # fused weight. A box without that index has no element of the leaf.

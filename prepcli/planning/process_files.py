@@ -1,4 +1,4 @@
-"""Data files of a training step. One process writes each file. Pure.
+"""Data files of a training step. One process writes each file.
 
 An object in a bucket is written at once, from its first byte to its last, by one process. The data file of a process
 holds the chunks of its shards in the order in which it writes them.

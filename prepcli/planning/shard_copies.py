@@ -1,4 +1,4 @@
-"""Copies between a shard of a leaf and the chunks of the leaf in the output's files. Pure."""
+"""Copies between a shard of a leaf and the chunks of the leaf in the output's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divide the streams of a plan among the processes that write one output: a share is the part of one process. Pure."""
+"""Divide the streams of a plan among the processes that write one output: a share is the part of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split streams into slabs that fit a buffer. A slab is a contiguous byte range of a tensor. Pure.
+"""Split streams into slabs that fit a buffer. A slab is a contiguous byte range of a tensor.
 
 Slab boundaries are chosen so that reads and writes have long runs of whole chunks and whole pages.
 """
@@ -260,9 +260,9 @@ def _aligned_bands(stream: Stream, axis: int) -> Iterator[_ChunkBand]:
 
 
 def _atom_lengths_in_chunk(region: ChunkedLocation) -> dict[str, int]:
-    """Return the number of indices of each atom in one chunk.
+    """Return the number of indices of each named axis in one chunk, e.g. {"heads": 2, "head_dim": 64}.
 
-    Atoms with uneven chunk boundaries are omitted: they count as split into single indices.
+    Axes with uneven chunk boundaries are omitted: they count as split into single indices.
     """
     atom_lengths: dict[str, int] = {}
     for dim, length in zip(region.axis_map.leaf_dims, region.grid.chunk_shape):

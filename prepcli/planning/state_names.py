@@ -1,4 +1,4 @@
-"""Tensor names in a training state: parameters, optimizer slots, and other leaves. Pure.
+"""Tensor names in a training state: parameters, optimizer slots, and other leaves.
 
 A slot is a subtree of the optimizer state with one leaf per parameter, such as `opt_state.adam.mu`. Its tensors are
 named `SLOT/TENSOR` after the parameters' tensors. A leaf that belongs to no parameter is a tensor named `/LEAF`.

@@ -1,4 +1,4 @@
-"""Dtypes that prep reads and writes, tensors in files, and casts. Pure."""
+"""Dtypes that prep reads and writes, tensors in files, and casts."""
 
 from __future__ import annotations
 

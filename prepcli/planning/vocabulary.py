@@ -1,4 +1,4 @@
-"""Vocabulary sizes: the true and the padded number of rows, and their keys in a config. Pure."""
+"""Vocabulary sizes: the true and the padded number of rows, and their keys in a config."""
 
 from __future__ import annotations
 

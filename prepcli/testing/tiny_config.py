@@ -1,4 +1,4 @@
-"""Scale the config of a published model down to a tiny one that makes the same choices. Pure."""
+"""Scale the config of a published model down to a tiny one that makes the same choices. The functions are pure."""
 
 from __future__ import annotations
 

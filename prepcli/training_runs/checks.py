@@ -221,7 +221,7 @@ def check_disk(folder: Path, needed_nbytes: int) -> None:
         raise PrepError(
             f"not enough room for a checkpoint in {folder}",
             why,
-            text("{} on another disk", Option("out")),
+            text("use {} with a path on another disk", Option("out")),
         )
 
 

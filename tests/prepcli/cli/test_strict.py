@@ -94,7 +94,7 @@ def test_demo_refuses_several_processes(
     monkeypatch.setenv("SLURM_PROCID", "1")
     err = run_failing(capsys, 2, "demo")
     assert "`prep demo` runs in one process" in err
-    assert "process 1 of 4, as SLURM says" in err
+    assert "process 1 of 4, according to SLURM" in err
     assert list(tmp_path.iterdir()) == []
     run_ok("models")
 

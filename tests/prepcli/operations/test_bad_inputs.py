@@ -213,7 +213,7 @@ def test_unfinished_run_of_other_request_needs_restart(capsys):
     code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: m-init.partial belongs to another run")
     assert "`prep save-init ./m --mesh 1,2,1`" in lines[1]
-    assert lines[2] == " hint: `--restart` drops it"
+    assert lines[2] == " hint: `--restart` deletes it"
     assert main(["save-init", "./m", "--restart", "-q"]) == 0
 
 

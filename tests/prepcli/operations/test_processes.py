@@ -120,7 +120,7 @@ def test_share_comes_from_the_launchers_variables(setup: KillSetup):
         for index in range(2)
     ]
     outputs = wait_for_exit(*processes)
-    assert "process 1 of 2, as SLURM says" in outputs[1][1]
+    assert "process 1 of 2, according to SLURM" in outputs[1][1]
     assert read_files(setup.folder / "out") == setup.expected_files("export")
     shutil.rmtree(setup.folder / "out")
 
