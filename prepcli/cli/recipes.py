@@ -50,7 +50,7 @@ def recipes(
     if names[1:]:
         raise usage_error(
             f"unexpected word `{names[1]}`",
-            "one recipe at a time",
+            "the command takes the name of one recipe",
             f"`prep recipes copy {names[1]}`",
         )
     if is_copy and not names:

@@ -81,7 +81,7 @@ class Staging:
         if name_nbytes > MAX_OUT_NAME_NBYTES:
             raise usage_error(
                 text("{} is too long", Option("out", out)),
-                f"its name has {name_nbytes} bytes, and its partial folder needs a longer one",
+                f"its name has {name_nbytes} bytes, and the folder has a longer name until it is complete",
                 f"use a name of at most {MAX_OUT_NAME_NBYTES} bytes",
             )
         self.out = out

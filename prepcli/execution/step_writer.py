@@ -145,7 +145,7 @@ def _read_digests(stage: Staging, count: int) -> dict[int, str]:
             raise PrepError(
                 f"{path} does not exist",
                 f"process {index} wrote it to a folder of the same name on another disk",
-                text("{} on a file system that all hosts share", Option("out", "FOLDER")),
+                text("set {} to a folder on a file system that all hosts share", Option("out")),
             )
         for number, digest in note.items():
             digests[int(number)] = str(digest)

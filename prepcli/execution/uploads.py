@@ -46,7 +46,9 @@ UPLOAD_SUFFIX = ".upload"
 MARKS_FILE = "uploaded.jsonl"
 COMMIT_MARKER = "commit_success.txt"  # of Orbax
 RETRIES = 10
-_OTHER_ADDRESS_HINT = text("{} another address, or {}", Option("out"), Option("overwrite", True))
+_OTHER_ADDRESS_HINT = text(
+    "set {} to another address, or pass {}", Option("out"), Option("overwrite", True)
+)
 
 
 class Planned(Protocol):

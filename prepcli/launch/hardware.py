@@ -229,7 +229,7 @@ def _gpu_hardware(options: GkeOptions, training: Training) -> Hardware:
         topology = Option("topology")
         raise usage_error(
             text("{} is for TPUs only", topology),
-            text("{}", Option("accelerator", options["accelerator"])),
+            text("{} names no TPU", Option("accelerator", options["accelerator"])),
             text("remove {}", topology),
         )
     if options["devices_per_node"] is None:

@@ -93,7 +93,7 @@ def _check_digest(source: Source, other: Source, recorded: Any) -> None:
     what = f"{other.display_name} has other towers than the model of {source.display_name} at its start"
     why = f"their first rows have the digest {digest}, the step records {recorded.get('digest')}"
     hint = text(
-        "{} of the model that the run started from, or {}",
+        "name the model at the start of the run with {}, or pass {}",
         Option("towers", "CHECKPOINT"),
         Option("text_only", True),
     )

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 64
 OUT_OF_MEMORY_HINT = text(
-    "a smaller {}, fewer {}, {}, or more fsdp or mp in {}",
+    "use a smaller {}, fewer {}, {}, or more fsdp or mp in {}",
     Option("batch_size"),
     Option("max_new_tokens"),
     Option("dtype", "bfloat16"),

@@ -322,7 +322,8 @@ def _verify_pair(
     if a.source.family.name != b.source.family.name:
         why = f"{a.source.family.name} and {b.source.family.name}"
         names = f"{a.source.display_name} and {b.source.display_name}"
-        raise PrepError(f"{names} are of different families", why, "two checkpoints of one family")
+        hint = "name two checkpoints of one family"
+        raise PrepError(f"{names} are of different families", why, hint)
     findings = list(_shape_findings(a, b, has_tolerance=request.tolerance is not None))
     if request.quick and not findings:
         return _quick_result(a, SHAPE_CHECKS, against=b)

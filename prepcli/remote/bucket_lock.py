@@ -46,7 +46,7 @@ RENEW_S = 30.0
 STALE_S = 300.0
 # Seconds without a successful renewal until `check` asks the store.
 UNSURE_S = 120.0
-MAX_NBYTES = 4096  # of the lock object
+MAX_NBYTES = 4096  # size of the lock object
 # Tries to acquire a lock while other processes acquire and release it.
 MAX_TRIES = 10
 

@@ -223,6 +223,6 @@ def _has_later_layers(source: Source, config: HFConfig, names: Iterable[str], la
 def verbatim_error(display_name: str) -> PrepError:
     """Return the error of commands that compute with a model, for a verbatim checkpoint."""
     hint = text(
-        "a checkpoint of a supported family, converted without {}", Option("verbatim", True)
+        "use a checkpoint of a supported family, converted without {}", Option("verbatim", True)
     )
     return PrepError(f"prep cannot compute with {display_name}", CANNOT_TRAIN, hint)

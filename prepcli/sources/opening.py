@@ -79,7 +79,7 @@ def open_source(
         _check_headers(source)
         if local_files.remote is not None:
             source = _with_remote_blobs(source, local_files.remote)
-        # The opener of GGUF decodes.
+        # The opener of GGUF files has already decoded the weights.
         if dequantize and located.kind != "gguf":
             source = dequantize_source(source)
         if source.family.is_verbatim and located.kind in MULTIMODAL_KINDS:
@@ -94,7 +94,7 @@ def _split_unless_verbatim(source: Source, verbatim: bool | None) -> Source:
     was_verbatim = source.manifest is not None and source.manifest.family == VERBATIM
     if verbatim or (verbatim is None and was_verbatim):
         return source
-    # The records of decoded weights have the names of the file.
+    # The manifest records decoded weights under the names in the file, so these names are kept.
     if source.quantization:
         return source
     return split_text_part(source)

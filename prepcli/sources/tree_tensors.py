@@ -42,7 +42,7 @@ from trainer.models.parameters import (
     parameter_rows,
 )
 
-# A tree of parameters, Flax variables, a Flax training state.
+# Prefix of the parameters in a tree of parameters, in Flax variables, and in a Flax training state.
 ROOTS = (
     "",
     "params.",

@@ -65,7 +65,7 @@ class OrbaxItemLayout:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """A line for each dim partitioned by a later choice of its rule."""
+        """A line for each dim split by a later choice of its rule, because the first one does not divide the dim."""
         lines: dict[str, None] = {}  # in order, each once
         for spec in self.specs.values():
             lines |= dict.fromkeys(map(str, spec.fallbacks))
@@ -258,7 +258,9 @@ def _mixed_dtypes_error(
     if reported.dtype not in FLOAT_DTYPES:
         option = Option("stats", True)
         command = Command("inspect", source.display_name, display_name, option)
-        hint = text("a parameter is floating-point: {} shows its values", command)
+        hint = text(
+            "parameters must be floating-point, and {} shows the values of this tensor", command
+        )
     return PrepError(f"the leaf {leaf} would have two dtypes", why, hint)
 
 
@@ -385,7 +387,7 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
 
 
 def _dim_names(axis_map: AxisMap) -> list[tuple[str, ...]]:
-    """Return the atoms of each dim of a leaf."""
+    """Return the names of the axes in each dim of a leaf, e.g. [("embed",), ("heads", "head_dim")]."""
     names: list[tuple[str, ...]] = []
     for dim in axis_map.leaf_dims:
         names.append(tuple(factor.atom for factor in dim))

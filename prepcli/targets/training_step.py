@@ -1,7 +1,7 @@
 """The plan of a saved training step: a training state in memory, written to an Orbax item in the layout of an init."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
-# The manifest of a start describes a complete model.
+# A start checkpoint has the manifest of a complete model, so its optional keys exist.
 
 from __future__ import annotations
 

@@ -162,7 +162,9 @@ def run_together(
     describe_durable: Callable[[], str] = lambda: "",
     hint: str = NO_STEP_HINT,
 ) -> Iterator[Callable[[str], None]]:
-    """End this process with the other processes of its job, and wait for them at the end.
+    """Let the processes of a job end together: if one process fails in the `with` block, all of them end.
+
+    At the end of the block, wait for the other processes.
 
     Args:
         group: Processes of the job.
@@ -171,7 +173,7 @@ def run_together(
         has_saved_step: Returns whether the run can be resumed.
         describe_durable: Returns a description of the work that a later run continues from, for the
             message of a signal that ends the wait. Empty if there is none.
-        hint: Hint of errors if it cannot.
+        hint: Hint of errors if the run cannot be resumed.
 
     Yields:
         A function that sets the phase of this process, such as `load` or `step 12`.

@@ -199,7 +199,7 @@ def test_step_larger_than_memory_is_refused_before_work(
     )
     assert (code, why) == (FAILED, "200 KiB are available")
     assert what.startswith("a step needs about ")
-    assert hint.startswith("with `--set batch.accumulate=16` about ")
+    assert hint.startswith("with `--set batch.accumulate=16` a step needs about ")
     assert hint.endswith("`--force` starts the run all the same")
     assert not Path("runs").exists()
 
