@@ -29,7 +29,7 @@ GB = 10**9
 STATE_COPIES = 3  # parameters and two moments, float32
 HEARTBEAT_NBYTES = 150
 HEARTBEAT_TIMEOUT_S = 60.0
-CHUNK_ENTRY_NBYTES = 60  # of a chunk in the OCDBT manifest tree, before compression
+CHUNK_ENTRY_NBYTES = 60  # entry of a chunk in the OCDBT index, before compression
 NUM_CALLS = 4000
 
 

@@ -37,7 +37,7 @@ class RestoreCost:
 
 
 def drop_page_cache(folder: Path) -> int:
-    """Drop the pages of all files from the page cache; return their bytes."""
+    """Drop the pages of all files from the page cache, and return their bytes."""
     total = 0
     for path in folder.rglob("*"):
         if path.is_file():
@@ -142,7 +142,7 @@ def cost_text(cost: RestoreCost, verify: bool) -> str:
 
 
 def summary_text(pairs: Sequence[tuple[RestoreCost, RestoreCost]]) -> str:
-    """Return the fastest restores of both kinds and their ratio; the first of each pair is the checked one."""
+    """Return the fastest restores of both kinds and their ratio. The first of each pair is the checked one."""
     checked, unchecked = (min(cost.seconds for cost in costs) for costs in zip(*pairs))
     cpu = [sum(cost.cpu_seconds for cost in costs) / len(pairs) for costs in zip(*pairs)]
     wall = (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 COLUMN_GAP = 2  # spaces between columns
 # Spaces before the cells below the first one of a row.
 STACKED_INDENT = 2
-MIN_WRAPPED_WIDTH = 24  # of a column with wrapped text
+MIN_WRAPPED_WIDTH = 24  # least width of a column with wrapped text
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ class BucketStep:
             file = uploaded.get(path, RemoteFile(path, 0, ""))
             blobs.append(RemoteBlob(file, cache))
         streams: dict[int, Stream] = {}
-        for position in share:  # in `numbers`, not in the plan
+        for position in share:  # position in `numbers`, not in the plan
             number = numbers[position]
             streams[number] = readback_stream(plan.streams[number])
         with open_blobs(blobs) as reader:

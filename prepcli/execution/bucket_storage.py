@@ -43,7 +43,7 @@ from prepcli.sources.opening import open_source
 from trainer.files.reading import open_regular_file
 from trainer.models.boxes import Box
 
-STORED_PIECE_NBYTES = 8 << 20  # of a file that is uploaded
+STORED_PIECE_NBYTES = 8 << 20  # bytes of a file read at a time for its upload
 
 
 class BucketStorage:

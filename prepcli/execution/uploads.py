@@ -44,7 +44,7 @@ from trainer.files.json_values import load_json
 
 UPLOAD_SUFFIX = ".upload"
 MARKS_FILE = "uploaded.jsonl"
-COMMIT_MARKER = "commit_success.txt"  # of Orbax
+COMMIT_MARKER = "commit_success.txt"  # name that Orbax uses
 RETRIES = 10
 _OTHER_ADDRESS_HINT = text(
     "set {} to another address, or pass {}", Option("out"), Option("overwrite", True)

@@ -33,7 +33,7 @@ from trainer.models.json_types import JsonObject
 
 # Above the memory of a Python process that has only imported prep.
 MAX_BASELINE_NBYTES = 64 * MIB
-# for a worker that was asked to stop
+# Time for a worker to end after a signal. It is killed afterwards.
 STOP_GRACE_S = 60.0
 
 

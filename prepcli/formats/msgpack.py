@@ -231,7 +231,7 @@ _FIX_TYPES: dict[int, tuple[Literal["map", "array", "text"], int]] = {
 _SIZED_TYPES: dict[int, tuple[Literal["map", "array", "text", "bytes", "extension"], int]] = {
     **{0xC4 + i: ("bytes", 1 << i) for i in range(3)},
     **{0xC7 + i: ("extension", 1 << i) for i in range(3)},
-    **{0xD4 + i: ("extension", 0) for i in range(5)},  # of 1, 2, 4, 8 or 16 bytes
+    **{0xD4 + i: ("extension", 0) for i in range(5)},  # extensions of 1, 2, 4, 8 or 16 bytes
     **{0xD9 + i: ("text", 1 << i) for i in range(3)},
     **{0xDC + i: ("array", 2 << i) for i in range(2)},
     **{0xDE + i: ("map", 2 << i) for i in range(2)},

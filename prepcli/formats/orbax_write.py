@@ -29,7 +29,7 @@ from prepcli.formats.orbax import (
 )
 
 CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
-# of errors that a correct plan cannot cause
+# Hint of errors in the arguments, which a correct plan cannot cause.
 _BUG_HINT = "this is a bug in prep: the checkpoint was not written"
 # The name of the handler that orbax-checkpoint 0.12 records for a tree of arrays.
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"

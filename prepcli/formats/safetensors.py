@@ -37,7 +37,7 @@ from trainer.models.json_types import JsonObject, JsonValue
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of PEFT
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # names of PEFT
 ADAPTER_HINT = text(
     "{} adds a LoRA adapter to its base; PEFT's `merge_and_unload()` merges others",
     Command("merge", "ADAPTER", "BASE"),

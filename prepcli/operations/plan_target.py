@@ -28,8 +28,8 @@ from trainer.recipe.raw_recipe import RawRecipe
 from trainer.recipe.toml_values import TomlTable
 
 RECIPE_SUFFIX = ".toml"
-NAME_SIGNS = frozenset("/@:~")  # of paths, hub ids, revisions and URLs
-DEFAULT_MAX_LENGTH = 2048  # tokens of a sequence, if a checkpoint is planned without a recipe
+NAME_SIGNS = frozenset("/@:~")  # signs of paths, hub ids, revisions and URLs
+DEFAULT_MAX_LENGTH = 2048  # tokens of a sequence in the plan of a checkpoint without a recipe
 DEFAULT_SOURCE_LENGTH = 512
 
 

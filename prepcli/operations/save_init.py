@@ -77,10 +77,9 @@ from trainer.models.rule_text import merge_rules, with_default_preset
 from trainer.models.rules import LeafDims, check_leaf_rules
 from trainer.models.verbatim import CANNOT_TRAIN, stacked_numbers
 
-DEVICES_PER_HOST = (
-    4  # of a TPU host and of many GPU hosts; for the estimate of the bytes that a host reads
-)
-MAX_MULTIPLE_DIGITS = 18  # of the option `pad_vocab`
+# A TPU host and many GPU hosts have 4 devices. The number is used to estimate the bytes read by a host.
+DEVICES_PER_HOST = 4
+MAX_MULTIPLE_DIGITS = 18  # digits of the option `pad_vocab`
 
 
 @public
@@ -190,7 +189,7 @@ class _ItemLayout:
     scan_axis: int
     vocabulary: Vocabulary
     vocab_rows: int  # rows of the padded vocabulary
-    rules: tuple[str, ...]  # of `--rule`, or of the source
+    rules: tuple[str, ...]  # rules of `--rule`, or of the source
     source_manifest: Manifest  # empty if prep did not write the source
     is_training_step: bool  # the output is a training step, with its optimizer state
 

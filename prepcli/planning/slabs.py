@@ -16,7 +16,7 @@ from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy
 from prepcli.planning.tensors import itemsize
 from trainer.models.boxes import Box, full_box, strides
 
-PAGE = 4096  # bytes; unit of direct I/O
+PAGE = 4096  # bytes. Direct I/O transfers whole pages.
 # longer runs are hardly faster
 LONG_RUN_NBYTES = 64 << 10
 

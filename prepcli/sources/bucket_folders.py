@@ -71,7 +71,7 @@ class BucketFolder:
         self.display_name = display_name
         self._bucket = bucket
         self._files = {file.path: file for file in _without_older_steps(bucket.list_files())}
-        self._contents: dict[str, bytes] = {}  # of the small files that were read, by name
+        self._contents: dict[str, bytes] = {}  # contents of the small files read so far, by name
         if not self._files:
             raise PrepError(
                 f"{bucket.name} holds no checkpoint",

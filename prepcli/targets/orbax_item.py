@@ -66,7 +66,7 @@ class OrbaxItemLayout:
     @property
     def fallbacks(self) -> tuple[str, ...]:
         """A line for each dim split by a later choice of its rule, because the first one does not divide the dim."""
-        lines: dict[str, None] = {}  # in order, each once
+        lines: dict[str, None] = {}  # a dict keeps the order and drops repeated lines
         for spec in self.specs.values():
             lines |= dict.fromkeys(map(str, spec.fallbacks))
         return tuple(lines)

@@ -89,7 +89,7 @@ def assign_blobs(
     """
     blobs = list(files)
     blobs_of_file: list[list[int]] = [[number] for number in range(len(files))]
-    ends = [0] * len(files)  # of each blob, the end of its last tensor
+    ends = [0] * len(files)  # end of the last tensor of each blob
     blob_numbers: list[int] = []
     for tensor in tensors:
         # e.g. a tied embedding and head share bytes 0 to 100 of a file: the first one is in blob

@@ -113,6 +113,6 @@ def test_anonymous_nbytes_grows_with_touched_memory():
     before = anonymous_nbytes()
     with mmap.mmap(
         -1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    ) as memory:  # not from a free list
+    ) as memory:  # a new mapping: a free list would return touched memory
         memory.write(b"\1" * len(memory))
         assert anonymous_nbytes() - before > 48 * MIB

@@ -62,7 +62,7 @@ def nearest(values: np.ndarray, dtype: str) -> np.ndarray:
 def cast_values(
     values: np.ndarray, source: str, target: str, pieces: int = 1
 ) -> tuple[np.ndarray, CastCounts]:
-    """Cast values in several pieces; return the result and the counts."""
+    """Cast values in several pieces, and return the result and the counts."""
     cast = StreamCast(source, target)
     out = [
         cast.apply(part.view(np.uint8), np.empty(part.size * 4, np.uint8))

@@ -118,7 +118,7 @@ FILE_SYSTEMS = {
 
 @pytest.fixture(params=FILE_SYSTEMS)
 def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Simulate each file system; return its name."""
+    """Simulate each file system, and return its name."""
     FILE_SYSTEMS[request.param](monkeypatch)
     return request.param
 

@@ -143,7 +143,7 @@ def test_mean_does_not_depend_on_slab_boundaries(dtype: str, cuts: list[int]):
 
 
 def test_mean_is_summed_in_groups_of_64_rows():
-    """Another size of groups would change the bits of outputs: a half-done one could not resume."""
+    """Another size of groups would change the bits of outputs, and half-done outputs could not be resumed."""
     table = np.zeros((66, 1))
     table[0] = 2.0**53
     # Added to 2^53 one by one, both are rounded away. As a group of their own they add 2.

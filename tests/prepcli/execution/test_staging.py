@@ -83,7 +83,7 @@ def test_leave_releases_the_locks_on_a_full_disk(out: Path, monkeypatch: pytest.
     open_stage(out).close()
 
 
-def test_restart_drops_the_earlier_run(out: Path):
+def test_restart_deletes_the_earlier_run(out: Path):
     start_stage(out).close()
     stage = open_stage(out, restart=True)
     assert contents(stage.folder).keys() == {
@@ -116,7 +116,7 @@ def test_open_rejects_another_run_without_restart(
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\0\0"])
-def test_restart_drops_a_damaged_run_file(out: Path, data: bytes):
+def test_restart_deletes_a_damaged_run_file(out: Path, data: bytes):
     stage = start_stage(out)
     stage.close()
     (stage.work / "run.json").write_bytes(data)
@@ -127,7 +127,7 @@ def test_restart_drops_a_damaged_run_file(out: Path, data: bytes):
     assert not (stage.folder / "d").exists()
 
 
-def test_restart_drops_a_journal_of_an_unknown_run(out: Path):
+def test_restart_deletes_a_journal_of_an_unknown_run(out: Path):
     stage = start_stage(out)
     stage.close()
     (stage.work / "run.json").unlink()

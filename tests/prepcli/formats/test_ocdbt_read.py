@@ -372,7 +372,7 @@ def bodies(tmp_path_factory) -> list[tuple[int, bytes]]:
 
 
 def tensorstore_entries(folder: Path, nbytes: int) -> list[OcdbtEntry] | None:
-    """Return the entries of a leaf as TensorStore reads them; None if it rejects the leaf."""
+    """Return the entries of a leaf as TensorStore reads them, or None if it rejects the leaf."""
     try:
         return node_entries(dump_node(folder, f"btreenode::node:0:{nbytes}"))
     except Exception:  # TensorStore raises several types

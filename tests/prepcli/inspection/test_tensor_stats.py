@@ -34,7 +34,7 @@ def measure(contents: CheckpointContents, entry: TensorEntry) -> tuple[TensorSta
 
 
 def numpy_stats(array: np.ndarray) -> TensorStats:
-    """Return the statistics of all values at once, in float64; a bool counts as uint8."""
+    """Return the statistics of all values at once, in float64. A bool counts as uint8."""
     array = array.view(np.uint8) if array.dtype == bool else array
     if array.dtype.kind == "c":
         parts = np.isnan(array), np.isinf(array) & ~np.isnan(array), array == 0

@@ -24,7 +24,7 @@ LENGTH = 16
 
 @pytest.fixture(autouse=True)
 def exact_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow exact results: `test_exact_processes` has the processes in which they are refused."""
+    """Allow exact results in this process. `test_exact_processes` tests the refusal after another use of JAX."""
     monkeypatch.setattr(exact_backend, "fuses_multiply_add", lambda: False)
 
 

@@ -151,7 +151,7 @@ def test_failing_sync_is_reported(sources: FaultSources, capsys, monkeypatch, na
 
 
 def mount_disk(folder: Path, nbytes: int) -> bool:
-    """Mount a small disk in memory, if the system allows it; return whether it did."""
+    """Mount a small disk in memory, if the system allows it, and return whether it did."""
     folder.mkdir()
     return os.geteuid() == 0 and not subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "prep-test", folder], capture_output=True, check=False

@@ -1,6 +1,6 @@
 """Bit-exact conversions from every supported source format to every output format.
 
-The default suite converts each pair in one dtype, and each format in every dtype; the slow tests have all cases.
+The default suite converts each pair in one dtype, and each format in every dtype. The slow tests have all cases.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Request:
 
 
 class PlainBase:
-    """Stands for the harness's class."""
+    """Replacement of the harness's class, so that lm-eval need not be installed."""
 
 
 def words(ids: list[int]) -> str:
@@ -44,7 +44,7 @@ def words(ids: list[int]) -> str:
 
 @pytest.fixture(autouse=True)
 def exact_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow exact results: `test_exact_processes` has the processes in which they are refused."""
+    """Allow exact results in this process. `test_exact_processes` tests the refusal after another use of JAX."""
     monkeypatch.setattr(exact_backend, "fuses_multiply_add", lambda: False)
 
 

@@ -33,7 +33,7 @@ from tests.helpers.waiting import MAX_S, wait_until
 
 
 def wait_for_exit(*processes: ForkedProcess, code: int = 0) -> list[tuple[str, str]]:
-    """Wait until the processes have ended with the code; return stdout and stderr of each."""
+    """Wait until the processes have ended with the code, and return stdout and stderr of each."""
     outputs = []
     for process in processes:
         out, err = process.communicate(timeout=MAX_S)
@@ -47,7 +47,7 @@ def run(setup: KillSetup, name: str, out: str, *more: str, code: int = 0) -> tup
 
 
 def durable_nbytes(journal: Path) -> int:
-    """Return the number of bytes that a journal records as durable; its last line may be cut short."""
+    """Return the number of bytes that a journal records as durable. Its last line may be cut short."""
     lines = journal.read_bytes().split(b"\n")[1:-1] if journal.exists() else []
     contents = [content for line in lines if (content := unseal_line(line)) is not None]
     return max((json.loads(content)["done"] for content in contents), default=0)

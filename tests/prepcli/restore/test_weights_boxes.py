@@ -117,7 +117,7 @@ def test_rows_and_whole_leaves_are_read_once(wide: Path):
             assert read_count(reader, name, [tuple((0, n) for n in leaf.shape)]) == 1
 
 
-def test_columns_are_read_once_if_all_are_wanted_or_long(wide: Path):
+def test_columns_are_read_without_other_bytes_if_all_or_long(wide: Path):
     with open_weights(wide) as reader:
         _, mlp, embed = reader.leaves[UP].shape
         columns: list[Box] = [

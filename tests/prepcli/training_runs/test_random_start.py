@@ -98,7 +98,7 @@ def test_random_start_from_a_preset_reads_the_named_tokenizer(work_dir: Path):
         (("model.init=checkpoint",), "`model.path` is missing"),
     ],
 )
-def test_random_start_names_the_fault(
+def test_random_start_error_names_the_fault(
     work_dir: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
 ):
     code = main(

@@ -53,7 +53,7 @@ def waiting_start(*words: str) -> Iterator[ForkedProcess]:
 
 
 def finish(process: ForkedProcess) -> str:
-    """Let a start go on; return what it prints."""
+    """Let a start continue, and return its output."""
     Path("continue").touch()
     _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == OK, err
