@@ -40,9 +40,8 @@ model = FlaxAutoModelForCausalLM.from_pretrained(source, from_pt=True)
 ocp.PyTreeCheckpointer().save(out, {"params": model.params})
 """
 MIB = 1 << 20
-SINGLE_FILE_NBYTES = (
-    1 << 40
-)  # size limit of a file: Flax classes read safetensors only from one file
+# Size limit of a file. Flax classes read safetensors only from one file.
+SINGLE_FILE_NBYTES = 1 << 40
 
 
 def conversion_commands(

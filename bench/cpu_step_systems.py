@@ -190,9 +190,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Take one step per line of standard input."""
     options = parse_options(arguments)
-    os.sched_setaffinity(
-        0, sorted(os.sched_getaffinity(0))[: options.threads]
-    )  # before XLA counts the cores
+    # XLA counts the cores when it starts, so they are limited before.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     step = BUILDERS[options.system](options)
     for number, _ in enumerate(sys.stdin):
         tokens = batch_tokens(number, options)

@@ -153,9 +153,8 @@ def _folder_subject(folder: Path, commands: Mapping[str, Callable[[], object]]) 
         path = folder / name
         times = path.stat()
         path.write_bytes(data)
-        os.utime(
-            path, ns=(times.st_atime_ns, times.st_mtime_ns)
-        )  # rotting bits do not change the time of a file
+        # Rotting bits do not change the time of a file.
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
     return Subject(_read_tree(folder), write, commands)
 

@@ -34,13 +34,14 @@ from trainer.models.parameters import HFConfig
 
 PREP = Path(sys.executable).with_name("prep")
 BUDGETS = ("512MiB", "128MiB")
+# This command writes the input of reshard and export.
 INIT_COMMAND = (
     "save-init",
     "--mesh",
     "1,1,8",
     "--pad-vocab",
     "auto",
-)  # writes the input of reshard and export
+)
 PLANNED_MODEL = "llama-13b"
 START_RUNS = 5
 # One round measures all methods of plain copies. The fastest ones are measured in each pair.

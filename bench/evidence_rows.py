@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from prepcli.console.ui import format_table
 
+# The target is the larger one of two times: these factors times the fastest cp, and times the floor.
 CP_TARGET, FLOOR_TARGET = (
     0.9,
     1.1,
-)  # the target is the larger of these shares of the fastest cp and the floor
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,12 @@ SHARD_NBYTES = 5 * 10**9
 SEED = 0
 STD = 0.02
 NO_LENGTH_LIMIT = 10**30  # transformers writes this number for a missing limit
+# Sign and mantissa bits of a value.
 FREE_BITS = {
     "float32": 0x807FFFFF,
     "float16": 0x83FF,
     "bfloat16": 0x807F,
-}  # sign and mantissa bits of a value
+}
 KEY_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplication modulo 2^n is injective
 
 
@@ -120,9 +121,8 @@ def write_model(
     model_entries = tensor_entries(config)
     folder.mkdir(parents=True)
     groups = split_into_shards(model_entries, shard_nbytes)
-    layouts = lay_out_files(
-        [(name, sorted(group), None) for name, group in groups]
-    )  # sorted within a file, like safetensors does
+    # The tensors of a file are sorted, as in files of the safetensors library.
+    layouts = lay_out_files([(name, sorted(group), None) for name, group in groups])
     values, numbers = (
         None if sparse else _make_random_block(str(config["torch_dtype"])),
         itertools.count(),

@@ -165,9 +165,8 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["JAX_NUM_CPU_DEVICES"] = str(DEVICES)
     pairs: list[tuple[RestoreCost, RestoreCost]] = []
-    restore(
-        options.checkpoint, options.mesh, verify=False, start=options.start
-    )  # warm-up, not counted: JAX compiles
+    # A warm-up, which is not counted: JAX compiles its programs.
+    restore(options.checkpoint, options.mesh, verify=False, start=options.start)
     for number in range(options.pairs):
         costs: dict[bool, RestoreCost] = {}
         for verify in (False, True) if number % 2 else (True, False):

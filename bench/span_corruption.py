@@ -72,9 +72,8 @@ def write_random_model(folder: Path, texts: list[str]) -> int:
     tokenizer.train_from_iterator(
         texts, VOCAB - N_SENTINELS, special_tokens=["<pad>", "</s>"], show_progress=False
     )
-    tokenizer.add_special_tokens(
-        [f"<extra_id_{i}>" for i in reversed(range(N_SENTINELS))]
-    )  # the first has the last id
+    # The first sentinel has the last id.
+    tokenizer.add_special_tokens([f"<extra_id_{i}>" for i in reversed(range(N_SENTINELS))])
     tokenizer.save(str(folder / "tokenizer.json"))
     return model.num_parameters()
 

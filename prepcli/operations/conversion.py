@@ -479,9 +479,8 @@ def _check_output_location(out: Path, source: Source) -> None:
     # A conversion writes to NAME.partial and renames it at the end, so neither name may be the source.
     partial = target.with_name(target.name + ".partial")
     source_files = () if source.root.is_file() else (*source.files, *source.small_files)
-    file_folders = (
-        path.resolve().parent for path in source_files
-    )  # links may point to other folders
+    # Links may point to other folders, so each file is resolved.
+    file_folders = (path.resolve().parent for path in source_files)
     weight_folders = {source.root.resolve(), *(path.resolve().parent for path in source.files)}
     other_name = text("{}", Option("out", "NAME"))
     for root in dict.fromkeys((source.root.resolve(), *file_folders)):

@@ -87,10 +87,11 @@ def test_pool_reuses_latest_buffer_first():
     buffers.release([a])
     buffers.release([b])
     assert buffers.acquire(1)[0] is b
+    # The third buffer is allocated only now.
     assert {id(buffer) for buffer in buffers.acquire(2)} - {
         id(a),
         id(b),
-    }  # the third is allocated only now
+    }
 
 
 def test_acquire_waits_for_all_requested_buffers():

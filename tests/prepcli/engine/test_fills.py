@@ -109,9 +109,10 @@ def generate_rows(
 )
 def test_mean_is_exact_for_any_slab_boundaries(dtype: str, true_rows: int, data):
     numpy_type, columns = numpy_dtype(dtype), 3
+    # These values are multiples of a power of two, so their sums are exact.
     table = (np.random.default_rng(true_rows).integers(-64, 64, (true_rows, columns)) / 32).astype(
         numpy_type
-    )  # sums are exact
+    )
     streams = padded_streams(dtype, true_rows, true_rows + 4, columns, Fill("mean"))
     low, high = streams[1].byte_range
     cuts = data.draw(st.lists(st.integers(0, table.nbytes), max_size=6))

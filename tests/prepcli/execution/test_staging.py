@@ -196,9 +196,8 @@ def test_open_rejects_a_locked_folder(out: Path):
         for restart in (False, True):
             with pytest.raises(PrepError, match=r"out\.partial is locked") as caught:
                 open_stage(out, restart=restart)
-            assert (
-                f"process {os.getpid()} on " in caught.value.why
-            )  # the last holder that wrote its id
+            # The lock file names the last holder that wrote its id.
+            assert f"process {os.getpid()} on " in caught.value.why
         assert (out.with_name("out.partial") / "d" / "data").exists()
         holder.kill()
     open_stage(out)  # a lock dies with its process

@@ -396,10 +396,11 @@ def test_mutated_leaf_matches_tensorstore_or_is_rejected(tmp_path_factory, bodie
             assert height or outside or tensorstore_entries(folder, len(frame)) is None
         else:
             assert height == 0
+            # TensorStore also checks fields ignored by the reader.
             assert tensorstore_entries(folder, len(frame)) in (
                 None,
                 entries,
-            )  # TensorStore also checks fields that the reader ignores
+            )
 
     check()
 

@@ -266,9 +266,8 @@ def test_removed_output_is_reported(
         run_failing_command(capsys, name)
     shutil.rmtree("kept", ignore_errors=True)
     if not Path("out.partial/.prep").exists():
-        shutil.rmtree(
-            "out.partial", ignore_errors=True
-        )  # without `.prep` it is not recognised as prep's
+        # Without `.prep`, the folder is not recognised as one of prep.
+        shutil.rmtree("out.partial", ignore_errors=True)
     check_resumes(name, expected, "--restart")
 
 

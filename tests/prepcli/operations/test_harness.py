@@ -154,9 +154,8 @@ def test_loglikelihood_does_not_depend_on_batch_size(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(harness, "_harness_base", lambda: PlainBase)
-    monkeypatch.setattr(
-        scoring, "LENGTH_MULTIPLE", 8
-    )  # with 64, all rows of the tiny model have the same length
+    # With lengths rounded up to 64, all rows of the tiny model would have one length.
+    monkeypatch.setattr(scoring, "LENGTH_MULTIPLE", 8)
     lengths = (3, 7, 12, 20, 30, 45, 60)
     texts = [
         [(5 * length + 7 * number) % 120 + 3 for number in range(length)] for length in lengths

@@ -49,9 +49,8 @@ def is_fast(case: tuple[str, str]) -> bool:
     if check.in_golden_files or check.run is check_forward:
         return False
     if check.run is check_step_on_mesh:
-        return (
-            family == "llama"
-        )  # test_sharding compares experts, and test_train_pairs trains T5 on a mesh
+        # test_sharding compares experts, and test_train_pairs trains T5 on a mesh.
+        return family == "llama"
     if check.run is check_bfloat16_storage:
         return family == "gemma3_text"
     return check.run is check_coverage or family in FAST_FAMILIES

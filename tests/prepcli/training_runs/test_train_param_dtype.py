@@ -80,9 +80,8 @@ def test_bfloat16_run_is_saved_resumed_and_exported(
     assert main(["export", "parts", "--dtype", "float32", "--out", "wide", "-q"]) == OK
     for checkpoint in ("parts", "narrow", "wide"):
         for path, leaf in flatten_tree(prep.load_params(checkpoint, "1,2,4")).items():
-            expected = state[f"params.{path}"][
-                tuple(map(slice, leaf.shape))
-            ]  # an export has no padded rows
+            # An export has no padding rows.
+            expected = state[f"params.{path}"][tuple(map(slice, leaf.shape))]
             assert np.array_equal(np.asarray(leaf), expected.astype(np.float32)), (checkpoint, path)
 
 
