@@ -50,7 +50,7 @@ def run_system(
         f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None
     ]
     words += [f"--model={model}", f"--threads={threads}", f"--vocab={CONFIG['vocab_size']}"]
-    # with the default policy idle threads of torch spin, which counts as CPU time and slows the other system
+    # With the default policy idle threads of torch spin, which counts as CPU time and slows the other system.
     environment = {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",

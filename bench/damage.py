@@ -46,7 +46,8 @@ LORA = ("--set", "lora.rank=2", "--set", 'lora.targets=["attn.q"]')
 EVAL = ("--data", "text.txt", "--seq-length", "16", "--limit", "2")
 REFUSED, HARMLESS, WRONG = "refused", "harmless", "wrong"
 
-DATA_SHARE, JOURNAL_SHARE = 0.5, 0.25  # shares of the cases; the rest damages any other file
+# Shares of the cases with damaged data files and with damaged journals. All other cases damage some other file.
+DATA_SHARE, JOURNAL_SHARE = 0.5, 0.25
 MAX_ADDED_NBYTES = 100_000
 
 

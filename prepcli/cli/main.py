@@ -50,11 +50,13 @@ def main(args: Sequence[str] | None = None) -> int:
     ui = _failure_ui(args)
     try:
         return _run(args, ui) or _flush_stdout(ui)
-    except SystemExit as error:  # raised by Typer to exit, also after a broken pipe
+    except SystemExit as error:
+        # Raised by Typer to exit, also after a broken pipe.
         return OK if error.code in (None, OK) else _broken_pipe_code(error.__context__, ui)
 
 
 def _run(args: Sequence[str], ui: Ui) -> int:
+    """Run a command, report an error or a stop signal, and return the exit code."""
     try:
         with raise_on_signal():
             # A signal that was blocked until now arrives here.
@@ -69,9 +71,8 @@ def _run(args: Sequence[str], ui: Ui) -> int:
         stop_error = _stopped_error("interrupted", args, INTERRUPTED, notes_of(error))
         return ui.finish(Report(error=stop_error, process=process_of(error)))
     except Exception as error:
-        if (
-            _flush_stdout(ui) != OK
-        ):  # the help text was not delivered, and this error is reported already
+        # If the help text was not delivered, this error is reported already.
+        if _flush_stdout(ui) != OK:
             return FAILED
         return ui.fail(_usage_error(error, ui.command, args) or _missing_folder_error() or error)
     return code or OK
@@ -99,7 +100,7 @@ def _command_names() -> list[str]:
 def _stopped_error(
     what: str, args: Sequence[str], code: int, durable_notes: Sequence[str]
 ) -> PrepError:
-    """Return the error of a stopped command; `durable_notes` name the work that a second run resumes from."""
+    """Return the error of a stopped command. `durable_notes` name the work that a second run resumes from."""
     if not durable_notes:
         return PrepError(what, code=code)
     # The command to resume has no --restart, because this option would delete the saved work.
@@ -134,7 +135,7 @@ def _missing_folder_error() -> PrepError | None:
 
 
 def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepError | None:
-    """Convert a usage error of Typer to a PrepError; return None for any other error.
+    """Convert a usage error of Typer to a PrepError, and return None for any other error.
 
     Usage errors are recognised by `format_message`, because their class has moved between packages.
     """

@@ -25,7 +25,7 @@ class StrictCommand(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse `args`; raise a UsageError that names the first empty value."""
+        """Parse `args`. Raise a UsageError that names the first empty value."""
         # The parser removes words from its list, so it gets a copy.
         # Its values are not converted yet: as a Path, an empty text would be `.`.
         values, _, _ = self.make_parser(ctx).parse_args(args=list(args))
@@ -49,7 +49,7 @@ class OneProcessCommand(StrictCommand):
     """Command with effects that several processes must not repeat."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; raise UsageError if a launcher started several processes of it."""
+        """Run the command. Raise UsageError if a launcher started several processes of it."""
         # With `srun -n 8 prep demo`, eight processes would delete and write the same folder.
         share, launcher = launcher_share(os.environ)
         if share.count > 1:
@@ -63,7 +63,7 @@ def name_variables(error: UsageError, ctx: Any) -> UsageError:
     """Return an error that names environment variables in place of the options that they set.
 
     Args:
-        error: The error; `--memory abc` in it becomes `PREP_MEMORY=abc`.
+        error: The error. `--memory abc` in it becomes `PREP_MEMORY=abc`.
         ctx: Typer's context of the command.
     """
     for parameter in ctx.command.params:

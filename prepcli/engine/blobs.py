@@ -84,8 +84,8 @@ class _ConcatenatedReader:
 
     def read_at(self, offset: int, into: ByteArray) -> None:
         """Fill `into` with the bytes from `offset` on."""
-        # e.g. ranges of 10 and 20 bytes start at 0 and 10: bytes 8 to 14 are the last 2 bytes of range 0
-        # and the first 4 of range 1
+        # E.g. ranges of 10 and 20 bytes start at 0 and 10: bytes 8 to 14 are the last 2 bytes of range 0
+        # and the first 4 of range 1.
         filled = 0
         number = bisect.bisect_right(self._starts, offset) - 1
         while filled < into.size:
@@ -129,7 +129,7 @@ class FilesAndBlobs:
     ) -> None:
         self._stack = contextlib.ExitStack()
         cache = ChunkCache(cache_nbytes)
-        # the number in `_files`, or the reader of a blob
+        # The reader of each blob, or the number of its file in `_files`.
         self._readers: list[int | BlobReader] = []
         paths = [blob for blob in blobs if isinstance(blob, Path)]
         # If a blob cannot be opened, the inner stack closes the ones before it. Otherwise `close` does.

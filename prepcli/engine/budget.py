@@ -12,10 +12,10 @@ from prepcli.errors import Option, text, usage_error
 
 MIB = 1 << 20
 MIN_MEMORY_NBYTES = 32 * MIB
-# larger slabs are not faster: their pages must be faulted in first
+# Larger slabs are not faster, because their pages must first be faulted in.
 MAX_SLAB_NBYTES = 32 * MIB
 MAX_BUFFERS = 8
-# memory for buffers, besides the reserve and matrices
+# Memory for buffers, in addition to the reserve and matrices.
 MIN_BUFFERS_NBYTES = 12 * MIB
 
 
@@ -93,7 +93,7 @@ def check_memory(nbytes: int, limit: str) -> None:
         return
     needs = f"the engine needs at least four buffers of {MIN_MEMORY_NBYTES * 3 // 16 // MIB} MiB"
     why = needs
-    # a number without a unit counts bytes
+    # A number without a unit counts bytes.
     if limit.strip().isdecimal():
         why = f"it is {format_bytes(nbytes)}; {needs}"
     raise usage_error(
@@ -129,7 +129,7 @@ class BufferPool:
     def __init__(self, budget: Budget) -> None:
         self._nbytes = budget.slab_nbytes + 2 * PAGE
         self._free: list[ByteArray] = []
-        # one per buffer that is free or not allocated yet
+        # One permit for each buffer not in use, whether it is allocated already or not.
         self._permits = queue.SimpleQueue[None]()
         self._add_permits(budget.buffer_count)
 

@@ -11,7 +11,7 @@ from prepcli.engine.files import ByteArray
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import Slab
 
-# rows per partial sum; fixed, so that a mean does not depend on slab boundaries
+# Rows per partial sum. The number is fixed, so a mean does not depend on slab boundaries.
 GROUP_ROWS = 64
 
 
@@ -87,7 +87,7 @@ class FillGenerator:
         if stream.fill.kind == "zeros":
             out[...] = 0
             return out
-        # a slab may begin and end inside a row
+        # A slab may begin and end inside a row.
         slab_start = slab.start
         slab_stop = slab.start + slab.nbytes
         row_nbytes = stream.row_nbytes

@@ -227,7 +227,7 @@ class BucketStep:
         """Upload the index, the settings and the checksums, then the manifest."""
         plan = self.files.plan
         (stage.folder / plan.item).mkdir()
-        # the paths of the small files may differ
+        # The identity leaves out the small files, because their paths may differ.
         run_identity = make_run_identity(plan, plan_digest(replace(plan, small_files=())))
         finalize_output(plan, stage, run_identity=run_identity, digests=digests)
         marker = f"{plan.item}/{COMMIT_MARKER}"

@@ -214,7 +214,7 @@ def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> Compress
 def newest_source_ns(plan: Plan) -> int:
     """Return the newest time stamp of the source's files, for the output's metadata: equal runs write equal bytes."""
     newest_ns = max((file.mtime_ns for file in plan.source_files), default=0)
-    # metadata cannot hold times before 1970
+    # Metadata cannot hold times before 1970.
     return max(0, newest_ns)
 
 
@@ -236,6 +236,7 @@ def _raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:
 def _build_manifest(
     plan: Plan, run_identity: dict[str, object], digests: Mapping[int, str]
 ) -> dict[str, object]:
+    """Return the fields of the manifest, without the records of output files."""
     dropped: list[dict[str, object]] = []
     for tensor in plan.dropped:
         name = plan.display_names.get(tensor.name, tensor.name)
@@ -303,7 +304,7 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]
         written_digest = parse_stream_digest(digests[number]).written
         record["digests"].append((*stream.rows, written_digest))
         if stream.shape:
-            # the streams of a tensor come in the order of their rows: the last one has them all
+            # The streams of a tensor come in the order of their rows, so the last one ends with its last row.
             record["shape"] = (stream.rows[1], *stream.shape[1:])
     if not plan.item:
         return {"tensors": tensors, **({"slots": slots} if slots else {})}

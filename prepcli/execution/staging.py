@@ -38,18 +38,18 @@ RUN_FILE = "run.json"  # identity of the run
 DIVISION_FILE = "division.json"
 # `journal.I` belongs to process I
 JOURNAL_STEM = "journal"
-# all processes share it; `lock.I` belongs to process I of several
+# All processes share this lock. `lock.I` belongs to process I of several.
 LOCK_FILE = "lock"
 JOIN_LOCK_FILE = "door"
-# shared lock of the processes that still move their shares
+# Shared lock of the processes still moving their shares.
 MOVING_LOCK_FILE = "moving"
-# the replaced output, until the new one has its name
+# Name of the replaced output, until the new one has its name.
 REPLACED_NAME = "replaced"
 
 PARTIAL_SUFFIX = ".partial"
 # The longest suffix of a staging folder is `.unused-I.partial` of `Staging.discard`.
 MAX_OUT_NAME_NBYTES = MAX_NAME_NBYTES - len(".unused-9999.partial")
-# other processes may publish or remove the folder meanwhile
+# Other processes may publish or remove the folder meanwhile.
 MAX_JOIN_TRIES = 100
 
 
@@ -218,7 +218,7 @@ class Staging:
             check_not_symlink(folder)
         names: list[str] = []
         try:
-            # a single call: another process may be creating or publishing it
+            # This is a single call, because another process may be creating or publishing the folder.
             names = os.listdir(self.folder)
         except FileNotFoundError:
             pass
@@ -349,7 +349,7 @@ class Staging:
         #                             the next run publishes the new one, `--restart` restores the old
         #   after the second rename:  OUT (new) with a work folder, which `remove_leftover` removes
         try:
-            # of a run that was killed between the two renames
+            # It is left from a run killed between the two renames.
             remove_path(replaced)
             # Durable before the rename: the name OUT never leads to files that a power cut could empty.
             self._sync_files()

@@ -153,7 +153,7 @@ def make_and_upload(
     output = make_output(request.local_folder, False)
     plan_digest = output.plan_digest
     with BucketLock(bucket, plan_digest, note=observer.note) as lock:
-        # another process may have written there since the first listing
+        # Another process may have written files since the first listing.
         remote_files = bucket.list_files()
         if not _is_uploaded_meanwhile(request, bucket, remote_files, plan_digest):
             _upload_folder(

@@ -125,7 +125,7 @@ def _check_file(
     why = "the manifest lists it"
     if path.exists():
         actual = record_file(path)
-        # a later version may add keys to a record, so only these two are compared
+        # A later version of prep may add keys to a record, so only these two are compared.
         is_equal_size = actual[SIZE_KEY] == record[SIZE_KEY]
         if is_equal_size and actual.get(XXH3_KEY) == record.get(XXH3_KEY):
             return
@@ -167,7 +167,7 @@ def check_header(path: Path, manifest: Manifest, header_digest: str) -> None:
     Raises:
         DamagedError: They differ from the record.
     """
-    # an earlier version of prep lists no files, and another library's file has no record
+    # An earlier version of prep lists no files, and another library's file has no record.
     expected = manifest.files.get(path.name, NO_RECORD).get(HEADER_KEY, header_digest)
     if header_digest != expected:
         why = f"its header has the digest {header_digest}, the manifest records {expected:.40}"

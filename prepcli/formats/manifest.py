@@ -428,11 +428,11 @@ def _check_manifest(path: Path, fields: JsonObject) -> None:
             raise _broken_error(path, f"`{key}` is missing")
         if not isinstance(fields[key], expected_type):
             raise _broken_error(path, f"`{key}` is {fields[key]!r:.60}")
-    # files and digest came in one version of prep: one alone was removed by hand
+    # One version of prep added both keys. If only one is there, the other was removed by hand.
     if (FILES_KEY in fields) != (DIGEST_KEY in fields):
         raise _broken_error(path, f"it has only one of `{FILES_KEY}` and `{DIGEST_KEY}`")
     file_records = fields.get(FILES_KEY, {})
-    # the types of all keys were checked above
+    # The types of all keys were checked above.
     assert isinstance(file_records, dict)
     for name, record in file_records.items():
         if not _is_file_record(record):

@@ -195,6 +195,7 @@ class _MsgpackHeader:
 
 
 def _read_token(cursor: _Cursor) -> _MsgpackHeader:
+    """Read a value, or the type and length of text, bytes, a container or an extension."""
     first_byte = cursor.take_uint(1)
     if first_byte < 0x80 or first_byte >= 0xE0:
         return _MsgpackHeader("value", value=first_byte if first_byte < 0x80 else first_byte - 256)

@@ -126,6 +126,7 @@ def _encode_tree(tree: _Tree) -> Iterator[_Segment]:
 
 
 def _encode_record(leaf: MsgpackLeaf) -> Iterator[_Segment]:
+    """Yield the segments of a leaf's record in an EasyLM stream."""
     value = list(_encode_leaf(leaf))
     nbytes = 0
     for segment in value:
@@ -150,6 +151,7 @@ def _encode_record(leaf: MsgpackLeaf) -> Iterator[_Segment]:
 
 
 def _encode_leaf(leaf: MsgpackLeaf) -> Iterator[_Segment]:
+    """Yield the segments of a leaf's array or arrays."""
     # An array above 1 GiB becomes the map {CHUNKED_MARKER: true, "shape": {"0": 70000, "1": 8192},
     # "chunks": {"0": ..., "1": ...}} of flat arrays, as `flax.serialization._chunk` makes it.
     if ITEM_BITS[leaf.dtype] % 8:

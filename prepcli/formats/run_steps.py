@@ -23,10 +23,10 @@ from prepcli.formats.manifest import (
 from prepcli.formats.orbax import METADATA_FILE
 from prepcli.formats.untrusted import unreadable_error
 
-# keys of a step's manifest
+# Keys of a step's manifest.
 EVAL_LOSS = "eval_loss"
 EVAL_SEQUENCES = "eval_sequences"
-# files of each run, from its first start on
+# Files of each run, from its first start on.
 RECIPE_FILE = "recipe.toml"
 ENVIRONMENT_FILE = "environment.json"
 STEP_NAME = re.compile("0|[1-9][0-9]{0,17}")

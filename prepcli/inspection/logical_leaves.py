@@ -65,6 +65,7 @@ def partition_rules(contents: CheckpointContents) -> Sequence[str]:
 
 
 def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
+    """Yield the leaf of each tensor or Orbax leaf of a model, and check the shapes."""
     is_item = contents.kind == "orbax"
     config = contents.config
     if is_item:

@@ -193,6 +193,7 @@ def _one_pod_per_node(job: LaunchJob) -> JsonObject:
 
 
 def _container(options: GkeOptions, num_jobs: int) -> JsonObject:
+    """Return the spec of the container."""
     container: JsonObject = {
         "name": CONTAINER,
         "image": options["image"],

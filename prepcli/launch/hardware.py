@@ -247,6 +247,7 @@ def _no_devices_error(count: int) -> PrepError:
 def _tpu_pod_hardware(
     options: GkeOptions, generation: TpuGeneration, training: Training
 ) -> Hardware:
+    """Return the hardware of TPU slices with several nodes. Raise PrepError if the options contradict them."""
     slices = num_slices(training.slices)
     topology = options["topology"]
     fitting = _fitting_shape(generation, training.slice_devices)

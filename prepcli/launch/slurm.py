@@ -59,6 +59,7 @@ def slurm_script(
 
 
 def _directives(job: LaunchJob, options: SlurmOptions) -> list[str]:
+    """Return the options of sbatch."""
     devices = options["devices_per_node"]
     values = {
         "job-name": job.name,

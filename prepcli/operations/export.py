@@ -445,7 +445,7 @@ def _lay_out_weights(
     *,
     vocab_rows: int,
 ) -> _WeightFiles:
-    """Lay out the weight files of the requested layout; `row_counts` has the output rows of each tensor."""
+    """Lay out the weight files of the requested layout. `row_counts` has the output rows of each tensor."""
     if options["layout"] == HF_LAYOUT:
         groups = split_into_shards(
             header_entries(source, tensors, rows=row_counts), _shard_nbytes(options)

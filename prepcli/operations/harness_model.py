@@ -357,6 +357,7 @@ def _load(
     batch_size: int,
     max_length: int,
 ) -> HarnessMethods:
+    """Load the parameters and the tokenizer, and prepare the evaluation step."""
     from trainer.data.tokenizer import load_tokenizer
     from trainer.generation.decode import inference_dtype
     from trainer.nn.model_spec import ForwardConfig

@@ -486,7 +486,7 @@ def _compute_stats(
 def _shapes_by_name(
     contents: CheckpointContents, *, as_hf_tensors: bool
 ) -> dict[str, ShapeAndDtype]:
-    """Return each tensor's shape and dtype; of an Orbax checkpoint, optionally as Hugging Face tensors."""
+    """Return each tensor's shape and dtype. Leaves of an Orbax checkpoint can be shown as Hugging Face tensors."""
     if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta", "adapter", "gguf"):
         return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
     located = replace(locate(str(contents.folder)), display_name=contents.display_name)

@@ -163,7 +163,7 @@ def _check_padding_options(options: SaveInitOptions) -> None:
     """Raise UsageError for padding options without effect."""
     if options["pad_vocab"] == "no":
         why = "it sets the values of the padding"
-        # zeros is the default and does not count as set.
+        # The value zeros is the default, and does not count as set.
         init = options["init"] if options["init"] != "zeros" else None
         reject_without(Option("init"), init, Option("pad_vocab"), why)
         reject_without(Option("seed"), options["seed"], Option("pad_vocab"), why)
@@ -375,6 +375,7 @@ def _item_plan(
 
 
 def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bool) -> _ItemLayout:
+    """Resolve the layout options, with the source's layout for options not given."""
     source_manifest = source.tree_manifest
     mesh_text = source_manifest.mesh if options["mesh"] is None else options["mesh"]
     mesh = None if mesh_text is None else parse_mesh(mesh_text)
@@ -412,6 +413,7 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
 
 
 def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> ManifestFields:
+    """Return the fields of the manifest about the model and the layout."""
     kept: ManifestFields = {}
     if layout.is_training_step:
         kept = step_fields(layout.source_manifest)
@@ -468,6 +470,7 @@ def _check_verbatim_options(options: SaveInitOptions, source: Source) -> None:
 
 
 def _check_source_kind(command: str, source: Source) -> None:
+    """Raise PrepError if the other one of save-init and reshard reads this source."""
     if command == "save-init" and source.tree_manifest:
         name = source.display_name
         hint = text(

@@ -47,8 +47,8 @@ class StridedPlacement:
 
     def find(self, index: Sequence[int]) -> tuple[int, int]:
         """Return the file number and offset of the chunk with this index in the grid."""
-        # e.g. offset 0, first index [0, 0] and strides (8, 8): chunk [2, 0] is at 2 * 8 + 0 * 8 = 16.
-        # C-level maps: this runs once per chunk, and a 13B model has 10^5 chunks
+        # E.g. offset 0, first index [0, 0] and strides (8, 8): chunk [2, 0] is at 2 * 8 + 0 * 8 = 16.
+        # C-level maps: this runs once per chunk, and a 13B model has 10^5 chunks.
         displacement = sum(map(mul, map(sub, index, self.first_index), self.strides))
         return self.file, self.offset + displacement
 
@@ -205,12 +205,12 @@ def _aligned_piece(
         count = stop - start
         atom_starts.append((factor.atom, start))
         if number < split_atom:
-            # a step of an outer atom moves whole chunks
+            # A step of an outer atom moves whole chunks.
             chunk_step = chunk_steps[number]
             steps.append(AxisStep(factor.atom, count, 1, chunk_step, 0))
             chunk_index += start * chunk_step
         elif number > split_atom:
-            # a step of an inner atom stays in the chunk
+            # A step of an inner atom stays in the chunk.
             element_step = element_steps[number - split_atom]
             steps.append(AxisStep(factor.atom, count, 1, 0, element_step))
             element_offset += start * element_step
@@ -230,7 +230,7 @@ def _pieces_by_chunk(
     factors: Sequence[SizedAxis], chunk_length: int, ranges: Sequence[Range]
 ) -> Iterator[DimPiece]:
     """Yield one piece per chunk and run of the innermost atom, for chunk boundaries that fall unevenly."""
-    # e.g. (a=2 b=3) in chunks of 2: elements 0 1 | 2 3 | 4 5. Row a=0 has the elements 0..3, in
+    # E.g. (a=2 b=3) in chunks of 2: elements 0 1 | 2 3 | 4 5. Row a=0 has the elements 0..3, in
     # pieces 0 1 and 2. Row a=1 has 3..6, in pieces 3 and 4 5.
     atom_strides = strides([factor.extent for factor in factors])
     inner_atom = factors[-1].atom

@@ -20,11 +20,11 @@ from prepcli.planning.slabs import PAGE
 from prepcli.planning.strided_copies import ChunkedLocation
 from trainer.models.boxes import Box, volume
 
-# a reader opens at most as many data files of an item
+# A reader opens at most as many data files of an item.
 MAX_PROCESSES = 200
 
 ChunkIndex = tuple[int, ...]
-# boxes of one process's shards, by leaf name
+# Boxes of one process's shards, by leaf name.
 LeafBoxes = Mapping[str, Sequence[Box]]
 
 
@@ -177,7 +177,7 @@ def _place(
     chunks: dict[str, list[tuple[ChunkIndex, int]]] = {}
     size = 0
     for leaf in leaves:
-        # large chunks start at a page, for direct I/O of readers
+        # Large chunks start at a page, for direct I/O of readers.
         unit = PAGE if leaf.chunk_nbytes >= MIN_ALIGNED_CHUNK_NBYTES else 1
         chunks[leaf.name] = []
         for index in indices[leaf.name]:

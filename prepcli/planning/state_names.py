@@ -32,7 +32,7 @@ def qualify(slot: str, tensor: str) -> str:
 
 def split_name(name: str) -> tuple[str, str]:
     """Split a name that `qualify` returned into slot and tensor."""
-    # e.g. `opt_state.mu/wte.weight` -> `opt_state.mu`, `wte.weight`, and `/step` -> empty slot, `step`
+    # E.g. `opt_state.mu/wte.weight` -> `opt_state.mu`, `wte.weight`, and `/step` -> empty slot, `step`.
     slot, separator, tensor = name.partition(SEPARATOR)
     if not separator:
         return PARAMS, name

@@ -422,7 +422,7 @@ def _make_copy(
     for piece, element_stride, chunk_stride in zip(dim_pieces, element_strides, chunk_strides):
         file_offset += piece.element_offset * element_stride
         for step in piece.steps:
-            # an atom of the leaf without a counterpart in the tensor has the extent 1
+            # An atom of the leaf without a counterpart in the tensor has the extent 1.
             tensor_stride = tensor_strides.get(step.atom, 0) * step.atom_step
             file_stride = step.chunk_step * chunk_stride + step.element_step * element_stride
             dims.append((step.count, tensor_stride, file_stride))
@@ -462,14 +462,14 @@ def merge_dims(copy: StridedCopy) -> StridedCopy:
     merged: list[tuple[int, int, int]] = []  # innermost first
     for count, tensor_stride, file_stride in reversed(dims):
         if not merged and tensor_stride == file_stride == width:
-            # neighbours in both, e.g. width 4 and (3, 4, 4) -> width 12
+            # Neighbours in both, e.g. width 4 and (3, 4, 4) -> width 12.
             width *= count
             continue
         if merged:
             inner_count, inner_tensor_stride, inner_file_stride = merged[-1]
             is_next_tensor_byte = tensor_stride == inner_count * inner_tensor_stride
             if is_next_tensor_byte and file_stride == inner_count * inner_file_stride:
-                # one loop continues the other, e.g. (2, 24, 48), (3, 8, 16) -> (6, 8, 16)
+                # One loop continues the other, e.g. (2, 24, 48), (3, 8, 16) -> (6, 8, 16).
                 merged[-1] = (inner_count * count, inner_tensor_stride, inner_file_stride)
                 continue
         merged.append((count, tensor_stride, file_stride))

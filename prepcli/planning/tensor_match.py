@@ -30,7 +30,7 @@ from trainer.models.parameters import Family, dropped_patterns
 VOCAB_ATOM = "vocab"
 # Rule of the tensors that a user drops, as plans and JSON objects name it.
 DROP_RULE = "--drop"
-# Far above any real model; bounds the memory that an invalid config can take.
+# Far above any real model. The limit bounds the memory taken by an invalid config.
 MAX_TENSORS_PER_ROW = 1 << 20
 
 

@@ -10,7 +10,7 @@ from trainer.models.parameters import read_size
 
 VOCAB_SIZE_KEY = "vocab_size"
 TRUE_VOCAB_SIZE_KEY = "true_vocab_size"
-# token ids are 32-bit integers
+# Token ids are 32-bit integers.
 MAX_ROWS = (1 << 31) - 1
 
 

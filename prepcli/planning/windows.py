@@ -61,7 +61,7 @@ def file_strides(locations: Locations, shape: Sequence[int], item_nbytes: int) -
     tensor_strides = strides(shape, item_nbytes)
     result = list(tensor_strides)
     for axis, tensor_stride in enumerate(tensor_strides):
-        # a loop belongs to this axis if its steps stay inside one index of the axis before it
+        # A loop belongs to this axis if its steps stay inside one index of the axis before it.
         stop_stride = tensor_stride * max(2, shape[axis])
         largest_stride = 0
         for _, loop_stride, file_stride in first.dims:
@@ -136,7 +136,7 @@ def split_window(window: Box, axis_strides: Sequence[int], max_volume: int) -> I
         Boxes that cover the window, each element once.
     """
     # The axes closest together in the file are kept whole first, so that each part has few long runs of bytes.
-    # e.g. window [4, 6] in C order and 8 elements: lengths 1 and 6, as 8 // 6 leaves 1 for axis 0.
+    # E.g. window [4, 6] in C order and 8 elements: lengths 1 and 6, as 8 // 6 leaves 1 for axis 0.
     axes = sorted(range(len(window)), key=lambda axis: -axis_strides[axis])
     lengths = [stop - start for start, stop in window]
     remaining = max_volume

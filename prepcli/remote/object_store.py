@@ -438,6 +438,7 @@ def client_settings(prefix: str, environ: Mapping[str, str]) -> dict[str, bool |
 
 
 def _connect(url: ObjectStoreUrl, retries: int, timeout_s: float) -> ObjectStore:
+    """Return a client of a bucket with these retries and timeouts."""
     from obstore.store import GCSStore, S3Store
 
     request_limit_s = timeout_s * (MAX_WRITE_TIMEOUTS if retries else WRITE_TIMEOUT_FACTOR)

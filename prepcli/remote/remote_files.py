@@ -194,7 +194,7 @@ def read_range_in_parallel(
     if count == 1:
         read_range(reader, file, offset=offset, into=into)
         return
-    # e.g. 10 bytes in 4 requests: cuts 0, 2, 5, 7, 10, so parts of 2, 3, 2 and 3 bytes.
+    # E.g. 10 bytes in 4 requests: cuts 0, 2, 5, 7, 10, so parts of 2, 3, 2 and 3 bytes.
     cuts = [into.size * number // count for number in range(count + 1)]
     stop = threading.Event()
 

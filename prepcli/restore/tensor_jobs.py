@@ -238,7 +238,7 @@ def read_checked(
         stream = Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
         for start, run in read_values(files, stream, buffers=buffers):
             state.update(run.data)
-            # the run is a range of the flat tensor: boxes of the tensor that cover it in C order
+            # The run is a range of the flat tensor. The windows are the boxes of this range, in C order.
             values = run.view(dtype)
             first = start // dtype.itemsize
             windows: Iterable[Box] = ((),)

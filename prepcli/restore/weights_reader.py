@@ -39,7 +39,7 @@ from trainer.models.axis_map import AxisMap, bind_row
 from trainer.models.boxes import Box
 
 BoxArrays = Mapping[Box, np.ndarray]
-# each has a buffer of 8 MiB
+# Each thread has a buffer of 8 MiB.
 MAX_THREADS = 4
 # In a remote tensor that several leaves share, smaller gaps between the runs of a leaf are read too. Requests
 # without the gaps would not be faster.

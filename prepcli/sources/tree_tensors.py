@@ -110,7 +110,7 @@ def tensors_from_manifest(
     """
     family = names.family
     config = manifest.config
-    # the recorded names select among alternate rows
+    # The recorded names select among alternative rows.
     recorded_names = {names.bare_name(name) for name in manifest.tensors}
     rows = parameter_rows(family, config, manifest.scan, manifest.scan_axis, recorded_names)
     # A tied head has no leaf: the embedding stores it.

@@ -151,7 +151,7 @@ def make_item(
             dim.
     """
     leaves: dict[str, _LeafLayout] = {}
-    # first tensor of each leaf, which sets its dtype
+    # The first tensor of each leaf. It sets the leaf's dtype.
     first_tensors: dict[str, SourceTensor] = {}
     pieces: list[tuple[str, LeafPiece]] = []
     # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
@@ -337,6 +337,7 @@ def _quantization_uses(source: Source) -> Iterator[_LeafUse]:
 
 
 def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _LeafLayout:
+    """Return how a leaf is split into chunks, and its spec if there is a mesh."""
     axis_map = use.axis_map
     dtype = use.tensor.dtype
     if ITEM_BITS[dtype] % 8:

@@ -30,7 +30,7 @@ from trainer.models.lora import manifest_family
 from trainer.models.mesh import parse_mesh
 from trainer.models.rule_text import merge_rules
 
-# keys of config.json in different versions of transformers
+# Keys of config.json in different versions of transformers.
 DTYPE_KEYS = ("dtype", "torch_dtype")
 
 

@@ -376,7 +376,7 @@ def _layer_kinds(config: HFConfig) -> dict[str, list[JsonValue]]:
         listed = config.get(name)
         if isinstance(listed, list):
             kinds[name] = _distinct(listed)
-    # e.g. [[["global", "local"], 6]] of GPT-Neo: the kinds, and how often they repeat.
+    # E.g. [[["global", "local"], 6]] of GPT-Neo: the kinds, and how often they repeat.
     pattern = config.get(LAYER_PATTERN)
     if kinds or not is_layer_pattern(pattern):
         return kinds

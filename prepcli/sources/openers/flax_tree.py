@@ -78,6 +78,7 @@ def _open(
     kind: MsgpackKind,
     manifest: Manifest | None,
 ) -> Source:
+    """Open a Flax file or folder as a source."""
     _check_kind(kind, hints, display_name)
     if path.is_dir():
         folder = path

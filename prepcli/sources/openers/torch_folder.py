@@ -92,7 +92,7 @@ def assign_blobs(
     ends = [0] * len(files)  # end of the last tensor of each blob
     blob_numbers: list[int] = []
     for tensor in tensors:
-        # e.g. a tied embedding and head share bytes 0 to 100 of a file: the first one is in blob
+        # E.g. a tied embedding and head share bytes 0 to 100 of a file: the first one is in blob
         # 0, the second one in a separate blob, which is the same file again. The engine reads
         # each blob in ascending order and never twice.
         start, stop = tensor.byte_range
