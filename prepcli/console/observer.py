@@ -34,7 +34,7 @@ class Observer(Protocol):
         ...
 
     def progress(self) -> Progress:
-        """Return the receiver of the bytes of the next task."""
+        """Return a Progress for the next task. The task reports its bytes to it."""
         ...
 
 
@@ -108,7 +108,7 @@ class SilentObserver:
         """Ignore a warning."""
 
     def progress(self) -> Progress:
-        """Return the given receiver."""
+        """Return the given Progress."""
         return self.reporter
 
 
@@ -139,7 +139,7 @@ class OneProcessObserver:
         self.inner.warn(text)
 
     def progress(self) -> Progress:
-        """Return the receiver of the inner observer."""
+        """Return the Progress of the inner observer."""
         return self.inner.progress()
 
     def for_process(self, process: int | None, *, all_print: bool = False) -> OneProcessObserver:
@@ -172,7 +172,7 @@ class RecordingObserver:
         self.inner.warn(text)
 
     def progress(self) -> Progress:
-        """Return the receiver of the inner observer."""
+        """Return the Progress of the inner observer."""
         return self.inner.progress()
 
 

@@ -40,14 +40,14 @@ class Column:
 
     @property
     def min_width(self) -> int:
-        """Characters of the narrowest form of the column."""
+        """Characters that the column needs at least. Only a wrapped column can be narrower than its cells."""
         if not self.is_wrapped:
             return self.width
         return min(self.width, MIN_WRAPPED_WIDTH)
 
     @property
     def is_constant(self) -> bool:
-        """Whether all of several rows have the same text."""
+        """Whether there are several rows, and all have the same text in this column."""
         return len(self.cells) > 1 and len(set(self.cells)) == 1
 
 

@@ -150,9 +150,9 @@ class Staging:
 
     @contextlib.contextmanager
     def _holding_join_lock(self) -> Iterator[None]:
-        """Hold the join lock of an existing folder.
+        """Create the folder if necessary, and hold its join lock inside the context.
 
-        The folder may be published or removed while this process waits for the lock. It is then created again.
+        Another process may publish or remove the folder while this one waits for the lock. It is then created again.
         """
         with contextlib.ExitStack() as stack:
             for tries_left in reversed(range(MAX_JOIN_TRIES)):

@@ -55,7 +55,7 @@ class StepExports:
             self.start(step)
 
     def in_use(self) -> Collection[int]:
-        """Return the steps still to be read."""
+        """Return the steps that waiting or running exports still need."""
         # A copy, because the thread discards steps while the caller iterates.
         return frozenset(self._waiting)
 

@@ -252,7 +252,7 @@ class _Worker:
                     self._last_message = line
 
     def report(self) -> JsonObject:
-        """Return the worker's JSON report, or empty if there is none."""
+        """Return the worker's JSON report, or an empty dict if there is none."""
         for listener in self._listeners:
             listener.join()
         report = _parse_json(self._report)

@@ -62,7 +62,7 @@ class OrbaxStore:
     def __init__(
         self, folder: Path, names: Iterable[str], uses_ocdbt: bool, uses_zarr3: bool
     ) -> None:
-        """Read the index, or the folders of the arrays `names`. Raise PrepError if invalid or above a limit."""
+        """Read the index, or the folders of the arrays `names`. Raise PrepError if they are invalid or too large."""
         self.folder = folder
         self._document = ZARR_JSON if uses_zarr3 else ZARRAY
         self._paths: list[str] = []

@@ -284,7 +284,7 @@ def _tpu_pod_hardware(
 
 
 def _fitting_slices(generation: TpuGeneration, topology: str, slices: int) -> str:
-    """Return the options for slices of a topology, or an empty text without a topology."""
+    """Return the options that request slices of a topology, for a hint. Empty without a topology."""
     if not topology:
         return ""
     nodes = slices * num_chips(topology) // generation.node_sizes(topology)[0]
@@ -292,7 +292,7 @@ def _fitting_slices(generation: TpuGeneration, topology: str, slices: int) -> st
 
 
 def _fitting_shape(generation: TpuGeneration, num_devices: int | None) -> str:
-    """Return the slice with a number of devices, or an empty text."""
+    """Return the topology of a slice with this number of devices, or an empty text if there is none."""
     chips = _chips_of(generation, num_devices)
     return next((shape for shape in generation.slices if num_chips(shape) == chips), "")
 

@@ -116,7 +116,7 @@ class HarnessMethods:
         return [sum(score.log_likelihood for score in islice(scores, n)) for n in counts]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """Continue each context up to a stop text, without it.
+        """Return the continuation of each context, up to the first stop text.
 
         Args:
             requests: Their arguments are a context and options: `until`, `max_gen_toks`, `temperature`, `do_sample`,

@@ -470,7 +470,7 @@ def _check_verbatim_options(options: SaveInitOptions, source: Source) -> None:
 
 
 def _check_source_kind(command: str, source: Source) -> None:
-    """Raise PrepError if the other one of save-init and reshard reads this source."""
+    """Raise UsageError if `save-init` gets an Orbax checkpoint of prep, or `reshard` gets tensor files."""
     if command == "save-init" and source.tree_manifest:
         name = source.display_name
         hint = text(

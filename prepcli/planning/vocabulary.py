@@ -67,14 +67,14 @@ def read_vocabulary(
 
 
 def check_padded_size(rows: int, option: Option) -> int:
-    """Return the rows of a padded vocabulary.
+    """Return `rows` if a padded vocabulary may have this size.
 
     Args:
         rows: Number of rows.
         option: The option that asks for them, with its value.
 
     Raises:
-        UsageError: There are more than 32-bit token ids.
+        UsageError: There are more rows than 32-bit token ids.
     """
     if rows > MAX_ROWS:
         why = f"a vocabulary has at most {MAX_ROWS:,} rows"

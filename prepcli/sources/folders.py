@@ -133,7 +133,7 @@ class LocalFolder:
         return [(item.relative_to(self.path) / METADATA_FILE).as_posix(), *names]
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Return bytes of a file. Fewer if the file is shorter."""
+        """Return bytes of a file, or fewer if the file is shorter."""
         return read_bytes(self.path / name, start, stop - start)
 
     def prepare_local_files(self, kind: Kind) -> LocalFiles:

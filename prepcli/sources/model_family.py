@@ -208,7 +208,7 @@ def _up_to_number(name: str) -> str:
 
 
 def _has_later_layers(source: Source, config: HFConfig, names: Iterable[str], layers: int) -> bool:
-    """Return whether a truncated config still has later layers than the first ones.
+    """Return whether a truncated config still describes tensors of layers after the first `layers` ones.
 
     Raises:
         PrepError: The family does not support the first layers alone, e.g. the dense ones of an MoE model.

@@ -141,7 +141,7 @@ def make_item(
         axis_maps: Axis maps of the model's leaves, by path.
         vocab_size: Vocabulary rows in the item.
         partitioning: Mesh and rules that determine the chunks.
-        dtype: Dtype of the parameters, or None keeps their dtypes.
+        dtype: Dtype of the parameters, or None to keep their dtypes.
 
     Returns:
         The layout of the item.

@@ -73,7 +73,7 @@ def _torch_config(config: HFConfig) -> Any:
 
 
 def torch_model(config: HFConfig, tensors: Tensors) -> Any:
-    """Build the float32 model of a config from these tensors, which must be exactly the ones of its files."""
+    """Build the float32 model of a config from these tensors. None may be missing or left over."""
     require_reference_packages()
     import torch
 

@@ -230,9 +230,9 @@ def _wait_for_all(group: ProcessGroup) -> None:
 def _wait_for_cause(
     error: BaseException, watchdog: Watchdog, has_saved_step: Callable[[], bool], *, hint: str
 ) -> BaseException:
-    """Return the error of this process.
+    """Return the error to report for an error of this process.
 
-    For a broken connection, let the watchdog name the lost process first.
+    After a broken connection the watchdog may end this process instead, with a message about the lost process.
     """
     from jax.errors import JaxRuntimeError
 
