@@ -1,8 +1,7 @@
 """Write a training step to an object store: each process uploads a data file of its own chunks, from memory.
 
 A file is uploaded while its chunks are copied from the shards, so that no disk is needed. Tensors of one process are
-digested on the way. The remaining tensors are divided among the processes, which read them back
-from the store.
+digested on the way. The remaining tensors are divided among the processes, which read them back from the store.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The processes that write one output together: their shares, their durable bytes, and waiting for each other.
 
-They exchange no messages. Each appends to its journal in the staging folder, and the other
-processes read it.
-A process is complete when its journal lists all streams of its share. A lock that it holds shows that it still runs.
+They exchange no messages. Each appends to its journal in the staging folder, and the other processes read it. A process
+is complete when its journal lists all streams of its share. A lock that it holds shows that it still runs.
 """
 
 from __future__ import annotations

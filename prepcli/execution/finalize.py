@@ -75,7 +75,7 @@ def finalize_output(
     # The order: compressed chunks, index, step, small files, checksums, manifest. `Staging.publish` makes
     # them durable before the rename. A kill leaves a staging folder, and the next run writes all of them
     # again, except the chunks that the journal of the compression lists.
-    # This checks the folders. Each file is opened without following links.
+    # This call checks the folders. Each file is opened without following links.
     check_no_symlinks(stage.folder)
     compressed = None
     if plan.zstd_level:

@@ -92,8 +92,8 @@ def manifest_loss(manifest: Manifest) -> EvalLoss:
 def best_step(run: Path) -> int | None:
     """Return the step of a run with the lowest loss. None if no step has one.
 
-    Losses of different numbers of sequences are not compared.
-    Only losses with as many sequences as the newest evaluated step count.
+    Losses over different numbers of sequences are not compared: only steps evaluated on as many sequences as the newest
+    one count.
     """
     losses = {
         step: manifest_loss(read_manifest(step_folder(run, step)) or NO_MANIFEST)

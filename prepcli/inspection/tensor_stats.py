@@ -26,8 +26,7 @@ RUN_NBYTES = 1 << 20
 class TensorStats:
     """Statistics of a tensor.
 
-    `minimum`, `maximum` and `mean` cover the finite values. They are None without finite values and
-    for complex dtypes.
+    `minimum`, `maximum` and `mean` cover the finite values. They are None without finite values and for complex dtypes.
     `mean` is also None if it exceeds float64.
     """
 

@@ -79,7 +79,7 @@ class CommonOptions:
         memory_nbytes: Memory limit.
         dry_run: Plan without reading weights or writing files.
         overwrite: Replace an existing output.
-        restart: Drop an unfinished output.
+        restart: Delete an unfinished output, and start again.
         offline: Use only files in the cache of the hub.
         revision: Branch, tag or commit of the hub.
         step: Step of a training run: a number, `best` or `last`. None for the last step.

@@ -29,7 +29,7 @@ def select_parts(options: ExportOptions, source: Source, *, check_digest: bool) 
         check_digest: Whether to compare the towers of a training step with their recorded digest.
 
     Raises:
-        PrepError: An option does not fit the source. Or the towers differ from the ones of the run's start.
+        PrepError: An option does not fit the source, or the towers differ from the ones at the start of the run.
     """
     recorded = source.tree_manifest.towers
     is_multimodal = source.wrapper is not None or recorded is not None

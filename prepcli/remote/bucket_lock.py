@@ -1,9 +1,8 @@
 """A lock of a URL in an object store: one plan at a time writes below it.
 
 Object stores have conditional writes instead of locks. The lock is the object `URL/.prep-lock` with the name of its
-owner.
-The owner rewrites it every RENEW_S seconds: the store's time of the last write shows that the owner is alive. A kill
-leaves the lock. The same plan takes it over at once, another plan after STALE_S seconds.
+owner. The owner rewrites it every RENEW_S seconds: the store's time of the last write shows that the owner is alive. A
+kill leaves the lock. The same plan takes it over at once, another plan after STALE_S seconds.
 
 with BucketLock(bucket, plan_digest, note=ui.note) as lock:
     bucket.write(...)

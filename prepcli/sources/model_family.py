@@ -88,7 +88,7 @@ def select_family(
         manifest: Manifest of a folder that prep wrote. The family that it records is used again.
 
     Raises:
-        PrepError: No family has the model_type, and the verbatim family is excluded. Or the text part of a multimodal
+        PrepError: No family has the model_type and the verbatim family is excluded, or the text part of a multimodal
             checkpoint is not supported.
     """
     model_type = config.get("model_type")

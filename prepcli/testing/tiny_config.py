@@ -113,9 +113,8 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> JsonObject:
 
     Args:
         config: Fields of config.json.
-        num_heads: Number of heads. For grouped-query attention (1 < kv_heads < heads) it is the
-            number of
-            key and value heads.
+        num_heads: Number of heads. With grouped-query attention (1 < kv_heads < heads) it is the number of key and
+            value heads, and there are three times as many query heads.
 
     Raises:
         PrepError: The family is not supported, or the config is invalid, or a size has no known field.
