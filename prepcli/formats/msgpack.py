@@ -140,7 +140,6 @@ def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
 #     c4 08 <8 bytes>        payload, at offset 19
 # An EasyLM record is 92 (2 items), the path as an array of texts, and bytes (c4 to c6) that are
 # such a file of one leaf.
-# Bytes
 
 
 class _Cursor:

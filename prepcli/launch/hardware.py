@@ -258,7 +258,10 @@ def _tpu_pod_hardware(
     if not generation.has_slice(topology):
         known = fitting or ", ".join(generation.slices)
         what = text("{} is invalid", Option("topology", topology))
-        raise usage_error(what, f"no slice of {generation.name} has it", known)
+        hint = text("use {} with one of: {}", Option("topology"), known)
+        if fitting:
+            hint = text("{}", Option("topology", fitting))
+        raise usage_error(what, f"no slice of {generation.name} has this topology", hint)
     sizes = generation.node_sizes(topology)
     if options["devices_per_node"] is None:
         raise _no_devices_error(sizes[0])

@@ -286,7 +286,7 @@ def _build_generator(
         raise usage_error(
             text("{} splits tokens over sp", Option("mesh", opened.sharding.mesh)),
             why,
-            text("{} with fsdp or mp", Option("mesh")),
+            text("use a {} with the axes fsdp and mp, without sp", Option("mesh")),
         )
     dtype = resolve_compute_dtype(dtype, opened)
     scan_layers = opened.model.has_stacked_layers

@@ -191,7 +191,7 @@ def check_view(pattern: str | None, view: ViewOptions) -> None:
         raise usage_error(
             text("{} are different views", names),
             "inspect shows one at a time",
-            text("{} alone", views[0]),
+            text("pass only one of them, such as {}", views[0]),
         )
     if view["mesh"] is not None and view["shards"] is None:
         raise usage_error(
