@@ -185,7 +185,9 @@ def test_write_changes_only_its_bytes(
     st.lists(st.tuples(st.integers(0, SIZE), st.integers(1, 2 * PAGE)), max_size=5),
     st.integers(0, PAGE),
 )
-def test_write_any_runs_in_any_order(tmp_path: Path, spans: list[tuple[int, int]], lead: int):
+def test_last_write_of_overlapping_runs_wins(
+    tmp_path: Path, spans: list[tuple[int, int]], lead: int
+):
     expected = np.zeros(SIZE, np.uint8)
     path = tmp_path / "out"
     path.unlink(missing_ok=True)

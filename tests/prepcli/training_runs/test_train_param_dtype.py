@@ -123,7 +123,7 @@ def test_bfloat16_adapters_are_saved_and_exported(work_dir: Path):
 
 
 @pytest.mark.slow  # test_random_start and the tests above show each
-def test_random_start_in_bfloat16(work_dir: Path):
+def test_random_start_in_bfloat16_saves_bfloat16(work_dir: Path):
     recipe = Path("recipe.toml")
     recipe.write_text(
         recipe.read_text().replace('path = "tiny-init"', 'init = "random"\nconfig = "tiny"')
