@@ -249,9 +249,8 @@ def start_and_kill(bench: KillBench, name: str, out: Path, rng: random.Random) -
     process.kill()
     process.join()
     deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while (partial / ".prep/lock").exists() and is_locked(
-        partial / ".prep/lock"
-    ):  # workers end with their parent
+    # Workers end a moment after their parent.
+    while (partial / ".prep/lock").exists() and is_locked(partial / ".prep/lock"):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{partial} is still locked")
         time.sleep(0.01)

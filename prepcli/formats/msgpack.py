@@ -31,7 +31,7 @@ CHUNKED_MARKER = "__msgpack_chunked_array__"
 SUFFIX = "msgpack"
 # Limits on untrusted input. They are far above any model, and bound time and memory: a file of a
 # few bytes may claim 2^32 entries.
-MAX_DEPTH = 32  # nesting of maps; parts of a record's path
+MAX_DEPTH = 32  # limit of nested maps, and of the parts of a record's path
 MAX_ENTRIES = 1 << 17  # maps, leaves and numbers in a file
 MAX_DIMS = 64
 MAX_KEY_NBYTES = 1 << 10

@@ -201,7 +201,7 @@ def _encode_manifest(nodes: Sequence[_EncodedNode], path: str, uuid: bytes, now_
         _encode_varints([_MAX_INLINE_NBYTES, _MAX_NODE_NBYTES]),
         bytes([_VERSION_ARITY_LOG2, 0]),  # 0: nodes are not compressed
         _encode_file_table([path]),
-        _encode_varints([1, 1]),  # number of versions; generation number
+        _encode_varints([1, 1]),  # number of versions, generation number
         bytes([len(nodes) > 1]),  # height of the root
         *_encode_references([tree_bytes - len(root.data)], [root], [tree_bytes]),
         struct.pack("<Q", now_ns),

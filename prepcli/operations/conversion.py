@@ -486,9 +486,8 @@ def _check_output_location(out: Path, source: Source) -> None:
     for root in dict.fromkeys((source.root.resolve(), *file_folders)):
         if root in (target, partial):
             raise usage_error(f"the output {out} is the source", UNWRITTEN_SOURCES, other_name)
-        if (
-            root in target.parents and root in weight_folders
-        ):  # an output inside a folder of settings is allowed
+        # An output inside a folder of settings is allowed.
+        if root in target.parents and root in weight_folders:
             hint = text("{}", Option("out", f"../{out.name}"))
             raise usage_error(f"the output {out} is inside the source", UNWRITTEN_SOURCES, hint)
         if target in root.parents:

@@ -122,9 +122,9 @@ class _Request:
     """Request of a comparison."""
 
     common: CommonOptions
-    against: str | None  # other checkpoint; None: compare with the manifest
+    against: str | None  # the second checkpoint, or None to compare with the manifest
     quick: bool  # read no values
-    tolerance: float | None  # largest accepted difference of two values; None: compare bits
+    tolerance: float | None  # largest accepted difference of two values, or None to compare bits
 
 
 def _check_tolerance(request: _Request) -> None:

@@ -136,7 +136,8 @@ class BucketLock:
         )
         # Version of the lock object. None if this process has not written it.
         self._version: ObjectVersion | None = None
-        self._new_owner: LockOwner | None = None  # that took the lock over
+        # The owner that has taken the lock over. None while this process holds it.
+        self._new_owner: LockOwner | None = None
         self._renewed_s = 0.0
         # Guards `_version`, `_new_owner` and `_owner`: `check` and the renewing thread both renew.
         self._mutex = threading.Lock()

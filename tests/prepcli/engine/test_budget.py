@@ -112,8 +112,7 @@ def test_acquire_waits_for_all_requested_buffers():
 
 def test_anonymous_nbytes_grows_with_touched_memory():
     before = anonymous_nbytes()
-    with mmap.mmap(
-        -1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    ) as memory:  # a new mapping: a free list would return touched memory
+    # A new mapping: an allocator could return memory that was touched before.
+    with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.write(b"\1" * len(memory))
         assert anonymous_nbytes() - before > 48 * MIB

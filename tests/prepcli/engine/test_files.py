@@ -304,9 +304,8 @@ def test_sync_repeats_an_earlier_error(monkeypatch, tmp_path: Path):
             fail_from_call(patched, "fdatasync", errno.EIO, after=1)
             with pytest.raises(PrepError, match=r"cannot read or write .*b"):
                 files.sync()
-        with pytest.raises(
-            PrepError, match=r"cannot read or write .*b"
-        ):  # although the system call would now succeed
+        # The error is repeated, although the system call would now succeed.
+        with pytest.raises(PrepError, match=r"cannot read or write .*b"):
             files.sync()
 
 
