@@ -106,7 +106,7 @@ def document_lengths(kind: str, count: int, *, seed: int) -> npt.NDArray[np.int6
 
 
 def measure_start(folder: Path, packing: str, seq_length: int) -> dict[str, float]:
-    """Open the rows of a store, or make them; return their time, and the memory before."""
+    """Open the rows of a store, or make them, and return their time, and the memory before."""
     meta = StoreMeta(**json.loads((folder / META_FILE).read_text()))
     tokens = map_tokens(folder, meta, seq_length)
     before = anonymous_nbytes(os.getpid())

@@ -156,7 +156,7 @@ def measure(
 
 
 def device_peak(device_kind: str) -> float | None:
-    """Return the peak of a device in operations per second; None if it is unknown."""
+    """Return the peak of a device in operations per second, or None if it is unknown."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device_kind), None)
 
 

@@ -27,7 +27,7 @@ from trainer.planning.step_inputs import step_inputs
 from trainer.recipe import Recipe
 
 MIB = 1 << 20
-NUM_CPU_DEVICES = 8  # of loss and gradients, which are compiled in this process
+NUM_CPU_DEVICES = 8  # devices of this process, for the compilation of loss and gradients
 MAX_CHANGE = 0.02
 HEADER = ("point", "recorded MiB", "compiled MiB", "estimated MiB", "estimated / compiled")
 DENSE = "--dtype float32 --kernel reference --ffn-chunk -1 "

@@ -18,7 +18,7 @@ MODEL_SIZES["7b-layer"] = MODEL_SIZES["7b"] | {"num_hidden_layers": 1}
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 1 << 17}
 DEEP = LLAMA | MODEL_SIZES["small"] | {"num_hidden_layers": 8}
-# by name, with `model_type`: LLaMA in the sizes above and three more, and models of other families with width 512
+# By name, with `model_type`: LLaMA in the sizes above and three more, and models of other families with width 512.
 MODEL_CONFIGS: dict[str, dict[str, Any]] = {name: LLAMA | size for name, size in MODEL_SIZES.items()} | {
     "13b": LLAMA | {
         "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "intermediate_size": 13824,

@@ -289,6 +289,7 @@ def _single_chunk(shape: tuple[int, ...], stored: StoredRange) -> dict[ChunkInde
 
 
 def _read_torch(path: Path, display_name: str) -> CheckpointContents:
+    """Read the contents of PyTorch weight files."""
     folder = read_torch_folder(path)
     entries = tuple(
         _placed_entry(
@@ -316,6 +317,7 @@ def _read_torch(path: Path, display_name: str) -> CheckpointContents:
 
 
 def _read_dcp(path: Path, display_name: str) -> CheckpointContents:
+    """Read the contents of a PyTorch distributed checkpoint."""
     folder = read_dcp_folder(path)
     entries: list[TensorEntry] = []
     for tensor in folder.tensors:
@@ -426,6 +428,7 @@ def _flax_entry(array: msgpack.MsgpackArray, file: int, offset: int) -> TensorEn
 
 
 def _read_orbax(path: Path, display_name: str) -> CheckpointContents:
+    """Read the contents of an Orbax checkpoint."""
     item = read_item(find_item(path) or path)
     manifest = read_manifest(find_manifest_folder(item.folder)) or NO_MANIFEST
     blobs, _ = stored_leaves(item)

@@ -35,7 +35,8 @@ def open_original(
         ema=False,
         verbatim=True,
         copied_files=(),
-        # The lock is that of the init. The records of the init cover the decoded values of its source.
+        # The option `lock` is for the exported checkpoint. Its records also have the digests of the decoded values, so
+        # the original is checked by them.
         lock=None,
         quantized="stored",
     )

@@ -190,7 +190,7 @@ def check_view(pattern: str | None, view: ViewOptions) -> None:
         raise usage_error(
             text("{} are different views", names),
             "inspect shows one at a time",
-            text("{} alone", views[0]),
+            text("pass only one of them, such as {}", views[0]),
         )
     if view["mesh"] is not None and view["shards"] is None:
         raise usage_error(
@@ -485,7 +485,7 @@ def _compute_stats(
 def _shapes_by_name(
     contents: CheckpointContents, *, as_hf_tensors: bool
 ) -> dict[str, ShapeAndDtype]:
-    """Return each tensor's shape and dtype; of an Orbax checkpoint, optionally as Hugging Face tensors."""
+    """Return each tensor's shape and dtype. Leaves of an Orbax checkpoint can be shown as Hugging Face tensors."""
     if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta", "adapter", "gguf"):
         return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
     located = replace(locate(str(contents.folder)), display_name=contents.display_name)

@@ -120,7 +120,7 @@ class ScaledDecoder(InvertibleDecoder):
 
     def _grid_rows_of(self, rows: Range) -> npt.NDArray[np.int64]:
         """Return the row of the grid of scales for each row of the tensor."""
-        # e.g. 3 matrices of 130 rows in blocks of 128 have the grid rows 0 0 ... 1 1, 2 2 ... 3 3, 4 4 ... 5 5
+        # E.g. 3 matrices of 130 rows in blocks of 128 have the grid rows 0 0 ... 1 1, 2 2 ... 3 3, 4 4 ... 5 5.
         matrices, matrix_rows = np.divmod(np.arange(*rows), self._matrix_rows)
         return matrices * self._grid_rows + matrix_rows // self._block[0]
 

@@ -88,7 +88,7 @@ class DequantizedBlob:
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """Some columns of some rows of a stored matrix."""
+    """A block of a stored matrix in memory: a range of rows and a range of columns."""
 
     rows: Range
     columns: Range
@@ -187,7 +187,7 @@ class DequantizedReader:
         return np.ascontiguousarray(part)
 
     def _read_panel(self, matrix: StoredMatrix, rows: Range, columns: Range) -> _Panel:
-        """Read columns of a matrix, and as many of the next ones as a panel has."""
+        """Read the given columns of a matrix, and further columns after them up to the size of a panel."""
         tensor = matrix.tensor
         item_nbytes = itemsize(tensor.dtype)
         count = rows[1] - rows[0]
@@ -264,18 +264,15 @@ def dequantize_source(source: Source) -> Source:
 
 
 def decode_alike(source: Source, other: Source) -> tuple[Source, Source]:
-    """Return two sources to compare, both with the values of quantised weights.
+    """Return two sources with comparable weights: if one has decoded weights, those of the other are decoded too.
 
-    Args:
-        source: A source.
-        other: Another one. If it has decoded weights, the weights of the first one are decoded to their dtype, and
-            the other way round.
+    Quantised weights are decoded to the dtype of the source with decoded weights.
     """
     return _decode_like(source, other), _decode_like(other, source)
 
 
 def _decode_like(source: Source, decoded: Source) -> Source:
-    """Return a quantised source with values like those of another one."""
+    """Return a quantised source with its weights decoded to the dtype of `decoded`, or `source` unchanged."""
     is_stored = not source.quantized and not source.quantization
     if decoded.quantized and is_stored and model_quantization(source.config, source.root):
         source = dequantize_source(source)

@@ -314,7 +314,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
 
 
 def needs_config_reason(metadata: GgufMetadata, prefix: str, names: Collection[str]) -> str:
-    """Return the fact that a config.json has and the metadata does not, or an empty string.
+    """Return why the metadata does not describe the model and a config.json is needed, or an empty string.
 
     Args:
         metadata: Metadata of the file.

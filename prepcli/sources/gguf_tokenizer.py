@@ -61,7 +61,7 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """A `tokenizer.ggml.pre`.
+    """Rules to split texts into words, for one value of the metadata key `tokenizer.ggml.pre`.
 
     Attributes:
         pattern: Regular expression of words, or empty for the one of GPT-2.

@@ -79,7 +79,7 @@ def open_source(
         _check_headers(source)
         if local_files.remote is not None:
             source = _with_remote_blobs(source, local_files.remote)
-        # The opener of GGUF decodes.
+        # The opener of GGUF files has already decoded the weights.
         if dequantize and located.kind != "gguf":
             source = dequantize_source(source)
         if source.family.is_verbatim and located.kind in MULTIMODAL_KINDS:

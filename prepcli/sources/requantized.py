@@ -396,7 +396,8 @@ def _original_view(
     ordered = tuple(decoders[weight.tensor.name] for weight in weights)
     blob = DequantizedBlob(original.display_name, ordered, original.byte_sources, dtype)
     checked: list[SourceTensor] = []
-    blob_number = first_blob + len(original.byte_sources)
+    combined = append_files(source, original)
+    blob_number = len(combined.byte_sources)
     for weight, start in zip(weights, blob.starts):
         placement = (Contiguous(blob_number, start),)
         checked.append(_renamed(replace(weight.tensor, placement=placement), DECODED))

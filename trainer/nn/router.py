@@ -55,13 +55,14 @@ def route(
     return Routing(_normalize(selected, router) * router.scale, experts)
 
 
-def _sparse_mixer(logits: Array, arch_config: ArchConfig, shards: ExpertSharding) -> Routing:
-    """Select the experts of largest logit [B, T, N] with the weights of SparseMixer, without random choices."""
-    router = arch_config.router
-    select = partial(_select_experts, router=router, top_k=arch_config.experts_per_token)
-    experts = shards.map_devices(select, shards.token_spec, shards.token_spec)(
-        lax.stop_gradient(logits)
-    )
+def _sparse_mixer(logits: Array, experts: Array, router: Router) -> Array:
+    """Return the weights [B, T, K] of SparseMixer, without random choices.
+
+    Args:
+        logits: [B, T, N].
+        experts: The experts of largest logit [B, T, K], best first.
+        router: The range of SparseMixer.
+    """
     # [B, T, K, N]: the selected expert, and the experts before it
     selected = nn.one_hot(experts, logits.shape[-1])
     is_taken = jnp.cumsum(selected, axis=-2) - selected > 0

@@ -210,6 +210,16 @@ def test_layers_without_rope_have_their_own_layer_kind():
     assert arch.ropes == (arch.rope,)
 
 
+def test_layers_without_rope_may_have_a_query_scale():
+    scale = QueryScale(beta=0.1, step_length=8192, offset=1)
+    llama = arch_config_of(LLAMA)
+    arch = dataclasses.replace(llama, layers_without_rope=(1,), query_scale=scale)
+    rotated, unrotated = arch.layer_kinds
+    assert rotated.rope == llama.rope
+    assert unrotated.rope is not None
+    assert (unrotated.rope.rotary_dim, unrotated.rope.query_scale) == (0, scale)
+
+
 def test_read_softcap_distinguishes_null_from_absent():
     plain = arch_config_of({"model_type": "gemma2"})
     assert (

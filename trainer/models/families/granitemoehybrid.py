@@ -50,8 +50,6 @@ def _has_experts(config: HFConfig) -> bool:
 
 def layer_types(config: HFConfig) -> tuple[str, ...]:
     """Return the type of each layer. By default all layers have Mamba-2."""
-    # transformers uses `layers_block_type` if a config has both names.
-    listed = config.get("layers_block_type", config.get("layer_types"))
     return _hybrid_style.read_layer_types(
         AliasedConfig(config, ALIASES),
         read_size(config, "num_hidden_layers", 32),
