@@ -83,8 +83,9 @@ class RequantizedBlob:
     weights: tuple[EncodedWeight, ...]
     stored: tuple[Path | Blob, ...]
 
+    @property
     def starts(self) -> list[int]:
-        """Return the offset of the codes of each weight, and the size of the blob."""
+        """Offset of the codes of each weight, and the size of the blob."""
         sizes = [each.decoder.stored[0].nbytes for each in self.weights]
         return [*itertools.accumulate(sizes, initial=0)]
 
@@ -102,7 +103,7 @@ class RequantizedReader:
 
     def __init__(self, blob: RequantizedBlob, max_nbytes: int) -> None:
         self._weights = blob.weights
-        self._starts = blob.starts()
+        self._starts = blob.starts
         self._max_values = min(BLOCK_VALUES, max_nbytes // ENCODING_NBYTES)
         self._max_codes_nbytes = max_nbytes // 4
         # A read of decoded rows takes twice its size.
@@ -349,7 +350,7 @@ def _encoded_view(
         encoded.append(EncodedWeight(decoder, weight.tensor, parts))
     blob = RequantizedBlob(source.display_name, tuple(encoded), source.byte_sources)
     codes: dict[str, SourceTensor] = {}
-    for weight, start in zip(weights, blob.starts()):
+    for weight, start in zip(weights, blob.starts):
         stored = weight.decoder.stored[0]
         location = Contiguous(len(source.byte_sources), start)
         codes[weight.tensor.name] = SourceTensor(
