@@ -124,7 +124,9 @@ class KVCache:
         return dataclasses.replace(self, recurrent=self.recurrent.write(new, sharding))
 
     def key_slots(self, window: int, count: int) -> Array:
-        """Return the slot of the batch of each key that `append` returns for `count` tokens.
+        """Return the position of the token of each key that `append` returns for `count` tokens.
+
+        Positions count the slots of a row of the batch from 0, padding included.
 
         Returns:
             int32 [S]. Negative for a slot of a ring that has no token yet.
