@@ -31,9 +31,9 @@ KEYS: Mapping[
     "sgd": {"lr": 1e-1, "weight_decay": 0.1},
     "palm": {"lr": 1e-2},
 }
-# Steps of these are compiled by default. Freezing, rounding and saving are code of `Optimizer`, not of a rule.
-# SGD and Lion keep one of the moments of AdamW, and "palm" is Adafactor without factors.
-DISTINCT_RULES = ("adamw", "adafactor", "muon")
+# Whole steps of these are compiled by default. Freezing, rounding, saving and averages are code of `Optimizer` and of
+# the step, not of a rule.
+WHOLE_STEP_RULES = ("adamw",)
 COMPACT: dict[
     str, Any
 ] = {  # the leaves that are not frozen have one, two and four axes; each takes time to compile
