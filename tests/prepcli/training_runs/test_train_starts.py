@@ -14,6 +14,8 @@ from prepcli.formats.run_steps import saved_steps
 from tests.helpers.fork_server import PREP, ForkedProcess, run_prep, start_python
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
+pytestmark = pytest.mark.waits
+
 WAIT_S = 240.0
 RUN = Path("runs/recipe")
 WORDS = ("train", "recipe.toml", "--set", "train.steps=6", "--set", "data.holdout=0")

@@ -20,6 +20,8 @@ from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import MAX_S, wait_until
 
+pytestmark = pytest.mark.waits
+
 TERMINATED, INTERRUPT = (signal.SIGTERM, STOPPED), (signal.SIGINT, INTERRUPTED)
 WORDS = ("train", "recipe.toml", "--out", "run", "--json", "--set", "train.steps=3")
 # The first file of an export never reaches the disk, so that a signal arrives before the export is complete.

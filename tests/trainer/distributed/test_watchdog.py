@@ -6,10 +6,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
+
 from tests.helpers.waiting import MAX_S
 from trainer.distributed.coordination import ConnectionBrokenError
 from trainer.distributed.heartbeat import JobEnd
 from trainer.distributed.watchdog import INTERVAL_S, Watchdog, WatchSettings
+
+pytestmark = pytest.mark.waits
 
 TIMEOUT_S = 1.0  # of a process that is lost
 LIVE_TIMEOUT_S = 5.0  # of two live processes beside a lost one
