@@ -50,10 +50,16 @@ VARIANTS = [  # name, whether layers are stacked, on which axis, whether they ar
     ("lfm2", True, 1, True, "nothing_saveable"),
     ("qwen3_5_text", False, 0, False, "dots_saveable"),
 ]
-FAST_GRADIENTS = (  # one for each kind of layer; logits are compared for all
-    *(("gpt2", 3), ("gpt_neo", 0), ("gptj", 3), ("opt-350m", 3), ("gemma2", 3), ("qwen3_moe", 3)),
-    *(("phi3-longrope", 3), ("t5-gated", 3), ("olmo2", 3), ("cohere", 3), ("bloom", 3)),
-    *(("gpt_oss", 3), ("deepseek_v3", 3), ("lfm2", 3), ("qwen3_5_text", 3), ("mamba2", 3)),
+# Logits are compared for all families. One stands for each kind of layer:
+FAST_GRADIENTS = (
+    # sequential layers with learned positions, and layers that are not scanned
+    *(("gpt2", 3), ("gpt_neo", 0)),
+    # parallel attention and MLP, norms after the layer, sandwiched and on outputs
+    *(("gptj", 3), ("opt-350m", 3), ("gemma2", 3), ("olmo2", 3)),
+    # cross-attention, linear biases, sinks, low-rank keys and values, experts
+    *(("t5-gated", 3), ("bloom", 3), ("gpt_oss", 3), ("deepseek_v3", 3), ("qwen3_moe", 3)),
+    # short convolutions, linear attention, state spaces
+    *(("lfm2", 3), ("qwen3_5_text", 3), ("mamba2", 3)),
 )
 CANCELLED = ("self_attn.k_proj.bias",)  # without rotary embedding, softmax cancels it
 WITHOUT_ROTATION = ("opt", "opt-350m", "biogpt", "xglm")
