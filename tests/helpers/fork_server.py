@@ -34,6 +34,9 @@ PRELOADED = (
     "prepcli.operations.push",
     "prepcli.operations.save_init",
     "prepcli.operations.verify",
+    "prepcli.rendering.conversions",
+    "prepcli.rendering.inspection",
+    "prepcli.rendering.verification",
     "pydantic.type_adapter",
     "zstandard",
 )
@@ -196,6 +199,8 @@ def _serve(requests: socket.socket) -> None:
     """Fork a process for each request, and report its process id and later its exit code."""
     for name in (*PRELOADED, *filter(_is_installed, PRELOADED_IF_INSTALLED)):
         importlib.import_module(name)
+    # Each command would build the options of all commands, which takes half the time of a small one.
+    importlib.import_module("prepcli.cli.root").command_group()
     # `select.select` would fail for descriptors above 1023, which a long test session may reach.
     selector = selectors.DefaultSelector()
     selector.register(requests, selectors.EVENT_READ)
