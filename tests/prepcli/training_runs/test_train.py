@@ -137,7 +137,7 @@ def read_step_files(run: str, step: int = 12) -> dict[str, bytes]:
 
 def test_stopped_run_resumes_to_the_same_bits(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--out", "unbroken", "-q"]) == OK
-    running = run_python(TRAIN_UNTIL_A_SIGNAL, "train", "recipe.toml", "--json")
+    running = run_python(TRAIN_UNTIL_A_SIGNAL, "train", "recipe.toml", "--json", has_jax=True)
     report = json.loads(running.stdout)
     assert running.returncode == STOPPED
     assert report["error"]["what"] == "stopped by SIGTERM"
