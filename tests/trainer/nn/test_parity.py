@@ -31,7 +31,9 @@ WITHOUT_ROPE_VARIANTS = [
     name for name in GOLDEN if not name.startswith("llama-") or name == "llama-biases"
 ]
 PADDED = [*((name, 3) for name in WITHOUT_ROPE_VARIANTS), ("gpt_neo", 0), ("llama-yarn", 0)]
-VARIANTS = [  # name, whether layers are stacked, on which axis, whether they are scanned, remat policy
+# Name of the model, whether layers are stacked, on which axis, whether they are scanned, remat
+# policy.
+VARIANTS = [
     ("gpt2", True, 1, True, "none"),
     ("gpt2", False, 0, False, "none"),
     ("gpt_neo", True, 0, True, "none"),
@@ -50,7 +52,7 @@ VARIANTS = [  # name, whether layers are stacked, on which axis, whether they ar
     ("lfm2", True, 1, True, "nothing_saveable"),
     ("qwen3_5_text", False, 0, False, "dots_saveable"),
 ]
-# Logits are compared for all families. One stands for each kind of layer:
+# Logits are compared for all models. One model stands for each kind of layer:
 FAST_GRADIENTS = (
     # sequential layers with learned positions, and layers that are not scanned
     *(("gpt2", 3), ("gpt_neo", 0)),
@@ -61,12 +63,14 @@ FAST_GRADIENTS = (
     # short convolutions, linear attention, state spaces
     *(("lfm2", 3), ("qwen3_5_text", 3), ("mamba2", 3)),
 )
-CANCELLED = ("self_attn.k_proj.bias",)  # without rotary embedding, softmax cancels it
+# Without a rotary embedding the softmax cancels the bias of keys.
+CANCELLED = ("self_attn.k_proj.bias",)
 WITHOUT_ROTATION = ("opt", "opt-350m", "biogpt", "xglm")
 
 # Their rotary frequencies depend on the number of tokens, so that padding changes logits.
 WITH_LENGTH_DEPENDENT_ROPE = ("llama-dynamic", "phi3-longrope")
-ROUTER_CORRECTIONS = ("e_score_correction_bias", "expert_bias")  # no gradient
+# The correction of a router's scores has no gradient.
+ROUTER_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
 load_cached = cache(load)
 
