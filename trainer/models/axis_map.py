@@ -41,6 +41,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from trainer.models.errors import Command, PrepError, text
 
@@ -275,6 +276,8 @@ def _merged_extent(factors: Iterable[SizedAxis]) -> int:
     return math.prod(f.extent for f in factors)
 
 
+# A command parses the rows of its family several times. Rows that are made for the tensors of one checkpoint are many.
+@lru_cache(maxsize=4096)
 def parse_row(text: str) -> ParsedAxisMap:
     """Parse `leaf dims <- name: tensor dims`.
 
