@@ -10,6 +10,16 @@ EXPERTS = LLAMA_LIKE | {"intermediate_size": 7, "num_experts_per_tok": 2}
 # DeepSeek's fields without the ones that only some families have.
 CORRECTED = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
 GROUPED = CORRECTED | {"num_key_value_heads": 1, "head_dim": 8}
+GEMMA4: dict[str, Any] = SMALL | {
+    "model_type": "gemma4_text", "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 12,
+    "intermediate_size": 10,
+    "vocab_size_per_layer_input": 31, "hidden_size_per_layer_input": 6, "rms_norm_eps": 0.1, "sliding_window": 5,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 9.0,
+}  # fmt: skip
+GEMMA4_EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8,
+}  # fmt: skip
 LATER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results of transformers for each
     "exaone": LLAMA_LIKE | {"model_type": "exaone", "mlp_bias": True},
     "exaone_moe": EXPERTS | {
@@ -20,6 +30,7 @@ LATER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
         "model_type": "flint", "num_experts": 4, "moe_intermediate_size": 5, "shared_expert_intermediate_size": 10,
         "num_hidden_layers": 4, "mlp_only_layers": [0], "sliding_window": 5,
     },
+    "gemma4_text": GEMMA4,
     "granite_swa": LLAMA_LIKE | {
         "model_type": "granite_swa", "sliding_window": 5, "attention_multiplier": 0.3,
         "layer_rope_theta": [0, 300.0],
@@ -77,6 +88,20 @@ LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transforme
     "flint-listed": FAMILIES["flint"] | {
         "layer_types": ["sliding_attention", "full_attention"] * 2, "mlp_only_layers": [], "decoder_sparse_step": 2,
         "norm_topk_prob": False, "attention_bias": True,
+    },
+    "gemma4_text-keys-as-values": FAMILIES["gemma4_text"] | {
+        "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "attention_bias": True,
+        "num_global_key_value_heads": 3, "use_bidirectional_attention": "vision", "layer_types": None,
+        "num_hidden_layers": 7, "sliding_window": 3, "rms_norm_eps": 0.3,
+    },
+    "gemma4_text-experts": FAMILIES["gemma4_text"] | GEMMA4_EXPERTS | {"rms_norm_eps": 0.3},
+    "gemma4_text-saved": {key: value for key, value in GEMMA4.items() if key != "global_head_dim"} | {
+        "per_layer_config": {str(layer): {"head_dim": 10} for layer in range(4)}, "layer_types": ["full_attention"] * 4,
+        "num_kv_shared_layers": 3, "vocab_size_per_layer_input": 29,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 300.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
     },
     "granite_swa-plain": FAMILIES["granite_swa"] | {
         "layer_rope_theta": None, "mlp_bias": True, "attention_bias": True, "tie_word_embeddings": False,

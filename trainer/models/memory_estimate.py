@@ -42,6 +42,7 @@ The derivative of each operation determines the activations that the backward pa
     recurrent mixers     in place of heads: 9*B*T*C*c of a short convolution of C channels. Of a gated delta net
                          or of Mamba-2, B*T*C*(5*c + 4) for the C channels of its convolutions, B*T*V*(5*c + 4) for
                          the V elements of its output, and one state per chunk of tokens, float32
+    inputs from tokens   B*T*P*c of each layer with an input of P elements, and n + 1 such arrays of its gate
     experts              only the input, and the hidden units of shared experts as of an MLP. K outputs per token and
                          their gradients, 2*B*T*K*D*c, are transient, as are the matrices of one expert, gathered,
                          with their gradients, and a block of hidden units
@@ -68,7 +69,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from trainer.models.axis_map import DENSE_LAYERS, LAYERS, MIXER_LAYERS
+from trainer.models.axis_map import DENSE_LAYERS, LAYERS, MIXER_LAYERS, WIDE_LAYERS
 from trainer.models.chunk_sizes import chunk_length
 from trainer.models.layer_memory import LayerStack
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
@@ -153,10 +154,11 @@ def _first_layers_nbytes(inputs: MemoryInputs) -> int:
 
 
 def _period_nbytes(inputs: MemoryInputs) -> int:
-    """Return the working set of the other layers of a period with both attention and mixers."""
+    """Return the working set of the other layers of a period with attention and mixers, or with heads of two shapes."""
     arch_config = inputs.arch_config
     schedule = arch_config.layer_schedule
-    if MIXER_LAYERS not in arch_config.layer_groups or schedule.num_periods < 2:
+    has_kinds = MIXER_LAYERS in arch_config.layer_groups or bool(arch_config.shape_groups)
+    if not has_kinds or schedule.num_periods < 2:
         return 0
     overlapping = {tuple(s.groups): s.overlapping_nbytes() for s in layer_stacks(inputs)}
     period = range(schedule.num_first, schedule.num_first + schedule.period)
@@ -251,8 +253,17 @@ def _split_by_group(stack: LayerStack) -> Iterable[LayerStack]:
                 experts_per_token=0 if is_dense else arch_config.experts_per_token,
                 mixer=arch_config.mixer if has_mixer else None,
                 mixer_layers=tuple(range(len(layers))) if has_mixer else (),
+                reusing_layers=(),
+                shape_groups=(),
             ),
             kv_lengths={} if has_mixer else stack.kv_lengths,
             groups={group: members[group] for group in kind},
-            mlp_dim="dense_mlp" if is_dense else "mlp",
+            mlp_dim=_mlp_dim(kind),
         )
+
+
+def _mlp_dim(kind: tuple[str, ...]) -> str:
+    """Return the logical dim of the hidden units of layers, by their groups."""
+    if DENSE_LAYERS in kind:
+        return "dense_mlp"
+    return "wide_mlp" if WIDE_LAYERS in kind else "mlp"

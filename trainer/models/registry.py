@@ -29,6 +29,7 @@ from trainer.models.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma4,
     glm,
     glm4,
     glm4_moe,
@@ -125,6 +126,7 @@ _FAMILY_MODULES = (
     *(llama4, flint, hy_v3, minicpm3, nanochat, phimoe),
     *(lfm2, lfm2_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text),
     *(mamba2, bamba, granitemoehybrid),
+    *(gemma4,),
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")

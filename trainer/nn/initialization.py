@@ -17,9 +17,13 @@ from trainer.models.lora import LORA_B
 from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
 from trainer.nn.model_spec import ModelSpec
 
-# End of the path of a leaf of a recurrent mixer -> its initial values, as in `Qwen3NextGatedDeltaNet` of
-# transformers. The norm scales by its weight, also where other norms of the model scale by 1 + weight.
-MIXER_CONSTANTS = {"mixer.norm.scale": 1.0, "mixer.dt_bias.bias": 1.0, "mixer.d.weight": 1.0}
+# End of the path of a leaf -> its initial values: those of a recurrent mixer as in `Qwen3NextGatedDeltaNet` of
+# transformers, and the factors of a router. The norm scales by its weight, also where other norms of the model scale
+# by 1 + weight.
+CONSTANTS = {
+    **{"mixer.norm.scale": 1.0, "mixer.dt_bias.bias": 1.0, "mixer.d.weight": 1.0},
+    **{"router.input_scale.weight": 1.0, "router.expert_scale.weight": 1.0},
+}
 DECAY_RATES = "mixer.a_log.weight"
 MIN_DECAY_RATE = 0.01
 MAX_DECAY_RATE = 16.0
@@ -64,7 +68,7 @@ def _clear_padding(values: Array, leaf: ParamLeaf, true_vocab_size: int) -> Arra
 
 def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
     """Initialize one leaf with a key derived from its path without layer numbers."""
-    for suffix, value in MIXER_CONSTANTS.items():
+    for suffix, value in CONSTANTS.items():
         if leaf.path_pattern.endswith(suffix):
             return jnp.full(leaf.shape, value, jnp.float32)
     if leaf.path_pattern.endswith(DECAY_RATES):

@@ -46,6 +46,7 @@ def build_family(
     *,
     layer: Parameters,
     groups: Mapping[str, LayerGroup],
+    shared: Parameters | None = None,
     final_norm: Parameters = _llama_style.FINAL_RMS_NORM,
     tied_by_default: bool = False,
     dropped: Mapping[str, str] = _llama_style.LEGACY_BUFFERS,
@@ -61,6 +62,7 @@ def build_family(
         arch_config: The architecture.
         layer: Parameters of every layer.
         groups: Path part and atom of a group -> its layers.
+        shared: Parameters outside of layers, other than the token embedding, the last norm and the head.
         final_norm: Parameters of the norm after the last layer.
         tied_by_default: Whether the head is tied if the config does not say.
         dropped: Pattern of tensors to ignore -> their description.
@@ -98,6 +100,7 @@ def build_family(
         arch_config=arch_config,
         parameters={
             **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
+            **(shared or {}),
             **parameters,
             **final_norm,
             **_llama_style.HEAD,

@@ -95,6 +95,11 @@ EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
     "granitemoeshared": [{"shared_intermediate_size": 4}],
     "exaone_moe": [{}, {"first_k_dense_replace": 0}],
     "flint": [{}, {"mlp_only_layers": []}],
+    "gemma4_text": [
+        {"num_kv_shared_layers": 12, "use_double_wide_mlp": True, "attention_bias": True},
+        {"layer_types": FULL * 30, "attention_bias": True},
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
+    ],
     "granitemoe_swa": [{"shared_intermediate_size": 4}],
     "hy_v3": [{}, {"mlp_layer_types": ["sparse"] * 80}],
     "internlm3": [{"qkv_bias": True, "bias": True}],
@@ -266,7 +271,7 @@ def test_tied_by_default_equals_transformers():
         ),
         *("ernie4_5", "cohere", "cohere2", "vaultgemma", "falcon", "gpt_bigcode", "bloom", "mpt"),
         *("biogpt", "ernie4_5_moe", "xglm", "mt5", "umt5", "lfm2", "lfm2_moe"),
-        *("granite_swa", "minicpm3", "youtu"),
+        *("gemma4_text", "granite_swa", "minicpm3", "youtu"),
     }
 
 
