@@ -21,6 +21,7 @@ GEMMA4_EXPERTS: dict[str, Any] = {
     "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8,
 }  # fmt: skip
 LATER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results of transformers for each
+    "bitnet": LLAMA_LIKE | {"model_type": "bitnet"},
     "exaone": LLAMA_LIKE | {"model_type": "exaone", "mlp_bias": True},
     "exaone_moe": EXPERTS | {
         "model_type": "exaone_moe", "num_experts": 4, "num_shared_experts": 2, "sliding_window": 5,
@@ -78,6 +79,9 @@ LATER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
 }  # fmt: skip
 FAMILIES = LATER_FAMILIES
 LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers live only
+    "bitnet-biases": FAMILIES["bitnet"] | {
+        "attention_bias": True, "hidden_act": "silu", "rope_theta": 300.0, "tie_word_embeddings": True,
+    },
     "exaone-names": {key: value for key, value in FAMILIES["exaone"].items() if key != "num_hidden_layers"} | {
         "num_layers": 3, "layer_norm_epsilon": 0.1, "activation_function": "gelu_new", "attention_bias": True,
     },

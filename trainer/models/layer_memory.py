@@ -221,7 +221,16 @@ class LayerStack:
             + self._block_inputs_nbytes()
             + hidden
             + self._layer_input_nbytes()
+            + self._inner_norm_nbytes()
         )
+
+    def _inner_norm_nbytes(self) -> int:
+        """Return the bytes that norms before the last matrices of attention and of the MLP read. 0 without them."""
+        ends = {leaf.path.rpartition(".")[0].rpartition(".")[2] for leaf in self.layer_leaves()}
+        size = self._output_size() if "o_norm" in ends else 0
+        if "down_norm" in ends:
+            size += self._saved_hidden_size()
+        return (2 * FLOAT32 + self.inputs.itemsize) * size
 
     def _layer_input_nbytes(self) -> int:
         """Return the bytes that the gate of a layer's input from tokens reads, and the input. 0 without one."""

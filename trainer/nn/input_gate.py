@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from jax import Array
 
+from trainer.distributed.sharding import UNSPLIT
 from trainer.nn.context import LayerContext
 from trainer.nn.layer_weights import Projections
 from trainer.nn.linear import linear
@@ -32,6 +33,7 @@ def input_update(x: Array, weights: Projections, context: LayerContext) -> Array
     def run_chunk(inputs: list[Array], weights: Projections, constants: None) -> Array:
         x, layer_input = inputs
         x = sharding.constrain(x, "batch", "seq", "embed")
+        layer_input = sharding.constrain(layer_input, "batch", "seq", UNSPLIT)
         gate = linear(x, weights["gate"], num_devices=sharding.num_devices)
         hidden = activate(gate) * layer_input
         update = linear(hidden, weights["output"], num_devices=sharding.num_devices)

@@ -95,6 +95,7 @@ def swap_ropes(arch_config: ArchConfig) -> ArchConfig:
 
 MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
     ("gpt2", "unscaled scores"): change(attn_scale=1.0),
+    ("bitnet", "plain rectifier"): change(activation="relu"),
     ("gemma4_text", "values without a norm"): change(has_plain_value_norm=False),
     ("gemma4_text", "rotation of whole heads"): change_rope(num_turning_pairs=6),
     ("gemma4_text", "layers without inputs"): change(block_type="sandwich"),

@@ -283,3 +283,10 @@ def test_bloom_ignores_the_mlp_width_of_its_config():
     """As transformers does. The shapes of the tensors are checked in any case."""
     config = {"model_type": "bloom", "hidden_size": 16, "n_inner": 24}
     assert FAMILIES["bloom"].sizes(config)["mlp"] == 64
+
+
+def test_bitnet_rejects_heads_without_the_width_of_their_norm():
+    config = {"model_type": "bitnet", "hidden_size": 24, "num_attention_heads": 3, "head_dim": 10}
+    with pytest.raises(PrepError) as caught:
+        FAMILIES["bitnet"].arch_config(config | {"num_key_value_heads": 1})
+    assert caught.value.why == "the norm of 30 elements of heads has the hidden_size, 24"
