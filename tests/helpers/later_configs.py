@@ -20,7 +20,8 @@ GEMMA4: dict[str, Any] = SMALL | {
 GEMMA4_EXPERTS: dict[str, Any] = {
     "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8,
 }  # fmt: skip
-LATER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results of transformers for each
+# Configs with a golden file of the results of transformers.
+LATER_FAMILIES: dict[str, dict[str, Any]] = {
     "bitnet": LLAMA_LIKE | {"model_type": "bitnet"},
     "exaone": LLAMA_LIKE | {"model_type": "exaone", "mlp_bias": True},
     "exaone_moe": EXPERTS | {
@@ -78,7 +79,8 @@ LATER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
     "youtu": SMALL | LATENT | {"model_type": "youtu", "num_key_value_heads": 3, "rms_norm_eps": 1e-3},
 }  # fmt: skip
 FAMILIES = LATER_FAMILIES
-LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers live only
+# Configs without a golden file. Tests compare them with the installed transformers.
+LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
     "bitnet-biases": FAMILIES["bitnet"] | {
         "attention_bias": True, "hidden_act": "silu", "rope_theta": 300.0, "tie_word_embeddings": True,
     },

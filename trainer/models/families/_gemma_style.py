@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from trainer.models.errors import invalid_config_error
-from trainer.models.families import _moe_style
+from trainer.models.families import _grouped_style
 from trainer.models.parameters import ALWAYS, HFConfig, Parameter, read_size
 from trainer.models.rows import Condition, Parameters, linear, matrix, rms_norm
 
@@ -95,7 +95,7 @@ def keys_and_values(
     heads = f"{kv_heads} {head_dim}"
     values = linear("attn.v", row.format(heads=heads, name="v"), bias)
     if has_values is not None:
-        values = _moe_style.under_condition(values, has_values)
+        values = _grouped_style.under_condition(values, has_values)
     return {
         **linear("attn.k", row.format(heads=heads, name="k"), bias),
         **values,

@@ -26,8 +26,8 @@ from trainer.models.axis_map import (
 )
 from trainer.models.decimal_text import parse_decimal
 from trainer.models.errors import invalid_config_error, unsupported_config_error
-from trainer.models.families import _gemma_style, _hybrid_style, _llama_style, _moe_style
-from trainer.models.families._hybrid_style import LayerGroup
+from trainer.models.families import _gemma_style, _grouped_style, _llama_style
+from trainer.models.families._grouped_style import LayerGroup
 from trainer.models.json_types import JsonObject
 from trainer.models.moe_config import Router
 from trainer.models.parameters import MAX_LAYERS, HFConfig, Parameter, if_set, read_size
@@ -262,7 +262,7 @@ EXPERTS: Parameters = {
 }
 # Groups with all layers of some models.
 WHOLE_GROUPS = (FULL_LAYERS, NARROW_LAYERS)
-FAMILY = _hybrid_style.build_family(
+FAMILY = _grouped_style.build_family(
     name="gemma4_text",
     sizes=sizes,
     arch_config=arch_config,
@@ -270,7 +270,7 @@ FAMILY = _hybrid_style.build_family(
     layer={
         **_llama_style.SANDWICH_NORMS,
         **_gemma_style.layer_input_gate(has_layer_inputs),
-        **_moe_style.under_condition(EXPERTS, has_experts),
+        **_grouped_style.under_condition(EXPERTS, has_experts),
         "output.scale": Parameter(" <- layer_scalar: 1"),
     },
     groups={
