@@ -96,6 +96,10 @@ def swap_ropes(arch_config: ArchConfig) -> ArchConfig:
 # (golden file, mistake) -> the change of the architecture.
 MUTATIONS: dict[tuple[str, str], Mutation] = {
     ("gpt2", "unscaled scores"): change(attn_scale=1.0),
+    ("bitnet", "plain rectifier"): change(activation="relu"),
+    ("gemma4_text", "values without a norm"): change(has_plain_value_norm=False),
+    ("gemma4_text", "rotation of whole heads"): change_rope(num_turning_pairs=6),
+    ("gemma4_text", "layers without inputs"): change(block_type="sandwich"),
     ("gpt2", "epsilon 2 % off"): change(norm_eps=1.02e-3),
     ("gpt2", "exact gelu"): change(activation="gelu"),
     ("gpt_neo", "window 1 larger"): change(sliding_windows=(0, 4, 0)),
