@@ -43,6 +43,12 @@ GRANITE_HYBRID = SMALL | MAMBA_SIZES | {
     "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 4, "shared_intermediate_size": 8,
     "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.7,
 }  # fmt: skip
+FALCON_H1 = SMALL | MAMBA_SIZES | {
+    "model_type": "falcon_h1", "num_hidden_layers": 2, "rms_norm_eps": 1e-3, "mamba_d_ssm": 20, "mamba_rms_norm": True,
+    "mamba_norm_before_gate": False, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.5, "attention_out_multiplier": 0.8, "mlp_multipliers": [0.6, 1.4],
+    "ssm_in_multiplier": 1.25, "ssm_multipliers": [0.9, 0.5, 1.7, 0.8, 1.2], "ssm_out_multiplier": 0.6,
+}  # fmt: skip
 
 HYBRID_FAMILIES: dict[
     str, dict[str, Any]
@@ -55,6 +61,7 @@ HYBRID_FAMILIES: dict[
     "mamba2": MAMBA2,
     "bamba": BAMBA,
     "granitemoehybrid": GRANITE_HYBRID,
+    "falcon_h1": FALCON_H1,
 }
 HYBRID_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers live only
     "lfm2-biases": LFM2 | {"conv_bias": True, "conv_L_cache": 4, "layer_types": ["conv"] * 4},
@@ -88,5 +95,12 @@ HYBRID_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers liv
     "granitemoehybrid-dense": GRANITE_HYBRID | {
         "num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True, "mamba_proj_bias": True,
         "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    },
+    "falcon_h1-biases": FALCON_H1 | {
+        "attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "projectors_bias": True,
+        "mamba_conv_bias": False, "mamba_norm_before_gate": True, "mamba_d_ssm": None, "tie_word_embeddings": True,
+    },
+    "falcon_h1-no-norm": FALCON_H1 | {
+        "mamba_rms_norm": False, "mamba_d_head": 5, "mlp_multipliers": None, "ssm_multipliers": None,
     },
 }  # fmt: skip

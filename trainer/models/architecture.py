@@ -200,7 +200,12 @@ class ArchConfig:
         router: Selection of the experts and their weights.
         dense_layers: Numbers of the layers with a dense MLP in a model with experts.
         mixer: Recurrent mixer of some or all layers.
-        mixer_layers: Numbers of the layers with the mixer. They have no attention.
+        mixer_layers: Numbers of the layers with the mixer.
+        has_attention_beside_mixer: Whether these layers have attention on the same input too.
+        attn_input_scale: Factor of the normed input of attention.
+        attn_output_scale: Factor of the output of attention.
+        gate_scale: Factor of the gate of the MLP before the activation.
+        mlp_output_scale: Factor of the output of the MLP.
         clamped_swiglu: Gating of the experts in place of `activation`, with a bound.
         latent_key_dim: Elements of a key that come from the latent of multi-head latent attention, or
             0 for attention with a projection of keys.
@@ -248,6 +253,11 @@ class ArchConfig:
     dense_layers: tuple[int, ...] = ()
     mixer: Mixer | None = None
     mixer_layers: tuple[int, ...] = ()
+    has_attention_beside_mixer: bool = False
+    attn_input_scale: float = 1.0
+    attn_output_scale: float = 1.0
+    gate_scale: float = 1.0
+    mlp_output_scale: float = 1.0
     clamped_swiglu: ClampedSwiglu | None = None
     latent_key_dim: int = 0
     latent_norm_eps: float = 1e-6
@@ -292,6 +302,8 @@ class ArchConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with attention."""
+        if self.has_attention_beside_mixer:
+            return self._other_layers(())
         return self._other_layers(self.mixer_layers)
 
     @property
@@ -301,7 +313,7 @@ class ArchConfig:
         if self.dense_layers:
             groups[DENSE_LAYERS] = self.dense_layers
             groups[SPARSE_LAYERS] = self._other_layers(self.dense_layers)
-        if self.mixer_layers and self.attention_layers:
+        if self.mixer_layers and self.attention_layers and not self.has_attention_beside_mixer:
             groups[ATTENTION_LAYERS] = self.attention_layers
             groups[MIXER_LAYERS] = self.mixer_layers
         return groups

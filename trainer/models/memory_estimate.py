@@ -242,6 +242,7 @@ def _split_by_group(stack: LayerStack) -> Iterable[LayerStack]:
     for kind, layers in layers_by_kind.items():
         is_dense = DENSE_LAYERS in kind
         has_mixer = layers[0] in arch_config.mixer_layers
+        has_attention = layers[0] in arch_config.attention_layers
         yield replace(
             stack,
             arch_config=replace(
@@ -252,7 +253,7 @@ def _split_by_group(stack: LayerStack) -> Iterable[LayerStack]:
                 mixer=arch_config.mixer if has_mixer else None,
                 mixer_layers=tuple(range(len(layers))) if has_mixer else (),
             ),
-            kv_lengths={} if has_mixer else stack.kv_lengths,
+            kv_lengths=stack.kv_lengths if has_attention else {},
             groups={group: members[group] for group in kind},
             mlp_dim="dense_mlp" if is_dense else "mlp",
         )

@@ -24,6 +24,7 @@ from trainer.models.families import (
     exaone4,
     exaone_moe,
     falcon,
+    falcon_h1,
     flex_olmo,
     flint,
     gemma,
@@ -124,7 +125,7 @@ _FAMILY_MODULES = (
     *(iquestcoder, mellum, minimax_m2, sarvam_mla, sarvam_moe, solar_open, youtu),
     *(llama4, flint, hy_v3, minicpm3, nanochat, phimoe),
     *(lfm2, lfm2_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text),
-    *(mamba2, bamba, granitemoehybrid),
+    *(mamba2, bamba, granitemoehybrid, falcon_h1),
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")

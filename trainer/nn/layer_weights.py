@@ -36,7 +36,7 @@ class MoeWeights(TypedDict):
 class BlockWeights(TypedDict):
     """The weights of a layer. A norm without parameters is absent.
 
-    A layer with a recurrent mixer has `mixer` in place of `attn`. A layer of Mamba-2 has no `mlp` either.
+    A layer with a recurrent mixer has `mixer` in place of `attn` or beside it. A layer of Mamba-2 has no `mlp` either.
     """
 
     attn: Projections

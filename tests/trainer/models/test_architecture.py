@@ -486,6 +486,8 @@ INERT_ALONE = {  # fields that change nothing unless another field is set
     ("lfm2", "conv_bias"),
     ("lfm2_moe", "conv_bias"),
     ("bamba", "attention_bias"),
+    ("falcon_h1", "mamba_expand"),
+    ("falcon_h1", "mamba_norm_before_gate"),
     ("granitemoehybrid", "attention_bias"),
     ("granitemoehybrid", "position_embedding_type"),
     ("sarvam_mla", "head_dim"),  # transformers derives it from `qk_rope_head_dim`

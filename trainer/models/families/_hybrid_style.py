@@ -186,6 +186,7 @@ def mamba2(
     module: str,
     *,
     bias: rows.Condition | None,
+    out_bias: rows.Condition | None,
     conv_bias: rows.Condition,
     norm: rows.Condition = rows.ALWAYS,
 ) -> Parameters:
@@ -193,7 +194,8 @@ def mamba2(
 
     Args:
         module: Name of the module.
-        bias: When its projections have a bias.
+        bias: When its input projection has a bias.
+        out_bias: When its output projection has a bias.
         conv_bias: When its convolution has a bias.
         norm: When it has a norm.
     """
@@ -215,7 +217,7 @@ def mamba2(
         "mixer.d.weight": Parameter(f"{HEADS} <- {module}.D: ({HEADS})"),
         "mixer.dt_bias.bias": Parameter(f"{HEADS} <- {module}.dt_bias: ({HEADS})"),
         "mixer.norm.scale": Parameter(f"{VALUES} <- {module}.norm.weight: ({VALUES})", norm),
-        **linear("mixer.o", out, bias),
+        **linear("mixer.o", out, out_bias),
     }
 
 

@@ -66,7 +66,10 @@ FAMILY = rows.build_family(
             {
                 **rms_norm("attn_norm", "embed <- norm.weight: embed"),
                 **_hybrid_style.mamba2(
-                    "mixer", bias=if_set("use_bias"), conv_bias=unless_false("use_conv_bias")
+                    "mixer",
+                    bias=if_set("use_bias"),
+                    out_bias=if_set("use_bias"),
+                    conv_bias=unless_false("use_conv_bias"),
                 ),
             },
         ),

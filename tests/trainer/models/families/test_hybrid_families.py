@@ -17,6 +17,7 @@ KINDS = {
     "lfm2_moe": ("attention_layers", "mixer_layers", "dense_layers", "sparse_layers"),
     "qwen3_next": ("attention_layers", "mixer_layers", "dense_layers", "sparse_layers"),
     "mamba2": (),
+    "falcon_h1": (),
 }
 
 
