@@ -47,7 +47,11 @@ SIZE_FIELDS = {
         "d_ff",
     ),
     "dense_mlp": ("intermediate_size",),
-    "shared_mlp": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "shared_mlp": (
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+    ),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "kv_rank": ("kv_lora_rank",),
     "q_rank": ("q_lora_rank",),
@@ -59,9 +63,9 @@ SIZE_FIELDS = {
 # The same for the axes of recurrent mixers. Mamba-2 without attention has other fields in `heads` and `head_dim`.
 MIXER_FIELDS = {
     "mixer_groups": ("linear_num_key_heads", "mamba_n_groups", "n_groups"),
-    "mixer_heads": ("linear_num_value_heads", "mamba_n_heads"),
-    "mixer_state": ("linear_key_head_dim", "mamba_d_state", "state_size"),
-    "mixer_head_dim": ("linear_value_head_dim", "mamba_d_head"),
+    "mixer_heads": ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"),
+    "mixer_state": ("linear_key_head_dim", "mamba_d_state", "state_size", "ssm_state_size"),
+    "mixer_head_dim": ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim"),
 }
 MIXER_STATE = 6
 # Fields with the layers of attention beside those of recurrent mixers -> value for two layers with one of each.
@@ -85,8 +89,11 @@ REQUIRED_AXES = (
     "layers",
 )
 WINDOW_FIELDS = ("sliding_window", "window_size", "attention_chunk_size")
-# Lists with one entry per layer.
-LAYER_LISTS = ("layer_types", "layers_block_type", "attention_layers", "mlp_layer_types")
+# Lists with one entry per layer, and a text with a character per layer.
+LAYER_LISTS = (
+    *("layer_types", "layers_block_type", "attention_layers", "mlp_layer_types"),
+    "hybrid_override_pattern",
+)
 # Numbers of first layers with a dense MLP, in configs of DeepSeek and of LFM2-MoE.
 NUM_DENSE_FIELDS = ("first_k_dense_replace", "num_dense_layers")
 # The same as a repeated pattern, in configs of GPT-Neo.
@@ -97,6 +104,7 @@ DEFAULT_CHANGES: tuple[JsonObject, ...] = (
     {LAYER_PATTERN: [[["global", "local"], 1]]},
     {"rotary_dim": HEAD_DIM // 4},
     {"num_experts_per_tok": 2},
+    {"layers_block_type": ["linear_attention", "full_attention"]},
 )
 # In place of a default that makes all of a few layers dense.
 ONE_DENSE_LAYER: JsonObject = {"mlp_only_layers": [0]}
@@ -374,8 +382,9 @@ def _layer_kinds(config: HFConfig) -> dict[str, list[JsonValue]]:
     kinds: dict[str, list[JsonValue]] = {}
     for name in LAYER_LISTS:
         listed = config.get(name)
-        if isinstance(listed, list):
-            kinds[name] = _distinct(listed)
+        if isinstance(listed, list | str):
+            entries: list[JsonValue] = [*listed]
+            kinds[name] = _distinct(entries)
     # e.g. [[["global", "local"], 6]] of GPT-Neo: the kinds, and how often they repeat.
     pattern = config.get(LAYER_PATTERN)
     if kinds or not is_layer_pattern(pattern):
@@ -413,7 +422,12 @@ def _layer_fields(
     fields: JsonObject = {}
     for name, values in kinds.items():
         listed = (values * num_layers)[:num_layers]
-        fields[name] = [[listed, 1]] if name == LAYER_PATTERN else listed
+        if name == LAYER_PATTERN:
+            fields[name] = [[listed, 1]]
+        elif isinstance(config[name], str):
+            fields[name] = "".join(map(str, listed))
+        else:
+            fields[name] = listed
     if config.get("sliding_window_pattern"):
         fields["sliding_window_pattern"] = 2
     if config.get("max_window_layers"):

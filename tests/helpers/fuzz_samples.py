@@ -105,7 +105,7 @@ def random_attn_config(rng: random.Random, config: Mapping[str, Any]) -> Any:
 
 def family_layer_types(rng: random.Random, config: Mapping[str, Any]) -> Any:
     """Return a list with one layer type per layer, of the types in the config if it lists any."""
-    listed = config.get("layer_types")
+    listed = config.get("layer_types", config.get("layers_block_type"))
     names = LAYER_TYPES
     if isinstance(listed, list) and all(isinstance(name, str) for name in listed):
         names = (*dict.fromkeys((*listed, "full_attention")),)
@@ -259,6 +259,11 @@ VALUES: Mapping[str, ValueSampler] = {
     "mamba_d_head": one_of("auto", "auto", 12, 8, None),
     "time_step_limit": one_of((0.0, float("inf")), [0.0, 0.5], [0.2, 0.9], None),
     **dict.fromkeys(("time_step_min", "time_step_max", "time_step_floor"), one_of(0.001, 0.1)),
+    "mamba_num_heads": one_of(2, 4, 4, 6),
+    "mamba_head_dim": one_of(3, 5, 8),
+    **dict.fromkeys(("mlp_hidden_act", "mamba_hidden_act"), ACT),
+    **dict.fromkeys(("ssm_state_size", "moe_shared_expert_intermediate_size"), one_of(2, 4, 5)),
+    "moe_latent_size": one_of(None, None, None, 8),
     "mamba_d_ssm": one_of(24, 12, 20, None),
     "mlp_multipliers": one_of([0.5, 2.0], [1, 1.5], None),
     "ssm_multipliers": one_of([0.5, 2.0, 0.7, 1, 1.3], None),

@@ -49,6 +49,13 @@ FALCON_H1 = SMALL | MAMBA_SIZES | {
     "attention_in_multiplier": 1.5, "attention_out_multiplier": 0.8, "mlp_multipliers": [0.6, 1.4],
     "ssm_in_multiplier": 1.25, "ssm_multipliers": [0.9, 0.5, 1.7, 0.8, 1.2], "ssm_out_multiplier": 0.6,
 }  # fmt: skip
+NEMOTRON_H = SMALL | {
+    "model_type": "nemotron_h", "layer_norm_epsilon": 1e-3, "num_hidden_layers": 4, "head_dim": 10,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 4,
+    "mamba_head_dim": 5, "n_groups": 2, "ssm_state_size": 5, "conv_kernel": 3, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 5, "moe_shared_expert_intermediate_size": 6,
+    "routed_scaling_factor": 1.3,
+}  # fmt: skip
 
 HYBRID_FAMILIES: dict[
     str, dict[str, Any]
@@ -62,6 +69,7 @@ HYBRID_FAMILIES: dict[
     "bamba": BAMBA,
     "granitemoehybrid": GRANITE_HYBRID,
     "falcon_h1": FALCON_H1,
+    "nemotron_h": NEMOTRON_H,
 }
 HYBRID_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers live only
     "lfm2-biases": LFM2 | {"conv_bias": True, "conv_L_cache": 4, "layer_types": ["conv"] * 4},
@@ -95,6 +103,14 @@ HYBRID_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers liv
     "granitemoehybrid-dense": GRANITE_HYBRID | {
         "num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True, "mamba_proj_bias": True,
         "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    },
+    "nemotron_h-pattern": {key: value for key, value in NEMOTRON_H.items() if key != "layers_block_type"} | {
+        "hybrid_override_pattern": "M-M*-", "num_hidden_layers": 5, "mlp_bias": True, "use_bias": True,
+        "use_conv_bias": False, "mlp_hidden_act": "gelu", "mamba_hidden_act": "relu",
+    },
+    "nemotron_h-groups": NEMOTRON_H | {
+        "layers_block_type": ["linear_attention", "moe", "moe", "linear_attention"], "mlp_bias": True,
+        "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "norm_topk_prob": False, "time_step_min": 0.4,
     },
     "falcon_h1-biases": FALCON_H1 | {
         "attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "projectors_bias": True,

@@ -37,7 +37,9 @@ NO_CHUNK = 0
 NO_SOFTCAP = 0.0
 NO_CLIP = 0.0
 # Residual connections and norms of a layer. `trainer.nn.block` has a function for each.
-BlockType = Literal["pre", "post", "parallel", "parallel_one_norm", "sandwich", "output_norm"]
+BlockType = Literal[
+    "pre", "post", "parallel", "parallel_one_norm", "sandwich", "output_norm", "single"
+]
 # Longer than any sequence. Bounds the memory that an invalid config can ask for.
 MAX_RELATIVE_DISTANCE = 1 << 20
 # Values in `layer_types`.
@@ -198,7 +200,9 @@ class ArchConfig:
         final_logit_softcap: Bound of the logits, in the same form.
         experts_per_token: Number of experts per token, or 0 for a dense MLP.
         router: Selection of the experts and their weights.
-        dense_layers: Numbers of the layers with a dense MLP in a model with experts.
+        dense_layers: Numbers of the layers with a dense MLP in a model with experts, or with block type "single".
+        feed_forward_layers: Numbers of the layers with an MLP or experts and nothing else. Only with block type
+            "single", where the other layers have no MLP.
         mixer: Recurrent mixer of some or all layers.
         mixer_layers: Numbers of the layers with the mixer.
         has_attention_beside_mixer: Whether these layers have attention on the same input too.
@@ -251,6 +255,7 @@ class ArchConfig:
     experts_per_token: int = 0
     router: Router = SOFTMAX_ROUTER
     dense_layers: tuple[int, ...] = ()
+    feed_forward_layers: tuple[int, ...] = ()
     mixer: Mixer | None = None
     mixer_layers: tuple[int, ...] = ()
     has_attention_beside_mixer: bool = False
@@ -304,19 +309,26 @@ class ArchConfig:
         """Numbers of the layers with attention."""
         if self.has_attention_beside_mixer:
             return self._other_layers(())
-        return self._other_layers(self.mixer_layers)
+        return self._other_layers((*self.mixer_layers, *self.feed_forward_layers))
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have experts in a model with experts."""
+        if not self.feed_forward_layers:
+            return self._other_layers(self.dense_layers)
+        return tuple(layer for layer in self.feed_forward_layers if layer not in self.dense_layers)
 
     @property
     def layer_groups(self) -> dict[str, tuple[int, ...]]:
         """Groups of layers with parameters that other layers do not have -> numbers of their layers."""
-        groups: dict[str, tuple[int, ...]] = {}
-        if self.dense_layers:
-            groups[DENSE_LAYERS] = self.dense_layers
-            groups[SPARSE_LAYERS] = self._other_layers(self.dense_layers)
-        if self.mixer_layers and self.attention_layers and not self.has_attention_beside_mixer:
-            groups[ATTENTION_LAYERS] = self.attention_layers
-            groups[MIXER_LAYERS] = self.mixer_layers
-        return groups
+        groups = {
+            DENSE_LAYERS: self.dense_layers,
+            SPARSE_LAYERS: self.sparse_layers,
+            ATTENTION_LAYERS: self.attention_layers,
+            MIXER_LAYERS: self.mixer_layers,
+        }
+        num_layers = len(self.sliding_windows)
+        return {group: layers for group, layers in groups.items() if 0 < len(layers) < num_layers}
 
     def _other_layers(self, layers: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(layer for layer in range(len(self.sliding_windows)) if layer not in layers)

@@ -41,6 +41,7 @@ ACTIVATION_ARRAYS = {
 # Norms of a layer by `block_type`, and how many of them follow a projection.
 NORMS_PER_BLOCK: Mapping[BlockType, int] = {
     "pre": 2, "post": 2, "parallel": 2, "parallel_one_norm": 1, "sandwich": 4, "output_norm": 2,
+    "single": 1,
 }  # fmt: skip
 OUTPUT_NORMS_PER_BLOCK: Mapping[BlockType, int] = {"post": 2, "sandwich": 2, "output_norm": 2}
 

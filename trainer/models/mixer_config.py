@@ -39,11 +39,12 @@ class Mixer:
 
     The norm has its mean over the heads that share queries and keys. It follows the gate, precedes it, or is left out.
 
-    Falcon-H1 (arXiv:2507.22448, section 3.2.3) multiplies x by `input_scale`, the outputs of W_q, W_k, W_v, W_z and
-    W_dt by a factor each, and the output of the mixer by `output_scale`.
+    Falcon-H1 (arXiv:2507.22448, `FalconH1Mixer` of transformers) multiplies x by `input_scale`, the outputs of W_q,
+    W_k, W_v, W_z and W_dt by a factor each, and the output of the mixer by `output_scale`.
 
     Attributes:
         kind: The equations.
+        activation: Activation of the convolutions in place of silu. None means the one of the MLP.
         dt_limits: Smallest and largest step of Mamba-2.
         norm_place: Place of the norm of Mamba-2.
         input_scale: Factor of the normed input.
@@ -52,6 +53,7 @@ class Mixer:
     """
 
     kind: Literal["short_conv", "gated_delta", "mamba2"]
+    activation: str | None = None
     dt_limits: tuple[float, float] = (0.0, math.inf)
     norm_place: Literal["after_gate", "before_gate", "none"] = "after_gate"
     input_scale: float = 1.0

@@ -70,6 +70,7 @@ from trainer.models.families import (
     mt5,
     nanochat,
     nemotron,
+    nemotron_h,
     olmo,
     olmo2,
     olmo3,
@@ -125,7 +126,7 @@ _FAMILY_MODULES = (
     *(iquestcoder, mellum, minimax_m2, sarvam_mla, sarvam_moe, solar_open, youtu),
     *(llama4, flint, hy_v3, minicpm3, nanochat, phimoe),
     *(lfm2, lfm2_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text),
-    *(mamba2, bamba, granitemoehybrid, falcon_h1),
+    *(mamba2, bamba, granitemoehybrid, falcon_h1, nemotron_h),
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")

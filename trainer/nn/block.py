@@ -162,6 +162,23 @@ def output_norm_block(
     return shard_residual(x + output, context.sharding), kv_cache
 
 
+def single_block(
+    x: Array, weights: BlockWeights, context: LayerContext
+) -> tuple[Array, KVCache | None]:
+    """Run one sublayer: attention, a recurrent mixer, or an MLP (Nemotron-H, arXiv:2504.03624).
+
+    x = x + sublayer(norm(x))
+    """
+    input_norm = weights.get("norm", NO_PARAMETERS)
+    if "mlp" in weights:
+        output = feed_forward(x, weights["mlp"], context, input_norm=input_norm)
+        output = context.residual_update(output, DropoutSite.MLP_RESIDUAL)
+        return shard_residual(x + output, context.sharding), context.kv_cache
+    output, kv_cache = _mix_tokens(x, weights, context, input_norm)
+    output = context.residual_update(output, DropoutSite.ATTENTION_RESIDUAL)
+    return shard_residual(x + output, context.sharding), kv_cache
+
+
 BLOCKS: Mapping[BlockType, Block] = {
     "pre": pre_norm_block,
     "post": post_norm_block,
@@ -169,6 +186,7 @@ BLOCKS: Mapping[BlockType, Block] = {
     "parallel_one_norm": parallel_one_norm_block,
     "sandwich": sandwich_block,
     "output_norm": output_norm_block,
+    "single": single_block,
 }
 
 

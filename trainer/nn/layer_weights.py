@@ -22,7 +22,7 @@ class RouterWeights(TypedDict):
 
 
 class MoeWeights(TypedDict):
-    """The weights of an MoE layer. The projections are stacked over its experts."""
+    """The weights of an MoE layer. The projections are stacked over its experts. Some experts have no `gate`."""
 
     router: RouterWeights
     gate: Leaves
@@ -37,12 +37,14 @@ class BlockWeights(TypedDict):
     """The weights of a layer. A norm without parameters is absent.
 
     A layer with a recurrent mixer has `mixer` in place of `attn` or beside it. A layer of Mamba-2 has no `mlp` either.
+    A layer of one sublayer has `norm` and one of `attn`, `mixer` and `mlp`.
     """
 
     attn: Projections
     mixer: NotRequired[Projections]
     cross: NotRequired[Projections]
     mlp: Projections | MoeWeights
+    norm: NotRequired[Leaves]
     attn_norm: NotRequired[Leaves]
     attn_post_norm: NotRequired[Leaves]
     cross_norm: NotRequired[Leaves]

@@ -45,7 +45,7 @@ def mamba2(
     projected = project(x, weights, ("q", "k", "v", "z", "dt"), context)
     inputs = {name: projected[name] for name in ("q", "k", "v")}
     convolved, new_states = convolve(inputs, weights, context, states)
-    activate = ACTIVATION_FUNCTIONS[context.arch_config.activation]
+    activate = ACTIVATION_FUNCTIONS[mixer.activation or context.arch_config.activation]
     q, k, v = (activate(convolved[name]).astype(jnp.float32) for name in ("q", "k", "v"))
     dt = nn.softplus(projected["dt"].astype(jnp.float32) + weights["dt_bias"]["bias"])
     dt = jnp.clip(dt, *mixer.dt_limits)

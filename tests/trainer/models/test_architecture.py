@@ -462,7 +462,12 @@ HARMLESS = {
     *("chunk_size", "mamba_chunk_size"),  # the tokens that one step of a scan computes
     # initial values of Mamba-2
     *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
-    "time_step_rank",  # transformers reads it without using it
+    "time_step_rank",  # transformers reads it in Mamba-2 without using it
+    *(
+        "mtp_layers_block_type",
+        "moe_shared_expert_overlap",
+    ),  # layers that do not run, and the order of kernels
+    *("use_mamba_kernels", "mamba_ssm_cache_dtype"),  # the kernel, and the precision of its cache
     "residual_in_fp32",  # the precision of a sum
     "num_logits_to_keep",  # generation reads it
     "z_loss_coefficient",  # the recipe sets the loss
@@ -488,6 +493,8 @@ INERT_ALONE = {  # fields that change nothing unless another field is set
     ("bamba", "attention_bias"),
     ("falcon_h1", "mamba_expand"),
     ("falcon_h1", "mamba_norm_before_gate"),
+    ("nemotron_h", "time_step_limit"),  # transformers limits by `time_step_min`
+    ("nemotron_h", "expand"),  # the heads give the width
     ("granitemoehybrid", "attention_bias"),
     ("granitemoehybrid", "position_embedding_type"),
     ("sarvam_mla", "head_dim"),  # transformers derives it from `qk_rope_head_dim`

@@ -46,6 +46,8 @@ def build_family(
     *,
     layer: Parameters,
     groups: Mapping[str, LayerGroup],
+    prefix: str = _llama_style.TENSOR_PREFIX,
+    tokens: str = "embed_tokens.weight",
     final_norm: Parameters = _llama_style.FINAL_RMS_NORM,
     tied_by_default: bool = False,
     dropped: Mapping[str, str] = _llama_style.LEGACY_BUFFERS,
@@ -61,6 +63,8 @@ def build_family(
         arch_config: The architecture.
         layer: Parameters of every layer.
         groups: Path part and atom of a group -> its layers.
+        prefix: Prefix of its tensors.
+        tokens: Tensor of the token embeddings.
         final_norm: Parameters of the norm after the last layer.
         tied_by_default: Whether the head is tied if the config does not say.
         dropped: Pattern of tensors to ignore -> their description.
@@ -93,11 +97,11 @@ def build_family(
             parameters |= stack(LAYERS, "layers.{layers}", whole)
     return rows.build_family(
         name=name,
-        prefix=_llama_style.TENSOR_PREFIX,
+        prefix=prefix,
         sizes=all_sizes,
         arch_config=arch_config,
         parameters={
-            **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
+            **embedding("tokens", f"vocab embed <- {tokens}: vocab embed"),
             **parameters,
             **final_norm,
             **_llama_style.HEAD,

@@ -112,6 +112,10 @@ EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
     "bamba": [
         {"attn_layer_indices": layers, **MAMBA_BIASES} for layers in ([], [1], [*range(32)])
     ],
+    "nemotron_h": [
+        {"use_bias": True, "mlp_bias": True, "layers_block_type": types}
+        for types in (["linear_attention", "moe", "full_attention", "mlp"], ["linear_attention"])
+    ],
     "granitemoehybrid": [
         MAMBA_BIASES, MAMBA_BIASES | {"layer_types": ["mamba"] + ["attention"] * 31}, {"num_local_experts": 0},
     ],

@@ -18,6 +18,7 @@ KINDS = {
     "qwen3_next": ("attention_layers", "mixer_layers", "dense_layers", "sparse_layers"),
     "mamba2": (),
     "falcon_h1": (),
+    "nemotron_h": ("attention_layers", "mixer_layers", "dense_layers", "sparse_layers"),
 }
 
 
