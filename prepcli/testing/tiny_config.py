@@ -66,6 +66,7 @@ MIXER_FIELDS = {
     "mixer_heads": ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"),
     "mixer_state": ("linear_key_head_dim", "mamba_d_state", "state_size", "ssm_state_size"),
     "mixer_head_dim": ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim"),
+    "mixer_width": ("mamba_d_ssm",),
 }
 MIXER_STATE = 6
 # Fields with the layers of attention beside those of recurrent mixers -> value for two layers with one of each.
@@ -73,6 +74,8 @@ ATTENTION_PLACES: JsonObject = {
     "full_attention_interval": 2,
     "attn_layer_indices": [1],
     "full_attn_idxs": [1],
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
 }
 # Elements of latent attention. The size of `kv_dim` here is the part of the keys.
 LATENT_SIZES = {"kv_rank": 9, "q_rank": 11, "rope_dim": 4, "kv_dim": 6, "value_dim": 5}
@@ -104,7 +107,6 @@ DEFAULT_CHANGES: tuple[JsonObject, ...] = (
     {LAYER_PATTERN: [[["global", "local"], 1]]},
     {"rotary_dim": HEAD_DIM // 4},
     {"num_experts_per_tok": 2},
-    {"layers_block_type": ["linear_attention", "full_attention"]},
 )
 # In place of a default that makes all of a few layers dense.
 ONE_DENSE_LAYER: JsonObject = {"mlp_only_layers": [0]}
@@ -162,6 +164,9 @@ def _original_sizes(family: Family, config: HFConfig) -> dict[str, int]:
     if "mixer_groups" in sizes:
         sizes["mixer_heads"] = sizes["mixer_groups"] * sizes["group_heads"]
         sizes = {"heads": sizes["mixer_heads"], "head_dim": sizes["mixer_head_dim"]} | sizes
+    elif "mixer_channels" in sizes:
+        # The channels of Mamba are a multiple of the width.
+        sizes = {"heads": sizes["embed"], "head_dim": 1} | sizes
     if "heads" not in sizes:
         why = f"{family.name} has no attention heads to scale by"
         raise usage_error(
@@ -223,7 +228,7 @@ def _tiny_sizes(
     }
     if "mixer_groups" in original:
         tiny_sizes |= _tiny_mixer_sizes(original, num_heads, tiny_sizes["embed"])
-    if "heads" not in family.sizes(config):
+    if "mixer_heads" in tiny_sizes and "heads" not in family.sizes(config):
         tiny_sizes["heads"] = tiny_sizes["mixer_heads"]
         tiny_sizes["head_dim"] = tiny_sizes["mixer_head_dim"]
     return tiny_sizes
@@ -241,12 +246,13 @@ def _tiny_mixer_sizes(
     if original["group_heads"] > 1:
         heads = num_heads if groups == 1 else 2 * groups
     width = original["mixer_heads"] * original["mixer_head_dim"]
-    head_dim = width * tiny_embed // (original["embed"] * heads)
+    head_dim = max(1, width * tiny_embed // (original["embed"] * heads))
     return {
         "mixer_groups": groups,
         "mixer_heads": heads,
         "mixer_state": MIXER_STATE,
-        "mixer_head_dim": max(1, head_dim),
+        "mixer_head_dim": head_dim,
+        "mixer_width": heads * head_dim,
     }
 
 
@@ -315,8 +321,8 @@ def _size_fields(family: Family, config: HFConfig, wanted: Mapping[str, int]) ->
     # Without these fields, the size is the default of the family, i.e. the size of a large model.
     for axis in REQUIRED_AXES:
         if fields.keys().isdisjoint(SIZE_FIELDS[axis]):
-            read = next(name for name in SIZE_FIELDS[axis] if name in fields_read(family))
-            fields[read] = wanted[axis]
+            read = [name for name in SIZE_FIELDS[axis] if name in fields_read(family)]
+            fields |= dict.fromkeys(read[:1], wanted[axis])
     return fields
 
 
@@ -383,8 +389,7 @@ def _layer_kinds(config: HFConfig) -> dict[str, list[JsonValue]]:
     for name in LAYER_LISTS:
         listed = config.get(name)
         if isinstance(listed, list | str):
-            entries: list[JsonValue] = [*listed]
-            kinds[name] = _distinct(entries)
+            kinds[name] = _distinct(listed)
     # e.g. [[["global", "local"], 6]] of GPT-Neo: the kinds, and how often they repeat.
     pattern = config.get(LAYER_PATTERN)
     if kinds or not is_layer_pattern(pattern):

@@ -264,6 +264,9 @@ VALUES: Mapping[str, ValueSampler] = {
     **dict.fromkeys(("mlp_hidden_act", "mamba_hidden_act"), ACT),
     **dict.fromkeys(("ssm_state_size", "moe_shared_expert_intermediate_size"), one_of(2, 4, 5)),
     "moe_latent_size": one_of(None, None, None, 8),
+    **dict.fromkeys(("attn_layer_period", "expert_layer_period"), one_of(1, 2, 2, 3)),
+    **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), one_of(0, 1, 1)),
+    "mamba_dt_rank": one_of(2, 3, "auto"),
     "mamba_d_ssm": one_of(24, 12, 20, None),
     "mlp_multipliers": one_of([0.5, 2.0], [1, 1.5], None),
     "ssm_multipliers": one_of([0.5, 2.0, 0.7, 1, 1.3], None),
@@ -347,8 +350,8 @@ ROPE_FIELDS = (
 ROTARY_FAMILIES = [
     name
     for name, config in DENSE_FAMILIES.items()
-    # Mamba-2 has no attention, and so no rotary embeddings.
-    if name == config["model_type"] != "mamba2"
+    # They have no attention, and so no rotary embeddings.
+    if name == config["model_type"] and name not in ("mamba", "mamba2")
 ]
 EXTRA_FIELDS: Mapping[
     str, Sequence[str]

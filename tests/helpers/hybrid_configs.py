@@ -56,6 +56,16 @@ NEMOTRON_H = SMALL | {
     "num_experts_per_tok": 2, "moe_intermediate_size": 5, "moe_shared_expert_intermediate_size": 6,
     "routed_scaling_factor": 1.3,
 }  # fmt: skip
+MAMBA = {
+    "model_type": "mamba", "vocab_size": 29, "hidden_size": 12, "state_size": 5, "num_hidden_layers": 2,
+    "conv_kernel": 3, "layer_norm_epsilon": 1e-3, "time_step_rank": 3, "bos_token_id": 0, "eos_token_id": 0,
+    "pad_token_id": None,
+}  # fmt: skip
+JAMBA = SMALL | {
+    "model_type": "jamba", "num_hidden_layers": 4, "rms_norm_eps": 1e-3, "attn_layer_period": 3, "attn_layer_offset": 1,
+    "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 3, "num_experts_per_tok": 2,
+    "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 3, "intermediate_size": 6,
+}  # fmt: skip
 
 HYBRID_FAMILIES: dict[
     str, dict[str, Any]
@@ -70,6 +80,8 @@ HYBRID_FAMILIES: dict[
     "granitemoehybrid": GRANITE_HYBRID,
     "falcon_h1": FALCON_H1,
     "nemotron_h": NEMOTRON_H,
+    "mamba": MAMBA,
+    "jamba": JAMBA,
 }
 HYBRID_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers live only
     "lfm2-biases": LFM2 | {"conv_bias": True, "conv_L_cache": 4, "layer_types": ["conv"] * 4},
@@ -103,6 +115,14 @@ HYBRID_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers liv
     "granitemoehybrid-dense": GRANITE_HYBRID | {
         "num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True, "mamba_proj_bias": True,
         "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    },
+    "jamba-dense": JAMBA | {
+        "num_experts": 1, "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_dt_rank": "auto",
+        "tie_word_embeddings": True, "hidden_act": "gelu",
+    },
+    "mamba-biases": MAMBA | {
+        "use_bias": True, "use_conv_bias": False, "expand": 3, "hidden_act": "gelu", "time_step_rank": "auto",
+        "tie_word_embeddings": False,
     },
     "nemotron_h-pattern": {key: value for key, value in NEMOTRON_H.items() if key != "layers_block_type"} | {
         "hybrid_override_pattern": "M-M*-", "num_hidden_layers": 5, "mlp_bias": True, "use_bias": True,

@@ -10,7 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.models.architecture import NO_SOFTCAP, ArchConfig, BlockType
-from trainer.models.chunk_sizes import SCAN_CHUNK_SIZE, chunk_length, expert_block_length
+from trainer.models.chunk_sizes import (
+    SCAN_CHUNK_SIZE,
+    SELECTIVE_SCAN_CHUNK_SIZE,
+    chunk_length,
+    expert_block_length,
+)
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.remat import OFFLOAD_NONE, SAVES_ALL, SAVES_DOTS, saved_activations
@@ -25,6 +30,8 @@ FUSED_TILE_COPIES = 1
 RING_COPIES = 2
 # Arrays [B, T, C] that the backward pass of a short convolution reads.
 CONV_ARRAYS = 9
+# Arrays [B, L, C, N] of a chunk in the backward pass of a selective scan: decays, updates, states, and their gradients.
+STATE_ARRAYS = 6
 # Arrays [B, T, F] that the backward pass of an MLP without a gate reads. The numbers are fitted to
 # XLA's memory plans (`python -m bench.memory_points`).
 ACTIVATION_ARRAYS = {
@@ -206,6 +213,8 @@ class LayerStack:
         if not mixer.has_state:
             channels = inputs.local_extent("mixer_channels")
             return CONV_ARRAYS * num_tokens * channels * inputs.itemsize
+        if mixer.kind == "mamba":
+            return self._selective_scan_nbytes()
         groups = inputs.local_extent("mixer_groups")
         heads = groups * inputs.local_extent("group_heads")
         key_dim = inputs.extent("mixer_state")
@@ -215,6 +224,19 @@ class LayerStack:
         num_states = math.ceil(self.seq_length / SCAN_CHUNK_SIZE) * inputs.local_batch_size
         states = FLOAT32 * num_states * values * key_dim
         return num_tokens * (channels + values) * (5 * inputs.itemsize + FLOAT32) + states
+
+    def _selective_scan_nbytes(self) -> int:
+        """Return the bytes that the backward pass of Mamba reads.
+
+        They are arrays of all tokens, the states between chunks, and the states of the tokens of one chunk.
+        """
+        inputs = self.inputs
+        channels = inputs.local_batch_size * inputs.local_extent("mixer_channels")
+        state_size = channels * inputs.extent("mixer_state")
+        chunk_size = min(SELECTIVE_SCAN_CHUNK_SIZE, self.seq_length)
+        num_states = math.ceil(self.seq_length / chunk_size) + STATE_ARRAYS * chunk_size
+        arrays = self.seq_length * channels * (5 * inputs.itemsize + 3 * FLOAT32)
+        return arrays + FLOAT32 * num_states * state_size
 
     def _block_inputs_nbytes(self) -> int:
         """Return the bytes of the inputs of the attentions (or of the recurrent mixer) and of the MLP, not sharded."""

@@ -260,12 +260,15 @@ def _split_by_group(stack: LayerStack) -> Iterable[LayerStack]:
             ),
             kv_lengths=stack.kv_lengths if has_attention else {},
             groups={group: members[group] for group in kind},
-            mlp_dim=_mlp_dim(is_dense=is_dense, has_mlp=has_mlp),
+            mlp_dim=_mlp_dim(stack.inputs, is_dense=is_dense, has_mlp=has_mlp),
         )
 
 
-def _mlp_dim(*, is_dense: bool, has_mlp: bool) -> str:
+def _mlp_dim(inputs: MemoryInputs, *, is_dense: bool, has_mlp: bool) -> str:
     """Return the logical dim of the hidden units of a layer. No parameter has the dim of a layer without an MLP."""
     if not has_mlp:
         return NO_MLP
-    return "dense_mlp" if is_dense else "mlp"
+    # The dense layers of Jamba are as wide as its experts.
+    if is_dense and inputs.extent("dense_mlp"):
+        return "dense_mlp"
+    return "mlp"

@@ -54,10 +54,12 @@ from trainer.models.families import (
     internlm3,
     iquestcoder,
     jais2,
+    jamba,
     lfm2,
     lfm2_moe,
     llama,
     llama4,
+    mamba,
     mamba2,
     mellum,
     minicpm3,
@@ -126,7 +128,7 @@ _FAMILY_MODULES = (
     *(iquestcoder, mellum, minimax_m2, sarvam_mla, sarvam_moe, solar_open, youtu),
     *(llama4, flint, hy_v3, minicpm3, nanochat, phimoe),
     *(lfm2, lfm2_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text),
-    *(mamba2, bamba, granitemoehybrid, falcon_h1, nemotron_h),
+    *(mamba2, bamba, granitemoehybrid, falcon_h1, nemotron_h, mamba, jamba),
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")

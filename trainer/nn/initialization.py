@@ -21,8 +21,13 @@ from trainer.nn.model_spec import ModelSpec
 # transformers. The norm scales by its weight, also where other norms of the model scale by 1 + weight.
 MIXER_CONSTANTS = {"mixer.norm.scale": 1.0, "mixer.dt_bias.bias": 1.0, "mixer.d.weight": 1.0}
 DECAY_RATES = "mixer.a_log.weight"
+MIXER_STATE = ("mixer_state",)
 MIN_DECAY_RATE = 0.01
 MAX_DECAY_RATE = 16.0
+# The steps of Mamba before training (arXiv:2312.00752, section 3.6).
+STEP_BIAS = "mixer.dt_up.bias"
+MIN_STEP = 0.001
+MAX_STEP = 0.1
 
 
 def init_params(model: ModelSpec, seed: int) -> Tree:
@@ -68,7 +73,11 @@ def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
         if leaf.path_pattern.endswith(suffix):
             return jnp.full(leaf.shape, value, jnp.float32)
     if leaf.path_pattern.endswith(DECAY_RATES):
+        if MIXER_STATE in leaf.dims:
+            return _channel_decay_rates(leaf)
         return _random_leaf(leaf, key, _sample_decay_rates)
+    if leaf.path_pattern.endswith(STEP_BIAS):
+        return _random_leaf(leaf, key, _sample_step_biases)
     if leaf.role in ("scale", "bias"):
         identity = 1.0 - arch_config.norm_scale_offset
         return jnp.full(leaf.shape, identity if leaf.role == "scale" else 0.0, jnp.float32)
@@ -81,6 +90,23 @@ def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
 def _sample_decay_rates(key: Array, shape: tuple[int, ...]) -> Array:
     """Sample logarithms of the rates by which the states of a recurrent mixer decay, as transformers does."""
     return jnp.log(jax.random.uniform(key, shape, minval=MIN_DECAY_RATE, maxval=MAX_DECAY_RATE))
+
+
+def _channel_decay_rates(leaf: ParamLeaf) -> Array:
+    """Return logarithms of the rates 1 to N of the states of each channel (S4D-Real, arXiv:2206.11893, section 4)."""
+    axis = leaf.dims.index(MIXER_STATE)
+    rates = jnp.log(jnp.arange(1.0, leaf.shape[axis] + 1.0))
+    shape = [-1 if i == axis else 1 for i in range(len(leaf.shape))]
+    return jnp.broadcast_to(rates.reshape(shape), leaf.shape)
+
+
+def _sample_step_biases(key: Array, shape: tuple[int, ...]) -> Array:
+    """Sample biases b of steps softplus(b). The logarithms of the steps are uniform."""
+    steps = jnp.exp(
+        jax.random.uniform(key, shape, minval=math.log(MIN_STEP), maxval=math.log(MAX_STEP))
+    )
+    # softplus(b) = s for b = s + log(1 - exp(-s)).
+    return steps + jnp.log(-jnp.expm1(-steps))
 
 
 def init_adapters(model: ModelSpec, seed: int) -> Tree:

@@ -18,6 +18,7 @@ from trainer.nn.gated_delta import gated_delta
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.layer_weights import Leaves, Projections
 from trainer.nn.linear import scale_by
+from trainer.nn.mamba import mamba
 from trainer.nn.mamba2 import mamba2
 from trainer.nn.short_conv import short_conv
 
@@ -30,6 +31,7 @@ MIXERS: Mapping[str, MixerFunction] = {
     "short_conv": short_conv,
     "gated_delta": gated_delta,
     "mamba2": mamba2,
+    "mamba": mamba,
 }
 
 

@@ -56,7 +56,7 @@ def project(
         return projected
 
     selected = {name: weights[name] for name in (*names, INPUT_NORM) if name in weights}
-    return _over_chunks(project_chunk, x.shape[1], context)(x, selected, None)
+    return over_chunks(project_chunk, x.shape[1], context)(x, selected, None)
 
 
 def project_out(
@@ -78,7 +78,7 @@ def project_out(
 
     selected = {name: weights[name] for name in ("o", "norm") if name in weights}
     num_tokens = jax.tree.leaves(hidden)[0].shape[1]
-    return _over_chunks(project_chunk, num_tokens, context)(hidden, selected, None)
+    return over_chunks(project_chunk, num_tokens, context)(hidden, selected, None)
 
 
 def document_starts(context: LayerContext, shape: tuple[int, ...]) -> Array:
@@ -88,7 +88,8 @@ def document_starts(context: LayerContext, shape: tuple[int, ...]) -> Array:
     return context.document_positions == 0
 
 
-def _over_chunks(function: TokenFunction, num_tokens: int, context: LayerContext) -> TokenFunction:
+def over_chunks(function: TokenFunction, num_tokens: int, context: LayerContext) -> TokenFunction:
+    """Return a function that runs another one in chunks of tokens, by the chunk size of the run."""
     return over_token_chunks(
         function,
         num_tokens,

@@ -468,6 +468,8 @@ HARMLESS = {
         "moe_shared_expert_overlap",
     ),  # layers that do not run, and the order of kernels
     *("use_mamba_kernels", "mamba_ssm_cache_dtype"),  # the kernel, and the precision of its cache
+    *("use_mambapy", "use_associative_scan"),  # other ways to compute a selective scan
+    *("time_step_scale", "time_step_init_scheme"),  # initial values of Mamba
     "residual_in_fp32",  # the precision of a sum
     "num_logits_to_keep",  # generation reads it
     "z_loss_coefficient",  # the recipe sets the loss
@@ -495,6 +497,7 @@ INERT_ALONE = {  # fields that change nothing unless another field is set
     ("falcon_h1", "mamba_norm_before_gate"),
     ("nemotron_h", "time_step_limit"),  # transformers limits by `time_step_min`
     ("nemotron_h", "expand"),  # the heads give the width
+    ("nemotron_h", "num_hidden_layers"),  # the list of layers gives the number
     ("granitemoehybrid", "attention_bias"),
     ("granitemoehybrid", "position_embedding_type"),
     ("sarvam_mla", "head_dim"),  # transformers derives it from `qk_rope_head_dim`

@@ -225,6 +225,69 @@ def mamba2(
     }
 
 
+def mamba(module: str, *, bias: rows.Condition | None, conv_bias: rows.Condition) -> Parameters:
+    """Return the parameters of Mamba.
+
+    Args:
+        module: Name of the module.
+        bias: When its projections of hidden states have a bias.
+        conv_bias: When its convolution has a bias.
+    """
+    fused = f"mixer_channels embed <- {module}.in_proj.weight: (parts={{}} mixer_channels) embed"
+    selections = {"dt_down": "dt_rank", "k": "mixer_state", "q": "mixer_state"}
+    parameters: Parameters = {}
+    for name, dim in selections.items():
+        part = mark_part(selections, name)
+        row = f"{dim} mixer_channels <- {module}.x_proj.weight: {part} mixer_channels"
+        parameters |= rows.matrix(f"mixer.{name}", row)
+    steps = f"mixer_channels dt_rank <- {module}.dt_proj.weight: mixer_channels dt_rank"
+    rates = f"mixer_channels mixer_state <- {module}.A_log: mixer_channels mixer_state"
+    return {
+        **linear("mixer.v", fused.format(0), bias),
+        **linear("mixer.z", fused.format(1), bias),
+        **convolution("mixer.v_conv", f"{module}.conv1d", "mixer_channels", "mixer_channels", conv_bias),
+        **parameters,
+        **linear("mixer.dt_up", steps),
+        "mixer.a_log.weight": Parameter(rates),
+        "mixer.d.weight": Parameter(f"mixer_channels <- {module}.D: mixer_channels"),
+        **linear("mixer.o", f"embed mixer_channels <- {module}.out_proj.weight: embed mixer_channels", bias),
+    }  # fmt: skip
+
+
+def read_mamba_sizes(
+    config: HFConfig,
+    *,
+    embed: int,
+    channels: int,
+    state: tuple[str, int],
+    kernel: tuple[str, int],
+    rank: str,
+) -> dict[str, int]:
+    """Return the extents of the atoms of Mamba.
+
+    Args:
+        config: Content of a config.json.
+        embed: Width of the layers.
+        channels: Number of channels.
+        state: Config field of the width of queries and keys, and its default.
+        kernel: The same for the number of taps of the convolution.
+        rank: Config field of the rank of the steps. Absent or "auto" means a sixteenth of `embed`.
+
+    Raises:
+        PrepError: A size is invalid.
+    """
+    dt_rank = math.ceil(embed / 16)
+    if config.get(rank) != "auto":
+        dt_rank = read_size(config, rank, dt_rank)
+    return {
+        "mixer_channels": channels,
+        "mixer_state": read_size(config, *state),
+        "kernel": read_size(config, *kernel),
+        "dt_rank": dt_rank,
+        "parts": 2,
+    }
+
+
 def mark_part(parts: Mapping[str, str], name: str) -> str:
     """Return a dim of unequal parts with one of them marked.
 

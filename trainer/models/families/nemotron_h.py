@@ -16,6 +16,7 @@ from trainer.models.axis_map import ATTENTION_LAYERS, DENSE_LAYERS, MIXER_LAYERS
 from trainer.models.errors import unsupported_config_error
 from trainer.models.families import _deepseek_style, _hybrid_style, _llama_style, _moe_style
 from trainer.models.families._hybrid_style import LayerGroup, LayerNumbers, layers_of_type
+from trainer.models.json_types import JsonValue
 from trainer.models.mixer_config import Mixer
 from trainer.models.parameters import HFConfig, if_set, read_size
 from trainer.models.rows import Parameters, attention, linear, matrix, unless_false
@@ -25,7 +26,7 @@ ATTENTION = "full_attention"
 MLP = "mlp"
 MOE = "moe"
 LAYER_TYPES = (MAMBA, ATTENTION, MLP, MOE)
-DEFAULT_TYPES = [MAMBA, MOE, ATTENTION, MLP]
+DEFAULT_TYPES: list[JsonValue] = [MAMBA, MOE, ATTENTION, MLP]
 # Layer types by the character in `hybrid_override_pattern`.
 PATTERN_TYPES = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": MOE}
 MOE_FIELDS = (
@@ -70,16 +71,18 @@ def sizes(config: HFConfig) -> dict[str, int]:
 
 def layer_types(config: HFConfig) -> tuple[str, ...]:
     """Return the type of each layer, from a list or from a text with a character per layer."""
-    listed = config.get("layers_block_type", config.get("layer_types"))
+    listed: JsonValue = config.get("layers_block_type", config.get("layer_types"))
     pattern = config.get("hybrid_override_pattern")
     if listed is None and isinstance(pattern, str):
         listed = [PATTERN_TYPES.get(character, character) for character in pattern]
+    count = read_size(config, "num_hidden_layers", len(listed) if isinstance(listed, list) else 1)
+    # As in transformers, the default list does not depend on the number.
     if listed is None:
         listed = DEFAULT_TYPES
-    count = len(listed) if isinstance(listed, list) else 1
+        count = len(DEFAULT_TYPES)
     return _hybrid_style.read_layer_types(
         {"layer_types": listed},
-        read_size(config, "num_hidden_layers", count),
+        count,
         LAYER_TYPES,
         lambda layer: MAMBA,
     )

@@ -112,6 +112,11 @@ EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
     "bamba": [
         {"attn_layer_indices": layers, **MAMBA_BIASES} for layers in ([], [1], [*range(32)])
     ],
+    "jamba": [
+        {"attn_layer_period": 64, "attn_layer_offset": offset, **fields, "mamba_proj_bias": True}
+        for offset in (4, 40)
+        for fields in ({}, {"num_experts": 1})
+    ],
     "nemotron_h": [
         {"use_bias": True, "mlp_bias": True, "layers_block_type": types}
         for types in (["linear_attention", "moe", "full_attention", "mlp"], ["linear_attention"])

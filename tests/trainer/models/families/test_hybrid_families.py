@@ -18,6 +18,8 @@ KINDS = {
     "qwen3_next": ("attention_layers", "mixer_layers", "dense_layers", "sparse_layers"),
     "mamba2": (),
     "falcon_h1": (),
+    "mamba": (),
+    "jamba": ("attention_layers", "mixer_layers", "dense_layers", "sparse_layers"),
     "nemotron_h": ("attention_layers", "mixer_layers", "dense_layers", "sparse_layers"),
 }
 
