@@ -267,9 +267,12 @@ VALUES: Mapping[str, ValueSampler] = {
     **dict.fromkeys(("attn_layer_period", "expert_layer_period"), one_of(1, 2, 2, 3)),
     **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), one_of(0, 1, 1)),
     "mamba_dt_rank": one_of(2, 3, "auto"),
+    "time_step_scale": one_of(1.0),
+    "time_step_init_scheme": one_of("random", "constant"),
+    "mtp_layers_block_type": one_of(None, ["full_attention"]),
     "mamba_d_ssm": one_of(24, 12, 20, None),
-    "mlp_multipliers": one_of([0.5, 2.0], [1, 1.5], None),
-    "ssm_multipliers": one_of([0.5, 2.0, 0.7, 1, 1.3], None),
+    "mlp_multipliers": one_of([0.5, 2.0], [1.0, 1.5], None),
+    "ssm_multipliers": one_of([0.5, 2.0, 0.7, 1.0, 1.3], None),
     **dict.fromkeys(
         (
             "attention_in_multiplier",

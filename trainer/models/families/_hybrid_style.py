@@ -10,7 +10,7 @@ from trainer.models import rows
 from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import LAYERS
 from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
-from trainer.models.errors import invalid_config_error
+from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.families import _llama_style, _moe_style
 from trainer.models.mixer_config import Mixer
 from trainer.models.parameters import Family, HFConfig, Parameter, read_size
@@ -286,6 +286,13 @@ def read_mamba_sizes(
         "dt_rank": dt_rank,
         "parts": 2,
     }
+
+
+def reject_rescaled_outputs(config: HFConfig) -> None:
+    """Raise PrepError if transformers would divide the stored output projections by a number when it loads them."""
+    if config.get("rescale_prenorm_residual"):
+        why = "transformers 5 divides stored output projections by sqrt(num_hidden_layers) when it loads them"
+        raise unsupported_config_error("rescale_prenorm_residual=true is not supported", why)
 
 
 def mark_part(parts: Mapping[str, str], name: str) -> str:

@@ -37,6 +37,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
 def arch_config(config: HFConfig) -> ArchConfig:
     """Return the architecture. Raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config)
+    _hybrid_style.reject_rescaled_outputs(config)
     layers = sizes(config)["layers"]
     return ArchConfig(
         norm="rms",

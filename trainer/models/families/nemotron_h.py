@@ -71,7 +71,8 @@ def sizes(config: HFConfig) -> dict[str, int]:
 
 def layer_types(config: HFConfig) -> tuple[str, ...]:
     """Return the type of each layer, from a list or from a text with a character per layer."""
-    listed: JsonValue = config.get("layers_block_type", config.get("layer_types"))
+    # The alias overrides.
+    listed: JsonValue = config.get("layer_types", config.get("layers_block_type"))
     pattern = config.get("hybrid_override_pattern")
     if listed is None and isinstance(pattern, str):
         listed = [PATTERN_TYPES.get(character, character) for character in pattern]
