@@ -1,7 +1,7 @@
 """The checkpoints of a training run: saves in the background, and rules for the steps to keep."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
-# The manifest of a start describes a complete model.
+# A start checkpoint has the manifest of a complete model, so its optional keys exist.
 
 from __future__ import annotations
 
@@ -347,7 +347,6 @@ class CheckpointManager:
         plan = self._layout[1]
         small = settings_files(
             plan.settings["config"],
-            (),
             extra_files=self._extra_files(),
             path_prefix=f"{HF_FOLDER}/",
         )

@@ -29,7 +29,7 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.export_adapter import plan_adapter_export
 from prepcli.operations.export_quantized import open_original, writes_quantized
-from prepcli.operations.export_towers import select_parts
+from prepcli.operations.export_towers import no_effect_error, select_parts
 from prepcli.operations.operation import public
 from prepcli.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.operations.push import check_private, convert_and_push
@@ -40,6 +40,7 @@ from prepcli.planning.plan import Fill, Locations, OutputFile, Plan, SmallFile
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary
+from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.requantized import requantize_source
@@ -120,8 +121,13 @@ def export(
 
     def convert() -> Conversion:
         original = open_original(options, common, observer)
+        access = make_access(
+            observer, offline=common.offline, stream=common.stream, allow_urls=True
+        )
         # A plan reads only headers.
-        plan = partial(plan_export, options, original=original, check_towers=not dry_run)
+        plan = partial(
+            plan_export, options, original=original, access=access, check_towers=not dry_run
+        )
         return run_conversion(common, observer, plan)
 
     repository = options["push"]
@@ -200,6 +206,7 @@ def plan_export(
     located: LocatedCheckpoint,
     original: Source | None = None,
     *,
+    access: Access,
     check_towers: bool = True,
 ) -> PlannedConversion:
     """Plan the copy of every tensor to the files of the requested layout.
@@ -209,6 +216,7 @@ def plan_export(
         source: Opened source.
         located: Located source. Its model name determines the output's default name.
         original: Opened model of the option `quantized_source`.
+        access: How a remote model with the towers may be read.
         check_towers: Whether to compare the towers of a multimodal model with a training step's record of them.
 
     Returns:
@@ -220,10 +228,10 @@ def plan_export(
     if source.tree_manifest.is_adapter:
         _check_adapter_request(options, source)
         return plan_adapter_export(source, located, options["dtype"])
-    source = select_parts(options, source, check_digest=check_towers)
+    source = select_parts(options, source, access, check_digest=check_towers)
     _check_request(options, source)
     if writes_quantized(options, source):
-        source = requantize_source(source, original)
+        source = requantize_source(source, original, true_vocab=options["true_vocab"])
     return plan_copy(options, source, located)
 
 
@@ -279,7 +287,7 @@ def plan_copy(
 
 
 def _compared_names(source: Source, match: TensorMatch) -> set[str]:
-    """Return the names of tensors to read and not to write."""
+    """Return the names of tensors to read for a comparison, but not to write."""
     decoded = {tensor.name for tensor in source.state_tensors if is_decoded_tensor(tensor.name)}
     return decoded | {check.name for check in match.checks}
 
@@ -421,6 +429,10 @@ def _check_adapter_request(options: ExportOptions, source: Source) -> None:
         why = f"{source.display_name} has only adapters, which are written in the format of PEFT"
         hint = text("{} writes a complete model", Command("merge", "ADAPTER", "BASE"))
         raise usage_error(what, why, hint)
+    for name in ("text_only", "towers", "quantized_source"):
+        value = options[name]
+        if value:
+            raise no_effect_error(Option(name, value), source, "it has only adapters")
 
 
 def _stores_tied_head(options: ExportOptions, source: Source) -> bool:
@@ -445,7 +457,7 @@ def _lay_out_weights(
     *,
     vocab_rows: int,
 ) -> _WeightFiles:
-    """Lay out the weight files of the requested layout; `row_counts` has the output rows of each tensor."""
+    """Lay out the weight files of the requested layout. `row_counts` has the output rows of each tensor."""
     if options["layout"] == HF_LAYOUT:
         groups = split_into_shards(
             header_entries(source, tensors, rows=row_counts), _shard_nbytes(options)

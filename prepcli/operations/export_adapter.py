@@ -36,7 +36,7 @@ def plan_adapter_export(
     Args:
         source: Opened step of a run with LoRA.
         located: Located source. Its model name determines the output's default name.
-        dtype: Dtype of the output; None for no cast.
+        dtype: Dtype of the output, or None for no cast.
 
     Returns:
         Plan with the notes and fields of its report.
@@ -82,7 +82,7 @@ def plan_adapter_export(
             "tied": manifest.is_tied,
             "config": source.config,
         },
-        display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
+        display_names=source.display_names(),
     )
     base_name = _base_name(source.tree_manifest)
     return PlannedConversion(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prepcli.errors import GET_AGAIN_HINT, Option, PrepError, text, usage_error
+from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.operations.options import ExportOptions
 from prepcli.restore.digest_checks import towers_digest
 from prepcli.sources.folders import Access
@@ -18,43 +18,52 @@ from prepcli.sources.source import Source
 
 # A tower is the image or audio encoder of a multimodal model.
 NO_TOWERS = "it has no vision or audio towers"
+TOWERS_HINT = text(
+    "{} names a copy, {} leaves the towers out",
+    Option("towers", "CHECKPOINT"),
+    Option("text_only", True),
+)
 
 
-def select_parts(options: ExportOptions, source: Source, *, check_digest: bool) -> Source:
+def select_parts(
+    options: ExportOptions, source: Source, access: Access, *, check_digest: bool
+) -> Source:
     """Return the source of an export, with the requested parts of a multimodal model.
 
     Args:
         options: Options of the export.
         source: Opened source.
+        access: How a remote model with the towers may be read.
         check_digest: Whether to compare the towers of a training step with their recorded digest.
 
     Raises:
-        PrepError: An option does not fit the source. Or the towers differ from the ones of the run's start.
+        PrepError: An option does not fit the source, or the towers differ from the ones at the start of the run.
     """
     recorded = source.tree_manifest.towers
     is_multimodal = source.wrapper is not None or recorded is not None
     towers = options["towers"]
     if options["text_only"]:
         if not is_multimodal:
-            raise _no_effect_error(Option("text_only", True), source, NO_TOWERS)
+            raise no_effect_error(Option("text_only", True), source, NO_TOWERS)
         if towers is not None:
             why = text("{} leaves them out", Option("text_only", True))
-            raise _no_effect_error(Option("towers", str(towers)), source, why)
+            raise no_effect_error(Option("towers", str(towers)), source, why)
         return text_model(source)
     if not is_multimodal or source.wrapper is not None:
         if towers is not None:
             why = "it has its own towers" if is_multimodal else NO_TOWERS
-            raise _no_effect_error(Option("towers", str(towers)), source, why)
+            raise no_effect_error(Option("towers", str(towers)), source, why)
         return source
     assert recorded is not None
     path = str(towers) if towers is not None else _recorded_path(source, recorded)
-    other = _open_towers(source, path)
+    other = _open_towers(source, path, access)
     if check_digest:
         _check_digest(source, other, recorded)
     return with_towers(source, other)
 
 
-def _no_effect_error(option: Option, source: Source, why: str) -> PrepError:
+def no_effect_error(option: Option, source: Source, why: str) -> PrepError:
+    """Return the error for an option that does not change the export of a source."""
     what = text("{} has no effect for {}", option, source.display_name)
     return usage_error(what, why, text("remove {}", Option(option.name)))
 
@@ -65,35 +74,33 @@ def _recorded_path(source: Source, recorded: Any) -> str:
     if isinstance(path, str):
         return path
     what = f"the manifest of {source.display_name} does not name the model with the towers"
-    raise PrepError(what, "`towers` has no path", GET_AGAIN_HINT)
+    raise PrepError(what, "`towers` has no path", TOWERS_HINT)
 
 
-def _open_towers(source: Source, path: str) -> Source:
+def _open_towers(source: Source, path: str, access: Access) -> Source:
     """Open the model with the towers of a training step."""
-    hint = text(
-        "{} names a copy, {} leaves the towers out",
-        Option("towers", "CHECKPOINT"),
-        Option("text_only", True),
-    )
     what = f"the towers of {source.display_name} cannot be read"
     try:
-        other = open_source(locate(path, access=Access(allow_urls=True)))
+        other = open_source(locate(path, access=access))
     except PrepError as error:
-        raise PrepError(what, f"{error.what}: {error.why}", hint) from error
+        raise PrepError(what, f"{error.what}: {error.why}", TOWERS_HINT) from error
     if other.tower_tensors:
         return other
-    raise PrepError(what, f"{path} has no towers", hint)
+    raise PrepError(what, f"{path} has no towers", TOWERS_HINT)
 
 
 def _check_digest(source: Source, other: Source, recorded: Any) -> None:
     """Raise PrepError if the towers differ from the record of a training step."""
+    # A model that was saved without towers has no record of them.
+    if "digest" not in recorded:
+        return
     digest = towers_digest(other)
     if recorded.get("digest") == digest:
         return
     what = f"{other.display_name} has other towers than the model of {source.display_name} at its start"
     why = f"their first rows have the digest {digest}, the step records {recorded.get('digest')}"
     hint = text(
-        "{} of the model that the run started from, or {}",
+        "name the model at the start of the run with {}, or pass {}",
         Option("towers", "CHECKPOINT"),
         Option("text_only", True),
     )

@@ -71,7 +71,7 @@ class LockOptions(SourceOptions, total=False):
 
 
 class LockArguments(TypedDict):
-    """The argument of `lock` that is an option of its command."""
+    """Argument of the function `lock` with an option on the command line: `--out`."""
 
     out: Annotated[
         PathLike | None,

@@ -24,13 +24,16 @@ from prepcli.operations.conversion import (
     run_conversion,
 )
 from prepcli.operations.export import plan_copy
+from prepcli.operations.export_towers import select_parts
 from prepcli.operations.operation import public
 from prepcli.operations.options import ExportOptions, MergeOptions
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line, with_defaults
-from prepcli.planning.plan import Contiguous, LowRankUpdate, Plan, Stream
+from prepcli.planning.plan import LowRankUpdate, Plan, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.restore.digest_checks import sample_digest
+from prepcli.sources.appended_files import append_files, shift_file_numbers
+from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.peft_folder import is_adapter, open_adapter, read_checked_header
 from prepcli.sources.openers.peft_settings import (
@@ -81,12 +84,20 @@ def merge(
         why = f"{base} is an adapter and {adapter} is not one: the first argument is the adapter"
         hint = text("{}", Command("merge", str(base), str(adapter)))
         raise usage_error("adapter and base are exchanged", why, hint)
+    common = common_options(base, out, options, dry_run=dry_run, process_options=process_options)
+    observer = observer_of(progress)
+    access = make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
     return run_conversion(
-        common_options(base, out, options, dry_run=dry_run, process_options=process_options),
-        observer_of(progress),
+        common,
+        observer,
         # A plan reads only headers.
         lambda source, located: plan_merge(
-            adapter, source, located, options, check_base=options["verify"] and not dry_run
+            adapter,
+            source,
+            located,
+            options,
+            access=access,
+            check_base=options["verify"] and not dry_run,
         ),
     )
 
@@ -97,6 +108,7 @@ def plan_merge(
     located: LocatedCheckpoint,
     options: MergeOptions,
     *,
+    access: Access,
     check_base: bool,
 ) -> PlannedConversion:
     """Plan the copy of the base's tensors, with the adapter's products added to some of them.
@@ -109,6 +121,7 @@ def plan_merge(
         source: Opened base.
         located: Located base. Its model name determines the output's default name.
         options: Options of the merge.
+        access: How a remote model with the towers of the base may be read.
         check_base: Compare the base with the one that the adapter was trained with.
 
     Returns:
@@ -124,14 +137,15 @@ def plan_merge(
             why,
             text("{}", Command("merge", "ADAPTER", "BASE")),
         )
+    # An export removes the padding of the vocabulary. A merge changes only the tensors of the adapter.
+    copy_options = with_defaults(ExportOptions, {"keep_padding": True})
+    source = _with_towers(copy_options, source, access, check_digest=check_base)
     settings, adapter = _open_adapter(adapter_path, source)
     scale = settings.lora_config().scaling
     if check_base:
         _check_base(adapter_path, source)
     combined = _with_adapter(source, adapter)
     matrices = _matrix_streams(combined.tensors[len(source.tensors) :], adapter_path)
-    # An export removes the padding of the vocabulary. A merge changes only the tensors of the adapter.
-    copy_options = with_defaults(ExportOptions, {"keep_padding": True})
     copy = plan_copy(copy_options, source, located)
     updates = dict(_updates(copy.plan, matrices, scale=scale, source=source, adapter=adapter))
     streams = tuple(_with_update(stream, updates.get(stream.name)) for stream in copy.plan.streams)
@@ -158,6 +172,22 @@ def plan_merge(
         next_command=f"prep verify {OUT_PLACEHOLDER}",
         source_view=combined,
     )
+
+
+def _with_towers(
+    options: ExportOptions, source: Source, access: Access, *, check_digest: bool
+) -> Source:
+    """Return the base. A training step of a multimodal model has the towers of its start model.
+
+    Raises:
+        PrepError: The towers cannot be read, or differ from the ones of the run's start.
+    """
+    try:
+        return select_parts(options, source, access, check_digest=check_digest)
+    except PrepError as error:
+        export_step = Command("export", source.display_name, Option("towers", "CHECKPOINT"))
+        hint = text("{} writes a base with towers", export_step)
+        raise PrepError(error.what, error.why, hint) from error
 
 
 def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
@@ -209,21 +239,9 @@ def _check_base(adapter: Path, source: Source) -> None:
 
 def _with_adapter(source: Source, adapter: Source) -> Source:
     """Return the base with the tensors and the file of an adapter after its own."""
-    # Placements name files by number: after the files 0, 1 and 2 of the base, the adapter's file is 3.
-    number = len(source.byte_sources)
-
-    def with_new_file_number(tensor: SourceTensor) -> SourceTensor:
-        (location,) = tensor.placement
-        assert isinstance(location, Contiguous)
-        return replace(tensor, placement=(Contiguous(number, location.offset),))
-
-    return replace(
-        source,
-        tensors=(*source.tensors, *map(with_new_file_number, adapter.tensors)),
-        files=(*source.files, *adapter.files),
-        file_stamps=(*source.file_stamps, *adapter.file_stamps),
-        blobs=(*source.byte_sources, *adapter.files) if source.blobs else (),
-    )
+    first = len(source.byte_sources)
+    matrices = [shift_file_numbers(tensor, first) for tensor in adapter.tensors]
+    return replace(append_files(source, adapter), tensors=(*source.tensors, *matrices))
 
 
 def _matrix_streams(

@@ -136,7 +136,7 @@ def make_fill(init: str, seed: int | None, source: Source) -> Fill:
 
     Args:
         init: Kind of values, one of FILL_KINDS.
-        seed: Seed of `normal`, below 2**64; None: 0.
+        seed: Seed of `normal`, below 2**64. None means 0.
         source: Source whose config has the standard deviation of `normal` (`initializer_range`, default 0.02).
 
     Raises:
@@ -214,7 +214,7 @@ def plan_pad_vocab(
         settings=_manifest_settings(
             options, source, vocabulary, name=name, size=size, config=config, is_tied=match.is_tied
         ),
-        display_names={t.name: source.file_name(t) for t in model_tensors},
+        display_names=source.display_names(),
     )
     note = _vocabulary_line(
         source,
@@ -362,7 +362,7 @@ def _vocabulary_line(
     added_rows = size - vocabulary.stored_size
     row_nbytes = tensor.nbytes // tensor.shape[0]
     if added_rows <= 0:
-        nbytes = format_bytes(sum(t.nbytes for t in source.tensors))
+        nbytes = format_bytes(sum(t.nbytes for t in (*source.tensors, *source.tower_tensors)))
         return f"vocabulary {vocabulary.stored_size} -> {size}: nothing to add, the output is a full copy of {nbytes}"
     tie_note = "   embedding and head are tied: padded once" if is_tied else ""
     added = f"+{added_rows} rows of {init}, {format_bytes(added_rows * row_nbytes)}"

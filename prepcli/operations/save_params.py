@@ -4,7 +4,7 @@ The function imports jax.
 """
 
 # pyright: reportTypedDictNotRequiredAccess=false
-# The manifest of a reader describes a complete model.
+# A reader has the manifest of a complete model, so its optional keys exist.
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.state_names import PARAMS
 from prepcli.restore.weights_reader import WeightsReader
+from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import HF_FOLDER, Source
 from prepcli.targets.hf_folder import copied_small_files, settings_files
 from prepcli.targets.training_step import plan_training_step
-from prepcli.training_runs.start import start_manifest
+from prepcli.training_runs.start import start_manifest, stored_towers
 from trainer.models.checkpoint_store import LeafSpec
 from trainer.models.json_types import HFConfig
 from trainer.models.param_tree import param_leaves
@@ -82,20 +83,33 @@ def save_params(
     located, source = open_checkpoint(common_options(like, folder, options), SilentObserver())
     leaves = host_leaves({"params": arrays})
     shapes = {name: LeafSpec(tuple(leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
-    plan = _plan(shapes, source, located.model_name)
+    plan = _plan(shapes, source, located, like=str(like))
     StepWriter(plan, folder, leaves).write()
     return folder
 
 
-def _plan(shapes: Mapping[str, LeafSpec], source: Source, name: str) -> Plan:
-    """Return the plan of an Orbax checkpoint of leaves, i.e. of a training step without a state."""
+def _plan(
+    shapes: Mapping[str, LeafSpec], source: Source, located: LocatedCheckpoint, *, like: str
+) -> Plan:
+    """Return the plan of an Orbax checkpoint of leaves, i.e. of a training step without a state.
+
+    Args:
+        shapes: Shapes and dtypes of the leaves.
+        source: The checkpoint of the same model.
+        located: The same checkpoint. It has the name of the model.
+        like: Its path, as the user named it.
+    """
     tokens = shapes.get(f"{PARAMS}.embed.tokens")
     if tokens is None:
         raise _mismatch_error(source, "the tree has no embed.tokens")
     # The tree decides about the padding, e.g. [50264, 2048] for 50257 tokens. A 0-d array counts as one row here, and
     # `_check_leaves` reports its shape.
-    manifest = _manifest(source, name, vocab_rows=(*tokens.shape, 1)[0])
+    manifest = _manifest(source, located.model_name, vocab_rows=(*tokens.shape, 1)[0])
     _check_leaves(shapes, source, manifest)
+    if source.tower_tensors:
+        # The output has only the parameters.
+        stored = stored_towers(source, like, located.local_files.commit)
+        manifest["towers"] = {**manifest["towers"], **stored}
     request = f"prep.save_params(like={source.display_name!r})"
     plan = plan_training_step(
         shapes, manifest, request=request, slab_nbytes=make_budget(MEMORY_NBYTES).slab_nbytes
@@ -148,4 +162,4 @@ def _mismatch_error(source: Source, why: str) -> PrepError:
 def _small_files(source: Source, config: HFConfig) -> tuple[SmallFile, ...]:
     prefix = f"{HF_FOLDER}/"
     extra_files = copied_small_files(source, prefix)
-    return settings_files(config, (), extra_files=extra_files, path_prefix=prefix)
+    return settings_files(config, extra_files=extra_files, path_prefix=prefix)

@@ -44,7 +44,8 @@ class Strided:
     strides: tuple[int, ...]
 
 
-Locations = tuple[Contiguous | Strided | ChunkedLocation | GappedRegion, ...]
+Location = Contiguous | Strided | ChunkedLocation | GappedRegion
+Locations = tuple[Location, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class LowRankUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The unit of digests: rows of a tensor to move in order.
+    """Consecutive rows of a tensor, moved in order. Each stream has one digest.
 
     Attributes:
         name: Bare name of the tensor.

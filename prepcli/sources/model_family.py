@@ -88,7 +88,7 @@ def select_family(
         manifest: Manifest of a folder that prep wrote. The family that it records is used again.
 
     Raises:
-        PrepError: No family has the model_type, and the verbatim family is excluded. Or the text part of a multimodal
+        PrepError: No family has the model_type and the verbatim family is excluded, or the text part of a multimodal
             checkpoint is not supported.
     """
     model_type = config.get("model_type")
@@ -134,9 +134,19 @@ def as_verbatim(source: Source, dtype: str | None = None) -> Source:
         name = source.names.stored_name(tensor.name)
         types[name] = (tensor.cast(dtype).dtype, tensor.shape)
         tensors.append(replace(tensor, name=name))
+    for tensor in source.tower_tensors:
+        name = source.file_name(tensor)
+        types[name] = (tensor.cast(dtype).dtype, tensor.shape)
+        tensors.append(replace(tensor, name=name))
     family = verbatim_family(types)
-    names = TensorNames(family, is_prefixed=False)
-    return replace(source, family=family, names=names, tensors=tuple(tensors))
+    return replace(
+        source,
+        family=family,
+        names=TensorNames(family, is_prefixed=False),
+        tensors=tuple(tensors),
+        tower_tensors=(),
+        wrapper=None,
+    )
 
 
 def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedTensor, ...]]:
@@ -208,7 +218,7 @@ def _up_to_number(name: str) -> str:
 
 
 def _has_later_layers(source: Source, config: HFConfig, names: Iterable[str], layers: int) -> bool:
-    """Return whether a truncated config still has later layers than the first ones.
+    """Return whether a truncated config still describes tensors of layers after the first `layers` ones.
 
     Raises:
         PrepError: The family does not support the first layers alone, e.g. the dense ones of an MoE model.
@@ -223,6 +233,6 @@ def _has_later_layers(source: Source, config: HFConfig, names: Iterable[str], la
 def verbatim_error(display_name: str) -> PrepError:
     """Return the error of commands that compute with a model, for a verbatim checkpoint."""
     hint = text(
-        "a checkpoint of a supported family, converted without {}", Option("verbatim", True)
+        "use a checkpoint of a supported family, converted without {}", Option("verbatim", True)
     )
     return PrepError(f"prep cannot compute with {display_name}", CANNOT_TRAIN, hint)

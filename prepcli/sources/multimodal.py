@@ -1,4 +1,4 @@
-"""Multimodal checkpoints: the text part as parameters of its family, and the tensors of the towers beside it."""
+"""Multimodal checkpoints: the text part as a model of its family, and the towers (image and audio encoders)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from dataclasses import replace
 
 from prepcli.errors import PrepError
 from prepcli.formats.manifest import TOWERS_KEY
-from prepcli.planning.gapped_regions import GappedRegion
-from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.manifest_fields import ManifestFields
-from prepcli.planning.plan import Contiguous, DroppedTensor, Strided
+from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import TOWERS, qualify
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorNames
+from prepcli.sources.appended_files import append_files, shift_file_numbers
 from prepcli.sources.source import Source, SourceTensor, Wrapper
 from trainer.models.json_types import HFConfig
 from trainer.models.registry import FAMILIES
-from trainer.models.text_part import TextPart, read_text_part
+from trainer.models.text_part import TextPart, read_text_part, uses_mrope
 
 # Formats of files with the names of transformers.
 MULTIMODAL_KINDS = ("safetensors", "torch", "dcp")
@@ -29,8 +27,6 @@ PROCESSOR_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-
-Location = Contiguous | Strided | ChunkedLocation | GappedRegion
 
 
 def find_text_part(config: HFConfig, names: Iterable[str]) -> TextPart | None:
@@ -78,11 +74,14 @@ def towers_entry(source: Source) -> ManifestFields:
         return {TOWERS_KEY: recorded}
     if source.wrapper is None:
         return {}
-    entry = {
+    entry: dict[str, object] = {
         "model_type": source.wrapper.config.get("model_type"),
         "prefix": source.family.prefix,
         "head_prefix": source.family.head_prefix,
     }
+    if uses_mrope(source.wrapper.config):
+        # A recipe can change the rope type of other models.
+        entry["mrope"] = True
     return {TOWERS_KEY: entry}
 
 
@@ -111,36 +110,10 @@ def with_towers(source: Source, other: Source) -> Source:
         source: A training step of the text part.
         other: The multimodal model.
     """
-    # Placements name files by number: after the files 0 to 2 of the step, file 0 of the other source is 3.
     first = len(source.byte_sources)
-    towers: list[SourceTensor] = []
-    for tensor in other.tower_tensors:
-        placement = tuple(_move_files(location, first) for location in tensor.placement)
-        towers.append(replace(tensor, placement=placement))
-    has_blobs = bool(source.blobs or other.blobs)
     return replace(
-        source,
-        files=(*source.files, *other.files),
-        file_stamps=(*source.file_stamps, *other.file_stamps),
-        blobs=(*source.byte_sources, *other.byte_sources) if has_blobs else (),
+        append_files(source, other),
         config_path=None,
         wrapper=other.wrapper,
-        tower_tensors=tuple(towers),
+        tower_tensors=tuple(shift_file_numbers(tensor, first) for tensor in other.tower_tensors),
     )
-
-
-def _move_files(location: Location, first: int) -> Location:
-    """Return a location with `first` added to its file numbers."""
-    if isinstance(location, Contiguous | Strided):
-        return replace(location, file=location.file + first)
-    if isinstance(location, GappedRegion):
-        return replace(location, region=_move_region(location.region, first))
-    return _move_region(location, first)
-
-
-def _move_region(region: ChunkedLocation, first: int) -> ChunkedLocation:
-    placement = region.placement
-    if isinstance(placement, StridedPlacement):
-        return replace(region, placement=replace(placement, file=placement.file + first))
-    chunks = {index: (file + first, offset) for index, (file, offset) in placement.chunks.items()}
-    return replace(region, placement=replace(placement, chunks=chunks))

@@ -42,7 +42,7 @@ from trainer.models.parameters import (
     parameter_rows,
 )
 
-# A tree of parameters, Flax variables, a Flax training state.
+# Prefix of the parameters in a tree of parameters, in Flax variables, and in a Flax training state.
 ROOTS = (
     "",
     "params.",
@@ -110,7 +110,7 @@ def tensors_from_manifest(
     """
     family = names.family
     config = manifest.config
-    # the recorded names select among alternate rows
+    # The recorded names select among alternative rows.
     recorded_names = {names.bare_name(name) for name in manifest.tensors}
     rows = parameter_rows(family, config, manifest.scan, manifest.scan_axis, recorded_names)
     # A tied head has no leaf: the embedding stores it.
@@ -158,7 +158,8 @@ def tensors_from_manifest(
     for name, leaf in leaves.items():
         if name not in matched and not is_quantization_leaf(name):
             state.append(_leaf_as_tensor(name, leaf, manifest.others))
-    return (*slot_tensors(PARAMS), *_empty_tensors(names, manifest)), tuple(state)
+    empty = _empty_tensors(names, manifest) if names.family.is_verbatim else ()
+    return (*slot_tensors(PARAMS), *empty), tuple(state)
 
 
 def split_tower_leaves(leaves: Leaves, manifest: Manifest) -> tuple[Leaves, Leaves]:
@@ -170,11 +171,14 @@ def split_tower_leaves(leaves: Leaves, manifest: Manifest) -> tuple[Leaves, Leav
     return others, towers
 
 
-def tower_tensors(leaves: Leaves, manifest: Manifest) -> tuple[SourceTensor, ...]:
+def tower_tensors(
+    leaves: Leaves, names: TensorNames, manifest: Manifest
+) -> tuple[SourceTensor, ...]:
     """Return the tensors of the towers of a multimodal model.
 
     Args:
         leaves: Leaves of the towers, by dotted name.
+        names: Names of the text part's tensors.
         manifest: Manifest of the checkpoint.
     """
     tensors: list[SourceTensor] = []
@@ -183,15 +187,17 @@ def tower_tensors(leaves: Leaves, manifest: Manifest) -> tuple[SourceTensor, ...
         tensor = _leaf_as_tensor(leaf_name, leaf, {})
         digests = recorded_digests(manifest.tensors, name)
         tensors.append(replace(tensor, name=qualify(TOWERS, name), digests=digests))
+    if manifest.towers is not None:
+        # Parameters of the text part have elements.
+        for tensor in _empty_tensors(names, manifest):
+            tensors.append(replace(tensor, name=qualify(TOWERS, tensor.name)))
     return tuple(tensors)
 
 
 def _empty_tensors(names: TensorNames, manifest: Manifest) -> Iterator[SourceTensor]:
-    """Yield the tensors without elements of a verbatim tree. Only the manifest has them."""
-    if not names.family.is_verbatim:
-        return
+    """Yield the tensors without elements. Only the manifest has them."""
     for name, record in manifest.tensors.items():
-        # `recorded_family` has checked dtype and shape.
+        # `recorded_family` has checked dtype and shape of a verbatim tree.
         dtype = record.get("dtype", "")
         shape = tuple(record.get("shape", ()))
         if 0 in shape:

@@ -21,9 +21,10 @@ from prepcli.formats.msgpack_layout import (
 from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
 from prepcli.planning.gapped_regions import GappedRegion, gaps_between
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
-from prepcli.planning.plan import Contiguous, Locations, OutputFile, SmallFile, Strided
+from prepcli.planning.plan import Locations, OutputFile, SmallFile
 from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensors import itemsize
+from prepcli.sources.appended_files import shift_file_numbers
 from prepcli.sources.source import Source, SourceTensor
 from trainer.models.axis_map import AxisMap, ParsedAxisMap, bind_row
 from trainer.models.parameters import layout_rows
@@ -199,6 +200,7 @@ def _locate(
     file_numbers: Mapping[tuple[str, ...], int],
     layouts: Sequence[MsgpackLayout],
 ) -> ChunkedLocation | GappedRegion:
+    """Return the location of a leaf in its file, with the gaps between its parts."""
     path, axis_map, stacked_indices = use
     keys = tuple(path.split("."))
     file = file_numbers[keys]
@@ -233,22 +235,5 @@ def with_tied_head(source: Source) -> Source:
     # A plan must read every byte of its files exactly once, and here two tensors have the same bytes.
     # With 2 files, the head reads file 1 as blob 3: blobs 2 and 3 are files 0 and 1 again.
     reads: tuple[Path | Blob, ...] = source.byte_sources
-    placement = tuple(_shift_blob_numbers(part, len(reads)) for part in embedding.placement)
-    head = replace(embedding, name=tie.head_tensor, placement=placement)
+    head = replace(shift_file_numbers(embedding, len(reads)), name=tie.head_tensor)
     return replace(source, tensors=(*source.tensors, head), blobs=(*reads, *reads))
-
-
-def _shift_blob_numbers(
-    part: Contiguous | Strided | ChunkedLocation | GappedRegion, count: int
-) -> Contiguous | Strided | ChunkedLocation | GappedRegion:
-    """Return the same location with blob numbers increased by `count`."""
-    if isinstance(part, GappedRegion):
-        return replace(part, region=_shift_blob_numbers(part.region, count))
-    if not isinstance(part, ChunkedLocation):
-        return replace(part, file=part.file + count)
-    if isinstance(part.placement, StridedPlacement):
-        return replace(part, placement=replace(part.placement, file=part.placement.file + count))
-    chunks: dict[tuple[int, ...], tuple[int, int]] = {}
-    for index, (file, offset) in part.placement.chunks.items():
-        chunks[index] = (file + count, offset)
-    return replace(part, placement=replace(part.placement, chunks=chunks))

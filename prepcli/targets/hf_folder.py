@@ -31,7 +31,7 @@ def resized_shape_and_nbytes(tensor: SourceTensor, rows: int) -> tuple[tuple[int
     """Return shape and bytes of a tensor with `rows` rows. A 0-d tensor is unchanged."""
     if not tensor.shape:
         return (), tensor.nbytes
-    # from the bytes, not from the dtype: elements may be smaller than a byte
+    # Computed from the bytes and not from the dtype, because elements may be smaller than a byte.
     row_nbytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
     return (rows, *tensor.shape[1:]), row_nbytes * rows
 
@@ -111,18 +111,10 @@ def copied_small_files(source: Source, path_prefix: str = "") -> tuple[SmallFile
 
 
 def settings_files(
-    config: HFConfig,
-    layouts: Sequence[SafetensorsLayout],
-    *,
-    extra_files: Iterable[SmallFile],
-    path_prefix: str = "",
+    config: HFConfig, *, extra_files: Iterable[SmallFile], path_prefix: str = ""
 ) -> tuple[SmallFile, ...]:
-    """Return config.json, the safetensors index if one is needed, and the extra files."""
-    return (
-        SmallFile(path_prefix + CONFIG, json_bytes(config)),
-        *index_files(layouts),
-        *extra_files,
-    )
+    """Return config.json and the extra files."""
+    return SmallFile(path_prefix + CONFIG, json_bytes(config)), *extra_files
 
 
 def config_files(source: Source, config: HFConfig, path_prefix: str = "") -> tuple[SmallFile, ...]:

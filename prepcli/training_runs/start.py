@@ -4,7 +4,7 @@ A run with LoRA has two: the base, which is frozen, and the adapters.
 """
 
 # pyright: reportTypedDictNotRequiredAccess=false
-# The manifest of a reader describes a complete model.
+# A reader has the manifest of a complete model, so its optional keys exist.
 
 from __future__ import annotations
 
@@ -115,6 +115,7 @@ class StartCheckpoint:
         resume_step: Step of the run, if the checkpoint is one. 0 means another model.
         hint: Hint of the error for a damaged checkpoint.
         name: URL of the checkpoint, if its folder has only placeholders of its files.
+        commit: Commit of the model on the hub.
         lora: Settings of the trained adapters. None if the run trains all parameters.
         adapter_reader: Reads the adapters, and the optimizer state if the run is resumed. None without LoRA, and
             if the adapters are new.
@@ -126,6 +127,7 @@ class StartCheckpoint:
     resume_step: int = 0
     hint: str = RECREATE_HINT
     name: str = ""
+    commit: str | None = None
     lora: JsonObject | None = None
     adapter_reader: ItemReader | WeightsReader | None = None
 
@@ -209,10 +211,7 @@ class StartCheckpoint:
         else:
             assert isinstance(self.model_reader, WeightsReader)
             source = self.model_reader.source
-        local_path = Path(path).expanduser()
-        if local_path.exists():
-            path = str(local_path.absolute())
-        return {**entry, "path": path, "digest": towers_digest(source)}
+        return {**entry, **stored_towers(source, path, self.commit)}
 
     def _open_source(self, reader: ItemReader) -> Source:
         """Open the checkpoint that a reader reads.
@@ -220,6 +219,24 @@ class StartCheckpoint:
         A step in a bucket is opened by its name, other checkpoints by their folder.
         """
         return open_source(locate(self.name or str(reader.folder), access=Access(allow_urls=True)))
+
+
+def stored_towers(source: Source, path: str, commit: str | None) -> dict[str, str]:
+    """Return the fields of a manifest that record where the towers of a multimodal model are stored.
+
+    Args:
+        source: The multimodal model.
+        path: Path of the model, as the user named it.
+        commit: Its commit on the hub, if it is there.
+    """
+    local_path = Path(path).expanduser()
+    if local_path.exists():
+        path = str(local_path.absolute())
+    if commit is not None:
+        # The branch may move before an export.
+        name, _, _ = path.partition("@")
+        path = f"{name}@{commit}"
+    return {"path": path, "digest": towers_digest(source)}
 
 
 def open_last_step(storage: RunStorage, step: int, *, verify: bool) -> StartCheckpoint:
@@ -306,7 +323,8 @@ def open_model_start(
         if lock is not None:
             # The digests of its manifest, which the lock approves, are checked while the chunks are read.
             _apply_lock(open_source(located), lock, recipe, located, verify=verify)
-        return _open_orbax_start(path, recipe, verify=verify)
+        start = _open_orbax_start(path, recipe, verify=verify)
+        return replace(start, commit=located.local_files.commit)
     # The batch and config.json are checked first: `open_source` reads the header of every weight file.
     check_batch(recipe, sharding)
     if (path / CONFIG).is_file():
@@ -334,6 +352,7 @@ def open_model_start(
         reader,
         StartModel(manifest, with_recipe_tokenizer(files, recipe)),
         _tokenizer_folder(source),
+        commit=located.local_files.commit,
     )
 
 
@@ -488,5 +507,5 @@ def check_base(manifest: Mapping[str, Any], base: Mapping[str, str]) -> None:
         return
     what = f"{base['name']} differs from the checkpoint that the run began with"
     why = f"its parameters have the digest {base['digest']}, {before.get('name')} had {before.get('digest')}"
-    hint = text("{} of the checkpoint that the run began with", Key("model.path"))
+    hint = text("set {} to the checkpoint that the run began with", Key("model.path"))
     raise PrepError(what, why, hint)

@@ -67,9 +67,8 @@ JAMBA = SMALL | {
     "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 3, "intermediate_size": 6,
 }  # fmt: skip
 
-HYBRID_FAMILIES: dict[
-    str, dict[str, Any]
-] = {  # a golden file has the results of transformers for each
+# Configs with a golden file of the results of transformers.
+HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": LFM2,
     "lfm2_moe": LFM2_MOE,
     "qwen3_5_text": QWEN3_5,
@@ -83,7 +82,8 @@ HYBRID_FAMILIES: dict[
     "mamba": MAMBA,
     "jamba": JAMBA,
 }
-HYBRID_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers live only
+# Configs without a golden file. Tests compare them with the installed transformers.
+HYBRID_VARIANTS: dict[str, dict[str, Any]] = {
     "lfm2-biases": LFM2 | {"conv_bias": True, "conv_L_cache": 4, "layer_types": ["conv"] * 4},
     "lfm2-widths": {key: value for key, value in LFM2.items() if key != "layer_types"} | {
         "block_auto_adjust_ff_dim": True, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.3,
@@ -138,5 +138,8 @@ HYBRID_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers liv
     },
     "falcon_h1-no-norm": FALCON_H1 | {
         "mamba_rms_norm": False, "mamba_d_head": 5, "mlp_multipliers": None, "ssm_multipliers": None,
+    },
+    "granitemoehybrid-attention": GRANITE_HYBRID | {
+        "num_local_experts": 0, "position_embedding_type": "rope", "layer_types": ["attention"] * 3,
     },
 }  # fmt: skip

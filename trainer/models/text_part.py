@@ -18,10 +18,11 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from trainer.models.axis_map import bind_row
 from trainer.models.errors import Command, PrepError, text
-from trainer.models.json_types import JsonObject
+from trainer.models.json_types import JsonObject, JsonValue
 from trainer.models.parameters import (
     Family,
     HFConfig,
@@ -202,9 +203,29 @@ def with_text_config(config: HFConfig, before: HFConfig, after: HFConfig) -> Jso
     return updated
 
 
+def uses_mrope(config: HFConfig) -> bool:
+    """Return whether the text part of a multimodal model has M-RoPE.
+
+    Args:
+        config: Content of its config.json.
+    """
+    section = text_section(config)
+    if section is None:
+        return False
+    fields = section_fields(config, section)
+    return any(_has_mrope(fields.get(key)) for key in ROPE_FIELDS)
+
+
 def _changed_fields(fields: HFConfig, changed: HFConfig, removed: Collection[str]) -> JsonObject:
     """Return fields with changes, and without the removed ones."""
-    return {key: value for key, value in fields.items() if key not in removed} | {**changed}
+    updated = {key: value for key, value in fields.items() if key not in removed}
+    for key, value in changed.items():
+        stored = fields.get(key)
+        if key in ROPE_FIELDS and _has_mrope(stored) and isinstance(value, Mapping):
+            updated[key] = _with_mrope(value, stored)
+        else:
+            updated[key] = value
+    return updated
 
 
 def _not_supported(config: HFConfig, why: str) -> PrepError:
@@ -244,9 +265,14 @@ def _text_config(config: HFConfig, fields: HFConfig) -> JsonObject:
         text_config.setdefault("head_dim", width // read_size(fields, "num_attention_heads", 0))
     for key in ROPE_FIELDS:
         rope = text_config.get(key)
-        if isinstance(rope, Mapping) and not rope.keys().isdisjoint(MROPE_FIELDS):
+        if _has_mrope(rope):
             text_config[key] = _without_mrope(rope)
     return text_config
+
+
+def _has_mrope(rope: JsonValue) -> TypeGuard[JsonObject]:
+    """Return whether a rotary embedding has several positions per token."""
+    return isinstance(rope, Mapping) and not rope.keys().isdisjoint(MROPE_FIELDS)
 
 
 def _without_mrope(rope: HFConfig) -> JsonObject:
@@ -255,6 +281,19 @@ def _without_mrope(rope: HFConfig) -> JsonObject:
     for key in ("type", "rope_type"):
         if fields.get(key) == "mrope":
             fields[key] = "default"
+    return fields
+
+
+def _with_mrope(rope: HFConfig, stored: HFConfig) -> JsonObject:
+    """Return a changed rotary embedding with the M-RoPE fields of the stored one."""
+    fields = dict(rope)
+    for key in MROPE_FIELDS:
+        if key in stored:
+            fields[key] = stored[key]
+    for key in ("type", "rope_type"):
+        # transformers 4 writes the type "mrope", transformers 5 "default".
+        if stored.get(key) == "mrope":
+            fields[key] = "mrope"
     return fields
 
 
@@ -329,7 +368,7 @@ def _text_names(
     used = _used_names(config, family, text_config, full_names)
     optional = {family.tying.head_tensor} if text_config[TIED_FIELD] else set[str]()
     if missing := used - full_names.keys() - optional:
-        raise _not_supported(config, f"the file has no {_listed(family.prefix, missing)}")
+        raise _not_supported(config, f"the file has no {_first_names(family.prefix, missing)}")
     roots = {name.partition(".")[0] for name in used}
     ignored = re.compile("|".join(dropped_patterns(family, text_config)) or "(?!)")
     text_names = {name for name in full_names if name.partition(".")[0] in roots}
@@ -337,7 +376,7 @@ def _text_names(
         name for name in text_names - used - family.duplicates.keys() if not ignored.fullmatch(name)
     }
     if unexpected:
-        why = f"{_listed(family.prefix, unexpected)} is not part of family {family.name}"
+        why = f"{_first_names(family.prefix, unexpected)} is not part of family {family.name}"
         raise _not_supported(config, why)
     return frozenset(full_names[name] for name in text_names)
 
@@ -358,8 +397,8 @@ def _used_names(
     return used
 
 
-def _listed(prefix: str, names: Collection[str]) -> str:
-    """Return the first names of a set."""
+def _first_names(prefix: str, names: Collection[str]) -> str:
+    """Return the first MAX_LISTED names of a set as text, each with the prefix."""
     listed = ", ".join(prefix + name for name in sorted(names)[:MAX_LISTED])
     if len(names) > MAX_LISTED:
         listed += f" and {len(names) - MAX_LISTED:,} more"

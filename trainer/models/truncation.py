@@ -24,7 +24,8 @@ LAYER_FIELDS = (
     "encoder_layers",
     "decoder_layers",
 )
-# Lists, or texts of a character, with an entry per layer. The length does not tell them from other lists:
+# Fields with an entry per layer: a list, or a text with a character per layer. Other lists may have
+# the same length:
 # "time_step_limit": [0.0, 1.0] also has two entries in a model with two layers.
 PER_LAYER_FIELDS = frozenset(
     {
@@ -72,7 +73,7 @@ LAYER_NUMBER_FIELDS = frozenset(
     }
 )
 # Sections of a config with the layers of the language model. They may be nested: thinker_config.text_config.
-SECTIONS = (
+LAYER_SECTIONS = (
     "text_config",
     "llm_config",
     "language_config",
@@ -82,7 +83,7 @@ SECTIONS = (
     "decoder",
 )
 # Sections of a config with the layers of another tower, and words in the names of the tower's tensors.
-TOWERS = {"vision_config": ("vision", "visual"), "audio_config": ("audio", "speech")}
+TOWER_WORDS = {"vision_config": ("vision", "visual"), "audio_config": ("audio", "speech")}
 # Number of layers in the config of some vision towers.
 DEPTH_FIELD = "depth"
 # GPT-Neo: [[pattern of layer types, repeats], ...].
@@ -103,7 +104,7 @@ def truncate_config(config: HFConfig, layers: int) -> JsonObject:
     """
     truncated = dict(config)
     for field, value in config.items():
-        if field in SECTIONS and isinstance(value, Mapping):
+        if field in LAYER_SECTIONS and isinstance(value, Mapping):
             truncated[field] = truncate_config(value, layers)
         elif field in LAYER_FIELDS and _is_count(value):
             truncated[field] = min(value, layers)
@@ -132,7 +133,7 @@ def layer_counts(config: HFConfig) -> set[int]:
 def _text_sections(config: HFConfig) -> Iterator[HFConfig]:
     """Yield a config and its sections with layers of the language model."""
     yield config
-    for field in SECTIONS:
+    for field in LAYER_SECTIONS:
         section = config.get(field)
         if isinstance(section, Mapping):
             yield from _text_sections(section)
@@ -185,7 +186,7 @@ def _later_numbers(config: HFConfig, names: Iterable[str], layers: int) -> set[s
     tower_words: set[str] = set()
     tower_counts: set[int] = set()
     for section in _text_sections(config):
-        for field, words in TOWERS.items():
+        for field, words in TOWER_WORDS.items():
             tower = section.get(field)
             if not isinstance(tower, Mapping):
                 continue

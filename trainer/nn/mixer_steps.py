@@ -89,7 +89,7 @@ def document_starts(context: LayerContext, shape: tuple[int, ...]) -> Array:
 
 
 def over_chunks(function: TokenFunction, num_tokens: int, context: LayerContext) -> TokenFunction:
-    """Return a function that runs another one in chunks of tokens, by the chunk size of the run."""
+    """Apply the function of an FFN to chunks of tokens, each of the configured size."""
     return over_token_chunks(
         function,
         num_tokens,

@@ -17,7 +17,7 @@ from trainer.models.manifest_fields import StepFields
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.registry import family_of
 from trainer.models.remat import saved_activations
-from trainer.models.rope_overrides import override_rope
+from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, RopeOverrides, override_rope
 from trainer.models.rule_text import merge_rules
 from trainer.models.rules import Rules, check_leaf_rules
 from trainer.nn.kernels.options import AttentionOptions
@@ -66,10 +66,26 @@ def override_config(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, An
         PrepError: The model does not support the recipe's rotary embedding, or a field or its value is invalid.
     """
     table = recipe.model
+    _check_mrope(manifest, table.rope_overrides)
     if table.is_random:
         # The config has the recipe's other overrides already, and its vocabulary may have been padded since.
         return {**manifest, "config": override_rope(manifest["config"], table.rope_overrides)}
     return {**manifest, "config": recipe_config(manifest["config"], table)}
+
+
+def _check_mrope(manifest: Mapping[str, Any], overrides: RopeOverrides) -> None:
+    """Raise UsageError for another rope type of a multimodal model with M-RoPE.
+
+    M-RoPE has positions for time, height and width. A run of the text part tests only equal ones.
+    """
+    towers = manifest.get("towers") or {}
+    scaling = overrides.scaling or {}
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if not towers.get("mrope") or rope_type == "default":
+        return
+    what = f"`{SCALING_KEY}` of type {rope_type} is not supported for {towers.get('model_type')}"
+    why = "its rotary embedding has three positions per token (M-RoPE)"
+    raise usage_error(what, why, f"set `{THETA_KEY}`, or remove `{SCALING_KEY}`")
 
 
 def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> None:
@@ -233,6 +249,7 @@ def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> StepFields:
 
 
 def _interval(steps: int, epochs: float | None, order: RowOrder) -> Interval:
+    """Return an interval in steps. Epochs are converted if they are set."""
     if epochs is None:
         return steps
     return order.unrounded_steps_for_epochs(epochs)
@@ -343,4 +360,6 @@ def peak_step_s(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> 
     inputs = step_inputs(recipe, base, mesh=sharding.mesh, rules=sharding.rules)
     if model.adapters is not None:
         inputs = with_adapters(inputs, recipe, adapters)
-    return count_step_flops(inputs).model_full / (sharding.mesh.n_devices * kind.peak_flops)
+    return count_step_flops(inputs).model_flops_of_all_pairs / (
+        sharding.mesh.n_devices * kind.peak_flops
+    )

@@ -102,7 +102,7 @@ def open_orbax(
     blobs, leaves = stored_leaves(item)
     leaves, tower_leaves = split_tower_leaves(leaves, manifest)
     params, state = tensors_from_manifest(leaves, names, manifest, folder)
-    towers = tower_tensors(tower_leaves, manifest)
+    towers = tower_tensors(tower_leaves, names, manifest)
     copied_files, left_files = side_files(folder / HF_FOLDER, hints.copied_files)
     config_path = folder / HF_FOLDER / CONFIG
     return Source(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 import prepcli as prep
 from prepcli.cli.main import main
+from prepcli.console.formatting import format_bytes
 from prepcli.testing.tiny_transformers import model_logits, tiny_transformer
 from tests.helpers.fork_server import PREP, run_python, run_two_processes
 from tests.helpers.hub_server import FakeRepo, serve_hub
@@ -105,6 +107,17 @@ def test_large_dims_of_towers_are_split():
     assert leaves["towers.projector.1.weight"]["chunk"] == [512, 512]
 
 
+def test_tower_tensors_without_elements_round_trip():
+    tensors = write_model("llava")
+    tensors["vision_tower.none.weight"] = ("F32", (0, 4), b"")
+    write_safetensors(Path("m/model.safetensors"), tensors)
+    run_ok("save-init", "./m", "--mesh", "1,2,2")
+    run_ok("reshard", "m-init", "--mesh", "1,4,1", "--out", "other")
+    run_ok("verify", "other", "./m")
+    run_ok("export", "other", "--out", "hf")
+    check_export("hf", tensors)
+
+
 def test_verbatim_keeps_names_of_multimodal_model():
     tensors = write_model("llava")
     run_ok("save-init", "./m", "--verbatim", "--out", "verbatim")
@@ -136,6 +149,13 @@ def test_pad_vocab_changes_text_vocabulary():
     run_ok("export", "init", "--out", "hf")
     assert safetensors_bytes(Path("hf")) == tensors
     assert read_json("hf/config.json") == before
+
+
+def test_pad_vocab_counts_towers_of_full_copy(capsys: pytest.CaptureFixture[str]):
+    tensors = write_model("llava")
+    assert main(["pad-vocab", "./m", "--size", "128", "--dry-run"]) == 0
+    nbytes = sum(len(data) for _, _, data in tensors.values())
+    assert f"the output is a full copy of {format_bytes(nbytes)}" in capsys.readouterr().err
 
 
 def test_init_with_padded_vocabulary_exports_source():
@@ -187,6 +207,27 @@ def test_text_only_export_is_text_model(source: str):
     assert read_json("text/config.json")["model_type"] == "qwen3"
     assert not (Path("text") / PROCESSOR).exists()
     run_ok("save-init", "./text", "--out", "text-init")
+
+
+def test_verify_compares_text_parts_if_one_side_has_towers(capsys: pytest.CaptureFixture[str]):
+    write_model("qwen3_vl")
+    run_ok("save-init", "./m")
+    run_ok("export", "m-init", "--text-only", "--out", "text")
+    for checkpoints in (("text", "m-init"), ("./m", "text")):
+        capsys.readouterr()
+        assert main(["verify", *checkpoints]) == 0
+        assert "ignored: only the text part is compared" in capsys.readouterr().err
+    data = (Path("text") / "model.safetensors").read_bytes()
+    (Path("text") / "model.safetensors").write_bytes(data[:-4] + b"\0\0\0\0")
+    assert main(["verify", "text", "m-init"]) == 1
+
+
+def test_verify_compares_towers_by_names_of_the_file():
+    write_model("llava")
+    run_ok("save-init", "./m", "--verbatim", "--out", "verbatim")
+    run_ok("verify", "verbatim", "./m")
+    run_ok("export", "./m", "--text-only", "--out", "text")
+    assert main(["verify", "verbatim", "text"]) == 1
 
 
 def test_damaged_tower_is_an_error(capsys: pytest.CaptureFixture[str]):
@@ -257,6 +298,30 @@ def test_wrapper_with_other_computation_stays_verbatim():
     assert read_json("m-init/prep-manifest.json")["family"] == "verbatim"
 
 
+@pytest.mark.parametrize("like", ["./m", "m-init"])
+def test_saved_params_export_with_towers_of_like(like: str):
+    tensors = write_model("llava")
+    run_ok("save-init", "./m")
+    prep.save_params(prep.load_params("m-init"), "saved", like=like)
+    run_ok("export", "saved", "--out", "hf")
+    assert safetensors_bytes(Path("hf")) == tensors
+    assert read_json("hf/config.json") == read_json("m/config.json")
+
+
+def test_model_without_stored_towers_exports_with_named_ones(capsys: pytest.CaptureFixture[str]):
+    tensors = write_model("llava")
+    shutil.copytree("m", "bare")
+    text = {name: t for name, t in tensors.items() if name.startswith("language_model.")}
+    write_safetensors(Path("bare/model.safetensors"), text)
+    run_ok("save-init", "./bare")
+    lines = errors_of(capsys, "export", "bare-init", "--out", "hf")
+    assert lines[0] == "error: the manifest of bare-init does not name the model with the towers"
+    assert "--towers" in lines[-1]
+    assert "--text-only" in lines[-1]
+    run_ok("export", "bare-init", "--towers", "./m", "--out", "hf")
+    assert safetensors_bytes(Path("hf")) == tensors
+
+
 def test_lock_approves_towers(capsys: pytest.CaptureFixture[str]):
     tensors = write_model("llava")
     run_ok("lock", "./m", "--out", "m.lock")
@@ -267,22 +332,6 @@ def test_lock_approves_towers(capsys: pytest.CaptureFixture[str]):
     write_safetensors(Path("m/model.safetensors"), changed)
     (line, *_) = errors_of(capsys, "save-init", "./m", "--lock", "m.lock", "--out", "other")
     assert line == f"error: {name} in ./m is damaged"
-
-
-def test_decoded_multimodal_model_keeps_names_of_file():
-    tensors = write_model("llava")
-    name = "language_model.model.layers.0.mlp.up_proj.weight"
-    shape = tensors[name][1]
-    tensors[name] = ("F8_E4M3", shape, bytes(shape[0] * shape[1]))
-    tensors[f"{name}_scale_inv"] = ("F32", (1, 1), bytes(4))
-    write_safetensors(Path("m/model.safetensors"), tensors)
-    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    config = read_json("m/config.json") | {"quantization_config": settings}
-    Path("m/config.json").write_text(json.dumps(config))
-    run_ok("save-init", "./m", "--quantized", "dequantize")
-    assert read_json("m-init/prep-manifest.json")["family"] == "verbatim"
-    run_ok("export", "m-init", "--quantized-source", "./m", "--out", "hf")
-    assert safetensors_bytes(Path("hf")) == tensors
 
 
 def test_inspect_names_text_family_and_model(capsys: pytest.CaptureFixture[str]):

@@ -13,6 +13,7 @@ from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.hf_folder import (
     copied_files,
     header_entries,
+    index_files,
     lay_out_weight_files,
     resized_shape_and_nbytes,
     settings_files,
@@ -73,27 +74,36 @@ def test_files_have_the_requested_page_offset():
     assert files[0].header == layouts[0].header
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_settings_have_an_index_for_several_files(tmp_path: Path, count: int):
+def test_settings_have_config_and_extra_files(tmp_path: Path):
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text("{}")
-    names = ["model.safetensors"] if count == 1 else ["0.safetensors", "1.safetensors"]
-    _, _, layouts = lay_out_weight_files(
-        [(name, [(f"t{i}", "float32", (3,), 12)], 0) for i, name in enumerate(names)]
-    )
-    below = "hf/" if count == 1 else ""
     files = settings_files(
         {"vocab_size": 3, "é": "ü"},
-        layouts,
-        extra_files=copied_files([tokenizer], tmp_path, path_prefix=below),
-        path_prefix=below,
+        extra_files=copied_files([tokenizer], tmp_path, path_prefix="hf/"),
+        path_prefix="hf/",
     )
     by_path = {file.path: file for file in files}
-    if count == 1:
-        assert by_path.keys() == {"hf/config.json", "hf/tokenizer.json"}
-        assert json.loads(by_path["hf/config.json"].content) == {"vocab_size": 3, "é": "ü"}
-        assert by_path["hf/tokenizer.json"].copied_from == str(tokenizer)
-    else:
-        index = json.loads(by_path["model.safetensors.index.json"].content)
-        assert index["weight_map"] == {"t0": "0.safetensors", "t1": "1.safetensors"}
-        assert index["metadata"]["total_size"] == 24
+    assert by_path.keys() == {"hf/config.json", "hf/tokenizer.json"}
+    assert json.loads(by_path["hf/config.json"].content) == {"vocab_size": 3, "é": "ü"}
+    assert by_path["hf/tokenizer.json"].copied_from == str(tokenizer)
+
+
+def test_one_weight_file_has_no_index():
+    _, _, layouts = lay_out_weight_files(
+        [("model.safetensors", [("t0", "float32", (3,), 12)], 0)],
+    )
+    assert index_files(layouts) == ()
+
+
+def test_several_weight_files_have_an_index():
+    _, _, layouts = lay_out_weight_files(
+        [
+            ("0.safetensors", [("t0", "float32", (3,), 12)], 0),
+            ("1.safetensors", [("t1", "float32", (3,), 12)], 0),
+        ]
+    )
+    (file,) = index_files(layouts)
+    index = json.loads(file.content)
+    assert file.path == "model.safetensors.index.json"
+    assert index["weight_map"] == {"t0": "0.safetensors", "t1": "1.safetensors"}
+    assert index["metadata"]["total_size"] == 24

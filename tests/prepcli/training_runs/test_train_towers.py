@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.errors import OK
+from tests.helpers.fork_server import PREP, run_python
+from tests.helpers.hub_server import COMMIT, FakeRepo, serve_hub
+from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.stored_tensors import safetensors_bytes
 from tests.helpers.towers import PROCESSOR, write_model
@@ -19,6 +23,10 @@ from tests.helpers.training_folder import RECIPE, write_tokenizer
 VOCAB = 128
 PREFIX = "model.language_model."
 TEXT_NAMES = (PREFIX, "lm_head.")
+OFFLINE_EXPORT = """
+import prepcli as prep
+prep.export("runs/recipe", "hf", towers="o/m", offline=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +85,11 @@ def test_export_of_step_has_towers_of_start_model(trained: Path):
     }
 
 
+def test_export_verifies_against_step_without_towers(trained: Path):
+    run_ok("export", "runs/recipe", "--out", "hf")
+    run_ok("verify", "hf", "runs/recipe")
+
+
 @pytest.mark.parametrize("towers", ["m", "other-mesh"])
 def test_export_reads_towers_of_named_copy(towers: str, trained: Path):
     run_ok("reshard", "m-init", "--mesh", "1,2,1", "--no-scan", "--out", "other-mesh")
@@ -108,6 +121,29 @@ def test_run_starts_from_model_folder(trained: Path):
     assert safetensors_bytes(Path("a")) == safetensors_bytes(Path("b"))
 
 
+def test_changed_rope_theta_keeps_mrope_in_export(trained: Path):
+    recipe = Path("recipe.toml").read_text()
+    Path("rope.toml").write_text(recipe.replace("[model]", "[model]\nrope_theta = 2e6"))
+    run_ok("train", "rope.toml")
+    run_ok("export", "runs/rope", "--out", "hf")
+    before = json.loads(Path("m/config.json").read_text())
+    before["text_config"]["rope_parameters"]["rope_theta"] = 2e6
+    assert json.loads(Path("hf/config.json").read_text()) == before
+
+
+@pytest.mark.parametrize("start", ["m-init", "./m", "runs/recipe"])
+def test_other_rope_type_is_refused_with_mrope(
+    start: str, trained: Path, capsys: pytest.CaptureFixture[str]
+):
+    scaling = 'rope_scaling = {rope_type = "linear", factor = 2.0}'
+    recipe = Path("recipe.toml").read_text().replace("m-init", start)
+    Path("rope.toml").write_text(recipe.replace("[model]", f"[model]\n{scaling}"))
+    capsys.readouterr()
+    lines = error_lines(capsys, "train", "rope.toml")
+    assert lines[0] == ("error: `model.rope_scaling` of type linear is not supported for qwen3_vl")
+    assert not Path("runs/rope").exists()
+
+
 def test_adapter_merges_into_multimodal_model(trained: Path):
     before = safetensors_bytes(Path("m"))
     recipe = Path("recipe.toml").read_text()
@@ -120,6 +156,71 @@ def test_adapter_merges_into_multimodal_model(trained: Path):
         assert merged.keys() == before.keys()
         changed = {name for name in before if merged[name] != before[name]}
         assert changed == {name for name in before if "language_model" in name and "q_proj" in name}
+
+
+def test_adapter_merges_into_step_with_towers_of_its_start(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+):
+    recipe = Path("recipe.toml").read_text().replace("m-init", "runs/recipe")
+    Path("lora.toml").write_text(f'{recipe}\n[lora]\nrank = 4\ntargets = ["attn.q"]\n')
+    run_ok("train", "lora.toml")
+    run_ok("export", "runs/lora", "--out", "adapter")
+    run_ok("merge", "adapter", "runs/recipe", "--out", "merged")
+    run_ok("export", "runs/recipe", "--out", "base")
+    run_ok("merge", "adapter", "./base", "--out", "expected")
+    assert safetensors_bytes(Path("merged")) == safetensors_bytes(Path("expected"))
+    with changed_manifest(Path("runs/recipe/3")) as manifest:
+        manifest["towers"]["path"] = "./absent"
+    capsys.readouterr()
+    lines = error_lines(capsys, "merge", "adapter", "runs/recipe", "--out", "other")
+    assert lines[0] == "error: the towers of runs/recipe cannot be read"
+    assert "export runs/recipe --towers CHECKPOINT" in lines[-1]
+
+
+def test_options_of_towers_are_refused_for_adapters(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+):
+    recipe = Path("recipe.toml").read_text()
+    Path("lora.toml").write_text(f'{recipe}\n[lora]\nrank = 4\ntargets = ["attn.q"]\n')
+    run_ok("train", "lora.toml")
+    for words in (["--text-only"], ["--towers", "m"]):
+        capsys.readouterr()
+        lines = error_lines(capsys, "export", "runs/lora", *words)
+        assert lines[0] == f"error: `{' '.join(words)}` has no effect for runs/lora"
+        assert "it has only adapters" in lines[1]
+
+
+def test_towers_on_the_hub_are_not_requested_offline(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with serve_hub({"o/m": FakeRepo({"config.json": b"{}"})}) as hub:
+        environment = {**os.environ, **hub.environment(tmp_path / "home")}
+        process = run_python(OFFLINE_EXPORT, cwd=tmp_path, env=environment)
+    assert process.returncode != 0
+    assert "the towers of runs/recipe cannot be read" in process.stderr
+    assert hub.requests == []
+
+
+def test_export_reads_towers_of_start_commit(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    recipe = Path("recipe.toml").read_text().replace("m-init", "o/m@main")
+    Path("hub.toml").write_text(recipe)
+    files = {path.name: path.read_bytes() for path in Path("m").iterdir()}
+    commands = (("train", "hub.toml"), ("export", "runs/hub", "--out", "hf"))
+    # After the start of the run, its model is no longer on the main branch.
+    repositories = (FakeRepo(files), FakeRepo(files, revisions=(COMMIT,)))
+    for words, repository in zip(commands, repositories, strict=True):
+        with serve_hub({"o/m": repository}) as hub:
+            environment = {**os.environ, **hub.environment(tmp_path / words[0])}
+            process = run_python(PREP, *words, cwd=tmp_path, env=environment)
+        assert process.returncode == 0, process.stderr
+    exported = safetensors_bytes(Path("hf"))
+    before = safetensors_bytes(Path("m"))
+    visual = [name for name in before if name.startswith("model.visual.")]
+    assert all(exported[name] == before[name] for name in visual)
 
 
 def test_generate_and_eval_take_text_part(trained: Path):

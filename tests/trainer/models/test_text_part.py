@@ -75,7 +75,7 @@ def test_head_is_tied_as_the_whole_config_says():
     assert read_part(golden, tie_word_embeddings=True).config["tie_word_embeddings"] is True
 
 
-def test_stored_tensors_decide_about_an_unstated_tie():
+def test_stored_head_decides_if_the_config_states_no_tie():
     golden = read_golden("llava")
     whole = {**golden["config"]}
     del whole["tie_word_embeddings"]
@@ -142,4 +142,32 @@ def test_changed_fields_are_written_where_they_were():
         "tie_word_embeddings": False,
         "text_config": {"vocab_size": 16, "dtype": "bfloat16", "tie_word_embeddings": False},
         "vision_config": {"hidden_size": 4},
+    }
+
+
+@pytest.mark.parametrize("rope_type", ["mrope", "default"])
+def test_changed_rope_keeps_mrope_fields(rope_type: str):
+    stored = {"type": rope_type, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
+    whole: dict[str, Any] = {"text_config": {"rope_scaling": stored}}
+    before: dict[str, Any] = {"rope_scaling": {"type": "default"}}
+    after = {"rope_scaling": {"type": "default", "rope_theta": 5e5}, "rope_theta": 5e5}
+    assert with_text_config(whole, before, after) == {
+        "text_config": {"rope_scaling": {**stored, "rope_theta": 5e5}, "rope_theta": 5e5}
+    }
+
+
+def test_changed_rope_of_flat_config_keeps_mrope_fields():
+    stored = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    whole: dict[str, Any] = {
+        "model_type": "qwen2_5_vl",
+        "rope_theta": 1e6,
+        "rope_scaling": stored,
+        "vision_config": {},
+    }
+    before = {"rope_theta": 1e6, "rope_scaling": {"type": "default"}}
+    after = {"rope_theta": 5e5, "rope_scaling": {"type": "default", "rope_theta": 5e5}}
+    assert with_text_config(whole, before, after) == {
+        **whole,
+        "rope_theta": 5e5,
+        "rope_scaling": {**stored, "rope_theta": 5e5},
     }

@@ -12,7 +12,7 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.errors import invalid_config_error
-from trainer.models.families import _hybrid_style, _llama_style
+from trainer.models.families import _grouped_style, _hybrid_style, _llama_style
 from trainer.models.mixer_config import Mixer
 from trainer.models.parameters import HFConfig, if_set, read_size
 from trainer.models.rows import linear, unless_false
@@ -81,8 +81,8 @@ def _read_mixer(config: HFConfig) -> Mixer:
     if not config.get("mamba_rms_norm"):
         norm_place = "none"
     factors = _read_factors(config, "ssm_multipliers", count=len(MIXER_PROJECTIONS))
-    return _hybrid_style.read_mamba2(
-        config,
+    return dataclasses.replace(
+        _hybrid_style.read_mamba2(config),
         norm_place=norm_place,
         input_scale=read_positive(config, "ssm_in_multiplier", 1.0),
         projection_scales=tuple(zip(MIXER_PROJECTIONS, factors)),
@@ -106,7 +106,7 @@ def _read_factors(config: HFConfig, key: str, *, count: int) -> list[float]:
 
 MLP_BIAS = if_set("mlp_bias")
 
-FAMILY = _hybrid_style.build_family(
+FAMILY = _grouped_style.build_family(
     name="falcon_h1",
     sizes=sizes,
     arch_config=arch_config,

@@ -7,8 +7,8 @@ import dataclasses
 from trainer.models.architecture import ArchConfig, reject_unsupported_fields
 from trainer.models.axis_map import ATTENTION_LAYERS, DENSE_LAYERS, MIXER_LAYERS, SPARSE_LAYERS
 from trainer.models.errors import invalid_config_error, unsupported_config_error
-from trainer.models.families import _hybrid_style, _llama_style
-from trainer.models.families._hybrid_style import LayerGroup
+from trainer.models.families import _grouped_style, _hybrid_style, _llama_style
+from trainer.models.families._grouped_style import LayerGroup
 from trainer.models.mixer_config import Mixer
 from trainer.models.moe_config import Router
 from trainer.models.parameters import HFConfig, if_set, read_size
@@ -158,7 +158,7 @@ MIXER: Parameters = {
     **rms_norm("mixer.dt_down_norm", "dt_rank <- mamba.dt_layernorm.weight: dt_rank"),
 }
 
-FAMILY = _hybrid_style.build_family(
+FAMILY = _grouped_style.build_family(
     name="jamba",
     sizes=sizes,
     arch_config=arch_config,

@@ -50,7 +50,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
         rope=None,
         max_positions=0,
         init_std=read_positive(config, "initializer_range", 0.1),
-        mixer=Mixer("mamba"),
+        mixer=Mixer("mamba", initial_steps=_hybrid_style.read_initial_steps(config)),
         mixer_layers=tuple(range(layers)),
     )
 

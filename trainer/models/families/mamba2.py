@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from trainer.models import rows
 from trainer.models.architecture import (
     FULL_ATTENTION,
@@ -39,6 +41,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     reject_unsupported_fields(config)
     _hybrid_style.reject_rescaled_outputs(config)
     layers = sizes(config)["layers"]
+    steps = _hybrid_style.read_initial_steps(config)
     return ArchConfig(
         norm="rms",
         norm_eps=read_positive(config, "layer_norm_epsilon", 1e-5),
@@ -49,7 +52,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
         rope=None,
         max_positions=0,
         init_std=read_positive(config, "initializer_range", 0.1),
-        mixer=_hybrid_style.read_mamba2(config),
+        mixer=dataclasses.replace(_hybrid_style.read_mamba2(config), initial_steps=steps),
         mixer_layers=tuple(range(layers)),
     )
 

@@ -14,8 +14,15 @@ from trainer.models.architecture import (
 )
 from trainer.models.axis_map import ATTENTION_LAYERS, DENSE_LAYERS, MIXER_LAYERS, SPARSE_LAYERS
 from trainer.models.errors import unsupported_config_error
-from trainer.models.families import _deepseek_style, _hybrid_style, _llama_style, _moe_style
-from trainer.models.families._hybrid_style import LayerGroup, LayerNumbers, layers_of_type
+from trainer.models.families import (
+    _deepseek_style,
+    _grouped_style,
+    _hybrid_style,
+    _llama_style,
+    _moe_style,
+)
+from trainer.models.families._grouped_style import LayerGroup, LayerNumbers
+from trainer.models.families._hybrid_style import layers_of_type
 from trainer.models.json_types import JsonValue
 from trainer.models.mixer_config import Mixer
 from trainer.models.parameters import HFConfig, if_set, read_size
@@ -158,6 +165,7 @@ def _read_mixer(config: HFConfig) -> Mixer:
         "mamba2",
         activation=read_activation(config, "mamba_hidden_act", "silu"),
         dt_limits=(read_positive(config, "time_step_min", 0.001), math.inf),
+        initial_steps=_hybrid_style.read_initial_steps(config),
     )
 
 
@@ -191,7 +199,7 @@ MIXER: Parameters = _hybrid_style.mamba2(
     conv_bias=unless_false("use_conv_bias"),
 )
 
-FAMILY = _hybrid_style.build_family(
+FAMILY = _grouped_style.build_family(
     name="nemotron_h",
     sizes=sizes,
     arch_config=arch_config,

@@ -8,7 +8,7 @@ from prepcli.testing.tiny_transformers import random_tensors, tiny_transformer
 from tests.helpers.hybrid_configs import HYBRID_FAMILIES
 from trainer.generation.decode import init_kv_cache
 from trainer.models.errors import PrepError
-from trainer.models.json_types import JsonValue
+from trainer.models.json_types import HFConfig, JsonValue
 from trainer.models.registry import family_of
 from trainer.models.truncation import later_layers, truncate_config
 from trainer.nn.model_spec import ForwardConfig
@@ -79,3 +79,14 @@ def test_nemotron_h_refuses_experts_with_a_latent():
     config = HYBRID_FAMILIES["nemotron_h"] | {"moe_latent_size": 8}
     with pytest.raises(PrepError, match="`moe_latent_size` is not supported"):
         family_of(config).arch_config(config)
+
+
+def test_granite_attention_without_rotation_is_refused():
+    layer_types: list[JsonValue] = ["attention"] * 3
+    config: HFConfig = {**HYBRID_FAMILIES["granitemoehybrid"], "layer_types": layer_types}
+    family = family_of(config)
+    with pytest.raises(PrepError, match="layers without Mamba-2 and without rotation"):
+        family.arch_config(config)
+    arch_config = family.arch_config({**config, "position_embedding_type": "rope"})
+    assert arch_config.mixer is None
+    assert arch_config.rope is not None

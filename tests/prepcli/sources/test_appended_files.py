@@ -1,0 +1,73 @@
+"""Tests of sources with the files of another source after their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from prepcli.engine.blobs import open_blobs
+from prepcli.planning.gapped_regions import GappedRegion
+from prepcli.planning.grids import ChunkGrid, ExplicitPlacement, StridedPlacement
+from prepcli.planning.plan import Contiguous, Location, Strided
+from prepcli.planning.strided_copies import ChunkedLocation
+from prepcli.sources.appended_files import append_files, shift_file_numbers
+from prepcli.sources.locate import locate
+from prepcli.sources.opening import open_source
+from prepcli.sources.source import SourceTensor
+from prepcli.sources.tensor_rows import read_tensor
+from tests.helpers.tiny_checkpoints import make_checkpoint
+from trainer.models.axis_map import bind_row, parse_row
+
+AXIS_MAP = bind_row(parse_row("a b <- w: a b"), {"a": 2, "b": 3})
+GRID = ChunkGrid((2, 3), (1, 3))
+
+
+def chunked(placement: StridedPlacement | ExplicitPlacement) -> ChunkedLocation:
+    return ChunkedLocation(AXIS_MAP, (), GRID, placement, itemsize=4)
+
+
+FIRST_CHUNKS = chunked(StridedPlacement(0, 8, (0, 0), (12, 12)))
+SHIFTED_CHUNKS = chunked(StridedPlacement(3, 8, (0, 0), (12, 12)))
+LOCATIONS: dict[str, tuple[Location, Location]] = {
+    "contiguous": (Contiguous(1, 8), Contiguous(4, 8)),
+    "strided": (Strided(0, 8, (4, 8)), Strided(3, 8, (4, 8))),
+    "regular chunks": (FIRST_CHUNKS, SHIFTED_CHUNKS),
+    "chunks in several files": (
+        chunked(ExplicitPlacement({(0, 0): (0, 8), (1, 0): (2, 16)})),
+        chunked(ExplicitPlacement({(0, 0): (3, 8), (1, 0): (5, 16)})),
+    ),
+    "gapped": (GappedRegion(FIRST_CHUNKS, ((16, 5),)), GappedRegion(SHIFTED_CHUNKS, ((16, 5),))),
+}
+
+
+@pytest.mark.parametrize("kind", LOCATIONS)
+def test_shift_file_numbers_keeps_the_offsets(kind: str):
+    location, shifted = LOCATIONS[kind]
+    tensor = SourceTensor("w", "float32", (2, 3), (location,))
+    assert shift_file_numbers(tensor, 3) == replace(tensor, placement=(shifted,))
+
+
+@pytest.mark.parametrize("with_blobs", ["", "a", "b"])
+def test_appended_files_have_the_bytes_of_both_sources(tmp_path: Path, with_blobs: str):
+    # Each model has several files. A tensor of one has other bytes than the tensor of the same name in the other.
+    values_a = make_checkpoint(tmp_path / "a", dtype="float32")
+    values_b = make_checkpoint(tmp_path / "b", dtype="float16")
+    a = open_source(locate(str(tmp_path / "a")))
+    b = open_source(locate(str(tmp_path / "b")))
+    if with_blobs == "a":
+        a = replace(a, blobs=a.files)
+    elif with_blobs == "b":
+        b = replace(b, blobs=b.files)
+    combined = append_files(a, b)
+    assert combined.file_stamps == (*a.file_stamps, *b.file_stamps)
+    assert combined.tensors == a.tensors
+    with open_blobs(combined.byte_sources) as files:
+        for tensor in a.tensors:
+            values = values_a[a.file_name(tensor)]
+            assert read_tensor(files, tensor).tobytes() == values.tobytes()
+        for tensor in b.tensors:
+            shifted = shift_file_numbers(tensor, len(a.files))
+            values = values_b[b.file_name(tensor)]
+            assert read_tensor(files, shifted).tobytes() == values.tobytes()
