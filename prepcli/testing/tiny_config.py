@@ -50,7 +50,11 @@ SIZE_FIELDS = {
         "d_ff",
     ),
     "dense_mlp": ("intermediate_size",),
-    "shared_mlp": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "shared_mlp": (
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+    ),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "kv_rank": ("kv_lora_rank",),
     "q_rank": ("q_lora_rank",),
@@ -66,9 +70,10 @@ SIZE_FIELDS = {
 # The same for the axes of recurrent mixers. Mamba-2 without attention has other fields in `heads` and `head_dim`.
 MIXER_FIELDS = {
     "mixer_groups": ("linear_num_key_heads", "mamba_n_groups", "n_groups"),
-    "mixer_heads": ("linear_num_value_heads", "mamba_n_heads"),
-    "mixer_state": ("linear_key_head_dim", "mamba_d_state", "state_size"),
-    "mixer_head_dim": ("linear_value_head_dim", "mamba_d_head"),
+    "mixer_heads": ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"),
+    "mixer_state": ("linear_key_head_dim", "mamba_d_state", "state_size", "ssm_state_size"),
+    "mixer_head_dim": ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim"),
+    "mixer_width": ("mamba_d_ssm",),
 }
 MIXER_STATE = 6
 # Fields with the layers of attention beside those of recurrent mixers -> value for two layers with one of each.
@@ -76,6 +81,8 @@ ATTENTION_PLACES: JsonObject = {
     "full_attention_interval": 2,
     "attn_layer_indices": [1],
     "full_attn_idxs": [1],
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
 }
 # Elements of latent attention. The size of `kv_dim` here is the part of the keys.
 LATENT_SIZES = {"kv_rank": 9, "q_rank": 11, "rope_dim": 4, "kv_dim": 6, "value_dim": 5}
@@ -93,8 +100,11 @@ REQUIRED_AXES = (
     "layers",
 )
 WINDOW_FIELDS = ("sliding_window", "window_size", "attention_chunk_size")
-# Lists with one entry per layer.
-LAYER_LISTS = ("layer_types", "layers_block_type", "attention_layers", "mlp_layer_types")
+# Lists with one entry per layer, and a text with a character per layer.
+LAYER_LISTS = (
+    *("layer_types", "layers_block_type", "attention_layers", "mlp_layer_types"),
+    "hybrid_override_pattern",
+)
 # Numbers of first layers with a dense MLP, in configs of DeepSeek and of LFM2-MoE.
 NUM_DENSE_FIELDS = ("first_k_dense_replace", "num_dense_layers")
 # Kinds of layers as a repeated pattern, in configs of GPT-Neo.
@@ -167,6 +177,9 @@ def _original_sizes(family: Family, config: HFConfig) -> dict[str, int]:
     if "mixer_groups" in sizes:
         sizes["mixer_heads"] = sizes["mixer_groups"] * sizes["group_heads"]
         sizes = {"heads": sizes["mixer_heads"], "head_dim": sizes["mixer_head_dim"]} | sizes
+    elif "mixer_channels" in sizes:
+        # The channels of Mamba are a multiple of the width.
+        sizes = {"heads": sizes["embed"], "head_dim": 1} | sizes
     if "heads" not in sizes:
         why = f"{family.name} has no attention heads to scale by"
         raise usage_error(
@@ -232,7 +245,7 @@ def _tiny_sizes(
     }
     if "mixer_groups" in original:
         tiny_sizes |= _tiny_mixer_sizes(original, num_heads, tiny_sizes["embed"])
-    if "heads" not in family.sizes(config):
+    if "mixer_heads" in tiny_sizes and "heads" not in family.sizes(config):
         tiny_sizes["heads"] = tiny_sizes["mixer_heads"]
         tiny_sizes["head_dim"] = tiny_sizes["mixer_head_dim"]
     return tiny_sizes
@@ -250,12 +263,13 @@ def _tiny_mixer_sizes(
     if original["group_heads"] > 1:
         heads = num_heads if groups == 1 else 2 * groups
     width = original["mixer_heads"] * original["mixer_head_dim"]
-    head_dim = width * tiny_embed // (original["embed"] * heads)
+    head_dim = max(1, width * tiny_embed // (original["embed"] * heads))
     return {
         "mixer_groups": groups,
         "mixer_heads": heads,
         "mixer_state": MIXER_STATE,
-        "mixer_head_dim": max(1, head_dim),
+        "mixer_head_dim": head_dim,
+        "mixer_width": heads * head_dim,
     }
 
 
@@ -324,8 +338,8 @@ def _size_fields(family: Family, config: HFConfig, wanted: Mapping[str, int]) ->
     # Without these fields, the size is the default of the family, i.e. the size of a large model.
     for axis in REQUIRED_AXES:
         if fields.keys().isdisjoint(SIZE_FIELDS[axis]):
-            read = next(name for name in SIZE_FIELDS[axis] if name in fields_read(family))
-            fields[read] = wanted[axis]
+            read = [name for name in SIZE_FIELDS[axis] if name in fields_read(family)]
+            fields |= dict.fromkeys(read[:1], wanted[axis])
     return fields
 
 
@@ -391,7 +405,7 @@ def _layer_kinds(config: HFConfig) -> dict[str, list[JsonValue]]:
     kinds: dict[str, list[JsonValue]] = {}
     for name in LAYER_LISTS:
         listed = config.get(name)
-        if isinstance(listed, list):
+        if isinstance(listed, list | str):
             kinds[name] = _distinct(listed)
     # E.g. [[["global", "local"], 6]] of GPT-Neo: the kinds, and how often they repeat.
     pattern = config.get(LAYER_PATTERN)
@@ -430,7 +444,12 @@ def _layer_fields(
     fields: JsonObject = {}
     for name, values in kinds.items():
         listed = (values * num_layers)[:num_layers]
-        fields[name] = [[listed, 1]] if name == LAYER_PATTERN else listed
+        if name == LAYER_PATTERN:
+            fields[name] = [[listed, 1]]
+        elif isinstance(config[name], str):
+            fields[name] = "".join(map(str, listed))
+        else:
+            fields[name] = listed
     if config.get("sliding_window_pattern"):
         fields["sliding_window_pattern"] = 2
     if config.get("max_window_layers"):

@@ -68,6 +68,7 @@ WITHOUT_DEFAULT: Mapping[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv"], "num_dense_layers": 0, "num_experts": 4},
     "qwen3_next": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_5_moe_text": {"num_experts": 4, "num_experts_per_tok": 2},
+    "nemotron_h": {"num_hidden_layers": 4},
 }
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "gpt2-tied": GPT2,

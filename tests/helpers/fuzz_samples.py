@@ -102,7 +102,7 @@ def random_attn_config(rng: random.Random, config: Mapping[str, Any]) -> Any:
 
 def family_layer_types(rng: random.Random, config: Mapping[str, Any]) -> Any:
     """Return a list with one layer type per layer, of the types in the config if it lists any."""
-    listed = config.get("layer_types")
+    listed = config.get("layer_types", config.get("layers_block_type"))
     names = LAYER_TYPES
     if isinstance(listed, list) and all(isinstance(name, str) for name in listed):
         names = (*dict.fromkeys((*listed, "full_attention")),)
@@ -263,6 +263,31 @@ VALUES: Mapping[str, ValueSampler] = {
     "mamba_d_head": one_of("auto", "auto", 12, 8, None),
     "time_step_limit": one_of((0.0, float("inf")), [0.0, 0.5], [0.2, 0.9], None),
     **dict.fromkeys(("time_step_min", "time_step_max", "time_step_floor"), one_of(0.001, 0.1)),
+    "mamba_num_heads": one_of(2, 4, 4, 6),
+    "mamba_head_dim": one_of(3, 5, 8),
+    **dict.fromkeys(("mlp_hidden_act", "mamba_hidden_act"), ACT),
+    **dict.fromkeys(("ssm_state_size", "moe_shared_expert_intermediate_size"), one_of(2, 4, 5)),
+    "moe_latent_size": one_of(None, None, None, 8),
+    **dict.fromkeys(("attn_layer_period", "expert_layer_period"), one_of(1, 2, 2, 3)),
+    **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), one_of(0, 1, 1)),
+    "mamba_dt_rank": one_of(2, 3, "auto"),
+    "time_step_scale": one_of(1.0),
+    "time_step_init_scheme": one_of("random", "constant"),
+    "mtp_layers_block_type": one_of(None, ["full_attention"]),
+    "mamba_d_ssm": one_of(24, 12, 20, None),
+    "mlp_multipliers": one_of([0.5, 2.0], [1.0, 1.5], None),
+    "ssm_multipliers": one_of([0.5, 2.0, 0.7, 1.0, 1.3], None),
+    **dict.fromkeys(
+        (
+            "attention_in_multiplier",
+            "attention_out_multiplier",
+            "key_multiplier",
+            "lm_head_multiplier",
+            "ssm_in_multiplier",
+            "ssm_out_multiplier",
+        ),
+        one_of(0.5, 0.7, 1.0, 2),
+    ),
     "position_embedding_type": one_of("rope", "rope", None, "nope"),
     "full_attention_interval": one_of(1, 2, 4),
     "num_logits_to_keep": one_of(1),
@@ -332,8 +357,8 @@ ROPE_FIELDS = (
 ROTARY_FAMILIES = [
     name
     for name, config in DENSE_FAMILIES.items()
-    # Mamba-2 has no attention, and so no rotary embeddings.
-    if name == config["model_type"] != "mamba2"
+    # They have no attention, and so no rotary embeddings.
+    if name == config["model_type"] and name not in ("mamba", "mamba2")
 ]
 # Config fields that the config class lacks or names differently.
 EXTRA_FIELDS: Mapping[str, Sequence[str]] = {

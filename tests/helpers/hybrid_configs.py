@@ -43,6 +43,29 @@ GRANITE_HYBRID = SMALL | MAMBA_SIZES | {
     "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 4, "shared_intermediate_size": 8,
     "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.7,
 }  # fmt: skip
+FALCON_H1 = SMALL | MAMBA_SIZES | {
+    "model_type": "falcon_h1", "num_hidden_layers": 2, "rms_norm_eps": 1e-3, "mamba_d_ssm": 20, "mamba_rms_norm": True,
+    "mamba_norm_before_gate": False, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.5, "attention_out_multiplier": 0.8, "mlp_multipliers": [0.6, 1.4],
+    "ssm_in_multiplier": 1.25, "ssm_multipliers": [0.9, 0.5, 1.7, 0.8, 1.2], "ssm_out_multiplier": 0.6,
+}  # fmt: skip
+NEMOTRON_H = SMALL | {
+    "model_type": "nemotron_h", "layer_norm_epsilon": 1e-3, "num_hidden_layers": 4, "head_dim": 10,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 4,
+    "mamba_head_dim": 5, "n_groups": 2, "ssm_state_size": 5, "conv_kernel": 3, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 5, "moe_shared_expert_intermediate_size": 6,
+    "routed_scaling_factor": 1.3,
+}  # fmt: skip
+MAMBA = {
+    "model_type": "mamba", "vocab_size": 29, "hidden_size": 12, "state_size": 5, "num_hidden_layers": 2,
+    "conv_kernel": 3, "layer_norm_epsilon": 1e-3, "time_step_rank": 3, "bos_token_id": 0, "eos_token_id": 0,
+    "pad_token_id": None,
+}  # fmt: skip
+JAMBA = SMALL | {
+    "model_type": "jamba", "num_hidden_layers": 4, "rms_norm_eps": 1e-3, "attn_layer_period": 3, "attn_layer_offset": 1,
+    "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 3, "num_experts_per_tok": 2,
+    "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 3, "intermediate_size": 6,
+}  # fmt: skip
 
 # Configs with a golden file of the results of transformers.
 HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
@@ -54,6 +77,10 @@ HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
     "mamba2": MAMBA2,
     "bamba": BAMBA,
     "granitemoehybrid": GRANITE_HYBRID,
+    "falcon_h1": FALCON_H1,
+    "nemotron_h": NEMOTRON_H,
+    "mamba": MAMBA,
+    "jamba": JAMBA,
 }
 # Configs without a golden file. Tests compare them with the installed transformers.
 HYBRID_VARIANTS: dict[str, dict[str, Any]] = {
@@ -88,6 +115,29 @@ HYBRID_VARIANTS: dict[str, dict[str, Any]] = {
     "granitemoehybrid-dense": GRANITE_HYBRID | {
         "num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True, "mamba_proj_bias": True,
         "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    },
+    "jamba-dense": JAMBA | {
+        "num_experts": 1, "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_dt_rank": "auto",
+        "tie_word_embeddings": True, "hidden_act": "gelu",
+    },
+    "mamba-biases": MAMBA | {
+        "use_bias": True, "use_conv_bias": False, "expand": 3, "hidden_act": "gelu", "time_step_rank": "auto",
+        "tie_word_embeddings": False,
+    },
+    "nemotron_h-pattern": {key: value for key, value in NEMOTRON_H.items() if key != "layers_block_type"} | {
+        "hybrid_override_pattern": "M-M*-", "num_hidden_layers": 5, "mlp_bias": True, "use_bias": True,
+        "use_conv_bias": False, "mlp_hidden_act": "gelu", "mamba_hidden_act": "relu",
+    },
+    "nemotron_h-groups": NEMOTRON_H | {
+        "layers_block_type": ["linear_attention", "moe", "moe", "linear_attention"], "mlp_bias": True,
+        "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "norm_topk_prob": False, "time_step_min": 0.4,
+    },
+    "falcon_h1-biases": FALCON_H1 | {
+        "attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "projectors_bias": True,
+        "mamba_conv_bias": False, "mamba_norm_before_gate": True, "mamba_d_ssm": None, "tie_word_embeddings": True,
+    },
+    "falcon_h1-no-norm": FALCON_H1 | {
+        "mamba_rms_norm": False, "mamba_d_head": 5, "mlp_multipliers": None, "ssm_multipliers": None,
     },
     "granitemoehybrid-attention": GRANITE_HYBRID | {
         "num_local_experts": 0, "position_embedding_type": "rope", "layer_types": ["attention"] * 3,

@@ -236,7 +236,9 @@ def _recurrent_shapes(model: ModelSpec, rows: int) -> dict[str, tuple[int, ...]]
     for name in mixer.convolutions:
         *channels, taps = _layer_shape(model, f"mixer.{name}.weight")
         shapes[name] = (layers, rows, taps - 1, *channels)
-    if mixer.has_state:
+    if mixer.kind == "mamba":
+        shapes[STATE] = (layers, rows, *_layer_shape(model, "mixer.a_log.weight"))
+    elif mixer.has_state:
         _, key_dim, _ = _layer_shape(model, "mixer.k_conv.weight")
         groups, heads, value_dim, _ = _layer_shape(model, "mixer.v_conv.weight")
         shapes[STATE] = (layers, rows, groups, heads, key_dim, value_dim)

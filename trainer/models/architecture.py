@@ -38,7 +38,14 @@ NO_SOFTCAP = 0.0
 NO_CLIP = 0.0
 # Residual connections and norms of a layer. `trainer.nn.block` has a function for each.
 BlockType = Literal[
-    "pre", "post", "parallel", "parallel_one_norm", "sandwich", "sandwich_input", "output_norm"
+    "pre",
+    "post",
+    "parallel",
+    "parallel_one_norm",
+    "sandwich",
+    "sandwich_input",
+    "output_norm",
+    "single",
 ]
 # Keys and values of a layer: its own, its own that later layers attend to as well, or those of an earlier layer.
 KeyValueRole = Literal["own", "stored", "reused"]
@@ -214,9 +221,16 @@ class ArchConfig:
         final_logit_softcap: Bound of the logits, in the same form.
         experts_per_token: Number of experts per token, or 0 for a dense MLP.
         router: Selection of the experts and their weights.
-        dense_layers: Numbers of the layers with a dense MLP in a model with experts.
+        dense_layers: Numbers of the layers with a dense MLP in a model with experts, or with block type "single".
+        feed_forward_layers: Numbers of the layers with an MLP or experts and nothing else. Only with block type
+            "single", where the other layers have no MLP.
         mixer: Recurrent mixer of some or all layers.
-        mixer_layers: Numbers of the layers with the mixer. They have no attention.
+        mixer_layers: Numbers of the layers with the mixer.
+        has_attention_beside_mixer: Whether these layers have attention on the same input too.
+        attn_input_scale: Factor of the normed input of attention.
+        attn_output_scale: Factor of the output of attention.
+        gate_scale: Factor of the gate of the MLP before the activation.
+        mlp_output_scale: Factor of the output of the MLP.
         clamped_swiglu: Gating of the experts in place of `activation`, with a bound.
         latent_key_dim: Elements of a key that come from the latent of multi-head latent attention, or
             0 for attention with a projection of keys.
@@ -267,8 +281,14 @@ class ArchConfig:
     experts_per_token: int = 0
     router: Router = SOFTMAX_ROUTER
     dense_layers: tuple[int, ...] = ()
+    feed_forward_layers: tuple[int, ...] = ()
     mixer: Mixer | None = None
     mixer_layers: tuple[int, ...] = ()
+    has_attention_beside_mixer: bool = False
+    attn_input_scale: float = 1.0
+    attn_output_scale: float = 1.0
+    gate_scale: float = 1.0
+    mlp_output_scale: float = 1.0
     clamped_swiglu: ClampedSwiglu | None = None
     latent_key_dim: int = 0
     latent_norm_eps: float = 1e-6
@@ -331,24 +351,36 @@ class ArchConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with attention."""
-        return self._other_layers(self.mixer_layers)
+        if self.has_attention_beside_mixer:
+            return self._other_layers(())
+        return self._other_layers((*self.mixer_layers, *self.feed_forward_layers))
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have experts in a model with experts."""
+        if not self.feed_forward_layers:
+            return self._other_layers(self.dense_layers)
+        return tuple(layer for layer in self.feed_forward_layers if layer not in self.dense_layers)
 
     @property
     def caching_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with keys and values of their own."""
-        return self._other_layers((*self.mixer_layers, *self.reusing_layers))
+        return tuple(layer for layer in self.attention_layers if layer not in self.reusing_layers)
 
     @property
     def layer_groups(self) -> dict[str, tuple[int, ...]]:
         """Groups of layers with parameters that other layers do not have -> numbers of their layers."""
-        groups: dict[str, tuple[int, ...]] = {}
-        if self.dense_layers:
-            groups[DENSE_LAYERS] = self.dense_layers
-            groups[SPARSE_LAYERS] = self._other_layers(self.dense_layers)
-        if self.mixer_layers and self.attention_layers:
-            groups[ATTENTION_LAYERS] = self.attention_layers
-            groups[MIXER_LAYERS] = self.mixer_layers
-        return groups | dict(self.shape_groups)
+        groups = {
+            DENSE_LAYERS: self.dense_layers,
+            SPARSE_LAYERS: self.sparse_layers,
+            ATTENTION_LAYERS: self.attention_layers,
+            MIXER_LAYERS: self.mixer_layers,
+        }
+        num_layers = len(self.sliding_windows)
+        partial = {
+            group: layers for group, layers in groups.items() if 0 < len(layers) < num_layers
+        }
+        return partial | dict(self.shape_groups)
 
     def _other_layers(self, layers: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(layer for layer in range(len(self.sliding_windows)) if layer not in layers)

@@ -10,6 +10,8 @@ WHOLE = -1
 RING_BLOCKS = 2
 # Tokens of a chunk of a linear recurrence, as in the kernels of flash-linear-attention.
 SCAN_CHUNK_SIZE = 64
+# Tokens of a chunk of a selective scan. Each token of a chunk has a state of all channels in memory.
+SELECTIVE_SCAN_CHUNK_SIZE = 32
 
 
 def chunk_length(chunk_size: int, length: int) -> int:

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainer.models.architecture import NO_SOFTCAP, ArchConfig, BlockType
-from trainer.models.chunk_sizes import SCAN_CHUNK_SIZE, chunk_length, expert_block_length
+from trainer.models.chunk_sizes import (
+    SCAN_CHUNK_SIZE,
+    SELECTIVE_SCAN_CHUNK_SIZE,
+    chunk_length,
+    expert_block_length,
+)
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.param_tree import HEAD_WIDTH_DIMS, KV_HEAD_DIMS, ParamLeaf
 from trainer.models.remat import OFFLOAD_NONE, SAVES_ALL, SAVES_DOTS, saved_activations
@@ -27,6 +32,8 @@ RING_COPIES = 2
 # Arrays [B, T, C] that the backward pass of a short convolution reads: three projections, and the input and the
 # output of the convolution.
 CONV_ARRAYS = 5
+# Arrays [B, L, C, N] of a chunk in the backward pass of a selective scan: decays, updates, states, and their gradients.
+STATE_ARRAYS = 6
 # Arrays [B, T, F] that the backward pass of an MLP without a gate reads. The numbers are fitted to
 # XLA's memory plans (`python -m bench.memory_points`).
 ACTIVATION_ARRAYS = {
@@ -43,6 +50,7 @@ ACTIVATION_ARRAYS = {
 # Norms of a layer by `block_type`, and how many of them follow a projection.
 NORMS_PER_BLOCK: Mapping[BlockType, int] = {
     "pre": 2, "post": 2, "parallel": 2, "parallel_one_norm": 1, "sandwich": 4, "sandwich_input": 5, "output_norm": 2,
+    "single": 1,
 }  # fmt: skip
 OUTPUT_NORMS_PER_BLOCK: Mapping[BlockType, int] = {
     "post": 2,
@@ -286,13 +294,15 @@ class LayerStack:
         if not mixer.has_state:
             size = self._num_tokens() * inputs.local_extent("mixer_channels")
             return CONV_ARRAYS * size * inputs.itemsize
+        if mixer.kind == "mamba":
+            return self._selective_scan_nbytes()
         arrays = self._mixer_arrays_nbytes(SAVED_CHANNEL_ARRAYS, SAVED_VALUE_ARRAYS)
         return arrays + self._mixer_states_nbytes()
 
     def _recomputed_mixer_nbytes(self) -> int:
         """Return the bytes of a mixer that every policy computes again."""
         mixer = self.arch_config.mixer
-        if mixer is None or not mixer.has_state:
+        if mixer is None or not mixer.has_state or mixer.kind == "mamba":
             return 0
         return self._mixer_arrays_nbytes(RECOMPUTED_CHANNEL_ARRAYS, RECOMPUTED_VALUE_ARRAYS)
 
@@ -327,6 +337,19 @@ class LayerStack:
         # one group of 128 heads too.
         num_shards = max(inputs.num_shards("mixer_groups"), inputs.num_shards("group_heads"))
         return num_heads // num_shards
+
+    def _selective_scan_nbytes(self) -> int:
+        """Return the bytes that the backward pass of Mamba reads.
+
+        They are arrays of all tokens, the states between chunks, and the states of the tokens of one chunk.
+        """
+        inputs = self.inputs
+        channels = inputs.local_batch_size * inputs.local_extent("mixer_channels")
+        state_size = channels * inputs.extent("mixer_state")
+        chunk_size = min(SELECTIVE_SCAN_CHUNK_SIZE, self.seq_length)
+        num_states = math.ceil(self.seq_length / chunk_size) + STATE_ARRAYS * chunk_size
+        arrays = self.seq_length * channels * (5 * inputs.itemsize + 3 * FLOAT32)
+        return arrays + FLOAT32 * num_states * state_size
 
     def _block_inputs_nbytes(self) -> int:
         """Return the bytes of the inputs of the attentions (or of the recurrent mixer) and of the MLP, not sharded."""

@@ -82,6 +82,8 @@ MOMENTS = 2
 # Copies of a gradient: itself and the update.
 GRADIENT_COPIES = 2
 LOGIT_COPIES = 2
+# Logical dim without parameters.
+NO_MLP = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,26 +267,33 @@ def _split_by_group(stack: LayerStack) -> Iterable[LayerStack]:
     for kind, layers in layers_by_kind.items():
         is_dense = DENSE_LAYERS in kind
         has_mixer = layers[0] in arch_config.mixer_layers
+        has_attention = layers[0] in arch_config.attention_layers
+        has_mlp = arch_config.block_type != "single" or layers[0] in arch_config.feed_forward_layers
+        has_experts = has_mlp and not is_dense
         yield replace(
             stack,
             arch_config=replace(
                 arch_config,
                 sliding_windows=tuple(arch_config.sliding_windows[layer] for layer in layers),
                 dense_layers=(),
-                experts_per_token=0 if is_dense else arch_config.experts_per_token,
+                experts_per_token=arch_config.experts_per_token if has_experts else 0,
+                feed_forward_layers=(),
                 mixer=arch_config.mixer if has_mixer else None,
                 mixer_layers=tuple(range(len(layers))) if has_mixer else (),
                 reusing_layers=(),
                 shape_groups=(),
             ),
-            kv_lengths={} if has_mixer else stack.kv_lengths,
+            kv_lengths=stack.kv_lengths if has_attention else {},
             groups={group: members[group] for group in kind},
-            mlp_dim=_mlp_dim(kind),
+            mlp_dim=_mlp_dim(stack.inputs, kind, has_mlp=has_mlp),
         )
 
 
-def _mlp_dim(kind: tuple[str, ...]) -> str:
-    """Return the logical dim of the hidden units of layers, by their groups."""
-    if DENSE_LAYERS in kind:
+def _mlp_dim(inputs: MemoryInputs, kind: tuple[str, ...], *, has_mlp: bool) -> str:
+    """Return the logical dim of the hidden units of layers, by their groups. No parameter has the dim of NO_MLP."""
+    if not has_mlp:
+        return NO_MLP
+    # The dense layers of Jamba are as wide as its experts.
+    if DENSE_LAYERS in kind and inputs.extent("dense_mlp"):
         return "dense_mlp"
     return "wide_mlp" if WIDE_LAYERS in kind else "mlp"

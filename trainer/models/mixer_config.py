@@ -46,24 +46,49 @@ class Mixer:
         S_t       = exp(-exp(a_log) dt_t) S_(t-1) + k_t (dt_t v_t)^T
         mixer(x)  = rms_norm((S_t^T q_t + d v_t) * silu(x W_z)) W_o
 
-    The norm has its mean over the heads that share queries and keys.
+    The norm has its mean over the heads that share queries and keys. It follows the gate, precedes it, or is left out.
+
+    Falcon-H1 (arXiv:2507.22448, `FalconH1Mixer` of transformers) multiplies x by `input_scale`, the outputs of W_q,
+    W_k, W_v, W_z and W_dt by a factor each, and the output of the mixer by `output_scale`.
+
+    "mamba" is Mamba (arXiv:2312.00752, section 3.2), where q, k and v are C, B and x of the paper. Each of its channels
+    has a state h with rates of its own:
+
+        v         = act(conv(x W_v)), q = v W_q, k = v W_k
+        dt_t      = softplus(v W_dt_down W_dt_up + b_dt)
+        h_t       = exp(-exp(a_log) dt_t) h_(t-1) + dt_t v_t k_t
+        mixer(x)  = ((h_t . q_t + d v_t) * silu(x W_z)) W_o
+
+    Jamba has RMS norms of q, k and v W_dt_down (arXiv:2403.19887, section 6.4).
 
     Attributes:
         kind: The equations.
+        activation: Activation of the convolutions in place of `act`.
         dt_limits: Smallest and largest step of Mamba-2.
-        initial_steps: Initial softplus(b_dt) of Mamba-2. If it is None, b_dt starts at 1.
+        norm_place: Place of the norm of Mamba-2.
+        input_scale: Factor of the normed input.
+        projection_scales: Name of a projection -> factor of its output. Other outputs have the factor 1.
+        output_scale: Factor of the output.
+        initial_steps: Initial softplus(b_dt) of Mamba and Mamba-2. If it is None, b_dt starts at 0 and 1.
     """
 
-    kind: Literal["short_conv", "gated_delta", "mamba2"]
+    kind: Literal["short_conv", "gated_delta", "mamba2", "mamba"]
+    activation: str | None = None
     dt_limits: tuple[float, float] = (0.0, math.inf)
+    norm_place: Literal["after_gate", "before_gate", "none"] = "after_gate"
+    input_scale: float = 1.0
+    projection_scales: tuple[tuple[str, float], ...] = ()
+    output_scale: float = 1.0
     initial_steps: InitialSteps | None = None
 
     @property
     def convolutions(self) -> tuple[str, ...]:
         """Names of its convolutions."""
-        return ("v_conv",) if self.kind == "short_conv" else ("q_conv", "k_conv", "v_conv")
+        if self.kind in ("short_conv", "mamba"):
+            return ("v_conv",)
+        return ("q_conv", "k_conv", "v_conv")
 
     @property
     def has_state(self) -> bool:
-        """Whether the mixer has a matrix as a state in addition to the last inputs of its convolutions."""
+        """Whether the mixer has matrices as a state in addition to the last inputs of its convolutions."""
         return self.kind != "short_conv"

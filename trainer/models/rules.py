@@ -79,6 +79,7 @@ PARAM_RULES: DimRules = {
     "buckets": WHOLE,
     "norm": WHOLE,
     "mixer_state": WHOLE,
+    "dt_rank": WHOLE,
     "mixer_head_dim": WHOLE,
     "mixer_fused": WHOLE,
     "kernel": WHOLE,

@@ -25,7 +25,7 @@ from trainer.nn.dropout import DropoutSite
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.latent_attention import latent_attention
 from trainer.nn.layer_weights import NO_PARAMETERS, Leaves, Projections
-from trainer.nn.linear import linear
+from trainer.nn.linear import linear, scale_by
 from trainer.nn.norms import norm, plain_rms_norm
 from trainer.nn.position_encoding import CosSin, apply_rotary
 from trainer.nn.token_chunks import TokenFunction, over_token_chunks
@@ -90,7 +90,7 @@ def attention(
         kv_cache = kv_cache.share(window, kv)
     site = DropoutSite.ATTENTION if is_self else DropoutSite.CROSS_ATTENTION
     output = attend_and_project(q, kv, weights, context, gate=gate, dropout_site=site)
-    return output, kv_cache
+    return scale_by(output, context.arch_config.attn_output_scale), kv_cache
 
 
 def project_kv(x: Array, weights: Projections, context: LayerContext) -> KV:
@@ -123,6 +123,7 @@ def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: in
     def project_chunk(x: Array, weights: Projections, cos_sin: CosSin | None) -> list[Array]:
         if INPUT_NORM in weights:
             x = norm(x, weights[INPUT_NORM], arch_config)
+        x = scale_by(x, arch_config.attn_input_scale)
         x = sharding.constrain(x, "batch", "seq", "embed")
         projected: list[Array] = []
         for name in names:

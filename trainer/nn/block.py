@@ -37,17 +37,11 @@ def pre_norm_block(
 ) -> tuple[Array, KVCache | None]:
     """Normalize the input of each sublayer (GPT-2, LLaMA, T5; arXiv:2002.04745, figure 1b).
 
-    x = x + attention(norm(x))          or a recurrent mixer in place of attention
+    x = x + attention(norm(x))          or a recurrent mixer in place of attention, or the sum of both
     x = x + cross_attention(norm(x))    in the decoder of a model with an encoder
     x = x + mlp(norm(x))                if the layer has an MLP
     """
-    attn_norm = weights.get("attn_norm", NO_PARAMETERS)
-    mixer = weights.get("mixer")
-    if mixer is None:
-        assert "attn" in weights, "a layer without a recurrent mixer has attention"
-        attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
-    else:
-        attended, kv_cache = recurrent_mixer(x, mixer, context, input_norm=attn_norm)
+    attended, kv_cache = _mix_tokens(x, weights, context, weights.get("attn_norm", NO_PARAMETERS))
     attended = context.residual_update(attended, DropoutSite.ATTENTION_RESIDUAL)
     x = shard_residual(x + attended, context.sharding)
     if context.encoder_output is not None:
@@ -59,6 +53,21 @@ def pre_norm_block(
     output = feed_forward(x, weights["mlp"], context, input_norm=mlp_norm)
     output = context.residual_update(output, DropoutSite.MLP_RESIDUAL)
     return shard_residual(x + output, context.sharding), kv_cache
+
+
+def _mix_tokens(
+    x: Array, weights: BlockWeights, context: LayerContext, input_norm: Leaves
+) -> tuple[Array, KVCache | None]:
+    """Compute attention of [B, T, D], a recurrent mixer, or the sum of both (Falcon-H1, arXiv:2507.22448)."""
+    if "mixer" not in weights:
+        assert "attn" in weights, "a layer without a recurrent mixer has attention"
+        return attention(x, weights["attn"], context, input_norm=input_norm)
+    mixed, kv_cache = recurrent_mixer(x, weights["mixer"], context, input_norm=input_norm)
+    if "attn" not in weights:
+        return mixed, kv_cache
+    attn_context = dataclasses.replace(context, kv_cache=kv_cache)
+    attended, kv_cache = attention(x, weights["attn"], attn_context, input_norm=input_norm)
+    return mixed + attended, kv_cache
 
 
 def post_norm_block(
@@ -185,6 +194,23 @@ def output_norm_block(
     return shard_residual(x + output, context.sharding), kv_cache
 
 
+def single_block(
+    x: Array, weights: BlockWeights, context: LayerContext
+) -> tuple[Array, KVCache | None]:
+    """Run one sublayer: attention, a recurrent mixer, or an MLP (Nemotron-H, arXiv:2504.03624).
+
+    x = x + sublayer(norm(x))
+    """
+    input_norm = weights.get("norm", NO_PARAMETERS)
+    if "mlp" in weights:
+        output = feed_forward(x, weights["mlp"], context, input_norm=input_norm)
+        output = context.residual_update(output, DropoutSite.MLP_RESIDUAL)
+        return shard_residual(x + output, context.sharding), context.kv_cache
+    output, kv_cache = _mix_tokens(x, weights, context, input_norm)
+    output = context.residual_update(output, DropoutSite.ATTENTION_RESIDUAL)
+    return shard_residual(x + output, context.sharding), kv_cache
+
+
 BLOCKS: Mapping[BlockType, Block] = {
     "pre": pre_norm_block,
     "post": post_norm_block,
@@ -193,6 +219,7 @@ BLOCKS: Mapping[BlockType, Block] = {
     "sandwich": sandwich_block,
     "sandwich_input": sandwich_input_block,
     "output_norm": output_norm_block,
+    "single": single_block,
 }
 
 

@@ -26,6 +26,7 @@ from trainer.nn.attention_mask import AttentionMask, EncoderOutput
 from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kv_cache import KVCache
+from trainer.nn.linear import scale_by
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.position_encoding import CosSin
 from trainer.nn.score_bias import ScoreBias
@@ -74,8 +75,7 @@ class LayerContext:
 
     def residual_update(self, output: Array, site: DropoutSite) -> Array:
         """Scale the output [B, T, D] of attention or MLP, and drop elements of it, if there is dropout."""
-        if self.arch_config.residual_scale != 1.0:
-            output = output * jnp.asarray(self.arch_config.residual_scale, output.dtype)
+        output = scale_by(output, self.arch_config.residual_scale)
         if self.dropout is None:
             return output
         return self.dropout.drop_residual(output, site)

@@ -23,6 +23,7 @@ Sample = Callable[[Array, tuple[int, ...]], Array]
 
 # Ends of the paths of leaves of recurrent mixers.
 STEP_BIASES = "mixer.dt_bias.bias"
+MAMBA_STEP_BIASES = "mixer.dt_up.bias"
 DECAY_RATES = "mixer.a_log.weight"
 # End of a path -> initial values. The norm of a mixer scales by its weight, also where other norms of the model scale
 # by 1 + weight.
@@ -97,9 +98,11 @@ def _mixer_sample(path: str, mixer: Mixer | None) -> Sample | None:
     """
     if mixer is None:
         return None
+    if path.endswith(DECAY_RATES) and mixer.kind == "mamba":
+        return _number_state_rates
     if path.endswith(DECAY_RATES):
         return _number_decay_rates if mixer.kind == "mamba2" else _sample_decay_rates
-    if path.endswith(STEP_BIASES) and mixer.initial_steps is not None:
+    if path.endswith((STEP_BIASES, MAMBA_STEP_BIASES)) and mixer.initial_steps is not None:
         return partial(_sample_step_biases, steps=mixer.initial_steps)
     return None
 
@@ -113,6 +116,12 @@ def _number_decay_rates(key: Array, shape: tuple[int, ...]) -> Array:
     """Return the logarithms of the rates 1, 2, ..., H of the H heads of a layer."""
     num_heads = math.prod(shape)
     return jnp.log(jnp.arange(1, num_heads + 1, dtype=jnp.float32)).reshape(shape)
+
+
+def _number_state_rates(key: Array, shape: tuple[int, ...]) -> Array:
+    """Return the logarithms of the rates 1, 2, ..., N of the states of each channel (arXiv:2312.00752, section 3.6)."""
+    rates = jnp.log(jnp.arange(1, shape[-1] + 1, dtype=jnp.float32))
+    return jnp.broadcast_to(rates, shape)
 
 
 def _sample_step_biases(key: Array, shape: tuple[int, ...], *, steps: InitialSteps) -> Array:

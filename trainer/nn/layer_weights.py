@@ -26,7 +26,7 @@ class RouterWeights(TypedDict):
 
 
 class MoeWeights(TypedDict):
-    """The weights of an MoE layer. The projections are stacked over its experts."""
+    """The weights of an MoE layer. The projections are stacked over its experts. Some experts have no `gate`."""
 
     router: RouterWeights
     gate: Leaves
@@ -40,15 +40,16 @@ class MoeWeights(TypedDict):
 class BlockWeights(TypedDict):
     """The weights of a layer. A norm without parameters is absent.
 
-    A layer with experts beside its MLP has `moe`. A layer with a recurrent mixer has `mixer` in place of `attn`. A
-    layer of Mamba-2 has no `mlp` either. Both layers with a mixer have the block type "pre". Layers of other types have
-    `attn` and `mlp`.
+    A layer with experts beside its MLP has `moe`. A layer with a recurrent mixer has `mixer` in place of `attn` or
+    beside it. A layer of Mamba-2 has no `mlp` either. A layer of one sublayer has `norm` and one of `attn`, `mixer` and
+    `mlp`. Layers of other block types have `attn` and `mlp`.
     """
 
     attn: NotRequired[Projections]
     mixer: NotRequired[Projections]
     cross: NotRequired[Projections]
     mlp: NotRequired[Projections | MoeWeights]
+    norm: NotRequired[Leaves]
     attn_norm: NotRequired[Leaves]
     attn_post_norm: NotRequired[Leaves]
     cross_norm: NotRequired[Leaves]

@@ -39,6 +39,13 @@ def linear(x: Array, weights: Mapping[str, Array], *, num_devices: int = 1) -> A
     return out
 
 
+def scale_by(x: Array, factor: float) -> Array:
+    """Multiply by a constant factor, in the dtype of the array."""
+    if factor == 1.0:
+        return x
+    return x * jnp.asarray(factor, x.dtype)
+
+
 def _multiply(x: Array, weight: Array, num_devices: int) -> Array:
     """Multiply [B, T, *in] by a weight [*out, *in]."""
     # e.g. [B, T, 8] by [2, 4, 8]: one axis of inputs, and two axes of outputs

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jax import Array, nn
 
+from trainer.models.mixer_config import Mixer
 from trainer.nn.chunked_scan import Recurrence, chunked_scan
 from trainer.nn.context import LayerContext
 from trainer.nn.layer_weights import Projections
@@ -32,7 +33,7 @@ def mamba2(
     Args:
         x: Hidden states [B, T, D].
         weights: Projections `q`, `k`, `v`, `z`, `dt` and `o`; the convolutions `q_conv`, `k_conv` and `v_conv`;
-            `a_log`, `d` and `dt_bias` [G, R]; and `norm`.
+            `a_log`, `d` and `dt_bias` [G, R]; and optionally `norm`.
         context: Architecture, sharding and positions of the layer.
         states: Inputs of convolutions and the state of earlier tokens. Empty without a cache.
 
@@ -44,7 +45,7 @@ def mamba2(
     projected = project(x, weights, ("q", "k", "v", "z", "dt"), context)
     inputs = {name: projected[name] for name in ("q", "k", "v")}
     convolved, new_states = convolve(inputs, weights, context, states)
-    activate = ACTIVATION_FUNCTIONS[context.arch_config.activation]
+    activate = ACTIVATION_FUNCTIONS[mixer.activation or context.arch_config.activation]
     q, k, v = (activate(convolved[name]).astype(jnp.float32) for name in ("q", "k", "v"))
     dt = nn.softplus(projected["dt"].astype(jnp.float32) + weights["dt_bias"]["bias"])
     dt = jnp.clip(dt, *mixer.dt_limits)
@@ -60,13 +61,19 @@ def mamba2(
     output += v * weights["d"]["weight"].astype(jnp.float32)[..., None]
 
     def gate(hidden: tuple[Array, Array], weights: Projections) -> Array:
-        return _gate(*hidden, weights, context).astype(x.dtype)
+        return _gate(*hidden, weights, context, mixer).astype(x.dtype)
 
     return project_out((output, projected["z"]), gate, weights, context), new_states
 
 
-def _gate(output: Array, z: Array, weights: Projections, context: LayerContext) -> Array:
-    """Multiply the output [B, T, G, R, P] by its gate, and normalize each group."""
+def _gate(
+    output: Array, z: Array, weights: Projections, context: LayerContext, mixer: Mixer
+) -> Array:
+    """Multiply the output [B, T, G, R, P] by its gate, and normalize each group before or after that."""
     gate = nn.silu(z.astype(jnp.float32))
+    if mixer.norm_place == "none":
+        return output * gate
     plain_norm = dataclasses.replace(context.arch_config, norm="rms")
+    if mixer.norm_place == "before_gate":
+        return norm(output, weights["norm"], plain_norm, GROUP_AXES) * gate
     return norm(output * gate, weights["norm"], plain_norm, GROUP_AXES)

@@ -1,4 +1,4 @@
-"""Recurrent mixers: the sublayer of a layer in which tokens read earlier tokens, in place of attention.
+"""Recurrent mixers: the sublayer of a layer in which tokens read earlier tokens, beside attention or in its place.
 
 `trainer.models.mixer_config.Mixer` has the equations of the mixers.
 
@@ -17,6 +17,8 @@ from trainer.nn.context import LayerContext
 from trainer.nn.gated_delta import gated_delta
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.layer_weights import Leaves, Projections
+from trainer.nn.linear import scale_by
+from trainer.nn.mamba import mamba
 from trainer.nn.mamba2 import mamba2
 from trainer.nn.short_conv import short_conv
 
@@ -29,6 +31,7 @@ MIXERS: Mapping[str, MixerFunction] = {
     "short_conv": short_conv,
     "gated_delta": gated_delta,
     "mamba2": mamba2,
+    "mamba": mamba,
 }
 
 
@@ -62,4 +65,4 @@ def recurrent_mixer(
     output, new_states = MIXERS[mixer.kind](x, weights, context, states)
     if cache is not None:
         cache = cache.write_states(new_states, context.sharding)
-    return name_activation(output, "o"), cache
+    return name_activation(scale_by(output, mixer.output_scale), "o"), cache

@@ -16,7 +16,7 @@ from trainer.nn.attention_steps import INPUT_NORM
 from trainer.nn.causal_conv import causal_conv
 from trainer.nn.context import LayerContext
 from trainer.nn.layer_weights import Projections
-from trainer.nn.linear import linear
+from trainer.nn.linear import linear, scale_by
 from trainer.nn.norms import norm
 from trainer.nn.token_chunks import TokenFunction, over_token_chunks
 
@@ -27,7 +27,7 @@ CONV = "_conv"
 def project(
     x: Array, weights: Projections, names: Sequence[str], context: LayerContext
 ) -> dict[str, Array]:
-    """Normalize hidden states [B, T, D], and project them, in chunks of tokens.
+    """Normalize hidden states [B, T, D], and project them, in chunks of tokens. `Mixer` has the factors.
 
     Args:
         x: Hidden states [B, T, D].
@@ -39,19 +39,24 @@ def project(
         [B, T, ...] by name.
     """
     sharding = context.sharding
+    mixer = context.arch_config.mixer
+    assert mixer is not None
+    factors = dict(mixer.projection_scales)
 
     def project_chunk(x: Array, weights: Projections, constants: None) -> dict[str, Array]:
         if INPUT_NORM in weights:
             x = norm(x, weights[INPUT_NORM], context.arch_config)
+        x = scale_by(x, mixer.input_scale)
         x = sharding.constrain(x, "batch", "seq", "embed")
         projected: dict[str, Array] = {}
         for name in names:
             if name in weights:
-                projected[name] = linear(x, weights[name], num_devices=sharding.num_devices)
+                output = linear(x, weights[name], num_devices=sharding.num_devices)
+                projected[name] = scale_by(output, factors.get(name, 1.0))
         return projected
 
     selected = {name: weights[name] for name in (*names, INPUT_NORM) if name in weights}
-    return _over_chunks(project_chunk, x.shape[1], context)(x, selected, None)
+    return over_chunks(project_chunk, x.shape[1], context)(x, selected, None)
 
 
 def project_out(
@@ -73,7 +78,7 @@ def project_out(
 
     selected = {name: weights[name] for name in ("o", "norm") if name in weights}
     num_tokens = jax.tree.leaves(hidden)[0].shape[1]
-    return _over_chunks(project_chunk, num_tokens, context)(hidden, selected, None)
+    return over_chunks(project_chunk, num_tokens, context)(hidden, selected, None)
 
 
 def document_starts(context: LayerContext, shape: tuple[int, ...]) -> Array:
@@ -83,7 +88,7 @@ def document_starts(context: LayerContext, shape: tuple[int, ...]) -> Array:
     return context.document_positions == 0
 
 
-def _over_chunks(function: TokenFunction, num_tokens: int, context: LayerContext) -> TokenFunction:
+def over_chunks(function: TokenFunction, num_tokens: int, context: LayerContext) -> TokenFunction:
     """Apply the function of an FFN to chunks of tokens, each of the configured size."""
     return over_token_chunks(
         function,

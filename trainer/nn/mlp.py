@@ -16,7 +16,7 @@ from trainer.models.architecture import ArchConfig
 from trainer.models.moe_config import ClampedSwiglu
 from trainer.nn.activation_names import name_activation
 from trainer.nn.layer_weights import MoeWeights, Projections
-from trainer.nn.linear import linear
+from trainer.nn.linear import linear, scale_by
 from trainer.nn.norms import norm
 
 # Key of the norm of the input among the weights of an MLP.
@@ -72,7 +72,8 @@ def mlp(
     hidden = sharding.constrain(hidden, "batch", "seq", "mlp")
     if "down_norm" in weights:
         hidden = norm(hidden, weights["down_norm"], arch_config)
-    return linear(hidden, weights["down"], num_devices=num_devices)
+    output = linear(hidden, weights["down"], num_devices=num_devices)
+    return scale_by(output, arch_config.mlp_output_scale)
 
 
 def chunk_input(
@@ -93,7 +94,7 @@ def hidden_units(up: Array, gate: Array | None, arch_config: ArchConfig) -> Arra
     up = name_activation(up, "mlp_hidden")
     if gate is None:
         return activate(up)
-    gate = name_activation(gate, "mlp_hidden")
+    gate = scale_by(name_activation(gate, "mlp_hidden"), arch_config.gate_scale)
     if arch_config.clamped_swiglu is not None:
         return _clamped_swiglu(gate, up, arch_config.clamped_swiglu)
     return activate(gate) * up

@@ -44,8 +44,8 @@ def moe_mlp(
 
     Args:
         x: Hidden states [B, T, D].
-        weights: `router`, the experts' `up`, `gate` and `down` stacked over experts, and optionally `shared` with
-            the MLP of the shared experts, and `shared_gate`.
+        weights: `router`, the experts' `up`, `down` and, if they are gated, `gate`, stacked over experts. Optionally
+            `shared` with the MLP of the shared experts, and `shared_gate`.
         arch_config: The choices of the layers.
         sharding: The device mesh and its rules.
         router_input: [B, T, D], the input of the router. None means `x`.
@@ -53,7 +53,7 @@ def moe_mlp(
     Returns:
         [B, T, D].
     """
-    experts = flatten_tree({name: weights[name] for name in EXPERT_PROJECTIONS})
+    experts = flatten_tree({name: weights[name] for name in EXPERT_PROJECTIONS if name in weights})
     down_bias = experts.pop(DOWN_BIAS, None)
     shards = expert_sharding(x, experts, sharding)
     if router_input is None:

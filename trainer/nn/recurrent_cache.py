@@ -26,7 +26,7 @@ class RecurrentCache(NamedTuple):
 
     Attributes:
         states: Name -> [layers, B, ...]: the inputs of a convolution [layers, B, L - 1, channels], and STATE, float32
-            [layers, B, G, R, N, P].
+            [layers, B, G, R, N, P], or [layers, B, channels, N] in Mamba.
         layer: int32 [], the layer that is read and written next.
     """
 

@@ -33,7 +33,7 @@ from trainer.planning.step_flops import row_length
 # All-gathers of a weight per micro-batch: in the forward and in the backward pass.
 WEIGHT_GATHERS = 2
 # Blocks with one gather and one scatter of the residual stream, for attention and MLP together.
-PARALLEL_BLOCKS = ("parallel", "parallel_one_norm")
+ONE_STEP_BLOCKS = ("parallel", "parallel_one_norm", "single")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _mp_nbytes(inputs: MemoryInputs) -> int:
 
 def _mp_residuals(inputs: MemoryInputs, stack: LayerStack) -> int:
     """Return the elements that the layers of a stack gather and scatter."""
-    num_blocks = 1 if stack.arch_config.block_type in PARALLEL_BLOCKS else 1 + stack.num_mixings
+    num_blocks = 1 if stack.arch_config.block_type in ONE_STEP_BLOCKS else 1 + stack.num_mixings
     # Passes: forward, backward, and the forward pass again if the layer is rematerialized. Each has a
     # gather and a scatter per block.
     num_passes = 2 if inputs.remat_policy in SAVES_ALL else 3

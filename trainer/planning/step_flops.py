@@ -163,6 +163,8 @@ def _scan_flops(inputs: MemoryInputs, stack: LayerStack) -> int:
     mixer = stack.arch_config.mixer
     if mixer is None or not mixer.has_state:
         return 0
+    if mixer.kind == "mamba":
+        return 2 * 2 * inputs.extent("mixer_channels") * inputs.extent("mixer_state")
     heads = inputs.extent("mixer_groups") * inputs.extent("group_heads")
     state_size = heads * inputs.extent("mixer_state") * inputs.extent("mixer_head_dim")
     num_products = 3 if mixer.kind == "gated_delta" else 2

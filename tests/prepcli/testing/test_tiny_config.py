@@ -113,14 +113,29 @@ LFM2_MOE = {
     "model_type": "lfm2_moe", "num_hidden_layers": 8, "layer_types": ["conv", "conv", "full_attention", "conv"] * 2,
 }  # fmt: skip
 
+JAMBA = {"model_type": "jamba"}
+
 
 @pytest.mark.parametrize("num_heads", [3, 4])
-@pytest.mark.parametrize("config", [QWEN3_NEXT, BAMBA, GRANITE_DENSE, LFM2, LFM2_MOE])
+@pytest.mark.parametrize("config", [QWEN3_NEXT, BAMBA, GRANITE_DENSE, LFM2, LFM2_MOE, JAMBA])
 def test_scale_down_keeps_mixers_beside_attention(config: dict, num_heads: int):
     tiny = scale_down(config, num_heads)
     arch_config = family_of(tiny).arch_config(tiny)
     assert (arch_config.mixer_layers, arch_config.attention_layers) == ((0,), (1,))
     assert arch_config.mixer == family_of(config).arch_config(config).mixer
+
+
+def test_scale_down_keeps_the_sublayers_of_a_text():
+    tiny = scale_down({"model_type": "nemotron_h", "hybrid_override_pattern": "M-M-M*-M"})
+    arch_config = family_of(tiny).arch_config(tiny)
+    assert tiny["hybrid_override_pattern"] == "M-*"
+    assert (arch_config.mixer_layers, arch_config.feed_forward_layers) == ((0,), (1,))
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_h1", "nemotron_h"])
+def test_scale_down_accepts_the_defaults_of_mixers(family: str):
+    tiny = scale_down({"model_type": family})
+    assert family_of(tiny).arch_config(tiny).mixer_layers[0] == 0
 
 
 def test_scale_down_keeps_the_kinds_of_both_layer_lists():

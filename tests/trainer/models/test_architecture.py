@@ -478,7 +478,14 @@ HARMLESS = {
     *("chunk_size", "mamba_chunk_size"),  # the tokens that one step of a scan computes
     # initial values of Mamba-2
     *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
-    "time_step_rank",  # transformers reads it without using it
+    "time_step_rank",  # transformers reads it in Mamba-2 without using it
+    *(
+        "mtp_layers_block_type",
+        "moe_shared_expert_overlap",
+    ),  # layers that do not run, and the order of kernels
+    *("use_mamba_kernels", "mamba_ssm_cache_dtype"),  # the kernel, and the precision of its cache
+    *("use_mambapy", "use_associative_scan"),  # other ways to compute a selective scan
+    *("time_step_scale", "time_step_init_scheme"),  # initial values of Mamba
     "residual_in_fp32",  # the precision of a sum
     "num_logits_to_keep",  # generation reads it
     "z_loss_coefficient",  # the recipe sets the loss
@@ -505,6 +512,11 @@ INERT_ALONE = {  # fields that change nothing unless another field is set
     ("lfm2", "conv_bias"),
     ("lfm2_moe", "conv_bias"),
     ("bamba", "attention_bias"),
+    ("falcon_h1", "mamba_expand"),
+    ("falcon_h1", "mamba_norm_before_gate"),
+    ("nemotron_h", "time_step_limit"),  # transformers limits by `time_step_min`
+    ("nemotron_h", "expand"),  # the heads give the width
+    ("nemotron_h", "num_hidden_layers"),  # the list of layers gives the number
     ("granitemoehybrid", "attention_bias"),
     ("granitemoehybrid", "position_embedding_type"),
     ("sarvam_mla", "head_dim"),  # transformers derives it from `qk_rope_head_dim`

@@ -43,11 +43,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "lfm2": GOLDEN["lfm2"] | {"vocab_size": 32, "num_attention_heads": 4},
     "qwen3_5_text": GOLDEN["qwen3_5_text"] | {"vocab_size": 32, "num_attention_heads": 4},
     "mamba2": GOLDEN["mamba2"] | {"vocab_size": 32},
+    "mamba": GOLDEN["mamba"] | {"vocab_size": 32},
+    "falcon_h1": GOLDEN["falcon_h1"] | {"vocab_size": 32, "num_attention_heads": 4},
 }
 
 
 # Models with states that need whole rows, so that no mesh splits their tokens.
-RECURRENT = ("lfm2", "qwen3_5_text", "mamba2")
+RECURRENT = ("lfm2", "qwen3_5_text", "mamba2", "mamba", "falcon_h1")
 
 
 def make_batch(packing: str, vocab: int = 29) -> dict[str, np.ndarray]:

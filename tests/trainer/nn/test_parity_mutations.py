@@ -55,6 +55,17 @@ def change_router(**changes: Any) -> Mutation:
     return mutate
 
 
+def change_mixer(**changes: Any) -> Mutation:
+    """Return a mutation that replaces fields of the recurrent mixer."""
+
+    def mutate(arch_config: ArchConfig) -> ArchConfig:
+        assert arch_config.mixer is not None
+        mixer = dataclasses.replace(arch_config.mixer, **changes)
+        return dataclasses.replace(arch_config, mixer=mixer)
+
+    return mutate
+
+
 def change_window(window: int) -> Mutation:
     """Return a mutation that replaces the window of all layers that have one."""
 
@@ -209,6 +220,16 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {
     ("granite", "unscaled outputs of sublayers"): change(residual_scale=1.0),
     ("granite", "scores scaled by the head width"): change(attn_scale=8**-0.5),
     ("granite", "unscaled logits"): change(lm_head_input_scale=1.0),
+    ("falcon_h1", "unscaled input of attention"): change(attn_input_scale=1.0),
+    ("falcon_h1", "unscaled output of attention"): change(attn_output_scale=1.0),
+    ("falcon_h1", "unscaled gate"): change(gate_scale=1.0),
+    ("falcon_h1", "unscaled output of the MLP"): change(mlp_output_scale=1.0),
+    ("falcon_h1", "norm before the gate"): change_mixer(norm_place="before_gate"),
+    ("falcon_h1", "unscaled input of the mixer"): change_mixer(input_scale=1.0),
+    ("falcon_h1", "unscaled projections of the mixer"): change_mixer(projection_scales=()),
+    ("falcon_h1", "unscaled output of the mixer"): change_mixer(output_scale=1.0),
+    ("nemotron_h", "squared ReLU in the mixer"): change_mixer(activation=None),
+    ("nemotron_h", "plain ReLU"): change(activation="relu"),
     ("glm4", "no norms of outputs"): change(block_type="pre"),
     ("glm", "half-split rotary pairs"): change(rotary_pairs="half_split"),
     ("olmo", "no bounds of projections"): change(qkv_clip=NO_CLIP),

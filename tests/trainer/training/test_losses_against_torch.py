@@ -35,7 +35,7 @@ lazy_module("transformers")
 
 CONFIGS = {config["model_type"]: config for config in (*ALL_CONFIGS, *DENSE_CONFIGS.values())}
 # A family of each mechanism: dense, MoE, latent attention, attention sinks, ALiBi, an encoder, linear attention, state
-# space layers, and short convolutions.
+# space layers, attention beside them, layers of one sublayer, and short convolutions.
 MESH_FAMILIES = (
     "llama",
     "mixtral",
@@ -45,6 +45,9 @@ MESH_FAMILIES = (
     "t5",
     "qwen3_next",
     "mamba2",
+    "mamba",
+    "falcon_h1",
+    "nemotron_h",
     "lfm2",
 )
 STEPS = 20

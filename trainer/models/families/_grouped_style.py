@@ -41,6 +41,7 @@ def build_family(
     *,
     layer: Parameters,
     groups: Mapping[str, LayerGroup],
+    prefix: str = _llama_style.TENSOR_PREFIX,
     tokens: str = "embed_tokens.weight",
     shared: Parameters | None = None,
     final_norm: Parameters = _llama_style.FINAL_RMS_NORM,
@@ -59,6 +60,7 @@ def build_family(
         arch_config: The architecture.
         layer: Parameters of every layer.
         groups: Path part and atom of a group -> its layers.
+        prefix: Prefix of its tensors.
         tokens: Tensor of the token embeddings.
         shared: Parameters outside of layers, other than the token embedding, the last norm and the head.
         final_norm: Parameters of the norm after the last layer.
@@ -83,7 +85,7 @@ def build_family(
         parameters |= _group_parameters(group, members, sizes)
     return rows.build_family(
         name=name,
-        prefix=_llama_style.TENSOR_PREFIX,
+        prefix=prefix,
         sizes=all_sizes,
         arch_config=arch_config,
         parameters={

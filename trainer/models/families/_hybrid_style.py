@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.models import rows
-from trainer.models.errors import invalid_config_error
-from trainer.models.mixer_config import Mixer
+from trainer.models.architecture import read_positive
+from trainer.models.errors import invalid_config_error, unsupported_config_error
+from trainer.models.mixer_config import InitialSteps, Mixer
 from trainer.models.parameters import HFConfig, Parameter, read_size
 from trainer.models.rows import Parameters, linear
 
@@ -95,13 +96,22 @@ VALUES = "mixer_groups group_heads mixer_head_dim"
 HEADS = "mixer_groups group_heads"
 
 
-def mamba2(module: str, *, bias: rows.Condition | None, conv_bias: rows.Condition) -> Parameters:
+def mamba2(
+    module: str,
+    *,
+    bias: rows.Condition | None,
+    out_bias: rows.Condition | None,
+    conv_bias: rows.Condition,
+    norm: rows.Condition = rows.ALWAYS,
+) -> Parameters:
     """Return the parameters of Mamba-2.
 
     Args:
         module: Name of the module.
-        bias: When its projections have a bias.
+        bias: When its input projection has a bias.
+        out_bias: When its output projection has a bias.
         conv_bias: When its convolution has a bias.
+        norm: When it has a norm.
     """
     # One tensor has gates, values, keys, queries and steps, in this order.
     projections = {"z": VALUES, "v": VALUES, "k": QUERIES, "q": QUERIES, "dt": HEADS}
@@ -120,9 +130,88 @@ def mamba2(module: str, *, bias: rows.Condition | None, conv_bias: rows.Conditio
         "mixer.a_log.weight": Parameter(f"{HEADS} <- {module}.A_log: ({HEADS})"),
         "mixer.d.weight": Parameter(f"{HEADS} <- {module}.D: ({HEADS})"),
         "mixer.dt_bias.bias": Parameter(f"{HEADS} <- {module}.dt_bias: ({HEADS})"),
-        "mixer.norm.scale": Parameter(f"{VALUES} <- {module}.norm.weight: ({VALUES})"),
-        **linear("mixer.o", out, bias),
+        "mixer.norm.scale": Parameter(f"{VALUES} <- {module}.norm.weight: ({VALUES})", norm),
+        **linear("mixer.o", out, out_bias),
     }
+
+
+def mamba(module: str, *, bias: rows.Condition | None, conv_bias: rows.Condition) -> Parameters:
+    """Return the parameters of Mamba.
+
+    Args:
+        module: Name of the module.
+        bias: When its projections of hidden states have a bias.
+        conv_bias: When its convolution has a bias.
+    """
+    fused = f"mixer_channels embed <- {module}.in_proj.weight: (parts={{}} mixer_channels) embed"
+    selections = {"dt_down": "dt_rank", "k": "mixer_state", "q": "mixer_state"}
+    parameters: Parameters = {}
+    for name, dim in selections.items():
+        part = mark_part(selections, name)
+        row = f"{dim} mixer_channels <- {module}.x_proj.weight: {part} mixer_channels"
+        parameters |= rows.matrix(f"mixer.{name}", row)
+    steps = f"mixer_channels dt_rank <- {module}.dt_proj.weight: mixer_channels dt_rank"
+    rates = f"mixer_channels mixer_state <- {module}.A_log: mixer_channels mixer_state"
+    return {
+        **linear("mixer.v", fused.format(0), bias),
+        **linear("mixer.z", fused.format(1), bias),
+        **convolution("mixer.v_conv", f"{module}.conv1d", "mixer_channels", "mixer_channels", conv_bias),
+        **parameters,
+        **linear("mixer.dt_up", steps),
+        "mixer.a_log.weight": Parameter(rates),
+        "mixer.d.weight": Parameter(f"mixer_channels <- {module}.D: mixer_channels"),
+        **linear("mixer.o", f"embed mixer_channels <- {module}.out_proj.weight: embed mixer_channels", bias),
+    }  # fmt: skip
+
+
+def read_mamba_sizes(
+    config: HFConfig,
+    *,
+    embed: int,
+    channels: int,
+    state: tuple[str, int],
+    kernel: tuple[str, int],
+    rank: str,
+) -> dict[str, int]:
+    """Return the extents of the atoms of Mamba.
+
+    Args:
+        config: Content of a config.json.
+        embed: Width of the layers.
+        channels: Number of channels.
+        state: Config field of the width of queries and keys, and its default.
+        kernel: The same for the number of taps of the convolution.
+        rank: Config field of the rank of the steps. Absent or "auto" means a sixteenth of `embed`.
+
+    Raises:
+        PrepError: A size is invalid.
+    """
+    dt_rank = math.ceil(embed / 16)
+    if config.get(rank) != "auto":
+        dt_rank = read_size(config, rank, dt_rank)
+    return {
+        "mixer_channels": channels,
+        "mixer_state": read_size(config, *state),
+        "kernel": read_size(config, *kernel),
+        "dt_rank": dt_rank,
+        "parts": 2,
+    }
+
+
+def read_initial_steps(config: HFConfig) -> InitialSteps:
+    """Return the initial steps of Mamba or Mamba-2."""
+    return InitialSteps(
+        minimum=read_positive(config, "time_step_min", 0.001),
+        maximum=read_positive(config, "time_step_max", 0.1),
+        floor=read_positive(config, "time_step_floor", 1e-4),
+    )
+
+
+def reject_rescaled_outputs(config: HFConfig) -> None:
+    """Raise PrepError if transformers would divide the stored output projections by a number when it loads them."""
+    if config.get("rescale_prenorm_residual"):
+        why = "transformers 5 divides stored output projections by sqrt(num_hidden_layers) when it loads them"
+        raise unsupported_config_error("rescale_prenorm_residual=true is not supported", why)
 
 
 def mark_part(parts: Mapping[str, str], name: str) -> str:

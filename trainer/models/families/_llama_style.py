@@ -161,11 +161,7 @@ def arch_config(
     Raises:
         PrepError: The config is invalid, or the key and value heads do not divide the query heads.
     """
-    heads = axis_sizes["heads"]
-    kv_heads = axis_sizes["kv_heads"]
-    if heads % kv_heads:
-        why = f"num_key_value_heads is {kv_heads}, it must divide num_attention_heads, which is {heads}"
-        raise invalid_config_error(why)
+    check_kv_heads(axis_sizes)
     max_positions = read_size(config, "max_position_embeddings", max_positions)
     if isinstance(activation, tuple):
         activation = read_activation(config, *activation)
@@ -183,6 +179,15 @@ def arch_config(
         max_positions=max_positions,
         init_std=read_positive(config, "initializer_range", 0.02),
     )
+
+
+def check_kv_heads(axis_sizes: Mapping[str, int]) -> None:
+    """Raise PrepError if the key and value heads do not divide the query heads."""
+    heads = axis_sizes["heads"]
+    kv_heads = axis_sizes["kv_heads"]
+    if heads % kv_heads:
+        why = f"num_key_value_heads is {kv_heads}, it must divide num_attention_heads, which is {heads}"
+        raise invalid_config_error(why)
 
 
 def read_partial_rope(

@@ -89,7 +89,10 @@ def arch_config(config: HFConfig) -> ArchConfig:
 
 MLP_BIAS = if_set("mlp_bias")
 MIXER: Parameters = _hybrid_style.mamba2(
-    "mamba", bias=if_set("mamba_proj_bias"), conv_bias=unless_false("mamba_conv_bias")
+    "mamba",
+    bias=if_set("mamba_proj_bias"),
+    out_bias=if_set("mamba_proj_bias"),
+    conv_bias=unless_false("mamba_conv_bias"),
 )
 
 FAMILY = _grouped_style.build_family(

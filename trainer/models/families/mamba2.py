@@ -13,7 +13,6 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.families import _hybrid_style, _llama_style
-from trainer.models.mixer_config import InitialSteps
 from trainer.models.parameters import MAX_LAYERS, HFConfig, if_set, read_size
 from trainer.models.rows import embedding, rms_norm, stack, unless_false
 
@@ -40,12 +39,9 @@ def sizes(config: HFConfig) -> dict[str, int]:
 def arch_config(config: HFConfig) -> ArchConfig:
     """Return the architecture. Raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config)
+    _hybrid_style.reject_rescaled_outputs(config)
     layers = sizes(config)["layers"]
-    steps = InitialSteps(
-        minimum=read_positive(config, "time_step_min", 0.001),
-        maximum=read_positive(config, "time_step_max", 0.1),
-        floor=read_positive(config, "time_step_floor", 1e-4),
-    )
+    steps = _hybrid_style.read_initial_steps(config)
     return ArchConfig(
         norm="rms",
         norm_eps=read_positive(config, "layer_norm_epsilon", 1e-5),
@@ -74,7 +70,10 @@ FAMILY = rows.build_family(
             {
                 **rms_norm("attn_norm", "embed <- norm.weight: embed"),
                 **_hybrid_style.mamba2(
-                    "mixer", bias=if_set("use_bias"), conv_bias=unless_false("use_conv_bias")
+                    "mixer",
+                    bias=if_set("use_bias"),
+                    out_bias=if_set("use_bias"),
+                    conv_bias=unless_false("use_conv_bias"),
                 ),
             },
         ),

@@ -118,6 +118,15 @@ EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
     "bamba": [
         {"attn_layer_indices": layers, **MAMBA_BIASES} for layers in ([], [1], [*range(32)])
     ],
+    "jamba": [
+        {"attn_layer_period": 64, "attn_layer_offset": offset, **fields, "mamba_proj_bias": True}
+        for offset in (4, 40)
+        for fields in ({}, {"num_experts": 1})
+    ],
+    "nemotron_h": [
+        {"use_bias": True, "mlp_bias": True, "layers_block_type": types}
+        for types in (["linear_attention", "moe", "full_attention", "mlp"], ["linear_attention"])
+    ],
     "granitemoehybrid": [
         MAMBA_BIASES, MAMBA_BIASES | {"layer_types": ["mamba"] + ["attention"] * 31}, {"num_local_experts": 0},
         MAMBA_BIASES | {"layer_types": ["attention"] * 32, "position_embedding_type": "rope"},

@@ -18,6 +18,10 @@ KINDS = {
     "lfm2_moe": ("attention_layers", "mixer_layers", "dense_layers", "sparse_layers"),
     "qwen3_next": ("attention_layers", "mixer_layers", "dense_layers", "sparse_layers"),
     "mamba2": (),
+    "falcon_h1": (),
+    "mamba": (),
+    "jamba": ("attention_layers", "mixer_layers", "dense_layers", "sparse_layers"),
+    "nemotron_h": ("attention_layers", "mixer_layers", "dense_layers", "sparse_layers"),
 }
 
 
@@ -56,6 +60,25 @@ def test_recurrent_states_do_not_grow_with_the_number_of_tokens(name: str):
     assert shapes == {state: array.shape for state, array in long.states.items()}
     num_mixers = len(model.arch_config.mixer_layers)
     assert {shape[:2] for shape in shapes.values()} == {(num_mixers, 2)}
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_rescaled_output_projections_are_refused(name: str):
+    config = HYBRID_FAMILIES[name] | {"rescale_prenorm_residual": True}
+    with pytest.raises(PrepError, match="rescale_prenorm_residual=true is not supported"):
+        family_of(config).arch_config(config)
+
+
+def test_nemotron_h_reads_its_layers_from_the_alias_first():
+    layer_types: list[JsonValue] = ["linear_attention"] * 4
+    config = {**HYBRID_FAMILIES["nemotron_h"], "layer_types": layer_types}
+    assert family_of(config).arch_config(config).mixer_layers == (0, 1, 2, 3)
+
+
+def test_nemotron_h_refuses_experts_with_a_latent():
+    config = HYBRID_FAMILIES["nemotron_h"] | {"moe_latent_size": 8}
+    with pytest.raises(PrepError, match="`moe_latent_size` is not supported"):
+        family_of(config).arch_config(config)
 
 
 def test_granite_attention_without_rotation_is_refused():
