@@ -29,7 +29,9 @@ from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
+    ORIGIN_KEY,
     find_manifest_folder,
+    origin_record,
     read_manifest,
 )
 from prepcli.operations.conflicts import reject_without
@@ -47,6 +49,7 @@ from prepcli.operations.conversion_details import (
 from prepcli.operations.options import DEFAULT_MEMORY
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, as_tuple
+from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import Share, requested_share
 from prepcli.planning.tensor_match import MatchOptions
@@ -350,7 +353,7 @@ def _convert_to_folder(
     located, source = open_checkpoint(common, observer, is_candidate)
     check_config_option(common, source)
     check_stream(common.stream, located)
-    planned = make_plan(source, located)
+    planned = _with_origin(make_plan(source, located), source, located)
     out = common.out or Path(planned.default_out_name)
     _check_output_location(out, source)
     fields = plan_fields(planned.plan, source)
@@ -400,6 +403,17 @@ def _convert_to_folder(
         # An output that was uploaded earlier is reported from a dry run.
         next_command=planned.next_command.replace(OUT_PLACEHOLDER, str(out)),
     )
+
+
+def _with_origin(
+    planned: PlannedConversion, source: Source, located: LocatedCheckpoint
+) -> PlannedConversion:
+    """Return the plan with the identity of its source in the manifest of the output, for `verify_chain`."""
+    origin = origin_record(source.manifest, located.local_files.commit)
+    if not origin:
+        return planned
+    settings: ManifestFields = {**planned.plan.settings, ORIGIN_KEY: origin}
+    return replace(planned, plan=replace(planned.plan, settings=settings))
 
 
 def _process_share(common: CommonOptions, observer: Observer) -> Share:
