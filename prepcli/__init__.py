@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prepcli.console.observer import Observer
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
+    from prepcli.operations.chain import verify_chain
     from prepcli.operations.compute_options import EvaluateOptions, GenerateOptions, TrainOptions
     from prepcli.operations.evaluate import evaluate
     from prepcli.operations.export import export
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
     from prepcli.operations.generate import generate
     from prepcli.operations.harness_model import harness_model
     from prepcli.operations.inspect import inspect
-    from prepcli.operations.inspection_options import LockOptions, PlanOptions, VerifyOptions
+    from prepcli.operations.inspection_options import (
+        ChainOptions,
+        LockOptions,
+        PlanOptions,
+        VerifyOptions,
+    )
     from prepcli.operations.load_params import load_params
     from prepcli.operations.lock import lock
     from prepcli.operations.merge import merge
@@ -48,6 +54,8 @@ if TYPE_CHECKING:
     from prepcli.operations.report import report
     from prepcli.operations.results import (
         AcceptedChange,
+        Chain,
+        ChainLink,
         Conversion,
         Evaluation,
         EvaluationScores,
@@ -75,6 +83,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AcceptedChange",
+    "Chain",
+    "ChainLink",
+    "ChainOptions",
     "Conversion",
     "ConversionOptions",
     "DamagedError",
@@ -137,6 +148,7 @@ __all__ = [
     "to_hf_flax",
     "train",
     "verify",
+    "verify_chain",
 ]
 
 _MODULES = {
@@ -157,12 +169,19 @@ _MODULES = {
     ),
     "prepcli.operations.towers_options": ("TowersOptions",),
     "prepcli.operations.inspect": ("inspect",),
-    "prepcli.operations.inspection_options": ("LockOptions", "PlanOptions", "VerifyOptions"),
+    "prepcli.operations.inspection_options": (
+        "ChainOptions",
+        "LockOptions",
+        "PlanOptions",
+        "VerifyOptions",
+    ),
     "prepcli.operations.plan": ("plan",),
     "prepcli.operations.report": ("report",),
     "prepcli.operations.results": (
         *(
             "AcceptedChange",
+            "Chain",
+            "ChainLink",
             "Conversion",
             "Evaluation",
             "EvaluationScores",
@@ -178,6 +197,7 @@ _MODULES = {
     ),
     "prepcli.console.observer": ("Observer",),
     "prepcli.console.progress": ("Progress",),
+    "prepcli.operations.chain": ("verify_chain",),
     "prepcli.operations.evaluate": ("evaluate",),
     "prepcli.operations.export": ("export",),
     "prepcli.operations.flax_models": ("from_hf_flax", "linen_model", "nnx_model", "to_hf_flax"),

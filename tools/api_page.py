@@ -35,6 +35,7 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.merge": "",
     "prepcli.operations.verify": "Check",
     "prepcli.operations.lock": "",
+    "prepcli.operations.chain": "",
     "prepcli.operations.inspect": "",
     "prepcli.operations.load_params": "Compute",
     "prepcli.operations.generate": "",

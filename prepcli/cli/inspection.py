@@ -17,6 +17,7 @@ from prepcli.cli.options import (
 )
 from prepcli.operations.command_options import CheckFamilyOptions, DemoOptions, EnvOptions
 from prepcli.operations.inspection_options import (
+    ChainCommandOptions,
     LockArguments,
     LockOptions,
     VerifyOptions,
@@ -34,21 +35,32 @@ def verify(
     ] = None,
     *,
     options: Annotated[VerifyOptions, Omit("step")],
+    chain_options: ChainCommandOptions,
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
     """Compare every bit with the manifest or with another checkpoint.
+
+    With --chain, prove by digests from which checkpoints an output was made. --lock is then
+    the lock of the first one.
 
     Examples:
       prep verify gpt-neo-1.3B-padded-init
       prep verify gpt-neo-1.3B-padded gpt-neo-1.3B
       prep verify gpt-neo-1.3B-bf16 gpt-neo-1.3B --tolerance 1e-2
       prep verify gpt-neo-1.3B-padded --accept generation_config.json
+      prep verify my-run-hf --chain --lock gpt-neo-1.3B.lock.json
     """
+    from prepcli.operations.chain import chain_options_of, check_chain_command, verify_chain
     from prepcli.operations.verify import verify as run
+    from prepcli.rendering.chain import chain_report
     from prepcli.rendering.verification import verification_report
 
     ui = output_options.open_console("verify", progress)
+    check_chain_command(against, options, chain_options)
+    if chain_options["chain"]:
+        chain = verify_chain(checkpoint, progress=ui, **chain_options_of(options, chain_options))
+        return ui.finish(chain_report(chain, ui.columns))
     result = run(checkpoint, against, progress=ui, **options)
     return ui.finish(verification_report(result, ui))
 

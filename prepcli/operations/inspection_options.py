@@ -16,6 +16,21 @@ SortKey = Literal["name", "size", "file"]
 Seconds = Annotated[float, Minimum(0.01)]
 NonNegative = Annotated[float, Minimum(0.0)]
 
+_SEARCH = OptionSpec(
+    "FOLDER",
+    "With --chain: find moved checkpoints in FOLDER. Repeatable.",
+    "Folders with moved or renamed checkpoints. They are found by their digests.",
+    default=(),
+    position=22,
+)
+_ALLOW_UNPROVEN = OptionSpec(
+    None,
+    "With --chain: accept links without enough records, or with a missing source.",
+    "Accept links without enough records, or with a missing source. Default: False.",
+    default=False,
+    position=22,
+)
+
 
 class VerifyOptions(SourceOptions, total=False):
     """Options of `verify`."""
@@ -53,6 +68,30 @@ class VerifyOptions(SourceOptions, total=False):
             position=21,
         ),
     ]
+
+
+class ChainOptions(SourceOptions, total=False):
+    """Options of `verify_chain`. The option `lock` applies to the first model of the chain."""
+
+    search: Annotated[Sequence[PathLike], _SEARCH]
+    allow_unproven: Annotated[bool, _ALLOW_UNPROVEN]
+
+
+class ChainCommandOptions(TypedDict):
+    """The options of `prep verify` for a chain. With `chain` the command calls `verify_chain`."""
+
+    chain: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Prove by digests from which checkpoints an output was made.",
+            "Prove from which checkpoints an output was made. Default: False.",
+            default=False,
+            position=21,
+        ),
+    ]
+    search: Annotated[Sequence[PathLike], _SEARCH]
+    allow_unproven: Annotated[bool, _ALLOW_UNPROVEN]
 
 
 class LockOptions(SourceOptions, total=False):
