@@ -70,7 +70,7 @@ def lock(
     checkpoint: CheckpointArgument,
     *,
     arguments: LockArguments,
-    options: Annotated[LockOptions, Omit("step", "lock")],
+    options: Annotated[LockOptions, Omit("step", "lock", "public_key")],
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
@@ -82,6 +82,7 @@ def lock(
     Examples:
       prep lock gpt-neo-1.3B
       prep lock ./my-model --out approved.json
+      prep lock ./my-model --sign key.pem
     """
     from prepcli.operations.lock import lock as run
     from prepcli.rendering.lock import lock_line, lock_report
@@ -105,7 +106,7 @@ def inspect(
     ] = None,
     *,
     view: ViewOptions,
-    options: Annotated[SourceOptions, Omit("step", "memory", "lock")],
+    options: Annotated[SourceOptions, Omit("step", "memory", "lock", "public_key")],
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:

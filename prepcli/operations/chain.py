@@ -13,6 +13,7 @@ from typing import Unpack
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.errors import Option, text, usage_error
+from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.operations.chain_walk import ChainCheckpoint, ChainWalk
 from prepcli.operations.conflicts import reject_without
 from prepcli.operations.conversion import common_options, open_checkpoint
@@ -61,9 +62,11 @@ def verify_chain(
     started_s = time.monotonic()
     observer = observer_of(progress)
     # Every checkpoint is read as it is stored, and the lock applies to the first model.
-    common = replace(
-        common_options(checkpoint, None, options), lock=None, quantized="stored", verbatim=None
-    )
+    common = common_options(checkpoint, None, options)
+    lock: Lock | None = None
+    if common.lock is not None:
+        lock = read_lock(common.lock, common.public_key)
+    common = replace(common, lock=None, quantized="stored", verbatim=None)
     located, source = open_checkpoint(common, observer, allow_adapters=True)
     if source.manifest is None:
         why = "it has no prep-manifest.json with the source of an output"
@@ -73,7 +76,8 @@ def verify_chain(
         common,
         observer,
         search=tuple(Path(folder).expanduser() for folder in options["search"]),
-        lock=None if options["lock"] is None else Path(options["lock"]),
+        lock=lock,
+        lock_name=str(options["lock"]),
     )
     walk.follow(ChainCheckpoint(source, located))
     return Chain(

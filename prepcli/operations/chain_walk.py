@@ -11,7 +11,7 @@ from prepcli.console.lists import join_names
 from prepcli.console.observer import Observer
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.checksums import read_checksum_bytes
-from prepcli.formats.lock_file import read_lock
+from prepcli.formats.lock_file import Lock
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.operations.chain_link import (
     LinkReport,
@@ -78,6 +78,7 @@ class ChainWalk:
         observer: Receives notes and progress.
         search: Folders with further checkpoints.
         lock: Lock of the first model, or None.
+        lock_name: Name of the lock file.
         links: The links so far.
         origins: The first checkpoints so far.
         merged_adapters: Folders of adapters with proven sums.
@@ -87,7 +88,8 @@ class ChainWalk:
     common: CommonOptions
     observer: Observer
     search: Sequence[Path]
-    lock: Path | None
+    lock: Lock | None
+    lock_name: str
     links: list[ChainLink] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
     merged_adapters: set[Path] = field(default_factory=set)
@@ -147,7 +149,7 @@ class ChainWalk:
         source = checkpoint.source
         if self.lock is None or source.family is ADAPTER_FAMILY:
             return source
-        return apply_lock(source, read_lock(self.lock), str(self.lock), commit)
+        return apply_lock(source, self.lock, self.lock_name, commit)
 
     def _check_digests(self, source: Source) -> None:
         """Compare all tensors of a checkpoint with their recorded digests. Raise DamagedError if one differs."""

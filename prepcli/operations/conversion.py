@@ -94,6 +94,7 @@ class CommonOptions:
         verbatim: Keep the names of the files. None for a checkpoint without a family of its model type.
         copied_files: Patterns of further small files to copy.
         lock: Lock file of the checkpoint.
+        public_key: Key that must have signed the lock.
         quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
             or the decoded tensors of GGUF.
     """
@@ -115,6 +116,7 @@ class CommonOptions:
     verbatim: bool | None = False
     copied_files: tuple[str, ...] = ()
     lock: Path | None = None
+    public_key: Path | None = None
     quantized: str = "refuse"
 
 
@@ -150,6 +152,10 @@ def common_options(
     """Return the options that converting operations share."""
     config = options.get("config")
     lock = options.get("lock")
+    public_key = options.get("public_key")
+    if lock is None:
+        why = "only a lock is signed"
+        reject_without(Option("public_key"), public_key, Option("lock"), why)
     return CommonOptions(
         checkpoint=None if checkpoint is None else str(checkpoint),
         out=Path(out) if out is not None else None,
@@ -169,6 +175,7 @@ def common_options(
         verbatim=options.get("verbatim", False),
         copied_files=as_tuple(options.get("copy", ())),
         lock=Path(lock) if lock is not None else None,
+        public_key=Path(public_key) if public_key is not None else None,
     )
 
 
@@ -229,7 +236,7 @@ def open_checkpoint(
     lock: Lock | None = None
     revision = common.revision
     if common.lock is not None:
-        lock = read_lock(common.lock)
+        lock = read_lock(common.lock, common.public_key)
         revision = pinned_revision(checkpoint, revision, lock)
     located = locate(checkpoint, revision, step=common.step, access=access)
     if located.local_files.remote is None:

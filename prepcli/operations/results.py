@@ -151,6 +151,7 @@ class LockedModel:
         nbytes: Size of the files in bytes.
         seconds: Duration of the call in seconds.
         already_done: Whether an equal file existed, so that nothing was written.
+        signature: Path of the signature, if a key was given.
     """
 
     path: Path
@@ -161,6 +162,7 @@ class LockedModel:
     nbytes: int
     seconds: float
     already_done: bool
+    signature: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
