@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         ChainOptions,
         LockOptions,
         PlanOptions,
+        RoundtripOptions,
         VerifyOptions,
     )
     from prepcli.operations.load_params import load_params
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
         LockedModel,
         NewTokens,
         OldAndNew,
+        Roundtrip,
+        RoundtripWay,
         RunsReport,
         StepPlan,
         TensorDifference,
@@ -72,6 +75,7 @@ if TYPE_CHECKING:
         TrainingRun,
         Verification,
     )
+    from prepcli.operations.roundtrip import roundtrip
     from prepcli.operations.save_init import reshard, save_init
     from prepcli.operations.save_params import save_params
     from prepcli.operations.towers_options import TowersOptions
@@ -113,6 +117,9 @@ __all__ = [
     "PrepError",
     "Progress",
     "ReshardOptions",
+    "Roundtrip",
+    "RoundtripOptions",
+    "RoundtripWay",
     "RunsReport",
     "SaveInitOptions",
     "SourceOptions",
@@ -143,6 +150,7 @@ __all__ = [
     "plan",
     "report",
     "reshard",
+    "roundtrip",
     "save_init",
     "save_params",
     "to_hf_flax",
@@ -173,6 +181,7 @@ _MODULES = {
         "ChainOptions",
         "LockOptions",
         "PlanOptions",
+        "RoundtripOptions",
         "VerifyOptions",
     ),
     "prepcli.operations.plan": ("plan",),
@@ -190,6 +199,8 @@ _MODULES = {
             "LockedModel",
             "NewTokens",
             "OldAndNew",
+            "Roundtrip",
+            "RoundtripWay",
             "RunsReport",
             "StepPlan",
         ),
@@ -207,6 +218,7 @@ _MODULES = {
     "prepcli.operations.lock": ("lock",),
     "prepcli.operations.merge": ("merge",),
     "prepcli.operations.pad_vocab": ("pad_vocab",),
+    "prepcli.operations.roundtrip": ("roundtrip",),
     "prepcli.operations.save_init": ("reshard", "save_init"),
     "prepcli.operations.save_params": ("save_params",),
     "prepcli.operations.train": ("train",),

@@ -1,4 +1,4 @@
-"""Commands that write no checkpoint of their own: verify, lock, inspect, check-family, demo, models, env."""
+"""Commands that write no checkpoint of their own: verify, lock, roundtrip, inspect, check-family, demo, models, env."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from prepcli.operations.inspection_options import (
     ChainCommandOptions,
     LockArguments,
     LockOptions,
+    RoundtripArguments,
+    RoundtripOptions,
     VerifyOptions,
     ViewOptions,
 )
@@ -91,6 +93,32 @@ def lock(
     locked = run(checkpoint, arguments["out"], progress=ui, **options)
     ui.note(lock_line(locked))
     return ui.finish(lock_report(locked))
+
+
+@expand_option_groups
+def roundtrip(
+    checkpoint: CheckpointArgument,
+    *,
+    arguments: RoundtripArguments,
+    options: RoundtripOptions,
+    output_options: OutputOptions,
+    progress: ProgressOption = "auto",
+) -> int:
+    """Convert a model to every layout and back, and certify that no bit changed.
+
+    The certificate lists each way with its tensors, bytes and digest. The conversions are
+    temporary, in a folder beside it.
+
+    Examples:
+      prep roundtrip gpt-neo-1.3B
+      prep roundtrip gpt-neo-1.3B --layout init --layout easylm --out certificate.json
+    """
+    from prepcli.operations.roundtrip import roundtrip as run
+    from prepcli.rendering.roundtrip import roundtrip_report
+
+    ui = output_options.open_console("roundtrip", progress)
+    result = run(checkpoint, arguments["out"], progress=ui, **options)
+    return ui.finish(roundtrip_report(result, ui.columns))
 
 
 @expand_option_groups

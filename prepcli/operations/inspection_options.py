@@ -16,6 +16,18 @@ SortKey = Literal["name", "size", "file"]
 Seconds = Annotated[float, Minimum(0.01)]
 NonNegative = Annotated[float, Minimum(0.0)]
 
+Way = Literal[
+    "init",
+    "no-scan",
+    "scan-axis",
+    "mesh",
+    "compress",
+    "pad",
+    "verbatim",
+    "hf-flax",
+    "easylm",
+]
+
 _SEARCH = OptionSpec(
     "FOLDER",
     "With --chain: find moved checkpoints in FOLDER. Repeatable.",
@@ -114,6 +126,47 @@ class LockOptions(SourceOptions, total=False):
             "Sign the lock file with this private key, into FILE.sig.",
             "Private Ed25519 or ECDSA key in PEM. Its signature of the lock is written to `FILE.sig`. Default: none.",
             position=42,
+        ),
+    ]
+
+
+class RoundtripOptions(SourceOptions, total=False):
+    """Options of `roundtrip`."""
+
+    layout: Annotated[
+        Sequence[Way],
+        OptionSpec(
+            "WAY",
+            "Take this way: init, no-scan, scan-axis, mesh, compress, pad, verbatim, hf-flax or easylm. Repeatable."
+            " Default: all.",
+            'Ways to take: "init", "no-scan", "scan-axis", "mesh", "compress", "pad", "verbatim", "hf-flax" or'
+            ' "easylm". Default: all.',
+            default=(),
+            position=1,
+        ),
+    ]
+    overwrite: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Replace a certificate that differs.",
+            "Replace a certificate that differs. Default: False.",
+            default=False,
+            position=43,
+        ),
+    ]
+
+
+class RoundtripArguments(TypedDict):
+    """The argument of `roundtrip` that is an option of its command."""
+
+    out: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE",
+            "Write to FILE. Default: NAME.roundtrip.json.",
+            "The certificate.",
+            position=40,
         ),
     ]
 

@@ -219,6 +219,54 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundtripWay:
+    """A model after conversions and the way back.
+
+    Attributes:
+        name: Name of the way, such as "easylm".
+        commands: The conversions, from the model to a Hugging Face folder.
+        status: "equal", "different", or "not available" for this model.
+        tensors: Number of tensors at the end of the way.
+        nbytes: Bytes of the compared tensors.
+        digest: XXH3-128 of the names, dtypes, shapes and digests of all tensors at the end of the way.
+        reason: The differences, or why the way is not available.
+    """
+
+    name: str
+    commands: tuple[str, ...]
+    status: Literal["equal", "different", "not available"]
+    tensors: int = 0
+    nbytes: int = 0
+    digest: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Roundtrip:
+    """A certificate of conversions and their ways back. True in a condition if no way changed a bit.
+
+    Attributes:
+        path: The written certificate.
+        source: The model, as errors name it.
+        revision: Commit of the model on the hub.
+        ways: The ways.
+        versions: Versions of prep, Python and NumPy.
+        seconds: Duration of the call in seconds. It is not part of the certificate.
+    """
+
+    path: Path
+    source: str
+    revision: str | None
+    ways: tuple[RoundtripWay, ...]
+    versions: Mapping[str, str]
+    seconds: float
+
+    def __bool__(self) -> bool:
+        """Return whether all available ways end in an equal model."""
+        return all(way.status != "different" for way in self.ways)
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSummary:
     """A tensor or leaf as a checkpoint stores it.
 
