@@ -2,9 +2,10 @@
 
     python -m bench.alternatives --work FOLDER [--model gpt-neo-1.3B] [--flax PYTHON] [--pairs 3]
 
-The other ways: transformers loads the model in torch, its tensors become NumPy arrays, and Orbax saves them; or, as in
-redco, transformers loads it into its Flax class, and Orbax saves the parameters. The latter needs a separate
-environment: `--flax` is the path of its Python (with torch, transformers 4.55, flax, orbax-checkpoint).
+There are two other ways. In the first one, transformers loads the model in torch, its tensors become NumPy arrays, and
+Orbax saves them. In the second one, as in redco, transformers loads the model into its Flax class, and Orbax saves the
+parameters. The second one needs a separate environment: `--flax` is the path of its Python (with torch, transformers
+4.55, flax, orbax-checkpoint).
 """
 
 from __future__ import annotations
@@ -39,9 +40,8 @@ model = FlaxAutoModelForCausalLM.from_pretrained(source, from_pt=True)
 ocp.PyTreeCheckpointer().save(out, {"params": model.params})
 """
 MIB = 1 << 20
-SINGLE_FILE_NBYTES = (
-    1 << 40
-)  # size limit of a file: Flax classes read safetensors only from one file
+# Size limit of a file. Flax classes read safetensors only from one file.
+SINGLE_FILE_NBYTES = 1 << 40
 
 
 def conversion_commands(
@@ -79,7 +79,7 @@ def usual_text(costs: Mapping[str, Sequence[CommandCost]]) -> str:
 def measure_commands(
     source: Path, out: Path, flax: Path | None, pairs: int
 ) -> dict[str, list[CommandCost]]:
-    """Run each way `pairs` times, in alternating order; outputs are deleted."""
+    """Run each way `pairs` times, in alternating order. Outputs are deleted."""
     costs: dict[str, list[CommandCost]] = {}
     for turn in range(pairs):
         for name, words in conversion_commands(source, out, flax).items():

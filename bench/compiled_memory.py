@@ -5,8 +5,8 @@
     python -m bench.compiled_memory --tokens 131072 --mesh sp:8 --kernel blockwise --remat nothing_saveable
 
 The step computes the mean loss and its gradients. `temp` is the compiler's plan for one device without arguments and
-results; `estimated` is the estimate of `trainer.models.memory_estimate`. A mesh of N devices is compiled for N
-simulated CPU devices, which widen bfloat16 to float32. `--topology` compiles for one chip of a TPU; it needs the
+results. `estimated` is the estimate of `trainer.models.memory_estimate`. A mesh of N devices is compiled for N
+simulated CPU devices, which widen bfloat16 to float32. `--topology` compiles for one chip of a TPU. It needs the
 package libtpu, but no TPU.
 """
 

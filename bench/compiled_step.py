@@ -67,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_recipe(options: argparse.Namespace, mesh: Mesh) -> Recipe:
-    """Return the recipe of a step; neither its checkpoint nor its data exist. Sources are as long as targets."""
+    """Return the recipe of a step. Neither its checkpoint nor its data exist. Sources are as long as targets."""
     data: dict[str, Any] = {"type": "text", "path": ("data.txt",), "seq_length": options.tokens}
     if family_of(MODEL_CONFIGS[options.size]).arch_config(MODEL_CONFIGS[options.size]).encoder:
         data |= {"type": "json", "fields": "[source], target", "source_length": options.tokens}

@@ -45,7 +45,7 @@ class ContextRow:
         method: One of `METHODS`.
         tokens: Tokens of the sequence.
         memory: The compiler's memory plan.
-        seconds: CPU seconds of each run after the first; empty if it did not run.
+        seconds: CPU seconds of each run after the first, or empty if it did not run.
     """
 
     method: str

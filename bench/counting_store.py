@@ -35,7 +35,7 @@ def mapped_files(folder: Path) -> dict[str, bytes]:
 
 
 def _mapped(path: Path) -> bytes:
-    """Return a file's content as a map, which is sliced like bytes; an empty file cannot be mapped."""
+    """Return a file's content as a map, which is sliced like bytes. An empty file cannot be mapped."""
     with path.open("rb") as file:
         return (
             cast(bytes, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
@@ -46,7 +46,7 @@ def _mapped(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def serve_counts(servers: list[tuple[FakeObjectStore, FakeHub]]) -> Iterator[str]:
-    """Serve the bytes that were sent to each client so far; yield the URL."""
+    """Serve the bytes that were sent to each client so far, and yield the URL."""
 
     class Handler(loopback.Handler):
         def do_GET(self) -> None:

@@ -7,7 +7,7 @@
 Needs the `parity` extra. Both systems start from the same weights, read the same tokens and run alternately, one step
 at a time, each in a process of its own that is limited to the same cores. Their losses must agree. CPU seconds depend
 less on other load than wall seconds do, and the best step less than the median. Without options the kernel and the
-sizes of tiles and chunks are those of a recipe that sets none; they are printed to stderr.
+sizes of tiles and chunks are those of a recipe that sets none. They are printed to stderr.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pathlib import Path
 
 from bench.cpu_step_systems import BUILDERS, CONFIG, add_step_options, write_model
 
-WARMUP_STEPS = 2  # the first compiles
-MAX_LOSS_DIFFERENCE = 1e-5  # relative
+WARMUP_STEPS = 2  # the first step compiles the program
+MAX_LOSS_DIFFERENCE = 1e-5  # relative difference
 STEP_OPTIONS = ("rows", "tokens", "kernel", "q_chunk", "k_chunk", "head_chunk")
 
 
@@ -50,7 +50,7 @@ def run_system(
         f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None
     ]
     words += [f"--model={model}", f"--threads={threads}", f"--vocab={CONFIG['vocab_size']}"]
-    # with the default policy idle threads of torch spin, which counts as CPU time and slows the other system
+    # With the default policy idle threads of torch spin, which counts as CPU time and slows the other system.
     environment = {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -71,7 +71,7 @@ def run_system(
 
 
 def take_step(process: subprocess.Popen[str]) -> StepCost:
-    """Let a process take a step; raise SystemExit if it has ended."""
+    """Let a process take a step. Raise SystemExit if it has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(BrokenPipeError):  # if the process has ended, there is no line to read
@@ -83,7 +83,7 @@ def take_step(process: subprocess.Popen[str]) -> StepCost:
 
 
 def measure(model: Path, threads: int, options: argparse.Namespace) -> dict[str, list[StepCost]]:
-    """Run the systems alternately; return the steps of each, with the warm-up steps."""
+    """Run the systems alternately, and return the steps of each, with the warm-up steps."""
     prep = run_system("prep", model, threads, options=options)
     torch = run_system("torch", model, threads, options=options)
     with prep as prep_process, torch as torch_process:
@@ -96,7 +96,7 @@ def measure(model: Path, threads: int, options: argparse.Namespace) -> dict[str,
 
 
 def max_loss_difference(steps: Mapping[str, Sequence[StepCost]]) -> float:
-    """Return the largest relative difference of the losses; raise SystemExit if it is too large."""
+    """Return the largest relative difference of the losses. Raise SystemExit if it is too large."""
     pairs = zip(steps["prep"], steps["torch"], strict=True)
     difference = max(abs(prep.loss / torch.loss - 1) for prep, torch in pairs)
     if not difference <= MAX_LOSS_DIFFERENCE:

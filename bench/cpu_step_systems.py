@@ -31,7 +31,7 @@ Step = Callable[[np.ndarray], float]  # tokens [B, T] -> mean loss before the st
 
 
 def write_model(folder: Path, config: Mapping[str, Any]) -> int:
-    """Write a random transformers model; return its parameter count."""
+    """Write a random transformers model, and return its parameter count."""
     from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
     set_seed(0)
@@ -41,7 +41,7 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> int:
 
 
 def batch_tokens(number: int, options: argparse.Namespace) -> np.ndarray:
-    """Return the random tokens [B, T] of a step; they are the same for both systems."""
+    """Return the random tokens [B, T] of a step. They are the same for both systems."""
     shape = (options.rows, options.tokens)
     return np.random.default_rng(number).integers(0, options.vocab, shape, dtype=np.int32)
 
@@ -102,7 +102,7 @@ def build_prep_step(options: argparse.Namespace) -> Step:
 
 
 def make_recipe(options: argparse.Namespace) -> Recipe:
-    """Return the recipe of prep's step; its data does not exist."""
+    """Return the recipe of prep's step. Its data does not exist."""
     return Recipe.model_validate(
         {
             "name": "cpu_step",
@@ -190,9 +190,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Take one step per line of standard input."""
     options = parse_options(arguments)
-    os.sched_setaffinity(
-        0, sorted(os.sched_getaffinity(0))[: options.threads]
-    )  # before XLA counts the cores
+    # XLA counts the cores when it starts, so they are limited before.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     step = BUILDERS[options.system](options)
     for number, _ in enumerate(sys.stdin):
         tokens = batch_tokens(number, options)

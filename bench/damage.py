@@ -1,11 +1,11 @@
-"""Damage files at random; as a program, flip bits of finished outputs and read each by every command.
+"""Damage files at random. As a program, flip bits of finished outputs and read each by every command.
 
     python -m bench.damage --work FOLDER [--flips 8] [--seed 1] [--subjects init,step]
 
 The program flips one bit at a time, in every file of an init, a training step, a Hugging Face folder, an adapter, a
 Flax folder, an EasyLM folder and a training step in a bucket. Commands run in this process. A flip is refused if the
 command fails, harmless if its result is that of the intact output, and wrong otherwise. Prints a row per subject and
-command; `wrong` must be 0. The exit code is 1 if it is not.
+command. `wrong` must be 0. The exit code is 1 if it is not.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ LORA = ("--set", "lora.rank=2", "--set", 'lora.targets=["attn.q"]')
 EVAL = ("--data", "text.txt", "--seq-length", "16", "--limit", "2")
 REFUSED, HARMLESS, WRONG = "refused", "harmless", "wrong"
 
-DATA_SHARE, JOURNAL_SHARE = 0.5, 0.25  # shares of the cases; the rest damages any other file
+# Shares of the cases with damaged data files and with damaged journals. All other cases damage some other file.
+DATA_SHARE, JOURNAL_SHARE = 0.5, 0.25
 MAX_ADDED_NBYTES = 100_000
 
 
 def damage_file(folder: Path, rng: random.Random) -> str:
-    """Damage one file under a folder; return what was done, or "" if no file has bytes."""
+    """Damage one file under a folder, and return what was done, or "" if no file has bytes."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
     if not files:
         return ""
@@ -99,7 +100,7 @@ class RefusedError(Exception):
 
 
 def run(*words: str, codes: Sequence[int] = (0,)) -> dict[str, Any]:
-    """Run a command; return its JSON, raise RefusedError for another exit code."""
+    """Run a command, and return its JSON. Raise RefusedError if its exit code is not in `codes`."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
         code = prep([*words, "--json"])
@@ -140,7 +141,7 @@ class Subject:
     Attributes:
         files: Its files by name.
         write: Writes a file of it.
-        commands: Functions that read it, by the name of the command; each returns what it computed.
+        commands: Functions that read it, by the name of the command. Each returns what it computed.
     """
 
     files: Mapping[str, bytes]
@@ -153,9 +154,8 @@ def _folder_subject(folder: Path, commands: Mapping[str, Callable[[], object]]) 
         path = folder / name
         times = path.stat()
         path.write_bytes(data)
-        os.utime(
-            path, ns=(times.st_atime_ns, times.st_mtime_ns)
-        )  # as rot does, which no clock notices
+        # Rotting bits do not change the time of a file.
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
     return Subject(_read_tree(folder), write, commands)
 
@@ -240,7 +240,7 @@ def flip_all(
     """Flip bits of every file of a subject, and count the verdicts of each command.
 
     Args:
-        subject: The output; all of its files are intact at the end.
+        subject: The output. All of its files are intact at the end.
         num_flips: Flips per file.
         rng: Chooses the bits.
         on_wrong: Called with a description of each wrong result.
@@ -281,7 +281,7 @@ def damage_folder(work: Path) -> Iterator[FakeObjectStore]:
 
 
 def main() -> int:
-    """Run the program; return 1 if a flip was accepted with another result."""
+    """Run the program, and return 1 if a flip was accepted with another result."""
     parser = argparse.ArgumentParser(description="Flip bits of outputs.")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--flips", type=int, default=8)

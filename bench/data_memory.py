@@ -27,7 +27,7 @@ from trainer.data.tokenize import TokenizeConfig, tokenize_files
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ate")
 DOCUMENT_WORDS = 400
-TABLE_ROWS = 20_000  # of a row group
+TABLE_ROWS = 20_000  # rows of a row group of Parquet
 MIB = 1 << 20
 TOKENIZER = "tokenizer.json"
 

@@ -106,7 +106,7 @@ def document_lengths(kind: str, count: int, *, seed: int) -> npt.NDArray[np.int6
 
 
 def measure_start(folder: Path, packing: str, seq_length: int) -> dict[str, float]:
-    """Open the rows of a store, or make them; return their time, and the memory before."""
+    """Open the rows of a store, or make them, and return their time, and the memory before."""
     meta = StoreMeta(**json.loads((folder / META_FILE).read_text()))
     tokens = map_tokens(folder, meta, seq_length)
     before = anonymous_nbytes(os.getpid())
@@ -116,7 +116,7 @@ def measure_start(folder: Path, packing: str, seq_length: int) -> dict[str, floa
     return {
         "rows": rows.n_rows,
         "pieces": len(rows.starts),
-        "efficiency": round(rows.efficiency, 4),
+        "efficiency": round(rows.fraction_with_token, 4),
         "seconds": round(seconds, 2),
         "documents_per_s": round(meta.n_documents / seconds),
         "anonymous_before": before,

@@ -34,22 +34,24 @@ from trainer.models.parameters import HFConfig
 
 PREP = Path(sys.executable).with_name("prep")
 BUDGETS = ("512MiB", "128MiB")
+# This command writes the input of reshard and export.
 INIT_COMMAND = (
     "save-init",
     "--mesh",
     "1,1,8",
     "--pad-vocab",
     "auto",
-)  # writes the input of reshard and export
+)
 PLANNED_MODEL = "llama-13b"
 START_RUNS = 5
-FINALISTS = 2  # plain copies per pair: the fastest of one round of all methods
+# One round measures all methods of plain copies. The fastest ones are measured in each pair.
+FINALISTS = 2
 SPARE_NBYTES = 2 << 30  # additional size of a slow disk: file system, tokenizers and free space
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A conversion: command and options; its input is the model, or the checkpoint that INIT_COMMAND writes."""
+    """A conversion: command and options. Its input is the model, or the checkpoint that INIT_COMMAND writes."""
 
     command: tuple[str, ...]
     from_init: bool = False
@@ -67,7 +69,7 @@ CASES: Mapping[str, Case] = {
 
 @dataclass(frozen=True, slots=True)
 class BenchPaths:
-    """Paths of a measurement; everything but the model is deleted afterwards."""
+    """Paths of a measurement. Everything but the model is deleted afterwards."""
 
     model: Path
     work: Path
@@ -100,7 +102,7 @@ class _Runs:
 def measure_case(
     name: str, memory: str, paths: BenchPaths, pairs: int, copy_methods: Sequence[CopyMethod] = ()
 ) -> EvidenceRow:
-    """Measure one case; see `measure_rounds`."""
+    """Measure one case. See `measure_rounds`."""
     return measure_rounds([(name, memory)], paths, pairs, copy_methods)[0]
 
 
@@ -160,7 +162,7 @@ def _cp_words(source: Path, out: Path) -> tuple[str, ...]:
 
 
 def compile_packages() -> None:
-    """Byte-compile prep, as its installation does; otherwise each run may compile it again."""
+    """Byte-compile prep, as its installation does. Otherwise each run may compile it again."""
     for package in (prepcli, trainer):
         compileall.compile_dir(Path(package.__path__[0]), quiet=2)
 
@@ -246,7 +248,7 @@ def measure_cases(
 
 
 def plan_figures(work: Path) -> dict[str, float]:
-    """Plan a LLaMA-13B for mesh 1,64,4 from headers alone; return chunks, seconds and peak memory."""
+    """Plan a LLaMA-13B for mesh 1,64,4 from headers alone, and return chunks, seconds and peak memory."""
     source = make_sparse_model(work)
     inspect_cost = run_checked((PREP, "inspect", source, "--quiet"))
     options = ("--mesh", "1,64,4", "--out", work / "bench-out", "--dry-run", "--json", "--quiet")
@@ -288,9 +290,9 @@ def make_model(
     Args:
         work: Folder that holds the models.
         name: Alias of the model.
-        layers: Number of layers; None for the published number.
+        layers: Number of layers, or None for the published number.
         shard_nbytes: Size limit of a weight file.
-        dtype: Dtype of all weights; None for the published dtype.
+        dtype: Dtype of all weights, or None for the published dtype.
 
     Raises:
         SystemExit: The disk has too little space for a run.
@@ -303,7 +305,8 @@ def make_model(
         *([] if shard_nbytes == SHARD_NBYTES else ["whole"]),
     ]
     folder = work / "-".join(parts)
-    needed_nbytes = (2 if folder.exists() else 3) * weights_nbytes(config)  # with init and output
+    # The disk holds the model, the init and an output.
+    needed_nbytes = (2 if folder.exists() else 3) * weights_nbytes(config)
     free_nbytes = shutil.disk_usage(work).free
     if free_nbytes < needed_nbytes:
         raise SystemExit(
@@ -323,7 +326,7 @@ def weights_nbytes(config: HFConfig) -> int:
 
 
 def run_checked(command: Sequence[str | Path]) -> CommandCost:
-    """Run a command and return its cost; raise SystemExit with its stderr if it fails."""
+    """Run a command and return its cost. Raise SystemExit with its stderr if it fails."""
     cost = measure(command)
     if cost.exit_code:
         raise SystemExit(

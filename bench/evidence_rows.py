@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from prepcli.console.ui import format_table
 
+# The target is the larger one of two times: these factors times the fastest cp, and times the floor.
 CP_TARGET, FLOOR_TARGET = (
     0.9,
     1.1,
-)  # the target is the larger of these shares of the fastest cp and the floor
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,12 @@ class EvidenceRow:
 
     @property
     def to_floor(self) -> float | None:
-        """Return the ratio of the fastest run to the fastest plain copy; None without plain copies."""
+        """Return the ratio of the fastest run to the fastest plain copy, or None without plain copies."""
         return min(self.seconds) / min(self.floor_seconds) if self.floor_seconds else None
 
     @property
     def to_target(self) -> float | None:
-        """Return the ratio of the fastest run to the target (met up to 1); None without plain copies."""
+        """Return the ratio of the fastest run to the target (met up to 1), or None without plain copies."""
         if not self.floor_seconds:
             return None
         return min(self.seconds) / max(

@@ -53,7 +53,7 @@ def build_setups(mesh: str, accumulate: int, num_shards: int) -> dict[str, Any]:
 
 
 def compile_step(setup: Any, rows: int, tokens: int) -> tuple[Callable[[], float], int]:
-    """Compile a step; return a function that takes one and returns its seconds, and the planned bytes of a device."""
+    """Compile a step. Return a function that takes a step and returns its seconds, and the planned device bytes."""
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -43,7 +43,7 @@ eval.limit = 64
 
 
 def write_corpus(folder: Path) -> int:
-    """Write the modules of the standard library as text files; return their size in bytes."""
+    """Write the modules of the standard library as text files, and return their size in bytes."""
     folder.mkdir(parents=True)
     library = Path(sysconfig.get_paths()["stdlib"])
     total_nbytes = 0
@@ -55,7 +55,7 @@ def write_corpus(folder: Path) -> int:
 
 
 def write_random_model(folder: Path, corpus: Path) -> int:
-    """Write a random transformers model with a tokenizer trained on the corpus; return its parameter count."""
+    """Write a random transformers model with a tokenizer trained on the corpus, and return its parameter count."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import AutoModelForCausalLM, GPTNeoConfig, set_seed
 
@@ -71,7 +71,7 @@ def write_random_model(folder: Path, corpus: Path) -> int:
 
 
 def run_prep(work: Path, *words: str) -> dict[str, Any]:
-    """Run a prep command and return its JSON output; raise SystemExit if it fails."""
+    """Run a prep command and return its JSON output. Raise SystemExit if it fails."""
     process = subprocess.run(
         [sys.executable, "-m", "prepcli", *words, "--json"], cwd=work, stdout=subprocess.PIPE
     )

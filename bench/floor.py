@@ -29,7 +29,7 @@ FilledBuffer = tuple[memoryview, int, int]  # buffer, offset in the file, bytes
 
 @dataclass(frozen=True, slots=True)
 class CopyMethod:
-    """A copy method: direct or buffered reads; direct, buffered or paced writes; one or two threads."""
+    """A copy method: how to read (direct, buffered), how to write (direct, buffered, paced), and one or two threads."""
 
     read: str
     write: str

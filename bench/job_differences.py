@@ -13,10 +13,11 @@ from tests.helpers.job_faults import ROOT, Fault
 from tests.helpers.processes import Change
 from tests.helpers.waiting import wait_until
 
-DISK_NBYTES = 8 << 20  # of the small disk; a saved step has 0.7 MB
+DISK_NBYTES = 8 << 20  # size of the small disk. A saved step has 0.7 MB.
 FILE_NBYTES = 300_000  # less than the data of a saved step
 FILLER = "filler"
-SLEEP = "import select, time\ntime.sleep = lambda seconds: select.select([], [], [], seconds)\n"  # faketime breaks it
+# `time.sleep` does not work under faketime, so `select` replaces it.
+SLEEP = "import select, time\ntime.sleep = lambda seconds: select.select([], [], [], seconds)\n"
 FULL_TMPDIR = (
     *("unshare", "--mount", "sh", "-c"),
     'mount -t tmpfs -o size=16k none "$TMPDIR" && cat /dev/zero > "$TMPDIR/filler" 2> /dev/null; exec "$@"',

@@ -27,7 +27,7 @@ from tests.helpers.training_folder import make_training_folder
 
 START_TIMEOUT = "20"
 RUN, COMPILED = "run", "compiled"
-MAX_CHARS = 300  # of a message
+MAX_CHARS = 300  # longest message in a row
 CASES = (
     Fault("start: kill -9 of 0", "", 0, signal.SIGKILL, 0.3),
     Fault("start: kill -9 of 1", "", 1, signal.SIGKILL, 0.3),
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def run_case(folder: Path, fault: Fault, expected: tuple[int, str], *, timeout: str) -> bool:
-    """Run a job with a fault and start it again without; print the row, and return whether the restart is exact.
+    """Run a job with a fault and start it again without. Print the row, and return whether the restart is exact.
 
     Args:
         folder: Folder of the recipe.

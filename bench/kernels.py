@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.distributed.mesh_devices import kind_of_device
-from trainer.models.attention_kernels import KERNEL_NAMES, KERNEL_SPECS, missing
+from trainer.models.attention_kernels import KERNEL_NAMES, KERNEL_SPECS, unmet_needs
 from trainer.models.attention_needs import AttentionFeature, AttentionNeeds
 from trainer.models.registry import FAMILIES
 from trainer.nn.attention_mask import AttentionMask
@@ -139,7 +139,7 @@ def measure(
     """Return the cells of a row after the kernel: time, MFU by both conventions, and a note."""
     width, num_heads, _ = SHAPES[shape]
     needs = AttentionNeeds(frozenset({AttentionFeature.CAUSAL}), dtype, width // num_heads)
-    if reasons := [*missing(KERNEL_SPECS[kernel], needs, kind_of_device(jax.devices()[0]))]:
+    if reasons := [*unmet_needs(KERNEL_SPECS[kernel], needs, kind_of_device(jax.devices()[0]))]:
         return "", "", "", reasons[0]
     x = jnp.asarray(np.random.default_rng(1).standard_normal((1, num_tokens, width)), dtype)
     function, weights = gradient_function(shape, kernel, num_tokens), random_weights(shape, dtype)
@@ -156,7 +156,7 @@ def measure(
 
 
 def device_peak(device_kind: str) -> float | None:
-    """Return the peak of a device in operations per second; None if it is unknown."""
+    """Return the peak of a device in operations per second, or None if it is unknown."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device_kind), None)
 
 

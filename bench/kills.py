@@ -4,7 +4,7 @@
 
 In a share of the cases, bytes of the killed run's files are flipped, cut off or appended before the second run. The
 output of the second run must equal that of an uninterrupted run, bit by bit. The second run may also fail with an
-error that has a hint; then `--restart` must produce the same output. Prints one row per command; `wrong` must be 0.
+error that has a hint; then `--restart` must produce the same output. Prints one row per command. `wrong` must be 0.
 
 Conversions are forked from this process with all modules loaded, so that a kill interrupts the work, not the imports.
 """
@@ -87,9 +87,8 @@ class KillCounts:
     damaged: int = 0
     refused: int = 0
     wrong: int = 0
-    redone_nbytes: list[int] = field(
-        default_factory=list
-    )  # bytes written twice: before and after the kill (undamaged runs)
+    # Bytes that an undamaged run has written twice: before and after the kill.
+    redone_nbytes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ def command_line(name: str, out: str) -> list[str]:
 
 
 def start_command(folder: Path, command: Sequence[str]) -> BaseProcess:
-    """Start a command in a folder; its output goes to `stdout.txt` and `stderr.txt` there."""
+    """Start a command in a folder. Its output goes to `stdout.txt` and `stderr.txt` there."""
     process = multiprocessing.get_context("fork").Process(target=_run, args=(folder, command))
     process.start()
     return process
@@ -145,7 +144,7 @@ def make_bench(folder: Path, names: Sequence[str]) -> KillBench:
 
 
 def _run_to_end(folder: Path, command: Sequence[str]) -> str:
-    """Run a command to its end and return its stdout; raise RuntimeError if it fails."""
+    """Run a command to its end and return its stdout. Raise RuntimeError if it fails."""
     process = start_command(folder, command)
     process.join()
     if process.exitcode:
@@ -240,7 +239,7 @@ def kill_condition(
 
 
 def start_and_kill(bench: KillBench, name: str, out: Path, rng: random.Random) -> bool:
-    """Start a command and kill it; return whether it was still running."""
+    """Start a command, kill it, and return whether it was still running."""
     partial = out.with_name(f"{out.name}.partial")
     point = rng.choice(KILL_POINTS) if name != TRAIN else KILL_POINTS[0]
     process = start_command(bench.folder, command_line(name, out.name))
@@ -250,9 +249,8 @@ def start_and_kill(bench: KillBench, name: str, out: Path, rng: random.Random) -
     process.kill()
     process.join()
     deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while (partial / ".prep/lock").exists() and is_locked(
-        partial / ".prep/lock"
-    ):  # workers end with their parent
+    # Workers end a moment after their parent.
+    while (partial / ".prep/lock").exists() and is_locked(partial / ".prep/lock"):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{partial} is still locked")
         time.sleep(0.01)
@@ -260,7 +258,7 @@ def start_and_kill(bench: KillBench, name: str, out: Path, rng: random.Random) -
 
 
 def run_again(bench: KillBench, name: str, out: Path, *extra: str) -> tuple[int, str, int]:
-    """Run a command to its end; return exit code, output and written bytes."""
+    """Run a command to its end, and return exit code, output and written bytes."""
     process = start_command(bench.folder, [*command_line(name, out.name), *extra])
     process.join()
     outputs = [(bench.folder / file).read_text() for file in ("stdout.txt", "stderr.txt")]
@@ -360,7 +358,7 @@ def log(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Kill the requested commands and print the table; return 1 if an output was wrong."""
+    """Kill the requested commands, print the table, and return 1 if an output was wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.kills", description=(__doc__ or "").partition("\n")[0]
     )

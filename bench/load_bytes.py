@@ -59,7 +59,7 @@ def sent_nbytes(options: argparse.Namespace) -> int:
 
 
 def load_with_prep(options: argparse.Namespace) -> tuple[Any, int, int]:
-    """Load the parameters in float32; return them and the bytes read by loading and by opening."""
+    """Load the parameters in float32, and return them and the bytes read by loading and by opening."""
     from jax.experimental import multihost_utils
 
     from prepcli.restore.params import open_model
@@ -115,7 +115,7 @@ def load_with_orbax(options: argparse.Namespace) -> tuple[Any, int, int]:
 
 
 def run_worker(options: argparse.Namespace, index: int) -> dict[str, float]:
-    """Load once; return the cost in this process."""
+    """Load once, and return the cost in this process."""
     import jax
     from jax.experimental import multihost_utils
 
@@ -143,7 +143,7 @@ def run_worker(options: argparse.Namespace, index: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def serve_remotely(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Serve the checkpoint as a bucket and a hub; yield what `bench.counting_store` prints."""
+    """Serve the checkpoint as a bucket and a hub, and yield the output of `bench.counting_store`."""
     command = [
         sys.executable,
         "-m",
@@ -163,7 +163,7 @@ def serve_remotely(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def run_load(options: argparse.Namespace, mesh: str, load: str) -> list[dict[str, float]]:
-    """Load once with cold files; return the cost of each process."""
+    """Load once with cold files, and return the cost of each process."""
     drop_page_cache(options.checkpoint)
     command = [
         sys.executable,

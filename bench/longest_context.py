@@ -3,7 +3,7 @@
     python -m bench.longest_context --limit-gib 8 --dtype bfloat16
     python -m bench.longest_context --limit-gib 8 --dtype bfloat16 --topology v5e:2x2
 
-The limit applies to the temporaries of loss and gradients of one sequence in the compiler's plan; parameters, their
+The limit applies to the temporaries of loss and gradients of one sequence in the compiler's plan. Parameters, their
 gradients and the batch are not counted. The plan is for a CPU, which widens bfloat16 to float32, or with `--topology`
 for one chip of a TPU, which needs the package libtpu but no TPU.
 """
@@ -28,11 +28,11 @@ FIRST_TOKENS = 4096
 
 
 def longest_context(fits: Callable[[int], bool], resolution: int = 1024) -> int:
-    """Return the largest multiple of `resolution` that fits, by doubling and bisection; 0 if none does.
+    """Return the largest multiple of `resolution` that fits, by doubling and bisection, or 0 if none does.
 
     Args:
-        fits: Whether a number of tokens fits; false for all larger numbers once it is false.
-        resolution: Difference between the numbers that are tried last; a divisor of FIRST_TOKENS.
+        fits: Returns whether a number of tokens fits. If a number does not fit, no larger number may fit.
+        resolution: Step between the tested numbers of tokens at the end of the search. It divides FIRST_TOKENS.
     """
     high = FIRST_TOKENS
     while fits(high):
@@ -45,7 +45,7 @@ def longest_context(fits: Callable[[int], bool], resolution: int = 1024) -> int:
 
 
 def measure_longest(forward_config: ForwardConfig, limit_nbytes: int, resolution: int) -> int:
-    """Return the longest context within a limit of temporaries; a step that does not compile exceeds it."""
+    """Return the longest context within a limit of temporaries. A step that does not compile exceeds it."""
     import jax
 
     model = llama(MODEL_SIZES["7b-layer"])

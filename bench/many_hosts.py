@@ -29,7 +29,7 @@ GB = 10**9
 STATE_COPIES = 3  # parameters and two moments, float32
 HEARTBEAT_NBYTES = 150
 HEARTBEAT_TIMEOUT_S = 60.0
-CHUNK_ENTRY_NBYTES = 60  # of a chunk in the OCDBT manifest tree, before compression
+CHUNK_ENTRY_NBYTES = 60  # entry of a chunk in the OCDBT index, before compression
 NUM_CALLS = 4000
 
 
@@ -106,9 +106,8 @@ def estimate(
     )
     yield "start: processes that connect and are compared", f"{3 * num_hosts / rates.writes:.1f} s"
     interval_s = WatchSettings(HEARTBEAT_TIMEOUT_S, 0.0, {}).interval_s(num_hosts)
-    calls_per_s = (
-        2 * num_hosts / interval_s
-    )  # each process writes its heartbeat and reads the decision of process 0
+    # Each process writes its heartbeat and reads the decision of process 0.
+    calls_per_s = 2 * num_hosts / interval_s
     yield f"heartbeats: calls at process 0, every {interval_s:.0f} s", f"{calls_per_s:,.0f}/s"
     yield "  share of what the service answers here", f"{calls_per_s / rates.writes:.0%}"
     yield "load: bytes from storage, each once", f"{param_nbytes / GB:,.1f} GB"

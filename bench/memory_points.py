@@ -27,7 +27,7 @@ from trainer.planning.step_inputs import step_inputs
 from trainer.recipe import Recipe
 
 MIB = 1 << 20
-NUM_CPU_DEVICES = 8  # of loss and gradients, which are compiled in this process
+NUM_CPU_DEVICES = 8  # devices of this process, for the compilation of loss and gradients
 MAX_CHANGE = 0.02
 HEADER = ("point", "recorded MiB", "compiled MiB", "estimated MiB", "estimated / compiled")
 DENSE = "--dtype float32 --kernel reference --ffn-chunk -1 "
@@ -139,6 +139,27 @@ FAMILY_POINTS = whole_steps(
     (f"--size t5 {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 6303),
     (f"--size t5 {DENSE}--rows 4 --tokens 1024{INPUT}", 2557),
 )
+RECURRENT_POINTS = whole_steps(
+    (f"--size lfm2 {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 2745),
+    (f"--size lfm2 {DENSE}--rows 4 --tokens 1024{INPUT}", 1978),
+    (f"--size qwen3_5 {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 3907),
+    (f"--size qwen3_5 {DENSE}--rows 4 --tokens 1024{INPUT}", 2848),
+    (f"--size qwen3_next {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 5239),
+    (f"--size qwen3_next {DENSE}--rows 4 --tokens 1024{INPUT}", 4265),
+    (f"--size mamba2 {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 2518),
+    (f"--size mamba2 {DENSE}--rows 4 --tokens 1024{INPUT}", 1448),
+    (f"--size bamba {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 3976),
+    (f"--size bamba {DENSE}--rows 4 --tokens 1024{INPUT}", 2637),
+    (f"--size granite_hybrid {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 4285),
+    (f"--size granite_hybrid {DENSE}--rows 4 --tokens 1024{INPUT}", 3119),
+    (f"--size lfm2-first {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 2855),
+    (f"--size lfm2-first {DENSE}--rows 4 --tokens 1024{INPUT}", 2129),
+    (f"--size qwen3_5-period {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 3086),
+    (f"--size qwen3_5-period {DENSE}--rows 4 --tokens 1024{INPUT}", 2940),
+    (f"--size lfm2 {CHUNKS}--rows 1 --tokens 8192{INPUT}", 1590),
+    (f"--size qwen3_5 {CHUNKS}--rows 1 --tokens 8192{INPUT}", 2912),
+    (f"--size mamba2 {CHUNKS}--rows 1 --tokens 8192{INPUT}", 1571),
+)
 LENGTH_POINTS = gradients(
     (f"{DENSE}--tokens 8192{NO_REMAT}", 15386),
     (f"{DENSE}--tokens 8192{INPUT}", 8925),
@@ -178,6 +199,7 @@ POINTS = (
     + DEEP_POINTS
     + MESH_POINTS
     + FAMILY_POINTS
+    + RECURRENT_POINTS
     + LENGTH_POINTS
     + NAME_POINTS
     + TPU_POINTS

@@ -33,7 +33,7 @@ BASE, ADAPTER, MERGED = "base", "adapter", "merged"
 RANK, ALPHA, STD = 16, 32.0, 0.02
 MIB = 1 << 20
 HALF_ULP = 2.0**-8  # largest relative error of rounding to bfloat16
-FLOAT32_ERROR = 1e-8  # of a sum of `RANK` products and a value of the base
+FLOAT32_ERROR = 1e-8  # error of a float32 sum of `RANK` products and a value of the base
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Comparison:
     n_equal_tensors: int = 0
 
     def add(self, base: np.ndarray, merged: np.ndarray, *, exact: np.ndarray) -> None:
-        """Count the values of a tensor; raise SystemExit if one is not the exact value, rounded."""
+        """Count the values of a tensor. Raise SystemExit if one is not the exact value, rounded."""
         error = np.abs(merged.astype(np.float64) - exact)
         if (error > HALF_ULP * np.abs(exact) + FLOAT32_ERROR).any():
             raise SystemExit(f"a merged value is wrong by {error.max()}")
@@ -78,7 +78,7 @@ def write_adapter(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def run_prep(work: Path, *words: str | Path) -> CommandCost:
-    """Run a prep command on paths of the working folder; raise SystemExit if it fails."""
+    """Run a prep command on paths of the working folder. Raise SystemExit if it fails."""
     cost = measure([sys.executable, "-m", "prepcli", *words, "--quiet"])
     if cost.exit_code:
         raise SystemExit(f"prep {words[0]}: {cost.stderr}")
@@ -95,7 +95,7 @@ def open_tensors(folder: Path) -> dict[str, Callable[[], np.ndarray]]:
 
 
 def compare(work: Path) -> Comparison:
-    """Compare the merged model with base + alpha / rank B A in float64; raise SystemExit for an unexplained value."""
+    """Compare the merged model with base + alpha / rank B A in float64. Raise SystemExit for an unexplained value."""
     result = Comparison()
     bases, adapters, merged_tensors = (
         open_tensors(work / name) for name in (BASE, ADAPTER, MERGED)

@@ -45,7 +45,7 @@ class CommandCost:
 
 
 def measure(command: Sequence[str | Path], period_s: float = PERIOD_S) -> CommandCost:
-    """Run a command and return its cost; an exception in this process kills the command's session."""
+    """Run a command and return its cost. An exception in this process kills the command's session."""
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         start_s = time.perf_counter()
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
@@ -135,7 +135,7 @@ def process_tree(root_pid: int) -> list[int]:
 
 
 def anonymous_nbytes(pid: int) -> int:
-    """Return the anonymous and shared memory of a process in bytes; 0 if it has ended."""
+    """Return the anonymous and shared memory of a process in bytes, or 0 if it has ended."""
     fields = dict(
         line.split(":", 1) for line in _read(PROC / str(pid) / "status").splitlines() if ":" in line
     )

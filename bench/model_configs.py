@@ -18,7 +18,7 @@ MODEL_SIZES["7b-layer"] = MODEL_SIZES["7b"] | {"num_hidden_layers": 1}
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 1 << 17}
 DEEP = LLAMA | MODEL_SIZES["small"] | {"num_hidden_layers": 8}
-# by name, with `model_type`: LLaMA in the sizes above and three more, and models of other families with width 512
+# By name, with `model_type`: LLaMA in the sizes above and three more, and models of other families with width 512.
 MODEL_CONFIGS: dict[str, dict[str, Any]] = {name: LLAMA | size for name, size in MODEL_SIZES.items()} | {
     "13b": LLAMA | {
         "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "intermediate_size": 13824,
@@ -67,4 +67,40 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {name: LLAMA | size for name, size in
         "relative_attention_max_distance": 128, "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0,
         "pad_token_id": 0,
     },
+    "lfm2": {
+        "model_type": "lfm2", "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "intermediate_size": 2048, "vocab_size": 32000,
+        "layer_types": ["conv", "conv", "full_attention"] * 2,
+    },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 128, "intermediate_size": 1376, "vocab_size": 32000,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 128, "moe_intermediate_size": 192, "vocab_size": 32000,
+        "shared_expert_intermediate_size": 192, "num_experts": 32, "num_experts_per_tok": 4,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    },
+    "mamba2": {
+        "model_type": "mamba2", "hidden_size": 512, "num_hidden_layers": 6, "num_heads": 16, "head_dim": 64,
+        "n_groups": 1, "state_size": 128, "vocab_size": 32000,
+    },
+    "bamba": {
+        "model_type": "bamba", "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "intermediate_size": 1376, "vocab_size": 32000, "attn_layer_indices": [2, 5],
+        "mamba_n_heads": 16, "mamba_d_state": 128,
+    },
+    "granite_hybrid": {
+        "model_type": "granitemoehybrid", "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "intermediate_size": 192, "shared_intermediate_size": 384, "vocab_size": 32000,
+        "layer_types": ["mamba", "mamba", "attention"] * 2, "num_local_experts": 16, "num_experts_per_tok": 4,
+        "mamba_n_heads": 16, "mamba_d_state": 128,
+    },
 }  # fmt: skip
+# Some or all layers are outside the scan: two layers before two periods, and a single period.
+MODEL_CONFIGS["lfm2-first"] = MODEL_CONFIGS["lfm2"] | {
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"]
+}
+MODEL_CONFIGS["qwen3_5-period"] = MODEL_CONFIGS["qwen3_5"] | {"num_hidden_layers": 4}

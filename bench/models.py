@@ -39,24 +39,25 @@ BLOCK_NBYTES = 8 << 20
 SHARD_NBYTES = 5 * 10**9
 SEED = 0
 STD = 0.02
-NO_LENGTH_LIMIT = 10**30  # as transformers writes a missing limit
+NO_LENGTH_LIMIT = 10**30  # transformers writes this number for a missing limit
+# Sign and mantissa bits of a value.
 FREE_BITS = {
     "float32": 0x807FFFFF,
     "float16": 0x83FF,
     "bfloat16": 0x807F,
-}  # sign and mantissa bits of a value
+}
 KEY_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplication modulo 2^n is injective
 
 
 @dataclass(frozen=True, slots=True)
 class RandomBlock:
-    """A block of random normals as 64-bit words; XOR with a key changes the values and keeps them finite."""
+    """A block of random normals as 64-bit words. XOR with a key changes the values and keeps them finite."""
 
     words: npt.NDArray[np.uint64]
     free_bits: tuple[int, ...]  # bits of a word that keys may flip
 
     def key(self, number: int) -> np.uint64:
-        """Return the key of block `number`; keys of different numbers below 2^32 differ in every dtype."""
+        """Return the key of block `number`. Keys of different numbers below 2^32 differ in every dtype."""
         mixed_number = number * KEY_MULTIPLIER % (1 << len(self.free_bits))
         return np.uint64(
             sum((mixed_number >> index & 1) << bit for index, bit in enumerate(self.free_bits))
@@ -64,7 +65,7 @@ class RandomBlock:
 
 
 def tensor_entries(config: HFConfig) -> list[LayoutEntry]:
-    """Return the tensors of a model's file, layer by layer; raise PrepError for an invalid config."""
+    """Return the tensors of a model's file, layer by layer. Raise PrepError for an invalid config."""
     family = family_of(config)
     dtype = str(config["torch_dtype"])
     tied = family.tying.head_leaf if family.is_tied(config) else None
@@ -106,7 +107,7 @@ def _file_order(path: str, stack_index: Mapping[str, int]) -> tuple[float, int]:
 def write_model(
     folder: Path, config: HFConfig, shard_nbytes: int = SHARD_NBYTES, sparse: bool = False
 ) -> int:
-    """Write a model into a new folder; equal arguments give equal bytes.
+    """Write a model into a new folder. Equal arguments give equal bytes.
 
     Args:
         folder: Folder to create.
@@ -120,9 +121,8 @@ def write_model(
     model_entries = tensor_entries(config)
     folder.mkdir(parents=True)
     groups = split_into_shards(model_entries, shard_nbytes)
-    layouts = lay_out_files(
-        [(name, sorted(group), None) for name, group in groups]
-    )  # sorted within a file, like safetensors does
+    # The tensors of a file are sorted, as in files of the safetensors library.
+    layouts = lay_out_files([(name, sorted(group), None) for name, group in groups])
     values, numbers = (
         None if sparse else _make_random_block(str(config["torch_dtype"])),
         itertools.count(),

@@ -4,7 +4,7 @@
     python -m bench.moe --shapes mixtral --tokens 1,8,4096 --dtype bfloat16 --repeats 5
 
 Both run alternately in one process. `rows` are the rows that all experts compute, with those that fill the last block
-of each expert; the floating-point operations of a pass are proportional to them. Times are medians.
+of each expert. The floating-point operations of a pass are proportional to them. Times are medians.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainer.nn.mlp import mlp_hidden
 from trainer.nn.moe import moe_mlp
 from trainer.nn.router import route
 
-WIDTH = 512  # of the residual stream; the published models have 4096 and 2048
+WIDTH = 512  # width of the residual stream. The published models have 4096 and 2048.
 SHAPES: dict[str, dict[str, Any]] = {
     "mixtral": {
         "model_type": "mixtral", "hidden_size": WIDTH, "intermediate_size": 1792, "num_local_experts": 8,
@@ -63,7 +63,7 @@ MlpFunction = Callable[[Array, Mapping[str, Any]], Array]
 def dense_moe_mlp(
     x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext
 ) -> Array:
-    """Compute the weighted sum of each token's experts; every expert computes every token, one expert at a time."""
+    """Compute the weighted sum of each token's experts. Every expert computes every token, one expert at a time."""
     routing = route(x, weights["router"], arch_config, ExpertSharding())
     num_experts = len(weights["router"]["weight"])
     selected = nn.one_hot(routing.experts, num_experts, axis=0)  # [experts, B, T, K]
@@ -106,7 +106,7 @@ def num_sparse_rows(routing: Routing, num_experts: int) -> int:
 
 
 def median_times_ms(functions: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
-    """Run the functions alternately; return the median time of each."""
+    """Run the functions alternately, and return the median time of each."""
     times: list[list[float]] = [[] for _ in functions]
     for repeat in range(repeats + 1):  # the first compiles
         for function, function_times in zip(functions, times):

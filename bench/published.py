@@ -79,7 +79,7 @@ def _llama_like(
     vocab: int,
     **more: Any,
 ) -> HFConfig:
-    """Return a LLaMA-style config; `common` has the fields that all models of a generation share."""
+    """Return a LLaMA-style config. `common` has the fields that all models of a generation share."""
     sizes = {"hidden_size": embed, "intermediate_size": mlp, "num_hidden_layers": layers}
     counts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab}
     usual = {

@@ -312,7 +312,7 @@ def read_gguf(path: Path) -> str:
 def decode_start(blob: Path | Blob) -> str:
     """Return a fingerprint of the first MiB of decoded weights."""
     assert isinstance(blob, DequantizedBlob)
-    values = np.empty(min(blob.starts()[-1], MIB), np.uint8)
+    values = np.empty(min(blob.starts[-1], MIB), np.uint8)
     with contextlib.closing(blob.open()) as reader:
         reader.read_at(0, values)
     return xxhash.xxh3_128_hexdigest(values.tobytes())
@@ -334,7 +334,7 @@ def read_dcp(path: Path) -> str:
 
 
 def read_records(path: Path, file_type: FileType) -> str:
-    """Read a file to its end, with all values; return a fingerprint of them.
+    """Read a file to its end, with all values, and return a fingerprint of them.
 
     Raises:
         PrepError: The file, or at least one of its rows, is invalid.
@@ -517,7 +517,7 @@ def fuzz_format(name: str, mutations: int, *, seed: int = 0) -> Result:
 
 
 def collect(child: subprocess.Popen[bytes], result: Result, name: str, first: int) -> int:
-    """Count the outcomes of a child; return the number of mutations that it has read."""
+    """Count the outcomes of a child, and return the number of mutations that it has read."""
     assert child.stdout is not None
     os.set_blocking(child.stdout.fileno(), False)
     selector = selectors.DefaultSelector()

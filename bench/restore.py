@@ -37,7 +37,7 @@ class RestoreCost:
 
 
 def drop_page_cache(folder: Path) -> int:
-    """Drop the pages of all files from the page cache; return their bytes."""
+    """Drop the pages of all files from the page cache, and return their bytes."""
     total = 0
     for path in folder.rglob("*"):
         if path.is_file():
@@ -142,7 +142,7 @@ def cost_text(cost: RestoreCost, verify: bool) -> str:
 
 
 def summary_text(pairs: Sequence[tuple[RestoreCost, RestoreCost]]) -> str:
-    """Return the fastest restores of both kinds and their ratio; the first of each pair is the checked one."""
+    """Return the fastest restores of both kinds and their ratio. The first of each pair is the checked one."""
     checked, unchecked = (min(cost.seconds for cost in costs) for costs in zip(*pairs))
     cpu = [sum(cost.cpu_seconds for cost in costs) / len(pairs) for costs in zip(*pairs)]
     wall = (
@@ -165,9 +165,8 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["JAX_NUM_CPU_DEVICES"] = str(DEVICES)
     pairs: list[tuple[RestoreCost, RestoreCost]] = []
-    restore(
-        options.checkpoint, options.mesh, verify=False, start=options.start
-    )  # warm-up, not counted: JAX compiles
+    # A warm-up, which is not counted: JAX compiles its programs.
+    restore(options.checkpoint, options.mesh, verify=False, start=options.start)
     for number in range(options.pairs):
         costs: dict[bool, RestoreCost] = {}
         for verify in (False, True) if number % 2 else (True, False):

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def write_run(folder: Path, num_lines: int) -> int:
-    """Write a run with one line per step, and an evaluation every EVAL_EVERY steps; return the bytes of its metrics."""
+    """Write a run with a line per step and an evaluation every EVAL_EVERY steps. Return the size of its metrics."""
     folder.mkdir(parents=True)
     (folder / RECIPE_FILE).write_text('name = "run"\n')
     random = np.random.default_rng(0)
@@ -78,7 +78,7 @@ def _line(step: int, noise: float) -> dict[str, float | None]:
 
 
 def measure_report(run: Path) -> dict[str, float]:
-    """Run `prep report` in a process of its own; return its seconds, peak memory and the size of the page."""
+    """Run `prep report` in a process of its own, and return its seconds, peak memory and the size of the page."""
     started_s = time.monotonic()
     command = [sys.executable, "-m", "prepcli", "report", str(run), "--quiet"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

@@ -42,7 +42,8 @@ PERIOD_S = 0.01
 PREP, PREP_FOREGROUND = "prep", "prep, foreground"
 ORBAX, ORBAX_FOREGROUND = "Orbax AsyncCheckpointer", "Orbax Checkpointer"
 SYSTEMS = (PREP, ORBAX, PREP_FOREGROUND, ORBAX_FOREGROUND)
-SaveStart = Callable[[int, Any], Callable[[], object]]  # (step, state) -> wait
+# Starts the save of (step, state), and returns a function that waits for its end.
+SaveStart = Callable[[int, Any], Callable[[], object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def start_systems(out: Path, init: Path, group: Any) -> dict[str, SaveStart]:
 
 
 def make_state(init: Path) -> tuple[Any, Callable[[Any], Any]]:
-    """Return a training state with values in all leaves, and a step that changes them; the state is donated."""
+    """Return a training state with values in all leaves, and a step that changes them. The state is donated."""
     import jax
     import jax.numpy as jnp
 
@@ -165,7 +166,7 @@ def run_worker(work: Path, rounds: int, systems: Sequence[str]) -> None:
     state, step = make_state(init)
     starts = start_systems(out, init, group)
     costs: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
-    for number in range(rounds + 1):  # the first one is not counted
+    for number in range(rounds + 1):  # the first round is a warm-up
         for position, name in enumerate(systems):
             print("saving", name, flush=True)
             cost, state = measure_save(starts[name], number * len(systems) + position, state, step)
@@ -228,7 +229,7 @@ def _row(
 
 
 def kill_in_save(work: Path, name: str) -> str:
-    """Kill a process in the middle of its second save with SIGKILL; return the names that it leaves."""
+    """Kill a process in the middle of its second save with SIGKILL, and return the names that it leaves."""
     remove(work / "out")
     (process,) = start_workers(work, 1, 100, [name])
     assert process.stdout

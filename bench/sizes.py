@@ -4,7 +4,7 @@
     python -m bench.sizes --work FOLDER --all --mesh 1,8,1    # all aliases
     python -m bench.sizes --work FOLDER --run mistral-7b      # with values: converted, verified, deleted
 
-Sparse models take no disk; `--run` takes twice the model.
+Sparse models take no disk. `--run` takes twice the model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def largest_aliases() -> list[str]:
 
 
 def plan_model(work: Path, name: str, options: Sequence[str]) -> SizeRow:
-    """Plan the conversion of a sparse model; raise SystemExit if prep fails."""
+    """Plan the conversion of a sparse model. Raise SystemExit if prep fails."""
     model = work / f"bench-{name}-sparse"
     remove(model)
     write_model(model, published_config(name), sparse=True)

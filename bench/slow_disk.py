@@ -43,7 +43,7 @@ def slow_disk(work: Path, mb_s: int, nbytes: int) -> Iterator[Path]:
     Args:
         work: Folder for its image, on a faster disk.
         mb_s: Limit of its reads, and of its writes, in MB/s.
-        nbytes: Size of its file system; the image is sparse.
+        nbytes: Size of its file system. The image is sparse.
 
     Yields:
         Mount point of the disk.

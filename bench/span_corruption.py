@@ -2,7 +2,7 @@
 
     python -m bench.span_corruption --work FOLDER [--steps 300]
 
-Needs the `parity` extra: transformers creates the initial weights. The last tenth of the text is held out; its spans
+Needs the `parity` extra: transformers creates the initial weights. The last tenth of the text is held out. Its spans
 are the same in every evaluation. For comparison, the loss of a model that predicts each token of a target by its
 frequency alone is printed.
 """
@@ -49,7 +49,7 @@ holdout = 0.1
 
 
 def write_corpus(folder: Path) -> list[str]:
-    """Write the pages of the documentation as text files; return their texts."""
+    """Write the pages of the documentation as text files, and return their texts."""
     folder.mkdir(parents=True)
     root = Path(__file__).parents[1]
     texts = [
@@ -61,7 +61,7 @@ def write_corpus(folder: Path) -> list[str]:
 
 
 def write_random_model(folder: Path, texts: list[str]) -> int:
-    """Write a random T5 with a tokenizer trained on the texts; return its parameter count."""
+    """Write a random T5 with a tokenizer trained on the texts, and return its parameter count."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import T5Config, T5ForConditionalGeneration, set_seed
 
@@ -72,9 +72,8 @@ def write_random_model(folder: Path, texts: list[str]) -> int:
     tokenizer.train_from_iterator(
         texts, VOCAB - N_SENTINELS, special_tokens=["<pad>", "</s>"], show_progress=False
     )
-    tokenizer.add_special_tokens(
-        [f"<extra_id_{i}>" for i in reversed(range(N_SENTINELS))]
-    )  # the first has the last id
+    # The first sentinel has the last id.
+    tokenizer.add_special_tokens([f"<extra_id_{i}>" for i in reversed(range(N_SENTINELS))])
     tokenizer.save(str(folder / "tokenizer.json"))
     return model.num_parameters()
 

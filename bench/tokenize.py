@@ -3,9 +3,9 @@
     python -m bench.tokenize --work FOLDER --megabytes 500 --rounds 3
     python -m bench.tokenize --work FOLDER --megabytes 50 --kills 20
 
-The corpus is JSON Lines of sentences of Zipf-distributed words; the tokenizer is a byte-level BPE of 32,000 tokens like
+The corpus is JSON Lines of sentences of Zipf-distributed words. The tokenizer is a byte-level BPE of 32,000 tokens like
 GPT-2's, trained on a part of it. Systems alternate, each in a process of its own. Times are those of the work without
-imports; memory is that of the process tree. `--kills` kills prep at random moments until the corpus is tokenized, and
+imports. Memory is that of the process tree. `--kills` kills prep at random moments until the corpus is tokenized, and
 compares the store with that of an undisturbed run.
 """
 
@@ -37,7 +37,7 @@ CORPUS, TOKENIZER, STORES, DATASETS = "corpus.jsonl", "tokenizer.json", "stores"
 VOCAB, BATCH_DOCUMENTS = 32_000, 1000
 SENTENCES, WORDS = 50_000, 60_000
 MAX_KILL_S = 4.0
-REPORTING = "prep-reporting"  # prep, with a line of bytes done after each batch
+REPORTING = "prep-reporting"  # prep with progress: a line of bytes done after each batch
 STORE_FILES = ("tokens.bin", "documents.bin", META_FILE)
 
 
@@ -92,7 +92,7 @@ def prepare_raw(folder: Path) -> Callable[[], None]:
 
 
 def prepare_datasets(folder: Path) -> Callable[[], None]:
-    """Return the `datasets.map` that encodes the documents in two processes; they are converted to Arrow before."""
+    """Return the `datasets.map` that encodes the documents in two processes. They are converted to Arrow before."""
     from datasets import load_dataset
 
     tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
@@ -116,7 +116,7 @@ def prepare_prep(folder: Path) -> Callable[[], None]:
 
 
 def make_store(folder: Path, report: Callable[[int], None] = lambda nbytes: None) -> None:
-    """Make the token store; the bytes done are reported, first those of an interrupted run."""
+    """Make the token store. The bytes done are reported, first those of an interrupted run."""
     config = TokenizeConfig(
         type="json",
         paths=(str(folder / CORPUS),),
@@ -152,7 +152,7 @@ def cpu_seconds() -> float:
 
 
 def compare(folder: Path, systems: Sequence[str], rounds: int) -> str:
-    """Return a table of rates and peak memory; systems alternate, in the reverse order in every second round."""
+    """Return a table of rates and peak memory. Systems alternate, in the reverse order in every second round."""
     megabytes = (folder / CORPUS).stat().st_size / 1e6
     costs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in systems}
     for number in range(rounds):
@@ -182,7 +182,7 @@ def child_command(*arguments: str, folder: Path) -> list[str]:
 
 
 def kill_runs(folder: Path, count: int, rng: random.Random) -> str:
-    """Kill runs at random moments, then compare the store with that of an undisturbed one; return the result."""
+    """Kill runs at random moments, then compare the store with that of an undisturbed one, and return the result."""
     shutil.rmtree(folder / STORES, ignore_errors=True)
     make_store(folder)
     expected = read_store(folder)
@@ -203,7 +203,7 @@ def kill_runs(folder: Path, count: int, rng: random.Random) -> str:
 
 
 def kill_run(folder: Path, seconds: float) -> list[int] | None:
-    """Kill a run some seconds after it begins to tokenize; return the bytes done over time, None if it ended."""
+    """Kill a run some seconds after it begins to tokenize. Return the bytes done over time, or None if it ended."""
     command = child_command("--run", REPORTING, folder=folder)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -217,7 +217,7 @@ def kill_run(folder: Path, seconds: float) -> list[int] | None:
 
 
 def read_store(folder: Path) -> dict[str, bytes]:
-    """Return the files of the only store; raise ValueError if there are other folders."""
+    """Return the files of the only store. Raise ValueError if there are other folders."""
     (store,) = (path for path in (folder / STORES).iterdir() if path.is_dir())
     if {path.name for path in store.iterdir()} != set(STORE_FILES):
         raise ValueError(f"{store} has other files than a store")

@@ -33,7 +33,7 @@ NonNegativeInt = Annotated[int, Minimum(0)]
 
 @dataclass(frozen=True, slots=True)
 class OptionSpec:
-    """What an option is besides its name and its type.
+    """Properties of an option besides its name and its type.
 
     Attributes:
         metavar: Value in the help of the command line. None for a flag.

@@ -13,7 +13,8 @@ import sys
 import tempfile
 from importlib.metadata import version
 
-FAST_COMPILE_FLAGS = {  # by version of jaxlib: an unknown flag ends the process
+# Flags by version of jaxlib, because a flag that a version does not know ends the process.
+FAST_COMPILE_FLAGS = {
     "0.10": (
         "--xla_backend_optimization_level=0",
         "--xla_cpu_use_fusion_emitters=false",
@@ -29,21 +30,17 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 user_flags = os.environ.get(FLAGS, "").split()
 compile_flags = FAST_COMPILE_FLAGS.get(".".join(version("jaxlib").split(".")[:2]), ())
-flags = [
-    *(flag for flag in compile_flags if flag not in user_flags),
-    *user_flags,
-]  # the last one wins
+# XLA uses the last of several values of a flag, so the flags of the user come last.
+flags = [*(flag for flag in compile_flags if flag not in user_flags), *user_flags]
 os.environ[FLAGS] = " ".join(flags)
 if CACHE not in os.environ:
-    cache_folder = tempfile.TemporaryDirectory(
-        prefix="prep-tests-"
-    )  # deleted when this process exits
+    # The folder is deleted when this process exits.
+    cache_folder = tempfile.TemporaryDirectory(prefix="prep-tests-")
     os.environ |= {CACHE: cache_folder.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     # of an entry that another process is still writing, which is compiled again; commands must not print it
     os.environ.setdefault(
         "PYTHONWARNINGS", "ignore:Error reading persistent compilation cache entry:UserWarning"
     )
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # background job of a shell: commands would inherit it
+# A shell makes its background jobs ignore SIGINT, and commands would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

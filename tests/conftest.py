@@ -1,4 +1,4 @@
-"""There so that pytest imports the package first, once for all of its processes, and what they compile is shared."""
+"""Settings of pytest for all tests. It also makes pytest import `tests` first, with its environment variables."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 
 from hypothesis import settings
 
-settings.register_profile(
-    "prep", deadline=None
-)  # the time of an example depends on the load of the machine
+# The time of an example depends on the load of the machine, so no example has a deadline.
+settings.register_profile("prep", deadline=None)
 settings.load_profile("prep")
 
-COLLECT_EVERY = 20_000  # allocations; at the default of 700, garbage collection takes 5 % of the time of traces by JAX
+# Allocations between two garbage collections. At the default of 700, collections take 5 % of the
+# time of traces by JAX.
+COLLECT_EVERY = 20_000
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -65,18 +65,14 @@ PREPCLI = (
     ),
 )
 ORDER = (*(f"trainer.{name}" for name in TRAINER), *(f"prepcli.{name}" for name in PREPCLI))
-PLANNING = (
-    "grids",
-    "strided_copies",
-    "plan",
-    "slabs",
-    "coverage",
-)  # the same holds within planning
+# Modules of `prepcli.planning`. A module imports only modules before it in this list.
+PLANNING = ("grids", "strided_copies", "plan", "slabs", "coverage")
 
 PURE_PACKAGES = ("trainer.models", "prepcli.planning")
 # Libraries that turn values into text, without I/O.
 PURE_LIBRARIES = {"yaml"}
-USES_NUMPY = {"trainer.models.checkpoint_store"}  # its protocol hands over NumPy arrays
+# The checkpoint protocols exchange NumPy arrays.
+USES_NUMPY = {"trainer.models.checkpoint_store"}
 PURE_MODULES = {
     "prepcli.console.formatting",
     "prepcli.console.lists",
@@ -91,7 +87,8 @@ PURE_MODULES = {
     ),
     "trainer.planning.tpu_topologies",
 }
-COMPUTES = {  # modules that start jax, or list its devices
+# Modules that start jax, or list its devices.
+COMPUTES = {
     *(
         f"prepcli.training_runs.{name}"
         for name in (
@@ -139,14 +136,11 @@ COMPUTES = {  # modules that start jax, or list its devices
     ),
 }
 
-PROTOCOLS = {
-    "trainer.distributed",
-    "trainer.distributed.process_group",
-}  # no framework: a package name and a protocol
+# Modules of a package that may import jax, without jax themselves: the package and a protocol.
+PROTOCOLS = {"trainer.distributed", "trainer.distributed.process_group"}
 
-MODULES = (
-    module_paths()
-)  # their imports are read when a test needs them, not when tests are collected
+# The imports of a module are read when a test needs them, not when tests are collected.
+MODULES = module_paths()
 
 
 def reachable(module: str, *, without: Collection[str] = ()) -> set[str]:
@@ -266,8 +260,10 @@ PROCESS_QUERIES = {
     ),
 }
 ENVIRONMENT = {"environ", "getenv"}
-READS_ENVIRONMENT = {"trainer.recipe.loading"}  # `${NAME}` in paths
-NAMES_PROCESSES = {  # settings with the names of JAX, and the variables of launchers
+# Loading a recipe expands `${NAME}` in paths.
+READS_ENVIRONMENT = {"trainer.recipe.loading"}
+# Modules with settings under JAX's names, or with the variables of launchers.
+NAMES_PROCESSES = {
     *(f"trainer.models.{name}" for name in ("coordinator_address", "launchers", "process_address")),
     "trainer.recipe.run_tables",
 }

@@ -37,9 +37,8 @@ PAGES = [
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-OWN_TEST = (
-    ROOT / "docs" / "how-to" / "add-a-family.md"
-)  # changes the checkout; tested by test_add_a_family
+# The commands of this page change the checkout, so test_add_a_family runs them in a copy.
+OWN_TEST = ROOT / "docs" / "how-to" / "add-a-family.md"
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
+    """Return the code blocks of a page."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     return [Block(language, text) for language, text in found]
 

@@ -40,7 +40,7 @@ def families_page() -> str:
     """Return the page: a line for each family, with the first line of its module's docstring, and multimodal models."""
     rows: list[str] = []
     for name, family in sorted(FAMILIES.items()):
-        # Families may share `sizes`, but each has an architecture of its own.
+        # Families may share the function `sizes`, but each family has its own function `arch_config`.
         module = inspect.getmodule(family.arch_config)
         description = (inspect.getdoc(module) or "").splitlines()[0]
         rows.append(f"| `{name}` | {description} |\n")

@@ -36,7 +36,7 @@ def busy_machine(loops: int, writers: int, folder: Path) -> Iterator[None]:
     Args:
         loops: Number of busy loops.
         writers: Number of processes that write files.
-        folder: Existing folder on the disk to load; it is left as it was.
+        folder: Existing folder on the disk to load. It is left as it was.
     """
     parent = os.getpid()
     with tempfile.TemporaryDirectory(prefix="load-", dir=folder) as temporary:
@@ -76,7 +76,7 @@ def _write(parent: int, path: Path) -> None:
 
 
 def run_command(command: Sequence[str]) -> int:
-    """Run a command in a session of its own and return its exit status; kill its whole group if a signal ends this."""
+    """Run a command in a session of its own and return its exit status. Kill its whole group if a signal ends this."""
     process = subprocess.Popen(command, start_new_session=True)
     try:
         return process.wait()
@@ -110,7 +110,7 @@ def _exit_by_signal(number: int, _: FrameType | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command of the arguments beside the load; return 0 if all runs passed."""
+    """Run the command of the arguments beside the load, and return 0 if all runs passed."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.load", description="Run a command on a busy machine."
     )

@@ -16,7 +16,7 @@ Imports = Mapping[str, set[str]]
 BOX_WIDTH, BOX_HEIGHT, DUMMY_WIDTH = 132, 28, 40
 GAP, LAYER_HEIGHT, MARGIN = 24, 52, 16
 SWEEPS = 12
-COLORS = {"prepcli": "#dbeafe", "trainer": "#fde9d0"}  # of the boxes, by distribution
+COLORS = {"prepcli": "#dbeafe", "trainer": "#fde9d0"}  # colors of the boxes, by top-level package
 STYLE = (
     "rect{stroke:#64748b}text{font:13px sans-serif;text-anchor:middle;fill:#0f172a}"
     "polyline{fill:none;stroke:#64748b;stroke-width:1.4;marker-end:url(#tip)}"

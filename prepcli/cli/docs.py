@@ -26,7 +26,7 @@ def docs(
     options: DocsOptions,
     output_options: OutputOptions,
 ) -> int:
-    """List the pages of the documentation, or print one. Its path goes to stderr.
+    """List the pages of the documentation, or print one. The path of a page goes to stderr.
 
     Examples:
       prep docs

@@ -42,18 +42,21 @@ def main(args: Sequence[str] | None = None) -> int:
         0 on success, 1 on failure, 2 for a usage error, 75 when stopped by a signal (the written data is kept for
         the next run), 130 when interrupted.
     """
-    # First of all: a file opened earlier could get the descriptor of a closed stderr, and receive its messages.
+    # Nothing may open a file before this call: the file could get the descriptor of a closed stderr, and receive its
+    # messages.
     open_closed_streams()
     escape_unencodable()
     args = sys.argv[1:] if args is None else list(args)
     ui = _failure_ui(args)
     try:
         return _run(args, ui) or _flush_stdout(ui)
-    except SystemExit as error:  # raised by Typer to exit, also after a broken pipe
+    except SystemExit as error:
+        # Raised by Typer to exit, also after a broken pipe.
         return OK if error.code in (None, OK) else _broken_pipe_code(error.__context__, ui)
 
 
 def _run(args: Sequence[str], ui: Ui) -> int:
+    """Run a command, report an error or a stop signal, and return the exit code."""
     try:
         with raise_on_signal():
             # A signal that was blocked until now arrives here.
@@ -68,9 +71,8 @@ def _run(args: Sequence[str], ui: Ui) -> int:
         stop_error = _stopped_error("interrupted", args, INTERRUPTED, notes_of(error))
         return ui.finish(Report(error=stop_error, process=process_of(error)))
     except Exception as error:
-        if (
-            _flush_stdout(ui) != OK
-        ):  # the help text was not delivered, and this error is reported already
+        # If the help text was not delivered, this error is reported already.
+        if _flush_stdout(ui) != OK:
             return FAILED
         return ui.fail(_usage_error(error, ui.command, args) or _missing_folder_error() or error)
     return code or OK
@@ -98,12 +100,11 @@ def _command_names() -> list[str]:
 def _stopped_error(
     what: str, args: Sequence[str], code: int, durable_notes: Sequence[str]
 ) -> PrepError:
-    """Return the error of a stopped command; `durable_notes` name the work that a second run resumes from."""
+    """Return the error of a stopped command. `durable_notes` name the work that a second run resumes from."""
     if not durable_notes:
         return PrepError(what, code=code)
-    resume_command = shlex.join(
-        ["prep", *(word for word in args if word != "--restart")]
-    )  # --restart drops the work
+    # The command to resume has no --restart, because this option would delete the saved work.
+    resume_command = shlex.join(["prep", *(word for word in args if word != "--restart")])
     return PrepError(what, "; ".join(durable_notes), f"to resume: `{resume_command}`", code)
 
 
@@ -134,7 +135,7 @@ def _missing_folder_error() -> PrepError | None:
 
 
 def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepError | None:
-    """Convert a usage error of Typer to a PrepError; return None for any other error.
+    """Convert a usage error of Typer to a PrepError, and return None for any other error.
 
     Usage errors are recognised by `format_message`, because their class has moved between packages.
     """
@@ -205,7 +206,10 @@ def _unknown_options_error(path: str, options: Sequence[str], args: Sequence[str
 
 
 def _recipe_hint(option: str, args: Sequence[str]) -> str:
-    """Return a hint with the recipe key that replaces an option of other trainers, with the value from `args`."""
+    """Return a hint with the recipe key for an option of other trainers, and the value of the option in `args`.
+
+    For example `--lr 1e-5` gives a hint with `--set optimizer.lr=1e-5`.
+    """
     from trainer.recipe import option_hint
 
     index = next((i for i, word in enumerate(args) if word.partition("=")[0] == option), len(args))
@@ -216,7 +220,11 @@ def _recipe_hint(option: str, args: Sequence[str]) -> str:
 
 
 def _choice_hint(why: str) -> str:
-    """Return a suggestion for an invalid choice, from `'bf16' is not one of 'float32', 'bfloat16'`."""
+    """Return a suggestion for an invalid choice, or an empty text.
+
+    >>> _choice_hint("'bf16' is not one of 'float32', 'bfloat16'")
+    'did you mean `bfloat16`?'
+    """
     match = re.match(r"'(.*)' is not one of (.*)", why)
     if not match:
         return ""

@@ -20,10 +20,10 @@ COMPLETIONS = {"KIND[:N]": complete_devices}
 
 
 class Omit:
-    """Names of the options of a TypedDict that a command does not have, as metadata of its annotation."""
+    """Options of a TypedDict to leave out of a command, e.g. `Annotated[SaveInitOptions, Omit("step")]`."""
 
     def __init__(self, *names: str) -> None:
-        """Keep the names."""
+        """Keep the names of the options."""
         self.names = names
 
 
@@ -43,7 +43,7 @@ def typer_parameters(groups: Sequence[tuple[Any, Omit]]) -> list[Parameter]:
 
 
 def from_command_line(group: Any, omit: Omit, values: dict[str, Any]) -> dict[str, Any]:
-    """Take the options of a TypedDict from the values of a command.
+    """Remove the options of one TypedDict from a command's values, and return them as an operation takes them.
 
     Args:
         group: The TypedDict.
@@ -51,7 +51,7 @@ def from_command_line(group: Any, omit: Omit, values: dict[str, Any]) -> dict[st
         values: Values of all parameters of the command. The options of the group are removed.
 
     Returns:
-        The options as an operation takes them.
+        Value of each option by field name, e.g. {"verify": False} for `--no-verify`.
     """
     options: dict[str, Any] = {}
     for name, spec in option_specs(group).items():
@@ -96,7 +96,7 @@ def _parameter(group: Any, name: str, spec: OptionSpec) -> Parameter:
 
 
 def _is_negated(name: str, spec: OptionSpec) -> bool:
-    """Return whether the option of the command line sets False, e.g. `verify` of `--no-verify`."""
+    """Return whether an option of the command line sets its field to False, e.g. `--no-verify` the field `verify`."""
     return spec.flag == f"{NEGATION}{name}"
 
 

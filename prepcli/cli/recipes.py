@@ -44,12 +44,13 @@ def recipes(
     ui = output_options.open_console("recipes")
     out = options["out"]
     is_copy = words is not None and words[0] == COPY
-    # The bool is an index: `copy NAME` loses its first word.
-    names = words[is_copy:] if words else []
+    names = list(words or [])
+    if is_copy:
+        names.remove(COPY)
     if names[1:]:
         raise usage_error(
             f"unexpected word `{names[1]}`",
-            "one recipe at a time",
+            "the command takes the name of one recipe",
             f"`prep recipes copy {names[1]}`",
         )
     if is_copy and not names:

@@ -53,9 +53,11 @@ COMMANDS = (  # in the order of `--help`
     *(plan, train, report, evaluate, generate),
     *(demo, docs, models, recipes, check_family, env),
 )
-COMMAND_NAMES = {evaluate: "eval"}  # of functions that have another name than their command
+# Names of commands, where they differ from the name of the function.
+COMMAND_NAMES = {evaluate: "eval"}
 LAUNCH_COMMANDS = (slurm, tpu, gke, local)
-GUIDES = {  # page of `prep docs` about a command
+# The page of `prep docs` about each command.
+GUIDES = {
     "pad-vocab": "pad",
     "save-init": "convert",
     "reshard": "reshard",
@@ -80,11 +82,12 @@ GUIDES = {  # page of `prep docs` about a command
     "gke": "gke",
     "local": "several-processes",
 }
-ONE_PROCESS_COMMANDS = (demo,)  # conversions and `train` divide the work; all others only read
+# Several processes must not run these commands. Conversions and `train` divide their work, and all others only read.
+ONE_PROCESS_COMMANDS = (demo,)
 
 
 class CommandGroup(TyperGroup):
-    """Group of all commands, which keeps the notes of an interrupted command."""
+    """Group of all commands. If Ctrl-C ends a command, its notes about saved work stay with the exception."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Ctrl-C raises Interrupted, with notes about the work that is already saved."""
@@ -143,7 +146,10 @@ def command_name(command: Callable[..., int]) -> str:
 
 
 def _help_text(command: Callable[..., int]) -> str:
-    """Return a command's docstring with Click's marker against re-wrapping before its examples, and its guide."""
+    r"""Return the help text of a command: its docstring, and the page of `prep docs` about it.
+
+    Click's marker `\b` before the examples keeps their line breaks.
+    """
     text = cleandoc(command.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
     guide = GUIDES.get(command_name(command))
     return f"{text}\n\nGuide: prep docs {guide}" if guide else text

@@ -1,4 +1,4 @@
-"""Typer commands that reject empty values, and launchers of several processes."""
+"""Typer commands with stricter checks: no option may be empty, and some commands run in one process only."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from prepcli.console.bounded_text import shorten
 from prepcli.errors import UsageError, usage_error
 from prepcli.planning.shares import launcher_share
 
-MAX_INTEGER = (
-    1 << 63
-) - 1  # of options: sizes in bytes that are computed from them stay numbers of any library
+# Limit of numbers in options: sizes in bytes computed from them must fit the integers of every library.
+MAX_INTEGER = (1 << 63) - 1
 MAX_SHOWN_DIGITS = 41
 FREE_TEXT_OPTIONS = ("prompts",)  # options whose value is free text, which may be empty
 
@@ -26,11 +25,10 @@ class StrictCommand(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse `args`; raise a UsageError that names the first empty value."""
+        """Parse `args`. Raise a UsageError that names the first empty value."""
         # The parser removes words from its list, so it gets a copy.
-        values, _, _ = self.make_parser(ctx).parse_args(
-            args=list(args)
-        )  # unconverted, because Path("") is `.`
+        # Its values are not converted yet: as a Path, an empty text would be `.`.
+        values, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         for parameter in self.params:
             if parameter.name not in FREE_TEXT_OPTIONS and _has_empty(values.get(parameter.name)):
                 raise _empty_value_error(parameter)
@@ -51,11 +49,11 @@ class OneProcessCommand(StrictCommand):
     """Command with effects that several processes must not repeat."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; raise UsageError if a launcher started several processes of it."""
+        """Run the command. Raise UsageError if a launcher started several processes of it."""
         # With `srun -n 8 prep demo`, eight processes would delete and write the same folder.
         share, launcher = launcher_share(os.environ)
         if share.count > 1:
-            why = f"this is process {share.index} of {share.count}, as {launcher} says"
+            why = f"this is process {share.index} of {share.count}, according to {launcher}"
             hint = f"run `{ctx.command_path}` without the launcher"
             raise usage_error(f"`{ctx.command_path}` runs in one process", why, hint)
         return super().invoke(ctx)
@@ -65,7 +63,7 @@ def name_variables(error: UsageError, ctx: Any) -> UsageError:
     """Return an error that names environment variables in place of the options that they set.
 
     Args:
-        error: The error; `--memory abc` in it becomes `PREP_MEMORY=abc`.
+        error: The error. `--memory abc` in it becomes `PREP_MEMORY=abc`.
         ctx: Typer's context of the command.
     """
     for parameter in ctx.command.params:

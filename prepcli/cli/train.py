@@ -24,7 +24,7 @@ from prepcli.option_spec import OptionSpec
 
 
 class SchemaOptions(TypedDict):
-    """An option that prints instead of training."""
+    """The option `--schema`: the command prints the schema and does not train."""
 
     schema: Annotated[
         bool, OptionSpec(None, "Print the JSON schema of recipes.", "", default=False, position=12)

@@ -154,7 +154,7 @@ def count_text(number: int, noun: str, plural: str = "") -> str:
 
 def _fitting_unit(nbytes: float) -> str:
     """Return the largest binary unit that shows as at least 1 after rounding, or an empty text for bytes."""
-    # e.g. 1,048,064 bytes are 1023.5 KiB, which rounds to 1024 KiB, and are shown as 1.0 MiB.
+    # E.g. 1,048,064 bytes are 1023.5 KiB, which rounds to 1024 KiB, and are shown as 1.0 MiB.
     fitting = ""
     for unit, scale in BINARY_UNITS.items():
         if nbytes >= scale - scale / 2048:

@@ -1,4 +1,4 @@
-"""The process of a job in which an error was raised, for the error's message."""
+"""Record in which process of a job an error was raised, for the error's message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def label_errors(process: int | None) -> Iterator[None]:
-    """Record the process of a job in errors that leave the block. See `process_of`.
+    """Record the index of this process in each error raised inside the `with` block. `process_of` returns the index.
 
     Args:
         process: Index of this process, or None outside of a job of several processes.
@@ -16,7 +16,7 @@ def label_errors(process: int | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # An attribute, and no wrapping exception: handlers further out still see the type of the error.
+        # The index is an attribute of the error. A wrapping exception would hide its type from outer handlers.
         vars(error)["process"] = process
         raise
 

@@ -58,7 +58,7 @@ class LiveBlock:
         self._live.update(Group(*map(_as_text, lines)), refresh=True)
 
     def _measure(self) -> None:
-        """Take the size of the stream's terminal: rich asks the standard streams."""
+        """Set rich's width and height to the terminal of this stream. By itself, rich measures the standard streams."""
         from rich.console import ConsoleDimensions
 
         with contextlib.suppress(OSError, ValueError):  # not a terminal
@@ -68,7 +68,7 @@ class LiveBlock:
                 self._console.size = ConsoleDimensions(columns, lines)
 
     def print_above(self, text: str) -> None:
-        """Print whole lines above. Their escape sequences of colours are kept."""
+        """Print whole lines above the block, with their colours."""
         from rich.text import Text
 
         # The terminal breaks long lines, not rich: a copied path then has no line break.

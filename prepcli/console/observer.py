@@ -34,13 +34,16 @@ class Observer(Protocol):
         ...
 
     def progress(self) -> Progress:
-        """Return the receiver of the bytes of the next task."""
+        """Return a Progress for the next task. The task reports its bytes to it."""
         ...
 
 
 @runtime_checkable
 class CommandObserver(Observer, Protocol):
-    """Observer of a command: its parser has checked the arguments, and its user reads options."""
+    """Observer of an operation called by the command line. Errors then name options, such as `--mesh`.
+
+    The parser of the command line has already checked the types of the arguments.
+    """
 
     @property
     def command(self) -> str:
@@ -105,15 +108,16 @@ class SilentObserver:
         """Ignore a warning."""
 
     def progress(self) -> Progress:
-        """Return the given receiver."""
+        """Return the given Progress."""
         return self.reporter
 
 
 @dataclass(frozen=True, slots=True)
 class SilentCommandObserver(SilentObserver):
-    """The observer of an operation that another operation calls.
+    """The observer of an operation called by another operation.
 
-    Errors of the inner operation keep their references to options. The outer one renders them for its own caller.
+    Errors of the inner operation keep references such as `Option("mesh")`. The outer operation turns them into
+    `--mesh` for the command line, or `mesh=` for a Python caller.
     """
 
     command: str = ""
@@ -122,7 +126,7 @@ class SilentCommandObserver(SilentObserver):
 
 @dataclass(frozen=True, slots=True)
 class OneProcessObserver:
-    """Adapter that turns an Observer into a RunObserver. It has no live view, and serves one process of a job."""
+    """RunObserver of one process, made from an Observer. It has no live view."""
 
     inner: Observer
 
@@ -135,7 +139,7 @@ class OneProcessObserver:
         self.inner.warn(text)
 
     def progress(self) -> Progress:
-        """Return the receiver of the inner observer."""
+        """Return the Progress of the inner observer."""
         return self.inner.progress()
 
     def for_process(self, process: int | None, *, all_print: bool = False) -> OneProcessObserver:
@@ -168,7 +172,7 @@ class RecordingObserver:
         self.inner.warn(text)
 
     def progress(self) -> Progress:
-        """Return the receiver of the inner observer."""
+        """Return the Progress of the inner observer."""
         return self.inner.progress()
 
 

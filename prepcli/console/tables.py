@@ -1,4 +1,4 @@
-"""Layout of tables: in a terminal too narrow for one, the cells that identify a row stay whole.
+"""Layout of tables. Cells that identify a row are never shortened, however narrow the terminal is.
 
 A pipe gets all columns at full width. A narrow terminal gets fewer columns. Columns with one value become a line below
 the table. Then optional columns are omitted, and a line below the table names them. If the table is still too wide, the
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 COLUMN_GAP = 2  # spaces between columns
 # Spaces before the cells below the first one of a row.
 STACKED_INDENT = 2
-MIN_WRAPPED_WIDTH = 24  # of a column with wrapped text
+MIN_WRAPPED_WIDTH = 24  # least width of a column with wrapped text
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Column:
 
     @property
     def min_width(self) -> int:
-        """Characters of the narrowest form of the column."""
+        """Characters that the column needs at least. Only a wrapped column can be narrower than its cells."""
         if not self.is_wrapped:
             return self.width
         return min(self.width, MIN_WRAPPED_WIDTH)
 
     @property
     def is_constant(self) -> bool:
-        """Whether all of several rows have the same text."""
+        """Whether there are several rows, and all have the same text in this column."""
         return len(self.cells) > 1 and len(set(self.cells)) == 1
 
 
@@ -80,7 +80,7 @@ def layout_table(
 
 
 def wrap_line(text: str, width: int | None) -> str:
-    """Break a long line between words. None leaves it as it is."""
+    """Break a long line between words. Without a width the line stays as it is."""
     if width is None:
         return text
     return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)

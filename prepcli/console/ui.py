@@ -194,6 +194,7 @@ class Ui:
         return self.for_process(report.process, all_print=self.all_print)._finish(report)
 
     def _finish(self, report: Report) -> int:
+        """Print the text or JSON object of a report and its error, and return the exit code."""
         if report.next_command:
             self.note(f"next: {report.next_command}")
         if self.as_json:

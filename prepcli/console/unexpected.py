@@ -1,4 +1,4 @@
-"""Exceptions other than PrepError as an error for the user: of the machine, out of memory, or a bug in prep."""
+"""Turn any exception into the PrepError for the user: a fault of the machine, too little memory, or a bug in prep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prepcli.errors import FAILED, Option, PrepError, text
 BUG = "this is a bug in prep"
 OUT_OF_MEMORY = PrepError(
     "the system is out of memory",
-    "its limit for the process is below what the command and Python itself need",
+    "the limit of the process is too low for the command and for Python",
     text(
         "raise the limit (`ulimit -v`, the job's memory), or pass a smaller {} if the command has it",
         Option("memory"),

@@ -214,7 +214,7 @@ def never_killed_error() -> PrepError:
 
 
 def conversion_outcome(report: Mapping[str, Any], result: str) -> StepOutcome:
-    """Return the outcome of a conversion's report. Raise PrepError if it exceeded its memory budget."""
+    """Return the outcome of a conversion from its report. Raise PrepError if it exceeded its memory budget."""
     memory = report["memory"]
     check(memory["peak"] <= memory["budget"], f"it took {format_bytes(memory['peak'])} of memory")
     return StepOutcome(result, report["bytes"]["written"], memory["peak"])

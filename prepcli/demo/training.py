@@ -175,6 +175,7 @@ def _last_logged_step(folder: Path) -> int:
 
 
 def _resume(folder: Path, args: Sequence[str]) -> StepOutcome:
+    """Resume the stopped run, and check its losses and last step against the undisturbed run."""
     saved = saved_steps(folder / KILLED)[-1]
     report = run_prep(folder, args, **DEVICES)
     check(report["resumed_at"] == saved, f"it resumed at step {report['resumed_at']}, not {saved}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from prepcli.engine.files import Files
 from prepcli.engine.journal import Journal, StreamPrefix
 
-# a kill loses at most this much work, plus the duration of one sync
+# A kill loses at most this much work, plus the duration of one sync.
 SYNC_INTERVAL_S = 1.0
 
 

@@ -84,8 +84,8 @@ class _ConcatenatedReader:
 
     def read_at(self, offset: int, into: ByteArray) -> None:
         """Fill `into` with the bytes from `offset` on."""
-        # e.g. ranges of 10 and 20 bytes start at 0 and 10: bytes 8 to 14 are the last 2 bytes of range 0
-        # and the first 4 of range 1
+        # E.g. ranges of 10 and 20 bytes start at 0 and 10: bytes 8 to 14 are the last 2 bytes of range 0
+        # and the first 4 of range 1.
         filled = 0
         number = bisect.bisect_right(self._starts, offset) - 1
         while filled < into.size:
@@ -129,7 +129,7 @@ class FilesAndBlobs:
     ) -> None:
         self._stack = contextlib.ExitStack()
         cache = ChunkCache(cache_nbytes)
-        # the number in `_files`, or the reader of a blob
+        # The reader of each blob, or the number of its file in `_files`.
         self._readers: list[int | BlobReader] = []
         paths = [blob for blob in blobs if isinstance(blob, Path)]
         # If a blob cannot be opened, the inner stack closes the ones before it. Otherwise `close` does.
@@ -159,10 +159,10 @@ class FilesAndBlobs:
         self._stack.close()
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read a copy of a single run.
+        """Read one run, i.e. one contiguous byte range.
 
         Args:
-            copy: The copy.
+            copy: A copy with a single run.
             into: Page-aligned buffer with room for the run and a page.
 
         Returns:
@@ -201,7 +201,7 @@ class FilesAndBlobs:
 
 
 def _open_blob(blob: Blob, cache: ChunkCache, stack: contextlib.ExitStack) -> BlobReader:
-    """Open a blob, and close it with the stack."""
+    """Open a blob. Its reader is closed when `stack` is closed."""
     if isinstance(blob, CachedBlob):
         reader = blob.open_with_cache(cache)
     else:

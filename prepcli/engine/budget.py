@@ -12,10 +12,10 @@ from prepcli.errors import Option, text, usage_error
 
 MIB = 1 << 20
 MIN_MEMORY_NBYTES = 32 * MIB
-# larger slabs are not faster: their pages must be faulted in first
+# Larger slabs are not faster, because their pages must first be faulted in.
 MAX_SLAB_NBYTES = 32 * MIB
 MAX_BUFFERS = 8
-# memory for buffers, besides the reserve and matrices
+# Memory for buffers, in addition to the reserve and matrices.
 MIN_BUFFERS_NBYTES = 12 * MIB
 
 
@@ -71,8 +71,8 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, matrix_nbytes: int =
     # 512 MiB: 64 MiB are reserved, a quarter of the other 448 MiB is more than MAX_SLAB_NBYTES, so that
     # slabs have 32 MiB and there are 8 buffers. 32 MiB: 8 MiB are reserved, a quarter of 24 MiB gives
     # slabs of 6 MiB minus two pages, and 4 buffers.
-    half_nbytes = _slab_nbytes_of_share(usable_nbytes // 2)
-    quarter_nbytes = _slab_nbytes_of_share(usable_nbytes // 4)
+    half_nbytes = _max_slab_nbytes(usable_nbytes // 2)
+    quarter_nbytes = _max_slab_nbytes(usable_nbytes // 4)
     slab_nbytes = min(MAX_SLAB_NBYTES, quarter_nbytes)
     if slab_nbytes < min_buffer_nbytes <= half_nbytes:
         slab_nbytes = -(-min_buffer_nbytes // PAGE) * PAGE
@@ -82,8 +82,8 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, matrix_nbytes: int =
     return Budget(nbytes, slab_nbytes, buffer_count)
 
 
-def _slab_nbytes_of_share(nbytes: int) -> int:
-    """Return the size of the largest slab whose buffer fits into `nbytes`. A buffer is two pages longer than a slab."""
+def _max_slab_nbytes(nbytes: int) -> int:
+    """Return the largest slab for a buffer of `nbytes` bytes. A buffer is two pages longer than its slab."""
     return (nbytes - 2 * PAGE) // PAGE * PAGE
 
 
@@ -93,7 +93,7 @@ def check_memory(nbytes: int, limit: str) -> None:
         return
     needs = f"the engine needs at least four buffers of {MIN_MEMORY_NBYTES * 3 // 16 // MIB} MiB"
     why = needs
-    # a number without a unit counts bytes
+    # A number without a unit counts bytes.
     if limit.strip().isdecimal():
         why = f"it is {format_bytes(nbytes)}; {needs}"
     raise usage_error(
@@ -129,7 +129,7 @@ class BufferPool:
     def __init__(self, budget: Budget) -> None:
         self._nbytes = budget.slab_nbytes + 2 * PAGE
         self._free: list[ByteArray] = []
-        # one per buffer that is free or not allocated yet
+        # One permit for each buffer not in use, whether it is allocated already or not.
         self._permits = queue.SimpleQueue[None]()
         self._add_permits(budget.buffer_count)
 

@@ -19,7 +19,7 @@ from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import CastEntry, itemsize
 
-# values per step: the temporary arrays of a step fit a core's cache
+# Values per step: the temporary arrays of a step fit a core's cache.
 BLOCK_VALUES = 1 << 14
 # 2^-149 and 2^-1074, the smallest numbers above 0
 SMALLEST_SUBNORMAL = {"f": np.float32(1e-45), "d": np.float64(5e-324)}

@@ -25,9 +25,9 @@ from prepcli.planning.chunk_extents import ChunkExtent, count_blocks
 from prepcli.planning.strided_copies import StridedCopy
 
 UNKNOWN = 0
-# hashing shorter runs takes longer than reading the block back
+# Hashing shorter runs takes longer than reading the block back.
 MIN_RUN_NBYTES = 4 << 10
-# blocks that are hashed at the same time, about 700 bytes each
+# Blocks hashed at the same time, of about 700 bytes each.
 MAX_OPEN_BLOCKS = 4096
 
 ChecksumArray = npt.NDArray[np.uint64]
@@ -44,7 +44,7 @@ class ChecksumRecorder:
 
         Args:
             path: File in which checksums are saved.
-            extents: Extents of the output's chunks, sorted by file and offset.
+            extents: Positions of the output's chunks in files, sorted by file and offset.
         """
         self._path = path
         self._extents = extents
@@ -153,7 +153,7 @@ def compute_unknown(
 
     Args:
         checksums: Checksums by block number.
-        extents: Extents of the output's chunks.
+        extents: Positions of the output's chunks in files.
         files: Paths of the output's data files.
     """
     if checksums.all():

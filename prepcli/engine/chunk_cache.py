@@ -9,7 +9,7 @@ from prepcli.console.formatting import format_bytes
 from prepcli.engine.files import ByteArray
 
 DEFAULT_CACHE_NBYTES = 16 << 20
-# each chunk may keep a file open
+# Each chunk may keep a file open.
 MAX_CHUNKS = 64
 
 

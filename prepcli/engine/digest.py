@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import xxhash
 
 ZERO_BLOCK = bytes(1 << 16)
-# dtype of checksums in files
+# Dtype of checksums in files.
 CHECKSUM_DTYPE = "<u8"
 
 

@@ -23,7 +23,8 @@ class Distance:
     Attributes:
         max_abs: Largest |a - b|. Infinite if only one of two values is NaN.
         mean_abs: Mean of |a - b|.
-        cosine: a.b / (|a| |b|), of the tensors as vectors. 1.0 for two zero vectors, 0.0 if one is zero.
+        cosine: a.b / (|a| |b|), of the tensors as vectors. 1.0 for two zero vectors, 0.0 if one is zero,
+            NaN if a value is not finite.
     """
 
     max_abs: float
@@ -67,6 +68,8 @@ def measure_distance(
 
 def _cosine(dot: float, square_a: float, square_b: float) -> float:
     """Return the cosine of the angle between two vectors, from their products."""
+    if not math.isfinite(square_a) or not math.isfinite(square_b):
+        return math.nan
     if square_a == 0.0 and square_b == 0.0:
         return 1.0
     if square_a == 0.0 or square_b == 0.0:

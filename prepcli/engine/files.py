@@ -28,9 +28,9 @@ from prepcli.planning.strided_copies import StridedCopy
 from trainer.files.reading import ACCESS_HINT
 
 ByteArray = npt.NDArray[np.uint8]
-# file descriptors left for other uses
+# File descriptors left for other uses.
 RESERVED_DESCRIPTORS = 32
-# bytes written to the page cache before their writeback starts
+# Bytes written to the page cache before their writeback starts.
 BLOCK_NBYTES = 4 << 20
 _Call = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
 
@@ -38,7 +38,7 @@ _Call = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
 def allocate_buffer(nbytes: int) -> ByteArray:
     """Allocate a page-aligned buffer, in huge pages if the system supports them. Untouched pages take no memory."""
     memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # the kernel has no huge pages
+    # A kernel without huge pages raises an OSError.
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
@@ -48,10 +48,10 @@ class RunReader(Protocol):
     """A reader of runs from numbered files, blobs or host arrays."""
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read a copy of a single run.
+        """Read one run, i.e. one contiguous byte range.
 
         Args:
-            copy: The copy.
+            copy: A copy with a single run.
             into: Page-aligned buffer with room for the run and a page.
 
         Returns:
@@ -113,7 +113,7 @@ class Files:
                 fd = self._track_descriptor(os.open(path, flags | os.O_CLOEXEC))
                 direct_flags = flags
             else:
-                # outputs are never written through links: not even through one that appears now
+                # Outputs are never written through links, not even through a link created just now.
                 fd = self._track_descriptor(open_no_follow(path, flags))
                 direct_flags = flags & ~os.O_CREAT | os.O_NOFOLLOW
                 if os.fstat(fd).st_size != size:
@@ -160,16 +160,16 @@ class Files:
                 raise io_error(path, error) from error
             if not os.path.samestat(opened_stat, path_stat) or opened_stat.st_size != size:
                 raise PrepError(
-                    f"{path} was changed by somebody else",
-                    "while it was written",
-                    text("{}", Option("restart", True)),
+                    f"{path} was changed by another program",
+                    "while prep wrote to it",
+                    text("start again with {}", Option("restart", True)),
                 )
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read a copy of a single run.
+        """Read one run, i.e. one contiguous byte range.
 
         Args:
-            copy: The copy.
+            copy: A copy with a single run.
             into: Page-aligned buffer with room for the run and a page.
 
         Returns:
@@ -208,7 +208,7 @@ class Files:
         for copy in copies:
             run_nbytes = copy.run_nbytes
             for offset in copy.run_offsets():
-                # direct I/O if the place in the file, the length and the place in the buffer are pages
+                # Direct I/O needs whole pages: the offsets in the file and in the buffer, and the length.
                 is_paged = not (offset | run_nbytes | filled) % PAGE
                 run = into[filled : filled + run_nbytes]
                 self._transfer_all(os.preadv, copy.file, is_paged, run, offset, run_nbytes)
@@ -319,7 +319,7 @@ class Files:
                 )
             done += count
             if done < nbytes and fd != self._buffered[file] and (offset + done) % PAGE:
-                # a short count ended inside a page
+                # A short count ended inside a page, and direct I/O cannot go on from there.
                 fd = self._buffered[file]
 
     def sync(self) -> None:

@@ -11,7 +11,7 @@ from prepcli.engine.files import ByteArray
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import Slab
 
-# rows per partial sum; fixed, so that a mean does not depend on slab boundaries
+# Rows per partial sum. The number is fixed, so a mean does not depend on slab boundaries.
 GROUP_ROWS = 64
 
 
@@ -45,7 +45,10 @@ def round_to_dtype(values: npt.NDArray[np.floating], dtype: np.dtype) -> np.ndar
 
 
 class FillGenerator:
-    """Generates the rows of filled streams. For means it needs the slabs of the true rows first."""
+    """Generates the padding rows of a vocabulary, stored in streams with a fill.
+
+    If padding rows are the mean of the true rows, `add_slab` must pass all true rows before `make_rows`.
+    """
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
@@ -56,7 +59,7 @@ class FillGenerator:
                 self._averaged.add(mean_source_number(streams, number))
 
     def add_slab(self, slab: Slab, data: ByteArray) -> None:
-        """Add a slab's rows to the mean of its stream, if filled rows need that mean."""
+        """Add a slab's rows to the mean of its stream, if padding rows are filled with that mean."""
         if slab.stream_number not in self._averaged:
             return
         stream = self._streams[slab.stream_number]
@@ -84,7 +87,7 @@ class FillGenerator:
         if stream.fill.kind == "zeros":
             out[...] = 0
             return out
-        # a slab may begin and end inside a row
+        # A slab may begin and end inside a row.
         slab_start = slab.start
         slab_stop = slab.start + slab.nbytes
         row_nbytes = stream.row_nbytes

@@ -37,8 +37,8 @@ class HostLeafReader:
         filled = 0
         for copy in copies:
             data = self._leaf_bytes(copy.file)
-            # a view of all runs at once, e.g. 3 runs of 8 bytes, 100 bytes apart: shape (3, 8) and
-            # strides (100, 1), so that NumPy copies them in one assignment
+            # NumPy copies all runs in one assignment of a view. E.g. the view of 3 runs of 8 bytes, 100 bytes
+            # apart, has the shape (3, 8) and the strides (100, 1).
             counts, steps = zip(*copy.repeats, (copy.run_nbytes, 1))
             runs = np.lib.stride_tricks.as_strided(
                 data[copy.file_offset :], counts, steps, writeable=False

@@ -15,17 +15,17 @@ from prepcli.engine.linux import HAS_WRITEBACK, finish_writeback, start_writebac
 from prepcli.planning.slabs import PAGE
 
 MIB = 1 << 20
-# maximum bytes of an output in the page cache
+# Maximum bytes of an output in the page cache.
 WINDOW_NBYTES = 64 * MIB
 # Smaller outputs use direct I/O: measuring would cost more than it gains.
 MIN_MEASURED_NBYTES = 1 << 30
-# shorter writes are not measured
+# Shorter writes are not measured.
 TRIAL_NBYTES = 8 * MIB
-# number of measured writes in each mode
+# Number of measured writes in each mode.
 TRIALS = 3
 # Writeback is used below this ratio of its time to the time of direct I/O, which takes less CPU time.
 MAX_WRITEBACK_RATIO = 0.9
-# above this ratio writeback is not measured again
+# Above this ratio writeback is not measured again.
 STOP_TRIALS_RATIO = 2.0
 
 
@@ -104,7 +104,7 @@ class WritePolicy:
         writeback_times = self._seconds_per_byte[WriteMode.WRITEBACK]
         if len(direct_times) != len(writeback_times):
             return
-        # the fastest write of each mode: slower ones had to wait for other programs
+        # The fastest write of each mode counts. Slower ones had to wait for other programs.
         ratio = min(writeback_times) / min(direct_times)
         if len(direct_times) == TRIALS or ratio > STOP_TRIALS_RATIO:
             self._fixed = WriteMode.DIRECT

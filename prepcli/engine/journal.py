@@ -122,7 +122,7 @@ def _check_run(path: Path, journal_run_id: str, run_id: str) -> None:
         raise PrepError(
             f"{folder} belongs to another run",
             "its plan or its source differs",
-            text("{} drops it", Option("restart", True)),
+            text("{} deletes it", Option("restart", True)),
         )
 
 
@@ -165,7 +165,7 @@ class Journal:
             if initial_state is None:
                 initial_state = read_journal(path, run_id, division=division)
             self.done_nbytes = initial_state.durable_nbytes
-            # by position among this process's streams instead of by number in the plan
+            # The digests have positions among this process's streams as keys, not numbers in the plan.
             self.digests = dict(initial_state.digests)
             self.prefix = initial_state.prefix
             if stream_numbers is not None:
@@ -204,7 +204,7 @@ class Journal:
         self.done_nbytes = done_nbytes
         self.digests = self.digests | digests
         self.prefix = prefix
-        # without stream numbers, a position is the number
+        # Without stream numbers, a stream's position is its number.
         last_position = max(digests, default=-1)
         if prefix:
             last_position = max(last_position, prefix.stream_number)

@@ -20,9 +20,9 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.planning.plan import Stream
 from trainer.models.boxes import Range, split_merged_range
 
-# values per step: its arrays fit a core's cache
+# Values per step. The arrays of a step fit a core's cache.
 BLOCK_VALUES = 1 << 15
-RUN_NBYTES = 256 << 10  # of one read of a matrix
+RUN_NBYTES = 256 << 10  # bytes of one read of a matrix
 FLOAT32_NBYTES = 4
 
 

@@ -34,7 +34,7 @@ def open_no_follow(path: Path, flags: int) -> int:
         # ELOOP on Linux, EMLINK on FreeBSD
         if error.errno in (errno.ELOOP, errno.EMLINK):
             raise _unsafe_file_error(path, "is a symbolic link") from error
-        # a FIFO without a reader, or a socket
+        # A FIFO without a reader, or a socket.
         if error.errno == errno.ENXIO:
             raise _unsafe_file_error(path, "is not a regular file") from error
         raise

@@ -17,11 +17,11 @@ from prepcli.engine.files import ByteArray
 from prepcli.planning.slabs import PAGE, Slab
 from prepcli.planning.strided_copies import StridedCopy
 
-# a source tile and a target tile fit the L2 cache together
+# A source tile and a target tile fit the L2 cache together.
 TILE_NBYTES = 128 << 10
-# smaller parts are not worth a thread
+# Smaller parts are not worth a thread.
 MIN_PART_NBYTES = 2 << 20
-# a few threads saturate the memory bandwidth
+# A few threads saturate the memory bandwidth.
 MAX_THREADS = 4
 UNSIGNED_DTYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 Assignment = tuple[np.ndarray, np.ndarray]  # target, source
@@ -106,7 +106,7 @@ def _assign_all(assignments: list[Assignment], pool: Executor | None) -> None:
             assign_tiled(target, source)
     else:
         targets, sources = zip(*parts)
-        # raises the error of an assignment
+        # The loop raises the error of a failed assignment.
         for _ in pool.map(assign_tiled, targets, sources):
             pass
 

@@ -31,9 +31,9 @@ from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import LONG_RUN_NBYTES, Slab, split_stream
 from prepcli.planning.strided_copies import StridedCopy
 
-# maximum bytes written since the last sync point
+# Bytes written since the last sync point, at most.
 MOST_UNSYNCED_NBYTES = 256 << 20
-# the digest of an empty tensor, which has no slabs
+# The digest of an empty tensor. It has no slabs.
 EMPTY_DIGEST = xxhash.xxh3_128_hexdigest(b"")
 
 
@@ -156,7 +156,7 @@ class Pipeline:
         self.on_digest = on_digest
         self.checksums = checksums
         self.buffers = BufferPool(budget)
-        # its threads start with the first permuted slab
+        # The threads start with the first permuted slab.
         self.permute_pool = ThreadPoolExecutor(threads())
         self.fills = FillGenerator(streams)
         self.result = ConversionResult()
@@ -216,7 +216,7 @@ class Pipeline:
             self._finish()
         except BaseException as error:
             self._set_error(error)
-            # the caller closes the files
+            # The error is kept, and the caller closes the files.
             self._finish()
         self.mover.stop()
         self.writer.stop()
@@ -278,7 +278,7 @@ class Pipeline:
         prefix = self.resumed_prefix
         if prefix and prefix.stream_number == slab.stream_number:
             durable_nbytes = prefix.nbytes
-        # e.g. 100 durable bytes, slab of bytes 64 to 128: 28 are new, and the whole slab is written
+        # E.g. 100 durable bytes, slab of bytes 64 to 128: 28 are new, and the whole slab is written.
         return max(0, min(slab.nbytes, self._stream_nbytes_through(slab) - durable_nbytes))
 
     def _stream_nbytes_through(self, slab: Slab) -> int:

@@ -89,7 +89,7 @@ def run_in_threads(
         wait_for_threads(threads, interrupt)
     except BaseException as error:
         interrupt(error)
-        # files and arrays of a call must not be closed while it runs
+        # Files and arrays of a call must not be closed while it runs.
         wait_for_threads(threads, interrupt)
     errors = interruptions
     for thread in threads:
@@ -104,5 +104,5 @@ def _run_calls(calls: _Calls, errors: list[BaseException]) -> None:
             call()
         except BaseException as error:
             errors.append(error)
-        # its arrays must not live until the next call
+        # The arrays of a call must not live until the next one.
         del call

@@ -1,8 +1,7 @@
 """Write a training step to an object store: each process uploads a data file of its own chunks, from memory.
 
 A file is uploaded while its chunks are copied from the shards, so that no disk is needed. Tensors of one process are
-digested on the way. The remaining tensors are divided among the processes, which read them back
-from the store.
+digested on the way. The remaining tensors are divided among the processes, which read them back from the store.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from prepcli.execution.execute import make_run_identity, plan_digest
 from prepcli.execution.finalize import finalize_output
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.resume import readback_stream
-from prepcli.execution.run_notes import decode_note, encode_note
+from prepcli.execution.run_notes import decode_record, encode_record
 from prepcli.execution.run_storage import StepSave
 from prepcli.execution.staging import WORK_FOLDER, Staging
 from prepcli.execution.step_writer import MEMORY_NBYTES
@@ -122,7 +121,7 @@ class BucketStep:
     ) -> Iterator[bytes | memoryview]:
         """Yield the bytes of this process's data file, in order.
 
-        Only the shards of one leaf group are in memory at a time.
+        The leaves are written in groups, and only the shards of one group are in memory at a time.
         """
         index = self.save.group.index
         leaves = {leaf.name: leaf for leaf in self.files.plan.leaves}
@@ -141,7 +140,7 @@ class BucketStep:
                 digests |= self._digest_group(group, shards)
 
     def _digest_group(self, group: LeafGroup, shards: Mapping[str, Shards]) -> dict[int, str]:
-        """Return the digests of a group's tensors. This process has all their elements."""
+        """Return the digest of each tensor of a group of leaves. This process must have all shards of the group."""
         # Streams refer to leaves by position, so all leaves are passed. Only the group's are read.
         leaves: list[HostLeaf] = []
         for name, leaf in self.save.leaves.items():
@@ -173,7 +172,7 @@ class BucketStep:
             file = uploaded.get(path, RemoteFile(path, 0, ""))
             blobs.append(RemoteBlob(file, cache))
         streams: dict[int, Stream] = {}
-        for position in share:  # in `numbers`, not in the plan
+        for position in share:  # position in `numbers`, not in the plan
             number = numbers[position]
             streams[number] = readback_stream(plan.streams[number])
         with open_blobs(blobs) as reader:
@@ -189,7 +188,7 @@ class BucketStep:
             "digests": dict(digests),
             "checksums": base64.b64encode(known.tobytes()).decode(),
         }
-        data = encode_note(content)
+        data = encode_record(content)
         self.bucket.write_pieces(_note_path(self.save.group.index), [data], size=len(data))
 
     def _collect_notes(self, digests: dict[int, str], sums: ChecksumArray) -> None:
@@ -211,10 +210,10 @@ class BucketStep:
         self.bucket.delete_files([file.path for file in files])
 
     def _decode_note(self, file: RemoteFile, data: bytes) -> tuple[JsonObject, str]:
-        """Return the digests by stream number, and the encoded checksums, in the note of a process."""
+        """Return the contents of another process's note: digests by stream number, and encoded checksums."""
         why = "it has no digests or no checksums"
         try:
-            content = decode_note(data)
+            content = decode_record(data)
         except ValueError as error:
             content = {}
             why = str(error)
@@ -227,7 +226,7 @@ class BucketStep:
         """Upload the index, the settings and the checksums, then the manifest."""
         plan = self.files.plan
         (stage.folder / plan.item).mkdir()
-        # the paths of the small files may differ
+        # The identity leaves out the small files, because their paths may differ.
         run_identity = make_run_identity(plan, plan_digest(replace(plan, small_files=())))
         finalize_output(plan, stage, run_identity=run_identity, digests=digests)
         marker = f"{plan.item}/{COMMIT_MARKER}"
@@ -264,9 +263,9 @@ def _digest(streams: Mapping[int, Stream], reader: RunReader) -> dict[int, str]:
 
 
 def _fetch_shards(name: str, leaf: HostLeaf) -> Shards:
-    """Fetch the shards of a leaf.
+    """Fetch the shards of a leaf from its device to host memory.
 
-    Raise ValueError if one has another shape or dtype than its box.
+    Raise ValueError if the shape of a shard is not the shape of its box, or its dtype is not the leaf's.
     """
     # A fetch copies from the device. A wrong shape would shift all bytes behind it in the file.
     shards: Shards = []

@@ -43,7 +43,7 @@ from prepcli.sources.opening import open_source
 from trainer.files.reading import open_regular_file
 from trainer.models.boxes import Box
 
-STORED_PIECE_NBYTES = 8 << 20  # of a file that is uploaded
+STORED_PIECE_NBYTES = 8 << 20  # bytes of a file read at a time for its upload
 
 
 class BucketStorage:
@@ -90,7 +90,7 @@ class BucketStorage:
         """
         if num_processes > MAX_PROCESSES:
             why = f"each process writes a data file, and a step has at most {MAX_PROCESSES}"
-            hint = text("{} on a file system that all hosts share", Option("out", "FOLDER"))
+            hint = text("set {} to a folder on a file system that all hosts share", Option("out"))
             raise PrepError(f"{num_processes} processes cannot save to {self.name}", why, hint)
         paths = [file.path for file in self._list()]
         if paths and RECIPE_FILE not in paths and not self._known_steps:

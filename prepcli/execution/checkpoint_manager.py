@@ -1,7 +1,7 @@
 """The checkpoints of a training run: saves in the background, and rules for the steps to keep."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
-# The manifest of a start describes a complete model.
+# A start checkpoint has the manifest of a complete model, so its optional keys exist.
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ from prepcli.formats.orbax_write import WrittenChunk
 from prepcli.planning.chunk_placement import FILE_NBYTES
 
 PIECE_NBYTES = 1 << 20
-# raw bytes compressed between two marks
+# A mark is a line of the journal. One is written after this many raw bytes at the latest.
 MARK_NBYTES = 256 << 20
 METHOD = "zstd"
-DEFAULT_LEVEL = 1  # as Orbax
-# higher levels need much memory
+DEFAULT_LEVEL = 1  # the level that Orbax uses
+# Higher levels need much memory.
 MAX_LEVEL = 19
 
 # [chunks, 3]: file, offset, bytes. An object per chunk would need too much memory.
@@ -167,11 +167,11 @@ class _Compressor:
         self.journal = journal
         self.level = level
         self.lengths = _durable_lengths(journal, folder, len(chunks))
-        # of the bytes compressed since the last mark
+        # The digest of the bytes compressed since the last mark.
         self.digest = xxhash.xxh3_128()
-        # the descriptor of the data file that is being written
+        # The descriptor of the data file being written.
         self.out_fd = -1
-        # number and descriptor of the raw file that is being read
+        # The number and the descriptor of the raw file being read.
         self.source = (-1, -1)
 
     def run(self, progress: Progress) -> None:
@@ -190,7 +190,8 @@ class _Compressor:
         for row in self.chunks[marked:]:
             chunk = _ByteRange(*map(int, row))
             if offset >= FILE_NBYTES:
-                # a mark syncs one file, so the chunks of a full file are marked before the next
+                # A line of the journal syncs one file, so the chunks of a full file are recorded before the next file
+                # begins.
                 marked = self._record_progress(marked)
                 unmarked_nbytes = 0
                 file += 1
@@ -220,7 +221,7 @@ class _Compressor:
             raise io_error(path, error) from error
 
     def _compress(self, chunk: _ByteRange, progress: Progress) -> int:
-        # imported late: most outputs are raw
+        # Imported late: most outputs are not compressed.
         import zstandard
 
         stream = zstandard.ZstdCompressor(level=self.level).compressobj(size=chunk.nbytes)

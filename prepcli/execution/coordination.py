@@ -1,8 +1,7 @@
 """The processes that write one output together: their shares, their durable bytes, and waiting for each other.
 
-They exchange no messages. Each appends to its journal in the staging folder, and the other
-processes read it.
-A process is complete when its journal lists all streams of its share. A lock that it holds shows that it still runs.
+They exchange no messages. Each appends to its journal in the staging folder, and the other processes read it. A process
+is complete when its journal lists all streams of its share. A lock that it holds shows that it still runs.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Team:
         self.patience_s = patience_s
         self._journal_states: dict[int, JournalState] = {}
         self._complete: set[int] = set()
-        # time of the last sign of life of each process: a changed journal, or a lock that is held
+        # Time of the last sign of life of each process: a changed journal, or a held lock.
         self._last_seen_s: dict[int, float] = {}
 
     @property
@@ -135,7 +134,7 @@ class Team:
     def is_complete(self, index: int, journal_state: JournalState) -> bool:
         """Return whether all streams of the share of process `index` are durable."""
         digests = self.durable_part(index, journal_state).digests
-        # streams without bytes appear in no journal
+        # Streams without bytes appear in no journal.
         return all(
             number in digests or not self.plan.streams[number].nbytes
             for number in self.shares[index]

@@ -88,7 +88,7 @@ class ConversionExecutor:
         out: Path of the output.
         pool: The workers of this process, its share of the plan, its memory and its progress.
         overwrite: Replace an existing output.
-        restart: Drop the durable part of an earlier run.
+        restart: Delete the files of an unfinished earlier run, and write them again.
         allow_overflow: Cast out-of-range values to infinity.
         note: Prints a line for the user.
         budget: How the memory is divided among buffers.
@@ -129,7 +129,7 @@ class ConversionExecutor:
         self.stage = Staging(out)
         folder = data_folder(plan, self.stage.folder)
         self._files = [folder / file.path for file in plan.files]
-        # reads the plan's streams back
+        # The reader reads the plan's streams back.
         self._reader = StreamReader(plan.streams, self.budget, pool.progress)
         self.team = Team(
             plan,
@@ -305,9 +305,9 @@ class ConversionExecutor:
             digests=digests,
             progress=self.pool.progress,
         )
-        # The stamps cover the time between the digest check of the data files and the manifest.
+        # The stamps were read before the digest check. Equal stamps show that no file has changed since.
         check_unchanged(stamps)
-        # another program may have created it meanwhile
+        # Another program may have created the output meanwhile.
         _check_replaceable(self.out)
         self.stage.publish(self.overwrite)
 
@@ -352,7 +352,7 @@ def _join_file_names(paths: Sequence[Path]) -> str:
 def _check_replaceable(out: Path) -> None:
     """Raise PrepError if the path is neither free, nor an empty folder, nor an output of prep."""
     try:
-        # a single call: another process may be replacing the output
+        # This is a single call, because another process may be replacing the output.
         names = os.listdir(out)
     except FileNotFoundError:
         is_replaceable = not out.is_symlink()
@@ -416,7 +416,7 @@ def check_free_space(plan: Plan, folder: Path) -> None:
     needed_nbytes = 0
     for file in plan.files:
         needed_nbytes += file.size - _allocated_nbytes(data_folder(plan, folder) / file.path)
-    # chunks are on disk both raw and compressed until the end
+    # Until the end, chunks are on disk both raw and compressed.
     needed_nbytes += output_nbytes_to_compress(plan, folder)
     existing_folder = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     free_nbytes = shutil.disk_usage(existing_folder).free
@@ -424,7 +424,7 @@ def check_free_space(plan: Plan, folder: Path) -> None:
         raise PrepError(
             f"not enough room for {folder.name.removesuffix(PARTIAL_SUFFIX)}",
             f"needs {format_bytes(needed_nbytes)}, its disk has {format_bytes(free_nbytes)} free",
-            text("{} on another disk", Option("out")),
+            text("use {} with a path on another disk", Option("out")),
         )
 
 

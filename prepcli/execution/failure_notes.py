@@ -120,7 +120,7 @@ class FailureNotes:
         )
 
     def _stamps(self) -> dict[str, str]:
-        """Return a stamp of each note, unique among all notes of the same process."""
+        """Return a stamp (inode and time) of each note. Two notes of one process have different stamps."""
         own_name = f"{FAILED_STEM}.{self._share.index}"
         stamps: dict[str, str] = {}
         for path in self._folder.glob(f"{FAILED_STEM}.*"):

@@ -75,7 +75,7 @@ def finalize_output(
     # The order: compressed chunks, index, step, small files, checksums, manifest. `Staging.publish` makes
     # them durable before the rename. A kill leaves a staging folder, and the next run writes all of them
     # again, except the chunks that the journal of the compression lists.
-    # files themselves are opened without following links
+    # This call checks the folders. Each file is opened without following links.
     check_no_symlinks(stage.folder)
     compressed = None
     if plan.zstd_level:
@@ -190,8 +190,8 @@ def _write_small_file(file: SmallFile, path: Path) -> None:
 
 
 def _open_without_links(path: str, flags: int) -> int:
-    # The path was resolved: a link there is a later replacement. So is a FIFO, for which a plain open
-    # would wait without end: O_NONBLOCK.
+    # The path was checked before, so a link or a FIFO there has replaced the file since. O_NOFOLLOW refuses the link.
+    # O_NONBLOCK keeps the open of a FIFO from waiting for its other end.
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -214,7 +214,7 @@ def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> Compress
 def newest_source_ns(plan: Plan) -> int:
     """Return the newest time stamp of the source's files, for the output's metadata: equal runs write equal bytes."""
     newest_ns = max((file.mtime_ns for file in plan.source_files), default=0)
-    # metadata cannot hold times before 1970
+    # Metadata cannot hold times before 1970.
     return max(0, newest_ns)
 
 
@@ -236,6 +236,7 @@ def _raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:
 def _build_manifest(
     plan: Plan, run_identity: dict[str, object], digests: Mapping[int, str]
 ) -> dict[str, object]:
+    """Return the fields of the manifest, without the records of output files."""
     dropped: list[dict[str, object]] = []
     for tensor in plan.dropped:
         name = plan.display_names.get(tensor.name, tensor.name)
@@ -303,7 +304,7 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]
         written_digest = parse_stream_digest(digests[number]).written
         record["digests"].append((*stream.rows, written_digest))
         if stream.shape:
-            # the streams of a tensor come in the order of their rows: the last one has them all
+            # The streams of a tensor come in the order of their rows, so the last one ends with its last row.
             record["shape"] = (stream.rows[1], *stream.shape[1:])
     if not plan.item:
         return {"tensors": tensors, **({"slots": slots} if slots else {})}

@@ -27,7 +27,8 @@ from prepcli.restore.item_reader import ItemReader, open_reader
 from trainer.files.writing import fsync_path
 
 LOCK = ".lock"
-MAX_LOCK_TRIES = 100  # starts that fail may remove the folder meanwhile
+# Other starts of the run may fail and remove the folder, so locking is tried again.
+MAX_LOCK_TRIES = 100
 NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 LEFTOVER_NAME = re.compile(r"(0|[1-9][0-9]*)(\.removed)?\.partial")
 
@@ -133,7 +134,9 @@ class FolderStorage:
                 return fd
             os.close(fd)
         raise PrepError(
-            f"{folder} cannot be locked", "other starts remove it again and again", "end them"
+            f"{folder} cannot be locked",
+            "other starts of this run remove it again and again",
+            "end the other starts",
         )
 
     def _remove_leftovers(self) -> None:

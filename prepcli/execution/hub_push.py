@@ -43,7 +43,10 @@ _WEIGHT_FILE_PATTERNS = (
 
 @dataclass(frozen=True, slots=True)
 class PushTarget:
-    """A repository, the branch of the commit (None: main), and whether a new repository is private."""
+    """Destination of an upload: a repository, the branch of the commit, and whether a new repository is private.
+
+    A `revision` of None is the branch `main`.
+    """
 
     repo: str
     revision: str | None = None
@@ -55,10 +58,10 @@ def parse_push_target(value: str, private: bool) -> PushTarget:
     repo, separator, revision = value.partition("@")
     what = text("{} is invalid", Option("push", value))
     example = text("{}", Option("push", "OWNER/NAME@main"))
-    # the rules of `huggingface_hub.utils.validate_repo_id`
+    # The rules of `huggingface_hub.utils.validate_repo_id`.
     if not _REPO_PATTERN.fullmatch(repo) or "--" in repo or ".." in repo or len(repo) > 96:
         raise usage_error(what, "it has the form OWNER/NAME or OWNER/NAME@BRANCH", example)
-    # the rules of `git check-ref-format` for the characters that the pattern allows
+    # The rules of `git check-ref-format`, for the characters allowed by the pattern.
     if separator and (
         not _REVISION_PATTERN.fullmatch(revision)
         or ".." in revision
@@ -119,7 +122,7 @@ def push_folder(
 ) -> str:
     """Upload a folder in one commit, and delete weights of an earlier push in the same format.
 
-    Large files are uploaded one by one before the commit; files already on the hub are skipped. The
+    Large files are uploaded one by one before the commit. Files already on the hub are skipped. The
     repository is listed afterwards to verify the commit.
 
     Args:
@@ -187,7 +190,7 @@ def _stale_weights(remote_names: Sequence[str], names: Sequence[str]) -> list[st
     """Return weights of an earlier push in the same format, which readers would mix with the new ones."""
     stale: list[str] = []
     for pattern in _WEIGHT_FILE_PATTERNS:
-        # e.g. a push of model.safetensors leaves flax_model.msgpack of the repository alone
+        # E.g. a push of model.safetensors leaves flax_model.msgpack of the repository alone.
         if not any(map(pattern.fullmatch, names)):
             continue
         for name in remote_names:
@@ -256,7 +259,7 @@ def _explain(error: BaseException | None, what: str) -> PrepError | None:
             if error.status:
                 return _status_error(what, error.status)
             return PrepError(what, str(error), RESUME_HINT)
-        # by name: the class is one of the HTTP library, requests or httpx, of the installed version
+        # Compared by name: the class is from the installed HTTP library, requests or httpx.
         if type(error).__name__ == "TooManyRedirects":
             return PrepError(what, "the hub answers with a redirect loop", CHECK_ENDPOINT)
         if isinstance(error, HfHubHTTPError):

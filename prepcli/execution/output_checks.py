@@ -81,7 +81,7 @@ def _hole_ranges(fd: int, size: int) -> Iterator[tuple[int, int]]:
         except OSError as error:
             if error.errno != errno.ENXIO:
                 return
-            # the rest of the file is a hole
+            # The rest of the file is a hole.
             position = size
         if start < position:
             yield start, position

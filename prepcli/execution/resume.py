@@ -27,7 +27,7 @@ from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source
 
-# name of the task in progress reports
+# Name of this task in progress reports.
 CHECK_TASK = "check"
 
 
@@ -69,7 +69,7 @@ class StreamReader:
         """Return whether the data files hold the first bytes of a stream."""
         stream = self.streams[prefix.stream_number]
         readback = readback_stream(stream)
-        # a prefix counts bytes as they are read, its digest is of the bytes as they are written
+        # A prefix counts bytes as read. Its digest is of the bytes as written.
         num_values = prefix.nbytes // itemsize(stream.dtype)
         end = readback.byte_range[0] + num_values * itemsize(stream.written_dtype)
         state = xxhash.xxh3_128()

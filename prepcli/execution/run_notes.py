@@ -17,22 +17,22 @@ CHECKSUM_KEY = "checksum"  # key in each file, covers all other keys
 
 
 def read_json_record(path: Path) -> JsonObject | None:
-    """Return the content of a note, or None if it does not exist.
+    """Return the content of a record, or None if the file does not exist.
 
-    Raise PrepError if it is damaged.
+    Raise PrepError if the file is damaged.
     """
     try:
-        content = decode_note(read_no_follow(path))
+        content = decode_record(read_no_follow(path))
     except FileNotFoundError:
         return None
     except ValueError as error:
-        hint = text("{} drops it", Option("restart", True))
+        hint = text("{} deletes it", Option("restart", True))
         raise PrepError(f"{path} is damaged", str(error), hint) from error
     return content
 
 
-def decode_note(data: bytes) -> JsonObject:
-    """Return the content of a note's bytes. Raise ValueError if they are damaged."""
+def decode_record(data: bytes) -> JsonObject:
+    """Return the JSON object in the bytes of a record. Raise ValueError if they are damaged."""
     try:
         content = load_json(data)
     except ValueError:
@@ -45,16 +45,16 @@ def decode_note(data: bytes) -> JsonObject:
     return content
 
 
-def encode_note(content: Mapping[str, object]) -> bytes:
-    """Return the bytes of a note."""
+def encode_record(content: Mapping[str, object]) -> bytes:
+    """Return the bytes of a record: the content as JSON, with its checksum."""
     return json.dumps({**content, CHECKSUM_KEY: _checksum(content)}).encode()
 
 
 def write_json_record(path: Path, content: Mapping[str, object]) -> None:
-    """Write a note, durable on return."""
-    write_file(path, encode_note(content))
+    """Write a record, durable on return."""
+    write_file(path, encode_record(content))
 
 
 def _checksum(content: Mapping[str, object]) -> str:
-    """Return the checksum of a note's content after a JSON round trip, which converts keys to text."""
+    """Return the checksum of a record's content after a JSON round trip, which converts keys to text."""
     return digest(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())

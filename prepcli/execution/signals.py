@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# environment variable with the parent's process id
+# Environment variable with the parent's process id.
 PARENT_VARIABLE = "PREP_PARENT"
 # from <linux/prctl.h>
 PR_SET_PDEATHSIG = 1
@@ -62,7 +62,7 @@ def raise_on_signal() -> Iterator[None]:
 
     with _handle_first(STOP_SIGNALS, stop):
         yield
-    # the exception was raised in a destructor, and Python dropped it
+    # Python drops an exception raised in a destructor, so it is raised again here.
     if received:
         raise Stopped(received[0])
 
@@ -99,7 +99,7 @@ def die_with_parent() -> None:
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGINT))
-    # the parent may have ended before the call of prctl
+    # The parent may have ended before the call of prctl.
     if os.getppid() != int(parent):
         raise Stopped("the end of its parent")
 

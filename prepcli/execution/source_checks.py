@@ -19,7 +19,7 @@ from prepcli.sources.dequantized import DequantizedBlob
 from prepcli.sources.source import Source
 from trainer.models.json_types import JsonValue
 
-# in the work folder: the state of the source when the run began
+# File in the work folder, with the state of the source when the run began.
 SOURCE_STATE_FILE = "source.json"
 
 # inode and change time of each file
@@ -148,6 +148,7 @@ class IntegrityChecker:
         )
 
     def _check_overflow(self, stream: Stream, counts: CastCounts | None) -> None:
+        """Raise PrepError if a cast or an adapter made values infinite or nan, unless this is allowed."""
         if not counts or not counts.overflowed or self._allow_overflow:
             return
         name = self._display_name(stream.name)
@@ -169,11 +170,12 @@ class IntegrityChecker:
         raise PrepError(what, f"its largest value is {largest}", hint)
 
     def _compare(self, check: EqualityCheck, stream: Stream) -> None:
+        """Raise PrepError if two tensors were read with different digests, although they must be equal."""
         digest = self._digests.get((check.name, stream.rows))
         original_digest = self._digests.get((check.duplicate_of, stream.rows))
         if digest is None or original_digest is None or digest == original_digest:
             return
-        # only for the message: the digests are of all bytes, the comparison finds the first difference
+        # Only for the message: the digests are of all bytes, and the comparison finds the first difference.
         from prepcli.engine.compare import compare_streams
 
         row = compare_streams(

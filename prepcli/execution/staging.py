@@ -38,18 +38,18 @@ RUN_FILE = "run.json"  # identity of the run
 DIVISION_FILE = "division.json"
 # `journal.I` belongs to process I
 JOURNAL_STEM = "journal"
-# all processes share it; `lock.I` belongs to process I of several
+# All processes share this lock. `lock.I` belongs to process I of several.
 LOCK_FILE = "lock"
 JOIN_LOCK_FILE = "door"
-# shared lock of the processes that still move their shares
+# Shared lock of the processes still moving their shares.
 MOVING_LOCK_FILE = "moving"
-# the replaced output, until the new one has its name
+# Name of the replaced output, until the new one has its name.
 REPLACED_NAME = "replaced"
 
 PARTIAL_SUFFIX = ".partial"
 # The longest suffix of a staging folder is `.unused-I.partial` of `Staging.discard`.
 MAX_OUT_NAME_NBYTES = MAX_NAME_NBYTES - len(".unused-9999.partial")
-# other processes may publish or remove the folder meanwhile
+# Other processes may publish or remove the folder meanwhile.
 MAX_JOIN_TRIES = 100
 
 
@@ -81,7 +81,7 @@ class Staging:
         if name_nbytes > MAX_OUT_NAME_NBYTES:
             raise usage_error(
                 text("{} is too long", Option("out", out)),
-                f"its name has {name_nbytes} bytes, and its partial folder needs a longer one",
+                f"its name has {name_nbytes} bytes, and the folder has a longer name until it is complete",
                 f"use a name of at most {MAX_OUT_NAME_NBYTES} bytes",
             )
         self.out = out
@@ -113,7 +113,7 @@ class Staging:
 
         Args:
             run_identity: Identity of the run. A folder of another run is an error.
-            restart: Drop an earlier run, unless processes of the same run are running.
+            restart: Delete the files of an earlier run, unless processes of the same run are running.
             share: Share of this process.
 
         Raises:
@@ -121,7 +121,7 @@ class Staging:
         """
         # All processes of a run hold LOCK_FILE shared until they end. JOIN_LOCK_FILE is held for
         # moments: joining and publishing exclude each other, so the first holder of LOCK_FILE may
-        # drop or divide an earlier run before a second process reads it.
+        # delete or divide an earlier run before a second process reads it.
         self.share = share
         run_id = str(run_identity["plan"])
         with contextlib.ExitStack() as on_error:
@@ -133,7 +133,7 @@ class Staging:
                     )
                     self._locks.append(fd)
                     if restart and is_first and self._has_earlier_run():
-                        self._drop_earlier_run()
+                        self._delete_earlier_run()
                     earlier_identity = read_json_record(self.work / RUN_FILE)
                     if earlier_identity is None:
                         write_json_record(self.work / RUN_FILE, run_identity)
@@ -150,9 +150,9 @@ class Staging:
 
     @contextlib.contextmanager
     def _holding_join_lock(self) -> Iterator[None]:
-        """Hold the join lock of an existing folder.
+        """Create the folder if necessary, and hold its join lock inside the context.
 
-        The folder may be published or removed while this process waits for the lock. It is then created again.
+        Another process may publish or remove the folder while this one waits for the lock. It is then created again.
         """
         with contextlib.ExitStack() as stack:
             for tries_left in reversed(range(MAX_JOIN_TRIES)):
@@ -218,7 +218,7 @@ class Staging:
             check_not_symlink(folder)
         names: list[str] = []
         try:
-            # a single call: another process may be creating or publishing it
+            # This is a single call, because another process may be creating or publishing the folder.
             names = os.listdir(self.folder)
         except FileNotFoundError:
             pass
@@ -233,8 +233,8 @@ class Staging:
     def _has_earlier_run(self) -> bool:
         return (self.work / RUN_FILE).exists() or (self.work / DIVISION_FILE).exists()
 
-    def _drop_earlier_run(self) -> None:
-        """Drop an earlier run.
+    def _delete_earlier_run(self) -> None:
+        """Delete the journals, records and data files of an earlier run.
 
         Failure notes stay: one may be of a process started together with this one.
         """
@@ -297,7 +297,7 @@ class Staging:
             self._moving_fd = -1
 
     def all_moved(self) -> bool:
-        """Return whether all running processes have moved their shares. Call it with the publish lock held."""
+        """Return whether all running processes have written their shares. Call it with the publish lock held."""
         return self.share.count == 1 or not has_shared_holders(self.work / MOVING_LOCK_FILE)
 
     def _is_same_folder(self) -> bool:
@@ -339,7 +339,7 @@ class Staging:
         if os.path.lexists(self.out) and not overwrite:
             raise OutputExistsError(
                 f"{self.out} already exists",
-                f"it was created while {self.folder} was written, which is complete",
+                f"it appeared while prep wrote {self.folder}, now complete",
                 text("move it away and {}, or pass {}", RERUN_HINT, Option("overwrite", True)),
             )
         # A replaced output moves into the work folder, and is removed after the new one has its
@@ -349,7 +349,7 @@ class Staging:
         #                             the next run publishes the new one, `--restart` restores the old
         #   after the second rename:  OUT (new) with a work folder, which `remove_leftover` removes
         try:
-            # of a run that was killed between the two renames
+            # It is left from a run killed between the two renames.
             remove_path(replaced)
             # Durable before the rename: the name OUT never leads to files that a power cut could empty.
             self._sync_files()
@@ -423,5 +423,5 @@ def _other_run_error(
         why = "it was started by another version of prep"
     else:
         why = f"it was started by `{earlier_identity.get('request')}`, this is `{run_identity.get('request')}`"
-    hint = text("{} drops it", Option("restart", True))
+    hint = text("{} deletes it", Option("restart", True))
     return PrepError(f"{folder} belongs to another run", why, hint)

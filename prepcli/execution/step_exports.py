@@ -55,7 +55,7 @@ class StepExports:
             self.start(step)
 
     def in_use(self) -> Collection[int]:
-        """Return the steps still to be read."""
+        """Return the steps that waiting or running exports still need."""
         # A copy, because the thread discards steps while the caller iterates.
         return frozenset(self._waiting)
 
@@ -84,9 +84,8 @@ class StepExports:
         while (step := self._queue.get()) is not None and not self._is_abandoned:
             try:
                 self._export(step)
-            except (
-                Exception
-            ) as raised:  # it would end the thread, and no step would be exported any more
+            except Exception as raised:
+                # Otherwise the error would end the thread, and no later step would be exported.
                 error = as_prep_error(raised)
                 self._warn(
                     f"step {step} was not exported: {error.what}{f' - {error.why}' if error.why else ''}"

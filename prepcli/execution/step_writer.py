@@ -1,9 +1,8 @@
 """Write a training step, alone or together with the other processes of the run.
 
 Each process writes the shards that it owns into the data files that process 0 has created, at the offsets of the plan.
-The files therefore do not depend on the number of processes. Several processes may have shards of
-one tensor: after
-all bytes are durable, the tensors are divided among the processes, which read them back for their digests.
+The files therefore do not depend on the number of processes. Several processes may have shards of one tensor. After all
+bytes are durable, the tensors are divided among the processes, which read them back for their digests.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ def _read_digests(stage: Staging, count: int) -> dict[int, str]:
             raise PrepError(
                 f"{path} does not exist",
                 f"process {index} wrote it to a folder of the same name on another disk",
-                text("{} on a file system that all hosts share", Option("out", "FOLDER")),
+                text("set {} to a folder on a file system that all hosts share", Option("out")),
             )
         for number, digest in note.items():
             digests[int(number)] = str(digest)

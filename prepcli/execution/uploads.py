@@ -44,9 +44,11 @@ from trainer.files.json_values import load_json
 
 UPLOAD_SUFFIX = ".upload"
 MARKS_FILE = "uploaded.jsonl"
-COMMIT_MARKER = "commit_success.txt"  # of Orbax
+COMMIT_MARKER = "commit_success.txt"  # name that Orbax uses
 RETRIES = 10
-_OTHER_ADDRESS_HINT = text("{} another address, or {}", Option("out"), Option("overwrite", True))
+_OTHER_ADDRESS_HINT = text(
+    "set {} to another address, or pass {}", Option("out"), Option("overwrite", True)
+)
 
 
 class Planned(Protocol):
@@ -151,7 +153,7 @@ def make_and_upload(
     output = make_output(request.local_folder, False)
     plan_digest = output.plan_digest
     with BucketLock(bucket, plan_digest, note=observer.note) as lock:
-        # another process may have written there since the first listing
+        # Another process may have written files since the first listing.
         remote_files = bucket.list_files()
         if not _is_uploaded_meanwhile(request, bucket, remote_files, plan_digest):
             _upload_folder(

@@ -33,7 +33,7 @@ from trainer.models.json_types import JsonObject
 
 # Above the memory of a Python process that has only imported prep.
 MAX_BASELINE_NBYTES = 64 * MIB
-# for a worker that was asked to stop
+# Time for a worker to end after a signal. It is killed afterwards.
 STOP_GRACE_S = 60.0
 
 
@@ -52,7 +52,7 @@ class ProcessOptions:
     argv: tuple[str, ...] = ()
 
 
-# ignores variables of launchers
+# Ignores the variables of launchers.
 ONE_PROCESS = ProcessOptions("1/0")
 
 
@@ -153,8 +153,7 @@ class WorkerPool:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # a signal to all workers first, so that they stop at the same time: each keeps its durable
-        # bytes
+        # All workers get a signal first, so that they stop at the same time. Each keeps its durable bytes.
         for worker in self._running:
             worker.process.terminate()
         for worker in self._running:
@@ -165,7 +164,7 @@ class WorkerPool:
     def start(self) -> None:
         """Start all workers."""
         for argv in self._worker_argvs:
-            # a signal between creation and append would leave the worker running
+            # A signal between the creation and the append would leave the worker running.
             with block_signals():
                 self._running.append(_Worker(argv, self._shared_progress.add))
 
@@ -193,7 +192,7 @@ class WorkerPool:
                 }:
                     result.read_nbytes += read_nbytes
                     result.written_nbytes += written_nbytes
-                    # a report counts all moved bytes: read, copied in memory, and written
+                    # A report counts all moved bytes: read, copied in memory, and written.
                     result.copied_nbytes += moved_nbytes - read_nbytes - written_nbytes
                     result.resumed_nbytes += resumed_nbytes
                     result.peak_nbytes += self._baseline_nbytes + peak_nbytes
@@ -206,7 +205,7 @@ class _Worker:
 
     def __init__(self, argv: Sequence[str], on_progress: Callable[[int], None]) -> None:
         self._report = b""
-        # last line on stderr that is not progress
+        # Last line on stderr without progress.
         self._last_message = b""
         self.process = subprocess.Popen(
             # -P: no imports from the current folder
@@ -231,6 +230,7 @@ class _Worker:
             self._report = self.process.stdout.read()
 
     def _read_progress(self, on_progress: Callable[[int], None]) -> None:
+        """Read the worker's stderr to its end, report progress, and keep the last message of an error."""
         # Each line of a worker's stderr is a JSON event of its progress, or a message of an error.
         # The first task is the conversion. Its bytes that were durable before are counted already,
         # by `Team.durable_and_total_nbytes`.
@@ -244,7 +244,7 @@ class _Worker:
                     task = name
                     done = now
                 case {"event": str(), "task": str(name), "done": int(now)}:
-                    # later tasks of the worker are not counted
+                    # Later tasks of the worker are not counted.
                     if name == task and now > done:
                         on_progress(now - done)
                         done = now
@@ -252,7 +252,7 @@ class _Worker:
                     self._last_message = line
 
     def report(self) -> JsonObject:
-        """Return the worker's JSON report, or empty if there is none."""
+        """Return the worker's JSON report, or an empty dict if there is none."""
         for listener in self._listeners:
             listener.join()
         report = _parse_json(self._report)
@@ -267,7 +267,7 @@ class _Worker:
             name = signal.Signals(-code).name
             return PrepError(
                 f"a worker was killed by {name}",
-                "not by prep: out of memory?",
+                "prep did not send the signal: the machine may be out of memory",
                 RESUME_HINT,
             )
         texts = {"what": "", "why": "", "hint": ""}

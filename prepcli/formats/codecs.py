@@ -75,6 +75,7 @@ def open_decoder(codec_names: Sequence[str], stored: ByteReader) -> ByteReader:
 
 
 def _zstd_window_nbytes(header: bytes, decoded_nbytes: int) -> int:
+    """Check the header of a zstd frame, and return the memory needed for its window."""
     # Imported late: items without compression do not need it.
     import zstandard
 

@@ -1,7 +1,8 @@
 """The record of an output's files in its manifest: `files: {path: {bytes, xxh3}}`.
 
-It lists every file without tensors: settings, tokenizers, and the index of an Orbax item. The digests of tensors cover
-the payload of a safetensors or msgpack file. Its entry has `header`, the digest of all other bytes, instead of `xxh3`.
+It lists every file without tensors: settings, tokenizers, and the index of an Orbax item. Safetensors and msgpack files
+are listed too. The digests of the tensors cover their payload, so their entries have `header`, the digest of the
+remaining bytes, instead of `xxh3`.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _check_file(
     why = "the manifest lists it"
     if path.exists():
         actual = record_file(path)
-        # a later version may add keys to a record, so only these two are compared
+        # A later version of prep may add keys to a record, so only these two are compared.
         is_equal_size = actual[SIZE_KEY] == record[SIZE_KEY]
         if is_equal_size and actual.get(XXH3_KEY) == record.get(XXH3_KEY):
             return
@@ -166,7 +167,7 @@ def check_header(path: Path, manifest: Manifest, header_digest: str) -> None:
     Raises:
         DamagedError: They differ from the record.
     """
-    # an earlier version of prep lists no files, and another library's file has no record
+    # An earlier version of prep lists no files, and another library's file has no record.
     expected = manifest.files.get(path.name, NO_RECORD).get(HEADER_KEY, header_digest)
     if header_digest != expected:
         why = f"its header has the digest {header_digest}, the manifest records {expected:.40}"

@@ -50,7 +50,7 @@ ORIGIN_KEY: Final = "origin"
 SIZE_KEY: Final = "bytes"
 XXH3_KEY: Final = "xxh3"
 HEADER_KEY: Final = "header"
-# in the entry of the base: `restore.digest_checks.sample_digest` of its checkpoint
+# An adapter's record of its base model has this key. `restore.digest_checks.sample_digest` computes the value.
 SAMPLE_DIGEST_KEY = "sample_digest"
 
 # Keys that later commands read without a check, with the type that each must have.
@@ -119,7 +119,7 @@ class Manifest:
 
     @property
     def towers(self) -> Mapping[str, object] | None:
-        """Facts of the multimodal model around the parameters. None for other models."""
+        """Record of the multimodal model with these parameters: its type and name prefixes. None for other models."""
         return self.fields.get(TOWERS_KEY)
 
     @property
@@ -459,11 +459,11 @@ def _check_manifest(path: Path, fields: JsonObject) -> None:
             raise _broken_error(path, f"`{key}` is missing")
         if not isinstance(fields[key], expected_type):
             raise _broken_error(path, f"`{key}` is {fields[key]!r:.60}")
-    # files and digest came in one version of prep: one alone was removed by hand
+    # One version of prep added both keys. If only one is there, the other was removed by hand.
     if (FILES_KEY in fields) != (DIGEST_KEY in fields):
         raise _broken_error(path, f"it has only one of `{FILES_KEY}` and `{DIGEST_KEY}`")
     file_records = fields.get(FILES_KEY, {})
-    # the types of all keys were checked above
+    # The types of all keys were checked above.
     assert isinstance(file_records, dict)
     for name, record in file_records.items():
         if not _is_file_record(record):

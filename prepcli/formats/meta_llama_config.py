@@ -1,4 +1,4 @@
-"""Convert `params.json` of Meta's LLaMA checkpoints to the config.json of transformers. Pure.
+"""Convert `params.json` of Meta's LLaMA checkpoints to the config.json of transformers. The functions are pure.
 
 Some properties of a model are only in Meta's code: the context length, the rotary scaling and the special tokens. They
 are derived from the published models, as in `convert_llama_weights_to_hf.py` of transformers.

@@ -31,7 +31,7 @@ CHUNKED_MARKER = "__msgpack_chunked_array__"
 SUFFIX = "msgpack"
 # Limits on untrusted input. They are far above any model, and bound time and memory: a file of a
 # few bytes may claim 2^32 entries.
-MAX_DEPTH = 32  # nesting of maps; parts of a record's path
+MAX_DEPTH = 32  # limit of nested maps, and of the parts of a record's path
 MAX_ENTRIES = 1 << 17  # maps, leaves and numbers in a file
 MAX_DIMS = 64
 MAX_KEY_NBYTES = 1 << 10
@@ -140,7 +140,6 @@ def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
 #     c4 08 <8 bytes>        payload, at offset 19
 # An EasyLM record is 92 (2 items), the path as an array of texts, and bytes (c4 to c6) that are
 # such a file of one leaf.
-# Bytes
 
 
 class _Cursor:
@@ -195,6 +194,7 @@ class _MsgpackHeader:
 
 
 def _read_token(cursor: _Cursor) -> _MsgpackHeader:
+    """Read a value, or the type and length of text, bytes, a container or an extension."""
     first_byte = cursor.take_uint(1)
     if first_byte < 0x80 or first_byte >= 0xE0:
         return _MsgpackHeader("value", value=first_byte if first_byte < 0x80 else first_byte - 256)
@@ -231,7 +231,7 @@ _FIX_TYPES: dict[int, tuple[Literal["map", "array", "text"], int]] = {
 _SIZED_TYPES: dict[int, tuple[Literal["map", "array", "text", "bytes", "extension"], int]] = {
     **{0xC4 + i: ("bytes", 1 << i) for i in range(3)},
     **{0xC7 + i: ("extension", 1 << i) for i in range(3)},
-    **{0xD4 + i: ("extension", 0) for i in range(5)},  # of 1, 2, 4, 8 or 16 bytes
+    **{0xD4 + i: ("extension", 0) for i in range(5)},  # extensions of 1, 2, 4, 8 or 16 bytes
     **{0xD9 + i: ("text", 1 << i) for i in range(3)},
     **{0xDC + i: ("array", 2 << i) for i in range(2)},
     **{0xDE + i: ("map", 2 << i) for i in range(2)},

@@ -1,7 +1,7 @@
-"""Lay out Flax msgpack files and EasyLM streams: compute the headers and the offsets of the payloads. Pure.
+"""Lay out Flax msgpack files and EasyLM streams: compute the headers and the offsets of the payloads.
 
-The engine fills in the payloads. The bytes equal the ones that `flax.serialization` writes for a tree in the order of
-JAX: the keys of every dict are sorted as text.
+The functions are pure. The engine writes the payloads. The bytes equal the ones that `flax.serialization` writes for
+a tree in the order of JAX: the keys of every dict are sorted as text.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ def _encode_tree(tree: _Tree) -> Iterator[_Segment]:
 
 
 def _encode_record(leaf: MsgpackLeaf) -> Iterator[_Segment]:
+    """Yield the segments of a leaf's record in an EasyLM stream."""
     value = list(_encode_leaf(leaf))
     nbytes = 0
     for segment in value:
@@ -150,6 +151,7 @@ def _encode_record(leaf: MsgpackLeaf) -> Iterator[_Segment]:
 
 
 def _encode_leaf(leaf: MsgpackLeaf) -> Iterator[_Segment]:
+    """Yield the segments of a leaf's array or arrays."""
     # An array above 1 GiB becomes the map {CHUNKED_MARKER: true, "shape": {"0": 70000, "1": 8192},
     # "chunks": {"0": ..., "1": ...}} of flat arrays, as `flax.serialization._chunk` makes it.
     if ITEM_BITS[leaf.dtype] % 8:

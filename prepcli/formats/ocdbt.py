@@ -28,11 +28,11 @@ NODE_MAGIC = 0x0CDB20DE
 MANIFEST_MAGIC = 0x0CDB3A2A
 # TensorStore's estimate of a decoded entry without key, path and inline value.
 _ENTRY_OVERHEAD_NBYTES = 32
-# configuration as in databases of Orbax
+# Configuration as in databases of Orbax.
 _MAX_INLINE_NBYTES = 1024
 _MAX_NODE_NBYTES = 100_000_000
 _VERSION_ARITY_LOG2 = 4
-# value kinds of a leaf node
+# Value kinds of a leaf node.
 _INLINE = 0
 _IN_DATA_FILE = 1
 
@@ -46,7 +46,7 @@ class ValueLocation(NamedTuple):
 
 
 # A database of two values of a tree, as Orbax lays it out:
-#   manifest.ocdbt   configuration and versions; refers to the root node of the newest version
+#   manifest.ocdbt   configuration and versions, with a reference to the root node of the newest version
 #   d/<hex>          B-tree nodes, and values that are not inline
 # The order in which they are made durable: data files, node file, manifest. A kill before the
 # manifest leaves unreferenced files.
@@ -119,6 +119,7 @@ def _split_into_nodes(
 
 
 def _encode_leaf(entries: Sequence[OcdbtEntry]) -> _EncodedNode:
+    """Encode a leaf node of the tree."""
     # The format stores a node by columns: all keys, then all sizes, then all kinds. Only values in data
     # files have an entry in the columns of file numbers and offsets.
     keys: list[bytes] = []
@@ -200,7 +201,7 @@ def _encode_manifest(nodes: Sequence[_EncodedNode], path: str, uuid: bytes, now_
         _encode_varints([_MAX_INLINE_NBYTES, _MAX_NODE_NBYTES]),
         bytes([_VERSION_ARITY_LOG2, 0]),  # 0: nodes are not compressed
         _encode_file_table([path]),
-        _encode_varints([1, 1]),  # number of versions; generation number
+        _encode_varints([1, 1]),  # number of versions, generation number
         bytes([len(nodes) > 1]),  # height of the root
         *_encode_references([tree_bytes - len(root.data)], [root], [tree_bytes]),
         struct.pack("<Q", now_ns),
@@ -232,8 +233,8 @@ def _encode_file_table(paths: Sequence[str]) -> bytes:
 
 def _encode_sorted_keys(keys: Sequence[bytes]) -> list[bytes]:
     """Encode sorted keys as columns: common prefix lengths with the previous key, suffix lengths, suffixes."""
-    # e.g. [b"a.w/.zarray", b"a.w/0.0", b"a.w/0.1"] -> prefix lengths [4, 6] (the first key has
-    # none), suffix lengths [11, 3, 1], suffixes b"a.w/.zarray", b"0.0", b"1"
+    # E.g. [b"a.w/.zarray", b"a.w/0.0", b"a.w/0.1"] -> prefix lengths [4, 6] (the first key has
+    # none), suffix lengths [11, 3, 1], suffixes b"a.w/.zarray", b"0.0", b"1".
     prefix_lengths: list[int] = []
     suffixes = [keys[0]]
     for previous, key in itertools.pairwise(keys):
@@ -250,7 +251,7 @@ def _encode_sorted_keys(keys: Sequence[bytes]) -> list[bytes]:
 def _common_prefix_nbytes(a: bytes, b: bytes) -> int:
     """Return the length of the common prefix, from the leading zeros of one XOR."""
     nbytes = min(len(a), len(b))
-    # e.g. b"ab1", b"ab2": the XOR is 0x000003, 2 bits long, so 1 byte differs and 2 are common
+    # E.g. b"ab1", b"ab2": the XOR is 0x000003, 2 bits long, so 1 byte differs and 2 are common.
     differing = int.from_bytes(a[:nbytes], "big") ^ int.from_bytes(b[:nbytes], "big")
     return nbytes - (differing.bit_length() + 7) // 8
 
@@ -259,7 +260,7 @@ def _encode_varints(values: Sequence[int]) -> bytes:
     """Encode numbers as varints: base 128, lowest digit first, top bit set if another byte follows."""
     if not values:
         return b""
-    # e.g. 300 = 0b10_0101100 -> digits [0x2c, 2] -> bytes ac 02. One row of `digits` per number,
+    # E.g. 300 = 0b10_0101100 -> digits [0x2c, 2] -> bytes ac 02. One row of `digits` per number,
     # as wide as the longest one; `used` drops the leading zeros of the shorter ones.
     width = max(1, -(-max(values).bit_length() // 7))
     digits = np.array(values, np.uint64)[:, None] >> np.arange(0, 7 * width, 7, dtype=np.uint64)

@@ -121,7 +121,7 @@ class BodyReader:
             raise ValueError("it is cut short, or has a number of more than 64 bits")
         starts = np.append(0, ends[:-1] + 1)
         digits = ends - starts + 1
-        # the tenth digit has place for one bit only: 9 * 7 = 63
+        # The tenth digit has place for one bit only: 9 * 7 = 63.
         if (digits + (data[ends] > 1)).max() > _MAX_DIGITS:
             raise ValueError("it has a number of more than 64 bits")
         # One turn per digit for all numbers at once: offsets below 32 GiB have at most 5 digits.

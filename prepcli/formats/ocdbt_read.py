@@ -39,11 +39,11 @@ MAX_MANIFEST_NBYTES = 16 << 20
 MAX_INDEX_NBYTES = 256 << 20  # total decompressed size of all nodes
 MAX_TEXT_NBYTES = 256 << 20  # total size of all keys and inline values
 MAX_ENTRIES = 1 << 21  # entries of all nodes: far above any model
-# a compressed node of a few hundred bytes may claim a million entries
+# A compressed node of a few hundred bytes may claim a million entries.
 _BASE_ENTRIES = 1 << 18
 _ENTRIES_PER_BYTE = 16
 _MAX_VERSIONS = 1 << 16
-# files of a node's table, and the total length of their paths
+# Number of files in a node's table, and total length of their paths.
 _MAX_FILES = 1 << 18
 _MAX_PATHS_NBYTES = 16 << 20
 _MAX_PATH_NBYTES = 4095
@@ -287,6 +287,7 @@ class _IndexReader:
 def _iter_children(
     node: _NodeRef, body: BodyReader, files: Sequence[_DataFile], count: int
 ) -> Iterator[_NodeRef]:
+    """Yield references to the children of an inner node."""
     prefix_lengths = body.read_varints(count - 1)
     suffix_lengths = body.read_varints(count, _MAX_KEY_NBYTES)
     common_lengths = body.read_varints(count)
@@ -310,6 +311,7 @@ def _iter_children(
 def _iter_leaf_entries(
     node: _NodeRef, body: BodyReader, files: Sequence[_DataFile], count: int
 ) -> Iterator[OcdbtEntry]:
+    """Yield the keys of a leaf node with their values, or with the values' locations in data files."""
     prefix_lengths = body.read_varints(count - 1)
     suffix_lengths = body.read_varints(count, _MAX_KEY_NBYTES)
     keys = decode_keys(

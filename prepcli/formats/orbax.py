@@ -88,7 +88,7 @@ def unravel_chunk_index(grid: tuple[int, ...], chunk_number: int) -> tuple[int, 
     """Return the index of a chunk from its number in C order, like `np.unravel_index`."""
     index = []
     for extent in reversed(grid):
-        # e.g. chunk 5 of a [2, 3] grid: divmod(5, 3) = 1, 2 -> (1, 2)
+        # E.g. chunk 5 of a [2, 3] grid: divmod(5, 3) = 1, 2 -> (1, 2).
         chunk_number, i = divmod(chunk_number, extent)
         index.append(i)
     return tuple(reversed(index))

@@ -238,7 +238,7 @@ def _check_chunk_ranges(
             if isinstance(stored, StoredRange):
                 end = stored.offset + stored.nbytes
                 ranges.append((stored.file, stored.offset, end, array_number))
-    # sorted by file and offset, so that only neighbours can overlap
+    # Sorted by file and offset, so that only neighbours can overlap.
     ranges.sort()
     for file, _, end, array_number in ranges:
         if end > sizes[file]:
@@ -258,6 +258,7 @@ def _check_chunk_ranges(
 
 
 def _read_non_arrays(folder: Path, leaves: Sequence[_TreeLeaf]) -> tuple[OrbaxNonArray, ...]:
+    """Return the empty leaves and the strings of a tree, with the texts of the strings."""
     empty_leaves: list[OrbaxNonArray] = []
     strings: list[_TreeLeaf] = []
     for leaf in leaves:

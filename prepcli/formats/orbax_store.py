@@ -37,9 +37,9 @@ from trainer.files.reading import resolve_named_path
 # Values of an item: far above any model. A small malicious index may claim more.
 MAX_VALUES = 1 << 21
 MAX_DOCUMENT_NBYTES = 1 << 20
-# size of a shard's index: 2^20 chunks of 16 bytes
+# Size of a shard's index with 2^20 chunks of 16 bytes.
 MAX_SHARD_INDEX_NBYTES = 16 << 20
-# zarr's `sharding_indexed` codec: offset and size of a chunk that is not stored
+# In zarr's codec `sharding_indexed`, the offset and the size of a chunk not stored.
 _ABSENT_CHUNK = 2**64 - 1
 
 
@@ -62,7 +62,7 @@ class OrbaxStore:
     def __init__(
         self, folder: Path, names: Iterable[str], uses_ocdbt: bool, uses_zarr3: bool
     ) -> None:
-        """Read the index, or the folders of the arrays `names`. Raise PrepError if invalid or above a limit."""
+        """Read the index, or the folders of the arrays `names`. Raise PrepError if they are invalid or too large."""
         self.folder = folder
         self._document = ZARR_JSON if uses_zarr3 else ZARRAY
         self._paths: list[str] = []
@@ -247,7 +247,7 @@ def _numbers_in_key(key: str) -> ChunkIndex:
     """Return the numbers in a key, e.g. (1, 20) for `c/1/20`."""
     numbers: list[int] = []
     for digits in re.findall("[0-9]+", key):
-        # longer numbers exceed int64, and a hostile key may have millions of digits
+        # Longer numbers exceed int64, and a hostile key may have millions of digits.
         if len(digits) < 19:
             numbers.append(int(digits))
     return tuple(numbers)
@@ -267,7 +267,7 @@ def _iter_shard_chunks(
     is_complete: bool,
 ) -> Iterator[tuple[ChunkIndex, StoredValue]]:
     """Yield the chunks of each shard."""
-    # e.g. shape [5, 4], shards [4, 4] and chunks [2, 4]: a grid of [3, 1] chunks, [2, 1] per shard. Chunk
+    # E.g. shape [5, 4], shards [4, 4] and chunks [2, 4]: a grid of [3, 1] chunks, [2, 1] per shard. Chunk
     # [1, 0] of shard [1, 0] is [1 * 2 + 1, 0] = [3, 0], beyond the grid: shards at the edge are padded.
     grid = ChunkGrid(zarr.shape, zarr.chunk_shape).chunk_counts
     chunks_per_shard = tuple(map(operator.floordiv, sharding.shard_shape, zarr.chunk_shape))

@@ -29,7 +29,7 @@ from prepcli.formats.orbax import (
 )
 
 CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
-# of errors that a correct plan cannot cause
+# Hint of errors in the arguments, which a correct plan cannot cause.
 _BUG_HINT = "this is a bug in prep: the checkpoint was not written"
 # The name of the handler that orbax-checkpoint 0.12 records for a tree of arrays.
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
@@ -136,6 +136,7 @@ def encode_zarray(meta: ArrayMeta, zstd_level: int | None = None) -> bytes:
 
 
 def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
+    """Raise PrepError if an Orbax checkpoint cannot have these leaves."""
     if not arrays:
         raise PrepError(
             "cannot write an Orbax checkpoint without arrays",
@@ -236,7 +237,7 @@ def _iter_array_entries(
         starts: list[list[int]] = []
         for axis, extent in enumerate(table.grid):
             indices = sorted(range(extent), key=str)
-            # number of chunks from one index of this axis to the next, in C order
+            # Number of chunks from one index of this axis to the next, in C order.
             stride = math.prod(table.grid[axis + 1 :])
             labels.append([b"%d" % i for i in indices])
             starts.append([i * stride for i in indices])
@@ -253,6 +254,7 @@ def _iter_array_entries(
 def _tree_metadata(
     arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]
 ) -> dict[str, object]:
+    """Return the content of the metadata file with the tree's keys and value types."""
     tree: dict[str, object] = {}
     for leaf in (*arrays, *non_arrays):
         if isinstance(leaf, ArrayMeta):

@@ -23,10 +23,10 @@ from prepcli.formats.manifest import (
 from prepcli.formats.orbax import METADATA_FILE
 from prepcli.formats.untrusted import unreadable_error
 
-# keys of a step's manifest
+# Keys of a step's manifest.
 EVAL_LOSS = "eval_loss"
 EVAL_SEQUENCES = "eval_sequences"
-# files of each run, from its first start on
+# Files of each run, from its first start on.
 RECIPE_FILE = "recipe.toml"
 ENVIRONMENT_FILE = "environment.json"
 STEP_NAME = re.compile("0|[1-9][0-9]{0,17}")
@@ -92,8 +92,8 @@ def manifest_loss(manifest: Manifest) -> EvalLoss:
 def best_step(run: Path) -> int | None:
     """Return the step of a run with the lowest loss. None if no step has one.
 
-    Losses of different numbers of sequences are not compared.
-    Only losses with as many sequences as the newest evaluated step count.
+    Losses over different numbers of sequences are not compared: only steps evaluated on as many sequences as the newest
+    one count.
     """
     losses = {
         step: manifest_loss(read_manifest(step_folder(run, step)) or NO_MANIFEST)

@@ -37,7 +37,7 @@ from trainer.models.json_types import JsonObject, JsonValue
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of PEFT
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # names of PEFT
 ADAPTER_HINT = text(
     "{} adds a LoRA adapter to its base; PEFT's `merge_and_unload()` merges others",
     Command("merge", "ADAPTER", "BASE"),
@@ -297,7 +297,7 @@ def _iter_entries(raw: bytes) -> Iterator[tuple[str, JsonObject]]:
         document = parse_json(b"{" + entry_match[1] + b"}")
         assert isinstance(document, dict)
         for name, entry in document.items():
-            # the pattern matches only objects
+            # The pattern matches only objects.
             assert isinstance(entry, dict)
             yield name, entry
         offset = entry_match.end()
@@ -335,6 +335,7 @@ def _parse_metadata(entry: JsonObject) -> tuple[tuple[str, str], ...]:
 
 
 def _parse_tensor(name: str, entry: JsonObject, file_number: int, data_start: int) -> FileTensor:
+    """Check a tensor's entry in a header, and return the tensor. Raise ValueError if the entry is invalid."""
     if entry.keys() != _ENTRY_FIELDS:
         raise ValueError(
             f"{quote_name(name)} must have dtype, shape and data_offsets, nothing else"

@@ -1,4 +1,4 @@
-"""Lay out safetensors files: headers, file names and index. The engine fills in the payloads. Pure."""
+"""Lay out safetensors files: headers, file names and index. The functions are pure. The engine writes the payloads."""
 
 from __future__ import annotations
 

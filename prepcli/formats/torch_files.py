@@ -88,8 +88,8 @@ class TorchTensor:
         """Return start and stop offset of the tensor's bytes in its file."""
         if self.byte_strides is None:
             return self.offset, self.offset + self.nbytes
-        # e.g. the transpose [3, 2] of a float32 [2, 3] has the strides (4, 12): its last element is at
-        # 2 * 4 + 1 * 12 = 20, and its bytes end at 24
+        # E.g. the transpose [3, 2] of a float32 [2, 3] has the strides (4, 12): its last element is at
+        # 2 * 4 + 1 * 12 = 20, and its bytes end at 24.
         last_offset = 0
         for extent, step in zip(self.shape, self.byte_strides):
             last_offset += (extent - 1) * step
@@ -377,11 +377,11 @@ def _wrong_format_error(path: Path, first_bytes: bytes) -> PrepError:
                 explanation,
                 hint or download_again_hint(path),
             )
-    # the magic of a POSIX tar header is at byte 257
+    # The magic of a POSIX tar header is at byte 257.
     if first_bytes[257:262] == b"ustar":
         why = "PyTorch wrote this format before 0.1.10"
         return PrepError(f"{path.name} is a tar archive", why, _SAVE_AGAIN_HINT)
-    # a safetensors file has 8 bytes of length before its JSON header
+    # A safetensors file has 8 bytes of length before its JSON header.
     if first_bytes[8:9] == b"{":
         hint = f"if it is a safetensors file, rename it to {path.with_suffix('.safetensors').name}"
         return PrepError(

@@ -324,7 +324,7 @@ class _PickleMachine:
             pairs = last_arg
         else:
             pairs = ()
-        # one opcode can build a mapping of a list that the memo holds, again and again
+        # One opcode can build a mapping of a list in the memo, again and again.
         self.count_steps(len(pairs))
         mapping = PickledMapping()
         for pair in pairs:

@@ -169,6 +169,7 @@ def collect_storages(unpickled: UnpickledObject) -> dict[str, TorchStorage]:
 
 
 def _find_state_dict(root: object) -> PickledMapping:
+    """Return the only mapping with tensors: the root, or its value under the name of a wrapper."""
     if not isinstance(root, PickledMapping):
         raise ValueError(f"it holds {_describe_value(root)}, not tensors by name")
     candidates: list[tuple[str, PickledMapping]] = []
@@ -370,7 +371,7 @@ def _make_view(name: str, dtype: str, storage: TorchStorage, layout: _ElementLay
         raise ValueError(f"it has {len(shape)} dims and {len(element_strides)} strides")
     if math.prod(max(extent, 1) for extent in shape) * item_nbytes >= INT64_LIMIT:
         raise ValueError("it has a shape of 2^63 bytes or more")
-    # e.g. a [3, 2] tensor that is the transpose of a stored [2, 3]: offset 0, strides (1, 3).
+    # E.g. a [3, 2] tensor that is the transpose of a stored [2, 3]: offset 0, strides (1, 3).
     # Its last element has index 0 + (3 - 1) * 1 + (2 - 1) * 3 = 5, so the storage has 6 or more.
     if 0 in shape:
         return StorageView(name, dtype, shape, storage, 0, None)

@@ -33,10 +33,10 @@ _END64_FORM = "<4sQ2H2L4Q"
 _LOCATOR_FORM = "<4sLQL"
 _ENTRY_FORM = "<4s6H3L5H2L"
 _LOCAL_FORM = "<4s5H3L2H"
-# markers: the number is in the zip64 extra field
+# These values say that the number is in the zip64 extra field.
 _IN_ZIP64 = 0xFFFFFFFF
 _COUNT_IN_ZIP64 = 0xFFFF
-# flags. The local header of a streamed record has no sizes.
+# Flags. The local header of a streamed record has no sizes.
 _ENCRYPTED = 1
 _STREAMED = 8
 
@@ -180,6 +180,7 @@ def _locate_zip64_directory(file: BinaryIO, locator_offset: int) -> tuple[int, i
 
 
 def _iter_records(directory: bytes, count: int) -> Iterator[ZipRecord]:
+    """Yield the records of a zip directory, and check their number."""
     position = 0
     record_count = 0
     while position < len(directory):
@@ -202,6 +203,7 @@ def _iter_records(directory: bytes, count: int) -> Iterator[ZipRecord]:
 
 
 def _parse_record(raw_name: bytes, fields: Sequence[Any], extra: bytes) -> ZipRecord:
+    """Check an entry of a zip directory, and return its record."""
     flags = fields[3]
     method = fields[4]
     compressed_nbytes = fields[8]

@@ -102,6 +102,7 @@ def broken_document_error(name: str, file_name: str, why: str) -> PrepError:
 
 
 def _parse_v2(name: str, document: JsonObject) -> ZarrArray:
+    """Parse the metadata of an array of zarr 2."""
     compressor, order, separator = (
         document.get(key) for key in ("compressor", "order", "dimension_separator")
     )
@@ -146,6 +147,7 @@ def _parse_v2(name: str, document: JsonObject) -> ZarrArray:
 
 
 def _parse_v3(name: str, document: JsonObject) -> ZarrArray:
+    """Parse the metadata of an array of zarr 3."""
     if (document.get("zarr_format"), document.get("node_type")) != (3, "array"):
         raise broken_document_error(name, ZARR_JSON, "it does not describe an array of zarr 3")
     if document.get("storage_transformers"):

@@ -29,9 +29,8 @@ from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import FileTensor, array_bits, itemsize
 from prepcli.quantized.decoder import Decoder
-from prepcli.quantized.find_weights import quantization_settings
 from prepcli.sources.decoded_arrays import DecodedArray
-from prepcli.sources.dequantized import find_stored_weights
+from prepcli.sources.dequantized import find_stored_weights, model_quantization
 from prepcli.sources.folders import Kind
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, find_text_part
@@ -209,7 +208,7 @@ def _with_text_part(contents: CheckpointContents) -> CheckpointContents:
 
 def _with_decoders(contents: CheckpointContents) -> CheckpointContents:
     """Return the contents with the decoders of quantised weights. A fault becomes one of `non_arrays`."""
-    settings = quantization_settings(contents.config)
+    settings = model_quantization(contents.config, contents.folder)
     if not settings or contents.kind != "safetensors":
         return contents
     tensors: list[FileTensor] = []
@@ -290,6 +289,7 @@ def _single_chunk(shape: tuple[int, ...], stored: StoredRange) -> dict[ChunkInde
 
 
 def _read_torch(path: Path, display_name: str) -> CheckpointContents:
+    """Read the contents of PyTorch weight files."""
     folder = read_torch_folder(path)
     entries = tuple(
         _placed_entry(
@@ -317,6 +317,7 @@ def _read_torch(path: Path, display_name: str) -> CheckpointContents:
 
 
 def _read_dcp(path: Path, display_name: str) -> CheckpointContents:
+    """Read the contents of a PyTorch distributed checkpoint."""
     folder = read_dcp_folder(path)
     entries: list[TensorEntry] = []
     for tensor in folder.tensors:
@@ -427,6 +428,7 @@ def _flax_entry(array: msgpack.MsgpackArray, file: int, offset: int) -> TensorEn
 
 
 def _read_orbax(path: Path, display_name: str) -> CheckpointContents:
+    """Read the contents of an Orbax checkpoint."""
     item = read_item(find_item(path) or path)
     manifest = read_manifest(find_manifest_folder(item.folder)) or NO_MANIFEST
     blobs, _ = stored_leaves(item)

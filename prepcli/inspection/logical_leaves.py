@@ -28,7 +28,10 @@ MAX_LISTED = 3  # leaves in a message
 
 @dataclass(frozen=True, slots=True)
 class LogicalLeaf:
-    """A leaf with the atoms of each of its dims. The first atom of a dim is the dim's name."""
+    """A leaf with the names of the axes in each dim. The first axis of a dim gives the dim its name.
+
+    A projection to heads, [width, heads * head_dim], has the dims (("embed",), ("heads", "head_dim")).
+    """
 
     name: str
     dims: tuple[tuple[str, ...], ...]
@@ -62,6 +65,7 @@ def partition_rules(contents: CheckpointContents) -> Sequence[str]:
 
 
 def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
+    """Yield the leaf of each tensor or Orbax leaf of a model, and check the shapes."""
     is_item = contents.kind == "orbax"
     config = contents.config
     if is_item:
@@ -88,7 +92,7 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
         if is_tied and path == family.tying.head_leaf:
             continue
         axis_map = bind_row(row, sizes)
-        dims = tuple(_atoms(dim) for dim in axis_map.leaf_dims)
+        dims = tuple(_axis_names(dim) for dim in axis_map.leaf_dims)
         for tensor_name, indices in axis_map.tensors():
             # All layers of a stacked leaf give the same name, and the caller's dict keeps one of them.
             # Each tensor's shape is checked all the same.
@@ -112,7 +116,7 @@ def _save_init_family(contents: CheckpointContents) -> Family:
     return select_family(contents.config, SourceHints(verbatim=None), types, contents.manifest)
 
 
-def _atoms(dim: Sequence[SizedAxis]) -> tuple[str, ...]:
+def _axis_names(dim: Sequence[SizedAxis]) -> tuple[str, ...]:
     """Return the names of the axes that form one dim of a leaf, the outermost first."""
     return tuple(axis.atom for axis in dim)
 

@@ -29,7 +29,7 @@ def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available: str = 
         "batch": estimated.batch,
         f"saved by {len(run.arch_config.sliding_windows)} layers (remat {_policy_text(run)})": estimated.saved,
         "one layer at work": estimated.layer,
-        # A part of the layer above it, and no further term of the peak.
+        # The scores are already counted in `one layer at work`, so the peak does not add them.
         **({f"  of it scores {shape}": estimated.scores} if estimated.scores else {}),
         f"head and loss, {chunk} tokens": estimated.head,
         "peak": estimated.peak,

@@ -117,7 +117,10 @@ def _make_branch(children: tuple[TreeNode, ...]) -> TreeNode:
 
 
 def _merge_numbered(children: Mapping[str, TreeNode]) -> Iterator[TreeNode]:
-    """Yield the children with their labels. Equal numbered children are merged, at the place of the first number."""
+    """Yield the children with their labels. Numbered children with equal content are merged into one.
+
+    For example the equal layers `0`, `1`, `2` become one child `{0..2}`, in place of the first numbered child.
+    """
     numbers = sorted(int(label) for label in children if _NUMBER.fullmatch(label))
     # A frozen TreeNode is hashed by its content, so equal layers are one key: 32 layers give one group.
     groups: dict[TreeNode, list[int]] = {}

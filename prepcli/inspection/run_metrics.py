@@ -50,7 +50,7 @@ class RunningCurve:
         self._highs: list[Point] = []
         self._max_buckets = max_buckets
         self._bucket_size = 1
-        self._room = 0  # of the last bucket, in points
+        self._room = 0  # number of points that still fit into the last bucket
 
     def add(self, step: float, value: float) -> None:
         """Append a point."""

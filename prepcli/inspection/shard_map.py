@@ -189,6 +189,7 @@ def _wrap(phrases: Sequence[str], separator: str) -> list[str]:
 def _draw_grid(
     down: _PictureSide, across: _PictureSide, shard: Sequence[int], holders: CellDevices
 ) -> list[str]:
+    """Return the lines of a table of shards, with the devices of a shard in its cell."""
     width = _cell_width(down, across, shard)
     header = "".join(
         f" {_clip(across.label(part, shard), width):<{width}}" for part in across.drawn_parts

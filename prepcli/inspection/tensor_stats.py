@@ -26,8 +26,7 @@ RUN_NBYTES = 1 << 20
 class TensorStats:
     """Statistics of a tensor.
 
-    `minimum`, `maximum` and `mean` cover the finite values. They are None without finite values and
-    for complex dtypes.
+    `minimum`, `maximum` and `mean` cover the finite values. They are None without finite values and for complex dtypes.
     `mean` is also None if it exceeds float64.
     """
 
@@ -151,7 +150,7 @@ def _entry_values(
     for index, stored in entry.chunks.items():
         inside: list[int] = []
         for i, length, extent in zip(index, entry.chunk_shape, entry.shape):
-            # e.g. extent 10 in chunks of 4: chunk 2 has 10 - 2 * 4 = 2 rows inside.
+            # E.g. extent 10 in chunks of 4: chunk 2 has 10 - 2 * 4 = 2 rows inside.
             inside.append(min(length, extent - i * length))
         is_padded = inside != list(entry.chunk_shape)
         for start, data in _iter_chunk_bytes(entry, stored, files, buffers):
@@ -189,7 +188,7 @@ def _runs_in_element_order(
 
 def _inside_mask(start: int, count: int, chunk: Sequence[int], inside: Sequence[int]) -> np.ndarray:
     """Return a mask of `count` elements of a chunk, from `start` on, within the first `inside` of each dim."""
-    # e.g. a chunk [4, 3] with 2 columns inside: element 5 is in column 5 // 1 % 3 = 2, so outside.
+    # E.g. a chunk [4, 3] with 2 columns inside: element 5 is in column 5 // 1 % 3 = 2, so outside.
     positions = np.arange(start, start + count)
     mask = np.ones(count, bool)
     for stride, length, extent in zip(strides(chunk), chunk, inside):

@@ -1,4 +1,4 @@
-"""The JobSet that trains on Kubernetes with one process per pod. Pure, no I/O."""
+"""The JobSet that trains on Kubernetes with one process per pod. The functions do no I/O."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class _Dumper(yaml.SafeDumper):
     """Dumper with quoted strings, literal blocks for scripts, and without aliases."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Write equal parts twice: requests and limits of resources are one dict."""
+        """Return True: a dict in two places, such as the requests and limits of resources, is written twice."""
         return True
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
@@ -193,6 +193,7 @@ def _one_pod_per_node(job: LaunchJob) -> JsonObject:
 
 
 def _container(options: GkeOptions, num_jobs: int) -> JsonObject:
+    """Return the spec of the container."""
     container: JsonObject = {
         "name": CONTAINER,
         "image": options["image"],

@@ -1,4 +1,4 @@
-"""Check that a training can run on the devices of a job. Pure, no I/O.
+"""Check that a training can run on the devices of a job. The functions do no I/O.
 
 A job with a wrong mesh would wait in a queue and fail after all hosts have connected. It is refused before anything is
 allocated.
@@ -229,7 +229,7 @@ def _gpu_hardware(options: GkeOptions, training: Training) -> Hardware:
         topology = Option("topology")
         raise usage_error(
             text("{} is for TPUs only", topology),
-            text("{}", Option("accelerator", options["accelerator"])),
+            text("{} names no TPU", Option("accelerator", options["accelerator"])),
             text("remove {}", topology),
         )
     if options["devices_per_node"] is None:
@@ -247,6 +247,7 @@ def _no_devices_error(count: int) -> PrepError:
 def _tpu_pod_hardware(
     options: GkeOptions, generation: TpuGeneration, training: Training
 ) -> Hardware:
+    """Return the hardware of TPU slices with several nodes. Raise PrepError if the options contradict them."""
     slices = num_slices(training.slices)
     topology = options["topology"]
     fitting = _fitting_shape(generation, training.slice_devices)
@@ -257,7 +258,10 @@ def _tpu_pod_hardware(
     if not generation.has_slice(topology):
         known = fitting or ", ".join(generation.slices)
         what = text("{} is invalid", Option("topology", topology))
-        raise usage_error(what, f"no slice of {generation.name} has it", known)
+        hint = text("use {} with one of: {}", Option("topology"), known)
+        if fitting:
+            hint = text("{}", Option("topology", fitting))
+        raise usage_error(what, f"no slice of {generation.name} has this topology", hint)
     sizes = generation.node_sizes(topology)
     if options["devices_per_node"] is None:
         raise _no_devices_error(sizes[0])
@@ -283,7 +287,7 @@ def _tpu_pod_hardware(
 
 
 def _fitting_slices(generation: TpuGeneration, topology: str, slices: int) -> str:
-    """Return the options for slices of a topology, or an empty text without a topology."""
+    """Return the options that request slices of a topology, for a hint. Empty without a topology."""
     if not topology:
         return ""
     nodes = slices * num_chips(topology) // generation.node_sizes(topology)[0]
@@ -291,7 +295,7 @@ def _fitting_slices(generation: TpuGeneration, topology: str, slices: int) -> st
 
 
 def _fitting_shape(generation: TpuGeneration, num_devices: int | None) -> str:
-    """Return the slice with a number of devices, or an empty text."""
+    """Return the topology of a slice with this number of devices, or an empty text if there is none."""
     chips = _chips_of(generation, num_devices)
     return next((shape for shape in generation.slices if num_chips(shape) == chips), "")
 

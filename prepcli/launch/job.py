@@ -1,4 +1,4 @@
-"""A job that `prep launch` describes: a recipe, and the environment of its processes. Pure, no I/O."""
+"""A job that `prep launch` describes: a recipe, and the environment of its processes. The functions do no I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of bash scripts. Pure, no I/O."""
+"""Lines of bash scripts. The functions do no I/O."""
 
 from __future__ import annotations
 

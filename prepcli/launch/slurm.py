@@ -1,4 +1,4 @@
-"""The batch script that trains under SLURM with one process per node. Pure, no I/O."""
+"""The batch script that trains under SLURM with one process per node. The functions do no I/O."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ def slurm_script(
 
 
 def _directives(job: LaunchJob, options: SlurmOptions) -> list[str]:
+    """Return the options of sbatch."""
     devices = options["devices_per_node"]
     values = {
         "job-name": job.name,

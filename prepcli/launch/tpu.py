@@ -1,4 +1,4 @@
-"""The script that creates a Cloud TPU and trains on all of its hosts. Pure, no I/O."""
+"""The script that creates a Cloud TPU and trains on all of its hosts. The functions do no I/O."""
 
 from __future__ import annotations
 

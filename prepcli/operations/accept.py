@@ -35,11 +35,12 @@ from prepcli.sources.source import CONFIG, HF_FOLDER, read_config
 from trainer.files.writing import write_file
 from trainer.models.json_types import HFConfig
 
+# Path of the config in a Hugging Face folder, in an init and in a training step.
 MODEL_CONFIGS = (
     CONFIG,
     f"{HF_FOLDER}/{CONFIG}",
     f"{STATE_ITEM}/{HF_FOLDER}/{CONFIG}",
-)  # in a folder, init and step
+)
 MAX_SHOWN = 6
 
 

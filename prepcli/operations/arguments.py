@@ -75,7 +75,7 @@ def check_arguments(arguments: Mapping[str, object], annotations: Mapping[str, A
 
 
 def choices_of(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the annotation itself; without the metadata of `Annotated`."""
+    """Return the members of a union, or else the annotation itself, without the metadata of `Annotated`."""
     if get_origin(annotation) is Annotated:
         return choices_of(get_args(annotation)[0])
     if get_origin(annotation) in (UnionType, Union):

@@ -15,7 +15,7 @@ DEMO_FOLDER = Path("prep-demo")
 
 
 class ReportOptions(TypedDict):
-    """Arguments of `report` that are options of its command."""
+    """Arguments of the function `report` with an option on the command line."""
 
     out: Annotated[
         PathLike | None,

@@ -52,7 +52,7 @@ _VERIFY = OptionSpec(
 
 
 class EvaluateArguments(TypedDict, total=False):
-    """Argument of `evaluate` that is an option of its command."""
+    """Argument of the function `evaluate` with an option on the command line: `--data`."""
 
     data: Annotated[
         PathLike | Sequence[PathLike],
@@ -165,7 +165,7 @@ class EvaluateOptions(SourceOptions, total=False):
 
 
 class GenerateArguments(TypedDict, total=False):
-    """Arguments of `generate` that are options of its command."""
+    """Arguments of the function `generate` with an option on the command line, such as `--prompt`."""
 
     prompts: Annotated[
         str | Sequence[str],
@@ -264,7 +264,7 @@ class GenerateOptions(SourceOptions, total=False):
 
 
 class TrainArguments(TypedDict, total=False):
-    """Arguments of `train` that are options of its command."""
+    """Arguments of the function `train` with an option on the command line, such as `--out`."""
 
     out: Annotated[
         PathLike | None,

@@ -24,7 +24,7 @@ def check_mutually_exclusive(options: Mapping[str, object]) -> None:
 
 
 def reject_without(option: Option, value: object, needed: Option, why: str) -> None:
-    """Raise UsageError if `option` is set. The caller has found that `needed`, which it requires, is not set.
+    """Raise UsageError if `option` is set. It requires `needed`, and the caller has checked that `needed` is not set.
 
     Args:
         option: Option without effect.

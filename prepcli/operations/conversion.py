@@ -68,7 +68,7 @@ from trainer.models.verbatim import CANNOT_TRAIN
 
 UNWRITTEN_SOURCES = "sources are never written to"
 OUT_PLACEHOLDER = "{out}"
-# Side files in a message.
+# A message names at most this many files left out of the output.
 MAX_LEFT_FILES = 5
 
 
@@ -82,7 +82,7 @@ class CommonOptions:
         memory_nbytes: Memory limit.
         dry_run: Plan without reading weights or writing files.
         overwrite: Replace an existing output.
-        restart: Drop an unfinished output.
+        restart: Delete an unfinished output, and start again.
         offline: Use only files in the cache of the hub.
         revision: Branch, tag or commit of the hub.
         step: Step of a training run: a number, `best` or `last`. None for the last step.
@@ -224,7 +224,7 @@ def open_checkpoint(
         observer.note(f"using {checkpoint} (the only prep checkpoint here)")
     access = make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
     is_decoded = common.quantized == "dequantize"
-    # Only the verbatim family has the names of codes and scales.
+    # A checkpoint keeps its codes and scales only under the names in its files (the verbatim family).
     is_kept = common.quantized in ("keep", "stored") and common.verbatim is not False
     access = replace(
         access,
@@ -427,7 +427,7 @@ def _process_share(common: CommonOptions, observer: Observer) -> Share:
     """Return the share of this process in the work, and note the launcher that sets it."""
     share, launcher = requested_share(common.process_options.processes, os.environ)
     if launcher:
-        observer.note(f"process {share.index} of {share.count}, as {launcher} says")
+        observer.note(f"process {share.index} of {share.count}, according to {launcher}")
     return share
 
 
@@ -500,17 +500,15 @@ def _check_output_location(out: Path, source: Source) -> None:
     # A conversion writes to NAME.partial and renames it at the end, so neither name may be the source.
     partial = target.with_name(target.name + ".partial")
     source_files = () if source.root.is_file() else (*source.files, *source.small_files)
-    file_folders = (
-        path.resolve().parent for path in source_files
-    )  # links may point to other folders
+    # Links may point to other folders, so each file is resolved.
+    file_folders = (path.resolve().parent for path in source_files)
     weight_folders = {source.root.resolve(), *(path.resolve().parent for path in source.files)}
     other_name = text("{}", Option("out", "NAME"))
     for root in dict.fromkeys((source.root.resolve(), *file_folders)):
         if root in (target, partial):
             raise usage_error(f"the output {out} is the source", UNWRITTEN_SOURCES, other_name)
-        if (
-            root in target.parents and root in weight_folders
-        ):  # an output inside a folder of settings is allowed
+        # An output inside a folder of settings is allowed.
+        if root in target.parents and root in weight_folders:
             hint = text("{}", Option("out", f"../{out.name}"))
             raise usage_error(f"the output {out} is inside the source", UNWRITTEN_SOURCES, hint)
         if target in root.parents:
@@ -540,7 +538,8 @@ def source_line(source: Source) -> str:
         f"{size} {', '.join(dtypes)}",
     ]
     if source.quantization:
-        num_decoded = sum(bool(tensor.default_dtype) for tensor in source.tensors)
+        stored = (*source.tensors, *source.tower_tensors)
+        num_decoded = sum(bool(tensor.default_dtype) for tensor in stored)
         method = source.quantization.get("quant_method")
         parts.append(f"{num_decoded} decoded from {method}")
     if nbytes := optimizer_nbytes(source):

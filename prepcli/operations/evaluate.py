@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from trainer.training.evaluation import EvaluationResult
 
 OUT_OF_MEMORY_HINT = text(
-    "a smaller {} or {}, {}, or more fsdp or mp in {}",
+    "use a smaller {} or {}, {}, or more fsdp or mp in {}",
     Option("batch_size"),
     Option("seq_length"),
     Option("dtype", "bfloat16"),

@@ -19,7 +19,8 @@ from trainer.recipe.raw_recipe import RawRecipe
 from trainer.recipe.toml_values import TomlTable
 
 MAX_DEFAULT_LENGTH = 1024
-RECIPE_NAME = Path("prep eval")  # in messages about keys without an option
+# An evaluation has no recipe file. Messages about recipe keys without an option show this name.
+RECIPE_NAME = Path("prep eval")
 SOURCE_NAME = re.compile(r"[\w.-]*")
 
 

@@ -231,7 +231,7 @@ def plan_export(
     source = select_parts(options, source, access, check_digest=check_towers)
     _check_request(options, source)
     if writes_quantized(options, source):
-        source = requantize_source(source, original)
+        source = requantize_source(source, original, true_vocab=options["true_vocab"])
     return plan_copy(options, source, located)
 
 
@@ -287,7 +287,7 @@ def plan_copy(
 
 
 def _compared_names(source: Source, match: TensorMatch) -> set[str]:
-    """Return the names of tensors to read and not to write."""
+    """Return the names of tensors to read for a comparison, but not to write."""
     decoded = {tensor.name for tensor in source.state_tensors if is_decoded_tensor(tensor.name)}
     return decoded | {check.name for check in match.checks}
 
@@ -457,7 +457,7 @@ def _lay_out_weights(
     *,
     vocab_rows: int,
 ) -> _WeightFiles:
-    """Lay out the weight files of the requested layout; `row_counts` has the output rows of each tensor."""
+    """Lay out the weight files of the requested layout. `row_counts` has the output rows of each tensor."""
     if options["layout"] == HF_LAYOUT:
         groups = split_into_shards(
             header_entries(source, tensors, rows=row_counts), _shard_nbytes(options)

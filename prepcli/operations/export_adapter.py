@@ -36,7 +36,7 @@ def plan_adapter_export(
     Args:
         source: Opened step of a run with LoRA.
         located: Located source. Its model name determines the output's default name.
-        dtype: Dtype of the output; None for no cast.
+        dtype: Dtype of the output, or None for no cast.
 
     Returns:
         Plan with the notes and fields of its report.

@@ -35,7 +35,8 @@ def open_original(
         ema=False,
         verbatim=True,
         copied_files=(),
-        # The lock is that of the init. The records of the init cover the decoded values of its source.
+        # The option `lock` is for the exported checkpoint. Its records also have the digests of the decoded values, so
+        # the original is checked by them.
         lock=None,
         quantized="stored",
     )
@@ -63,7 +64,7 @@ def writes_quantized(options: ExportOptions, source: Source) -> bool:
                 why = text("{} writes the values", Option("quantized", "dequantize"))
             raise usage_error(text("{} has no effect", option), why, text("remove {}", option))
         return False
-    conflicts = {"layout": "hf", "dtype": None, "keep_padding": False}
+    conflicts = {"layout": "hf", "dtype": None, "keep_padding": False, "text_only": False}
     for name, default in conflicts.items():
         value = options[name]
         if value != default:

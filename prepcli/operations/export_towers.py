@@ -37,7 +37,7 @@ def select_parts(
         check_digest: Whether to compare the towers of a training step with their recorded digest.
 
     Raises:
-        PrepError: An option does not fit the source. Or the towers differ from the ones of the run's start.
+        PrepError: An option does not fit the source, or the towers differ from the ones at the start of the run.
     """
     recorded = source.tree_manifest.towers
     is_multimodal = source.wrapper is not None or recorded is not None
@@ -100,7 +100,7 @@ def _check_digest(source: Source, other: Source, recorded: Any) -> None:
     what = f"{other.display_name} has other towers than the model of {source.display_name} at its start"
     why = f"their first rows have the digest {digest}, the step records {recorded.get('digest')}"
     hint = text(
-        "{} of the model that the run started from, or {}",
+        "name the model at the start of the run with {}, or pass {}",
         Option("towers", "CHECKPOINT"),
         Option("text_only", True),
     )

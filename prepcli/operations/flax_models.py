@@ -213,7 +213,7 @@ def _forward_config(model: ModelSpec, sharding: ShardingContext, options: Any) -
     Raise UsageError if the kernel cannot compute the model's attention.
     """
     from trainer.distributed.mesh_devices import device_kind
-    from trainer.models.attention_kernels import KERNEL_SPECS, missing
+    from trainer.models.attention_kernels import KERNEL_SPECS, unmet_needs
     from trainer.models.attention_needs import AttentionNeeds, required_attention_features
     from trainer.models.param_tree import dim_extent
     from trainer.nn.kernels.options import AttentionOptions
@@ -223,7 +223,7 @@ def _forward_config(model: ModelSpec, sharding: ShardingContext, options: Any) -
     dtype = options.get("dtype", "float32")
     features = required_attention_features(model.arch_config, model.leaves)
     needs = AttentionNeeds(features, dtype, dim_extent(model.leaves, "head_dim"))
-    if reasons := list(missing(KERNEL_SPECS[kernel], needs, device_kind(sharding))):
+    if reasons := list(unmet_needs(KERNEL_SPECS[kernel], needs, device_kind(sharding))):
         raise usage_error(
             text("{} cannot compute this model's attention", Option("attention_kernel", kernel)),
             f"it {'; it '.join(reasons)}",

@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 64
 OUT_OF_MEMORY_HINT = text(
-    "a smaller {}, fewer {}, {}, or more fsdp or mp in {}",
+    "use a smaller {}, fewer {}, {}, or more fsdp or mp in {}",
     Option("batch_size"),
     Option("max_new_tokens"),
     Option("dtype", "bfloat16"),
     Option("mesh"),
 )
 OnTokens = Callable[[NewTokens], None]
-PROMPT_IDS = Option("tokens", [[1, 2, 3]])  # example in hints
+PROMPT_IDS = Option("tokens", [[1, 2, 3]])  # the example that hints show
 
 
 @public
@@ -286,7 +286,7 @@ def _build_generator(
         raise usage_error(
             text("{} splits tokens over sp", Option("mesh", opened.sharding.mesh)),
             why,
-            text("{} with fsdp or mp", Option("mesh")),
+            text("use a {} with the axes fsdp and mp, without sp", Option("mesh")),
         )
     dtype = resolve_compute_dtype(dtype, opened)
     scan_layers = opened.model.has_stacked_layers

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trainer.training.evaluation import EvalStep
     from trainer.training.scoring import Score, ScoreRequest
 
-DEFAULT_LENGTH = 2048  # of models without a limit of positions in their config
+DEFAULT_LENGTH = 2048  # for models without a limit of positions in their config
 DEFAULT_NEW_TOKENS = 256
 
 
@@ -116,7 +116,7 @@ class HarnessMethods:
         return [sum(score.log_likelihood for score in islice(scores, n)) for n in counts]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """Continue each context up to a stop text, without it.
+        """Return the continuation of each context, up to the first stop text.
 
         Args:
             requests: Their arguments are a context and options: `until`, `max_gen_toks`, `temperature`, `do_sample`,
@@ -357,6 +357,7 @@ def _load(
     batch_size: int,
     max_length: int,
 ) -> HarnessMethods:
+    """Load the parameters and the tokenizer, and prepare the evaluation step."""
     from trainer.data.tokenizer import load_tokenizer
     from trainer.generation.decode import inference_dtype
     from trainer.nn.model_spec import ForwardConfig

@@ -36,8 +36,7 @@ from prepcli.option_spec import PathLike
 from prepcli.planning.manifest_fields import VocabularyRecord
 from prepcli.planning.state_names import OPT_STATE
 from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
-from prepcli.quantized.find_weights import quantization_settings
-from prepcli.sources.dequantized import DECODED_DTYPE
+from prepcli.sources.dequantized import DECODED_DTYPE, model_quantization
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import open_source
@@ -191,7 +190,7 @@ def check_view(pattern: str | None, view: ViewOptions) -> None:
         raise usage_error(
             text("{} are different views", names),
             "inspect shows one at a time",
-            text("{} alone", views[0]),
+            text("pass only one of them, such as {}", views[0]),
         )
     if view["mesh"] is not None and view["shards"] is None:
         raise usage_error(
@@ -440,7 +439,7 @@ def _summarize(
         fields["adapter"] = contents.adapter
     if contents.decoders:
         fields["quantization"] = {
-            "method": quantization_settings(contents.config).get("quant_method"),
+            "method": model_quantization(contents.config, contents.folder).get("quant_method"),
             "weights": len(contents.decoders),
             "values": sum(math.prod(decoder.shape) for decoder in contents.decoders),
             "dtype": DECODED_DTYPE,
@@ -486,7 +485,7 @@ def _compute_stats(
 def _shapes_by_name(
     contents: CheckpointContents, *, as_hf_tensors: bool
 ) -> dict[str, ShapeAndDtype]:
-    """Return each tensor's shape and dtype; of an Orbax checkpoint, optionally as Hugging Face tensors."""
+    """Return each tensor's shape and dtype. Leaves of an Orbax checkpoint can be shown as Hugging Face tensors."""
     if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta", "adapter", "gguf"):
         return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
     located = replace(locate(str(contents.folder)), display_name=contents.display_name)

@@ -172,7 +172,7 @@ class RoundtripArguments(TypedDict):
 
 
 class LockArguments(TypedDict):
-    """The argument of `lock` that is an option of its command."""
+    """Argument of the function `lock` with an option on the command line: `--out`."""
 
     out: Annotated[
         PathLike | None,

@@ -11,7 +11,7 @@ def list_aliases(family: str | None = None) -> list[Alias]:
     """Return the aliases of one family, or of all families.
 
     Args:
-        family: Family to list; None lists all.
+        family: Family to list, or None for all families.
 
     Raises:
         UsageError: No alias has this family.

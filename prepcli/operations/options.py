@@ -560,7 +560,7 @@ class MergeOptions(SourceOptions, total=False):
 
 
 class ConversionArguments(TypedDict, total=False):
-    """Arguments of converting operations that are options of their commands."""
+    """Arguments of the converting functions with an option on the command line, such as `--out`."""
 
     out: Annotated[
         PathLike | None,

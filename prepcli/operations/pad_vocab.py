@@ -136,7 +136,7 @@ def make_fill(init: str, seed: int | None, source: Source) -> Fill:
 
     Args:
         init: Kind of values, one of FILL_KINDS.
-        seed: Seed of `normal`, below 2**64; None: 0.
+        seed: Seed of `normal`, below 2**64. None means 0.
         source: Source whose config has the standard deviation of `normal` (`initializer_range`, default 0.02).
 
     Raises:

@@ -61,8 +61,8 @@ def plan(
     """Plan a training step on one mesh. No accelerator, weights or data are needed.
 
     Args:
-        target: A recipe: a TOML file, or the name of a shipped one. Or a folder, alias, hub id or URL of a checkpoint,
-            which is planned with a default recipe.
+        target: A recipe (a TOML file, or the name of a shipped one), or a checkpoint (folder, alias, hub id or URL).
+            A checkpoint is planned with a default recipe.
         progress: Receives notes and warnings, if it is an `Observer`. Default: none.
         **options: See `PlanOptions`.
 
@@ -99,7 +99,7 @@ def plan(
             planned, training_plan, devices.kind, limit_s=limit_s, observer=observer
         )
     shown_kinds = [devices.kind] if devices.kind else ACCELERATORS.values()
-    kinds = tuple(training_plan.on(kind) for kind in shown_kinds)
+    kinds = tuple(training_plan.estimate_on(kind) for kind in shown_kinds)
     step = StepPlan(
         training_plan,
         kinds,

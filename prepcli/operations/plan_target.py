@@ -28,8 +28,8 @@ from trainer.recipe.raw_recipe import RawRecipe
 from trainer.recipe.toml_values import TomlTable
 
 RECIPE_SUFFIX = ".toml"
-NAME_SIGNS = frozenset("/@:~")  # of paths, hub ids, revisions and URLs
-DEFAULT_MAX_LENGTH = 2048  # tokens of a sequence, if a checkpoint is planned without a recipe
+NAME_SIGNS = frozenset("/@:~")  # signs of paths, hub ids, revisions and URLs
+DEFAULT_MAX_LENGTH = 2048  # tokens of a sequence in the plan of a checkpoint without a recipe
 DEFAULT_SOURCE_LENGTH = 512
 
 
@@ -73,11 +73,11 @@ def resolve_target(
     offline: bool,
     observer: Observer,
 ) -> PlanTarget:
-    """Resolve a recipe. For a checkpoint, make a recipe with default settings.
+    """Return a recipe with its model and rules. A checkpoint gets a recipe with default settings.
 
     Args:
-        target: A recipe: a path that ends in `.toml`, or the name of a shipped recipe with or without `.toml`. Or a
-            checkpoint.
+        target: A recipe or a checkpoint. A recipe is a path with the suffix `.toml`, or the name of a shipped recipe
+            with or without `.toml`.
         overrides: `KEY=VALUE` texts that replace values of the recipe.
         config: A config.json instead of the checkpoint's.
         default_mesh: Mesh of a checkpoint without a recipe and without a recorded mesh.

@@ -90,7 +90,7 @@ class TensorDistance:
         tensor: Name in the checkpoint's files.
         max_abs: Largest |a - b|. Infinite if only one of two values is NaN.
         mean_abs: Mean of |a - b|.
-        cosine: Cosine of the angle between the tensors as vectors.
+        cosine: Cosine of the angle between the tensors as vectors. NaN if a value is not finite.
     """
 
     leaf: str

@@ -77,10 +77,9 @@ from trainer.models.rule_text import merge_rules, with_default_preset
 from trainer.models.rules import LeafDims, check_leaf_rules
 from trainer.models.verbatim import CANNOT_TRAIN, stacked_numbers
 
-DEVICES_PER_HOST = (
-    4  # of a TPU host and of many GPU hosts; for the estimate of the bytes that a host reads
-)
-MAX_MULTIPLE_DIGITS = 18  # of the option `pad_vocab`
+# A TPU host and many GPU hosts have 4 devices. The number is used to estimate the bytes read by a host.
+DEVICES_PER_HOST = 4
+MAX_MULTIPLE_DIGITS = 18  # digits of the option `pad_vocab`
 
 
 @public
@@ -164,7 +163,7 @@ def _check_padding_options(options: SaveInitOptions) -> None:
     """Raise UsageError for padding options without effect."""
     if options["pad_vocab"] == "no":
         why = "it sets the values of the padding"
-        # zeros is the default and does not count as set.
+        # The value zeros is the default, and does not count as set.
         init = options["init"] if options["init"] != "zeros" else None
         reject_without(Option("init"), init, Option("pad_vocab"), why)
         reject_without(Option("seed"), options["seed"], Option("pad_vocab"), why)
@@ -190,7 +189,7 @@ class _ItemLayout:
     scan_axis: int
     vocabulary: Vocabulary
     vocab_rows: int  # rows of the padded vocabulary
-    rules: tuple[str, ...]  # of `--rule`, or of the source
+    rules: tuple[str, ...]  # rules of `--rule`, or of the source
     source_manifest: Manifest  # empty if prep did not write the source
     is_training_step: bool  # the output is a training step, with its optimizer state
 
@@ -279,9 +278,9 @@ def plan_orbax_item(
 
 
 def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[DroppedTensor, ...]]:
-    """Return a source with the kept state, and the dropped state.
+    """Return a source without the tensors of the state to drop, and a record of each dropped tensor.
 
-    A copy keeps the state of a training step, and the scales of dequantised weights.
+    The optimizer state of a training step and the scales of dequantised weights stay, unless `params_only` is set.
     """
     if params_only:
         dropped = tuple(dropped_state(source))
@@ -376,6 +375,7 @@ def _item_plan(
 
 
 def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bool) -> _ItemLayout:
+    """Resolve the layout options, with the source's layout for options not given."""
     source_manifest = source.tree_manifest
     mesh_text = source_manifest.mesh if options["mesh"] is None else options["mesh"]
     mesh = None if mesh_text is None else parse_mesh(mesh_text)
@@ -413,6 +413,7 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
 
 
 def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> ManifestFields:
+    """Return the fields of the manifest about the model and the layout."""
     kept: ManifestFields = {}
     if layout.is_training_step:
         kept = step_fields(layout.source_manifest)
@@ -469,6 +470,7 @@ def _check_verbatim_options(options: SaveInitOptions, source: Source) -> None:
 
 
 def _check_source_kind(command: str, source: Source) -> None:
+    """Raise UsageError if `save-init` gets an Orbax checkpoint of prep, or `reshard` gets tensor files."""
     if command == "save-init" and source.tree_manifest:
         name = source.display_name
         hint = text(

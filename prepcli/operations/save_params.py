@@ -4,7 +4,7 @@ The function imports jax.
 """
 
 # pyright: reportTypedDictNotRequiredAccess=false
-# The manifest of a reader describes a complete model.
+# A reader has the manifest of a complete model, so its optional keys exist.
 
 from __future__ import annotations
 

@@ -122,9 +122,9 @@ class _Request:
     """Request of a comparison."""
 
     common: CommonOptions
-    against: str | None  # other checkpoint; None: compare with the manifest
+    against: str | None  # the second checkpoint, or None to compare with the manifest
     quick: bool  # read no values
-    tolerance: float | None  # largest accepted difference of two values; None: compare bits
+    tolerance: float | None  # largest accepted difference of two values, or None to compare bits
 
 
 def _check_tolerance(request: _Request) -> None:
@@ -336,7 +336,8 @@ def _verify_pair(
     if a.source.family.name != b.source.family.name:
         why = f"{a.source.family.name} and {b.source.family.name}"
         names = f"{a.source.display_name} and {b.source.display_name}"
-        raise PrepError(f"{names} are of different families", why, "two checkpoints of one family")
+        hint = "name two checkpoints of one family"
+        raise PrepError(f"{names} are of different families", why, hint)
     findings = list(_shape_findings(a, b, has_tolerance=request.tolerance is not None))
     if request.quick and not findings:
         return _quick_result(a, SHAPE_CHECKS, against=b)
@@ -381,9 +382,13 @@ def _shape_findings(
             yield Finding(label, f"is {a_tensor.dtype} and {b_tensor.dtype}")
         elif name in a.vocab_tensors and a.true_vocab != b.true_vocab:
             yield Finding(label, f"has {a.true_vocab} and {b.true_vocab} true rows")
-        # The bool is an index: 1 skips the rows of a vocabulary tensor, which may differ by padding.
-        elif a_tensor.shape[name in a.vocab_tensors :] != b_tensor.shape[name in a.vocab_tensors :]:
-            yield Finding(label, f"has shapes {list(a_tensor.shape)} and {list(b_tensor.shape)}")
+        else:
+            # The rows of a vocabulary tensor may differ by padding.
+            first_dim = 1 if name in a.vocab_tensors else 0
+            if a_tensor.shape[first_dim:] != b_tensor.shape[first_dim:]:
+                yield Finding(
+                    label, f"has shapes {list(a_tensor.shape)} and {list(b_tensor.shape)}"
+                )
 
 
 def _true_rows(model: _VerifiedModel, tensor: SourceTensor) -> Range:

@@ -176,7 +176,7 @@ def compiled_note(step: CompiledStep) -> str:
 
 
 def change_text(change: MemoryChange | None) -> str:
-    """Return the changes that make a step fit as text, or a suggestion if there are none."""
+    """Return as text the changes of a recipe that make a step fit into memory, or a suggestion if there are none."""
     if change is None:
         return "no tried change of the recipe makes it fit: use more or larger devices, or a shorter `data.seq_length`"
     return text("it fits with {}: {}", change.overrides, format_bytes(change.plan.memory.peak))

@@ -1,4 +1,4 @@
-"""Checksum blocks: contiguous byte ranges of a leaf's chunks. Pure.
+"""Checksum blocks: contiguous byte ranges of a leaf's chunks.
 
 A reader of part of a checkpoint verifies only the blocks it touches. A block's number depends only on the
 shape, chunk shape and dtype of the leaves: leaves are numbered in order, the chunks of a leaf in C order of its grid,

@@ -1,4 +1,4 @@
-"""Extents of an output's data files: consecutive chunks with their checksum blocks. Pure."""
+"""Extents of an output's data files: consecutive chunks with their checksum blocks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ChunkExtent:
 
     def first_block(self, position: int) -> int:
         """Return the number of the first checksum block of the extent's chunk `position`."""
-        # e.g. chunks [2, 0] to [4, 3] have the strides (3, 1): position 4 is chunk [2 + 1, 0 + 1]
+        # E.g. chunks [2, 0] to [4, 3] have the strides (3, 1): position 4 is chunk [2 + 1, 0 + 1].
         index = []
         for first, stride in zip(self.placed_chunks.first, strides(self._chunk_counts)):
             index.append(first + position // stride)

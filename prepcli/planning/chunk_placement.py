@@ -1,4 +1,4 @@
-"""Assign file offsets to the chunks of output leaves. Pure.
+"""Assign file offsets to the chunks of output leaves.
 
 The layout depends on the saved tensors alone, not on the run.
 """
@@ -30,7 +30,7 @@ class LeafPiece:
     Attributes:
         leaf_name: Dotted name of the leaf.
         axis_map: Maps the tensor's elements to the leaf's.
-        stacked_indices: (atom, index) of each stacked atom in the tensor's name.
+        stacked_indices: Name and index of each stacked axis in the tensor's name, e.g. (("layers", 3),).
         grid: Chunk grid of the leaf.
         itemsize: Bytes per element.
         source_offset: Offset of the tensor in its source file, or 0 if it has none.
@@ -92,7 +92,7 @@ def chunk_group(piece: LeafPiece) -> tuple[tuple[int, ...], tuple[int, ...]]:
     The box spans the whole chunk grid, except along dims that stack source tensors, such as `layers`. Along these dims
     it holds only the chunk of the piece.
     """
-    # e.g. the leaf [layers=4, 3, 2] in chunks [1, 1, 2] has the grid [4, 3, 1]. Layer 2 takes the chunks
+    # E.g. the leaf [layers=4, 3, 2] in chunks [1, 1, 2] has the grid [4, 3, 1]. Layer 2 takes the chunks
     # [2, 0, 0] to [3, 3, 1]: a tensor is read once, and its chunks are written next to each other.
     stacked = dict(piece.stacked_indices)
     first: list[int] = []
@@ -105,7 +105,7 @@ def chunk_group(piece: LeafPiece) -> tuple[tuple[int, ...], tuple[int, ...]]:
             first.append(0)
             stop.append(count)
             continue
-        # a dim of several stacked atoms counts like digits: (groups=2 layers=3) at 1, 2 is 1 * 3 + 2
+        # A dim of several stacked atoms counts like digits: (groups=2 layers=3) at 1, 2 is 1 * 3 + 2.
         index = 0
         for factor in dim:
             index = index * factor.extent + stacked[factor.atom]

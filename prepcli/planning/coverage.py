@@ -1,4 +1,4 @@
-"""Check a plan's coverage: reads tile every tensor and writes tile every chunk exactly once. Pure."""
+"""Check a plan's coverage: reads tile every tensor and writes tile every chunk exactly once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prepcli.planning.tensors import itemsize
 from trainer.models.axis_map import TensorDim
 from trainer.models.boxes import Range, strides
 
-# file number, start byte, stop byte
+# File number, start byte, stop byte.
 FileSpan = tuple[int, int, int]
 # (count, stride) of a repeated run, outermost first
 Repeats = tuple[tuple[int, int], ...]
@@ -105,7 +105,7 @@ def _share_elements(a: ChunkedLocation, b: ChunkedLocation) -> bool:
 
 def _row_indices(dim: TensorDim) -> set[int]:
     """Return the indices of a tensor dim mapped by an axis-map row."""
-    # e.g. (heads=2 qkv=3 at 1 head_dim=2) of a fused dim of 12: 1 * 2 + {0, 6} + {0, 1} = {2, 3, 8, 9}
+    # E.g. (heads=2 qkv=3 at 1 head_dim=2) of a fused dim of 12: 1 * 2 + {0, 6} + {0, 1} = {2, 3, 8, 9}.
     indices = [dim.start]
     for factor, stride in zip(dim.factors, strides([factor.extent for factor in dim.factors])):
         factor_indices = range(factor.extent) if factor.fixed is None else (factor.fixed,)
@@ -160,7 +160,7 @@ def _stream_spans(stream: Stream, locations: Locations, item_nbytes: int) -> lis
     spans: list[FileSpan] = []
     for location in locations:
         if isinstance(location, Contiguous):
-            # the byte range counts bytes as read, the location may count bytes of a cast
+            # The byte range counts bytes as read, but the location may count bytes of a cast.
             read_nbytes = itemsize(stream.dtype)
             start, stop = stream.byte_range
             span_start = location.offset + start // read_nbytes * item_nbytes
@@ -212,7 +212,7 @@ class _JoinedRuns:
         preceding_end = (copy.file, copy.file_offset, repeats)
         start, preceding_nbytes = self._runs_by_end.pop(preceding_end, (copy.file_offset, 0))
         end = (copy.file, copy.file_offset + run_nbytes, repeats)
-        # the same bytes are copied twice
+        # The same bytes are copied twice. Both runs are kept.
         if end in self._runs_by_end:
             self._spans += _run_spans(copy.file, *self._runs_by_end[end], repeats)
         self._runs_by_end[end] = (start, preceding_nbytes + run_nbytes)

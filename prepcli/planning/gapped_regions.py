@@ -1,4 +1,4 @@
-"""Regions of leaves stored in several runs with gaps between them, as Flax stores large arrays. Pure."""
+"""Regions of leaves stored in several runs with gaps between them, as Flax stores large arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunk grids: which chunk holds an element of a leaf, and where each chunk is stored. Pure.
+"""Chunk grids: which chunk holds an element of a leaf, and where each chunk is stored.
 
 Chunks are computed by arithmetic: no object per chunk is created.
 """
@@ -47,8 +47,8 @@ class StridedPlacement:
 
     def find(self, index: Sequence[int]) -> tuple[int, int]:
         """Return the file number and offset of the chunk with this index in the grid."""
-        # e.g. offset 0, first index [0, 0] and strides (8, 8): chunk [2, 0] is at 2 * 8 + 0 * 8 = 16.
-        # C-level maps: this runs once per chunk, and a 13B model has 10^5 chunks
+        # E.g. offset 0, first index [0, 0] and strides (8, 8): chunk [2, 0] is at 2 * 8 + 0 * 8 = 16.
+        # C-level maps: this runs once per chunk, and a 13B model has 10^5 chunks.
         displacement = sum(map(mul, map(sub, index, self.first_index), self.strides))
         return self.file, self.offset + displacement
 
@@ -93,7 +93,7 @@ class DimPiece:
     """A part of a leaf dim, as a nest of regular loops over the chunk grid.
 
     Attributes:
-        atom_starts: (atom, first index) of each atom of the dim.
+        atom_starts: Name and first index of each axis of the dim, e.g. (("heads", 1), ("head_dim", 0)).
         chunk_index: Index of the first chunk along the dim.
         element_offset: Offset of the first element within that chunk.
         steps: The loops, outermost first.
@@ -111,9 +111,9 @@ def split_dim(
     """Split the part `atom_ranges` of a leaf dim at its chunk boundaries, into as few regular pieces as possible.
 
     Args:
-        factors: The dim's atoms, outermost first.
+        factors: The axes of the dim, outermost first.
         chunk_length: Length of a chunk along the dim.
-        atom_ranges: Range of each atom. Atoms of other dims are ignored.
+        atom_ranges: Index range of each axis. Axes of other dims are ignored.
 
     Yields:
         Pieces that cover the box, each element once.
@@ -153,15 +153,14 @@ def split_dim(
 
 
 def find_split_atom(extents: Sequence[int], chunk_length: int) -> int | None:
-    """Return the position of the atom that chunk boundaries split.
+    """Return the position of the axis of a dim split by chunk boundaries.
 
     Args:
-        extents: Extents of a dim's atoms, outermost first.
+        extents: Extents of the dim's axes, outermost first, e.g. [4, 6] for (heads=4 head_dim=6).
         chunk_length: Length of a chunk along the dim.
 
     Returns:
-        The position of the only split atom. None if chunk boundaries fall at
-        different indices of the inner atoms.
+        The position of the only split axis. None if chunk boundaries fall at different indices of the inner axes.
     """
     # (heads=4 head_dim=6): chunks of 12 have 2 whole heads and split `heads`, chunks of 3 split
     # `head_dim`. Chunks of 4 split neither alone: they end at 4 in head 0, but at 2 and 6 in head 1.
@@ -206,12 +205,12 @@ def _aligned_piece(
         count = stop - start
         atom_starts.append((factor.atom, start))
         if number < split_atom:
-            # a step of an outer atom moves whole chunks
+            # A step of an outer atom moves whole chunks.
             chunk_step = chunk_steps[number]
             steps.append(AxisStep(factor.atom, count, 1, chunk_step, 0))
             chunk_index += start * chunk_step
         elif number > split_atom:
-            # a step of an inner atom stays in the chunk
+            # A step of an inner atom stays in the chunk.
             element_step = element_steps[number - split_atom]
             steps.append(AxisStep(factor.atom, count, 1, 0, element_step))
             element_offset += start * element_step
@@ -231,7 +230,7 @@ def _pieces_by_chunk(
     factors: Sequence[SizedAxis], chunk_length: int, ranges: Sequence[Range]
 ) -> Iterator[DimPiece]:
     """Yield one piece per chunk and run of the innermost atom, for chunk boundaries that fall unevenly."""
-    # e.g. (a=2 b=3) in chunks of 2: elements 0 1 | 2 3 | 4 5. Row a=0 has the elements 0..3, in
+    # E.g. (a=2 b=3) in chunks of 2: elements 0 1 | 2 3 | 4 5. Row a=0 has the elements 0..3, in
     # pieces 0 1 and 2. Row a=1 has 3..6, in pieces 3 and 4 5.
     atom_strides = strides([factor.extent for factor in factors])
     inner_atom = factors[-1].atom
@@ -256,14 +255,14 @@ def _pieces_by_chunk(
 def free_atom_ranges(
     factors: Sequence[SizedAxis], merged_range: Range
 ) -> Iterator[dict[str, Range]]:
-    """Split a range of a merged dim into boxes over its free atoms.
+    """Split a range of a merged dim into boxes over its axes without a fixed index.
 
     Args:
-        factors: The dim's atoms, outermost first.
+        factors: The axes of the dim, outermost first.
         merged_range: Half-open range of the merged dim.
 
     Yields:
-        Ranges of the free atoms, by atom. Elements with another index of a fixed atom are excluded.
+        Index range of each axis, by name. Elements with another index of a fixed axis are excluded.
     """
     # A fixed atom selects one index of its axis, e.g. (qkv=3 at 1, embed=8) is the middle third of a
     # fused weight. A box without that index has no element of the leaf.

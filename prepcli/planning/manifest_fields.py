@@ -23,8 +23,8 @@ class TensorRecord(TypedDict):
 class FileRecord(TypedDict):
     """Record of a file: `bytes`, and either `xxh3` of the whole file or `header`.
 
-    The digests of tensors cover the payload of a safetensors or msgpack file. Its record has
-    `header`, the digest of all other bytes, instead of `xxh3`.
+    The digests of tensors cover the payload of a safetensors or msgpack file. The record of such a file has `header`,
+    the digest of the remaining bytes, instead of `xxh3`.
     """
 
     bytes: int
@@ -43,8 +43,8 @@ class LeafRecord(TypedDict):
 class QuantizedRecord(TypedDict):
     """Record of a dequantised weight.
 
-    `codes` is the name of the stored tensor with its values, and no leaf keeps it. `dtype` and `shape` are those of
-    the codes. `digest` is the one of the decoded tensor, and empty until it is written.
+    `codes` is the name of the stored tensor of quantised integers, and `dtype` and `shape` describe this tensor. No
+    leaf keeps it. `digest` is the digest of the decoded tensor, and empty until the tensor is written.
     """
 
     format: str
@@ -131,7 +131,7 @@ class PrepFields(TypedDict, total=False):
     packed: Mapping[str, int]
     quantization: Mapping[str, object]
     quantized: Mapping[str, QuantizedRecord]
-    # Facts of the multimodal model that the parameters are the text part of.
+    # Record of the multimodal model, if the parameters are its text part.
     towers: Mapping[str, object]
     # Its reader checks the type.
     checksums: object

@@ -84,7 +84,7 @@ class LowRankUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The unit of digests: rows of a tensor to move in order.
+    """Consecutive rows of a tensor, moved in order. Each stream has one digest.
 
     Attributes:
         name: Bare name of the tensor.

@@ -1,4 +1,4 @@
-"""Encode a plan as text for its digest. Pure.
+"""Encode a plan as text for its digest.
 
 Manifests, journals and uploads record the digest of this text. Its class and field names are therefore part of the
 formats on disk: they are fixed here and may differ from the names in code.
@@ -116,7 +116,7 @@ def _encode_object(value: Any, axis_map_texts: dict[int, str]) -> str:
         field = getattr(value, name)
         if field is None and name in ADDED_FIELDS:
             continue
-        # most fields are numbers, which need no call
+        # Most fields are numbers and need no call.
         if type(field) is tuple or type(field) in NAMES:
             texts.append(label + encode_text(field, axis_map_texts))
         else:

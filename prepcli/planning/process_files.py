@@ -1,4 +1,4 @@
-"""Data files of a training step. One process writes each file. Pure.
+"""Data files of a training step. One process writes each file.
 
 An object in a bucket is written at once, from its first byte to its last, by one process. The data file of a process
 holds the chunks of its shards in the order in which it writes them.
@@ -20,11 +20,11 @@ from prepcli.planning.slabs import PAGE
 from prepcli.planning.strided_copies import ChunkedLocation
 from trainer.models.boxes import Box, volume
 
-# a reader opens at most as many data files of an item
+# A reader opens at most as many data files of an item.
 MAX_PROCESSES = 200
 
 ChunkIndex = tuple[int, ...]
-# boxes of one process's shards, by leaf name
+# Boxes of one process's shards, by leaf name.
 LeafBoxes = Mapping[str, Sequence[Box]]
 
 
@@ -177,7 +177,7 @@ def _place(
     chunks: dict[str, list[tuple[ChunkIndex, int]]] = {}
     size = 0
     for leaf in leaves:
-        # large chunks start at a page, for direct I/O of readers
+        # Large chunks start at a page, for direct I/O of readers.
         unit = PAGE if leaf.chunk_nbytes >= MIN_ALIGNED_CHUNK_NBYTES else 1
         chunks[leaf.name] = []
         for index in indices[leaf.name]:

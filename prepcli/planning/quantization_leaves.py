@@ -1,8 +1,8 @@
-"""Leaves for the scales of dequantised weights. Pure.
+"""Leaves for the scales of dequantised weights.
 
-An init of decoded weights keeps all stored tensors except the codes, so that an export can write the quantised model
-again. They are tensors of the slot `quantization`, named as in the quantised files. Their leaves are those of the
-verbatim family: one key below `quantization`, with stacked numbers as `*`.
+An init of decoded weights keeps the scales and all other stored tensors except the codes (the quantised integers). An
+export computes the codes again from the decoded weights. The kept tensors are in the slot `quantization`, under their
+names in the quantised files. The name of their leaf is one key below `quantization`, with stacked numbers as `*`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies between a shard of a leaf and the chunks of the leaf in the output's files. Pure."""
+"""Copies between a shard of a leaf and the chunks of the leaf in the output's files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shard_copies(leaf: OutputLeaf, box: Box) -> Iterator[tuple[Box, StridedCopy]
 
 def _chunk_indices(leaf: OutputLeaf, group: PlacedChunks, box: Box) -> Iterator[tuple[int, ...]]:
     """Yield the index of each chunk of a group that overlaps a box."""
-    # e.g. rows 3 to 9 in chunks of 4 touch the chunks 0 to 3: 3 // 4 is 0, 9 / 4 rounded up is 3
+    # E.g. rows 3 to 9 in chunks of 4 touch the chunks 0 to 3: 3 // 4 is 0, 9 / 4 rounded up is 3.
     ranges: list[range] = []
     for (low, high), first, stop, length in zip(
         box, group.first, group.stop, leaf.grid.chunk_shape

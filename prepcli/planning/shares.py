@@ -1,4 +1,4 @@
-"""Divide the streams of a plan among the processes that write one output: a share is the part of one process. Pure."""
+"""Divide the streams of a plan among the processes that write one output: a share is the part of one process."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _balance_groups(plan: Plan, groups: Iterable[list[int]], count: int) -> list
     sized_groups: list[tuple[int, list[int]]] = []
     for group in groups:
         nbytes = sum(plan.streams[number].nbytes for number in group)
-        # sorts by descending size, then by the first stream number
+        # Groups are sorted by descending size, then by their first stream number.
         sized_groups.append((-nbytes, group))
     sized_groups.sort()
     shares: list[list[int]] = [[] for _ in range(count)]

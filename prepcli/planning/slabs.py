@@ -1,4 +1,4 @@
-"""Split streams into slabs that fit a buffer. A slab is a contiguous byte range of a tensor. Pure.
+"""Split streams into slabs that fit a buffer. A slab is a contiguous byte range of a tensor.
 
 Slab boundaries are chosen so that reads and writes have long runs of whole chunks and whole pages.
 """
@@ -16,8 +16,8 @@ from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy
 from prepcli.planning.tensors import itemsize
 from trainer.models.boxes import Box, full_box, strides
 
-PAGE = 4096  # bytes; unit of direct I/O
-# longer runs are hardly faster
+PAGE = 4096  # bytes. Direct I/O transfers whole pages.
+# Longer runs are hardly faster.
 LONG_RUN_NBYTES = 64 << 10
 
 
@@ -76,19 +76,19 @@ def split_stream(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iter
     if not stream.nbytes:
         return iter(())
     if not stream.is_changed:
-        # two copies of each are enough to see that a stream is not contiguous
+        # Two copies of each suffice to see whether a stream is contiguous.
         reads = tuple(itertools.islice(read_copies(stream, stream.box), 2))
         writes = tuple(itertools.islice(write_copies(stream, stream.box), 2))
         if _is_single_run(reads, stream.nbytes) and _is_single_run(writes, stream.nbytes):
             return _contiguous_slabs(stream_number, stream, reads, writes, max_nbytes)
-    # e.g. float32 to float64: a slab of 32 MiB as written has 16 MiB as read
+    # E.g. float32 to float64: a slab of 32 MiB as written has 16 MiB as read.
     read_itemsize, written_itemsize = _itemsizes(stream)
     max_read_nbytes = max_nbytes * read_itemsize // max(read_itemsize, written_itemsize)
     axis = _split_axis(stream, max_read_nbytes)
     bands: tuple[_ChunkBand, ...] = ()
     page_rows = 1
     if stream.shape:
-        # slabs end at boundaries of bands of whole chunks where possible
+        # Slabs end at boundaries of bands of whole chunks, where possible.
         bands = tuple(_aligned_bands(stream, axis))
         page_rows = _page_rows(stream, axis)
     return _slabs_along_axis(stream_number, stream, max_read_nbytes, axis, bands, page_rows)
@@ -193,8 +193,8 @@ def _slabs_along_axis(
 
 def _split_axis(stream: Stream, max_nbytes: int) -> int:
     """Return the outermost axis at which one index has at most `max_nbytes` bytes."""
-    # e.g. float32 [8, 4096, 4096] has the strides 64 MiB, 16 KiB and 4: slabs of 32 MiB split axis 1,
-    # into 2,048 rows each, once for every index of axis 0
+    # E.g. float32 [8, 4096, 4096] has the strides 64 MiB, 16 KiB and 4: slabs of 32 MiB split axis 1,
+    # into 2,048 rows each, once for every index of axis 0.
     sizes = strides(stream.shape, itemsize(stream.dtype))
     for axis, nbytes in enumerate(sizes):
         if nbytes <= max_nbytes:
@@ -260,9 +260,9 @@ def _aligned_bands(stream: Stream, axis: int) -> Iterator[_ChunkBand]:
 
 
 def _atom_lengths_in_chunk(region: ChunkedLocation) -> dict[str, int]:
-    """Return the number of indices of each atom in one chunk.
+    """Return the number of indices of each named axis in one chunk, e.g. {"heads": 2, "head_dim": 64}.
 
-    Atoms with uneven chunk boundaries are omitted: they count as split into single indices.
+    Axes with uneven chunk boundaries are omitted: they count as split into single indices.
     """
     atom_lengths: dict[str, int] = {}
     for dim, length in zip(region.axis_map.leaf_dims, region.grid.chunk_shape):
@@ -318,7 +318,7 @@ def min_buffer_nbytes(streams: Sequence[Stream]) -> int:
         if not stream.nbytes:
             continue
         itemsizes = _itemsizes(stream)
-        # in elements, or in bytes for unchanged values
+        # Counted in elements, or in bytes for unchanged values.
         spread = 0
         copies = (read_copies(stream, stream.box), write_copies(stream, stream.box))
         for direction_copies, item_nbytes in zip(copies, itemsizes):
@@ -335,6 +335,6 @@ def _spread_nbytes(copy: StridedCopy) -> int:
     count, tensor_stride, file_stride = copy.dims[-1]
     if file_stride != copy.width:
         return 0
-    # e.g. the transpose of [50257, 2048] float32: a run of 64 KiB in the file has 16,384 elements,
-    # which are 8,192 bytes apart in the tensor
+    # E.g. the transpose of [50257, 2048] float32: a run of 64 KiB in the file has 16,384 elements,
+    # which are 8,192 bytes apart in the tensor.
     return min(count, -(-LONG_RUN_NBYTES // copy.width)) * tensor_stride

@@ -1,4 +1,4 @@
-"""Tensor names in a training state: parameters, optimizer slots, and other leaves. Pure.
+"""Tensor names in a training state: parameters, optimizer slots, and other leaves.
 
 A slot is a subtree of the optimizer state with one leaf per parameter, such as `opt_state.adam.mu`. Its tensors are
 named `SLOT/TENSOR` after the parameters' tensors. A leaf that belongs to no parameter is a tensor named `/LEAF`.
@@ -32,7 +32,7 @@ def qualify(slot: str, tensor: str) -> str:
 
 def split_name(name: str) -> tuple[str, str]:
     """Split a name that `qualify` returned into slot and tensor."""
-    # e.g. `opt_state.mu/wte.weight` -> `opt_state.mu`, `wte.weight`, and `/step` -> empty slot, `step`
+    # E.g. `opt_state.mu/wte.weight` -> `opt_state.mu`, `wte.weight`, and `/step` -> empty slot, `step`.
     slot, separator, tensor = name.partition(SEPARATOR)
     if not separator:
         return PARAMS, name

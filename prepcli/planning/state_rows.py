@@ -1,4 +1,4 @@
-"""Leaves of a training state that have the layers and dims of a parameter, but no tensors of its source. Pure.
+"""Leaves of a training state that have the layers and dims of a parameter, but no tensors of its source.
 
 A slot of the optimizer state may lack parameters (frozen ones, or ones of another rule), and its leaves may be
 statistics that have some axes of a parameter with extent 1. Tensors of the source cannot name such leaves: one tensor
@@ -16,9 +16,9 @@ from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim, TensorIndex
 from trainer.models.leaf_matrices import counts_layers, reduced_axes, unstacked_path
 from trainer.models.param_tree import find_param_path
 
-# (atom, index) of each stacked dim
+# Name and index of each stacked axis, e.g. (("layers", 3),).
 StackedIndices = tuple[tuple[str, int], ...]
-# placeholder for the layer number while a name is split
+# Placeholder for the number of the layer in the path of a leaf.
 LAYER_MARK = "\0"
 
 

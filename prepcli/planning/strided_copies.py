@@ -1,4 +1,4 @@
-"""Index algebra: which bytes of a leaf's chunks are which bytes of a source tensor, for any box of either. Pure.
+"""Index algebra: which bytes of a leaf's chunks are which bytes of a source tensor, for any box of either.
 
 A tensor is bytes in C order, a leaf is bytes in chunks. A `StridedCopy` relates strided bytes of one to strided bytes
 of the other. The same copies save a tensor to chunks and export chunks to a tensor.
@@ -116,7 +116,7 @@ class ChunkedLocation:
 
     Attributes:
         axis_map: Maps the tensor's elements to the leaf's.
-        stacked_indices: (atom, index) of each stacked atom in the tensor's name.
+        stacked_indices: Name and index of each stacked axis in the tensor's name, e.g. (("layers", 3),).
         grid: Chunk grid of the leaf.
         placement: Where the chunks are stored.
         itemsize: Bytes per element.
@@ -148,12 +148,12 @@ def region_copies(
 
 
 def _ranges_of(indices: Mapping[str, int]) -> dict[str, Range]:
-    """Return the range of each atom that is fixed at one index."""
+    """Return the range of each axis with one index, e.g. {"layers": 3} -> {"layers": (3, 4)}."""
     return {atom: (index, index + 1) for atom, index in indices.items()}
 
 
 def _atom_ranges_of_tensor_box(axis_map: AxisMap, box: Box) -> Iterator[dict[str, Range]]:
-    """Split a box of a tensor into boxes over its free atoms. Yield the range of each atom."""
+    """Split a box of a tensor into boxes over its axes without a fixed index. Yield the index range of each axis."""
     # In the example, row 1 is {a: (1, 2), b: (0, 3)}. A range of a merged dim may need several boxes:
     # indices 1 to 6 of (heads=2 head_dim=3) are head 0 with head_dim 1 to 3, and the whole of head 1.
     ranges_per_dim: list[list[dict[str, Range]]] = []
@@ -175,7 +175,7 @@ class LeafBoxPart:
     Attributes:
         box: Box of the leaf.
         tensor_name: Name of the tensor.
-        atom_ranges: Range of each atom of the axis map.
+        atom_ranges: Index range of each axis of the axis map, e.g. {"heads": (0, 4), "embed": (0, 768)}.
     """
 
     box: Box
@@ -191,7 +191,7 @@ def leaf_box_parts(
     Args:
         axis_map: Maps the tensors' elements to the leaf's.
         box: Box of the leaf.
-        unscanned_indices: Index of each atom that selects one of several unscanned leaves.
+        unscanned_indices: Index of each axis with one leaf per index, e.g. {"layers": 3} for the leaf of layer 3.
 
     Yields:
         The parts. Elements in no part are padding.
@@ -252,7 +252,7 @@ def part_copies(
 
 
 def tensor_box(axis_map: AxisMap, atom_ranges: Mapping[str, Range]) -> Box:
-    """Return the smallest box of a tensor that contains the elements of some atom ranges."""
+    """Return the smallest box of a tensor with all elements in `atom_ranges`."""
     box: list[Range] = []
     for dim in axis_map.source_dims:
         first = dim.start
@@ -273,7 +273,7 @@ def tensor_box(axis_map: AxisMap, atom_ranges: Mapping[str, Range]) -> Box:
 def _atom_ranges_in_window(
     axis_map: AxisMap, atom_ranges: Mapping[str, Range], window: Box | None
 ) -> Iterator[Mapping[str, Range]]:
-    """Yield the boxes of atoms that are in `atom_ranges` and in a window of the tensor."""
+    """Yield the part of `atom_ranges` inside a window of the tensor, as one or several boxes of axis ranges."""
     if window is None:
         yield atom_ranges
         return
@@ -286,7 +286,7 @@ def _atom_ranges_in_window(
 
 
 def _atom_ranges_of_box(axis_map: AxisMap, box: Box) -> Iterator[dict[str, Range]]:
-    """Split a box of a leaf into boxes over its atoms. Yield the range of each atom."""
+    """Split a box of a leaf into boxes over its axes. Yield the index range of each axis."""
     boxes_per_dim: list[list[Box]] = []
     for dim_range, dim in zip(box, axis_map.leaf_dims):
         extents = [factor.extent for factor in dim]
@@ -302,7 +302,7 @@ def _atom_ranges_of_box(axis_map: AxisMap, box: Box) -> Iterator[dict[str, Range
 def _iterate_stacked(
     axis_map: AxisMap, atom_ranges: Mapping[str, Range]
 ) -> Iterator[dict[str, int]]:
-    """Yield the index of each stacked atom, for every tensor in the ranges."""
+    """Yield the index of each stacked axis, for every tensor in the ranges, e.g. {"layers": 0}, {"layers": 1}."""
     atoms = [factor.atom for factor in axis_map.stacked_factors]
     index_ranges = [range(*atom_ranges[atom]) for atom in atoms]
     for index in itertools.product(*index_ranges):
@@ -312,7 +312,7 @@ def _iterate_stacked(
 def _copies_to_chunks(
     region: ChunkedLocation, atom_ranges: Mapping[str, Range], window: Box | None = None
 ) -> Iterator[StridedCopy]:
-    """Yield the copies of a box of atoms to the leaf's chunks."""
+    """Yield the copies of the elements in `atom_ranges` to the leaf's chunks."""
     axis_map = region.axis_map
     chunk_shape = region.grid.chunk_shape
     element_strides = strides(chunk_shape, region.itemsize)
@@ -347,7 +347,7 @@ def _copies_by_chunk(
     *,
     window: Box | None,
 ) -> Iterator[StridedCopy]:
-    """Yield the copies of a box of atoms to chunks with individual offsets: at least one copy per chunk."""
+    """Yield the copies of the elements in `atom_ranges` to chunks with individual offsets: at least one per chunk."""
     pieces_by_chunk = [list(_split_by_chunk(piece)) for piece in dim_pieces]
     for chunk_pieces in itertools.product(*pieces_by_chunk):
         file, file_offset = region.placement.find([piece.chunk_index for piece in chunk_pieces])
@@ -394,7 +394,7 @@ def _make_copy(
 
     Args:
         axis_map: Maps the tensor's elements to the leaf's.
-        atom_ranges: Range of each atom that no dim piece covers.
+        atom_ranges: Index range of each axis without a dim piece.
         dim_pieces: One piece per leaf dim.
         element_strides: Bytes between elements of a chunk, per leaf dim.
         file: Number of the file.
@@ -422,7 +422,7 @@ def _make_copy(
     for piece, element_stride, chunk_stride in zip(dim_pieces, element_strides, chunk_strides):
         file_offset += piece.element_offset * element_stride
         for step in piece.steps:
-            # an atom of the leaf without a counterpart in the tensor has the extent 1
+            # An atom of the leaf without a counterpart in the tensor has the extent 1.
             tensor_stride = tensor_strides.get(step.atom, 0) * step.atom_step
             file_stride = step.chunk_step * chunk_stride + step.element_step * element_stride
             dims.append((step.count, tensor_stride, file_stride))
@@ -432,7 +432,7 @@ def _make_copy(
 def _tensor_offset_and_strides(
     axis_map: AxisMap, atom_starts: Mapping[str, int], itemsize: int, window: Box | None
 ) -> tuple[int, dict[str, int]]:
-    """Return the tensor offset of the atoms' first indices, and the tensor stride of each free atom."""
+    """Return the tensor offset of the axes' first indices, and the tensor stride of each axis without a fixed index."""
     if window is None:
         window = full_box(axis_map.source_shape)
     # In the example, with row 1 as the window ((1, 2), (0, 3)): the window has the strides (12, 4), and
@@ -462,14 +462,14 @@ def merge_dims(copy: StridedCopy) -> StridedCopy:
     merged: list[tuple[int, int, int]] = []  # innermost first
     for count, tensor_stride, file_stride in reversed(dims):
         if not merged and tensor_stride == file_stride == width:
-            # neighbours in both, e.g. width 4 and (3, 4, 4) -> width 12
+            # Neighbours in both, e.g. width 4 and (3, 4, 4) -> width 12.
             width *= count
             continue
         if merged:
             inner_count, inner_tensor_stride, inner_file_stride = merged[-1]
             is_next_tensor_byte = tensor_stride == inner_count * inner_tensor_stride
             if is_next_tensor_byte and file_stride == inner_count * inner_file_stride:
-                # one loop continues the other, e.g. (2, 24, 48), (3, 8, 16) -> (6, 8, 16)
+                # One loop continues the other, e.g. (2, 24, 48), (3, 8, 16) -> (6, 8, 16).
                 merged[-1] = (inner_count * count, inner_tensor_stride, inner_file_stride)
                 continue
         merged.append((count, tensor_stride, file_stride))

@@ -1,4 +1,4 @@
-"""Match the tensors of a source with the parameters of its family. Pure.
+"""Match the tensors of a source with the parameters of its family.
 
 Each tensor is used by at least one leaf, dropped by a named rule, or listed in an error. Names are bare here: they lack
 the family's base prefix, as in the family's parameter table. Error messages show names as the source spells them.
@@ -30,7 +30,7 @@ from trainer.models.parameters import Family, dropped_patterns
 VOCAB_ATOM = "vocab"
 # Rule of the tensors that a user drops, as plans and JSON objects name it.
 DROP_RULE = "--drop"
-# Far above any real model; bounds the memory that an invalid config can take.
+# Far above any real model. The limit bounds the memory taken by an invalid config.
 MAX_TENSORS_PER_ROW = 1 << 20
 
 
@@ -51,7 +51,7 @@ class TensorUse:
         path: Path of the leaf in the parameter tree.
         parameter: Path of the axis-map row. It differs from `path` if the row describes one leaf per layer.
         axis_map: Maps the tensor's elements to the leaf's.
-        stacked_indices: (atom, index) of each stacked atom in the tensor's name.
+        stacked_indices: Name and index of each stacked axis in the tensor's name, e.g. (("layers", 3),).
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Dtypes that prep reads and writes, tensors in files, and casts. Pure."""
+"""Dtypes that prep reads and writes, tensors in files, and casts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FileTensor:
     """A tensor in a file: C order, little endian, `nbytes` bytes from `offset` of file number `file` on."""
 
     name: str
-    # a key of ITEM_BITS: NumPy's or ml_dtypes' name
+    # A key of ITEM_BITS: the name of the dtype in NumPy or ml_dtypes.
     dtype: str
     shape: tuple[int, ...]
     file: int

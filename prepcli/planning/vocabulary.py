@@ -1,4 +1,4 @@
-"""Vocabulary sizes: the true and the padded number of rows, and their keys in a config. Pure."""
+"""Vocabulary sizes: the true and the padded number of rows, and their keys in a config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.models.parameters import read_size
 
 VOCAB_SIZE_KEY = "vocab_size"
 TRUE_VOCAB_SIZE_KEY = "true_vocab_size"
-# token ids are 32-bit integers
+# Token ids are 32-bit integers.
 MAX_ROWS = (1 << 31) - 1
 
 
@@ -67,14 +67,14 @@ def read_vocabulary(
 
 
 def check_padded_size(rows: int, option: Option) -> int:
-    """Return the rows of a padded vocabulary.
+    """Return `rows` if a padded vocabulary may have this size.
 
     Args:
         rows: Number of rows.
         option: The option that asks for them, with its value.
 
     Raises:
-        UsageError: There are more than 32-bit token ids.
+        UsageError: There are more rows than 32-bit token ids.
     """
     if rows > MAX_ROWS:
         why = f"a vocabulary has at most {MAX_ROWS:,} rows"

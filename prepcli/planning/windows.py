@@ -1,4 +1,4 @@
-"""Windows: boxes of a tensor that are read without the rest of the tensor. Pure.
+"""Windows: boxes of a tensor that are read without the rest of the tensor.
 
 The bytes of a window are buffered in C order of the window's own shape.
 """
@@ -51,16 +51,17 @@ def _strided_copy(location: Strided, item_nbytes: int, window: Box) -> StridedCo
 
 
 def file_strides(locations: Locations, shape: Sequence[int], item_nbytes: int) -> tuple[int, ...]:
-    """Return the distance in the file between neighbours along each axis of a tensor, as its first copy has it.
+    """Return the bytes in the file from one index to the next, along each axis of a tensor.
 
-    For an axis that several loops cover, it is the distance of the outermost loop.
+    A float32 tensor [2, 3] in C order has (12, 4). If an axis has several distances, e.g. within a chunk and between
+    chunks, the largest one is returned.
     """
     copies = window_copies(locations, shape, item_nbytes=item_nbytes, window=full_box(shape))
     first = next(copies, StridedCopy(0, 0, 0, item_nbytes))
     tensor_strides = strides(shape, item_nbytes)
     result = list(tensor_strides)
     for axis, tensor_stride in enumerate(tensor_strides):
-        # a loop belongs to this axis if its steps stay inside one index of the axis before it
+        # A loop belongs to this axis if its steps stay inside one index of the axis before it.
         stop_stride = tensor_stride * max(2, shape[axis])
         largest_stride = 0
         for _, loop_stride, file_stride in first.dims:
@@ -72,14 +73,16 @@ def file_strides(locations: Locations, shape: Sequence[int], item_nbytes: int) -
 
 
 def merge_windows(
-    windows: Sequence[Box], axis_strides: Sequence[int], max_gap_nbytes: int
+    windows: Sequence[Box], axis_strides: Sequence[int], min_skipped_gap_nbytes: int
 ) -> list[Box]:
-    """Replace windows by their union where the union adds no elements, or gaps in the file that are read anyway.
+    """Merge windows if the box around them has no other elements, or only elements in short gaps of the file.
+
+    Windows of rows 0 to 2 and 2 to 5 become rows 0 to 5.
 
     Args:
         windows: Boxes of a tensor.
         axis_strides: Result of `file_strides`.
-        max_gap_nbytes: Smaller gaps are read too.
+        min_skipped_gap_nbytes: Shorter gaps of the file are read too.
 
     Returns:
         Boxes that cover the windows.
@@ -87,7 +90,9 @@ def merge_windows(
     merged: list[Box] = []
     for window in windows:
         box = window
-        while (other := _mergeable_box(box, merged, axis_strides, max_gap_nbytes)) is not None:
+        while (
+            other := _mergeable_box(box, merged, axis_strides, min_skipped_gap_nbytes)
+        ) is not None:
             merged.remove(other)
             box = _union(box, other)
         merged.append(box)
@@ -95,10 +100,10 @@ def merge_windows(
 
 
 def _mergeable_box(
-    box: Box, others: Sequence[Box], axis_strides: Sequence[int], max_gap_nbytes: int
+    box: Box, others: Sequence[Box], axis_strides: Sequence[int], min_skipped_gap_nbytes: int
 ) -> Box | None:
     for other in others:
-        if _is_mergeable(box, other, axis_strides, max_gap_nbytes):
+        if _is_mergeable(box, other, axis_strides, min_skipped_gap_nbytes):
             return other
     return None
 
@@ -107,7 +112,7 @@ def _union(a: Box, b: Box) -> Box:
     return tuple((min(x[0], y[0]), max(x[1], y[1])) for x, y in zip(a, b))
 
 
-def _is_mergeable(a: Box, b: Box, axis_strides: Sequence[int], max_gap_nbytes: int) -> bool:
+def _is_mergeable(a: Box, b: Box, axis_strides: Sequence[int], min_skipped_gap_nbytes: int) -> bool:
     if volume(_union(a, b)) <= max(volume(a), volume(b)):
         return True  # one contains the other
     # The union of two boxes that differ along only one axis is a box, apart from the gap between them.
@@ -116,7 +121,7 @@ def _is_mergeable(a: Box, b: Box, axis_strides: Sequence[int], max_gap_nbytes: i
         return False
     (axis,) = different
     gap = max(a[axis][0], b[axis][0]) - min(a[axis][1], b[axis][1])
-    return gap <= 0 or gap * axis_strides[axis] < max_gap_nbytes
+    return gap <= 0 or gap * axis_strides[axis] < min_skipped_gap_nbytes
 
 
 def split_window(window: Box, axis_strides: Sequence[int], max_volume: int) -> Iterator[Box]:
@@ -131,7 +136,7 @@ def split_window(window: Box, axis_strides: Sequence[int], max_volume: int) -> I
         Boxes that cover the window, each element once.
     """
     # The axes closest together in the file are kept whole first, so that each part has few long runs of bytes.
-    # e.g. window [4, 6] in C order and 8 elements: lengths 1 and 6, as 8 // 6 leaves 1 for axis 0.
+    # E.g. window [4, 6] in C order and 8 elements: lengths 1 and 6, as 8 // 6 leaves 1 for axis 0.
     axes = sorted(range(len(window)), key=lambda axis: -axis_strides[axis])
     lengths = [stop - start for start, stop in window]
     remaining = max_volume
@@ -152,14 +157,14 @@ def span_nbytes(copy: StridedCopy) -> int:
 
 
 def split_into_spans(
-    copy: StridedCopy, *, max_nbytes: int, max_gap_nbytes: int
+    copy: StridedCopy, *, max_nbytes: int, min_skipped_gap_nbytes: int
 ) -> Iterator[StridedCopy]:
-    """Split a copy into copies with one read each. A read includes gaps in the file that are below a limit.
+    """Split a copy into copies with one read each. A read includes short gaps of the file.
 
     Args:
         copy: The copy.
         max_nbytes: Maximum span of a copy, at least its width.
-        max_gap_nbytes: Smaller gaps are read too.
+        min_skipped_gap_nbytes: Shorter gaps of the file are read too.
 
     Yields:
         Copies in the order of their file offsets.
@@ -167,7 +172,7 @@ def split_into_spans(
     # `inner` is the span of the loops from `number` on. They are read at once, with their gaps.
     inner = copy.width
     number = len(copy.dims)
-    while number and copy.dims[number - 1][2] - inner < max_gap_nbytes:
+    while number and copy.dims[number - 1][2] - inner < min_skipped_gap_nbytes:
         count, _, file_stride = copy.dims[number - 1]
         span = (count - 1) * file_stride + inner
         if span > max_nbytes:
@@ -181,7 +186,7 @@ def split_into_spans(
     *outer_dims, (count, tensor_stride, file_stride) = copy.dims[:number]
     inner_dims = copy.dims[number:]
     group = 1
-    if file_stride - inner < max_gap_nbytes:
+    if file_stride - inner < min_skipped_gap_nbytes:
         group = max(1, (max_nbytes - inner) // file_stride + 1)
     index_ranges = [range(outer_count) for outer_count, _, _ in outer_dims]
     for *outer_indices, first in itertools.product(*index_ranges, range(0, count, group)):

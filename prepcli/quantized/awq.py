@@ -15,6 +15,7 @@ import numpy as np
 
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
+    VALUE_DTYPES,
     CodeArray,
     Decoder,
     FloatArray,
@@ -24,8 +25,7 @@ from prepcli.quantized.decoder import (
     check_shape,
     unpack_bits,
 )
-from prepcli.quantized.packed_ints import scale_groups
-from prepcli.quantized.scaled import FLOAT_SCALE_DTYPES
+from prepcli.quantized.packed_ints import consecutive_groups, scale_groups
 from trainer.models.boxes import Range
 
 BITS = 4
@@ -55,7 +55,7 @@ class AwqDecoder(Decoder):
         """
         check_dtype(weight, ("int32",), name)
         check_dtype(zeros, ("int32",), name)
-        check_dtype(scales, FLOAT_SCALE_DTYPES, name)
+        check_dtype(scales, VALUE_DTYPES, name)
         inputs, words = (0, 0, *weight.shape)[-2:]
         outputs = words * VALUES_PER_WORD
         check_shape(weight, [(inputs, words)], name)
@@ -77,7 +77,8 @@ class AwqDecoder(Decoder):
         zeros = _unpack(read(self._zeros, groups, words))[:, outputs].astype(np.float32)
         scales = read(self._scales, groups, rows).astype(np.float32)
         values = np.ascontiguousarray(codes.T).astype(np.float32)
-        scale_groups(values, zeros.T, scales.T)
+        numbers = consecutive_groups(self.columns, self.columns // groups[1])
+        scale_groups(values, zeros.T, scales.T, numbers)
         return values
 
 

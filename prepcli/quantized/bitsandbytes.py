@@ -25,6 +25,7 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
+    VALUE_DTYPES,
     Decoder,
     FloatArray,
     MatrixReader,
@@ -34,7 +35,6 @@ from prepcli.quantized.decoder import (
     lookup_nibbles,
     nibble_pairs,
 )
-from prepcli.quantized.scaled import FLOAT_SCALE_DTYPES
 from trainer.models.boxes import Range
 
 QUANT_TYPES = ("nf4", "fp4")
@@ -73,8 +73,8 @@ def parse_quant_state(document: object) -> QuantState:
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"quant_type={quant_type!r:.40} is not {' or '.join(QUANT_TYPES)}")
     dtype = document.get("dtype")
-    if dtype not in FLOAT_SCALE_DTYPES:
-        raise ValueError(f"dtype={dtype!r:.40} is not {', '.join(FLOAT_SCALE_DTYPES)}")
+    if dtype not in VALUE_DTYPES:
+        raise ValueError(f"dtype={dtype!r:.40} is not {', '.join(VALUE_DTYPES)}")
     shape = document.get("shape")
     if not isinstance(shape, list) or not 0 < len(shape) <= MAX_DIMS:
         raise ValueError("it has no shape")

@@ -21,6 +21,8 @@ FloatArray = npt.NDArray[np.float32]
 CodeArray = npt.NDArray[np.uint8]
 # Two float32 values in 8 bytes.
 PairTable = npt.NDArray[np.uint64]
+# Dtypes of decoded values, and of scales in floats.
+VALUE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class Decoder(ABC):
     def __init__(
         self, name: str, shape: tuple[int, ...], dtype: str, stored: Sequence[FileTensor]
     ) -> None:
+        if dtype not in VALUE_DTYPES:
+            raise ValueError(f"dtype={dtype!r} of {name!r} is not {', '.join(VALUE_DTYPES)}")
         self.name = name
         self.shape = shape
         self.dtype = dtype

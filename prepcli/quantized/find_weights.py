@@ -14,7 +14,7 @@ from prepcli.planning.tensors import FileTensor
 from prepcli.quantized import gptq
 from prepcli.quantized.awq import AwqDecoder
 from prepcli.quantized.bitsandbytes import QUANT_TYPES, Bits4Decoder, parse_quant_state
-from prepcli.quantized.decoder import Decoder, check_dims
+from prepcli.quantized.decoder import VALUE_DTYPES, Decoder, check_dims
 from prepcli.quantized.gptq import GptqDecoder
 from prepcli.quantized.mxfp4 import Mxfp4Decoder
 from prepcli.quantized.nvfp4 import GROUP_VALUES, Nvfp4Decoder
@@ -25,6 +25,7 @@ from prepcli.quantized.scaled import (
     Int8Decoder,
     ScaledDecoder,
     block_of_grid,
+    scale_shapes,
 )
 from prepcli.quantized.stored_weights import (
     USE_ORIGINAL_HINT,
@@ -45,10 +46,13 @@ COMPRESSED_FORMATS = (
     "int-quantized",
     "float-quantized",
     "naive-quantized",
+    "mxfp8-quantized",
     "nvfp4-pack-quantized",
     "mixed-precision",
     "dense",
 )
+# Settings of the weights in a group of modules of compressed-tensors.
+Scheme = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +173,20 @@ def _find_compressed(settings: Mapping[str, Any], stored: StoredWeights) -> Iter
         check_dims(weight, 2)
         stored.take(weight.name, weight.name)
         scale = stored.take(f"{weight.name}_scale", weight.name)
+        dtype = scale.dtype
+        # compressed-tensors decodes exponents to bfloat16.
+        if dtype not in VALUE_DTYPES:
+            dtype = "bfloat16"
         yield ScaledDecoder(
             weight,
             scale,
             block=_compressed_block(schemes, weight, scale),
             zero_point=stored.take_optional(f"{weight.name}_zero_point"),
-            dtype=scale.dtype,
+            dtype=dtype,
         )
 
 
-def _weight_schemes(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _weight_schemes(settings: Mapping[str, Any]) -> Iterator[Scheme]:
     """Yield the settings of weights in each group of modules."""
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping):
@@ -193,7 +201,7 @@ def _weight_schemes(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _packed_weight(
-    schemes: Sequence[Mapping[str, Any]], stored: StoredWeights, name: str, prefix: str
+    schemes: Sequence[Scheme], stored: StoredWeights, name: str, prefix: str
 ) -> Decoder:
     """Return the decoder of packed codes of compressed-tensors."""
     weight_name = f"{prefix}weight"
@@ -210,33 +218,27 @@ def _packed_weight(
             GET_AGAIN_HINT,
         )
     rows, columns = np.frombuffer(stored.payload(shape), f"<i{shape.nbytes // 2}").tolist()
-    fitting: list[Mapping[str, Any]] = []
+    packing: list[Scheme] = []
     for scheme in schemes:
-        bits = scheme.get("num_bits")
-        if type(bits) is not int or not 1 <= bits <= MAX_BITS:
+        num_bits = scheme.get("num_bits")
+        if type(num_bits) is not int or not 1 <= num_bits <= MAX_BITS:
             continue
-        if packed.shape == (rows, word_count(columns, bits)):
-            fitting.append(scheme)
-    if not fitting or columns < 1:
+        if packed.shape == (rows, word_count(columns, num_bits)):
+            packing.append(scheme)
+    if not packing or columns < 1:
         raise DamagedError(
             f"{quote_name(packed.name)} has shape {[*packed.shape]}",
             f"`{shape.name}` is {[rows, columns]}, which does not fit num_bits of config.json",
             GET_AGAIN_HINT,
         )
-    scheme = fitting[0]
-    if scheme.get("strategy") == "group" and len(scale.shape) == 2:
-        check_group_size(
-            scale,
-            size=columns,
-            groups=scale.shape[1],
-            group_size=scheme.get("group_size"),
-            owner=weight_name,
-        )
+    bits = {scheme["num_bits"] for scheme in _fitting_schemes(packing, (rows, columns), scale)}
+    if len(bits) > 1:
+        raise _several_schemes_error(weight_name, f"{_alternatives(bits)} bits")
     return PackedIntDecoder(
         weight_name,
         packed,
         scale,
-        bits=scheme["num_bits"],
+        bits=bits.pop(),
         columns=columns,
         zero_point=stored.take_optional(f"{weight_name}_zero_point"),
         column_groups=stored.take_optional(f"{weight_name}_g_idx"),
@@ -244,17 +246,81 @@ def _packed_weight(
 
 
 def _compressed_block(
-    schemes: Sequence[Mapping[str, Any]], weight: FileTensor, scale: FileTensor
+    schemes: Sequence[Scheme], weight: FileTensor, scale: FileTensor
 ) -> tuple[int, int]:
     """Return the rows and columns of a block of dense codes of compressed-tensors."""
-    for scheme in schemes:
-        structure = _parse_block(scheme.get("block_structure"))
-        if scheme.get("strategy") == "block" and structure is not None:
-            return structure
+    rows, columns = weight.shape[-2:]
+    blocks: set[tuple[int, int]] = set()
+    for scheme in _fitting_schemes(schemes, weight.shape, scale):
+        block = _scheme_block(scheme, rows, columns)
+        if block is not None:
+            # Larger blocks than the weight are the same as the weight.
+            blocks.add((min(block[0], rows), min(block[1], columns)))
+    if len(blocks) > 1:
+        sizes = _alternatives([*block] for block in blocks)
+        raise _several_schemes_error(weight.name, f"blocks of {sizes}")
+    if blocks:
+        return blocks.pop()
     # One scale per row may come without the dim of size 1.
     if scale.shape == weight.shape[:1]:
-        return 1, weight.shape[-1]
+        return 1, columns
     return block_of_grid(weight, scale)
+
+
+def _scheme_block(scheme: Scheme, rows: int, columns: int) -> tuple[int, int] | None:
+    """Return the rows and columns of a block with one scale, or None if the scheme does not name them."""
+    strategy = scheme.get("strategy")
+    if strategy == "block":
+        return _parse_block(scheme.get("block_structure"))
+    if strategy == "channel":
+        return 1, columns
+    if strategy == "tensor":
+        return rows, columns
+    group_size = scheme.get("group_size")
+    if strategy in ("group", "tensor_group") and type(group_size) is int and group_size > 0:
+        return 1, group_size
+    return None
+
+
+def _fitting_schemes(
+    schemes: Sequence[Scheme], shape: tuple[int, ...], scale: FileTensor
+) -> list[Scheme]:
+    """Return the schemes with the scales of a weight.
+
+    Each scheme names modules by `targets`, which are names or classes. The scales show it without the modules.
+
+    Args:
+        schemes: Schemes of all groups of modules.
+        shape: Shape of the weight.
+        scale: Its scales.
+
+    Raises:
+        DamagedError: No scheme fits.
+    """
+    fitting: list[Scheme] = []
+    for scheme in schemes:
+        block = _scheme_block(scheme, *shape[-2:])
+        if block is None or scale.shape in scale_shapes(shape, block):
+            fitting.append(scheme)
+    if not fitting:
+        raise DamagedError(
+            f"{quote_name(scale.name)} has shape {[*scale.shape]}",
+            f"no group of modules in config.json has such scales for a weight {[*shape]}",
+            GET_AGAIN_HINT,
+        )
+    return fitting
+
+
+def _alternatives(values: Iterable[object]) -> str:
+    return " or ".join(sorted(str(value) for value in values))
+
+
+def _several_schemes_error(weight_name: str, meanings: str) -> PrepError:
+    return PrepError(
+        f"the scheme of {quote_name(weight_name)} is unknown",
+        f"its codes and scales fit {meanings} of the config_groups of config.json",
+        USE_ORIGINAL_HINT,
+    )
 
 
 def _find_gptq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[Decoder]:
@@ -267,6 +333,10 @@ def _find_gptq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[D
             "config.json has `dynamic`",
             USE_ORIGINAL_HINT,
         )
+    group_size = settings.get("group_size")
+    # -1 stands for one group of all inputs.
+    if type(group_size) is not int or group_size < 1:
+        group_size = None
     for name, prefix in [*stored.names_ending("qweight")]:
         weight_name = f"{prefix}weight"
         weight = stored.take(name, weight_name)
@@ -281,6 +351,7 @@ def _find_gptq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[D
             bits=bits,
             is_zero_stored_minus_1=file_format == "gptq",
             input_groups=stored.take_optional(f"{prefix}g_idx"),
+            group_size=group_size,
         )
 
 

@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from prepcli.errors import PrepError
+from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
+    VALUE_DTYPES,
     Decoder,
     FloatArray,
     MatrixReader,
@@ -28,11 +31,11 @@ from prepcli.quantized.decoder import (
 from prepcli.quantized.packed_ints import (
     WORD_BITS,
     bit_field_words,
+    consecutive_groups,
     read_group_numbers,
     scale_groups,
     word_count,
 )
-from prepcli.quantized.scaled import FLOAT_SCALE_DTYPES
 from trainer.models.boxes import Range
 
 BITS = (2, 3, 4, 8)
@@ -54,6 +57,7 @@ class GptqDecoder(Decoder):
         bits: int,
         is_zero_stored_minus_1: bool = True,
         input_groups: FileTensor | None = None,
+        group_size: int | None = None,
     ) -> None:
         """Check the stored tensors.
 
@@ -65,13 +69,15 @@ class GptqDecoder(Decoder):
             bits: Bits per code.
             is_zero_stored_minus_1: Whether the file has version 1.
             input_groups: Group of each input, or None if a group has consecutive inputs.
+            group_size: Inputs of a group, or None if all groups have the same number of inputs.
 
         Raises:
             DamagedError: A shape or a dtype does not fit.
+            PrepError: The group of an input is unknown.
         """
         check_dtype(weight, ("int32",), name)
         check_dtype(zeros, ("int32",), name)
-        check_dtype(scales, FLOAT_SCALE_DTYPES, name)
+        check_dtype(scales, VALUE_DTYPES, name)
         words, outputs = (0, 0, *weight.shape)[-2:]
         inputs = words * WORD_BITS // bits
         groups = scales.shape[0] if scales.shape else 0
@@ -91,6 +97,11 @@ class GptqDecoder(Decoder):
         self._weight = StoredMatrix(weight, words, outputs)
         self._zeros = StoredMatrix(zeros, groups, zeros.shape[1])
         self._scales = StoredMatrix(scales, groups, outputs)
+        self._group_size = group_size
+        if group_size is None and inputs % groups == 0:
+            self._group_size = inputs // groups
+        if input_groups is None and self._group_size is None:
+            raise self._group_size_error()
 
     def _decode(self, rows: Range, read: MatrixReader) -> FloatArray:
         groups = (0, self._scales.rows)
@@ -107,9 +118,23 @@ class GptqDecoder(Decoder):
                 zeros &= (1 << self._bits) - 1
         zeros = zeros.T.astype(np.float32)
         scales = read(self._scales, groups, rows).T.astype(np.float32)
-        if self._input_groups is None:
-            scale_groups(values, zeros, scales)
-        else:
-            numbers = read_group_numbers(self._input_groups, groups[1], read)
-            scale_groups(values, zeros, scales, numbers)
+        scale_groups(values, zeros, scales, self._group_numbers(read))
         return values
+
+    def _group_numbers(self, read: MatrixReader) -> np.ndarray:
+        """Return the group of each input."""
+        if self._input_groups is not None:
+            numbers = read_group_numbers(self._input_groups, self._scales.rows, read)
+            if numbers is not None:
+                return numbers
+        if self._group_size is None:
+            raise self._group_size_error()
+        return consecutive_groups(self.columns, self._group_size)
+
+    def _group_size_error(self) -> PrepError:
+        return PrepError(
+            f"the groups of {quote_name(self.name)} are unknown",
+            f"{self.columns:,} inputs have {self._scales.rows:,} groups of unequal sizes, and the quantisation"
+            " config has no group_size",
+            "add group_size to the quantization_config of config.json",
+        )

@@ -40,7 +40,7 @@ EXPONENT_BIAS = 127
 # powers.
 _PAIRS = nibble_pairs([2 * value for value in E2M1])
 # Code of each magnitude by its double: 0, 0.5, 1, 1.5, 2, 3, 4 and 6 are 0, 1, 2, 3, 4, 6, 8 and 12.
-CODES_BY_DOUBLE = np.array([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], np.uint8)
+_CODES_BY_DOUBLE = np.array([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], np.uint8)
 
 
 class Mxfp4Decoder(InvertibleDecoder):
@@ -106,18 +106,27 @@ class Mxfp4Decoder(InvertibleDecoder):
         bits = np.left_shift(values.T, 16, dtype=np.uint32)
         blocks = bits.view(np.float32).reshape(len(bits), -1, BLOCK_VALUES)
         with np.errstate(all="ignore"):
-            doubles = np.abs(blocks * _inverse_powers(exponents)[:, :, None]) * 2
-            numbers = np.minimum(doubles, CODES_BY_DOUBLE.size - 1).astype(np.uint8)
+            codes = pack_e2m1(blocks * _inverse_powers(exponents)[:, :, None])
         # Several codes are infinite with a large exponent.
         if np.isinf(blocks).any():
             raise not_invertible_error(self.name, "several of its codes are infinite in bfloat16")
-        signs = np.signbit(blocks).view(np.uint8) << 3
-        nibbles = signs | CODES_BY_DOUBLE[numbers]
-        octets = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
-        codes: CodeArray = octets.reshape(len(bits), -1).astype(np.uint8, copy=False)
         if not np.array_equal(_decode_blocks(codes, exponents).view(np.uint32), bits):
             raise not_invertible_error(self.name, "no code decodes to one of its values")
         return codes
+
+
+def pack_e2m1(values: FloatArray) -> CodeArray:
+    """Return the bytes [R, C / 2] of E2M1 values [R, G, C / G], the low nibble first.
+
+    Args:
+        values: Values of codes. Any other value gets some code.
+    """
+    with np.errstate(all="ignore"):
+        doubles = np.rint(np.abs(values) * 2)
+        numbers = np.minimum(doubles, _CODES_BY_DOUBLE.size - 1).astype(np.uint8)
+    nibbles = np.signbit(values).view(np.uint8) << 3 | _CODES_BY_DOUBLE[numbers]
+    octets = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+    return octets.reshape(len(values), -1).astype(np.uint8, copy=False)
 
 
 def _decode_blocks(octets: CodeArray, exponents: CodeArray) -> FloatArray:

@@ -30,7 +30,7 @@ from prepcli.quantized.decoder import (
     nibble_pairs,
 )
 from prepcli.quantized.encoder import BitArray, InvertibleDecoder, not_invertible_error
-from prepcli.quantized.mxfp4 import CODES_BY_DOUBLE, E2M1
+from prepcli.quantized.mxfp4 import E2M1, pack_e2m1
 from trainer.models.boxes import Range
 
 GROUP_VALUES = 16
@@ -103,12 +103,7 @@ class Nvfp4Decoder(InvertibleDecoder):
                 raise not_invertible_error(self.name, "several of its codes have one value")
             bits = np.left_shift(values, 16, dtype=np.uint32)
             groups = bits.view(np.float32).reshape(len(bits), -1, GROUP_VALUES)
-            doubles = np.rint(np.abs(groups / scales) * 2)
-            numbers = np.minimum(doubles, CODES_BY_DOUBLE.size - 1).astype(np.uint8)
-        nibbles = np.signbit(groups).view(np.uint8) << 3 | CODES_BY_DOUBLE[numbers]
-        octets = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
-        codes: CodeArray = octets.reshape(len(bits), -1).astype(np.uint8, copy=False)
-        with np.errstate(all="ignore"):
+            codes = pack_e2m1(groups / scales)
             decoded = _to_bfloat16(lookup_nibbles(_PAIRS, codes).reshape(groups.shape) * scales)
         if not np.array_equal(decoded.view(np.uint32), groups.view(np.uint32)):
             raise not_invertible_error(self.name, "no code decodes to one of its values")

@@ -18,6 +18,7 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
+    VALUE_DTYPES,
     Decoder,
     FloatArray,
     MatrixReader,
@@ -26,7 +27,6 @@ from prepcli.quantized.decoder import (
     check_shape,
     unpack_bits,
 )
-from prepcli.quantized.scaled import FLOAT_SCALE_DTYPES
 from trainer.models.boxes import Range
 
 WORD_BITS = 32
@@ -65,7 +65,7 @@ class PackedIntDecoder(Decoder):
         stored = [packed, scale]
         check_dtype(packed, ("int32",), name)
         check_shape(packed, [(rows, word_count(columns, bits))], name)
-        check_dtype(scale, FLOAT_SCALE_DTYPES, name)
+        check_dtype(scale, VALUE_DTYPES, name)
         scale_shape = (1, 1)
         if len(scale.shape) == 2:
             scale_shape = scale.shape
@@ -100,11 +100,13 @@ class PackedIntDecoder(Decoder):
         if self._zero_point is not None:
             # Codes and zero points are both offset by 2^(bits - 1), so the offsets cancel in their difference.
             offsets = self._read_zero_points(rows, read)
+        num_groups = scales.shape[1]
+        group_numbers = None
         if self._column_groups is not None:
-            group_numbers = read_group_numbers(self._column_groups, scales.shape[1], read)
-            scale_groups(values, offsets, scales, group_numbers)
-        else:
-            scale_groups(values, offsets, scales)
+            group_numbers = read_group_numbers(self._column_groups, num_groups, read)
+        if group_numbers is None:
+            group_numbers = consecutive_groups(self.columns, self.columns // num_groups)
+        scale_groups(values, offsets, scales, group_numbers)
         return values
 
     def _read_zero_points(self, rows: Range, read: MatrixReader) -> FloatArray:
@@ -120,7 +122,7 @@ def scale_groups(
     values: FloatArray,
     offsets: FloatArray,
     scales: FloatArray,
-    group_numbers: np.ndarray | None = None,
+    group_numbers: np.ndarray,
 ) -> None:
     """Replace codes by (codes - offset of the group) * scale of the group, in place.
 
@@ -128,27 +130,31 @@ def scale_groups(
         values: Codes [R, C].
         offsets: Offset of each group, [R, G].
         scales: Scale of each group, [R, G].
-        group_numbers: Group of each column. By default, a group has C / G consecutive columns.
+        group_numbers: Group of each column.
     """
     columns = values.shape[1]
     num_groups = scales.shape[1]
-    consecutive = np.arange(columns) // -(-columns // num_groups)
-    numbers = consecutive
-    if group_numbers is not None:
-        numbers = group_numbers
-    if columns % num_groups == 0 and np.array_equal(numbers, consecutive):
+    is_divided = columns % num_groups == 0
+    if is_divided and np.array_equal(
+        group_numbers, consecutive_groups(columns, columns // num_groups)
+    ):
         blocks = values.reshape(len(values), num_groups, -1)
         blocks -= offsets[:, :, None]
         blocks *= scales[:, :, None]
         return
-    values -= np.take(offsets, numbers, axis=1)
-    values *= np.take(scales, numbers, axis=1)
+    values -= np.take(offsets, group_numbers, axis=1)
+    values *= np.take(scales, group_numbers, axis=1)
+
+
+def consecutive_groups(columns: int, group_size: int) -> np.ndarray:
+    """Return the group of each column. The last group may have fewer columns."""
+    return np.arange(columns) // group_size
 
 
 def read_group_numbers(
     column_groups: StoredMatrix, group_count: int, read: MatrixReader
-) -> np.ndarray:
-    """Return the group of each column.
+) -> np.ndarray | None:
+    """Return the group of each column, or None if each group has consecutive columns.
 
     Args:
         column_groups: Stored numbers. Negative ones stand for consecutive columns in each group.
@@ -160,7 +166,7 @@ def read_group_numbers(
     """
     numbers = read(column_groups, (0, 1))[0]
     if (numbers < 0).any():
-        return np.arange(numbers.size) // -(-numbers.size // group_count)
+        return None
     largest = int(numbers.max(initial=0))
     if largest >= group_count:
         raise DamagedError(

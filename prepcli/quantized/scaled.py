@@ -22,6 +22,7 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
+    VALUE_DTYPES,
     CodeArray,
     FloatArray,
     MatrixReader,
@@ -33,13 +34,11 @@ from prepcli.quantized.decoder import (
     lookup,
 )
 from prepcli.quantized.encoder import CODES, BitArray, InvertibleDecoder, find_codes
-from prepcli.quantized.mxfp4 import EXPONENT_BIAS
 from trainer.models.boxes import Range
 
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 CODE_DTYPES = (*FP8_DTYPES, "int8")
-FLOAT_SCALE_DTYPES = ("float32", "bfloat16", "float16")
-# Bytes with the exponent of a power of two: 2^(byte - 127).
+# Bytes with the exponent of a power of two: 2^(byte - 127). 255 is NaN.
 EXPONENT_DTYPES = ("uint8", "float8_e8m0fnu")
 # bitsandbytes stores the largest magnitude of a row, which the code 127 stands for.
 INT8_STEP = np.float32(7.874015718698502e-3)
@@ -74,18 +73,13 @@ class ScaledDecoder(InvertibleDecoder):
             stored.append(zero_point)
         super().__init__(weight.name, weight.shape, dtype, stored)
         check_dtype(weight, CODE_DTYPES, weight.name)
-        check_dtype(scale, (*FLOAT_SCALE_DTYPES, *EXPONENT_DTYPES), weight.name)
+        check_dtype(scale, (*VALUE_DTYPES, *EXPONENT_DTYPES), weight.name)
         *leading, rows, columns = weight.shape
         self._block = block
         self._matrix_rows = rows
-        grid = (-(-rows // block[0]), -(-columns // block[1]))
+        shapes = scale_shapes(weight.shape, block)
+        grid = shapes[0][-2:]
         self._grid_rows = grid[0]
-        shapes: list[tuple[int, ...]] = [(*leading, *grid)]
-        # A scale of a tensor, or of each row, may come without dims of size 1.
-        if grid == (1, 1) and not leading:
-            shapes += [(1,), ()]
-        elif grid[1] == 1 and not leading:
-            shapes.append((grid[0],))
         check_shape(scale, shapes, weight.name)
         num_grid_rows = math.prod(leading) * grid[0]
         self._weight = StoredMatrix(weight, self.rows, columns)
@@ -126,7 +120,7 @@ class ScaledDecoder(InvertibleDecoder):
 
     def _grid_rows_of(self, rows: Range) -> npt.NDArray[np.int64]:
         """Return the row of the grid of scales for each row of the tensor."""
-        # e.g. 3 matrices of 130 rows in blocks of 128 have the grid rows 0 0 ... 1 1, 2 2 ... 3 3, 4 4 ... 5 5
+        # E.g. 3 matrices of 130 rows in blocks of 128 have the grid rows 0 0 ... 1 1, 2 2 ... 3 3, 4 4 ... 5 5.
         matrices, matrix_rows = np.divmod(np.arange(*rows), self._matrix_rows)
         return matrices * self._grid_rows + matrix_rows // self._block[0]
 
@@ -170,6 +164,19 @@ class Int8Decoder(ScaledDecoder):
         return super()._to_bfloat16(values * INT8_STEP)
 
 
+def scale_shapes(shape: tuple[int, ...], block: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Return the shapes of the scales of a weight [..., R, C] in blocks. The first one is the grid [..., G, H]."""
+    *leading, rows, columns = shape
+    grid = (-(-rows // block[0]), -(-columns // block[1]))
+    shapes: list[tuple[int, ...]] = [(*leading, *grid)]
+    # A scale of a tensor, or of each row, may come without dims of size 1.
+    if grid == (1, 1) and not leading:
+        shapes += [(1,), ()]
+    elif grid[1] == 1 and not leading:
+        shapes.append((grid[0],))
+    return shapes
+
+
 def block_of_grid(weight: FileTensor, scale: FileTensor) -> tuple[int, int]:
     """Return the rows and columns of a block from the shapes of codes and scales.
 
@@ -192,12 +199,11 @@ def block_of_grid(weight: FileTensor, scale: FileTensor) -> tuple[int, int]:
 def read_scales(scales: np.ndarray) -> FloatArray:
     """Return scales in float32. Bytes are exponents of powers of two."""
     if scales.dtype == np.uint8:
-        return np.ldexp(np.float32(1), scales.astype(np.int32) - EXPONENT_BIAS)
+        scales = scales.view(numpy_dtype("float8_e8m0fnu"))
     return scales.astype(np.float32)
 
 
 @functools.cache
 def fp8_pairs(dtype: str) -> PairTable:
     """Return the table of `lookup` for an fp8 dtype."""
-    codes = np.arange(256, dtype=np.uint8)
-    return code_pairs(codes.view(numpy_dtype(dtype)).astype(np.float32))
+    return code_pairs(CODES.view(numpy_dtype(dtype)).astype(np.float32))

@@ -96,7 +96,7 @@ class StoredWeights:
         )
 
     def check_all_decoded(self, declared: str) -> None:
-        """Raise DamagedError if no weight is quantised, or one is in another way than declared.
+        """Raise DamagedError if no weight is quantised, or a stored weight has a quantised dtype but no decoder.
 
         Args:
             declared: The format in config.json.
@@ -162,7 +162,7 @@ def check_group_size(
         scales: Scales of the groups.
         size: Number of values that are split into groups.
         groups: Number of groups.
-        group_size: Values per group in config.json. A number below 1, or no number, says nothing.
+        group_size: Values per group in config.json. The check is skipped if it is not a positive integer.
         owner: Name of the weight.
     """
     if not isinstance(group_size, int) or group_size < 1 or groups == 0:

@@ -1,9 +1,8 @@
 """A lock of a URL in an object store: one plan at a time writes below it.
 
 Object stores have conditional writes instead of locks. The lock is the object `URL/.prep-lock` with the name of its
-owner.
-The owner rewrites it every RENEW_S seconds: the store's time of the last write shows that the owner is alive. A kill
-leaves the lock. The same plan takes it over at once, another plan after STALE_S seconds.
+owner. The owner rewrites it every RENEW_S seconds: the store's time of the last write shows that the owner is alive. A
+kill leaves the lock. The same plan takes it over at once, another plan after STALE_S seconds.
 
 with BucketLock(bucket, plan_digest, note=ui.note) as lock:
     bucket.write(...)
@@ -46,7 +45,7 @@ RENEW_S = 30.0
 STALE_S = 300.0
 # Seconds without a successful renewal until `check` asks the store.
 UNSURE_S = 120.0
-MAX_NBYTES = 4096  # of the lock object
+MAX_NBYTES = 4096  # size of the lock object
 # Tries to acquire a lock while other processes acquire and release it.
 MAX_TRIES = 10
 
@@ -137,7 +136,8 @@ class BucketLock:
         )
         # Version of the lock object. None if this process has not written it.
         self._version: ObjectVersion | None = None
-        self._new_owner: LockOwner | None = None  # that took the lock over
+        # The owner that has taken the lock over. None while this process holds it.
+        self._new_owner: LockOwner | None = None
         self._renewed_s = 0.0
         # Guards `_version`, `_new_owner` and `_owner`: `check` and the renewing thread both renew.
         self._mutex = threading.Lock()

@@ -168,6 +168,7 @@ def read_object(bucket: Bucket, path: str, max_nbytes: int) -> SmallObject | Non
 
 
 def _put(bucket: Bucket, path: str, content: bytes, mode: PutMode) -> ObjectVersion | None:
+    """Write an object on a condition, and return its version, or None if the condition did not hold."""
     from obstore import exceptions
 
     with bucket.translate_errors("write"):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
 
 POLL_S = 0.5
-MAX_DOWNLOADS = 8  # concurrent
+MAX_DOWNLOADS = 8  # concurrent downloads
 
 
 @dataclass(frozen=True, slots=True)

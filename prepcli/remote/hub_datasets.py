@@ -26,12 +26,12 @@ SPLIT_WORDS = {
     "test": re.compile(r"(?<![a-z])(?:test|testing|eval|evaluation)(?![a-z])", re.IGNORECASE),
 }
 
-EMPTY_WILDCARDS = ("**/", "**", "*")  # they also match an empty text
+EMPTY_WILDCARDS = ("**/", "**", "*")  # wildcards that also match an empty text
 WILDCARD_OR_CHARACTER = re.compile(r"\*\*/|\*\*|.", re.DOTALL)
 MAX_README_NBYTES = 16 << 20
 NAME_FILES_HINT = "name its files: `hf://datasets/OWNER/NAME/FILE`"
 
-Splits = Mapping[str, Sequence[str]]  # files by split
+Splits = Mapping[str, Sequence[str]]  # split -> its files
 # The files of a split, or the splits of a configuration.
 Item = TypeVar("Item")
 

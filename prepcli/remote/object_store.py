@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
-MAX_OBJECTS = 200_000  # of one checkpoint
+MAX_OBJECTS = 200_000  # in one checkpoint
 MAX_ERROR_CHARS = 300
 # Size of a part of a multipart upload. Two parts are in memory.
 PART_NBYTES = 8 << 20
 # Object stores accept 10,000. 9,000 parts of 8 MiB reach 70 GiB. Larger objects get larger parts, so that
 # no limit of a store bounds the size of a data file.
 MAX_PARTS = 9_000
-WRITE_NBYTES = PART_NBYTES // 4  # that obstore gets at once
+WRITE_NBYTES = PART_NBYTES // 4  # passed to obstore in one call
 # Time limit of a write with obstore's own retries, in time-outs.
 MAX_WRITE_TIMEOUTS = 6
 
@@ -438,6 +438,7 @@ def client_settings(prefix: str, environ: Mapping[str, str]) -> dict[str, bool |
 
 
 def _connect(url: ObjectStoreUrl, retries: int, timeout_s: float) -> ObjectStore:
+    """Return a client of a bucket with these retries and timeouts."""
     from obstore.store import GCSStore, S3Store
 
     request_limit_s = timeout_s * (MAX_WRITE_TIMEOUTS if retries else WRITE_TIMEOUT_FACTOR)

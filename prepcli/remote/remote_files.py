@@ -31,13 +31,13 @@ MAX_RETRY_AFTER_S = 300.0  # upper limit of the wait that a server asks for
 PROGRESS_NBYTES = MIN_PROGRESS_NBYTES
 
 DIRECT_READ_NBYTES = 1 << 20  # reads of this size bypass the cache
-PART_NBYTES = 4 << 20  # of a large read, per concurrent request
+PART_NBYTES = 4 << 20  # bytes of each concurrent request of a large read
 MAX_IN_FLIGHT = 4
 MIN_READ_AHEAD_NBYTES = 128 << 10  # doubled with each sequential read
 MAX_READ_AHEAD_NBYTES = 2 << 20
 # Limit for all cached ranges. A memory budget leaves this much next to its buffers.
 READ_AHEAD_CACHE_NBYTES = 6 << 20
-LOCK_FILE = ".prep-lock"  # and names that begin with it
+LOCK_FILE = ".prep-lock"  # files whose names begin with it belong to the lock, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def read_range_in_parallel(
     if count == 1:
         read_range(reader, file, offset=offset, into=into)
         return
-    # e.g. 10 bytes in 4 requests: cuts 0, 2, 5, 7, 10, so parts of 2, 3, 2 and 3 bytes.
+    # E.g. 10 bytes in 4 requests: cuts 0, 2, 5, 7, 10, so parts of 2, 3, 2 and 3 bytes.
     cuts = [into.size * number // count for number in range(count + 1)]
     stop = threading.Event()
 
@@ -315,7 +315,7 @@ class ReadAheadCache:
 
 @dataclass(frozen=True, slots=True)
 class RemoteBlob:
-    """A remote file as a blob that tensors are read from.
+    """A blob with the bytes of a remote file.
 
     Attributes:
         file: The file.

@@ -20,7 +20,7 @@ TIMEOUT_S = 10.0
 MAX_TRIES = 4
 # Per time-out. A slower response body counts as stalled.
 MIN_PROGRESS_NBYTES = 64 << 10
-WRITE_TIMEOUT_FACTOR = 3  # of the time-out of requests that store data
+WRITE_TIMEOUT_FACTOR = 3  # requests that store data have this multiple of the time-out
 MAX_RETRY_AFTER_S = 60.0  # upper limit of a Retry-After header
 
 T = TypeVar("T")

@@ -33,11 +33,14 @@ from trainer.models.parameters import VERBATIM
 from trainer.models.partition import device_boxes, num_replicas, shard_shape
 from trainer.models.verbatim import CANNOT_TRAIN
 
-MAX_ROWS = 2000  # of a table; a malicious header may list millions of tensors
+# Rows of a table. A malicious header may list millions of tensors.
+MAX_ROWS = 2000
 # Columns that a narrow terminal leaves out, the first one first. The size follows from the shape and the dtype.
 OPTIONAL_COLUMNS = ("offset", "chunks", "file", "chunk", "size")
-MAX_NON_ARRAYS = 24  # lines; a malformed index may list any number
-FORMAT_TITLES = {  # of the kinds whose own name is not the title
+# Lines about entries other than arrays. A malformed index may list any number of them.
+MAX_NON_ARRAYS = 24
+# Titles of storage formats. The title of any other format is its name.
+FORMAT_TITLES = {
     "torch": "PyTorch",
     "meta": "PyTorch in Meta's layout",
     "dcp": "torch distributed checkpoint",

@@ -52,6 +52,7 @@ def aliases_report(aliases: Sequence[Alias], columns: int | None) -> Report:
 
 
 def _alias_table(aliases: Sequence[Alias], columns: int | None) -> str:
+    """Return the table of aliases, with the vocabulary shards on each number of devices."""
     header = [
         "alias",
         "hub id",

@@ -29,8 +29,10 @@ from trainer.planning.memory_changes import MemoryChange
 from trainer.planning.mesh_search import MeshOption, MeshSearch
 from trainer.planning.training_plan import KindEstimate, TrainingPlan
 
-MAX_MESHES = 10  # of a search without -v; the best one stays on the screen
-MAX_REASONS = 5  # why meshes are invalid
+# Meshes that a search lists without -v, so that the best one stays on the screen.
+MAX_MESHES = 10
+# Listed reasons for invalid meshes.
+MAX_REASONS = 5
 # Columns that a narrow terminal leaves out, the first one first.
 OPTIONAL_COLUMNS = ("MFU causal", "MFU full", "bound by", "memory", "tokens/s")
 

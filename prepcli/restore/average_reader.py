@@ -1,4 +1,4 @@
-"""`AverageReader`: reads the averages of a training step as its parameters."""
+"""`AverageReader`: reads the moving averages (EMA) of the parameters in place of the parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.models.checkpoint_store import LeafSpec
 
 
 class AverageReader:
-    """CheckpointReader of an item's averages, under the names of the parameters.
+    """CheckpointReader of the parameters' moving averages (EMA), under the names of the parameters.
 
     Attributes:
         manifest: Manifest of the checkpoint.
@@ -20,7 +20,7 @@ class AverageReader:
     """
 
     def __init__(self, reader: ItemReader) -> None:
-        """Wrap the reader of an item with averages of all parameters."""
+        """Wrap the reader of an item with moving averages of all parameters."""
         self._reader = reader
         self.manifest = reader.manifest
         self.is_remote = reader.is_remote

@@ -18,9 +18,9 @@ from prepcli.sources.source import Source, SourceTensor, match_source_tensors, s
 from prepcli.sources.tensor_labels import label_tensor
 from trainer.models.boxes import Range
 
-# memory budget of `check_tensors`
+# Memory budget of `check_tensors`.
 CHECK_MEMORY_NBYTES = 256 << 20
-# memory budget of `sample_digest`
+# Memory budget of `sample_digest`.
 SAMPLE_MEMORY_NBYTES = 32 << 20
 # The first rows of each tensor distinguish models in milliseconds. True rows of a vocabulary come
 # first, so that padding does not change them.

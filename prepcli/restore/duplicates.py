@@ -14,10 +14,10 @@ Duplicates = Mapping[str, Sequence[SourceTensor]]
 
 
 def find_duplicates(source: Source, checks: Sequence[EqualityCheck], *, verify: bool) -> Duplicates:
-    """Return the duplicates to compare with the bytes of their originals when these are read in windows.
+    """Return the duplicates to compare byte by byte while parts of their originals are read.
 
-    A tensor with digests to check is read completely and not in windows. Its duplicates are compared here:
-    by their digests, or by their bytes if the digests differ.
+    A tensor with digests to check is always read completely. Its duplicates are compared here: by their digests, or by
+    their bytes if the digests differ.
 
     Args:
         source: The checkpoint.

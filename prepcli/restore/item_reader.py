@@ -86,7 +86,7 @@ def open_reader(
             "it has no manifest that describes the model",
             text("{} converts it", Command("save-init")),
         )
-    # the files of a remote checkpoint were checked when it was opened as a source
+    # The files of a remote checkpoint were checked when it was opened as a source.
     if verify and not remote_blobs:
         check_files(manifest_folder, manifest)
     checksums = read_checksums(manifest_folder, manifest, item.arrays) if verify else None
@@ -212,7 +212,7 @@ class ItemReader:
 
     def _read_piece(self, piece: _PieceJob, scratch: ByteArray) -> None:
         """Read a piece directly into its array if possible, else through `scratch` into all of its arrays."""
-        # pieces of compressed chunks are read by `_decode_chunk`
+        # Pieces of compressed chunks are read by `_decode_chunk`.
         assert piece.stored is not None
         # A piece is read directly into its array if dtype, order and page offset agree. This is the
         # common case: each chunk is one shard of the mesh.
@@ -355,7 +355,7 @@ def _touched_chunks(
             continue
         index_ranges: list[range] = []
         for (low, high), length in zip(box, meta.chunk_shape):
-            # e.g. low 5, high 9 in chunks of 4: chunks 1 and 2.
+            # E.g. low 5, high 9 in chunks of 4: chunks 1 and 2.
             index_ranges.append(range(low // length, -(-high // length)))
         for index in itertools.product(*index_ranges):
             arrays_by_chunk.setdefault(index, {})[box] = array
@@ -455,7 +455,7 @@ def _contiguous_pieces(box: Box, chunk_shape: Sequence[int], item_nbytes: int) -
     axis = last
     while axis < len(box) - 1 and byte_strides[axis] > PIECE_NBYTES:
         axis += 1
-    # e.g. steps of 1 MiB: 4 steps per piece.
+    # E.g. steps of 1 MiB: 4 steps per piece.
     length = max(1, PIECE_NBYTES // byte_strides[axis])
     outer_ranges = [range(low, high) for low, high in box[:axis]]
     for outer in itertools.product(*outer_ranges):
@@ -498,7 +498,7 @@ def _block_spans(
     spans: Iterable[tuple[int, int]], rows: int, extent: int
 ) -> Iterator[tuple[int, int]]:
     """Widen spans of rows to whole blocks. Yield the union as disjoint spans, ascending."""
-    # e.g. rows 1:3, 6:7 and 9:10 in blocks of 4: 0:4, 4:8 and 8:10 (the end) -> 0:10
+    # E.g. rows 1:3, 6:7 and 9:10 in blocks of 4: 0:4, 4:8 and 8:10 (the end) -> 0:10.
     widened: list[tuple[int, int]] = []
     for low, high in spans:
         if low < high:

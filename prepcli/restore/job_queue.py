@@ -57,7 +57,7 @@ def run_jobs(
             while (job := job_queue.next()) is not None:
                 run(job, buffer)
         except BaseException:
-            # the arrays of a failed read are not used, so that other jobs would be wasted
+            # The arrays of a failed read are not used, so other jobs would be wasted.
             job_queue.stop()
             raise
         finally:

@@ -97,7 +97,7 @@ def open_model(
         raise usage_error(
             f"{source.display_name} is not a complete model", "it has only adapters", hint
         )
-    # an error about devices is raised before anything is read
+    # This raises any error about devices before the first read.
     local_devices()
     is_remote = bool(source.remote_blobs)
     errors = rename_in_errors(path, source.display_name) if is_remote else nullcontext()

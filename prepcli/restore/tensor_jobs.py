@@ -107,7 +107,7 @@ def tensor_jobs(
     *,
     duplicates: Sequence[SourceTensor] = (),
     is_checked: bool,
-    max_gap_nbytes: int,
+    min_skipped_gap_nbytes: int,
 ) -> Iterator[TensorRead]:
     """Yield the jobs that copy a tensor's elements to the targets.
 
@@ -119,7 +119,7 @@ def tensor_jobs(
         targets: The arrays to fill.
         duplicates: Other tensors that must equal this one. Each job compares their bytes in its window.
         is_checked: Read the whole tensor and compare it with its digests, if it has any.
-        max_gap_nbytes: A gap between two runs (contiguous byte ranges) of a window is read too if it is shorter.
+        min_skipped_gap_nbytes: Shorter gaps between two runs (contiguous byte ranges) of a window are read too.
     """
     if is_checked and tensor.digests:
         yield TensorRead(tensor, targets)
@@ -129,7 +129,7 @@ def tensor_jobs(
     # With duplicates, a window and the same window of the duplicate share one buffer.
     piece_nbytes = PIECE_NBYTES // 2 if duplicates else PIECE_NBYTES
     boxes = [tensor_box(target.axis_map, target.part.atom_ranges) for target in targets]
-    for window in merge_windows(boxes, axis_strides, max_gap_nbytes):
+    for window in merge_windows(boxes, axis_strides, min_skipped_gap_nbytes):
         for piece in split_window(window, axis_strides, piece_nbytes // item_nbytes):
             yield TensorRead(tensor, targets, piece, duplicates)
 
@@ -140,7 +140,7 @@ def read_window(
     files: Files | FilesAndBlobs,
     buffer: ByteArray,
     *,
-    max_gap_nbytes: int,
+    min_skipped_gap_nbytes: int,
 ) -> int:
     """Read a window of at most PIECE_NBYTES, compare it with its duplicates, and copy it to the targets.
 
@@ -149,7 +149,7 @@ def read_window(
         window: Its window.
         files: Reader of the source's files.
         buffer: Page-aligned buffer of BUFFER_NBYTES.
-        max_gap_nbytes: Shorter gaps between runs are read.
+        min_skipped_gap_nbytes: Shorter gaps between two runs of the window are read too.
 
     Returns:
         The number of bytes read.
@@ -162,11 +162,15 @@ def read_window(
         # The window's bytes must survive the read of the duplicate.
         buffer, other_buffer = _split_buffer(buffer)
     data, read_nbytes = _read_box(
-        job.tensor, window, files, buffer=buffer, max_gap_nbytes=max_gap_nbytes
+        job.tensor, window, files, buffer=buffer, min_skipped_gap_nbytes=min_skipped_gap_nbytes
     )
     for duplicate in job.duplicates:
         other, nbytes = _read_box(
-            duplicate, window, files, buffer=other_buffer, max_gap_nbytes=max_gap_nbytes
+            duplicate,
+            window,
+            files,
+            buffer=other_buffer,
+            min_skipped_gap_nbytes=min_skipped_gap_nbytes,
         )
         read_nbytes += nbytes
         if not np.array_equal(data, other):
@@ -182,7 +186,7 @@ def _read_box(
     files: Files | FilesAndBlobs,
     *,
     buffer: ByteArray,
-    max_gap_nbytes: int,
+    min_skipped_gap_nbytes: int,
 ) -> tuple[ByteArray, int]:
     """Return the bytes of a window of a tensor in C order, within `buffer`, and the number of bytes read for it."""
     read_nbytes = 0
@@ -193,7 +197,9 @@ def _read_box(
     max_nbytes = read_buffer.size - PAGE
     copies = window_copies(tensor.placement, tensor.shape, item_nbytes=item_nbytes, window=window)
     for copy in copies:
-        for span in split_into_spans(copy, max_nbytes=max_nbytes, max_gap_nbytes=max_gap_nbytes):
+        for span in split_into_spans(
+            copy, max_nbytes=max_nbytes, min_skipped_gap_nbytes=min_skipped_gap_nbytes
+        ):
             nbytes = span_nbytes(span)
             run = StridedCopy(0, span.file, span.file_offset, nbytes)
             stored = files.read_run(run, read_buffer)
@@ -232,7 +238,7 @@ def read_checked(
         stream = Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
         for start, run in read_values(files, stream, buffers=buffers):
             state.update(run.data)
-            # the run is a range of the flat tensor: boxes of the tensor that cover it in C order
+            # The run is a range of the flat tensor. The windows are the boxes of this range, in C order.
             values = run.view(dtype)
             first = start // dtype.itemsize
             windows: Iterable[Box] = ((),)

@@ -39,7 +39,7 @@ from trainer.models.axis_map import AxisMap, bind_row
 from trainer.models.boxes import Box
 
 BoxArrays = Mapping[Box, np.ndarray]
-# each has a buffer of 8 MiB
+# Each thread has a buffer of 8 MiB.
 MAX_THREADS = 4
 # In a remote tensor that several leaves share, smaller gaps between the runs of a leaf are read too. Requests
 # without the gaps would not be faster.
@@ -118,8 +118,8 @@ class WeightsReader:
         self._count_lock = threading.Lock()
         self._files = open_blobs(without_read_ahead(source.byte_sources))
         self._num_threads = 1 if is_decoded else MAX_THREADS  # decoders share a cache
-        # A remote gap belongs to another process, which requests it: reading it too would be egress.
-        self._max_gap_nbytes = 1 if self.is_remote else MIN_RUN_NBYTES
+        # In a remote file, another process of the job requests the bytes of a gap. The store would send them twice.
+        self._min_skipped_gap_nbytes = 1 if self.is_remote else MIN_RUN_NBYTES
         self._shared_tensors = {name for name, uses in match.uses.items() if len(uses) > 1}
         self._buffers = BufferPool(
             Budget(self._num_threads * BUFFER_NBYTES, BUFFER_NBYTES, self._num_threads)
@@ -171,13 +171,13 @@ class WeightsReader:
                 tensor_targets,
                 duplicates=self._duplicates.get(name, ()),
                 is_checked=self._verify,
-                max_gap_nbytes=self._gap_nbytes(name),
+                min_skipped_gap_nbytes=self._skipped_gap_nbytes(name),
             )
 
-    def _gap_nbytes(self, tensor_name: str) -> int:
+    def _skipped_gap_nbytes(self, tensor_name: str) -> int:
         """Return the size of the smallest skipped gap between runs. Smaller gaps are read too."""
         is_shared = self.is_remote and tensor_name in self._shared_tensors
-        return SHARED_GAP_NBYTES if is_shared else self._max_gap_nbytes
+        return SHARED_GAP_NBYTES if is_shared else self._min_skipped_gap_nbytes
 
     def _run_job(self, job: TensorRead, buffer: ByteArray) -> None:
         """Read a window or a whole tensor, and count its bytes."""
@@ -191,8 +191,10 @@ class WeightsReader:
 
     def _read_window(self, job: TensorRead, window: Box, buffer: ByteArray) -> int:
         try:
-            max_gap_nbytes = self._gap_nbytes(job.tensor.name)
-            return read_window(job, window, self._files, buffer, max_gap_nbytes=max_gap_nbytes)
+            min_skipped_gap_nbytes = self._skipped_gap_nbytes(job.tensor.name)
+            return read_window(
+                job, window, self._files, buffer, min_skipped_gap_nbytes=min_skipped_gap_nbytes
+            )
         except UnequalDuplicateError as error:
             # Raises the error for unequal tensors. If they are equal now, a file changed meanwhile.
             check_equal(self.source, EqualityCheck(error.duplicate.name, job.tensor.name))
@@ -231,12 +233,12 @@ def _read_unit_shape(leaf: _LeafTensors, *, is_whole: bool) -> tuple[int, ...]:
         leaf: The leaf.
         is_whole: Whether tensors are read as a whole.
     """
-    # One index of the outermost free atom of the tensor: e.g. for the tensor (heads head_dim) embed of
-    # a leaf [layers, embed, heads, head_dim], the unit is [1, embed, 1, head_dim].
+    # The unit is one index of the tensor's first axis. Example: the tensor (heads head_dim) embed of a leaf
+    # [layers, embed, heads, head_dim] has the unit [1, embed, 1, head_dim].
     single = {factor.atom for factor in leaf.axis_map.stacked_factors}
     rows = ""
     if not is_whole:
-        rows = _outermost_free_atom(leaf.axis_map)
+        rows = _outermost_axis(leaf.axis_map)
     unit: list[int] = []
     for dim in leaf.axis_map.leaf_dims:
         factors = [factor for factor in dim if factor.atom not in single]
@@ -246,8 +248,8 @@ def _read_unit_shape(leaf: _LeafTensors, *, is_whole: bool) -> tuple[int, ...]:
     return tuple(unit)
 
 
-def _outermost_free_atom(axis_map: AxisMap) -> str:
-    """Return the first free atom of the tensors, or empty if there is none."""
+def _outermost_axis(axis_map: AxisMap) -> str:
+    """Return the name of the tensor's first axis, or an empty text if every axis has a fixed index (`qkv=0`)."""
     for dim in axis_map.source_dims:
         for factor in dim.factors:
             if factor.fixed is None:

@@ -1,4 +1,4 @@
-"""Short names of published checkpoints, with the facts about them that need no file."""
+"""Short names of published checkpoints, with their model type, number of parameters and vocabulary size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A short name of a published checkpoint. `parameters` counts tied tensors once, `vocab` is the embedding size."""
+    """A short name of a published checkpoint.
+
+    `parameters` counts tied tensors once. `vocab` is the number of rows of the embedding.
+    """
 
     name: str
     hub_id: str

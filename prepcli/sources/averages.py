@@ -19,7 +19,7 @@ def use_averaged_params(source: Source) -> Source:
 
     Raises:
         UsageError: The checkpoint has no averages.
-        PrepError: Averages of some parameters only are not supported.
+        PrepError: Some of the parameters have no average.
     """
     hint = text("remove {}", Option("ema", True))
     averages: list[SourceTensor] = []

@@ -30,10 +30,10 @@ from prepcli.sources.references import BucketUrl
 from prepcli.sources.source import WEIGHT_SUFFIXES
 
 # A listing and an index are untrusted. These limits bound what they make this machine fetch.
-MAX_INDEX_NBYTES = 1 << 30  # of all nodes of an OCDBT index
+MAX_INDEX_NBYTES = 1 << 30  # total size of the nodes of an OCDBT index
 MAX_METADATA_NBYTES = 1 << 20
-MAX_SMALL_FILES_NBYTES = 1 << 30  # of all small files together
-# Names that TensorStore and Orbax give them.
+MAX_SMALL_FILES_NBYTES = 1 << 30  # total size of the small files
+# Folders of data files in TensorStore and Orbax.
 _DATA_FOLDERS = frozenset({"d", "ocdbt_data", "ocdbt_meta"})
 _ARRAY_METADATA_KEYS = (b".zarray", b"zarr.json")
 
@@ -71,7 +71,7 @@ class BucketFolder:
         self.display_name = display_name
         self._bucket = bucket
         self._files = {file.path: file for file in _without_older_steps(bucket.list_files())}
-        self._contents: dict[str, bytes] = {}  # of the small files that were read, by name
+        self._contents: dict[str, bytes] = {}  # contents of the small files read so far, by name
         if not self._files:
             raise PrepError(
                 f"{bucket.name} holds no checkpoint",

@@ -124,7 +124,7 @@ def open_chunk(
     Args:
         blob: The array.
         index: Index of the chunk in the grid.
-        cache: Cache whose memory the reader counts against. It is asked to make room.
+        cache: Limits the memory of all open readers. Older readers are closed to make room.
         keep_whole: Decode all of the chunk into memory if the cache has room, so that any part can be read again.
 
     Raises:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from prepcli.quantized.find_weights import (
     quantization_settings,
 )
 from prepcli.sources.model_family import as_verbatim
+from prepcli.sources.multimodal import split_text_part
 from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
 from trainer.models.boxes import Range
 from trainer.models.json_types import HFConfig, JsonObject
@@ -48,7 +50,8 @@ DECODING_NBYTES = 24
 MAX_PANEL_NBYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
+# Without slots: a cached property needs the dict of the instance.
+@dataclass(frozen=True)
 class DequantizedBlob:
     """The decoded weights of a source, one after another.
 
@@ -68,8 +71,9 @@ class DequantizedBlob:
         """Return the dtype of the values of a weight."""
         return self.dtype or decoder.dtype
 
+    @cached_property
     def starts(self) -> list[int]:
-        """Return the offset of each weight, and the size of the blob."""
+        """Offset of each weight, and the size of the blob."""
         sizes = [math.prod(each.shape) * itemsize(self.dtype_of(each)) for each in self.decoders]
         return [*itertools.accumulate(sizes, initial=0)]
 
@@ -84,7 +88,7 @@ class DequantizedBlob:
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """Some columns of some rows of a stored matrix."""
+    """A block of a stored matrix in memory: a range of rows and a range of columns."""
 
     rows: Range
     columns: Range
@@ -102,7 +106,7 @@ class DequantizedReader:
     def __init__(self, blob: DequantizedBlob, max_nbytes: int) -> None:
         self._blob = blob
         self._decoders = blob.decoders
-        self._starts = blob.starts()
+        self._starts = blob.starts
         self._max_values = max_nbytes // (2 * DECODING_NBYTES)
         self._panel_nbytes = min(max_nbytes // 8, MAX_PANEL_NBYTES)
         self._files = open_blobs(blob.stored)
@@ -183,7 +187,7 @@ class DequantizedReader:
         return np.ascontiguousarray(part)
 
     def _read_panel(self, matrix: StoredMatrix, rows: Range, columns: Range) -> _Panel:
-        """Read columns of a matrix, and as many of the next ones as a panel has."""
+        """Read the given columns of a matrix, and further columns after them up to the size of a panel."""
         tensor = matrix.tensor
         item_nbytes = itemsize(tensor.dtype)
         count = rows[1] - rows[0]
@@ -203,10 +207,27 @@ class DequantizedReader:
 
 def is_quantized(folder: Path) -> bool:
     """Return whether the settings files of a model describe quantised weights."""
-    config_path = folder / CONFIG
-    if config_path.is_file() and quantization_settings(read_json_object(config_path)):
-        return True
-    return any((folder / name).is_file() for name in QUANTIZATION_FILES)
+    config: HFConfig = {}
+    if (folder / CONFIG).is_file():
+        config = read_json_object(folder / CONFIG)
+    return bool(model_quantization(config, folder))
+
+
+def model_quantization(config: HFConfig, folder: Path) -> Mapping[str, Any]:
+    """Return the quantisation config of a model, or an empty mapping.
+
+    Args:
+        config: Content of its config.json.
+        folder: Its folder. Earlier tools wrote the settings to a file next to config.json.
+    """
+    settings = quantization_settings(config)
+    if settings:
+        return settings
+    for name in QUANTIZATION_FILES:
+        path = folder / name
+        if path.is_file():
+            return quantization_config_of_file(name, read_json_object(path))
+    return {}
 
 
 def dequantize_source(source: Source) -> Source:
@@ -221,10 +242,9 @@ def dequantize_source(source: Source) -> Source:
         DamagedError: A tensor is missing, does not fit, or contradicts the config.
     """
     settings = _settings_of(source)
-    stored = [_file_tensor(source, tensor) for tensor in source.tensors]
-    weights = find_stored_weights(settings, stored, source.byte_sources)
+    weights = find_source_weights(source)
     blob = DequantizedBlob(source.display_name, weights.decoders, source.byte_sources)
-    decoded = _decoded_source(source, stored, weights, blob)
+    decoded = _decoded_source(source, weights, blob)
     method = str(settings.get("quant_method"))
     decoded = replace(
         decoded,
@@ -244,20 +264,20 @@ def dequantize_source(source: Source) -> Source:
 
 
 def decode_alike(source: Source, other: Source) -> tuple[Source, Source]:
-    """Return two sources to compare, both with the values of quantised weights.
+    """Return two sources with comparable weights: if one has decoded weights, those of the other are decoded too.
 
-    Args:
-        source: A source.
-        other: Another one. If it has decoded weights, the weights of the first one are decoded to their dtype, and
-            the other way round.
+    Quantised weights are decoded to the dtype of the source with decoded weights.
     """
     return _decode_like(source, other), _decode_like(other, source)
 
 
 def _decode_like(source: Source, decoded: Source) -> Source:
-    """Return a quantised source with values like those of another one."""
-    if decoded.quantized and quantization_settings(source.config) and not source.quantized:
+    """Return a quantised source with its weights decoded to the dtype of `decoded`, or `source` unchanged."""
+    is_stored = not source.quantized and not source.quantization
+    if decoded.quantized and is_stored and model_quantization(source.config, source.root):
         source = dequantize_source(source)
+        if decoded.wrapper is not None:
+            source = split_text_part(source)
     if not source.quantization or not decoded.tree_manifest:
         return source
     return cast_decoded(source, _parameter_dtype(source, decoded))
@@ -277,7 +297,7 @@ def decoder_of_tensor(source: Source, tensor: SourceTensor) -> Decoder:
     """Return the decoder of a decoded tensor. A decoder may have several tensors, e.g. one for each expert."""
     blob = _decoded_blob(source)
     offset = _blob_offset(tensor.placement[0])
-    return blob.decoders[bisect.bisect_right(blob.starts(), offset) - 1]
+    return blob.decoders[bisect.bisect_right(blob.starts, offset) - 1]
 
 
 def _blob_offset(location: Location) -> int:
@@ -300,16 +320,28 @@ def cast_decoded(source: Source, dtype: str) -> Source:
     """Return a source with decoded tensors in a dtype."""
     blob = _decoded_blob(source)
     cast_blob = replace(blob, dtype=dtype)
-    tensors: list[SourceTensor] = []
-    for tensor in source.tensors:
-        if tensor.default_dtype:
-            placement = tuple(
-                _cast_location(location, tensor.dtype, blob, cast_blob)
-                for location in tensor.placement
-            )
-            tensor = replace(tensor, dtype=dtype, placement=placement, default_dtype="")
-        tensors.append(tensor)
-    return replace(source, tensors=tuple(tensors), blobs=(*source.blobs[:-1], cast_blob))
+
+    def cast(tensors: Iterable[SourceTensor]) -> tuple[SourceTensor, ...]:
+        return tuple(_cast_tensor(tensor, dtype, blob, cast_blob) for tensor in tensors)
+
+    return replace(
+        source,
+        tensors=cast(source.tensors),
+        tower_tensors=cast(source.tower_tensors),
+        blobs=(*source.blobs[:-1], cast_blob),
+    )
+
+
+def _cast_tensor(
+    tensor: SourceTensor, dtype: str, blob: DequantizedBlob, cast_blob: DequantizedBlob
+) -> SourceTensor:
+    """Return a decoded tensor in the dtype of another blob. Other tensors stay."""
+    if not tensor.default_dtype:
+        return tensor
+    placement = tuple(
+        _cast_location(location, tensor.dtype, blob, cast_blob) for location in tensor.placement
+    )
+    return replace(tensor, dtype=dtype, placement=placement, default_dtype="")
 
 
 def _cast_location(
@@ -319,11 +351,11 @@ def _cast_location(
     cast_blob: DequantizedBlob,
 ) -> Contiguous | ChunkedLocation:
     """Return a location of values of a dtype in a blob of another dtype."""
-    starts = blob.starts()
+    starts = blob.starts
     old_offset = _blob_offset(location)
     number = bisect.bisect_right(starts, old_offset) - 1
     values = (old_offset - starts[number]) // itemsize(dtype)
-    offset = cast_blob.starts()[number] + values * itemsize(cast_blob.dtype)
+    offset = cast_blob.starts[number] + values * itemsize(cast_blob.dtype)
     if isinstance(location, Contiguous):
         return Contiguous(location.file, offset)
     assert isinstance(location, ChunkedLocation)
@@ -339,7 +371,7 @@ def find_source_weights(source: Source) -> QuantizedWeights:
 
 def _settings_of(source: Source) -> Mapping[str, Any]:
     """Return the quantisation config of a model. Raise UsageError if it has none."""
-    settings = quantization_settings(source.config) or _read_settings_file(source.root)
+    settings = model_quantization(source.config, source.root)
     if not settings:
         option = Option("quantized", "dequantize")
         raise usage_error(
@@ -362,15 +394,6 @@ def find_stored_weights(
     """
     with open_blobs(blobs) as files:
         return find_weights(settings, tensors, lambda tensor: _read_tensor(files, tensor))
-
-
-def _read_settings_file(folder: Path) -> Mapping[str, Any]:
-    """Return the quantisation config of a file next to config.json, or an empty mapping."""
-    for name in QUANTIZATION_FILES:
-        path = folder / name
-        if path.is_file():
-            return quantization_config_of_file(name, read_json_object(path))
-    return {}
 
 
 def _file_tensor(source: Source, tensor: SourceTensor) -> FileTensor:
@@ -399,16 +422,11 @@ def _read_tensor(files: Files | FilesAndBlobs, tensor: FileTensor) -> bytes:
     return data.tobytes()
 
 
-def _decoded_source(
-    source: Source,
-    stored: Sequence[FileTensor],
-    weights: QuantizedWeights,
-    blob: DequantizedBlob,
-) -> Source:
+def _decoded_source(source: Source, weights: QuantizedWeights, blob: DequantizedBlob) -> Source:
     """Return the source with a decoded tensor in place of the codes of each weight, and with scales as its state."""
     blob_number = len(source.byte_sources)
     decoded: dict[str, SourceTensor] = {}
-    for decoder, start in zip(weights.decoders, blob.starts()):
+    for decoder, start in zip(weights.decoders, blob.starts):
         decoded[decoder.stored[0].name] = SourceTensor(
             source.names.bare_name(decoder.name),
             decoder.dtype,
@@ -419,14 +437,14 @@ def _decoded_source(
     tensors: list[SourceTensor] = []
     file_names: list[str] = []
     scales: list[SourceTensor] = []
-    for tensor, file_tensor, file_name in zip(
-        source.tensors, stored, source.tensor_file_names, strict=True
-    ):
-        if file_tensor.name in decoded:
-            tensors.append(decoded[file_tensor.name])
+    scale_names = weights.stored_names | weights.activation_scales
+    for tensor, file_name in zip(source.tensors, source.tensor_file_names, strict=True):
+        stored_name = source.names.stored_name(tensor.name)
+        if stored_name in decoded:
+            tensors.append(decoded[stored_name])
             file_names.append(file_name)
-        elif file_tensor.name in weights.stored_names | weights.activation_scales:
-            scales.append(replace(tensor, name=qualify(QUANTIZATION, file_tensor.name)))
+        elif stored_name in scale_names:
+            scales.append(replace(tensor, name=qualify(QUANTIZATION, stored_name)))
         else:
             tensors.append(tensor)
             file_names.append(file_name)

@@ -100,14 +100,14 @@ class Folder(Protocol):
         ...
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Return bytes of a listed file. Fewer if the file is shorter."""
+        """Return bytes of a listed file, or fewer if the file is shorter."""
         ...
 
     def prepare_local_files(self, kind: Kind) -> LocalFiles:
         """Return the local files from which a checkpoint of this format is opened.
 
-        A local folder is returned as it is. Of a remote checkpoint, all files are downloaded; or, if its tensors are
-        read remotely, the headers and small files.
+        A local folder is returned as it is. All files of a remote checkpoint are downloaded. If its tensors are read
+        remotely, only the headers and small files are downloaded.
 
         Raises:
             PrepError: This format cannot be read from here, or a file cannot be fetched.
@@ -133,7 +133,7 @@ class LocalFolder:
         return [(item.relative_to(self.path) / METADATA_FILE).as_posix(), *names]
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Return bytes of a file. Fewer if the file is shorter."""
+        """Return bytes of a file, or fewer if the file is shorter."""
         return read_bytes(self.path / name, start, stop - start)
 
     def prepare_local_files(self, kind: Kind) -> LocalFiles:

@@ -314,7 +314,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
 
 
 def needs_config_reason(metadata: GgufMetadata, prefix: str, names: Collection[str]) -> str:
-    """Return the fact that a config.json has and the metadata does not, or an empty string.
+    """Return why the metadata does not describe the model and a config.json is needed, or an empty string.
 
     Args:
         metadata: Metadata of the file.
@@ -331,4 +331,18 @@ def needs_config_reason(metadata: GgufMetadata, prefix: str, names: Collection[s
     head_dim = metadata.get("gemma3.attention.key_length", GEMMA3_HEAD_DIM)
     if prefix == "gemma3" and head_dim != GEMMA3_HEAD_DIM:
         return "it does not contain its query scale, which differs from smaller models"
+    if prefix == "phi3":
+        return _partial_rotation_reason(metadata)
     return ""
+
+
+def _partial_rotation_reason(metadata: GgufMetadata) -> str:
+    """Return the fact that Phi-3 rotates a part of each head, or an empty string."""
+    width = metadata.get("phi3.embedding_length")
+    heads = metadata.get("phi3.attention.head_count")
+    rotated = metadata.get("phi3.rope.dimension_count")
+    if not (isinstance(width, int) and isinstance(heads, int) and isinstance(rotated, int)):
+        return ""
+    if heads < 1 or rotated >= width // heads:
+        return ""
+    return f"its rotary embedding rotates {rotated} of the {width // heads} values of a head"

@@ -1,33 +1,67 @@
 """The tokenizer of a GGUF file as `tokenizer.json`, where the metadata describes it exactly.
 
-The metadata has the tokens, their types and the merges of a BPE tokenizer, and the name of its pre-tokenizer, which
-llama.cpp has as code. Sources: `llama_vocab::impl::load` of llama.cpp (src/llama-vocab.cpp), and the tokenizers that
-transformers 5.24 builds for GPT-2, LLaMA 3 and Qwen2.
+The metadata has the tokens and their types. A BPE tokenizer of bytes has merges, and the name of a pre-tokenizer of
+llama.cpp's code. A SentencePiece tokenizer has scores: the two neighbours with the highest score of their concatenation
+are merged first, and a character without a token becomes the tokens of its bytes. A space is added before each text,
+and after each special token.
+
+Sources: `llama_vocab::impl::load` and `llm_tokenizer_spm_session` of llama.cpp (src/llama-vocab.cpp), the tokenizers of
+transformers 5.24 for GPT-2, LLaMA 3 and Qwen2, and the published `tokenizer.json` of LLaMA 2.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from prepcli.formats.gguf import GgufArray
 from prepcli.planning.plan import SmallFile
 
 TOKENIZER_PREFIX = "tokenizer.ggml"
 BPE_MODEL = "gpt2"
+SENTENCEPIECE_MODEL = "llama"
+NORMAL_TYPE = 1
+UNKNOWN_TYPE = 2
 CONTROL_TYPE = 3
 USER_DEFINED_TYPE = 4
 # Rows of the embedding without a token.
 UNUSED_TYPE = 5
+BYTE_TYPE = 6
+# SentencePiece writes spaces as this character.
+SPACE = "\u2581"
+# SentencePiece trains pieces of 16 characters by default. A hostile token may have any length.
+MAX_PIECE_LENGTH = 1 << 10
+# Normalizations of SentencePiece, which llama.cpp does not apply to such a tokenizer.
+NORMALIZATIONS = ("remove_extra_whitespaces", "precompiled_charsmap")
+# Setting of tokenizer_config.json by the key of a token's number.
+TOKEN_SETTINGS = {
+    "bos": "bos_token",
+    "eos": "eos_token",
+    "unknown": "unk_token",
+    "padding": "pad_token",
+}
+NO_PADDING = {"version": "1.0", "truncation": None, "padding": None}
+BPE = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+    "ignore_merges": False,
+}
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """A `tokenizer.ggml.pre`.
+    """Rules to split texts into words, for one value of the metadata key `tokenizer.ggml.pre`.
 
     Attributes:
         pattern: Regular expression of words, or empty for the one of GPT-2.
@@ -61,8 +95,21 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[SmallFile, ...]:
         ValueError: The metadata does not describe the tokenizer exactly.
     """
     model = metadata.get(f"{TOKENIZER_PREFIX}.model")
-    if model != BPE_MODEL:
-        raise ValueError(f"its tokenizer is {model!r:.40}, and only BPE of bytes is converted")
+    if model == BPE_MODEL:
+        document = _byte_level_document(metadata)
+    elif model == SENTENCEPIECE_MODEL:
+        document = _sentencepiece_document(metadata)
+    else:
+        raise ValueError(f"its tokenizer is {model!r:.40}, and BPE and SentencePiece are converted")
+    settings = _settings(metadata, _strings(metadata, "tokens"))
+    return (
+        SmallFile("tokenizer.json", _encode(document)),
+        SmallFile("tokenizer_config.json", _encode(settings)),
+    )
+
+
+def _byte_level_document(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tokenizer.json of a BPE tokenizer of bytes."""
     name = metadata.get(f"{TOKENIZER_PREFIX}.pre")
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
@@ -71,37 +118,126 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[SmallFile, ...]:
     tokens = _strings(metadata, "tokens")
     types = _array(metadata, "token_type").numbers().tolist()
     merges = [merge.split(" ") for merge in _strings(metadata, "merges")]
-    _check_tokens(tokens, types, merges)
+    _check_tokens(tokens, types)
+    _check_merges(tokens, merges)
+    return {
+        **NO_PADDING,
+        "added_tokens": _added_tokens(tokens, types, (CONTROL_TYPE, USER_DEFINED_TYPE)),
+        "normalizer": {"type": "NFC"} if pre_tokenizer.is_normalized else None,
+        "pre_tokenizer": _pre_tokenizer(pre_tokenizer),
+        "post_processor": _post_processor(metadata, tokens, adds_bos=pre_tokenizer.adds_bos),
+        "decoder": _byte_level(use_regex=True),
+        "model": {
+            **BPE,
+            "ignore_merges": pre_tokenizer.ignores_merges,
+            "vocab": _vocab(tokens, types),
+            "merges": merges,
+        },
+    }
+
+
+def _sentencepiece_document(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tokenizer.json of a SentencePiece tokenizer."""
+    for key in NORMALIZATIONS:
+        if metadata.get(f"{TOKENIZER_PREFIX}.{key}"):
+            raise ValueError(f"`{TOKENIZER_PREFIX}.{key}` is not supported")
+    tokens = _strings(metadata, "tokens")
+    types = _array(metadata, "token_type").numbers().tolist()
+    scores = _array(metadata, "scores").numbers()
+    _check_tokens(tokens, types)
+    _check_bytes(tokens, types)
+    pieces = _normal_pieces(tokens, types, scores)
+    replace_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    normalizers: list[dict[str, Any]] = [replace_spaces]
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if metadata.get(f"{TOKENIZER_PREFIX}.add_space_prefix", True):
+        normalizers.insert(0, {"type": "Prepend", "prepend": SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    special_types = (UNKNOWN_TYPE, CONTROL_TYPE, USER_DEFINED_TYPE)
+    return {
+        **NO_PADDING,
+        "added_tokens": _added_tokens(tokens, types, special_types),
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "post_processor": _post_processor(metadata, tokens, adds_bos=True),
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            **BPE,
+            "byte_fallback": True,
+            "vocab": _vocab(tokens, types),
+            "merges": _merges_of_scores(pieces),
+        },
+    }
+
+
+def _check_bytes(tokens: Sequence[str], types: Sequence[int]) -> None:
+    """Raise ValueError if a byte has no token, e.g. `<0x0A>`."""
+    byte_tokens = {token for token, token_type in zip(tokens, types) if token_type == BYTE_TYPE}
+    for value in range(256):
+        if f"<0x{value:02X}>" not in byte_tokens:
+            raise ValueError(f"it has no token of the byte 0x{value:02X}")
+
+
+def _normal_pieces(
+    tokens: Sequence[str], types: Sequence[int], scores: np.ndarray
+) -> dict[str, float]:
+    """Return the scores of the tokens that neighbours are merged to."""
+    if len(scores) != len(tokens) or not np.isfinite(scores).all():
+        raise ValueError("its tokens have no scores")
+    pieces: dict[str, float] = {}
+    for token, token_type, score in zip(tokens, types, scores.tolist()):
+        if len(token) > MAX_PIECE_LENGTH:
+            raise ValueError(f"a token has {len(token):,} characters")
+        if token_type == USER_DEFINED_TYPE and SPACE in token:
+            raise ValueError(f"the spaces of {token!r} are escaped")
+        if token_type == NORMAL_TYPE:
+            pieces[token] = score
+    return pieces
+
+
+def _merges_of_scores(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return the merges of pieces, the one with the highest score first.
+
+    SentencePiece merges neighbours with equal scores from left to right. Merges are in an order, and cannot express it.
+
+    >>> _merges_of_scores({"a": -3.0, "b": -4.0, "ab": -1.0, "aab": -2.0})
+    [('a', 'b'), ('a', 'ab')]
+    """
+    merges: list[tuple[str, str]] = []
+    previous_score: float | None = None
+    for token in sorted(pieces, key=lambda token: -pieces[token]):
+        pairs = _pairs(token, pieces)
+        if not pairs:
+            continue
+        if pieces[token] == previous_score:
+            raise ValueError("several of its tokens have one score")
+        previous_score = pieces[token]
+        merges += pairs
+    return merges
+
+
+def _pairs(token: str, pieces: Collection[str]) -> list[tuple[str, str]]:
+    """Return the pairs of pieces with a token as their concatenation."""
+    pairs: list[tuple[str, str]] = []
+    for stop in range(1, len(token)):
+        left = token[:stop]
+        right = token[stop:]
+        if left in pieces and right in pieces:
+            pairs.append((left, right))
+    return pairs
+
+
+def _vocab(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
+    """Return the number of each token, without the rows that have none."""
     vocab: dict[str, int] = {}
     for number, (token, token_type) in enumerate(zip(tokens, types)):
         if token_type != UNUSED_TYPE:
             vocab[token] = number
-    document = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": _added_tokens(tokens, types),
-        "normalizer": {"type": "NFC"} if pre_tokenizer.is_normalized else None,
-        "pre_tokenizer": _pre_tokenizer(pre_tokenizer),
-        "post_processor": _post_processor(metadata, tokens, pre_tokenizer),
-        "decoder": _byte_level(use_regex=True),
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": pre_tokenizer.ignores_merges,
-            "vocab": vocab,
-            "merges": merges,
-        },
-    }
-    return (
-        SmallFile("tokenizer.json", _encode(document)),
-        SmallFile("tokenizer_config.json", _encode(_settings(metadata, tokens))),
-    )
+    return vocab
 
 
 def _encode(document: Mapping[str, Any]) -> bytes:
@@ -122,23 +258,33 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
         raise ValueError(f"`{TOKENIZER_PREFIX}.{key}` is not UTF-8") from error
 
 
-def _check_tokens(
-    tokens: Sequence[str], types: Sequence[int], merges: Sequence[Sequence[str]]
-) -> None:
-    """Raise ValueError if tokens are not unique, or merges are not pairs of tokens."""
-    known = {*tokens}
-    if len(known) != len(tokens) or len(types) != len(tokens):
+def _check_tokens(tokens: Sequence[str], types: Sequence[int]) -> None:
+    """Raise ValueError if tokens are not unique, or have no types."""
+    if len({*tokens}) != len(tokens) or len(types) != len(tokens):
         raise ValueError("its tokens are not unique, or have no types")
+
+
+def _check_merges(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> None:
+    """Raise ValueError if merges are not pairs of tokens."""
+    known = {*tokens}
     for merge in merges:
         if len(merge) != 2 or not known.issuperset((*merge, "".join(merge))):
             raise ValueError(f"{' '.join(merge)!r:.60} is not a merge of two tokens")
 
 
-def _added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the tokens that are found in texts before words are split."""
+def _added_tokens(
+    tokens: Sequence[str], types: Sequence[int], added_types: Collection[int]
+) -> list[dict[str, Any]]:
+    """Return the tokens that are found in texts before words are split.
+
+    Args:
+        tokens: All tokens.
+        types: Their types.
+        added_types: Types of such tokens.
+    """
     added: list[dict[str, Any]] = []
     for number, (token, token_type) in enumerate(zip(tokens, types)):
-        if token_type in (CONTROL_TYPE, USER_DEFINED_TYPE):
+        if token_type in added_types:
             added.append(
                 {
                     "id": number,
@@ -147,7 +293,7 @@ def _added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str,
                     "lstrip": False,
                     "rstrip": False,
                     "normalized": False,
-                    "special": token_type == CONTROL_TYPE,
+                    "special": token_type != USER_DEFINED_TYPE,
                 }
             )
     return added
@@ -175,10 +321,10 @@ def _pre_tokenizer(pre_tokenizer: PreTokenizer) -> dict[str, Any]:
 
 
 def _post_processor(
-    metadata: Mapping[str, Any], tokens: Sequence[str], pre_tokenizer: PreTokenizer
+    metadata: Mapping[str, Any], tokens: Sequence[str], *, adds_bos: bool
 ) -> dict[str, Any] | None:
     """Return the template that adds BOS and EOS to texts, or None without them."""
-    begin = _special_token(metadata, tokens, "bos", pre_tokenizer.adds_bos)
+    begin = _special_token(metadata, tokens, "bos", adds_bos)
     end = _special_token(metadata, tokens, "eos", False)
     if not begin and not end:
         return None
@@ -230,7 +376,7 @@ def _settings(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, A
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
-    for key, setting in (("bos", "bos_token"), ("eos", "eos_token"), ("padding", "pad_token")):
+    for key, setting in TOKEN_SETTINGS.items():
         token = _token(metadata, tokens, key)
         if token:
             settings[setting] = token

@@ -49,7 +49,7 @@ def open_hub_folder(repo: HubRepo, access: Access) -> Folder:
     """List the files of a model on the hub, or in the hub's cache if there is no network.
 
     Raises:
-        PrepError: The model is gated or missing; or it is not cached and the hub is unreachable.
+        PrepError: The model is gated or missing, or the hub is unreachable and the model is not in the cache.
     """
     hub_id = repo.display_name
     revision = repo.revision

@@ -88,7 +88,7 @@ def select_family(
         manifest: Manifest of a folder that prep wrote. The family that it records is used again.
 
     Raises:
-        PrepError: No family has the model_type, and the verbatim family is excluded. Or the text part of a multimodal
+        PrepError: No family has the model_type and the verbatim family is excluded, or the text part of a multimodal
             checkpoint is not supported.
     """
     model_type = config.get("model_type")
@@ -218,7 +218,7 @@ def _up_to_number(name: str) -> str:
 
 
 def _has_later_layers(source: Source, config: HFConfig, names: Iterable[str], layers: int) -> bool:
-    """Return whether a truncated config still has later layers than the first ones.
+    """Return whether a truncated config still describes tensors of layers after the first `layers` ones.
 
     Raises:
         PrepError: The family does not support the first layers alone, e.g. the dense ones of an MoE model.
@@ -233,6 +233,6 @@ def _has_later_layers(source: Source, config: HFConfig, names: Iterable[str], la
 def verbatim_error(display_name: str) -> PrepError:
     """Return the error of commands that compute with a model, for a verbatim checkpoint."""
     hint = text(
-        "a checkpoint of a supported family, converted without {}", Option("verbatim", True)
+        "use a checkpoint of a supported family, converted without {}", Option("verbatim", True)
     )
     return PrepError(f"prep cannot compute with {display_name}", CANNOT_TRAIN, hint)

@@ -1,4 +1,4 @@
-"""Multimodal checkpoints: the text part as parameters of its family, and the tensors of the towers beside it."""
+"""Multimodal checkpoints: the text part as a model of its family, and the towers (image and audio encoders)."""
 
 from __future__ import annotations
 

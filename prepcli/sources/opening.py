@@ -79,7 +79,7 @@ def open_source(
         _check_headers(source)
         if local_files.remote is not None:
             source = _with_remote_blobs(source, local_files.remote)
-        # The opener of GGUF decodes.
+        # The opener of GGUF files has already decoded the weights.
         if dequantize and located.kind != "gguf":
             source = dequantize_source(source)
         if source.family.is_verbatim and located.kind in MULTIMODAL_KINDS:
@@ -93,9 +93,6 @@ def _split_unless_verbatim(source: Source, verbatim: bool | None) -> Source:
     """Return a multimodal source with its text part as parameters, unless its names are kept."""
     was_verbatim = source.manifest is not None and source.manifest.family == VERBATIM
     if verbatim or (verbatim is None and was_verbatim):
-        return source
-    # The records of decoded weights have the names of the file.
-    if source.quantization:
         return source
     return split_text_part(source)
 

@@ -24,7 +24,7 @@ from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.sources.source_hints import split_part
 from trainer.models.suggest import suggest
 
-# names of steps
+# Values of `--step` other than a number.
 BEST = "best"
 LAST = "last"
 PARTIAL_SUFFIX = ".partial"

@@ -42,9 +42,12 @@ from prepcli.sources.source import (
 )
 from prepcli.sources.tensor_rows import read_rows, read_tensor
 from trainer.models.boxes import Range
+from trainer.models.text_part import with_text_config
 
-# Values to encode at a time. Temporary arrays take about 24 bytes per value.
+# Values to encode at a time, if the memory suffices.
 BLOCK_VALUES = 1 << 19
+# Memory per value of temporary arrays.
+ENCODING_NBYTES = 24
 # Of a bfloat16 value.
 DECODED_NBYTES = 2
 # Scales up to this size are kept in memory while a weight is encoded.
@@ -80,8 +83,9 @@ class RequantizedBlob:
     weights: tuple[EncodedWeight, ...]
     stored: tuple[Path | Blob, ...]
 
+    @property
     def starts(self) -> list[int]:
-        """Return the offset of the codes of each weight, and the size of the blob."""
+        """Offset of the codes of each weight, and the size of the blob."""
         sizes = [each.decoder.stored[0].nbytes for each in self.weights]
         return [*itertools.accumulate(sizes, initial=0)]
 
@@ -99,7 +103,8 @@ class RequantizedReader:
 
     def __init__(self, blob: RequantizedBlob, max_nbytes: int) -> None:
         self._weights = blob.weights
-        self._starts = blob.starts()
+        self._starts = blob.starts
+        self._max_values = min(BLOCK_VALUES, max_nbytes // ENCODING_NBYTES)
         self._max_codes_nbytes = max_nbytes // 4
         # A read of decoded rows takes twice its size.
         self._max_read_nbytes = max_nbytes // 4
@@ -146,7 +151,7 @@ class RequantizedReader:
             rows = (row, min(row + count, matrix_stop))
             codes = self._encode_transposed(number, rows, row_nbytes)
         else:
-            count = max(1, BLOCK_VALUES // decoder.columns)
+            count = max(1, self._max_values // decoder.columns)
             rows = (row, min(row + count, decoder.rows))
             codes = self._encode_rows(number, rows)
         first = self._starts[number] + row * row_nbytes
@@ -169,7 +174,7 @@ class RequantizedReader:
         codes = np.empty((rows[1] - rows[0], row_nbytes), np.uint8)
         # In the leaves of an init, rows of these tensors are short runs. Many rows are read at once, to join the runs.
         read_rows_count = self._num_rows(decoder, self._max_read_nbytes // DECODED_NBYTES)
-        step = self._num_rows(decoder, BLOCK_VALUES)
+        step = self._num_rows(decoder, self._max_values)
         done = 0
         for read_first in range(0, height, read_rows_count):
             read_stop = min(read_first + read_rows_count, height)
@@ -221,7 +226,9 @@ class _Weight:
     decoder: Decoder
 
 
-def requantize_source(source: Source, original: Source | None = None) -> Source:
+def requantize_source(
+    source: Source, original: Source | None = None, *, true_vocab: int | None = None
+) -> Source:
     """Return a source with the quantised tensors of an init.
 
     Its `state_tensors` are decoded weights, to be read and compared with their digests.
@@ -230,11 +237,12 @@ def requantize_source(source: Source, original: Source | None = None) -> Source:
         source: An init with the records of decoded weights.
         original: Its quantised model, with the names of the file. By default, the codes are
             encoded.
+        true_vocab: Unpadded size of the vocabulary. By default, the size in the config.
 
     Raises:
         PrepError: A weight was changed, its codes do not follow from its values, or the original is another model.
     """
-    source = _without_padding(source)
+    source = _without_padding(source, true_vocab)
     scales: dict[str, SourceTensor] = {}
     for tensor in source.state_tensors:
         slot, name = split_name(tensor.name)
@@ -249,9 +257,9 @@ def requantize_source(source: Source, original: Source | None = None) -> Source:
     return replace(as_verbatim(view), config=config, config_path=None, quantized={})
 
 
-def _without_padding(source: Source) -> Source:
-    """Return a source without the padding of the vocabulary, and with full names of tensors."""
-    vocabulary = source.vocabulary()
+def _without_padding(source: Source, true_vocab: int | None) -> Source:
+    """Return a source without the padding of the vocabulary, and with the names of the file."""
+    vocabulary = source.vocabulary(true_vocab)
     true_size = vocabulary.true_size
     padded: set[str] = set()
     config = source.config
@@ -266,7 +274,20 @@ def _without_padding(source: Source) -> Source:
             digests = tuple(entry for entry in tensor.digests if entry[1] <= true_size)
             tensor = replace(tensor, shape=shape, digests=digests)
         tensors.append(tensor)
-    return as_verbatim(replace(source, tensors=tuple(tensors), config=config))
+    return _whole_model(replace(source, tensors=tuple(tensors), config=config))
+
+
+def _whole_model(source: Source) -> Source:
+    """Return a source with the names of the file, and with the towers of a multimodal model among its tensors."""
+    model = as_verbatim(source)
+    if source.wrapper is None:
+        return model
+    towers = [replace(tensor, name=source.file_name(tensor)) for tensor in source.tower_tensors]
+    tensors = (*model.tensors, *towers)
+    config = with_text_config(source.wrapper.config, source.wrapper.text_config, source.config)
+    return as_verbatim(
+        replace(model, tensors=tensors, config=config, wrapper=None, tower_tensors=())
+    )
 
 
 def _find_weights(source: Source, scales: Mapping[str, SourceTensor]) -> list[_Weight]:
@@ -329,7 +350,7 @@ def _encoded_view(
         encoded.append(EncodedWeight(decoder, weight.tensor, parts))
     blob = RequantizedBlob(source.display_name, tuple(encoded), source.byte_sources)
     codes: dict[str, SourceTensor] = {}
-    for weight, start in zip(weights, blob.starts()):
+    for weight, start in zip(weights, blob.starts):
         stored = weight.decoder.stored[0]
         location = Contiguous(len(source.byte_sources), start)
         codes[weight.tensor.name] = SourceTensor(
@@ -378,7 +399,7 @@ def _original_view(
     checked: list[SourceTensor] = []
     combined = append_files(source, original)
     blob_number = len(combined.byte_sources)
-    for weight, start in zip(weights, blob.starts()):
+    for weight, start in zip(weights, blob.starts):
         placement = (Contiguous(blob_number, start),)
         checked.append(_renamed(replace(weight.tensor, placement=placement), DECODED))
     return _replaced(combined, codes, taken_scales, checked, blob)

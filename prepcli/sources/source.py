@@ -62,7 +62,7 @@ class SourceTensor:
     shape: tuple[int, ...]
     placement: Locations
     digests: tuple[tuple[int, int, str], ...] = ()  # (first row, one past the last, digest)
-    # Of the output, unless another dtype is requested. Empty for the tensor's own dtype.
+    # Dtype in the output, unless another dtype is requested. Empty for the tensor's own dtype.
     default_dtype: str = ""
 
     @property

@@ -42,7 +42,7 @@ from trainer.models.parameters import (
     parameter_rows,
 )
 
-# A tree of parameters, Flax variables, a Flax training state.
+# Prefix of the parameters in a tree of parameters, in Flax variables, and in a Flax training state.
 ROOTS = (
     "",
     "params.",
@@ -110,7 +110,7 @@ def tensors_from_manifest(
     """
     family = names.family
     config = manifest.config
-    # the recorded names select among alternate rows
+    # The recorded names select among alternative rows.
     recorded_names = {names.bare_name(name) for name in manifest.tensors}
     rows = parameter_rows(family, config, manifest.scan, manifest.scan_axis, recorded_names)
     # A tied head has no leaf: the embedding stores it.

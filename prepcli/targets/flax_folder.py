@@ -200,6 +200,7 @@ def _locate(
     file_numbers: Mapping[tuple[str, ...], int],
     layouts: Sequence[MsgpackLayout],
 ) -> ChunkedLocation | GappedRegion:
+    """Return the location of a leaf in its file, with the gaps between its parts."""
     path, axis_map, stacked_indices = use
     keys = tuple(path.split("."))
     file = file_numbers[keys]

@@ -31,7 +31,7 @@ def resized_shape_and_nbytes(tensor: SourceTensor, rows: int) -> tuple[tuple[int
     """Return shape and bytes of a tensor with `rows` rows. A 0-d tensor is unchanged."""
     if not tensor.shape:
         return (), tensor.nbytes
-    # from the bytes, not from the dtype: elements may be smaller than a byte
+    # Computed from the bytes and not from the dtype, because elements may be smaller than a byte.
     row_nbytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
     return (rows, *tensor.shape[1:]), row_nbytes * rows
 

@@ -65,8 +65,8 @@ class OrbaxItemLayout:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """A line for each dim partitioned by a later choice of its rule."""
-        lines: dict[str, None] = {}  # in order, each once
+        """A line for each dim split by a later choice of its rule, because the first one does not divide the dim."""
+        lines: dict[str, None] = {}  # a dict keeps the order and drops repeated lines
         for spec in self.specs.values():
             lines |= dict.fromkeys(map(str, spec.fallbacks))
         return tuple(lines)
@@ -141,7 +141,7 @@ def make_item(
         axis_maps: Axis maps of the model's leaves, by path.
         vocab_size: Vocabulary rows in the item.
         partitioning: Mesh and rules that determine the chunks.
-        dtype: Dtype of the parameters, or None keeps their dtypes.
+        dtype: Dtype of the parameters, or None to keep their dtypes.
 
     Returns:
         The layout of the item.
@@ -151,7 +151,7 @@ def make_item(
             dim.
     """
     leaves: dict[str, _LeafLayout] = {}
-    # first tensor of each leaf, which sets its dtype
+    # The first tensor of each leaf. It sets the leaf's dtype.
     first_tensors: dict[str, SourceTensor] = {}
     pieces: list[tuple[str, LeafPiece]] = []
     # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
@@ -258,7 +258,9 @@ def _mixed_dtypes_error(
     if reported.dtype not in FLOAT_DTYPES:
         option = Option("stats", True)
         command = Command("inspect", source.display_name, display_name, option)
-        hint = text("a parameter is floating-point: {} shows its values", command)
+        hint = text(
+            "parameters must be floating-point, and {} shows the values of this tensor", command
+        )
     return PrepError(f"the leaf {leaf} would have two dtypes", why, hint)
 
 
@@ -335,6 +337,7 @@ def _quantization_uses(source: Source) -> Iterator[_LeafUse]:
 
 
 def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _LeafLayout:
+    """Return how a leaf is split into chunks, and its spec if there is a mesh."""
     axis_map = use.axis_map
     dtype = use.tensor.dtype
     if ITEM_BITS[dtype] % 8:
@@ -385,7 +388,7 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
 
 
 def _dim_names(axis_map: AxisMap) -> list[tuple[str, ...]]:
-    """Return the atoms of each dim of a leaf."""
+    """Return the names of the axes in each dim of a leaf, e.g. [("embed",), ("heads", "head_dim")]."""
     names: list[tuple[str, ...]] = []
     for dim in axis_map.leaf_dims:
         names.append(tuple(factor.atom for factor in dim))

@@ -148,12 +148,12 @@ def _vocab_streams(
     edges = {true_size, kept_rows}
     edges.update(low for low, _, _ in tensor.digests)
     inside = [edge for edge in edges if true_size <= edge <= kept_rows]
-    # e.g. true size 100, 128 stored rows, a digest from row 110: streams 100:110 and 110:128.
+    # E.g. true size 100, 128 stored rows, a digest from row 110: streams 100:110 and 110:128.
     for low, high in itertools.pairwise(sorted(inside)):
         yield replace(true_stream, rows=(low, high))
     if target.rows > kept_rows:
         fill = resize.fill
-        # the head's bias: its padding is zero for every fill
+        # A head's bias has a padding of zeros for every fill.
         if len(tensor.shape) == 1:
             fill = Fill("zeros")
         yield replace(

@@ -52,7 +52,7 @@ def tokenizer_folder(recipe: Recipe) -> Path:
         raise usage_error(
             text("{} is missing", Key("data.tokenizer")),
             why,
-            '`tokenizer = "gpt2"` in [data], a folder or a file',
+            text("set {} to a tokenizer.json, or to a folder with one", Key("data.tokenizer")),
         )
     return folder
 

@@ -1,7 +1,7 @@
 """The plan of a saved training step: a training state in memory, written to an Orbax item in the layout of an init."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
-# The manifest of a start describes a complete model.
+# A start checkpoint has the manifest of a complete model, so its optional keys exist.
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer.models.lora import manifest_family
 from trainer.models.mesh import parse_mesh
 from trainer.models.rule_text import merge_rules
 
-# keys of config.json in different versions of transformers
+# Keys of config.json in different versions of transformers.
 DTYPE_KEYS = ("dtype", "torch_dtype")
 
 

@@ -62,7 +62,7 @@ LOGITS_ATOL = 2e-5
 # Relative to the norm of each tensor's gradient.
 GRADIENTS_RTOL = 1e-5
 LOSS_RTOL = 1e-5
-# Tokens.
+# Tokens of a long sequence.
 LONG_LENGTH = 300
 # Additional rows of the padded vocabulary.
 PADDING_ROWS = 3

@@ -16,18 +16,14 @@ from prepcli.testing.torch_transformers import exact_log
 from trainer.models.json_types import HFConfig
 
 # Lengths of prompts: below and beyond sliding windows and the positions of pretraining.
-LENGTHS = (
-    5,
-    1,
-    50,
-)
+LENGTHS = (5, 1, 50)
 MAX_NEW_TOKENS = 32
 # Random prompts per length. The one with the most varied output is used.
 TRIES = 4
 
 
 def with_small_embeddings(config: HFConfig, tensors: Tensors) -> Tensors:
-    """Scale embeddings and heads to a tenth."""
+    """Return the tensors with embeddings and heads multiplied by 0.1."""
     vocab = config["vocab_size"]
     return {
         name: tensor * np.float32(0.1 if tensor.shape[0] == vocab else 1)
@@ -36,9 +32,9 @@ def with_small_embeddings(config: HFConfig, tensors: Tensors) -> Tensors:
 
 
 def greedy_tokens(model: Any, prompt: Sequence[int]) -> list[int]:
-    """Generate tokens without end tokens.
+    """Return MAX_NEW_TOKENS greedy tokens after a prompt. No token ends the text.
 
-    Encoder-decoder models run without a KV cache: the one of transformers has the layers of the encoder.
+    Encoder-decoder models run without a KV cache, because the cache of transformers has the layers of the encoder.
 
     Args:
         model: A model of transformers.
@@ -57,7 +53,7 @@ def greedy_tokens(model: Any, prompt: Sequence[int]) -> list[int]:
 
 
 def greedy_samples(model: Any, vocab: int) -> dict[str, list[list[int]]]:
-    """Return one prompt of each length with its new tokens, as `prompts` and `tokens`."""
+    """Return a random prompt of each length under `prompts`, and the greedy tokens after it under `tokens`."""
     samples: dict[str, list[list[int]]] = {"prompts": [], "tokens": []}
     for length in LENGTHS:
         prompts = np.random.default_rng(length).integers(0, vocab, (TRIES, length)).tolist()

@@ -1,4 +1,4 @@
-"""Scale the config of a published model down to a tiny one that makes the same choices. Pure."""
+"""Scale the config of a published model down to a tiny one that makes the same choices. The functions are pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trainer.models.truncation import is_layer_pattern
 
 # A config with at most this many elements is used as it is.
 MAX_TINY_ELEMENTS = 300_000
-# Limit after scaling down.
+# A scaled config has at most this many elements.
 MAX_SCALED_ELEMENTS = 1_000_000
 VOCAB = 29
 MLP = 20
 EXPERTS = 5
-# Used if the heads make up the hidden size.
+# Size of a head if the hidden size is heads * head_dim.
 HEAD_DIM = 16
-# Used if they do not.
+# Size of a head if it is independent of the hidden size.
 OTHER_HEAD_DIM = 24
 LEARNED_POSITIONS = 320
 POSITIONS = 64
@@ -72,12 +72,12 @@ ATTENTION_PLACES: JsonObject = {
 }
 # Elements of latent attention. The size of `kv_dim` here is the part of the keys.
 LATENT_SIZES = {"kv_rank": 9, "q_rank": 11, "rope_dim": 4, "kv_dim": 6, "value_dim": 5}
-# Axes with a field that has a constant default.
+# Axes whose field has a default independent of other fields, e.g. 8 KV heads.
 CONSTANT_AXES = (
     *("kv_heads", "head_dim", "mlp", "dense_mlp", "shared_mlp", "experts"),
     *LATENT_SIZES,
 )
-# Their fields are set even if the config omits them.
+# The fields of these axes are set even if the config omits them.
 REQUIRED_AXES = (
     "vocab",
     "embed",
@@ -89,16 +89,16 @@ WINDOW_FIELDS = ("sliding_window", "window_size", "attention_chunk_size")
 LAYER_LISTS = ("layer_types", "layers_block_type", "attention_layers", "mlp_layer_types")
 # Numbers of first layers with a dense MLP, in configs of DeepSeek and of LFM2-MoE.
 NUM_DENSE_FIELDS = ("first_k_dense_replace", "num_dense_layers")
-# The same as a repeated pattern, in configs of GPT-Neo.
+# Kinds of layers as a repeated pattern, in configs of GPT-Neo.
 LAYER_PATTERN = "attention_types"
-# In place of defaults that suit only large models. The first that works is used.
+# Some defaults suit only large models. The first of these changes accepted by the family replaces them.
 DEFAULT_CHANGES: tuple[JsonObject, ...] = (
     {},
     {LAYER_PATTERN: [[["global", "local"], 1]]},
     {"rotary_dim": HEAD_DIM // 4},
     {"num_experts_per_tok": 2},
 )
-# In place of a default that makes all of a few layers dense.
+# By default, a Qwen-MoE model of few layers would have only dense ones. This field leaves one.
 ONE_DENSE_LAYER: JsonObject = {"mlp_only_layers": [0]}
 # Lists of LongRoPE with one entry per pair of rotated dims.
 FACTOR_LISTS = ("short_factor", "long_factor")
@@ -113,9 +113,8 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> JsonObject:
 
     Args:
         config: Fields of config.json.
-        num_heads: Number of heads. For grouped-query attention (1 < kv_heads < heads) it is the
-            number of
-            key and value heads.
+        num_heads: Number of heads. With grouped-query attention (1 < kv_heads < heads) it is the number of key and
+            value heads, and there are three times as many query heads.
 
     Raises:
         PrepError: The family is not supported, or the config is invalid, or a size has no known field.
@@ -376,7 +375,7 @@ def _layer_kinds(config: HFConfig) -> dict[str, list[JsonValue]]:
         listed = config.get(name)
         if isinstance(listed, list):
             kinds[name] = _distinct(listed)
-    # e.g. [[["global", "local"], 6]] of GPT-Neo: the kinds, and how often they repeat.
+    # E.g. [[["global", "local"], 6]] of GPT-Neo: the kinds, and how often they repeat.
     pattern = config.get(LAYER_PATTERN)
     if kinds or not is_layer_pattern(pattern):
         return kinds

@@ -171,7 +171,7 @@ def random_batch(
         "weights": weights,
     }
     if has_source:
-        # e.g. 8 target and 13 source tokens: exchanged axes then fail on the shape.
+        # E.g. 8 target and 13 source tokens: exchanged axes then fail on the shape.
         source_length = length + 5 if length < 100 else length
         source = rng.integers(0, vocab, (rows, source_length), dtype=np.int32)
         lengths = rng.integers(source_length // 2, source_length, (rows, 1))
@@ -248,14 +248,14 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 def split_into_atoms(row: AxisMap, tensor: np.ndarray) -> tuple[np.ndarray, list[str]]:
-    """Return a view of the mapped part of a tensor, with one dim per free atom, and the atoms."""
+    """Return a view of the part of a tensor in a row of the axis map, with one dim per axis, and the axis names."""
     part = tensor[
         tuple(slice(dim.start, dim.start + dim.selected_extent) for dim in row.source_dims)
     ]
     factors: list[SizedAxis] = []
     for dim in row.source_dims:
         factors.extend(dim.factors)
-    # e.g. the k of a fused (three heads head_dim): `three` is fixed at 1, the others are free.
+    # E.g. the k of a fused (three heads head_dim): `three` is fixed at 1, the others are free.
     index: list[slice | int] = []
     free_atoms: list[str] = []
     for factor in factors:

@@ -67,13 +67,13 @@ def _torch_config(config: HFConfig) -> Any:
     """Return the config of transformers for these fields."""
     from transformers import AutoConfig
 
-    # copied, because transformers modifies nested fields
+    # A copy, because transformers modifies nested fields.
     fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})
     return AutoConfig.for_model(str(config["model_type"]), **fields)
 
 
 def torch_model(config: HFConfig, tensors: Tensors) -> Any:
-    """Build the float32 model of a config from these tensors, which must be exactly the ones of its files."""
+    """Build the float32 model of a config from these tensors. None may be missing or left over."""
     require_reference_packages()
     import torch
 
@@ -81,7 +81,7 @@ def torch_model(config: HFConfig, tensors: Tensors) -> Any:
     unique, parameters = (
         dict(model.named_parameters(remove_duplicate=flag)) for flag in (True, False)
     )
-    # a tied parameter may be stored in a file
+    # A tied parameter may be stored in a file.
     unique |= {name: parameters[name] for name in tensors if name in parameters}
     unique |= _stored_buffers(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in to_file_tensors(model, unique).items()}

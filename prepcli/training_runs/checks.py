@@ -137,7 +137,7 @@ def check_memory(
         rules: Partition rules.
         available_nbytes: Memory of one device. None if unknown.
         observer: Receives the warning.
-        force: Whether to warn instead of to fail.
+        force: Whether a too large estimate is a warning instead of an error.
 
     Raises:
         PrepError: The estimate exceeds the memory. The hint names changes of the recipe with which
@@ -153,7 +153,8 @@ def check_memory(
     why = f"{format_bytes(available_nbytes)} are available"
     hint = text("use more or larger devices, or a shorter {}", Key("data.seq_length"))
     if change is not None:
-        hint = text("with {} about {}", change.overrides, format_bytes(change.plan.memory.peak))
+        peak = format_bytes(change.plan.memory.peak)
+        hint = text("with {} a step needs about {}", change.overrides, peak)
     if not force:
         raise PrepError(
             what, why, text("{}; {} starts the run all the same", hint, Option("force", True))
@@ -213,7 +214,7 @@ def check_disk(folder: Path, needed_nbytes: int) -> None:
         raise PrepError(
             f"cannot write to {parent}",
             f"the run's folder is {folder}",
-            text("{} in a writable folder", Option("out")),
+            text("use {} with a writable folder", Option("out")),
         )
     free_nbytes = shutil.disk_usage(parent).free
     if needed_nbytes > free_nbytes:
@@ -221,7 +222,7 @@ def check_disk(folder: Path, needed_nbytes: int) -> None:
         raise PrepError(
             f"not enough room for a checkpoint in {folder}",
             why,
-            text("{} on another disk", Option("out")),
+            text("use {} with a path on another disk", Option("out")),
         )
 
 

@@ -27,7 +27,7 @@ def check_repository(checkpoint: Checkpoint, group: ProcessGroup, observer: Obse
     """Check in process 0 that the hub accepts an upload, if the recipe names a repository.
 
     Raises:
-        PrepError: It does not.
+        PrepError: The hub would refuse the upload.
     """
     # Process 0 alone uploads. The other hosts need no token of the hub.
     if checkpoint.push is not None and group.index == 0:

@@ -154,11 +154,8 @@ class LiveDisplay:
         self.started_s = self.drawn_at_s = clock()
 
     def on_phase(self, phase: str) -> None:
-        """Show the phase.
-
-        The phase of a step is shown with the step.
-        """
-        # `step 12` and `step 13` are both `training`: a step does not redraw the block here, but in `on_step`.
+        """Show the phase if it differs from the last one: all steps are one phase, `training`."""
+        # `step 12` and `step 13` are both `training`, so steps redraw the block only in `on_step`.
         name = PHASES.get(phase.partition(" ")[0], phase)
         if name != self.status.phase:
             self.status.phase = name

@@ -162,7 +162,9 @@ def run_together(
     describe_durable: Callable[[], str] = lambda: "",
     hint: str = NO_STEP_HINT,
 ) -> Iterator[Callable[[str], None]]:
-    """End this process with the other processes of its job, and wait for them at the end.
+    """Let the processes of a job end together: if one process fails in the `with` block, all of them end.
+
+    At the end of the block, wait for the other processes.
 
     Args:
         group: Processes of the job.
@@ -171,7 +173,7 @@ def run_together(
         has_saved_step: Returns whether the run can be resumed.
         describe_durable: Returns a description of the work that a later run continues from, for the
             message of a signal that ends the wait. Empty if there is none.
-        hint: Hint of errors if it cannot.
+        hint: Hint of errors if the run cannot be resumed.
 
     Yields:
         A function that sets the phase of this process, such as `load` or `step 12`.
@@ -228,9 +230,9 @@ def _wait_for_all(group: ProcessGroup) -> None:
 def _wait_for_cause(
     error: BaseException, watchdog: Watchdog, has_saved_step: Callable[[], bool], *, hint: str
 ) -> BaseException:
-    """Return the error of this process.
+    """Return the error to report for an error of this process.
 
-    For a broken connection, let the watchdog name the lost process first.
+    After a broken connection the watchdog may end this process instead, with a message about the lost process.
     """
     from jax.errors import JaxRuntimeError
 

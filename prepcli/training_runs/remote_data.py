@@ -99,6 +99,7 @@ class DataFinder:
     def _find_on_hub(
         self, url: str, accepts: Callable[[str], bool], selection: Selection
     ) -> list[DataFile]:
+        """Return the files of a dataset on the hub, named by a URL and a selection."""
         match = HUB_URL.fullmatch(url.rstrip("/"))
         if match is None:
             raise usage_error(

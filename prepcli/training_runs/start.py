@@ -4,7 +4,7 @@ A run with LoRA has two: the base, which is frozen, and the adapters.
 """
 
 # pyright: reportTypedDictNotRequiredAccess=false
-# The manifest of a reader describes a complete model.
+# A reader has the manifest of a complete model, so its optional keys exist.
 
 from __future__ import annotations
 
@@ -526,5 +526,5 @@ def check_base(manifest: Mapping[str, Any], base: Mapping[str, str]) -> None:
         return
     what = f"{base['name']} differs from the checkpoint that the run began with"
     why = f"its parameters have the digest {base['digest']}, {before.get('name')} had {before.get('digest')}"
-    hint = text("{} of the checkpoint that the run began with", Key("model.path"))
+    hint = text("set {} to the checkpoint that the run began with", Key("model.path"))
     raise PrepError(what, why, hint)

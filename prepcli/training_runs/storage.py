@@ -169,7 +169,7 @@ def check_shared_folder(folder: Path, group: ProcessGroup) -> None:
         if not is_shared:
             what = f"{socket.gethostname()} does not see the run's folder of process 0"
             why = f"{folder.absolute()} is another folder there"
-            hint = text("{} on a file system that all hosts share", Option("out", "FOLDER"))
+            hint = text("set {} to a folder on a file system that all hosts share", Option("out"))
             raise PrepError(what, why, hint)
 
 

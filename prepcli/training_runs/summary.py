@@ -62,8 +62,8 @@ def _mesh_lines(setup: StepSetup) -> Iterator[str]:
     yield f"mesh {axes} = {devices}; {state_size} of parameters and moments per device"
     dims: set[str] = set()
     for leaf in setup.model.leaves.values():
-        # The first atom of a dim names it. A rule for a dim that the model lacks, e.g. `experts`,
-        # has no effect and is not shown.
+        # The first axis of a dim gives the dim its name. A rule for a dim of other models, e.g. `experts`, has no
+        # effect and is not shown.
         dims.update(dim[0] for dim in leaf.dims if dim)
     yield f"rules {', '.join(rule_texts(sharding.rules, dims))}"
 

@@ -378,7 +378,7 @@ def _check_exact_state(prepared: PreparedRun) -> None:
     reader = prepared.start.step_reader
     step_name = run.storage.step_name(prepared.step)
     hint = text(
-        "{}, or another {} and {}",
+        "pass {}, or start another run: set another {}, and {}",
         Option("restart", True),
         Key("name"),
         Key("model.path", step_name, is_override=True),

@@ -15,6 +15,7 @@ PAGE = floor.PAGE_NBYTES
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
+    """Return a folder of files with sizes around whole pages."""
     folder = tmp_path / "source"
     (folder / "deep").mkdir(parents=True)
     for name, size in {

@@ -24,7 +24,8 @@ FOLDER = Path(__file__).parent / "decoders"
 LENGTHS = (7, 4)  # lengths of the rows of `short`
 # Length of the row of `long`: more than the positions of pretraining, 64, and than all windows.
 LONG_LENGTH = 80
-FIRST_LONG_LENGTH = 300  # of the first families
+# Length of the row of `long` for the first families.
+FIRST_LONG_LENGTH = 300
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,8 @@ T5 = {
 }
 MISTRAL = LLAMA | {"sliding_window": 4}
 GEMMA = LLAMA | {"head_dim": 8}
-CHUNK_NBYTES = 600  # instead of 1 GiB; Flax stores larger arrays in chunks
+# Flax stores arrays above this size in chunks. Its own limit is 1 GiB.
+CHUNK_NBYTES = 600
 Tree = dict[str, Any]
 
 

@@ -60,7 +60,7 @@ class Killed(BaseException):
 
 
 def kill(*args: object, **more: object) -> None:
-    """End a run like SIGKILL, in place of any function."""
+    """Raise Killed. In place of another function, it ends a run there as SIGKILL does."""
     raise Killed
 
 

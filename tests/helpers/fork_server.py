@@ -37,14 +37,8 @@ PRELOADED = (
     "pydantic.type_adapter",
     "zstandard",
 )
-PRELOADED_IF_INSTALLED = (
-    "filelock",
-    "httpx",
-    "httpx2",
-    "tqdm.auto",
-    "truststore",
-    "yaml",
-)  # by huggingface_hub
+# huggingface_hub imports these modules.
+PRELOADED_IF_INSTALLED = ("filelock", "httpx", "httpx2", "tqdm.auto", "truststore", "yaml")
 PREP = "import sys; from prepcli.cli.main import main; sys.exit(main())"
 MAX_REQUEST_NBYTES = 1 << 17
 MAX_FD = 256
@@ -100,6 +94,7 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
     def _read_code(self, timeout: float | None) -> int | None:
+        """Return the exit code, None if the process still runs after the timeout."""
         if self.returncode is None and _wait_readable([self._status], timeout):
             self.returncode = int(self._status.recv(16))
             self._status.close()
@@ -177,13 +172,15 @@ def _connect(pid: int) -> socket.socket:
             pass_fds=(fd,),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C does not end the server before its client
+            # In its own session, the server does not get Ctrl-C before its client.
+            start_new_session=True,
         )
     atexit.register(_stop, requests, server)
     return requests
 
 
 def _stop(requests: socket.socket, server: subprocess.Popen[bytes]) -> None:
+    """Close the server's socket, so that it ends, and wait for it."""
     requests.close()
     server.wait()
 
@@ -235,7 +232,9 @@ def _fork(request: dict[str, Any], out: int, err: int, status: int) -> tuple[int
 
 
 def _send(fd: int, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the client does not wait for this process
+    """Send a number to the client."""
+    # The client may have stopped waiting for this process.
+    with contextlib.suppress(BrokenPipeError):
         os.write(fd, str(number).encode())
 
 

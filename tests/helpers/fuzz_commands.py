@@ -309,6 +309,7 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def _mutate_file(path: Path, rng: random.Random) -> None:
+    """Change the JSON values of a file, or some of its bytes."""
     data = path.read_bytes()
     if rng.random() < 0.75:
         text = json.dumps(mutate_json(json.loads(data), rng))

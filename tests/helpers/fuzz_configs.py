@@ -39,12 +39,13 @@ from trainer.models.errors import PrepError
 from trainer.models.parameters import HFConfig, read_size
 
 ATOL = 2e-5
-MAX_ROUNDING_ERRORS = (
-    20  # if above ATOL: allowed difference, as a multiple of the rounding error of transformers
-)
+# Allowed difference, as a multiple of the rounding error of transformers, if that is above ATOL.
+MAX_ROUNDING_ERRORS = 20
 BATCH_SIZE = 2
-CHILD_SAMPLES = 40  # samples per child process; a sample leaves up to 190 MB in memory
-CHILD_MEMORY_NBYTES = 10 << 30  # transformers makes lists as long as a config says
+# Samples per child process. A sample leaves up to 190 MB in memory.
+CHILD_SAMPLES = 40
+# A config may make transformers allocate lists of any length.
+CHILD_MEMORY_NBYTES = 10 << 30
 COLUMNS = ("samples", "equal", "rejected", "torch computes", "torch fails", "wrong", "seed")
 TABLE_HEADER = f"{'family':12}" + "".join(f"{name:>16}" for name in COLUMNS)
 
@@ -92,6 +93,7 @@ def compare_sample(sample: Sample) -> FuzzResult:
 
 
 def _compare_logits(forward: PrepForward, expected: np.ndarray, model: Any) -> FuzzResult:
+    """Compare logits, with a tolerance for the rounding of transformers."""
     if not np.isfinite(expected).all():
         return FuzzResult("torch fails", "its logits are not finite")
     error = float(np.abs(expected - forward.logits).max())
@@ -103,6 +105,7 @@ def _compare_logits(forward: PrepForward, expected: np.ndarray, model: Any) -> F
 
 
 def _run_prep(config: HFConfig, has_stored_head: bool) -> PrepForward:
+    """Return the logits of prep for random weights and tokens."""
     tensors = random_tensors(config, has_stored_head=has_stored_head)
     transformer = tiny_transformer(config, has_stored_head=has_stored_head)
     model = transformer.model

@@ -18,11 +18,8 @@ from trainer.models.registry import FAMILIES
 
 SEQ_LENGTH = 20  # longer than most windows and positions below
 CHANGE_COUNTS = (1, 1, 1, 2, 2, 2, 3, 3, 4, 6)  # numbers of fields that a sample changes
-LEFT_OUT_SHARE, WRONG_TYPE_SHARE, FOREIGN_SHARE = (
-    0.12,
-    0.04,
-    0.03,
-)  # probabilities per change, and per sample for the last one
+# Probabilities per change. The last one is per sample.
+LEFT_OUT_SHARE, WRONG_TYPE_SHARE, FOREIGN_SHARE = (0.12, 0.04, 0.03)
 
 BASE_CONFIGS: Mapping[str, dict[str, Any]] = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": LLAMA} | {
     name: config for name, config in (NEWER_FAMILIES | DENSE_FAMILIES).items() if name in FAMILIES
@@ -331,9 +328,8 @@ ROTARY_FAMILIES = [
     # Mamba-2 has no attention, and so no rotary embeddings.
     if name == config["model_type"] != "mamba2"
 ]
-EXTRA_FIELDS: Mapping[
-    str, Sequence[str]
-] = {  # config fields that the config class lacks or names differently
+# Config fields that the config class lacks or names differently.
+EXTRA_FIELDS: Mapping[str, Sequence[str]] = {
     "gpt_neo": ("attention_layers",),
     "gpt_neox": (*ROPE_FIELDS, "rotary_pct", "rotary_emb_base", "original_max_position_embeddings"),
     "gemma3_text": (
@@ -367,11 +363,8 @@ SIZE_FIELD_PARTS = (  # parts of the names of fields whose default makes a large
 INERT_FIELD_PARTS = (  # parts of the names of fields that do not change logits
     "label", "summary", "drop", "_token_id", "dtype", "version", "archi", "problem", "output_", "chunk_size", "range",
 )  # fmt: skip
-SKIPPED_FIELDS = {
-    "return_dict",
-    "use_cache",
-    "is_decoder",
-}  # they control how transformers is called, not what it computes
+# These fields control how transformers is called, not what it computes.
+SKIPPED_FIELDS = {"return_dict", "use_cache", "is_decoder"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -110,6 +110,7 @@ def merge_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def add_metadata(writer: Any, config: dict[str, Any]) -> None:
+    """Write the keys of a config.json as metadata of GGUF."""
     writer.add_block_count(config.get("num_hidden_layers", config.get("n_layer")))
     writer.add_embedding_length(config.get("hidden_size", config.get("n_embd")))
     writer.add_feed_forward_length(config.get("intermediate_size", config.get("n_inner")))

@@ -56,6 +56,7 @@ def _numbers(values: Sequence[int]) -> bytes:
 
 
 def _list_batch() -> pa.RecordBatch:
+    """Return a valid batch with lists."""
     array = pa.ListArray.from_arrays(
         pa.array(GOOD_OFFSETS, pa.int32()), pa.array([0] * GOOD_OFFSETS[-1], pa.int8())
     )
@@ -63,6 +64,7 @@ def _list_batch() -> pa.RecordBatch:
 
 
 def _dictionary_batch() -> pa.RecordBatch:
+    """Return a valid batch with dictionary-encoded texts."""
     texts = pa.array([f"text {number}" for number in range(GOOD_OFFSETS[-1] + 1)])
     array = pa.DictionaryArray.from_arrays(pa.array(GOOD_OFFSETS, pa.int32()), texts)
     return pa.RecordBatch.from_arrays([array], names=["text"])

@@ -29,24 +29,25 @@ class FakeRepo:
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     status: int = 200
-    error_code: str = ""  # the hub's X-Error-Code, such as GatedRepo
+    # The hub's X-Error-Code, such as GatedRepo.
+    error_code: str = ""
     revisions: tuple[str, ...] = ("main", COMMIT)
-    sizes: Mapping[str, int] = field(default_factory=dict)  # reported instead of the true sizes
-    store: FakeFileStore | None = (
-        None  # stores the large files (LFS), by the SHA-256 of their content
-    )
+    # Sizes that the hub reports instead of the true ones, by file name.
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    # Server of the large files (LFS), by the SHA-256 of their content.
+    store: FakeFileStore | None = None
     large: tuple[str, ...] = ()
-    faults: FaultInjector = field(
-        default_factory=FaultInjector
-    )  # of byte ranges that the hub serves itself
-    stalls: Mapping[str, str] = field(
-        default_factory=dict
-    )  # part of a request line -> one of loopback.STALL_KINDS
-    num_surplus: int = 0  # bytes that a faulty proxy adds to each file
-    model_info: bytes | None = None  # sent instead of the repository's description
-    damaged: Mapping[str, bytes] = field(
-        default_factory=dict
-    )  # sent instead of the listed files, with their names, sizes and ETags
+    # Faults of the byte ranges that the hub serves itself.
+    faults: FaultInjector = field(default_factory=FaultInjector)
+    # Part of a request line -> one of loopback.STALL_KINDS.
+    stalls: Mapping[str, str] = field(default_factory=dict)
+    # Number of bytes that a faulty proxy adds to each file.
+    num_surplus: int = 0
+    # Answer instead of the repository's description.
+    model_info: bytes | None = None
+    # Contents that the hub sends instead of the true ones, with the true sizes and ETags, by file
+    # name.
+    damaged: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,8 @@ class FakeHub:
     url: str
     requests: list[str] = field(default_factory=list)
     sent: list[SentRange] = field(default_factory=list)
-    authorizations: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # request and its Authorization header
+    # Each request with its Authorization header.
+    authorizations: list[tuple[str, str]] = field(default_factory=list)
 
     def environment(self, home: Path) -> dict[str, str]:
         """Return the variables that make huggingface_hub use this hub, and a cache under `home`."""
@@ -109,6 +109,7 @@ class _Handler(loopback.Handler):
         self._answer()
 
     def _answer(self) -> None:
+        """Record the request and answer it, or stall as the repository says."""
         path = unquote(urlsplit(self.path).path)
         self.request_lines.append(f"{self.command} {path}")
         self.tokens.append((f"{self.command} {path}", self.headers.get("Authorization", "")))
@@ -141,6 +142,7 @@ class _Handler(loopback.Handler):
         self._send(200, json.dumps(document).encode(), {"Content-Type": "application/json"})
 
     def _file(self, repo: FakeRepo, name: str) -> None:
+        """Send a file. A large one is redirected to the object store."""
         if name not in repo.files:
             self._error(404, "EntryNotFound")
             return
@@ -188,6 +190,7 @@ def _size(repo: FakeRepo, name: str) -> int:
 
 
 def _info(hub_id: str, repo: FakeRepo) -> dict[str, object]:
+    """Return the description of a repository with its files, as `/api/models/ID` answers."""
     siblings = [_sibling(repo, name, content) for name, content in repo.files.items()]
     return {
         "id": hub_id,
@@ -201,12 +204,14 @@ def _info(hub_id: str, repo: FakeRepo) -> dict[str, object]:
 
 
 def _sibling(repo: FakeRepo, name: str, content: bytes) -> dict[str, object]:
+    """Return the entry of a file in the description of a repository."""
     fields = {"rfilename": name, "size": _size(repo, name), "blobId": _etag(content)}
     lfs = {"sha256": _sha256(content), "size": len(content), "pointerSize": 134}
     return {**fields, "lfs": lfs} if name in repo.large else fields
 
 
 def _tree(repo: FakeRepo) -> list[dict[str, object]]:
+    """Return the list of files that `/api/models/ID/tree/REV` answers."""
     return [
         {"type": "file", "path": name, "size": _size(repo, name), "oid": _etag(content)}
         for name, content in repo.files.items()

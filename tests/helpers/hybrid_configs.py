@@ -44,9 +44,8 @@ GRANITE_HYBRID = SMALL | MAMBA_SIZES | {
     "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.7,
 }  # fmt: skip
 
-HYBRID_FAMILIES: dict[
-    str, dict[str, Any]
-] = {  # a golden file has the results of transformers for each
+# Configs with a golden file of the results of transformers.
+HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": LFM2,
     "lfm2_moe": LFM2_MOE,
     "qwen3_5_text": QWEN3_5,
@@ -56,7 +55,8 @@ HYBRID_FAMILIES: dict[
     "bamba": BAMBA,
     "granitemoehybrid": GRANITE_HYBRID,
 }
-HYBRID_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers live only
+# Configs without a golden file. Tests compare them with the installed transformers.
+HYBRID_VARIANTS: dict[str, dict[str, Any]] = {
     "lfm2-biases": LFM2 | {"conv_bias": True, "conv_L_cache": 4, "layer_types": ["conv"] * 4},
     "lfm2-widths": {key: value for key, value in LFM2.items() if key != "layer_types"} | {
         "block_auto_adjust_ff_dim": True, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.3,
@@ -88,5 +88,8 @@ HYBRID_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers liv
     "granitemoehybrid-dense": GRANITE_HYBRID | {
         "num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True, "mamba_proj_bias": True,
         "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    },
+    "granitemoehybrid-attention": GRANITE_HYBRID | {
+        "num_local_experts": 0, "position_embedding_type": "rope", "layer_types": ["attention"] * 3,
     },
 }  # fmt: skip

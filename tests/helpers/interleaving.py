@@ -30,15 +30,12 @@ from prepcli.execution import coordination, failure_notes, locks
 Event = tuple[str, int]
 READS = ("listdir", "scandir", "stat", "lstat")
 CHANGES = ("rename", "replace", "unlink", "mkdir", "rmdir", "write", "pwrite", "ftruncate")
-COARSE = frozenset({"wait", "replace"})  # interruption points in addition to `sleep` and `step`
+# Operations before which a process may be interrupted, in addition to `sleep` and `step`.
+COARSE = frozenset({"wait", "replace"})
 FINE = COARSE | {"open", "flock", "close", "rename", *READS, *CHANGES}
 ANY = 1 << 30
-STEPS_S = (
-    25.0,
-    700.0,
-    700.0,
-    700.0,
-)  # seconds of each tick: more than REJOIN_S, then more than PATIENCE_S
+# Seconds that pass at each tick of the clock: more than REJOIN_S, then more than PATIENCE_S.
+STEPS_S = (25.0, 700.0, 700.0, 700.0)
 
 
 class Killed(BaseException):
@@ -63,10 +60,12 @@ class Process:
     resume: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     label: str = ""
     history: list[Any] = field(default_factory=list)
-    observations: list[Any] = field(default_factory=list)  # observations since the last sleep
+    # Observations since the last sleep.
+    observations: list[Any] = field(default_factory=list)
     is_killed: bool = False
     is_done: bool = False
-    idle_at: int = -1  # changes by peers at which it went idle
+    # Number of changes by other processes when the process went idle.
+    idle_at: int = -1
     ended: BaseException | None = None
     fds: set[int] = field(default_factory=set)
     changes: int = 0
@@ -100,7 +99,8 @@ class World:
         """Create a world. `switches` limits the interruptions of a process that could continue."""
         self.folder, self.processes, self.points = folder, processes, points
         self.kills, self.switches, self.ticks, self.clock_s = kills, switches, 0, 1000.0
-        self.last = -1  # the process that ran last
+        # Index of the process that ran last.
+        self.last = -1
         self.back = threading.Semaphore(0)
         self.threads: dict[int, Process] = {}
         World.current = self
@@ -181,6 +181,7 @@ class World:
     # In the threads of the processes
 
     def _run(self, process: Process) -> None:
+        """Run a process in its thread, and close its files at the end."""
         self.threads[threading.get_ident()] = process
         try:
             process.body()
@@ -290,6 +291,7 @@ _REAL: dict[str, Any] = {"close": os.close, "flock": fcntl.flock}
 
 
 def _file_name(args: tuple[Any, ...]) -> str:
+    """Return the file name in the first argument of a system call."""
     return (
         os.path.basename(os.fspath(args[0]))
         if args and isinstance(args[0], str | os.PathLike)

@@ -60,9 +60,8 @@ def run_interrupted(call: Callable[[], object], at: int | None) -> InterruptedCa
         finally:
             sys.setprofile(None)
 
-    thread = threading.Thread(
-        target=run, daemon=True
-    )  # a call that hangs must not keep the tests from ending
+    # As a daemon, the thread of a call that hangs does not keep the tests from ending.
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(MAX_S)
     assert not thread.is_alive(), f"the call hangs after an exception at its event {at}"

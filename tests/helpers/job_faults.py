@@ -169,6 +169,7 @@ class _Output:
         return self._end_s
 
     def _read(self) -> None:
+        """Collect the lines of stderr until it ends."""
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self._lines.append(line)

@@ -72,6 +72,7 @@ class Resources(Strict):
 
     @model_validator(mode="after")
     def _check_devices(self) -> Resources:
+        """Require equal requests and limits of devices, as Kubernetes does."""
         assert self.requests == self.limits
         return self
 
@@ -110,6 +111,7 @@ class Volume(Strict):
 
     @model_validator(mode="after")
     def _check_source(self) -> Volume:
+        """Require exactly one source."""
         sources = [self.config_map, self.persistent_volume_claim, self.empty_dir]
         assert sum(source is not None for source in sources) == 1
         return self
@@ -154,6 +156,7 @@ class Pod(Strict):
 
     @model_validator(mode="after")
     def _check_mounts(self) -> Pod:
+        """Require a volume of the pod for each mount."""
         names = {volume.name for volume in self.volumes}
         assert all(
             mount.name in names
@@ -195,6 +198,7 @@ class FailureRule(Strict):
 
     @model_validator(mode="after")
     def _check_cause(self) -> FailureRule:
+        """Require exit codes or conditions of a pod, not both."""
         assert (self.on_exit_codes is None) != (self.on_pod_conditions is None)
         return self
 
@@ -264,6 +268,7 @@ class JobSet(Strict):
 
     @model_validator(mode="after")
     def _check_pod_names(self) -> JobSet:
+        """Require names of pods within 63 characters."""
         for job in self.spec.replicated_jobs:
             suffix = f"-{job.name}-{job.replicas - 1}-{job.template.spec.completions - 1}-abcde"
             assert len(self.metadata.name + suffix) <= 63

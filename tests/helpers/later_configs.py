@@ -10,7 +10,8 @@ EXPERTS = LLAMA_LIKE | {"intermediate_size": 7, "num_experts_per_tok": 2}
 # DeepSeek's fields without the ones that only some families have.
 CORRECTED = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
 GROUPED = CORRECTED | {"num_key_value_heads": 1, "head_dim": 8}
-LATER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results of transformers for each
+# Configs with a golden file of the results of transformers.
+LATER_FAMILIES: dict[str, dict[str, Any]] = {
     "exaone": LLAMA_LIKE | {"model_type": "exaone", "mlp_bias": True},
     "exaone_moe": EXPERTS | {
         "model_type": "exaone_moe", "num_experts": 4, "num_shared_experts": 2, "sliding_window": 5,
@@ -66,7 +67,8 @@ LATER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
     "youtu": SMALL | LATENT | {"model_type": "youtu", "num_key_value_heads": 3, "rms_norm_eps": 1e-3},
 }  # fmt: skip
 FAMILIES = LATER_FAMILIES
-LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers live only
+# Configs without a golden file. Tests compare them with the installed transformers.
+LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
     "exaone-names": {key: value for key, value in FAMILIES["exaone"].items() if key != "num_hidden_layers"} | {
         "num_layers": 3, "layer_norm_epsilon": 0.1, "activation_function": "gelu_new", "attention_bias": True,
     },

@@ -16,9 +16,8 @@ class _LazyModule:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith(
-            "_"
-        ):  # pytest reads `__test__` and `_mock_name` of all that a test module has
+        # pytest reads `__test__` and `_mock_name` of every name in a test module.
+        if attribute.startswith("_"):
             raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)
 

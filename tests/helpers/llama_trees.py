@@ -1,6 +1,6 @@
 """A LLaMA in each output format, read with the format's own library, and assembled with NumPy.
 
-Both sides know nothing of prep's readers and axis maps: the expected leaves are made from the tensors of the
+Neither side uses prep's readers or axis maps: the expected leaves are made from the tensors of the
 Hugging Face folder by the rules of the formats.
 """
 

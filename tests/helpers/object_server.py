@@ -18,9 +18,11 @@ from xml.sax.saxutils import escape
 from tests.helpers import loopback
 from tests.helpers.range_server import FaultInjector, SentRange, etag, send_range
 
-START = datetime(2024, 1, 1, tzinfo=UTC)  # time of the store
+# The time of the store when it starts.
+START = datetime(2024, 1, 1, tzinfo=UTC)
 CONDITIONS = ("If-None-Match", "If-Match", "x-goog-if-generation-match")
-PAGE_OBJECTS = 7  # objects that one answer lists
+# Maximum number of objects in one answer to a listing.
+PAGE_OBJECTS = 7
 
 
 @dataclass(slots=True)
@@ -33,14 +35,16 @@ class FakeObjectStore:
     requests: list[str] = field(default_factory=list)
     sent: list[SentRange] = field(default_factory=list)
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
-    failing_requests: str = "\0"  # requests whose line contains this get `status`
+    # Requests with this text in their line get the answer `status`.
+    failing_requests: str = "\0"
     status: int = 403
-    stall: str = ""  # one of loopback.STALL_KINDS, instead of `status`
+    # One of loopback.STALL_KINDS, to stall these requests instead of the answer `status`.
+    stall: str = ""
     time: datetime = START
-    has_conditions: bool = True  # whether writes may depend on the version of the object
-    versions: dict[str, tuple[int, datetime]] = field(
-        default_factory=dict
-    )  # generation and time of the last write
+    # Whether the store supports writes that depend on the version of the object.
+    has_conditions: bool = True
+    # Generation and time of the last write of each object.
+    versions: dict[str, tuple[int, datetime]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def environment(self) -> dict[str, str]:
@@ -104,6 +108,7 @@ class _Handler(loopback.Handler):
         self._answer()
 
     def _answer(self) -> None:
+        """Record the request and answer it, or fail or stall as the server is set up."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         parts = urlsplit(self.path)
         key = unquote(parts.path).lstrip("/")
@@ -130,6 +135,7 @@ class _Handler(loopback.Handler):
             self._multipart(key, query)
 
     def _list(self, bucket: str, query: dict[str, str]) -> None:
+        """Send one page of the keys below a prefix."""
         prefix, after = (
             query.get("prefix", ""),
             query.get("continuation-token", query.get("start-after", "")),
@@ -152,11 +158,13 @@ class _Handler(loopback.Handler):
         self._send(200, xml.encode())
 
     def _contents(self, key: str, data: bytes) -> str:
+        """Return an object's entry of a listing."""
         modified = START.strftime("%Y-%m-%dT%H:%M:%S.000Z")
         fields = f"<Key>{escape(key)}</Key><LastModified>{modified}</LastModified><Size>{len(data)}</Size>"
         return f"<Contents>{fields}<ETag>{escape(etag(data))}</ETag></Contents>"
 
     def _read(self, key: str) -> None:
+        """Send an object, or the requested range of it."""
         data = self.fake.objects.get(key)
         if data is None:
             self._send(404, b"<Error><Code>NoSuchKey</Code></Error>")
@@ -176,6 +184,7 @@ class _Handler(loopback.Handler):
                 self.fake.sent.append(SentRange(key, *span))
 
     def _write(self, key: str, query: dict[str, str], body: bytes) -> None:
+        """Store an object, or one part of an upload, if its conditions hold."""
         if "uploadId" in query:
             self.fake.parts[query["uploadId"]][int(query["partNumber"])] = body
             self._send(200, b"", {"ETag": etag(body)})
@@ -205,6 +214,7 @@ class _Handler(loopback.Handler):
         return all(known[name] == value for name, value in conditions.items())
 
     def _multipart(self, key: str, query: dict[str, str]) -> None:
+        """Start an upload in parts, or complete it."""
         if "uploads" in query:
             upload = str(len(self.fake.parts))
             self.fake.parts[upload] = {}
@@ -218,6 +228,7 @@ class _Handler(loopback.Handler):
         self._send(200, xml.encode())
 
     def _delete_objects(self, bucket: str, body: bytes) -> None:
+        """Delete the objects listed in the body."""
         text = body.decode()
         keys = [part.partition("</Key>")[0] for part in text.split("<Key>")[1:]]
         for key in keys:

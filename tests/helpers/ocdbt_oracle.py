@@ -71,6 +71,7 @@ def node_entries(node: dict[str, Any], prefix: bytes = b"") -> list[OcdbtEntry]:
 
 
 def read_all_entries(folder: Path) -> list[OcdbtEntry]:
+    """Return the entries of all leaf nodes of an OCDBT database."""
     return [
         entry
         for prefix, _, node in iter_nodes(folder)

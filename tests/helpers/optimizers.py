@@ -21,9 +21,8 @@ from trainer.training.optimizers.rounding import RoundingKey
 from trainer.training.step import StepSetup, TrainState, state_shapes, train_step
 
 STEPS = 20
-KEYS: Mapping[
-    str, dict[str, Any]
-] = {  # keys of a table that use every part of an optimizer in a tiny model
+# Keys of a recipe table with which a tiny model uses every part of the optimizer.
+KEYS: Mapping[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-2, "weight_decay": 0.1},
     "adafactor": {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9, "min_factored_size": 8},
     "lion": {"lr": 1e-3, "weight_decay": 0.1},
@@ -34,9 +33,9 @@ KEYS: Mapping[
 # Steps of these are compiled by default. Freezing, rounding and saving are code of `Optimizer`, not of a rule.
 # SGD and Lion keep one of the moments of AdamW, and "palm" is Adafactor without factors.
 DISTINCT_RULES = ("adamw", "adafactor", "muon")
-COMPACT: dict[
-    str, Any
-] = {  # the leaves that are not frozen have one, two and four axes; each takes time to compile
+# Most leaves are frozen, because each leaf takes time to compile. The others have one, two and four
+# axes.
+COMPACT: dict[str, Any] = {
     "moment_dtype": "bfloat16",
     "ema": 0.9,
     "freeze": ("embed.positions", "re:attn_norm|mlp|attn\\.[qko]", "final_norm.bias"),
@@ -50,13 +49,13 @@ def make_optimizer(name: str, **keys: Any) -> Optimizer:
 
 
 def _jit_step(setup: StepSetup) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """Compile a training step. Its new state is split as the old one."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
     return jax.jit(partial(train_step, setup=setup), out_shardings=(shardings, None))
 
 
-compile_step = SharedResults(
-    _jit_step
-)  # the training step of a setup, compiled once for equal setups
+# Returns the training step of a setup, compiled once for equal setups.
+compile_step = SharedResults(_jit_step)
 
 
 @cache
@@ -75,7 +74,7 @@ def compiled_run(name: str, *, is_compact: bool = False) -> tuple[StepSetup, Cal
 
 
 def take_steps(setup: StepSetup, state: TrainState, *, until: int, step: Any = None) -> TrainState:
-    """Take the steps from that of a state to `until`."""
+    """Take training steps from the step of a state to step `until`."""
     step, job = step or compile_step(setup), runs.make_job(setup)
     for number in range(int(state["step"]), until):
         state, _ = step(state, feed.load_batch(job.train, job.order.rows(number), setup.sharding))

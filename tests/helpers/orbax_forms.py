@@ -60,6 +60,7 @@ def values(dtype: str) -> np.ndarray:
 
 
 def tree() -> dict[str, Any]:
+    """Return a tree with arrays of every dtype, sharded arrays, zeros, a number and a list."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
     sharding = NamedSharding(mesh, PartitionSpec("a", "b"))
     arrays = {dtype: values(dtype) for dtype in DTYPES}
@@ -126,6 +127,7 @@ def save_from_two_processes(folder: Path, tree: dict[str, Any]) -> None:
 
 
 def flat(tree: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return the leaves of a tree by dotted path, as NumPy arrays."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {
         ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): np.asarray(x)

@@ -29,7 +29,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.experimental import v1
 
-jax.config.update("jax_enable_x64", True)  # otherwise JAX casts 64-bit leaves
+# JAX would cast 64-bit leaves to 32 bits.
+jax.config.update("jax_enable_x64", True)
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "mp"))
 
 
@@ -46,39 +47,47 @@ def sharded(tree: Any) -> Any:
 
 
 def v0_metadata(item: Path) -> Any:
+    """Return the tree of an item with the shape and dtype of each leaf, by Orbax v0."""
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.metadata(item).item_metadata.tree
 
 
 def v0_standard(item: Path) -> Any:
+    """Restore an item onto the mesh with StandardCheckpointer of v0."""
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(item, sharded(v0_metadata(item)))
 
 
 def v0_standard_no_target(item: Path) -> Any:
+    """Restore an item with StandardCheckpointer of v0, without target shapes and shardings."""
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(item)
 
 
 def v0_pytree(item: Path) -> Any:
+    """Restore an item with PyTreeCheckpointer of v0."""
     return ocp.PyTreeCheckpointer().restore(item)
 
 
 def v0_pytree_numpy(item: Path) -> Any:
+    """Restore an item as NumPy arrays with PyTreeCheckpointer of v0."""
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), v0_metadata(item))
     return ocp.PyTreeCheckpointer().restore(item, restore_args=as_numpy)
 
 
 def v1_no_target(item: Path) -> Any:
+    """Load an item with v1, without target shapes and shardings."""
     return v1.load(str(item))
 
 
 def v1_sharded(item: Path) -> Any:
+    """Load an item onto the mesh with v1."""
     target = sharded(v1.metadata(str(item), checkpointable_name=None).metadata)
     return v1.load(str(item), target, checkpointable_name=None)
 
 
 def manager(item: Path) -> Any:
+    """Restore a copy of an item as step 0 of a CheckpointManager of v0."""
     with tempfile.TemporaryDirectory(dir=item.parent) as root:
         shutil.copytree(item, Path(root) / "0" / "default")
         with ocp.CheckpointManager(root) as checkpoints:
@@ -105,6 +114,7 @@ def described(leaf: Any) -> list[Any]:
 
 
 def flat(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by dotted path."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {
         ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): leaf
@@ -113,6 +123,7 @@ def flat(tree: Any) -> dict[str, Any]:
 
 
 def compare_item(expected_file: Path, item: Path) -> None:
+    """Check that every way to open an item gives the leaves in a JSON file."""
     expected = json.loads(expected_file.read_text())
     for way in WAYS:
         leaves = flat(way(item))
@@ -158,9 +169,9 @@ def compare_step(expected_file: Path, step: Path) -> None:
 
 
 def tree_of_arrays() -> dict[str, Any]:
-    big = np.arange(4 * 64 * 64, dtype=np.float32).reshape(
-        4, 64, 64
-    )  # chunks too large to be inline
+    """Return a tree with sharded and small arrays, a number, a text, and empty values."""
+    # The chunks are too large to be stored inline, in the index of the database.
+    big = np.arange(4 * 64 * 64, dtype=np.float32).reshape(4, 64, 64)
     over_mesh = NamedSharding(MESH, PartitionSpec(None, "fsdp", "mp"))
     return {
         "params": {"big": jax.device_put(big, over_mesh), "small": np.arange(3, dtype=np.int8)},
@@ -177,9 +188,8 @@ def save(folder: Path) -> None:
     raw = ocp.PyTreeCheckpointer(use_compression=False)
     raw.save(folder / "raw", tree)
     ocp.PyTreeCheckpointer().save(folder / "zstd", tree)
-    raw.save(
-        folder / "raw again", ocp.PyTreeCheckpointer().restore(folder / "zstd")
-    )  # as RESAVE_HINT
+    # This is the command in RESAVE_HINT.
+    raw.save(folder / "raw again", ocp.PyTreeCheckpointer().restore(folder / "zstd"))
     v1.save(str(folder / "v1"), {"w": np.ones(3)})
     with ocp.CheckpointManager(folder / "run") as checkpoints:
         for step in (9, 10):
@@ -187,6 +197,7 @@ def save(folder: Path) -> None:
 
 
 def same(a: Path, b: Path) -> None:
+    """Check that two items have the same tree."""
     trees = [v0_pytree(item) for item in (a, b)]
     assert jax.tree.structure(trees[0]) == jax.tree.structure(trees[1])
     descriptions = [{name: described(leaf) for name, leaf in flat(tree).items()} for tree in trees]
@@ -194,9 +205,11 @@ def same(a: Path, b: Path) -> None:
 
 
 def is_taken(path: Path) -> bool:
+    """Return whether `load_pytree` of v1 accepts a path."""
+    # ValueError is the base class of InvalidLayoutError.
     try:
         return bool(v1.load_pytree(path))
-    except ValueError:  # base class of InvalidLayoutError
+    except ValueError:
         return False
 
 
@@ -205,7 +218,8 @@ def v1_paths(init: Path, run: Path, step: Path) -> None:
     assert set(v1.load_pytree(init)) == {"params"}
     assert {"params", "opt_state"} <= set(v1.load_pytree(step))
     assert not any(map(is_taken, (run, step / "state")))
-    restored = ocp.PyTreeCheckpointer().restore(step / "state")  # of v0
+    # This is the API of Orbax v0.
+    restored = ocp.PyTreeCheckpointer().restore(step / "state")
     assert {"params", "opt_state"} <= set(restored)
 
 

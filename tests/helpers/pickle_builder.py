@@ -24,6 +24,7 @@ def encode_text(value: str) -> bytes:
 
 
 def encode_int(value: int) -> bytes:
+    """Return the opcode of an integer."""
     if 0 <= value < 256:
         return b"K" + bytes([value])
     nbytes = (value.bit_length() + 8) // 8
@@ -44,6 +45,7 @@ def encode_call(maker: str, *args: bytes) -> bytes:
 
 
 def encode_mapping(items: Mapping[str, bytes] | Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return the opcodes of a dict."""
     pairs = (
         [(encode_text(key), value) for key, value in items.items()]
         if isinstance(items, Mapping)
@@ -55,6 +57,7 @@ def encode_mapping(items: Mapping[str, bytes] | Sequence[tuple[bytes, bytes]]) -
 def encode_storage(
     key: str = "0", kind: str = "torch.FloatStorage", numel: int = 6, *more: bytes
 ) -> bytes:
+    """Return the opcodes of torch's reference to a storage in another file."""
     return (
         encode_tuple(
             encode_text("storage"),
@@ -88,9 +91,8 @@ def make_pickle(*body: bytes) -> bytes:
 
 
 SIX_FLOATS = struct.pack("<6f", *range(6))
-ONE_TENSOR = make_pickle(
-    encode_mapping({"w": encode_tensor()})
-)  # a pickle of one tensor of these floats
+# A pickle of one tensor with these floats.
+ONE_TENSOR = make_pickle(encode_mapping({"w": encode_tensor()}))
 
 
 def make_zip_file(

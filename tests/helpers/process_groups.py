@@ -18,7 +18,8 @@ class _Board:
     """Texts that the threads have published, by name."""
 
     texts: dict[str, str] = field(default_factory=dict)
-    is_closed: bool = False  # a thread has failed
+    # Whether a thread has failed.
+    is_closed: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def put(self, name: str, text: str) -> None:
@@ -71,6 +72,7 @@ class ThreadProcess:
         return self._board.get(key)
 
     def _next_key(self, name: str) -> str:
+        """Return a key for this call, equal in all processes."""
         self._calls += 1
         return f"{self._calls} {name}"
 

@@ -14,11 +14,8 @@ from prepcli.launch import local
 from tests import CACHE, FLAGS
 from tests.helpers.waiting import MAX_S
 
-COMPILATION = (
-    FLAGS,
-    CACHE,
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
-)  # as in the process of the tests
+# Variables that started processes get from the process of the tests.
+COMPILATION = (FLAGS, CACHE, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
 
 
 @dataclass(frozen=True, slots=True)

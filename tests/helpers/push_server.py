@@ -36,7 +36,8 @@ class FakePushHub:
     repos: dict[str, PushedRepo] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
-    unauthenticated: list[str] = field(default_factory=list)  # requests without the token
+    # Requests without the token of the user.
+    unauthenticated: list[str] = field(default_factory=list)
     failing_requests: str = "\0"
     status: int = 400
     body: bytes | None = None
@@ -68,6 +69,7 @@ class _Handler(loopback.Handler):
         self._answer()
 
     def _answer(self) -> None:
+        """Record the request and answer it, or fail or stall as the server is set up."""
         body = self._body()
         path = unquote(urlsplit(self.path).path)
         line = f"{self.command} {path}"
@@ -91,6 +93,7 @@ class _Handler(loopback.Handler):
             self._answer_repo(path.strip("/").removeprefix("api/models/").split("/"), body)
 
     def _body(self) -> bytes:
+        """Return the body of the request, with its chunks joined."""
         if self.headers.get("Transfer-Encoding") != "chunked":
             return self.rfile.read(int(self.headers.get("Content-Length", 0)))
         body = b""
@@ -101,6 +104,7 @@ class _Handler(loopback.Handler):
         return body
 
     def _create(self, requested: dict[str, Any]) -> None:
+        """Create a repository."""
         name = f"{requested.get('organization') or 'o'}/{requested['name']}"
         exists = name in self.fake.repos
         self.fake.repos.setdefault(
@@ -110,11 +114,13 @@ class _Handler(loopback.Handler):
         self._send(409 if exists else 200, {"url": f"{self.fake.url}/{name}"})
 
     def _store_object(self, oid: str, body: bytes) -> None:
+        """Store a large file after a check of its digest."""
         assert hashlib.sha256(body).hexdigest() == oid
         self.fake.objects[oid] = body
         self._send(200, {})
 
     def _answer_repo(self, parts: list[str], body: bytes) -> None:
+        """Answer a request for one repository."""
         name = "/".join(parts[:2]).removesuffix(".git")
         rest, repo = parts[2:], self.fake.repos.get(name)
         if repo is None:
@@ -151,10 +157,12 @@ class _Handler(loopback.Handler):
             )
 
     def _upload_actions(self, requested: dict[str, Any]) -> dict[str, Any]:
+        """Return where to upload a large file. Nowhere if it is stored already."""
         upload = {"upload": {"href": f"{self.fake.url}/lfs/{requested['oid']}"}}
         return requested | ({} if requested["oid"] in self.fake.objects else {"actions": upload})
 
     def _commit(self, name: str, branch: dict[str, bytes], body: bytes) -> None:
+        """Apply the operations of a commit to a branch."""
         for line in body.decode().splitlines():
             operation = json.loads(line)
             value = operation["value"]
@@ -185,6 +193,7 @@ class _Handler(loopback.Handler):
 
 
 def _mode(path: str) -> dict[str, object]:
+    """Return how the hub wants a file to be uploaded."""
     is_large = path.endswith(".safetensors")
     return {"path": path, "uploadMode": "lfs" if is_large else "regular", "shouldIgnore": False}
 

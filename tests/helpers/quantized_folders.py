@@ -33,6 +33,7 @@ def pack_words(codes: np.ndarray) -> np.ndarray:
 
 
 def fp8(rng: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+    """Return a weight in float8 with a scale per block of 16 x 16, and its values."""
     codes = rng.standard_normal(shape).astype(ml_dtypes.float8_e4m3fn)
     scales = scales_of(rng, (-(-shape[0] // 16), -(-shape[1] // 16)), np.float32)
     spread = np.repeat(np.repeat(scales, 16, axis=0), 16, axis=1)[: shape[0], : shape[1]]
@@ -40,6 +41,7 @@ def fp8(rng: np.random.Generator, shape: tuple[int, int]) -> Quantized:
 
 
 def compressed_fp8(rng: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+    """Return a weight in float8 of compressed-tensors with a scale per row, and its values."""
     codes = rng.standard_normal(shape).astype(ml_dtypes.float8_e4m3fn)
     scales = scales_of(rng, (shape[0], 1), BFLOAT16)
     stored: Arrays = {"weight": codes, "weight_scale": scales}
@@ -48,6 +50,7 @@ def compressed_fp8(rng: np.random.Generator, shape: tuple[int, int]) -> Quantize
 
 
 def compressed_int4(rng: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+    """Return a weight in 4 bits of compressed-tensors, and its values."""
     rows, columns = shape
     codes = rng.integers(0, 16, shape)
     zeros = rng.integers(0, 16, (rows, columns // 16))
@@ -63,6 +66,7 @@ def compressed_int4(rng: np.random.Generator, shape: tuple[int, int]) -> Quantiz
 
 
 def gptq(rng: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+    """Return a weight in 4 bits of GPTQ, and its values."""
     outputs, inputs = shape
     codes = rng.integers(0, 16, shape)
     zeros = rng.integers(1, 16, (inputs // 16, outputs))
@@ -79,6 +83,7 @@ def gptq(rng: np.random.Generator, shape: tuple[int, int]) -> Quantized:
 
 
 def awq(rng: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+    """Return a weight in 4 bits of AWQ, and its values."""
     outputs, inputs = shape
     codes = rng.integers(0, 16, (inputs, outputs))
     zeros = rng.integers(0, 16, (inputs // 16, outputs))
@@ -92,6 +97,7 @@ def awq(rng: np.random.Generator, shape: tuple[int, int]) -> Quantized:
 
 
 def bits8(rng: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+    """Return a weight in int8 of bitsandbytes, and its values."""
     codes = rng.integers(-127, 128, shape).astype(np.int8)
     maxima = scales_of(rng, shape[:1], np.float32)
     values = codes.astype(np.float32) * maxima[:, None] * np.float32(7.874015718698502e-3)
@@ -100,6 +106,7 @@ def bits8(rng: np.random.Generator, shape: tuple[int, int]) -> Quantized:
 
 
 def nf4(rng: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+    """Return a weight in NF4 of bitsandbytes, and its values."""
     codes = rng.integers(0, 16, shape[0] * shape[1]).astype(np.uint8)
     table = np.linspace(-1, 1, 16, dtype=np.float32)
     maxima = scales_of(rng, (-(-codes.size // 64),), np.float32)
@@ -125,6 +132,7 @@ def nvfp4_parts(
 
 
 def compressed_nvfp4(rng: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+    """Return a weight in NVFP4 of compressed-tensors, and its values."""
     packed, scales, values = nvfp4_parts(rng, shape)
     divisor = np.array([rng.uniform(1000, 9000)], np.float32)
     stored: Arrays = {
@@ -138,6 +146,7 @@ def compressed_nvfp4(rng: np.random.Generator, shape: tuple[int, int]) -> Quanti
 
 
 def modelopt_nvfp4(rng: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+    """Return a weight in NVFP4 of ModelOpt, and its values."""
     packed, scales, values = nvfp4_parts(rng, shape)
     factor = np.array(rng.uniform(0.0001, 0.001), np.float32)
     stored: Arrays = {
@@ -150,6 +159,7 @@ def modelopt_nvfp4(rng: np.random.Generator, shape: tuple[int, int]) -> Quantize
 
 
 def compressed(weights: dict[str, Any], file_format: str) -> dict[str, Any]:
+    """Return a `quantization_config` of compressed-tensors."""
     return {
         "quant_method": "compressed-tensors",
         "format": file_format,
@@ -228,3 +238,17 @@ def make_quantized(
     }
     write_checkpoint(folder, config, stored)
     return values
+
+
+def make_mxfp4_experts(folder: Path, exponents: int = 250) -> None:
+    """Write a model of unknown type with MXFP4 experts."""
+    rng = np.random.default_rng(0)
+    stored: Arrays = {"model.norm.weight": np.ones(64, np.float32)}
+    for layer in range(2):
+        for name, rows, columns in (("gate_up_proj", 96, 64), ("down_proj", 64, 96)):
+            prefix = f"model.layers.{layer}.mlp.experts.{name}_"
+            shape = (4, rows, columns // 32)
+            stored[f"{prefix}blocks"] = rng.integers(0, 256, (*shape, 16), dtype=np.uint8)
+            stored[f"{prefix}scales"] = rng.integers(0, exponents, shape, dtype=np.uint8)
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    write_checkpoint(folder, {"model_type": "unheard_of", "quantization_config": settings}, stored)

@@ -19,11 +19,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.helpers import loopback
 
-SURPLUS_KINDS = (
-    "announced",
-    "unannounced",
-    "unframed",
-)  # bytes after the range, by their place in the headers
+# Kinds of bytes after the range: counted in Content-Length, not counted, or in an answer without
+# Content-Length.
+SURPLUS_KINDS = ("announced", "unannounced", "unframed")
 NUM_SURPLUS = 1000
 FAULT_KINDS = ("drop", "empty", "short", "refuse", "busy", "limit", "whole", "other")
 
@@ -67,7 +65,8 @@ class FakeFileStore:
 
     files: dict[str, bytes]
     faults: FaultInjector
-    max_url_uses: int = 1 << 30  # requests until a signed URL expires
+    # Number of requests after which a signed URL expires.
+    max_url_uses: int = 1 << 30
     url: str = ""
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     signature_uses: dict[str, int] = field(default_factory=dict)
@@ -168,6 +167,7 @@ def _send_surplus(
 
 
 def _hang_up(handler: BaseHTTPRequestHandler) -> None:
+    """Close the connection in the middle of an answer."""
     handler.wfile.flush()
     handler.close_connection = True
     handler.connection.shutdown(socket.SHUT_RDWR)

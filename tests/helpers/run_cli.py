@@ -48,6 +48,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def _file_stats(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return the size and the time of change of each file in a folder."""
     return {
         str(p): (p.stat().st_size, p.stat().st_mtime_ns)
         for p in sorted(folder.rglob("*"))

@@ -29,6 +29,7 @@ class Screen:
             self._apply(match)
 
     def _apply(self, match: re.Match[str]) -> None:
+        """Apply one piece of output: text, a line end or a command of the terminal."""
         argument, command, is_return, is_newline, printed = match.groups()
         if printed:
             line = self.lines[self._row].ljust(self._column)
@@ -45,7 +46,8 @@ class Screen:
             self._row -= int(argument or 1)
         elif command == "K" and argument == "2":
             self.lines[self._row] = ""
-        elif command not in ("m", "h", "l"):  # colours, and the visibility of the cursor
+        # These commands set colours and the visibility of the cursor.
+        elif command not in ("m", "h", "l"):
             raise ValueError(f"unknown sequence {match[0]!r}")
 
     def text(self) -> str:

@@ -26,7 +26,7 @@ PLAIN = ForwardConfig()
 
 
 def to_comparable(argument: Any) -> Any:
-    """Return an argument without its sharding context, which is compared by identity, and the fields of that."""
+    """Return an argument in a form that compares by value: a sharding context is replaced by its fields."""
     if isinstance(argument, StepSetup):
         return replace(argument, forward_config=PLAIN), to_comparable(argument.forward_config)
     if isinstance(argument, ForwardConfig):
@@ -78,7 +78,7 @@ class _LoweredStep:
 
 
 class SharedFunction(CompiledFunction):
-    """A function of a generator whose executables equal generators share; the seconds of compilation are its own."""
+    """A compiled function of a generator. Equal generators share its executables, and each counts its own seconds."""
 
     def __init__(self, function: partial[Any], **options: Any) -> None:
         shared = FUNCTIONS(function.func, function.keywords, options)

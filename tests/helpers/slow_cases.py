@@ -33,5 +33,6 @@ def slow_except(
 
 
 def _param(case: Any, *, is_slow: bool) -> Any:
+    """Return a case as a pytest parameter, marked as slow if it is."""
     values = case if isinstance(case, tuple) else (case,)
     return pytest.param(*values, marks=[pytest.mark.slow] * is_slow)

@@ -16,7 +16,8 @@ from prepcli.launch.local import free_port
 from tests.helpers.waiting import MAX_S, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
-NODES = ("127.0.0.1", "127.0.0.2")  # names that resolve without a change of /etc/hosts
+# These names resolve without a change of /etc/hosts.
+NODES = ("127.0.0.1", "127.0.0.2")
 CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -105,6 +106,7 @@ def wait_for_job(
 
 
 def _run(words: list[str], variables: dict[str, str]) -> str:
+    """Return the output of a command of Slurm. It must succeed."""
     done = subprocess.run(
         words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=MAX_S
     )

@@ -45,13 +45,14 @@ def axis_maps(draw, padding: bool = True) -> AxisMap:
 
 
 def complete_tables() -> st.SearchStrategy[tuple[AxisMap, ...]]:
-    """Draw axis maps that together take every element of their tensors: one of all, or several of parts."""
+    """Draw axis maps that together take every element of their tensors: one for all, or several for parts."""
     return st.one_of(
         axis_maps(padding=False).filter(_uses_whole_tensors).map(lambda row: (row,)), fused_rows()
     )
 
 
 def _uses_whole_tensors(row: AxisMap) -> bool:
+    """Return whether the leaf of a row uses its tensors without gaps."""
     has_fixed = any(
         factor.fixed is not None and factor.extent > 1
         for dim in row.source_dims
@@ -61,12 +62,14 @@ def _uses_whole_tensors(row: AxisMap) -> bool:
 
 
 def _groups(words: list[str]) -> st.SearchStrategy[list[list[str]]]:
+    """Cut words into groups at random places."""
     return st.lists(st.booleans(), min_size=len(words), max_size=len(words)).map(
         lambda cuts: _cut(words, cuts)
     )
 
 
 def _cut(words: list[str], cuts: list[bool]) -> list[list[str]]:
+    """Cut words before each marked word."""
     groups: list[list[str]] = []
     for word, starts_group in zip(words, cuts):
         if starts_group or not groups:
@@ -81,6 +84,7 @@ def _merged(group: list[str]) -> str:
 
 @st.composite
 def _dim_text(draw, group: list[str]) -> str:
+    """Return a group as a dim, sometimes as one of several parts."""
     if draw(st.integers(0, 4)):
         return _merged(group)
     parts = [" ".join(group), "b", "c b"]

@@ -36,6 +36,7 @@ class ThreadGroup:
         return self._exchange_texts(f"broadcast {name}", text)[0]
 
     def _exchange_texts(self, call: str, text: str) -> list[str]:
+        """Return the texts of all threads. All must make the same call."""
         exchange = self._exchange
         exchange.texts[self.index] = f"{call}\n{text}"
         exchange.barrier.wait()

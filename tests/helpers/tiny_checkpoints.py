@@ -79,7 +79,8 @@ DEEPSEEK = SMALL | {
 LATENT = {
     "kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5,
 }  # fmt: skip
-FAMILY_CONFIGS: dict[str, dict[str, Any]] = {  # one per family without a config above
+# One config for each family without a config above.
+FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
     "gptj": TOKEN_FIELDS | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
     "gpt_neox": SMALL,
     "opt": SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": False},

@@ -15,10 +15,8 @@ META_LAYER_NAMES = {
     "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
-COLUMN_SHARDED = (
-    "attention.wo",
-    "feed_forward.w2",
-)  # sharded along their second dim; norms are in each file
+# These matrices are sharded along their second dim. Each file has all norms.
+COLUMN_SHARDED = ("attention.wo", "feed_forward.w2")
 
 
 def to_torch(array: np.ndarray) -> Any:
@@ -111,6 +109,7 @@ def write_meta_folder(
 
 
 def _meta_name(name: str) -> str:
+    """Return the name of a tensor in Meta's checkpoints."""
     if not name.startswith("model.layers."):
         return {
             "model.embed_tokens.weight": "tok_embeddings.weight",
@@ -136,6 +135,7 @@ def _interleaved(name: str, value: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _part(name: str, value: Any, number: int, files: int, embedding_axis: int) -> Any:
+    """Return the part of a tensor in one of Meta's files."""
     if value.dim() == 1:
         return value
     axis = (

@@ -13,12 +13,14 @@ from prepcli.planning.tensors import itemsize
 
 
 def read_content(folder: Path, content: bytes) -> TorchHeader:
+    """Write a file of torch, and read its header."""
     path = folder / "x.bin"
     path.write_bytes(content)
     return read_torch_header(path, 0)
 
 
 def read_error(folder: Path, content: bytes) -> PrepError:
+    """Return the error for a file of torch with this content."""
     with pytest.raises(PrepError) as caught:
         read_content(folder, content)
     assert caught.value.code == FAILED

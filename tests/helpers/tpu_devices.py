@@ -10,7 +10,8 @@ from itertools import product
 
 from trainer.planning.tpu_topologies import TPU_GENERATIONS
 
-HOST_BOUND = 2  # chips of a host along x and along y
+# Chips of a host along x, and along y.
+HOST_BOUND = 2
 
 
 @dataclass(frozen=True)

@@ -61,13 +61,15 @@ def make_training_folder() -> None:
 @cache
 def _template() -> tempfile.TemporaryDirectory[str]:
     """Return a training folder that tests only copy; a copy takes a fiftieth of the time of a conversion."""
-    folder = tempfile.TemporaryDirectory(prefix="prep-training-")  # deleted when this process exits
+    # The folder is deleted when this process exits.
+    folder = tempfile.TemporaryDirectory(prefix="prep-training-")
     with contextlib.chdir(folder.name):
         _write_training_folder()
     return folder
 
 
 def _write_training_folder() -> None:
+    """Write a checkpoint, a tokenizer, data and a recipe to the current folder."""
     make_checkpoint(Path("tiny"), LLAMA)
     write_tokenizer(Path("tiny"))
     assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK

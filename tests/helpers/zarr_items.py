@@ -44,12 +44,14 @@ class StorageForm:
 
 
 def encode(data: bytes, steps: tuple[str, ...]) -> bytes:
+    """Encode a chunk by each codec in turn."""
     for step in steps:
         data = ENCODERS[step](data)
     return data
 
 
 def document(meta: ArrayMeta, form: StorageForm) -> dict[str, Any]:
+    """Return the metadata of an array as JSON."""
     if not form.zarr3:
         compressor = {"id": form.codec_names[0], "level": 1} if form.codec_names else None
         return {
@@ -89,6 +91,7 @@ def _stored_chunk(meta: ArrayMeta, form: StorageForm) -> tuple[int, ...]:
 
 
 def _key(index: tuple[int, ...], form: StorageForm) -> str:
+    """Return the key of a chunk, e.g. `0.1` or `c/0/1`."""
     return (
         form.separator.join(("c", *map(str, index)))
         if form.zarr3
@@ -97,6 +100,7 @@ def _key(index: tuple[int, ...], form: StorageForm) -> str:
 
 
 def _values(meta: ArrayMeta, array: np.ndarray, form: StorageForm) -> Iterator[tuple[str, bytes]]:
+    """Yield the key and value of each stored chunk or shard."""
     stored = _stored_chunk(meta, form)
     outer = replace(meta, chunk_shape=stored)
     for index in np.ndindex(outer.grid):
@@ -110,6 +114,7 @@ def _values(meta: ArrayMeta, array: np.ndarray, form: StorageForm) -> Iterator[t
 
 
 def _shard(meta: ArrayMeta, array: np.ndarray, outer: tuple[int, ...], form: StorageForm) -> bytes:
+    """Return a shard: the encoded chunks of a part of the array with an index of them."""
     parts = (form.chunks_per_shard,) * len(meta.shape)
     count = math.prod(parts)
     table, data = [], b""
@@ -158,6 +163,7 @@ def write_zarr_item(
 
 
 def _database(folder: Path, values: Mapping[str, bytes], form: StorageForm) -> None:
+    """Write keys and values as an OCDBT database."""
     (folder / "ocdbt.process_0/d").mkdir(parents=True)
     data, entries = bytearray(), []
     for key, value in values.items():

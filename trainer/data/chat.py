@@ -1,4 +1,4 @@
-"""Build examples of conversations with a chat template: only assistant turns have loss."""
+"""Build training examples of conversations: only tokens of assistant turns count in the loss."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ Spans = tuple[tuple[int, int], ...]
 class ChatBuilder:
     """Builds an example of the messages of each record.
 
-    The whole conversation is tokenized as one text. Text between the markers `{% generation %}` and
-    `{% endgeneration %}` of the template has loss. Without markers, the conversation is rendered up
-    to each assistant turn, with and without the turn, and the difference has loss.
+    A chat template renders the whole conversation as one text, and the text is tokenized at once.
+    Text between the markers `{% generation %}` and `{% endgeneration %}` of the template counts in
+    the loss. Without markers, the conversation is rendered up to each assistant turn, with and
+    without the turn, and the difference counts.
     """
 
     has_weights = True
@@ -66,7 +67,10 @@ class ChatBuilder:
         return Example((*parts[0], parts[1], *parts[2]), piece.nbytes)
 
     def _spans_by_prefix(self, messages: list[JsonObject], text: str, place: str) -> Spans:
-        """Return start and end of each assistant turn, found by rendering ever longer prefixes."""
+        """Return start and end of each assistant turn.
+
+        The conversation is rendered up to each of them.
+        """
         # A conversation of n messages is rendered up to n times, so the time is quadratic. The limits
         # of the template hold for each rendering.
         spans: list[tuple[int, int]] = []
@@ -90,6 +94,7 @@ class ChatBuilder:
 
 
 def _load_renderer(template: ChatTemplate) -> ChatRenderer:
+    """Return a renderer of the template. Raise PrepError if jinja2 is not installed."""
     try:
         from trainer.data.chat_rendering import ChatRenderer
     except ImportError:

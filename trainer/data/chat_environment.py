@@ -43,7 +43,7 @@ LAZY_FILTERS = {
     "selectattr",
     "rejectattr",
 }
-# Filters that look at one item, or at none, so that their input is not counted.
+# Filters without a loop over their input, so that the size of the input is not counted.
 CHEAP_FILTERS = {
     "length",
     "count",
@@ -52,7 +52,7 @@ CHEAP_FILTERS = {
     "d",
     "attr",
 }
-# Filters that `_counted` inserts into the syntax tree of each template.
+# Filters that `_with_counting_filters` inserts into the syntax tree of each template.
 STEPS = "_steps"
 SIZED = "_sized"
 CONCAT = "_concat"
@@ -145,7 +145,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             Exception: The text is not a template. Jinja and Python raise errors of many types.
         """
         tree = self.parse(text)
-        _counted(tree)
+        _with_counting_filters(tree)
         tree.set_environment(self)
         return Template.from_code(
             self, self.compile(tree, filename="<template>"), self.make_globals(None)
@@ -168,7 +168,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return self.limits.measured(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return the sandboxed `str.format` with a check of its result, else None."""
+        """Return a checked `str.format` if `value` is this method of a text, else None."""
         if super().wrap_str_format(value) is None:
             return None
         template: str = value.__self__
@@ -195,7 +195,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call a macro, a function or a method of a value, as a step."""
+        """Count the work of a call, check its arguments, then call the macro, function or method."""
         __self.limits.count_work(CALL_WORK)
         if isinstance(__obj, LoopContext) and args:
             args = (CountedSteps(args[0], __self.limits), *args[1:])
@@ -233,6 +233,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             self._check_text_method(name, owner, [*args, *named.values()])
 
     def _check_text_method(self, name: str, text: str, args: list[Any]) -> None:
+        """Check the size of the text that a method of `text` returns."""
         if name in ("ljust", "rjust", "center", "zfill", "expandtabs") and args:
             self.limits.check_width(text, args[0])
         elif name == "replace" and len(args) > 1:
@@ -284,35 +285,38 @@ class _EscapeFormatter(_LimitedFields, SandboxedEscapeFormatter):
     pass
 
 
-def _counted(node: nodes.Node) -> nodes.Node:
-    """Insert the counting filters into a syntax tree."""
+def _with_counting_filters(node: nodes.Node) -> nodes.Node:
+    """Return a syntax tree with filters that count loops and measure new containers."""
     for name, value in node.iter_fields():
         if isinstance(value, nodes.Node):
-            setattr(node, name, _counted(value))
+            setattr(node, name, _with_counting_filters(value))
         elif isinstance(value, list):
             setattr(
                 node,
                 name,
-                [_counted(item) if isinstance(item, nodes.Node) else item for item in value],
+                [
+                    _with_counting_filters(item) if isinstance(item, nodes.Node) else item
+                    for item in value
+                ],
             )
     if isinstance(node, nodes.For):
-        node.iter = _filtered(node.iter, STEPS)
+        node.iter = _apply_filter(node.iter, STEPS)
     if isinstance(node, nodes.Concat):
         parts = nodes.List(node.nodes, lineno=node.lineno)
-        return _filtered(_filtered(parts, SIZED), CONCAT)
+        return _apply_filter(_apply_filter(parts, SIZED), CONCAT)
     is_slice = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     # The targets of an assignment are a tuple too.
     is_container = isinstance(node, nodes.List | nodes.Dict) or (
         isinstance(node, nodes.Tuple) and node.ctx == "load"
     )
-    return _filtered(node, SIZED) if is_slice or is_container else node
+    return _apply_filter(node, SIZED) if is_slice or is_container else node
 
 
 def _refuse_filter(name: str, *args: Any, **named: Any) -> NoReturn:
     raise SecurityError(f"the filter {name!r} is not available in chat templates")
 
 
-def _filtered(node: Any, name: str) -> nodes.Filter:
+def _apply_filter(node: Any, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 

@@ -17,7 +17,7 @@ from jinja2.utils import Namespace
 
 # Work is counted in characters of output. A step of a loop counts as this many characters.
 STEP_WORK = 64
-# A call of a macro or a method, which takes several times as long as a step.
+# A call of a macro or a method takes several times as long as a step of a loop.
 CALL_WORK = 256
 # An element of a container counts as this many characters.
 ELEMENT_SIZE = 16
@@ -206,7 +206,10 @@ class RenderLimits:
         self.check(self.count_chars(values) + self.count_chars(str(separator)) * num_values)
 
     def check_width(self, text: Any, width: Any) -> None:
-        """Check the size of a text after `width` more characters, or a string `width`, in each line."""
+        """Check the size of a text with `width` more characters in each line.
+
+        `width` may be a text.
+        """
         if isinstance(width, str):
             width = len(width)
         if isinstance(width, int):
@@ -214,7 +217,7 @@ class RenderLimits:
             self.check(len(str(text)) + num_lines * width)
 
     def check_count(self, count: Any, value: Any = None) -> None:
-        """Check the size of a list that has `count` times the same value."""
+        """Check the size of a list of `count` copies of a value."""
         if isinstance(count, int):
             self.check((ELEMENT_SIZE + self.count_chars(value)) * max(0, count))
 
@@ -229,7 +232,7 @@ class RenderLimits:
         self.check(size + size // ELEMENT_SIZE * self.count_chars(separators))
 
     def listed(self, items: Iterable[Any]) -> list[Any]:
-        """Return the items of a generator, each counted as a step."""
+        """Return the items of a generator as a list. Count each item as a step of a loop."""
         values: list[Any] = []
         size = 0
         for item in items:
@@ -240,7 +243,7 @@ class RenderLimits:
         return values
 
     def joined(self, pieces: Iterable[str]) -> str:
-        """Return the text of an output, a macro or a block."""
+        """Join the pieces of an output, a macro or a block. Count their characters."""
         parts: list[str] = []
         num_chars = 0
         for piece in pieces:

@@ -20,7 +20,7 @@ from trainer.models.json_types import JsonObject, JsonValue
 
 # Ids, and the start and end of each token in characters.
 EncodedText = tuple[list[int], list[tuple[int, int]]]
-# Classes that put the end token after a text, unless their settings say otherwise.
+# Tokenizer classes of transformers with `add_eos_token` on by default.
 ENDS_PROMPTS = ("T5Tokenizer",)
 
 
@@ -139,7 +139,7 @@ class SentencePieceCodec:
     def decode(self, ids: list[int]) -> str:
         """Decode ids to text, without control symbols.
 
-        Ids above the last piece are ignored: the vocabulary of T5 models is larger than the file's.
+        Ids beyond the vocabulary of the file are ignored: the vocabulary of T5 models is larger.
         """
         return self.processor.decode([token_id for token_id in ids if token_id <= self.max_id])
 
@@ -323,6 +323,7 @@ def check_normalizer_growth(growth: float, num_chars: int, file: str) -> None:
 
 
 def _growth(normalizer: JsonValue) -> float:
+    """Return how many bytes a normalizer makes of one byte at most."""
     if not isinstance(normalizer, dict):
         return 1.0
     if normalizer.get("type") == "Sequence":
@@ -353,6 +354,7 @@ def _replacement_growth(normalizer: JsonObject) -> float:
 
 
 def _nbytes(value: JsonValue) -> int:
+    """Return the number of UTF-8 bytes of a text, 0 for another value."""
     if not isinstance(value, str):
         return 0
     return len(value.encode("utf-8", "surrogatepass"))

@@ -78,6 +78,7 @@ def ids_value(record: Record, column: str, vocab: int) -> TokenIds:
 
 
 def _decode_ids(text: str) -> npt.NDArray[np.int32]:
+    """Decode base64 of little-endian int32 values."""
     data = base64.b64decode(text, validate=True)
     if len(data) % 4:
         raise ValueError(f"its base64 decodes to {len(data):,} bytes, which is not a multiple of 4")
@@ -85,6 +86,7 @@ def _decode_ids(text: str) -> npt.NDArray[np.int32]:
 
 
 def _ids_type_name(value: object) -> str:
+    """Return the type of a value without token ids, for an error."""
     if isinstance(value, list):
         return "a list of other values"
     return json_type_name(value)
@@ -120,6 +122,7 @@ def messages_value(record: Record, column: str) -> list[JsonObject]:
 
 
 def _is_encodable(text: str) -> bool:
+    """Return whether a text can be encoded in UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -79,7 +79,7 @@ def open_decompressed(stream: BinaryIO, name: str, suffix: str) -> BinaryIO:
 
 
 def _pieces(stream: BinaryIO, nbytes: int) -> Iterator[bytes]:
-    """Yield the bytes of a stream in pieces."""
+    """Yield the bytes of a stream, at most `nbytes` at a time."""
     while data := stream.read(COMPRESSED_READ_NBYTES):
         for start in range(0, len(data), nbytes):
             yield data[start : start + nbytes]
@@ -88,6 +88,7 @@ def _pieces(stream: BinaryIO, nbytes: int) -> Iterator[bytes]:
 def _decompress(
     pieces: Iterator[bytes], name: str, make_decompressor: Callable[[], Decompressor]
 ) -> Iterator[bytes]:
+    """Yield the decompressed bytes of all members of a file."""
     decompressor = None
     try:
         for piece in pieces:
@@ -97,7 +98,7 @@ def _decompress(
                 yield decompressor.decompress(data)
                 data = b""
                 # A file may have several members or frames one after the other, e.g. of `cat a.gz
-                # b.gz`. The rest of a piece after the end of a member belongs to the next member.
+                # b.gz`. The bytes after the end of a member belong to the next member.
                 if decompressor.eof:
                     data = decompressor.unused_data
                     decompressor = None

@@ -3,9 +3,10 @@
 A row is one training sequence. All rows have the same length.
 A document longer than a row is cut into pieces, each as long as a row but the last. Pieces are
 packed by best-fit decreasing (Johnson 1974, https://doi.org/10.1137/0203025, and for training Ding
-et al. 2024, https://arxiv.org/abs/2404.10830): the longest first, each into the row with the least
-room for it. Windows of consecutive pieces are packed one by one, so that rows keep the order of the
-data roughly, time is linear, and memory does not depend on the number of documents.
+et al. 2024, https://arxiv.org/abs/2404.10830): the longest piece first, each into the fullest row
+with enough room for it. Consecutive pieces are packed in groups of fixed size (windows), one group
+after the other. Rows therefore keep the order of the data roughly, time is linear, and memory does
+not depend on the number of documents.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class PackedRows:
         return len(self.ends)
 
     @property
-    def efficiency(self) -> float:
+    def fraction_with_token(self) -> float:
         """Fraction of the places with a token, of all rows."""
         return self.n_tokens / (self.n_rows * self.seq_length)
 
@@ -84,14 +85,14 @@ class RowBlock:
 
     Attributes:
         pieces: The pieces of the rows, row after row.
-        ends: End of each row in the pieces of all rows.
+        ends: Number of pieces from the first row of the store to the end of each row.
     """
 
     pieces: Pieces
     ends: Int64Array
 
 
-# Makes all rows from blocks of consecutive document ends and the length of a row.
+# A function from blocks of document ends, and the length of a row, to all rows.
 MakeRows = Callable[[Iterable[Int64Array], int], Iterator[RowBlock]]
 
 
@@ -214,7 +215,7 @@ def assign_rows(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:
 
 
 def _best_fit(order: list[int], lengths: list[int], seq_length: int) -> Int64Array:
-    """Put each piece into the row with the least room for it, or into a new row."""
+    """Put each piece into the fullest row with enough room for it, or into a new row."""
     # E.g. rows of 8 and pieces of 5, 3, 6 and 2 tokens, longest first: 6 opens row 0 (2 free), 5 opens
     # row 1 (3 free), 3 fills row 1, and 2 fills row 0. The rows of the pieces are [1, 1, 0, 0], and
     # numbered by their first pieces [0, 0, 1, 1].

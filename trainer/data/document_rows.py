@@ -1,4 +1,4 @@
-"""Stored rows of whole documents: computed once in bounded memory, and mapped at each start.
+"""Stored rows of whole documents: computed once in bounded memory, and memory-mapped by each run.
 
 A row is one training sequence. It consists of one or more pieces of documents.
 
@@ -301,6 +301,7 @@ def _write_rows(folder: Path, identity: str, tokens: MappedTokens, packing: str)
 
 
 def _parse_meta(folder: Path, data: bytes) -> RowsMeta:
+    """Return the metadata of rows. Raise DamagedStoreError if it is invalid."""
     try:
         values = load_json(data)
         meta = RowsMeta(**{key.name: values[key.name] for key in fields(RowsMeta)})

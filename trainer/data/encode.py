@@ -45,13 +45,12 @@ class EncodedDocument:
 def batch_examples(examples: Iterable[Example]) -> Iterator[list[Example]]:
     """Group examples in order, up to ENCODE_BATCH_NBYTES per group.
 
-    A larger example is a group by itself.
-
-    Examples of compressed files have more characters than bytes.
+    A larger one is a group by itself.
     """
     batch: list[Example] = []
     nbytes = 0
     for example in examples:
+        # Examples of compressed files have more characters than bytes.
         example_nbytes = max(example.nbytes, example.size)
         if batch and nbytes + example_nbytes > ENCODE_BATCH_NBYTES:
             yield batch
@@ -64,7 +63,7 @@ def batch_examples(examples: Iterable[Example]) -> Iterator[list[Example]]:
 
 
 def encode_batch(batch: Sequence[Example], tokenizer: TextTokenizer) -> Iterator[EncodedDocument]:
-    """Yield the documents of examples: of each its source, if it has one, then its target.
+    """Yield the documents of each example: its source, if it has one, then its target.
 
     Args:
         batch: The examples.
@@ -94,8 +93,8 @@ def _encode_segments(
     segments: Sequence[Segment], tokenizer: TextTokenizer
 ) -> Iterator[tuple[TokenIds, Weights]]:
     """Yield the ids and the weights of each segment."""
-    texts = _texts(segments, with_spans=False)
-    span_texts = _texts(segments, with_spans=True)
+    texts = _texts_of_segments(segments, with_spans=False)
+    span_texts = _texts_of_segments(segments, with_spans=True)
     text_ids = iter(tokenizer.encode(texts))
     span_ids = iter(tokenizer.encode_with_offsets(span_texts))
     for segment in segments:
@@ -108,7 +107,8 @@ def _encode_segments(
             yield segment.content, segment.weight
 
 
-def _texts(segments: Sequence[Segment], *, with_spans: bool) -> list[str]:
+def _texts_of_segments(segments: Sequence[Segment], *, with_spans: bool) -> list[str]:
+    """Return the texts of the segments with loss spans, or of those without."""
     return [
         segment.content
         for segment in segments
@@ -139,7 +139,7 @@ def span_weights(
 
 
 def _documents(example: Example) -> Iterator[tuple[tuple[Segment, ...], bool]]:
-    """Yield the segments of each document of an example, and whether they end it."""
+    """Yield the segments of each document of an example, and whether the document ends after them."""
     if example.source is not None:
         yield example.source, True
     yield example.target, example.ends_document

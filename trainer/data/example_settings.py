@@ -25,8 +25,8 @@ class ExampleSettings:
         bos_id: The model's beginning-of-sequence token, or None.
         eos_id: The model's end-of-sequence token, or None.
         add_bos: Put `bos_id` before each document, without loss.
-        add_eos: Put `eos_id`, if the model has it, after each document. None does the same, except
-            for ready token ids.
+        add_eos: Put `eos_id`, if the model has it, after each document. None is like True, except
+            for data of token ids: these documents stay unchanged.
         source_prefix: Text put before each source.
         prepend_text: Text put before the first field of each document, which must be a text.
         subfield_separator: Text between the texts of a field.
@@ -67,9 +67,10 @@ class ExampleSettings:
         return {key: value for key, value in inputs.items() if value not in (None, "")}
 
     def _grammar_inputs(self) -> list[JsonValue] | None:
-        """Return the further settings that change the tokens of `data.fields`. None if no other setting does.
+        """Return the other settings that change the tokens made of `data.fields`, or None.
 
-        No other setting does if the fields are one column, or if the model has an encoder and each field is a column.
+        There are none if the fields are one column, or if the model has an encoder and each field
+        is a column.
         """
         if self.chat_template is not None or not (self.fields or self.fields_from_example):
             return None

@@ -35,10 +35,11 @@ class Example:
 
     Attributes:
         target: Decoder input, and the text to predict.
-        nbytes: Its share of the file's bytes, for the progress.
+        nbytes: Bytes of the file that it accounts for. Progress reports add them up.
         source: Encoder input. It is stored as a separate document, before the target's. None
             without an encoder.
-        ends_document: Whether the document of the target ends with it.
+        ends_document: Whether the target's document ends with this example. False for all but the
+            last part of a long document.
     """
 
     target: tuple[Segment, ...]
@@ -54,12 +55,12 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class FileStart:
-    """Counts of a dataset before the first example of one of its files.
+    """The start of a file in a dataset: counts of everything before its first example.
 
     Attributes:
         file: Index of the file.
         n_examples: Examples of the files before it.
-        n_documents: Documents of the files before it, of a source and a target one.
+        n_documents: Documents of the files before it. A source and its target count as one.
         n_bad_lines: Skipped invalid records of the files before it.
     """
 
@@ -71,11 +72,11 @@ class FileStart:
 
 @dataclass(frozen=True, slots=True)
 class ReadPosition:
-    """A number of examples at the start of a dataset.
+    """A position in a dataset, after a number of its examples.
 
     Attributes:
-        n_examples: The number.
-        nbytes: Their share of the bytes of all files.
+        n_examples: Examples before the position.
+        nbytes: Bytes of all files that they account for.
         start: Start of the file with the next example.
     """
 

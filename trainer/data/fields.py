@@ -195,6 +195,7 @@ def _compile_parts(
 
 
 def _token_id(field: TokenField, settings: ExampleSettings, vocab: int) -> int:
+    """Return the id of a token field. Raise FieldsError if the model lacks this token."""
     if isinstance(field.token, int):
         token_id = field.token
     else:
@@ -231,7 +232,7 @@ class ExampleBuilder(Protocol):
 
 
 def compile_fields(settings: ExampleSettings, *, vocab: int) -> ExampleBuilder:
-    """Return the builder of the examples of the settings.
+    """Return a builder of examples for the settings.
 
     Args:
         settings: The settings.

@@ -53,6 +53,7 @@ class DataFile:
             raise io_error(self.path, error) from error
 
     def _open_stream(self) -> BinaryIO:
+        """Open a remote file at its listed version, or a local file."""
         if self.open_remote is not None:
             return self.open_remote()
         return open_regular_file(Path(self.path), buffering=0)

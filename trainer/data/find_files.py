@@ -139,6 +139,7 @@ def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileT
 
 
 def _local_files(path: str, data_type: DataType, selection: Selection) -> list[Path]:
+    """Return the data files of one path. Raise PrepError if there are none."""
     files: list[Path] = []
     for match in _expand_glob(path):
         files += _files_under(match, data_type, selection)
@@ -150,6 +151,7 @@ def _local_files(path: str, data_type: DataType, selection: Selection) -> list[P
 
 
 def _expand_glob(path: str) -> list[Path]:
+    """Return the path itself if it exists, else the sorted matches of it as a glob."""
     if os.path.exists(path):
         # A file name may contain brackets.
         return [Path(path)]
@@ -157,6 +159,7 @@ def _expand_glob(path: str) -> list[Path]:
 
 
 def _files_under(path: Path, data_type: DataType, selection: Selection) -> list[Path]:
+    """Return a file, or the data files of a folder."""
     if not path.is_dir():
         if path.is_file():
             return [path]
@@ -177,12 +180,14 @@ def _is_data(name: str, *, data_type: DataType) -> bool:
 
 
 def _readers(data_type: DataType) -> Sequence[Reader]:
+    """Return the readers of a type, and of all types for `auto`."""
     if data_type == "auto":
         return [*READERS.values()]
     return [READERS[data_type]]
 
 
 def _walk_visible(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder. Hidden files and folders are skipped."""
     for root, folders, names in os.walk(folder, onerror=_raise_io_error):
         # `os.walk` visits only the folders that remain in this list.
         folders[:] = (name for name in folders if not name.startswith("."))
@@ -194,6 +199,7 @@ def _raise_io_error(error: OSError) -> None:
 
 
 def _suffixes(data_type: DataType) -> list[str]:
+    """Return the suffixes of data files of a type in a folder."""
     suffixes: list[str] = []
     for reader in _readers(data_type):
         suffixes += reader.suffixes
@@ -283,6 +289,7 @@ def _read_value(path: Path, key: str) -> list[Any]:
 
 
 def _file_name(state: Path, file: Any) -> str:
+    """Return the name of a data file in `state.json`."""
     name = file.get("filename") if isinstance(file, dict) else None
     if not isinstance(name, str) or Path(name).name != name:
         raise _malformed_error(state, f"`_data_files` has {file!r:.60}")

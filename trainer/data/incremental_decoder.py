@@ -1,11 +1,11 @@
-"""Decoding of a text while its tokens arrive."""
+"""Decode a text while its tokens arrive."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 
-# The end of a text whose last character lacks bytes.
+# Decoders return this character for bytes without the rest of their character.
 REPLACEMENT = "\ufffd"
 # Byte-fallback tokens, e.g. `<0xE2>`: some tokenizers spell unknown characters byte by byte.
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -14,7 +14,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 class IncrementalDecoder:
     """Decoder of one text, token by token.
 
-    The concatenation of its pieces is the text of all tokens.
+    `push` returns the text piece by piece. All pieces, joined, are the text of all tokens.
 
     A token is decoded together with the tokens of the piece before it: tokenizers strip the first
     space of a text. Text that later tokens may change is held back: characters without all of their
@@ -37,7 +37,7 @@ class IncrementalDecoder:
         self._decode = decode
         self._token = token
         self._ids = list(preceding_ids)
-        # of the piece before, and of the next one
+        # Index in `_ids` of the first token of the last piece, and of the next one.
         self._context_start = 0
         self._start = len(self._ids)
         self._first = self._start

@@ -6,8 +6,8 @@ build on each other:
 1. `permute` is a pseudorandom permutation of n numbers, computed for any index without a table.
 2. `SampleOrder` numbers the rows of all steps consecutively and permutes each epoch.
 3. `Mixture` assigns the positions of all steps to several sources by weight, and `MixedOrder` gives
-   each source epochs of its own. In every prefix each source has its exact share to less than one
-   row (Tijdeman, "The chairman assignment problem", 1980).
+   each source epochs of its own. After any number of rows, each source has had its share of them,
+   up to less than one row (Tijdeman, "The chairman assignment problem", 1980).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SampleOrder:
 
     def unrounded_steps_for_epochs(self, epochs: float) -> Fraction:
         """Return the steps of `epochs` passes over the rows, not rounded."""
-        return interval_of_rows(epochs, self.n_rows, self.batch_size)
+        return unrounded_steps_for_rows(epochs, self.n_rows, self.batch_size)
 
     def steps_for_epochs(self, epochs: float) -> int:
         """Return the number of steps that cover `epochs` passes over the rows, at least 1."""
@@ -110,13 +110,13 @@ class Mixture:
         return sources, periods * self.counts[sources] + self.ranks[phases]
 
     def rows_before(self, position: int) -> Int64Array:
-        """Return how many of the positions before one are of each source, [sources]."""
+        """Return the number of positions of each source before `position`, [sources]."""
         periods, phase = divmod(position, len(self.pattern))
         return periods * self.counts + np.bincount(self.pattern[:phase], minlength=len(self.counts))
 
 
 def mix_by_weight(weights: Sequence[float]) -> Mixture:
-    """Return a pattern in which every prefix has the exact share of each source to less than one.
+    """Return a pattern of sources. After any number of positions, each source has its share, up to less than one.
 
     E.g. weights [2, 1] -> pattern [0, 1, 0]: after n positions, source 0 has 2n/3 positions,
     rounded up or down.
@@ -156,7 +156,7 @@ def pattern_counts(weights: Sequence[float]) -> list[int]:
 
 
 def _round_counts(shares: Sequence[Fraction]) -> list[int]:
-    """Round shares of MAX_PERIOD to whole numbers, at least 1, largest remainders up."""
+    """Round shares to whole numbers of at least 1 with the sum MAX_PERIOD. The largest remainders are rounded up."""
     # One position of each source is set aside, so that no source disappears.
     free = MAX_PERIOD - len(shares)
     counts = [1 + math.floor(share * free) for share in shares]
@@ -265,7 +265,7 @@ class MixedOrder:
 
     def unrounded_steps_for_epochs(self, epochs: float) -> Fraction:
         """Return the steps of `epochs` epochs, not rounded. See `steps_per_epoch`."""
-        return interval_of_rows(epochs, self.n_rows, self.batch_size)
+        return unrounded_steps_for_rows(epochs, self.n_rows, self.batch_size)
 
     def steps_for_epochs(self, epochs: float) -> int:
         """Return the steps that take `epochs` times the rows of all sources, at least 1."""
@@ -313,10 +313,10 @@ class RowOrder(Protocol):
 
 def steps_for_rows(epochs: float, n_rows: int, batch_size: int) -> int:
     """Return the number of steps that cover `epochs` passes over `n_rows` rows, at least 1."""
-    return max(1, math.ceil(interval_of_rows(epochs, n_rows, batch_size)))
+    return max(1, math.ceil(unrounded_steps_for_rows(epochs, n_rows, batch_size)))
 
 
-def interval_of_rows(epochs: float, n_rows: int, batch_size: int) -> Fraction:
+def unrounded_steps_for_rows(epochs: float, n_rows: int, batch_size: int) -> Fraction:
     """Return the steps of `epochs` passes over `n_rows` rows, not rounded.
 
     Decimal fractions are exact, e.g. 0.1 epochs are a tenth.
@@ -373,6 +373,7 @@ def permute(indices: Int64Array, n: int, keys: list[int]) -> Int64Array:
 
 
 def _feistel(values: UInt64Array, half_bits: int, keys: list[int]) -> UInt64Array:
+    """Permute the numbers of 2 * half_bits bits by a Feistel network."""
     left = values >> np.uint64(half_bits)
     right = values & np.uint64((1 << half_bits) - 1)
     # A round is (L, R) -> (R, L xor F(R xor key)). It can be undone whatever F is, so it is a

@@ -1,4 +1,4 @@
-"""Names of incomplete folders, which say which process writes them.
+"""Names of incomplete folders. Each name contains the process that writes the folder.
 
 No other process removes a folder while its writer runs.
 
@@ -50,12 +50,12 @@ def is_abandoned(folder: Path) -> bool:
         # An earlier version made the folder. It held the lock of the cache, which the caller holds
         # now.
         return True
-    return has_ended(folder) or (
+    return writer_has_ended(folder) or (
         match["host"] != _host_id() and time.time() - _last_write_s(folder) > ABANDONED_AFTER_S
     )
 
 
-def has_ended(folder: Path) -> bool:
+def writer_has_ended(folder: Path) -> bool:
     """Return whether a process of this host wrote an incomplete folder and has ended."""
     match = PARTIAL_NAME.fullmatch(folder.name)
     if match is None or match["host"] != _host_id():

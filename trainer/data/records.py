@@ -22,17 +22,17 @@ SHOWN = 3
 
 
 class BadLines:
-    """Handler of invalid records: reports the first ones, fails at one more than a limit.
+    """Handler of invalid records. It reports the first ones, and raises an error above a limit.
 
     Attributes:
         count: Invalid records so far.
     """
 
     def __init__(self, limit: int, note: Note, *, count: int = 0) -> None:
-        """Start at a number of invalid records.
+        """Create a handler.
 
         Args:
-            limit: Records that may be invalid.
+            limit: Maximum number of invalid records.
             note: Called with messages for the user.
             count: Invalid records that an earlier run has reported.
         """
@@ -68,10 +68,11 @@ class RecordSettings:
     """Settings of reading records, except the settings of their examples.
 
     Attributes:
-        vocab: Size of the model's vocabulary without padding, the limit of ready token ids.
-        eos_id: Token that ends a document of ready token ids, or None.
+        vocab: Size of the model's vocabulary without padding. Token ids in the data must be below
+            it.
+        eos_id: Token that ends a document in data of token ids, or None.
         bad_lines: Maximum number of invalid records to skip.
-        ids_dtype: Dtype of ready token ids in files that do not record it.
+        ids_dtype: Dtype of token ids in files that do not record it.
         max_document_nbytes: Maximum bytes of a line, a row or a value.
         limit: Documents to read, counting a source and its target as one. 0 for all.
     """
@@ -141,7 +142,7 @@ def _examples(
     *,
     on_error: BadLines,
 ) -> Iterable[Example]:
-    """Return the examples of a piece of a file. A skipped invalid record has no example."""
+    """Return the examples of a record, text chunk or id chunk. A skipped invalid record has no example."""
     if isinstance(piece, IdsChunk):
         return _ids_examples(piece, settings)
     try:
@@ -152,7 +153,7 @@ def _examples(
 
 
 def _ids_examples(chunk: IdsChunk, settings: RecordSettings) -> Iterator[Example]:
-    """Yield the documents of ready token ids.
+    """Yield the documents in a chunk of token ids.
 
     A document ends after each end-of-sequence token, and where the chunk says so. E.g. with eos 2,
     ids [5, 2, 7, 8] -> [5, 2] and [7, 8].

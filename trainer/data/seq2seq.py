@@ -102,6 +102,7 @@ class Seq2SeqDataset:
         return self.tokens.weights[low : low + length]
 
     def _document_span(self, document: int) -> tuple[int, int]:
+        """Return the start and end of a document in the store's tokens."""
         ends = self.tokens.ends
         start = int(ends[document - 1]) if document else 0
         return start, int(ends[document])

@@ -46,7 +46,7 @@ class SpanCorruptionDataset:
 
     Attributes:
         tokens: The token store. Its `seq_length` is the length of a block.
-        sizes: Numbers of tokens of each block.
+        sizes: Numbers of tokens, noise tokens and spans of each block.
         special_ids: Ids of the special tokens in sources and targets, e.g. the sentinels of spans.
         source_length: Maximum length of a source.
         seq_length: Maximum length of a target.
@@ -126,7 +126,7 @@ def noise_mask(sizes: SpanSizes, name: str) -> BoolArray:
     google-research/text-to-text-transfer-transformer.
 
     Args:
-        sizes: Numbers of tokens of the block.
+        sizes: Numbers of tokens, noise tokens and spans of the block.
         name: Text that determines the lengths.
     """
     n_kept = sizes.block_length - sizes.n_noise

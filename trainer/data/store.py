@@ -111,7 +111,8 @@ def document_blocks(tokens: MappedTokens, n_documents: int) -> Iterator[npt.NDAr
     """
     for low in range(0, tokens.n_documents, n_documents):
         count = min(n_documents, tokens.n_documents - low)
-        # The base of a slice of a map is another array: its offset is not that in the file.
+        # Only a whole memory map has the map as its base. The `offset` of a slice is not its offset
+        # in the file, so a slice is read from memory.
         if (
             isinstance(tokens.ends, np.memmap)
             and isinstance(tokens.ends.base, mmap)
@@ -192,6 +193,7 @@ def file_digest(path: Path) -> str:
 
 
 def _parse_meta(folder: Path, data: bytes) -> StoreMeta:
+    """Return the metadata of a store. Raise DamagedStoreError if it is invalid."""
     try:
         values = {"digests": {}} | load_json(data)
         meta = StoreMeta(**{key.name: values[key.name] for key in fields(StoreMeta)})

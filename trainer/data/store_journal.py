@@ -34,7 +34,7 @@ class SavedState:
 
     Attributes:
         meta: Counts and digests of the store.
-        position: Its examples.
+        position: Read position after the examples of the store.
     """
 
     meta: StoreMeta
@@ -62,6 +62,7 @@ def read_journal(folder: Path) -> list[SavedState]:
 
 
 def _parse_lines(lines: Iterable[bytes]) -> Iterator[SavedState]:
+    """Yield the states in lines, up to the first malformed line."""
     for line in lines:
         try:
             values = load_json(line)
@@ -102,6 +103,7 @@ def restore_files(
 
 
 def _is_same_store(meta: StoreMeta, other: StoreMeta) -> bool:
+    """Return whether two states belong to stores of the same data, dtype and files."""
     return (meta.identity, meta.dtype, {*meta.digests}) == (
         other.identity,
         other.dtype,
@@ -170,6 +172,7 @@ class StoreJournal:
         self._pending = self._executor.submit(self._write, state)
 
     def _write(self, state: SavedState) -> None:
+        """Append the line of a state. The files are synced first."""
         # First the bytes, then the line that records them. A kill in between leaves bytes after the
         # last recorded size, which the next run cuts off.
         for file in self._files:

@@ -22,7 +22,12 @@ import xxhash
 
 from trainer.data.examples import ReadPosition, TokenIds
 from trainer.data.files import io_error
-from trainer.data.partial_folders import has_ended, is_abandoned, partial_name, unowned_partial_name
+from trainer.data.partial_folders import (
+    is_abandoned,
+    partial_name,
+    unowned_partial_name,
+    writer_has_ended,
+)
 from trainer.data.store import (
     DOCUMENT_END_NBYTES,
     DOCUMENTS_FILE,
@@ -122,7 +127,7 @@ class TokenWriter:
         A later run continues from the saved state, after a kill.
 
         Args:
-            position: The examples.
+            position: Read position after the appended examples.
         """
         self.position = position
         if self._journal.is_due():
@@ -186,7 +191,8 @@ def lock_cache(cache: Path, note: Callable[[str], None]) -> Iterator[None]:
 
     The lock is released when the process ends.
 
-    The lock only avoids that two processes build one store. File systems without locks need none.
+    The lock only saves work: without it, two processes may build the same store. File systems
+    without locks are therefore supported.
 
     Args:
         cache: The folder of stores.
@@ -208,6 +214,7 @@ def lock_cache(cache: Path, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _acquire_lock(handle: BinaryIO, on_wait: Callable[[], None]) -> None:
+    """Lock a file. Call `on_wait` if another process holds the lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -283,7 +290,7 @@ def _take_over(partial: Path, identity: str, names: Sequence[str]) -> None:
     sizes = {path: states[-1].meta.n_tokens for path, states in journals.items() if states}
     for path in sorted(filter(sizes.get, sizes), key=lambda path: sizes[path], reverse=True):
         try:
-            if has_ended(path):
+            if writer_has_ended(path):
                 path.rename(partial)
             else:
                 _copy_files(path, partial, (JOURNAL_FILE, *names))

@@ -43,6 +43,7 @@ def allows_cuts(tokenizer_json: bytes) -> bool:
 
 
 def _splits_at_newlines(pre_tokenizer: dict[str, Any]) -> bool:
+    """Return whether a pre-tokenizer splits texts at each newline before a visible character."""
     steps = [pre_tokenizer]
     if pre_tokenizer.get("type") == "Sequence":
         steps = pre_tokenizer["pretokenizers"]
@@ -62,6 +63,7 @@ def _splits_at_newlines(pre_tokenizer: dict[str, Any]) -> bool:
 
 
 def _is_supported_split(split: dict[str, Any]) -> bool:
+    """Return whether a step splits by the expression of Llama 3 or Qwen 2."""
     return (
         split.get("type") == "Split"
         and split.get("behavior") == "Isolated"

@@ -40,10 +40,10 @@ from trainer.recipe.text_fields import (
 # Settings that put tokens around a document.
 ADDED_TOKENS = ("add_bos", "add_eos", "prepend_text")
 MAX_EMPTY_NOTES = 3
-# Part of a store's identity; raised when the same files give other tokens.
+# Part of a store's identity. Raise it when the same files give other tokens.
 TOKENS_VERSION = 1
 
-# Bytes done, total bytes, tokens made.
+# Called with the bytes tokenized so far, the total bytes, and the tokens so far.
 TokenizeProgress = Callable[[int, int, int], None]
 
 
@@ -64,7 +64,7 @@ class TokenizeConfig:
         max_examples: Maximum number of records, or of documents of data without columns. 0 for all.
         selection: Part of a dataset.
         bad_lines: Maximum number of invalid records to skip.
-        ids_dtype: Dtype of ready token ids in files that do not record it.
+        ids_dtype: Dtype of token ids in files that do not record it.
         max_document_nbytes: Maximum bytes of a line, a row or a value.
         remote: Finds the files of URLs.
         is_mixed: Whether other sources of the run have the same settings.
@@ -189,7 +189,7 @@ def _set_file_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfi
 
 
 def _check_unused_settings(config: TokenizeConfig, note: Note) -> None:
-    """Raise UsageError for settings that add tokens to ready token ids.
+    """Raise UsageError for settings that add tokens to data of token ids.
 
     In a mixture the settings may be meant for another source, so they are only reported.
     """
@@ -198,7 +198,7 @@ def _check_unused_settings(config: TokenizeConfig, note: Note) -> None:
         return
     keys = join_texts(", ", [text("{}", Key(f"data.{name}")) for name in names])
     if not config.is_mixed:
-        why = "ready token ids are stored as they are"
+        why = "token ids in data files are stored unchanged"
         raise usage_error(
             text("{} cannot be used with token ids", keys),
             why,
@@ -298,6 +298,7 @@ def _build_store(
     progress: TokenizeProgress,
     note: Note,
 ) -> store.StoreMeta:
+    """Tokenize the files into a store, and return its metadata."""
     builder = compile_fields(config.examples, vocab=config.vocab)
     file_type = resolve_type(files, config.type)
     settings = RecordSettings(
@@ -371,6 +372,7 @@ def _check_has_source_target_pair(meta: store.StoreMeta) -> None:
 
 
 def _check_has_block(meta: store.StoreMeta, seq_length: int) -> None:
+    """Raise PrepError if the data is shorter than one block."""
     if meta.n_tokens < seq_length:
         size = (
             f"{_count_text(meta.n_tokens, 'token')} in {_count_text(meta.n_documents, 'document')}"
@@ -384,12 +386,14 @@ def _check_has_block(meta: store.StoreMeta, seq_length: int) -> None:
 
 
 def _check_has_token(meta: store.StoreMeta) -> None:
+    """Raise PrepError if the data has no token."""
     if not meta.n_tokens:
         hint = text("set another {}", Key("data.path"))
         raise PrepError("the data has no token", "all its documents are empty", hint)
 
 
 def _check_has_loss(tokens: store.MappedTokens) -> None:
+    """Raise PrepError if no token of the data counts in the loss."""
     if tokens.weights is not None and not tokens.weights.any():
         why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
         hint = text("set another {}", Key("data.fields"))
@@ -397,6 +401,7 @@ def _check_has_loss(tokens: store.MappedTokens) -> None:
 
 
 def _summary(tokens: store.MappedTokens, config: TokenizeConfig) -> str:
+    """Return the sizes of a store in one line."""
     if config.examples.has_encoder:
         return _seq2seq_summary(tokens, config.source_length)
     size = (
@@ -426,6 +431,7 @@ def _seq2seq_summary(tokens: store.MappedTokens, source_length: int) -> str:
 
 
 def _count_text(number: int, noun: str) -> str:
+    """Return a number with its noun, e.g. `1 token` or `2 tokens`."""
     if number == 1:
         return f"{number:,} {noun}"
     return f"{number:,} {noun}s"

@@ -34,7 +34,8 @@ def check_agreement(
         group: Processes of the run.
         facts: Values by name.
         hint: Advice in the error.
-        options: Options that the error names instead of the facts with their values.
+        options: Option for a fact, by name of the fact. The error shows the option in place of the
+            fact.
         warn: Receives a warning on process 0 about clocks that differ. None skips the comparison.
 
     Raises:

@@ -149,6 +149,7 @@ def _wait(stdout: IO[str], watch: CompileWatch) -> str | None:
 
 
 def _read_lines(stdout: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
+    """Put the lines of stdout into a queue, then None."""
     for line in stdout:
         lines.put(line.rstrip("\n"))
     lines.put(None)
@@ -170,6 +171,7 @@ def read_request() -> Any:
 
 
 def _end_with_parent() -> None:
+    """End this process when its stdin ends."""
     sys.stdin.read()
     # The end of stdin shows that the parent is gone. `sys.exit` would end only this thread while
     # the main thread is inside XLA.

@@ -145,6 +145,7 @@ class CoordinatedProcesses:
 
 @contextmanager
 def _convert_jax_errors(name: str) -> Iterator[None]:
+    """Raise ConnectionBrokenError in place of the errors of jax in the block."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -67,9 +67,9 @@ def _arrange_slice(
 def _devices_by_slice(devices: Sequence[Any], count: int) -> list[list[Any]]:
     """Divide devices by their slice.
 
-    The runtime of GPUs reports each host, or each group of hosts with NVLink, as a slice. A slice of the recipe may
-    have several of them: then the devices are divided in order, by whole hosts, as are the devices of a runtime that
-    reports one slice.
+    The runtime of GPUs reports each host, or each group of hosts with NVLink, as a slice. A slice
+    of the recipe may consist of several of these. The devices are then divided in order, by whole
+    hosts. Devices of a runtime with a single slice are divided in the same way.
     """
     by_index: dict[int, list[Any]] = {}
     for device in devices:

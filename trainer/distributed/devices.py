@@ -23,7 +23,7 @@ def all_devices() -> list[Any]:
     Raises:
         PrepError: JAX finds none, e.g. because `JAX_PLATFORMS` names a missing platform.
     """
-    return _devices(jax.devices)
+    return _devices_or_error(jax.devices)
 
 
 def local_devices() -> list[Any]:
@@ -32,10 +32,11 @@ def local_devices() -> list[Any]:
     Raises:
         PrepError: JAX finds none.
     """
-    return _devices(jax.local_devices)
+    return _devices_or_error(jax.local_devices)
 
 
-def _devices(list_devices: Callable[[], list[Any]]) -> list[Any]:
+def _devices_or_error(list_devices: Callable[[], list[Any]]) -> list[Any]:
+    """Return the devices of a function of jax. Raise PrepError if there are none."""
     # JAX 0.10 asserts that some backend has an error to report, which fails for `cuda` without its plugin.
     try:
         return list_devices()

@@ -1,4 +1,4 @@
-"""Exchange of a leaf's parts over the devices' network, after each device has read one part."""
+"""Exchange of the parts of a leaf over the network of the devices. Each device has read one part."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def compile_allocation(
 
 
 def part_sharding(plan: ReadPlan, sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding of the array of all devices' parts of a slab."""
+    """Return the sharding of an array that contains one slab of a leaf: each device has the part that it read."""
     entries: list[MeshAxes] = [
         plan.leaf.split_axes[dim] if dim in plan.kept_dims else () for dim in _dims(plan)
     ]
@@ -60,7 +60,7 @@ def compile_slab_update(plan: ReadPlan, sharding: NamedSharding, rows: int) -> S
     """
 
     def update(leaf: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
-        for axis, dim in plan.exchanges:
+        for axis, dim in plan.collectives:
             if dim is None:
                 part = lax.all_gather(part, axis, axis=plan.row_dim, tiled=True)
             else:
@@ -101,7 +101,8 @@ def _update_overlap(
     starts = [window_start if dim == row_dim else start for dim, start in enumerate(starts)]
     window_shape = [length if dim == row_dim else extent for dim, extent in enumerate(slab.shape)]
     window = lax.dynamic_slice(shard, starts, window_shape)
-    rows = window_start - first + jnp.arange(length)  # the slab's row of each row of the window
+    # Index in the slab of each row of the window.
+    rows = window_start - first + jnp.arange(length)
     is_inside = (rows >= 0) & (rows < slab.shape[row_dim])
     is_inside = lax.broadcast_in_dim(is_inside, window.shape, (row_dim,))
     shifted = jnp.take(slab, jnp.clip(rows, 0, slab.shape[row_dim] - 1), axis=row_dim)
@@ -150,7 +151,11 @@ def exchange_dtype(stored: str, target: jnp.dtype) -> jnp.dtype:
 
 
 def widen(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Widen bfloat16 to float32 unless `x` has `dtype`. Bits are moved: devices may flush subnormal values."""
+    """Widen bfloat16 to float32 unless `x` has `dtype`.
+
+    The bits are shifted as integers, because a float conversion on a device may flush subnormal
+    values to zero.
+    """
     if x.dtype == dtype:
         return x
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)

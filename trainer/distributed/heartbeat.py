@@ -95,7 +95,7 @@ def lost_process(process: int, beat: Heartbeat | None, silent_s: float) -> JobEn
 
 @dataclass(frozen=True, slots=True)
 class _Observed:
-    """A heartbeat, and the times of the first one with its count and with its phase."""
+    """The last heartbeat of a process, and when its count and its phase were first observed."""
 
     beat: Heartbeat | None
     beat_s: float
@@ -154,6 +154,7 @@ class HeartbeatMonitor:
         return self._find_lost(now_s) or self._find_stuck(now_s)
 
     def _find_lost(self, now_s: float) -> JobEnd | None:
+        """Return the end of the job if a process is silent for too long, else None."""
         index = min(self._observed, key=lambda index: self._observed[index].beat_s)
         seen = self._observed[index]
         silent_s = now_s - seen.beat_s
@@ -162,6 +163,7 @@ class HeartbeatMonitor:
         return lost_process(index, seen.beat, silent_s)
 
     def _find_stuck(self, now_s: float) -> JobEnd | None:
+        """Return the end of the job if a process takes too long for a step, else None."""
         beats = {
             index: seen.beat
             for index, seen in self._observed.items()
@@ -205,6 +207,7 @@ class HeartbeatMonitor:
 
 
 def _updated_observation(seen: _Observed, beat: Heartbeat, now_s: float) -> _Observed:
+    """Return what is known of a process after a heartbeat."""
     if seen.beat is not None and seen.beat.count == beat.count:
         return seen
     is_same_phase = seen.beat is not None and seen.beat.num_phases == beat.num_phases
@@ -212,6 +215,7 @@ def _updated_observation(seen: _Observed, beat: Heartbeat, now_s: float) -> _Obs
 
 
 def _process_text(process: int, beat: Heartbeat | None) -> str:
+    """Return e.g. `process 3 (host-2, pid 71)`."""
     if beat is None:
         return f"process {process}"
     return f"process {process} ({beat.place})"

@@ -111,7 +111,7 @@ def _create_probe(probe: Path) -> None:
 
 
 def _writers(answers: Sequence[tuple[str, bool]]) -> list[int]:
-    """Return process 0, and the first process of each host that does not see its folder.
+    """Return process 0, and the first process of each host without a view of process 0's folder.
 
     Args:
         answers: Host of each process, and whether it sees the folder of process 0.

@@ -29,11 +29,12 @@ PROTOCOL = "prep-1"
 MAX_LINE_BYTES = 1 << 14
 # Seconds that process 0 waits for a line from a connection. A port scanner sends none.
 HELLO_TIMEOUT_S = 5.0
-# Process 0 waits for all processes, and then accepts or refuses them. Seconds until its verdict arrives.
+# Seconds that a process waits for the verdict of process 0, after the time limit of process 0
+# itself.
 VERDICT_DELAY_S = 10.0
 # Seconds between two attempts to connect.
 RETRY_S = 0.2
-# Open files in addition to the connections.
+# Open files that a process needs in addition to the connections.
 SPARE_FILES = 512
 # Refused processes that a message names.
 MAX_NAMED = 4
@@ -154,7 +155,9 @@ def _add_peer(meeting: _Meeting, peer: _Peer) -> PrepError | None:
 
 
 def _find_stranger(peer: _Peer, other: _Peer | None, address: ProcessAddress) -> _Peer | None:
-    """Return the process of another job than process 0, of two with the same index. None if neither is.
+    """Return the process of another job, of two processes with the same index.
+
+    None if no job is known to differ.
 
     Args:
         peer: The process that connected last.
@@ -343,7 +346,10 @@ def _report_to_process_0(address: ProcessAddress, deadline: float, *, timeout_s:
 
 
 def _send_verdict(peer: _Peer, error: PrepError | None) -> None:
-    """Send a process the verdict: the error, or null if all have connected. The end of a peer is noticed later."""
+    """Send a process the verdict: the error, or null if all have connected.
+
+    The watchdog finds ended processes later.
+    """
     verdict = {
         "error": [error.what, error.why, error.hint] if error else None,
         "place": process_place(),

@@ -59,6 +59,8 @@ class RuntimeErrors:
             setattr(_jax, CLIENT_FACTORY, factory)
 
     def _add_error_callback(self, factory: Callable[..., Any]) -> Callable[..., Any]:
+        """Make each client of the factory report its errors to this object."""
+
         def create_client(*args: Any, **options: Any) -> Any:
             return factory(
                 *args, **{**options, CALLBACK: self._on_error, "shutdown_on_destruction": False}
@@ -67,6 +69,7 @@ class RuntimeErrors:
         return create_client
 
     def _set_terminate_handler(self) -> None:
+        """Make the C++ runtime call `_on_terminate` before it ends the process."""
         # With another C++ library there is no hook, and JAX aborts the process.
         with suppress(OSError, AttributeError):
             set_terminate = getattr(ctypes.CDLL("libstdc++.so.6"), SET_TERMINATE)

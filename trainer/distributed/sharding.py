@@ -29,14 +29,15 @@ from trainer.models.partition import (
 from trainer.models.rules import DEFAULT_RULES, Rules, activation_rules, unsplit_if_indivisible
 from trainer.models.slices import ONE_SLICE, SliceCounts, check_slices
 
-# In place of an activation's logical dim: no rule splits it.
+# Name for an axis of an activation that no rule splits.
 UNSPLIT = ""
 TRAINING_MEMORY_HINT = (
     'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, '
     "or more fsdp, mp or sp in `mesh`"
 )
 
-HOST_MEMORY = "pinned_host"  # memory kind of JAX
+# JAX's name for host memory from which devices copy directly.
+HOST_MEMORY = "pinned_host"
 
 
 # Compared by identity, so that jit caches functions of it.
@@ -63,7 +64,7 @@ class ShardingContext:
         return self._to_named_sharding(self.param_spec(leaf))
 
     def statistic_sharding(self, leaf: ParamLeaf, axes: Collection[int]) -> NamedSharding | None:
-        """Return the sharding of a statistic over some axes of a parameter, which it has with extent 1."""
+        """Return the sharding of a statistic of a parameter, e.g. a mean. It has extent 1 along `axes`."""
         spec = self.param_spec(leaf)
         return self._to_named_sharding(None if spec is None else spec.without_axes(axes))
 
@@ -98,6 +99,7 @@ class ShardingContext:
         return spec.mesh_axes
 
     def _computed_spec(self, leaf: ParamLeaf) -> Spec | None:
+        """Return how a parameter is split while a layer computes. None without a mesh."""
         stored = self.param_spec(leaf)
         if self.mesh is None or stored is None:
             return None
@@ -142,7 +144,10 @@ class ShardingContext:
         return spec.mesh_axes
 
     def weight_axes(self, shape: tuple[int, ...], *dims: str) -> tuple[MeshAxes, ...]:
-        """Return the mesh axes that split each axis of a parameter by the rules of dims alone."""
+        """Return the mesh axes that split each axis of a parameter.
+
+        Only rules for dims apply, not rules for single leaves.
+        """
         if self.mesh is None:
             return ((),) * len(dims)
         return partition_spec(

@@ -33,7 +33,7 @@ def sum_in_tree(function: Callable[[Any], Any], inputs: Any, *, one: Array) -> A
     Args:
         function: Computes the result of one shard, a tree of arrays.
         inputs: Tree of arrays [shards, ...]. The number of shards is a power of two.
-        one: int32 [], 1 by the values of other arrays, so that XLA does not know it.
+        one: int32 [], always 1. It is computed from arrays, so that XLA does not see a constant.
     """
     num_shards = len(jax.tree.leaves(inputs)[0])
     if num_shards == 1:
@@ -72,7 +72,7 @@ def square_sums(blocks: Array, *, one: Array) -> Array:
 
     Args:
         blocks: The rows.
-        one: int32 [], 1 by the values of other arrays, so that XLA does not know it.
+        one: int32 [], always 1. It is computed from arrays, so that XLA does not see a constant.
     """
 
     def add_row(index: Array, sums: Array) -> Array:

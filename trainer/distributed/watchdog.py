@@ -177,11 +177,13 @@ class Watchdog:
         self._wake.set()
 
     def _publish_end(self, end: JobEnd) -> None:
+        """Tell the other processes how this process ended the job."""
         with suppress(ConnectionBrokenError):
             self.texts.publish(f"ended/{self.texts.index}", end.to_json())
             self._wake.set()
 
     def _send_heartbeats(self) -> None:
+        """Exchange heartbeats and decisions until the watchdog closes or the job ends."""
         while not self._closed.is_set():
             try:
                 end = self._exchange()
@@ -194,7 +196,7 @@ class Watchdog:
             self._wake.clear()
 
     def _watch_clock(self) -> None:
-        """Notice a process 0 that does not answer. The other thread may wait for its answer."""
+        """End this process if process 0 does not answer. The other thread cannot: it may wait for an answer."""
         last_s = self.clock()
         broken_s = math.inf
         while not self._closed.wait(TICK_S) and not self._decided.is_set():
@@ -215,7 +217,7 @@ class Watchdog:
                 return
 
     def _exchange(self) -> JobEnd | None:
-        """Publish a heartbeat and return the end of the job that process 0 decided, or decides now."""
+        """Publish a heartbeat. Return the decision of process 0 to end the job, or None. On process 0, decide."""
         self._beats += 1
         beat = Heartbeat(
             self._beats, self.settings.places[self.texts.index], self._phase, self._num_phases
@@ -224,6 +226,7 @@ class Watchdog:
         return self._decide(beat) if self.texts.index == 0 else self._read_decision()
 
     def _decide(self, beat: Heartbeat) -> JobEnd | None:
+        """Decide as process 0 whether the job ends. Publish and return its end, or None."""
         ended = self.texts.read_by_index("ended")
         beats = {
             index: Heartbeat.from_json(text)
@@ -234,12 +237,13 @@ class Watchdog:
             if ended
             else self._monitor.check(beats, self.clock())
         )
-        # With process 0's heartbeat, so that one read shows that it is alive and whether the job
-        # ends.
+        # The decision contains process 0's heartbeat: one read shows if process 0 is alive, and if
+        # the job ends.
         self.texts.publish("decision", json.dumps([beat.to_json(), end.to_json() if end else None]))
         return end
 
     def _read_decision(self) -> JobEnd | None:
+        """Return the end of the job as process 0 decided it, or None."""
         text = self.texts.read("decision")
         if text is None:
             return None
@@ -270,7 +274,8 @@ class Watchdog:
         if self._ending.is_set() or (
             end.process == self.texts.index and end.kind in ("failed", "stopped")
         ):
-            return  # its main thread reports the error
+            # The main thread of this process reports the error.
+            return
         if end.kind in ("failed", "stopped") and self._closed.wait(GRACE_S):
             # The main thread reports its own error.
             return

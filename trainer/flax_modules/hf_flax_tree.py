@@ -157,7 +157,7 @@ def _check_tied(tensors: Tensors, head_tensor: str, embedding_tensor: str) -> No
 
 
 def _unscanned_indices(axis_map: AxisMap) -> Iterator[dict[str, int]]:
-    """Yield the indices of each leaf of a row. A row with a leaf per layer has several."""
+    """Yield the layer indices of each leaf of an axis map. An axis map with one leaf per layer has several leaves."""
     atoms = {factor.atom for factor in axis_map.unscanned_factors}
     seen: list[dict[str, int]] = []
     for _, indices in axis_map.tensors():
@@ -235,17 +235,17 @@ def _tensors_of_leaf(
 
 
 def _leaf_factors(axis_map: AxisMap) -> list[SizedAxis]:
-    """Return the atoms of a leaf as a flat list, e.g. [a, b, c] for the dims `(a b) c`."""
+    """Return the named axes (atoms) of a leaf as a flat list, e.g. [a, b, c] for the dims `(a b) c`."""
     return list(itertools.chain.from_iterable(axis_map.leaf_dims))
 
 
 def _free_factors(axis_map: AxisMap) -> list[SizedAxis]:
-    """Return the atoms of a tensor's dims that are dims of the leaf, in the order of the tensor."""
+    """Return the named axes (atoms) of a tensor that are also axes of the leaf, in the order of the tensor."""
     return [factor for factor in _source_factors(axis_map) if factor.fixed is None]
 
 
 def _source_factors(axis_map: AxisMap) -> list[SizedAxis]:
-    """Return the atoms of a tensor as a flat list, e.g. [a, b, c] for the dims `(a b) c`."""
+    """Return the named axes (atoms) of a tensor as a flat list, e.g. [a, b, c] for the dims `(a b) c`."""
     factors: list[SizedAxis] = []
     for dim in axis_map.source_dims:
         factors += dim.factors
@@ -257,7 +257,10 @@ def _extents(factors: Iterable[SizedAxis]) -> list[int]:
 
 
 def _fixed_index(axis_map: AxisMap) -> tuple[int | slice, ...]:
-    """Return the index of the part of a tensor that a row of the table maps. The tensor has one dim per atom."""
+    """Return the index of the part of a tensor that an axis map uses.
+
+    The tensor has one dim per named axis (atom).
+    """
     index: list[int | slice] = []
     for factor in _source_factors(axis_map):
         if factor.fixed is None:
@@ -268,5 +271,5 @@ def _fixed_index(axis_map: AxisMap) -> tuple[int | slice, ...]:
 
 
 def _region(axis_map: AxisMap) -> tuple[slice, ...]:
-    """Return the consecutive elements of each dim of a tensor that the row maps."""
+    """Return the range of each dim of a tensor that the axis map uses."""
     return tuple(slice(dim.start, dim.start + dim.selected_extent) for dim in axis_map.source_dims)

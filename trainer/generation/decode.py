@@ -1,7 +1,8 @@
 """Compiled generation functions: prefill of prompts, then one token at a time with a KV cache.
 
-The prompts of a batch end in the same slot and start in different ones. Positions count from the first token of a row,
-and the slots before it are masked, so that a prompt's output does not depend on the rest of the batch.
+A slot is a position of the KV cache. The prompts of a batch end in the same slot and start in
+different slots. Positions count from the first token of a row, and the slots before it are masked,
+so that a prompt's output does not depend on the rest of the batch.
 
 Axes: B rows of the batch, T new tokens, S slots of tokens and of the KV cache, V true vocabulary.
 """

@@ -54,6 +54,7 @@ def check_metrics(names: Sequence[str]) -> None:
 
 
 def _rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """Return the mean F1 of each type of ROUGE."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
@@ -71,6 +72,7 @@ def _rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
 
 
 def _bleu(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """Return the BLEU of the corpus, NaN without texts."""
     try:
         import sacrebleu
     except ImportError as error:
@@ -82,6 +84,7 @@ def _bleu(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
 
 
 def _exact_match(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """Return the share of texts equal to their reference, apart from spaces around them."""
     matches = [
         float(text.strip() == reference.strip())
         for text, reference in zip(texts, references, strict=True)
@@ -90,6 +93,7 @@ def _exact_match(texts: Sequence[str], references: Sequence[str]) -> dict[str, f
 
 
 def _mean(values: Sequence[float]) -> float:
+    """Return the mean, NaN without values."""
     if not values:
         return math.nan
     return math.fsum(values) / len(values)

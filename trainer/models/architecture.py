@@ -6,7 +6,7 @@ The choices do not depend on parameter values or on the device mesh. No I/O, no 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from trainer.models.axis_map import ATTENTION_LAYERS, DENSE_LAYERS, MIXER_LAYERS, SPARSE_LAYERS
@@ -15,7 +15,7 @@ from trainer.models.json_types import HFConfig, JsonValue
 from trainer.models.layer_groups import LayerSchedule, group_indices, layer_schedule
 from trainer.models.mixer_config import Mixer
 from trainer.models.moe_config import SOFTMAX_ROUTER, ClampedSwiglu, Router
-from trainer.models.rope_config import MAX_FLOAT32, Rope
+from trainer.models.rope_config import MAX_FLOAT32, QueryScale, Rope
 
 ACTIVATIONS = (
     "gelu",
@@ -145,7 +145,8 @@ class LayerKind(NamedTuple):
 
     Attributes:
         window: Number of visible positions, including the token's own position, or FULL_ATTENTION.
-        rope: Rotary embedding. None if queries and keys do not rotate.
+        rope: Rotary embedding, with `rotary_dim` 0 if only queries have a factor by position. None if neither queries
+            nor keys depend on the position.
         chunk: Number of positions of a chunk, or NO_CHUNK.
     """
 
@@ -176,7 +177,7 @@ class ArchConfig:
         local_rope: Rotary embedding of layers with a sliding window, if it differs from `rope`.
         layers_without_rope: Indices of the layers without rotation in a model with `rope` (NoPE,
             arXiv:2305.19466).
-        query_scale: Factor of the queries of these layers, as a `Rope` without rotated elements.
+        query_scale: Factor of the queries of these layers. None means 1.
         attention_chunk: Number of positions of a chunk (Llama 4): a token attends to the earlier
             tokens of its chunk, positions floor(p / n) n to p. NO_CHUNK means no chunks.
         chunked_layers: Indices of the layers with chunks.
@@ -189,8 +190,8 @@ class ArchConfig:
         has_plain_embed_norm: Whether the input of the first layer has a norm without parameters.
         residual_scale: Factor of the outputs of attention and MLP before they are added to the
             residual stream.
-        qk_norm_axes: Elements that a norm of queries or keys has its mean over: those of one head,
-            or those of all heads together.
+        qk_norm_axes: Elements under one norm of queries or keys: of one head, or of all heads
+            together.
         rotates_before_qk_norm: Whether the norms of queries and keys follow their rotation.
         has_plain_qk_norm: Whether queries and keys with rotation have an RMS norm without a scale.
         qkv_clip: Bound of the elements of queries, keys and values, or NO_CLIP.
@@ -228,7 +229,7 @@ class ArchConfig:
     has_final_norm: bool = True
     local_rope: Rope | None = None
     layers_without_rope: tuple[int, ...] = ()
-    query_scale: Rope | None = None
+    query_scale: QueryScale | None = None
     attention_chunk: int = NO_CHUNK
     chunked_layers: tuple[int, ...] = ()
     rotary_pairs: Literal["half_split", "interleaved"] = "half_split"
@@ -282,12 +283,18 @@ class ArchConfig:
         for layer, window in enumerate(self.sliding_windows):
             rope = self.rope
             if layer in self.layers_without_rope:
-                rope = self.query_scale
+                rope = self._unrotated_rope()
             elif self.local_rope is not None and window != FULL_ATTENTION:
                 rope = self.local_rope
             chunk = self.attention_chunk if layer in self.chunked_layers else NO_CHUNK
             kinds.append(LayerKind(window, rope, chunk))
         return tuple(kinds)
+
+    def _unrotated_rope(self) -> Rope | None:
+        """Return the rotary embedding of layers without rotation. None if their queries have no factor either."""
+        if self.rope is None or self.query_scale is None:
+            return None
+        return replace(self.rope, rotary_dim=0, rope_type="default", query_scale=self.query_scale)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -459,6 +466,7 @@ def uniform_windows(layers: int, window: JsonValue) -> tuple[int, ...]:
 
 
 def _read_window(window: JsonValue) -> int:
+    """Return the sliding window of a config.json as a number of tokens."""
     if window is None:
         return FULL_ATTENTION
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:

@@ -31,7 +31,8 @@ class DeviceKind:
 
     Attributes:
         platform: `cpu`, `cuda`, `rocm` or `tpu`.
-        compute_capability: Of NVIDIA GPUs, or None for other devices, and if it is unknown.
+        compute_capability: Compute capability of an NVIDIA GPU. None for other devices, or if it is
+            unknown.
     """
 
     platform: str
@@ -57,7 +58,7 @@ class HeadDims:
     maximum: int | None = None
     hopper_maximum: int | None = None
 
-    def limit(self, device: DeviceKind) -> int | None:
+    def maximum_on(self, device: DeviceKind) -> int | None:
         """Return the largest head width that a device supports, or None for no limit."""
         if (device.compute_capability or (0, 0)) >= HOPPER:
             return self.hopper_maximum
@@ -197,7 +198,7 @@ def rank_kernels(
     """
     if requested != AUTO:
         spec = find_kernel(requested)
-        if reasons := [*missing(spec, needs, device)]:
+        if reasons := [*unmet_needs(spec, needs, device)]:
             raise unsupported_error(spec, reasons)
         return (KernelChoice(spec.name, "set by the recipe"),)
     # The kernels of other platforms are not in the list, so their reasons are not in the message.
@@ -214,7 +215,7 @@ def rank_kernels(
     choices: list[KernelChoice] = []
     skipped = [] if accelerated else [f"no kernel for {device.platform}"]
     for spec in (*accelerated, *general):
-        reasons = [f"{spec.name} {reason}" for reason in missing(spec, needs, device)]
+        reasons = [f"{spec.name} {reason}" for reason in unmet_needs(spec, needs, device)]
         if not reasons:
             why = f"the kernel for {device.platform}" if spec.platforms else length_reason
             choices.append(KernelChoice(spec.name, "; ".join([f"{AUTO}: {why}", *skipped])))
@@ -241,14 +242,14 @@ def find_kernel(name: str) -> KernelSpec:
     return KERNEL_SPECS[name]
 
 
-def missing(spec: KernelSpec, needs: AttentionNeeds, device: DeviceKind) -> Iterator[str]:
+def unmet_needs(spec: KernelSpec, needs: AttentionNeeds, device: DeviceKind) -> Iterator[str]:
     """Yield a phrase for each requirement that a kernel does not meet."""
     if spec.platforms and device.platform not in spec.platforms:
         yield f"runs on {' and '.join(spec.platforms)}, not on {device.platform}"
     yield from missing_features(spec, needs.features)
     if needs.dtype not in spec.dtypes:
         yield f"does not support {needs.dtype}"
-    limit = spec.head_dims.limit(device)
+    limit = spec.head_dims.maximum_on(device)
     if needs.head_dim % spec.head_dims.multiple_of:
         yield f"needs a head width that is a multiple of {spec.head_dims.multiple_of}, not {needs.head_dim}"
     elif limit is not None and needs.head_dim > limit:

@@ -70,6 +70,7 @@ def required_attention_features(
 
 
 def _arch_features(arch_config: ArchConfig) -> Iterator[AttentionFeature]:
+    """Yield the features that the layers of an architecture need from a kernel."""
     yield AttentionFeature.CAUSAL
     if any(window != FULL_ATTENTION for window in arch_config.sliding_windows):
         yield AttentionFeature.WINDOW

@@ -46,7 +46,7 @@ from trainer.models.errors import Command, PrepError, text
 
 # The atoms of each dim.
 AtomDims = tuple[tuple[str, ...], ...]
-# Atom -> extent, or name of an index list -> indices.
+# Named axis (atom) -> extent, or name of an index list -> indices.
 Sizes = Mapping[str, int | Sequence[int]]
 # Names of the axes (atoms) that stack layers. All but ENCODER_LAYERS are also the part of a leaf's
 # path that contains the layers, as in `layers.attention.q`.
@@ -116,8 +116,8 @@ class NamePattern:
     Attributes:
         terms: Atoms that form one merged index.
         index_list: Name of the list of the numbers in the tensor names, or "".
-        numbers: The numbers themselves, for an axis map with a list of its own. The sizes then have no entry for its
-            atom.
+        numbers: The numbers in the tensor names, if the axis map has its own list. The sizes then
+            have no entry for the atom.
     """
 
     terms: tuple[Term, ...]
@@ -404,6 +404,7 @@ class _SizeLookup:
 
 
 def _uses_index_list(row: ParsedAxisMap, atom: str) -> bool:
+    """Return whether the tensor names take the numbers of an atom from a list."""
     for part in row.name_parts:
         if not isinstance(part, NamePattern):
             continue
@@ -413,6 +414,7 @@ def _uses_index_list(row: ParsedAxisMap, atom: str) -> bool:
 
 
 def _tensor_index(pattern: NamePattern, lookup: _SizeLookup) -> TensorIndex:
+    """Return the values of a placeholder in tensor names, with the sizes of its atoms."""
     if not (pattern.index_list or pattern.numbers):
         return TensorIndex(lookup.factors(pattern.terms))
     indices = pattern.numbers or lookup.index_list(pattern.index_list)
@@ -424,6 +426,7 @@ def _tensor_index(pattern: NamePattern, lookup: _SizeLookup) -> TensorIndex:
 
 
 def _tensor_dim(dim: SourceDim, lookup: _SizeLookup) -> TensorDim:
+    """Return a dim of a tensor with the sizes of its atoms."""
     parts = [lookup.factors(terms) for terms in dim.parts]
     lengths = [_merged_extent(part) for part in parts]
     return TensorDim(
@@ -432,6 +435,7 @@ def _tensor_dim(dim: SourceDim, lookup: _SizeLookup) -> TensorDim:
 
 
 def _parse_leaf_dims(text: str, dims: str) -> AtomDims:
+    """Parse the dims of the leaf, e.g. `embed (heads head_dim)`."""
     leaf_dims: list[tuple[str, ...]] = []
     for item in _split_dims(text, dims):
         # A dim written as `1` has no atoms. Its extent is the empty product, 1.
@@ -444,6 +448,7 @@ def _parse_leaf_dims(text: str, dims: str) -> AtomDims:
 
 
 def _split_dims(text: str, dims: str) -> list[str]:
+    """Split dims at spaces outside of parentheses."""
     # E.g. `heads (a b) 1` -> "heads", "(a b)" and "1". The pattern skips a lone parenthesis, so the items
     # then lack a character of the text.
     items = re.findall(r"\([^()]*\)|[^\s()]+", dims)
@@ -453,6 +458,7 @@ def _split_dims(text: str, dims: str) -> list[str]:
 
 
 def _parse_source_dim(text: str, item: str) -> SourceDim:
+    """Parse one dim of the tensor."""
     # E.g. `(>a b | c b)` has the parts `>a b` and `c b`. The first one is marked.
     parts = [part.strip() for part in item.strip("()").split("|")]
     marked = [i for i, part in enumerate(parts) if part.startswith(">")]
@@ -466,6 +472,7 @@ def _parse_source_dim(text: str, item: str) -> SourceDim:
 
 
 def _parse_terms(text: str, words: str) -> tuple[Term, ...]:
+    """Parse atoms, each with its index if it has one, e.g. `heads gate=0`."""
     terms = []
     for word in words.split():
         atom, equals, index = word.partition("=")
@@ -480,6 +487,7 @@ def _parse_terms(text: str, words: str) -> tuple[Term, ...]:
 
 
 def _parse_name(text: str, name: str) -> tuple[str | NamePattern, ...]:
+    """Parse the tensor name into plain text and patterns in braces."""
     # Plain text is at even positions, the content of braces at odd ones.
     pieces = re.split(r"{([^{}]*)}", name)
     if any(re.search(r"[{}\s]", piece) for piece in pieces[::2]) or not name:
@@ -494,6 +502,7 @@ def _parse_name(text: str, name: str) -> tuple[str | NamePattern, ...]:
 
 
 def _parse_name_pattern(text: str, content: str) -> NamePattern:
+    """Parse the content of one pair of braces, e.g. `layers` or `layers@moe_layers`."""
     words, _, index_list = content.partition("@")
     pattern = NamePattern(_parse_terms(text, words), index_list.strip())
     if not pattern.terms or (

@@ -64,7 +64,7 @@ def strides(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
 
 
 def split_merged_range(merged_range: Range, extents: Sequence[int]) -> Iterator[Box]:
-    """Split a range of a merged dim into boxes over the dim's atoms.
+    """Split a range of a merged dim into boxes over its named axes (atoms).
 
     An index of the merged dim is a mixed-radix number. Its digits are the atoms' indices, outermost first.
 

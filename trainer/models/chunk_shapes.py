@@ -29,7 +29,7 @@ def chunk_shape(
     a run of consecutive elements of at most UNSHARDED_CHUNK_BYTES.
 
     Args:
-        dims: Atoms of each dim of the leaf.
+        dims: Named axes (atoms) of each dim of the leaf.
         shape: Shape of the leaf.
         spec: Sharding of the leaf on a mesh, or None.
         itemsize: Bytes of an element.
@@ -63,6 +63,7 @@ def _contiguous_chunk(shape: Sequence[int], n_elements: int) -> tuple[int, ...]:
 
 
 def _largest_divisor(extent: int, limit: int) -> int:
+    """Return the largest divisor of `extent` up to `limit`."""
     small_divisors = [i for i in range(1, math.isqrt(extent) + 1) if extent % i == 0]
     # Each divisor up to the square root has a partner above it, e.g. 3 and 4 for 12.
     divisors = [*small_divisors, *(extent // i for i in small_divisors)]

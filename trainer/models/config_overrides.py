@@ -66,6 +66,7 @@ def _check_values(config: HFConfig, overrides: HFConfig) -> None:
 
 
 def _check_field(config: HFConfig, field: str, value: JsonValue) -> None:
+    """Raise PrepError if the config has no such field, or its values have another type."""
     known = _known_fields(config)
     if field not in known:
         why = f"neither the config.json nor the family {config.get('model_type')} has this field"

@@ -30,7 +30,7 @@ def coordinator_address(
 ) -> tuple[str, str]:
     """Return `HOST:PORT` of process 0, and the variable that names the host.
 
-    JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT win over the variables of the launcher.
+    JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT override the variables of the launcher.
 
     Args:
         launcher: Name of the launcher.

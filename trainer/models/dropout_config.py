@@ -67,6 +67,7 @@ def read_dropout(config: HFConfig, dropout_fields: DropoutFields) -> dict[str, f
 
 
 def _read_rate(config: HFConfig, config_field: ConfigField) -> float:
+    """Return the rate in a field of config.json, 0 for a family without the field."""
     if config_field is None:
         return 0.0
     name, default = config_field

@@ -196,6 +196,7 @@ class Command:
         return f"`{' '.join(['prep', self.name, *self._argument_texts(TERMINAL)])}`"
 
     def _argument_texts(self, style: Style) -> list[str]:
+        """Return the arguments as words of a shell command or of Python."""
         words: list[str] = []
         for argument in self.arguments:
             if isinstance(argument, Option):
@@ -286,9 +287,8 @@ class PrepError(Exception):
     """
 
     def __init__(self, what: str, why: str = "", hint: str = "", code: int = FAILED):
-        super().__init__(
-            what, why, hint, code
-        )  # in `args`, from which pickle makes the error again
+        # pickle makes the error again from `args`.
+        super().__init__(what, why, hint, code)
 
     @property
     def what(self) -> str:
@@ -391,6 +391,7 @@ def render_text(message: str, style: Style) -> str:
 
 
 def _render(parts: tuple[str | Reference, ...], style: Style) -> str:
+    """Join texts and references, the references in the given style."""
     words: list[str] = []
     for part in parts:
         if isinstance(part, str):

@@ -14,7 +14,12 @@ from trainer.models.partition import Spec, device_boxes, shard_shape
 
 @dataclass(frozen=True, slots=True)
 class HostReads:
-    """Bytes of a leaf for one host: the distinct shards of its devices, and the chunks with these shards."""
+    """Bytes of a leaf for one host.
+
+    Attributes:
+        needed_bytes: Bytes of the distinct shards of its devices.
+        read_bytes: Bytes of the chunks with elements of these shards.
+    """
 
     needed_bytes: int
     read_bytes: int

@@ -146,6 +146,7 @@ def _jax_process(environ: Mapping[str, str]) -> LaunchedProcess | None:
 
 
 def _open_mpi_process(environ: Mapping[str, str]) -> LaunchedProcess | None:
+    """Return this process as Open MPI started it. None if it did not."""
     variables = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     numbers = _count_and_index(environ, *variables)
     if numbers is None:
@@ -162,6 +163,7 @@ def _open_mpi_process(environ: Mapping[str, str]) -> LaunchedProcess | None:
 
 
 def _slurm_process(environ: Mapping[str, str]) -> LaunchedProcess | None:
+    """Return this process as Slurm started it. None if it did not."""
     variables = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
     # SLURM_PROCID alone is set for a batch script.
     if not environ.get(variables[0]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer.models.architecture import NO_SOFTCAP, ArchConfig, BlockType
 from trainer.models.chunk_sizes import SCAN_CHUNK_SIZE, chunk_length, expert_block_length
@@ -23,8 +24,9 @@ TILE_COPIES = 4
 FUSED_TILE_COPIES = 1
 # Ring attention holds the current block of keys and values, and the next block while it is received.
 RING_COPIES = 2
-# Arrays [B, T, C] that the backward pass of a short convolution reads.
-CONV_ARRAYS = 9
+# Arrays [B, T, C] that the backward pass of a short convolution reads: three projections, and the input and the
+# output of the convolution.
+CONV_ARRAYS = 5
 # Arrays [B, T, F] that the backward pass of an MLP without a gate reads. The numbers are fitted to
 # XLA's memory plans (`python -m bench.memory_points`).
 ACTIVATION_ARRAYS = {
@@ -43,6 +45,32 @@ NORMS_PER_BLOCK: Mapping[BlockType, int] = {
     "pre": 2, "post": 2, "parallel": 2, "parallel_one_norm": 1, "sandwich": 4, "output_norm": 2,
 }  # fmt: skip
 OUTPUT_NORMS_PER_BLOCK: Mapping[BlockType, int] = {"post": 2, "sandwich": 2, "output_norm": 2}
+
+
+class ArrayCounts(NamedTuple):
+    """Numbers of arrays of one shape.
+
+    Attributes:
+        plain: In the dtype of the computation.
+        float32: In float32.
+    """
+
+    plain: int
+    float32: int
+
+    def nbytes(self, size: int, itemsize: int) -> int:
+        """Return the bytes of all arrays, of `size` elements each."""
+        return size * (itemsize * self.plain + FLOAT32 * self.float32)
+
+
+# Arrays [B, T, C] and [B, T, V] of a mixer with a state, for the C channels of its convolutions and the V elements of
+# its output. The numbers are fitted to XLA's memory plans like those above.
+# Saved: the inputs and outputs of convolutions, the gate, and the inputs and the output of the recurrence.
+SAVED_CHANNEL_ARRAYS = ArrayCounts(plain=2, float32=1)
+SAVED_VALUE_ARRAYS = ArrayCounts(plain=2, float32=2)
+# Computed again: the shifted inputs of convolutions, their activation, and the norm of the output with its gate.
+RECOMPUTED_CHANNEL_ARRAYS = ArrayCounts(plain=5, float32=0)
+RECOMPUTED_VALUE_ARRAYS = ArrayCounts(plain=0, float32=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +121,7 @@ class LayerStack:
         policy = self.inputs.remat_policy
         if policy in SAVES_ALL:
             if policy == "everything_saveable":
-                return self._backward_inputs_nbytes()
+                return self.backward_inputs_nbytes()
             return self._kept_nbytes()
         names = saved_activations(policy, has_experts=self.arch_config.experts_per_token > 0)
         if policy in SAVES_DOTS:
@@ -119,7 +147,7 @@ class LayerStack:
         """
         attention_nbytes = self._transient_scores_nbytes() - self._recomputed_nbytes()
         return (
-            self._backward_inputs_nbytes()
+            self.backward_inputs_nbytes()
             # The other layers of a period of kinds: 5 for 5 sliding layers and 1 full.
             + (self.arch_config.layer_schedule.period - 1) * self.overlapping_nbytes()
             + max(attention_nbytes, self._mlp_gradient_nbytes())
@@ -180,7 +208,7 @@ class LayerStack:
         block_input = self._residual_size() * inputs.itemsize + self._norm_nbytes() // 2
         return block_input + min(attention, mlp + self._expert_nbytes())
 
-    def _backward_inputs_nbytes(self) -> int:
+    def backward_inputs_nbytes(self) -> int:
         """Return the bytes of all activations that a layer's backward pass reads."""
         # Queries and the attention output, and keys and values, which `_kv_size` counts together.
         heads_size = self._query_size() + self._output_size() + self._kv_size()
@@ -197,23 +225,58 @@ class LayerStack:
 
     def _mixer_nbytes(self) -> int:
         """Return the bytes that the backward pass of a recurrent mixer reads. 0 without one."""
+        return self._saved_mixer_nbytes() + self._recomputed_mixer_nbytes()
+
+    def _saved_mixer_nbytes(self) -> int:
+        """Return the bytes that a recurrent mixer saves without rematerialization. 0 without one."""
         mixer = self.arch_config.mixer
         if mixer is None:
             return 0
         inputs = self.inputs
-        num_tokens = inputs.local_batch_size * self.seq_length
         if not mixer.has_state:
-            channels = inputs.local_extent("mixer_channels")
-            return CONV_ARRAYS * num_tokens * channels * inputs.itemsize
-        groups = inputs.local_extent("mixer_groups")
-        heads = groups * inputs.local_extent("group_heads")
-        key_dim = inputs.extent("mixer_state")
-        value_dim = inputs.extent("mixer_head_dim")
-        values = heads * value_dim
-        channels = 2 * groups * key_dim + values
-        num_states = math.ceil(self.seq_length / SCAN_CHUNK_SIZE) * inputs.local_batch_size
-        states = FLOAT32 * num_states * values * key_dim
-        return num_tokens * (channels + values) * (5 * inputs.itemsize + FLOAT32) + states
+            size = self._num_tokens() * inputs.local_extent("mixer_channels")
+            return CONV_ARRAYS * size * inputs.itemsize
+        arrays = self._mixer_arrays_nbytes(SAVED_CHANNEL_ARRAYS, SAVED_VALUE_ARRAYS)
+        return arrays + self._mixer_states_nbytes()
+
+    def _recomputed_mixer_nbytes(self) -> int:
+        """Return the bytes of a mixer that every policy computes again."""
+        mixer = self.arch_config.mixer
+        if mixer is None or not mixer.has_state:
+            return 0
+        return self._mixer_arrays_nbytes(RECOMPUTED_CHANNEL_ARRAYS, RECOMPUTED_VALUE_ARRAYS)
+
+    def _mixer_arrays_nbytes(self, channels: ArrayCounts, values: ArrayCounts) -> int:
+        """Return the bytes of arrays [B, T, C] and [B, T, V] of a mixer with a state."""
+        itemsize = self.inputs.itemsize
+        channel_size = self._num_tokens() * self._conv_channels()
+        value_size = self._num_tokens() * self._mixer_values()
+        return channels.nbytes(channel_size, itemsize) + values.nbytes(value_size, itemsize)
+
+    def _mixer_states_nbytes(self) -> int:
+        """Return the bytes of the float32 states of a mixer, one per chunk of tokens."""
+        inputs = self.inputs
+        num_states = inputs.local_batch_size * math.ceil(self.seq_length / SCAN_CHUNK_SIZE)
+        return FLOAT32 * num_states * self._mixer_values() * inputs.extent("mixer_state")
+
+    def _conv_channels(self) -> int:
+        """Return the channels C of the convolutions of a mixer with a state: queries, keys and values."""
+        inputs = self.inputs
+        num_keys = inputs.local_extent("mixer_groups") * inputs.extent("mixer_state")
+        return 2 * num_keys + self._mixer_values()
+
+    def _mixer_values(self) -> int:
+        """Return the elements V of the output of a mixer with a state, per token."""
+        return self._mixer_heads() * self.inputs.extent("mixer_head_dim")
+
+    def _mixer_heads(self) -> int:
+        """Return the number of heads of a recurrent mixer on one device."""
+        inputs = self.inputs
+        num_heads = inputs.extent("mixer_groups") * inputs.extent("group_heads")
+        # A tensor uses a mesh axis once. E.g. mp 4 splits 8 groups of 16 heads into 32 heads per device, and
+        # one group of 128 heads too.
+        num_shards = max(inputs.num_shards("mixer_groups"), inputs.num_shards("group_heads"))
+        return num_heads // num_shards
 
     def _block_inputs_nbytes(self) -> int:
         """Return the bytes of the inputs of the attentions (or of the recurrent mixer) and of the MLP, not sharded."""
@@ -227,7 +290,7 @@ class LayerStack:
         gathered_nbytes = self._block_inputs_nbytes() * (
             1 - 1 / self.inputs.num_residual_shards(self.seq_length)
         )
-        return self._backward_inputs_nbytes() - self._recomputed_nbytes() - int(gathered_nbytes)
+        return self.backward_inputs_nbytes() - self._recomputed_nbytes() - int(gathered_nbytes)
 
     def overlapping_nbytes(self) -> int:
         """Return the working set of a layer while another one of the same period, or of the scan, is computed."""
@@ -235,18 +298,22 @@ class LayerStack:
             self.inputs.attention_tile is None and self.inputs.remat_policy not in SAVES_ALL
         )
         scores_nbytes = self._transient_scores_nbytes() if has_transient_scores else 0
-        return self._backward_inputs_nbytes() - self._recomputed_nbytes() + scores_nbytes
+        return self.backward_inputs_nbytes() - self._recomputed_nbytes() + scores_nbytes
 
     def _recomputed_nbytes(self) -> int:
-        """Return the bytes of the activations that every policy may compute again. Chunks save none of them."""
+        """Return the bytes of the activations that every policy may compute again.
+
+        With chunks of tokens, only those of a mixer are among the inputs of the backward pass.
+        """
+        mixer_nbytes = self._recomputed_mixer_nbytes()
         if self._chunk_length() != self.seq_length:
-            return 0
+            return mixer_nbytes
         # The outputs of the up and gate projections are not among them, only activation functions
         # are.
         num_products = 1 + self.arch_config.has_gated_mlp
         hidden_size = self._saved_hidden_size()
         hidden = self._mlp_nbytes(hidden_size) - num_products * self.inputs.itemsize * hidden_size
-        return self._input_norm_nbytes() + hidden
+        return mixer_nbytes + self._input_norm_nbytes() + hidden
 
     def _norm_nbytes(self) -> int:
         """Return the bytes that the derivatives of norms need."""
@@ -389,6 +456,10 @@ class LayerStack:
         if not path.startswith(self.prefix):
             return ""
         return path.removeprefix(self.prefix).partition(".")[0]
+
+    def _num_tokens(self) -> int:
+        """Return the tokens of a micro-batch on one device."""
+        return self.inputs.local_batch_size * self.seq_length
 
     def _residual_size(self) -> int:
         """Return the number of elements of [B, T, D] with this device's rows B, and T and D unsplit."""

@@ -84,6 +84,7 @@ def _conditional_rows(parameters: Mapping[str, Parameter]) -> Iterator[tuple[str
 
 
 def _flax_leaf_name(path: str, norm_name: str) -> str:
+    """Return the last part of a leaf's path in a Flax tree."""
     if not EMBEDDING_PATH_PARTS.isdisjoint(path.split(".")):
         return "embedding"
     if path.endswith(".scale"):
@@ -114,7 +115,6 @@ EASYLM_LAYOUT = TreeLayout(
         "lm_head.kernel": Parameter("embed vocab <- lm_head.weight: vocab embed"),
     },
     stacked_name="scan_decoder",
-    path_aliases={
-        "lm_head.lm_head.kernel": "lm_head.kernel"
-    },  # trees of models with a chunked head
+    # Trees of models with a chunked head have this path.
+    path_aliases={"lm_head.lm_head.kernel": "lm_head.kernel"},
 )

@@ -79,7 +79,7 @@ def is_layer_matrix(leaf: ParamLeaf) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FactoredAxes:
-    """The axes that the two statistics of a factored second moment are means over.
+    """The axes over which the two statistics of a factored second moment are means.
 
     Attributes:
         row_mean: Axes of the larger dim of the matrix. `v_row` has a value per index of the other.
@@ -100,8 +100,8 @@ def factored_axes(leaf: ParamLeaf, min_dim_size: int) -> FactoredAxes | None:
     axes = matrix_axes(leaf)
     if axes is None:
         return None
-    rows = _extent(leaf, axes.rows)
-    columns = _extent(leaf, axes.columns)
+    rows = _product_of_extents(leaf, axes.rows)
+    columns = _product_of_extents(leaf, axes.columns)
     if min(rows, columns) < min_dim_size:
         return None
     # The second moment is approximated by v_ij = r_i * c_j / mean(r), for means r over the columns and
@@ -114,7 +114,8 @@ def factored_axes(leaf: ParamLeaf, min_dim_size: int) -> FactoredAxes | None:
     return FactoredAxes(axes.rows, axes.columns)
 
 
-def _extent(leaf: ParamLeaf, axes: Sequence[int]) -> int:
+def _product_of_extents(leaf: ParamLeaf, axes: Sequence[int]) -> int:
+    """Return the product of the leaf's extents on some axes."""
     extent = 1
     for axis in axes:
         extent *= leaf.shape[axis]

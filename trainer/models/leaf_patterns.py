@@ -24,6 +24,7 @@ def matches_any(patterns: Iterable[str], path: str) -> bool:
 
 
 def _matches(pattern: str, path: str) -> bool:
+    """Return whether a pattern is the path or the start of it, or an expression for it."""
     if pattern.startswith(LEAF_PREFIX):
         return re.search(pattern.removeprefix(LEAF_PREFIX), path) is not None
     return path == pattern or path.startswith(f"{pattern}.")

@@ -116,7 +116,7 @@ def _is_settings(value: Any) -> bool:
 
 
 def manifest_family(manifest: Mapping[str, Any]) -> Family:
-    """Return the family of a checkpoint's parameters: the model's, the adapters', or the verbatim one."""
+    """Return the family of a checkpoint's parameters: of the model, of its adapters, or of verbatim tensors."""
     if manifest.get("family") == VERBATIM:
         return recorded_family(manifest)
     config = manifest["config"]
@@ -304,7 +304,7 @@ def build_adapters(
     leaves = param_leaves(
         lora_family(family, config, lora), config, True, scan=scan, scan_axis=scan_axis
     )
-    # Module -> the projection that has its A.
+    # Module -> the first projection of the module. All projections of a module share one matrix A.
     owners: dict[str, Projection] = {}
     shared: dict[str, str] = {}
     for projection in select_targets(family, config, lora.targets):
@@ -339,6 +339,7 @@ def _module_pattern(module: str) -> str:
 
 
 def _shortest_suffix(module: str, others: Collection[str]) -> str:
+    """Return the shortest end of a module's name that no other module shares."""
     parts = module.split(".")
     for count in range(1, len(parts)):
         suffix = ".".join(parts[-count:])

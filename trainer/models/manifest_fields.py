@@ -12,7 +12,7 @@ CastCounts = TypedDict("CastCounts", {"from": str, "to": str, "values": int, "ch
 
 
 class StepFields(TypedDict, total=False):
-    """The entries.
+    """The manifest entries of a training step, in addition to the entries of every checkpoint.
 
     Attributes:
         recipe: The recipe as TOML.

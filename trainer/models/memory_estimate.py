@@ -22,7 +22,9 @@ At its peak a step needs
                          with experts the rows of all assignments (below). The backward passes of the layers of one
                          period of kinds of layers overlap: each other layer of the period adds what a layer
                          saves without rematerialization, and with rematerialization its transient dense scores.
-                         So does each dense layer before the scan of MoE layers
+                         So does each dense layer before the scan of MoE layers. In a period with both attention
+                         and recurrent mixers each other layer adds all inputs of its backward pass. On CPUs
+                         so does each layer outside the scan of such a model
       the LM head        logits of a chunk and their gradients: 2*B*chunk*V*4. With fsdp the gathered head, twice, and
                          its gradient before it is reduced: V*D*(2*c + 4)
 
@@ -39,16 +41,16 @@ The derivative of each operation determines the activations that the backward pa
                          and the unsplit input of each block, B*T*D*c
     MLP                  n*B*T*F*c with n by activation (`ACTIVATION_ARRAYS`), 2 more if it is gated
     latent attention     as heads, with the width of values in place of E where they differ
-    recurrent mixers     in place of heads: 9*B*T*C*c of a short convolution of C channels. Of a gated delta net
-                         or of Mamba-2, B*T*C*(5*c + 4) for the C channels of its convolutions, B*T*V*(5*c + 4) for
+    recurrent mixers     in place of heads: 5*B*T*C*c of a short convolution of C channels. Of a gated delta net
+                         or of Mamba-2, B*T*C*(7*c + 4) for the C channels of its convolutions, B*T*V*(2*c + 24) for
                          the V elements of its output, and one state per chunk of tokens, float32
     experts              only the input, and the hidden units of shared experts as of an MLP. K outputs per token and
                          their gradients, 2*B*T*K*D*c, are transient, as are the matrices of one expert, gathered,
                          with their gradients, and a block of hidden units
 
 Without rematerialization all of them are saved, except those of norms before projections and of activation functions,
-which are computed again: of the MLP, the products with `up` and `gate` are saved. The inputs of blocks are saved split
-like the residual stream.
+which are computed again: of the MLP, the products with `up` and `gate` are saved, and of gated delta nets and Mamba-2
+B*T*C*(2*c + 4), B*T*V*(2*c + 8) and the states. The inputs of blocks are saved split like the residual stream.
 
 With chunks of tokens, T is the length of a chunk in the arrays of the MLP, of experts, and of norms before projections,
 and two gradients of the residual stream, B*T*D*4 each, are transient.
@@ -136,7 +138,7 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
         saved=sum(stack.num_layers * stack.saved_nbytes + stack.weight_nbytes for stack in stacks),
         layer=max(stack.working_set_nbytes for stack in stacks)
         + _first_layers_nbytes(inputs)
-        + _period_nbytes(inputs),
+        + _other_layers_nbytes(inputs),
         head=_lm_head_nbytes(inputs),
         scores=max(stack.score_nbytes for stack in stacks),
         batch=_batch_nbytes(inputs),
@@ -145,23 +147,43 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
 
 
 def _first_layers_nbytes(inputs: MemoryInputs) -> int:
-    """Return the working set of dense layers before the scan, which XLA for CPUs computes again during it."""
+    """Return the working set of the dense layers before the scan.
+
+    XLA for CPUs computes them again during the scan.
+    """
     if not inputs.arch_config.dense_layers or not inputs.blocks_overlap:
+        return 0
+    # `_other_layers_nbytes` counts them.
+    if MIXER_LAYERS in inputs.arch_config.layer_groups:
         return 0
     dense = next(stack for stack in layer_stacks(inputs) if DENSE_LAYERS in stack.groups)
     return inputs.arch_config.layer_schedule.num_first * dense.overlapping_nbytes()
 
 
-def _period_nbytes(inputs: MemoryInputs) -> int:
-    """Return the working set of the other layers of a period with both attention and mixers."""
+def _other_layers_nbytes(inputs: MemoryInputs) -> int:
+    """Return the inputs of the other backward passes that overlap in a model with both attention and mixers."""
     arch_config = inputs.arch_config
-    schedule = arch_config.layer_schedule
-    if MIXER_LAYERS not in arch_config.layer_groups or schedule.num_periods < 2:
+    if MIXER_LAYERS not in arch_config.layer_groups:
         return 0
-    overlapping = {tuple(s.groups): s.overlapping_nbytes() for s in layer_stacks(inputs)}
-    period = range(schedule.num_first, schedule.num_first + schedule.period)
-    sizes = [overlapping[tuple(arch_config.group_indices[layer])] for layer in period]
-    return sum(sizes) - max(sizes)
+    nbytes_by_kind = {tuple(s.groups): s.backward_inputs_nbytes() for s in layer_stacks(inputs)}
+    kinds = [tuple(arch_config.group_indices[layer]) for layer in _overlapping_layers(inputs)]
+    sizes = [nbytes_by_kind[kind] for kind in kinds]
+    return sum(sizes) - max(sizes, default=0)
+
+
+def _overlapping_layers(inputs: MemoryInputs) -> list[int]:
+    """Return the layers of one period, and for CPUs also the layers outside the scan."""
+    schedule = inputs.arch_config.layer_schedule
+    scanned = range(0)
+    # A single period is no loop.
+    if schedule.num_periods > 1:
+        scanned = range(schedule.num_first, schedule.stop)
+    period = list(scanned[: schedule.period])
+    if not inputs.blocks_overlap:
+        return period
+    # XLA for CPUs ignores the barriers around the layers, and computes them again early.
+    layers = range(len(inputs.arch_config.sliding_windows))
+    return period + [layer for layer in layers if layer not in scanned]
 
 
 def _optimizer_nbytes(inputs: MemoryInputs, num_parameters: int) -> int:

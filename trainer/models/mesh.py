@@ -25,7 +25,8 @@ class Mesh:
 
     Attributes:
         names: Axes, outermost first.
-        sizes: Size of each axis. One size may be -1, all remaining devices, until `resolve_mesh`.
+        sizes: Size of each axis. One size may be -1 (all remaining devices). `resolve_mesh`
+            replaces it.
         plain_order: Whether the devices are in the order of the runtime instead of placed by
             topology.
     """
@@ -136,6 +137,7 @@ def folder_suffix(mesh: Mesh) -> str:
 
 
 def _parse_positional(entries: list[str], option: Text) -> dict[str, int]:
+    """Parse three sizes without names, e.g. `1,64,4`."""
     if len(entries) == 3:
         return {
             axis: _parse_axis_size(axis, entry, option) for axis, entry in zip(MESH_AXES, entries)
@@ -158,6 +160,7 @@ def _parse_positional(entries: list[str], option: Text) -> dict[str, int]:
 
 
 def _parse_named(entries: list[str], option: Text) -> dict[str, int]:
+    """Parse sizes with names, e.g. `dp:1,fsdp:64`."""
     sizes: dict[str, int] = {}
     for entry in entries:
         axis, colon, number = (part.strip() for part in entry.partition(":"))
@@ -179,6 +182,7 @@ def _parse_named(entries: list[str], option: Text) -> dict[str, int]:
 
 
 def _parse_axis_size(axis: str, size_text: str, option: Text) -> int:
+    """Parse the size of an axis: a number of devices, or -1."""
     if size_text == "-1":
         return -1
     number = re.fullmatch(r"0*([1-9][0-9]*)", size_text)
@@ -200,6 +204,7 @@ def _parse_axis_size(axis: str, size_text: str, option: Text) -> int:
 
 
 def _check_sizes(sizes: Mapping[str, int], option: Text) -> None:
+    """Raise PrepError for more than one -1, or for too many devices."""
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
         why = f"{' and '.join(open_axes)} cannot all take the remaining devices"
@@ -215,6 +220,7 @@ def _check_sizes(sizes: Mapping[str, int], option: Text) -> None:
 
 
 def _normalize_mesh(sizes: Mapping[str, int], plain_order: bool) -> Mesh:
+    """Add the absent axes with size 1, so that a mesh has one form."""
     names = [axis for axis, size in sizes.items() if size != 1]
     for i, axis in enumerate(MESH_AXES[:3]):
         if axis not in names:

@@ -1,14 +1,23 @@
 """The recurrent mixers of layers: sublayers with a state of fixed size in place of keys and values. Pure.
 
 A mixer reads the earlier tokens of a row through its state. `trainer.nn.mixer` computes them. Each conv(x) is causal
-and has one filter of L taps per channel: conv(x)_t = sum_d w_d x_(t-d) + b, with d from 0 to L - 1.
+and has one filter of L taps per channel: conv(x)_t = sum_d w_d x_(t-d) + b, with d from 0 to L - 1. `act` is
+`ArchConfig.activation`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+
+class InitialSteps(NamedTuple):
+    """The initial steps dt of Mamba-2: log-uniform from `minimum` to `maximum`, and at least `floor`."""
+
+    minimum: float
+    maximum: float
+    floor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +31,7 @@ class Mixer:
 
     "gated_delta" is the gated delta net (arXiv:2412.06464, equation 10), with one state S per head:
 
-        q, k, v   = silu(conv(x W_q)), silu(conv(x W_k)), silu(conv(x W_v))
+        q, k, v   = act(conv(x W_q)), act(conv(x W_k)), act(conv(x W_v))
         decay_t   = exp(-exp(a_log) softplus(x W_dt + b_dt)), beta_t = sigmoid(x W_beta)
         S_t       = decay_t S_(t-1) + k_t (beta_t (v_t - decay_t S_(t-1)^T k_t))^T
         mixer(x)  = (rms_norm(S_t^T q_t) * silu(x W_z)) W_o
@@ -32,22 +41,22 @@ class Mixer:
     "mamba2" is Mamba-2 in its dual form as linear attention (arXiv:2405.21060, sections 5 and 7), where q, k and v are
     C, B and X of the paper:
 
-        q, k, v   = silu(conv(x W_q)), silu(conv(x W_k)), silu(conv(x W_v))
+        q, k, v   = act(conv(x W_q)), act(conv(x W_k)), act(conv(x W_v))
         dt_t      = clip(softplus(x W_dt + b_dt), dt_limits)
         S_t       = exp(-exp(a_log) dt_t) S_(t-1) + k_t (dt_t v_t)^T
         mixer(x)  = rms_norm((S_t^T q_t + d v_t) * silu(x W_z)) W_o
 
-    The norm has its mean over the heads that share queries and keys. It follows the gate, precedes it, or is left out.
+    The norm has its mean over the heads that share queries and keys.
 
     Attributes:
         kind: The equations.
         dt_limits: Smallest and largest step of Mamba-2.
-        norm_place: Place of the norm of Mamba-2.
+        initial_steps: Initial softplus(b_dt) of Mamba-2. If it is None, b_dt starts at 1.
     """
 
     kind: Literal["short_conv", "gated_delta", "mamba2"]
     dt_limits: tuple[float, float] = (0.0, math.inf)
-    norm_place: Literal["after_gate", "before_gate", "none"] = "after_gate"
+    initial_steps: InitialSteps | None = None
 
     @property
     def convolutions(self) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ class ParamLeaf:
         path_pattern: The path with a placeholder in place of the layer index, if the leaf belongs
             to one layer.
         shape: Shape of the leaf.
-        dims: Atoms of each dim. The first atom is the logical name of the dim.
+        dims: Named axes (atoms) of each dim. The first one is the logical name of the dim.
         layer_index: Index of the leaf's layer, or None if it stacks the layers or belongs to no
             layer.
     """
@@ -97,6 +97,7 @@ def _atoms(dim: Iterable[SizedAxis]) -> tuple[str, ...]:
 
 
 def _leaves_of_row(path: str, row: AxisMap) -> Iterable[ParamLeaf]:
+    """Return the leaves of one row of an axis map."""
     dims = tuple(_atoms(dim) for dim in row.leaf_dims)
     if not row.unscanned_factors:
         return [ParamLeaf(path.format(), path, shape=row.leaf_shape, dims=dims)]

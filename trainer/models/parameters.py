@@ -28,13 +28,13 @@ from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from trainer.models.errors import PrepError, invalid_config_error
 from trainer.models.json_types import HFConfig
 
-# Name of a field that must be true, ALWAYS, or a predicate of the config.
+# When a parameter exists: the name of a config field that must be true, ALWAYS, or a function of
+# the config.
 Condition = str | Callable[[HFConfig], bool]
 ALWAYS: Condition = ""
 # Stands in place of a condition if the parameter does not exist.
 NEVER = None
-# Stands for the layer index in a name or path.
-# Path parts of a model with both.
+# First part of the paths in a model with both an encoder and a decoder.
 ENCODER = "encoder"
 DECODER = "decoder"
 # Name of the family of checkpoints with unknown architectures. See `trainer.models.verbatim`.
@@ -148,7 +148,7 @@ class Family:
         unprefixed: Tensors without the prefix.
         head_prefix: Prefix of the tensors in `unprefixed`. Only the text part of a multimodal
             checkpoint has one, e.g. `language_model.` of `language_model.lm_head.weight`.
-        sizes: Atom -> extent. Raises PrepError for an invalid config.
+        sizes: Named axis (atom) -> extent. Raises PrepError for an invalid config.
         parameters: Path in the tree -> parameter.
         dropped: Pattern of tensors to ignore, where `{i}` matches any number and `*` any text -> their
             description.
@@ -157,7 +157,7 @@ class Family:
         layouts: Trees of other libraries, by name.
         duplicates: Tensor of some files -> the tensor with the same content.
         dropout_fields: Fields of the config with dropout rates.
-        layer_numbers: Layer atom -> number of each of its layers, for atoms of some layers only.
+        layer_numbers: Named axis (atom) of some layers -> the numbers of these layers.
         prediction_layers: Numbers of stored layers for multi-token prediction, which the model does
             not run.
     """
@@ -220,6 +220,19 @@ def read_size(config: HFConfig, key: str, default: int, maximum: int = MAX_AXIS_
     # `bool` is a subclass of `int`: without its check, `true` in a config would be the size 1.
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
         why = f"{key} is {value!r:.60}, it must be an integer from 1 to {maximum:,}"
+        raise invalid_config_error(why)
+    return value
+
+
+def read_count(config: HFConfig, key: str, default: int, maximum: int = MAX_AXIS_SIZE) -> int:
+    """Return the number in a config field, or the default if the field is absent.
+
+    Raises:
+        PrepError: The value is not an integer from 0 to `maximum`, e.g. null.
+    """
+    value = config.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= maximum:
+        why = f"{key} is {value!r:.60}, it must be an integer from 0 to {maximum:,}"
         raise invalid_config_error(why)
     return value
 
@@ -331,6 +344,7 @@ def layer_atom_in(path: str) -> str:
 def _stack_row(
     path: str, row: ParsedAxisMap, axis: int, stacked_name: str
 ) -> tuple[str, ParsedAxisMap]:
+    """Put the layers of a row into one leaf, stacked on an axis."""
     atom = layer_atom_in(path)
     if not atom:
         return path, row
@@ -349,6 +363,7 @@ def _select_form(
     numbers: Mapping[str, Sequence[int]],
     tensors: Collection[str],
 ) -> ParsedAxisMap:
+    """Return the row, or its alternate if the checkpoint has the tensors of that one."""
     if parameter.parsed_row is not None:
         return parameter.parsed_row
     row = number_tensors(parse_row(parameter.row), numbers)
@@ -370,6 +385,7 @@ def _select_form(
 
 
 def _unstack_row(path: str, row: ParsedAxisMap) -> tuple[str, ParsedAxisMap]:
+    """Split a row with stacked layers into one leaf per layer."""
     axis = stack_axis(row.leaf_dims)
     if axis is None:
         return path, row
@@ -382,6 +398,7 @@ def _unstack_row(path: str, row: ParsedAxisMap) -> tuple[str, ParsedAxisMap]:
 
 
 def _move_stack_axis(row: ParsedAxisMap, axis: int) -> ParsedAxisMap:
+    """Move the axis of the layers."""
     old_axis = stack_axis(row.leaf_dims)
     if old_axis is None:
         return row

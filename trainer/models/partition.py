@@ -31,7 +31,7 @@ from trainer.models.rules import (
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A dim without the split of its rule's first choice.
+    """A dim with another split than the first choice of its rule.
 
     Attributes:
         dim: Logical name of the dim.
@@ -69,7 +69,7 @@ class Spec:
     fallbacks: tuple[Fallback, ...] = ()
 
     def without_axes(self, axes: Collection[int]) -> Spec:
-        """Return the sharding of a leaf that has some of the dims with extent 1."""
+        """Return the sharding of a leaf with extent 1 along `axes`. These dims are not split."""
         if not axes:
             return self
         is_kept = [axis not in axes for axis in range(len(self.dim_names))]
@@ -115,7 +115,7 @@ def leaf_spec(
     Args:
         path: Dotted path of the parameter, or None for state that belongs to no parameter. Its
             dims have no rules.
-        dims: Atoms of each dim of the leaf.
+        dims: Named axes (atoms) of each dim of the leaf.
         shape: Shape of the leaf.
         mesh: Device mesh.
         rules: Partition rules.
@@ -146,7 +146,7 @@ def may_split_dims(path: str, dims: LeafDims, *, axes: MeshAxes, rules: Rules) -
 
     Args:
         path: Dotted path of the parameter.
-        dims: Atoms of each dim.
+        dims: Named axes (atoms) of each dim.
         axes: The mesh axes.
         rules: Partition rules.
 
@@ -228,7 +228,7 @@ def computed_spec(
     the rules of its dims.
 
     Args:
-        dims: Atoms of each dim of the parameter.
+        dims: Named axes (atoms) of each dim of the parameter.
         shape: Shape of the parameter.
         stored: The sharding of the parameter by its own rule.
         mesh: Device mesh.
@@ -282,7 +282,7 @@ def partition_spec(
     not split.
 
     Args:
-        dims: Atoms of each dim of the leaf.
+        dims: Named axes (atoms) of each dim of the leaf.
         shape: Shape of the leaf.
         mesh: Device mesh.
         rules: Logical dim -> choices of mesh axes.
@@ -380,6 +380,7 @@ def _indivisible_error(dim: _SplitDim, axes: MeshAxes, mesh: Mesh, hint: str) ->
 
 
 def _param_hint(dim: _SplitDim, axes: MeshAxes, *, mesh: Mesh, checkpoint: str) -> str:
+    """Return how to avoid an uneven split of a parameter's dim."""
     if dim.name == "vocab":
         parts = _num_shards(mesh, axes)
         # Round up to a multiple, e.g. 50257 rows in 4 parts -> 50260.
@@ -391,6 +392,7 @@ def _param_hint(dim: _SplitDim, axes: MeshAxes, *, mesh: Mesh, checkpoint: str) 
 
 
 def _activation_hint(dim: _SplitDim, axes: MeshAxes, *, mesh: Mesh) -> str:
+    """Return how to avoid an uneven split of an activation's dim."""
     if dim.name == "batch":
         return f"a batch size that is a multiple of {_num_shards(mesh, axes)}"
     rule = f"{ACTIVATION_PREFIX}{format_rule(dim.name, (axes, ()))}"
@@ -398,6 +400,7 @@ def _activation_hint(dim: _SplitDim, axes: MeshAxes, *, mesh: Mesh) -> str:
 
 
 def _whole_hint(dim: _SplitDim, rule: str, name: str) -> str:
+    """Return the hint for another mesh, or for a rule that keeps the dim whole."""
     return text(
         "a mesh that divides {}, or {} (in recipes {}) to keep {} whole",
         dim.extent,

@@ -65,10 +65,11 @@ class ShardedLeaf:
 
 @dataclass(frozen=True, slots=True)
 class RowSlab:
-    """Rows of a leaf that are exchanged together: one slab of each shard along the axes that are not exchanged.
+    """A range of rows of a leaf. The devices read and exchange these rows together.
 
     Attributes:
-        start: Index of its first element. Relative to the shard in `kept_dims`.
+        start: Index of its first element in the leaf. In `kept_dims` it is relative to the device's
+            shard.
         rows: Number of rows.
         rows_per_device: Number of rows that a device reads. The last devices may read fewer.
     """
@@ -105,7 +106,7 @@ class ReadPlan:
         return self.outer_dims
 
     @property
-    def exchanges(self) -> tuple[tuple[str, int | None], ...]:
+    def collectives(self) -> tuple[tuple[str, int | None], ...]:
         """Mesh axes of the collectives in their order, each with the dim that it splits, or None for an all-gather."""
         kept: set[str] = set()
         for dim in self.kept_dims:
@@ -128,7 +129,7 @@ class ReadPlan:
 
         This is the reverse of the order of the collectives: the last collective joins the largest parts.
         """
-        return tuple(axis for axis, _ in reversed(self.exchanges))
+        return tuple(axis for axis, _ in reversed(self.collectives))
 
     @property
     def num_readers(self) -> int:
@@ -151,7 +152,7 @@ class ReadPlan:
     def min_slab_nbytes(self, itemsize: int) -> int:
         """Return the size of the smallest slab on a device after the exchange: one unit of each device."""
         sizes = dict(self.leaf.mesh_sizes)
-        num_shards = math.prod(sizes[axis] for axis, dim in self.exchanges if dim is not None)
+        num_shards = math.prod(sizes[axis] for axis, dim in self.collectives if dim is not None)
         inner = (
             n
             for dim, n in enumerate(self.leaf.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.json_types import HFConfig, JsonObject, JsonValue
@@ -13,6 +14,20 @@ from trainer.models.json_types import HFConfig, JsonObject, JsonValue
 MAX_FLOAT32 = 3.4e38
 DEFAULT_ROPE: JsonObject = {"rope_type": "default"}
 ROPE_TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
+
+
+class QueryScale(NamedTuple):
+    """The factor of queries at position p: 1 + beta * log(1 + floor(p / n)) (Llama 4, https://arxiv.org/abs/2501.19399).
+
+    Attributes:
+        beta: Growth of the factor.
+        step_length: The number n of positions between two steps of the factor.
+        offset: Number added to the position p.
+    """
+
+    beta: float
+    step_length: int
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +60,7 @@ class Rope:
         short_factors: longrope: factor of each frequency in sequences of up to
             `original_max_positions` tokens.
         long_factors: longrope: factor of each frequency in longer sequences.
-        query_scale_beta: Growth of the factor of queries 1 + beta * log(1 + floor(p / n)) with the
-            position p (Llama 4, https://arxiv.org/abs/2501.19399). 0 means no factor.
-        query_scale_positions: The number n of positions between two steps of the factor.
-        query_scale_offset: Number added to the position p of the factor.
+        query_scale: Factor of queries. None means 1.
         is_reversed: Whether pairs turn by the negative angle (nanochat).
 
     Raises:
@@ -66,13 +78,11 @@ class Rope:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    query_scale_beta: float = 0.0
-    query_scale_positions: int = 1
-    query_scale_offset: int = 0
+    query_scale: QueryScale | None = None
     is_reversed: bool = False
 
     def __post_init__(self) -> None:
-        if self.rotary_dim == 0 and self.query_scale_beta:
+        if self.rotary_dim == 0 and self.query_scale is not None:
             return
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             why = f"rotary embeddings rotate pairs, but {self.rotary_dim} elements of a head are to be rotated"
@@ -196,6 +206,7 @@ def _read_rotary_dim(
 
 
 def _read_rope_type(scaling: HFConfig, rope_types: Mapping[str, str]) -> str:
+    """Return the type of the rotary embedding. Raise PrepError if the family lacks it."""
     # transformers 5 writes `rope_type`, older versions `type`.
     type_name = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(type_name, str) or type_name not in rope_types:
@@ -320,6 +331,7 @@ def yarn_scores_scale(config: HFConfig) -> float:
 
 
 def _mscale(factor: float, mscale: float) -> float:
+    """Return YaRN's temperature of attention, as a factor of the rotated queries and keys."""
     # sqrt(1/t) = 0.1 ln(s) + 1, the temperature of attention (YaRN, equation 22). DeepSeek scales
     # the first term by mscale.
     if factor > 1:
@@ -328,6 +340,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def _read_factors(scaling: HFConfig, key: str, count: int) -> tuple[float, ...]:
+    """Return a list of positive numbers, one per rotated pair."""
     values = scaling.get(key)
     if not isinstance(values, list) or len(values) != count:
         why = f"{key} of the rope scaling is {values!r:.60}, it must be {count} numbers, one per rotated pair"

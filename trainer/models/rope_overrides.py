@@ -107,6 +107,7 @@ def check_rope_scaling(scaling: HFConfig) -> None:
 
 
 def _read_type(scaling: HFConfig) -> str:
+    """Return the `rope_type` of a recipe. Raise PrepError if prep does not support it."""
     rope_type = scaling.get("rope_type", scaling.get("type"))
     if isinstance(rope_type, str) and rope_type in ROPE_TYPES:
         return rope_type
@@ -194,6 +195,7 @@ def override_rope(config: HFConfig, overrides: RopeOverrides) -> HFConfig:
 
 
 def _check_one_rope(arch_config: ArchConfig, family_name: str, key: str) -> None:
+    """Raise PrepError if the model has no rotary embedding, or more than one."""
     if arch_config.rope is None:
         if arch_config.has_learned_positions:
             kind = "learned positions"
@@ -268,6 +270,7 @@ def _write_positions(config: JsonObject, positions: int | None) -> JsonObject:
 
 
 def _check_dynamic(before: ArchConfig, after: ArchConfig) -> None:
+    """Raise PrepError if dynamic scaling is combined with more positions."""
     if _rope_of(after).rope_type == "dynamic" and after.max_positions > before.max_positions:
         why = f"dynamic scaling begins after these positions: {before.max_positions:,} in the checkpoint"
         raise usage_error(

@@ -230,7 +230,12 @@ def map_rows(parameter: Parameter, change: Callable[[str], str]) -> Parameter:
 
 
 def unless_false(field: str) -> Callable[[HFConfig], bool]:
-    """Return the condition of an absent or true config field."""
+    """Return the condition of a config field to be true or absent.
+
+    >>> has_bias = unless_false("use_bias")
+    >>> has_bias({}), has_bias({"use_bias": False})
+    (True, False)
+    """
     return lambda config: bool(config.get(field, True))
 
 
@@ -240,7 +245,7 @@ def split_dims(dims: str) -> list[str]:
 
 
 def atoms_in(dims: str) -> list[str]:
-    """Return the atoms in dims of a row, including atoms of braces and of other parts."""
+    """Return the named axes (atoms) in dims of a row, including the ones in braces and in other parts."""
     # A name does not begin with a digit, so the index of `qkv=0` is not an atom.
     return re.findall(r"[^\W\d]\w*", dims)
 

@@ -125,6 +125,7 @@ def _check_dim(rule: DimRule, option: Text) -> None:
 
 
 def _parse_choices(choices_text: str, option: Text) -> AxisChoices:
+    """Parse the choices of a rule, e.g. `mp|none`."""
     choices = tuple(_parse_choice(part.strip(), option) for part in choices_text.split("|"))
     if () in choices[:-1]:
         why = "`none` always fits, so later choices are never used"
@@ -133,6 +134,7 @@ def _parse_choices(choices_text: str, option: Text) -> AxisChoices:
 
 
 def _parse_choice(choice_text: str, option: Text) -> MeshAxes:
+    """Parse one choice: mesh axes such as `fsdp+mp`, or `none`."""
     if choice_text == "none":
         return ()
     axes = tuple(axis.strip() for axis in choice_text.split("+"))
@@ -226,6 +228,7 @@ def _check_unique(rules: Iterable[Rule]) -> None:
 
 
 def _subject(rule: Rule) -> str:
+    """Return the left side of a rule. Two rules may not have the same one."""
     match rule:
         case DimRule():
             return rule.subject

@@ -45,10 +45,9 @@ PARAM_RULES: DimRules = {
     "dense_mlp": (("mp",),),
     "shared_mlp": (("mp",),),
     "embed": (("fsdp",),),
-    "word_embed": (
-        ("fsdp",),
-        (),
-    ),  # embeddings narrower than the layers; not split in a leaf where `embed` is
+    # The width of embeddings that are narrower than the layers. It is not split in a leaf with
+    # `embed`.
+    "word_embed": (("fsdp",), ()),
     "layers": WHOLE,  # each step of a scan would gather a split stack
     "encoder_layers": WHOLE,
     "dense_layers": WHOLE,

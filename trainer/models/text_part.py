@@ -368,7 +368,7 @@ def _text_names(
     used = _used_names(config, family, text_config, full_names)
     optional = {family.tying.head_tensor} if text_config[TIED_FIELD] else set[str]()
     if missing := used - full_names.keys() - optional:
-        raise _not_supported(config, f"the file has no {_listed(family.prefix, missing)}")
+        raise _not_supported(config, f"the file has no {_first_names(family.prefix, missing)}")
     roots = {name.partition(".")[0] for name in used}
     ignored = re.compile("|".join(dropped_patterns(family, text_config)) or "(?!)")
     text_names = {name for name in full_names if name.partition(".")[0] in roots}
@@ -376,7 +376,7 @@ def _text_names(
         name for name in text_names - used - family.duplicates.keys() if not ignored.fullmatch(name)
     }
     if unexpected:
-        why = f"{_listed(family.prefix, unexpected)} is not part of family {family.name}"
+        why = f"{_first_names(family.prefix, unexpected)} is not part of family {family.name}"
         raise _not_supported(config, why)
     return frozenset(full_names[name] for name in text_names)
 
@@ -397,8 +397,8 @@ def _used_names(
     return used
 
 
-def _listed(prefix: str, names: Collection[str]) -> str:
-    """Return the first names of a set."""
+def _first_names(prefix: str, names: Collection[str]) -> str:
+    """Return the first MAX_LISTED names of a set as text, each with the prefix."""
     listed = ", ".join(prefix + name for name in sorted(names)[:MAX_LISTED])
     if len(names) > MAX_LISTED:
         listed += f" and {len(names) - MAX_LISTED:,} more"

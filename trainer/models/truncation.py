@@ -24,7 +24,8 @@ LAYER_FIELDS = (
     "encoder_layers",
     "decoder_layers",
 )
-# Lists, or texts of a character, with an entry per layer. The length does not tell them from other lists:
+# Fields with an entry per layer: a list, or a text with a character per layer. Other lists may have
+# the same length:
 # "time_step_limit": [0.0, 1.0] also has two entries in a model with two layers.
 PER_LAYER_FIELDS = frozenset(
     {

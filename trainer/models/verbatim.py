@@ -202,12 +202,12 @@ def _stacks(tensors: TensorTypes) -> Iterator[_Stack]:
         pieces, numbers = split_numbers(name)
         groups.setdefault((pieces, dtype, shape), set()).add(numbers)
     for (pieces, _, shape), indices in groups.items():
-        for product in _products(indices):
+        for product in _split_into_products(indices):
             for numbers in _with_two_runs(product):
                 yield _Stack(pieces, numbers, shape)
 
 
-def _products(indices: Collection[tuple[int, ...]]) -> list[Product]:
+def _split_into_products(indices: Collection[tuple[int, ...]]) -> list[Product]:
     """Split a set of indices into products of numbers, e.g. {(0, 0), (0, 1), (1, 0), (1, 1)} into ((0, 1), (0, 1)).
 
     Layers with the same experts are in the same product. For example, layers 0 to 3 with 8 experts each and layers 4
@@ -223,12 +223,16 @@ def _products(indices: Collection[tuple[int, ...]]) -> list[Product]:
         first_numbers.setdefault(frozenset(following[first]), []).append(first)
     products: list[Product] = []
     for rest, numbers in first_numbers.items():
-        products += [(tuple(numbers), *product) for product in _products(rest)]
+        products += [(tuple(numbers), *product) for product in _split_into_products(rest)]
     return products
 
 
 def _with_two_runs(product: Product) -> Iterator[Product]:
-    """Yield the parts of a product with at most one run of several numbers after the first position."""
+    """Split a product until at most one position after the first has several numbers.
+
+    >>> list(_with_two_runs(((0, 1), (0, 1), (5, 6))))
+    [((0, 1), (0, 1), (5,)), ((0, 1), (0, 1), (6,))]
+    """
     runs = [position for position, numbers in enumerate(product) if position and len(numbers) > 1]
     if len(runs) < 2:
         yield product

@@ -23,14 +23,12 @@ from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.latent_attention import latent_attention
-from trainer.nn.layer_weights import Leaves, Projections
+from trainer.nn.layer_weights import NO_PARAMETERS, Leaves, Projections
 from trainer.nn.linear import linear
 from trainer.nn.norms import norm, plain_rms_norm
 from trainer.nn.position_encoding import CosSin, apply_rotary
 from trainer.nn.token_chunks import TokenFunction, over_token_chunks
 
-# The weights of a norm without a scale.
-NO_PARAMETERS: Leaves = {}
 ROTATED = ("q", "k")
 GATE = "gate"
 
@@ -70,7 +68,7 @@ def attention(
         names = (GATE, *names)
     # q and gate: [B, T, H, E], k and v: [B, T, K, E]
     project = _projection(names, context, num_tokens=x.shape[1])
-    projected = project(x, _select(weights, names, input_norm), rotary_tables(context))
+    projected = project(x, _select_weights(weights, names, input_norm), rotary_tables(context))
     gate = projected.pop(0) if GATE in weights else None
     q, *own_kv = projected
     if is_self:
@@ -91,7 +89,7 @@ def project_kv(x: Array, weights: Projections, context: LayerContext) -> KV:
     """Project hidden states [B, S, D] to keys and values [B, S, K, E]. Keys are normed and rotated."""
     names = ("k", "v")
     project = _projection(names, context, num_tokens=x.shape[1])
-    return KV(*project(x, _select(weights, names, None), rotary_tables(context)))
+    return KV(*project(x, _select_weights(weights, names, None), rotary_tables(context)))
 
 
 def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: int) -> TokenFunction:
@@ -150,7 +148,9 @@ def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: in
     )
 
 
-def _select(weights: Projections, names: tuple[str, ...], input_norm: Leaves | None) -> Projections:
+def _select_weights(
+    weights: Projections, names: tuple[str, ...], input_norm: Leaves | None
+) -> Projections:
     """Return the weights of some projections with their norms, and the norm of their input."""
     selected: dict[str, Leaves] = {
         name: value for name, value in weights.items() if name.removesuffix("_norm") in names

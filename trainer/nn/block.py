@@ -22,16 +22,13 @@ from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
 from trainer.nn.feed_forward import feed_forward
 from trainer.nn.kv_cache import KVCache
-from trainer.nn.layer_weights import BlockWeights, Leaves
+from trainer.nn.layer_weights import NO_PARAMETERS, BlockWeights, Leaves
 from trainer.nn.mixer import recurrent_mixer
 from trainer.nn.norms import norm
 
 # (residual stream [B, T, D], weights of the layer, context) -> the stream after the layer, and the
 # KV cache with the keys and values of the layer
 Block = Callable[[Array, BlockWeights, LayerContext], tuple[Array, KVCache | None]]
-
-# The weights of a layer norm without parameters (OPT's `layer_norm_elementwise_affine`).
-NO_PARAMETERS: Leaves = {}
 
 
 def pre_norm_block(
@@ -46,6 +43,7 @@ def pre_norm_block(
     attn_norm = weights.get("attn_norm", NO_PARAMETERS)
     mixer = weights.get("mixer")
     if mixer is None:
+        assert "attn" in weights, "a layer without a recurrent mixer has attention"
         attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
     else:
         attended, kv_cache = recurrent_mixer(x, mixer, context, input_norm=attn_norm)
@@ -70,6 +68,8 @@ def post_norm_block(
     x = norm(x + attention(x))
     x = norm(x + mlp(x))
     """
+    assert "attn" in weights
+    assert "mlp" in weights
     arch_config = context.arch_config
     attended, kv_cache = attention(x, weights["attn"], context)
     attended = context.residual_update(attended, DropoutSite.ATTENTION_RESIDUAL)
@@ -105,6 +105,8 @@ def _parallel(
     x: Array, weights: BlockWeights, context: LayerContext, *, mlp_norm: Leaves
 ) -> tuple[Array, KVCache | None]:
     """Add attention and MLP of the same input. `mlp_norm` has the weights of the norm before the MLP."""
+    assert "attn" in weights
+    assert "mlp" in weights
     attn_norm = weights.get("attn_norm", NO_PARAMETERS)
     attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
     attended = context.residual_update(attended, DropoutSite.ATTENTION_RESIDUAL)
@@ -121,6 +123,8 @@ def sandwich_block(
     x = x + norm'(attention(norm(x)))
     x = x + norm'(mlp(norm(x)))
     """
+    assert "attn" in weights
+    assert "mlp" in weights
     arch_config = context.arch_config
     attn_norm = weights.get("attn_norm", NO_PARAMETERS)
     attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
@@ -142,6 +146,8 @@ def output_norm_block(
     x = x + norm(attention(x))
     x = x + norm(mlp(x))
     """
+    assert "attn" in weights
+    assert "mlp" in weights
     arch_config = context.arch_config
     attended, kv_cache = attention(x, weights["attn"], context)
     attended = norm(attended, weights.get("attn_post_norm", NO_PARAMETERS), arch_config)

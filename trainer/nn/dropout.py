@@ -132,7 +132,7 @@ class Dropout:
     Attributes:
         config: The rates.
         key: Key of the seed, the step and the stack, [].
-        row_ids: Row of the step's batch of each row, uint32 [B].
+        row_ids: Index of each row in the batch of the step, uint32 [B].
     """
 
     config: DropoutConfig
@@ -210,7 +210,7 @@ def step_dropout(config: DropoutConfig, *, seed: int, step: Array, row_ids: Arra
         config: The rates.
         seed: The seed of the run, from 0 to 2^32 - 1.
         step: Number of the step, int32 [].
-        row_ids: Row of the step's batch of each row, uint32 [B].
+        row_ids: Index of each row in the batch of the step, uint32 [B].
     """
     return Dropout(config, derive_key(RandomKey(uint32(seed), uint32(0)), step), row_ids)
 

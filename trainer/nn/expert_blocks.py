@@ -94,10 +94,12 @@ def run_experts(
 
     def run_expert(outputs: Array, expert: Experts, index: Array) -> Array:
         def run_block(outputs: Array, block: _Block) -> Array:
-            output = _expert_mlp(_read(tokens, block.token_ids), block.weights, expert, arch_config)
+            output = _expert_mlp(
+                _values_at(tokens, block.token_ids), block.weights, expert, arch_config
+            )
             # Rows after the expert's last belong to later experts. They get zeros here, and their
             # values when those experts run, in order.
-            return _write(outputs, jnp.where(block.is_own[:, None], output, 0), block)
+            return _replace_rows(outputs, jnp.where(block.is_own[:, None], output, 0), block)
 
         return _each_block(run_block, outputs, rows, index)
 
@@ -140,12 +142,16 @@ def experts_gradients(
             d_rows, d_weights, d_expert = carry
             block_function = partial(_expert_mlp, arch_config=arch_config)
             _, pullback = jax.vjp(
-                block_function, _read(tokens, block.token_ids), block.weights, expert
+                block_function, _values_at(tokens, block.token_ids), block.weights, expert
             )
-            d_output = jnp.where(block.is_own[:, None], _read(d_outputs, block.token_ids), 0)
+            d_output = jnp.where(block.is_own[:, None], _values_at(d_outputs, block.token_ids), 0)
             d_block, d_block_weights, d_new = pullback(d_output)
             sums = jax.tree.map(lambda total, new: total + new.astype(jnp.float32), d_expert, d_new)
-            return _write(d_rows, d_block, block), _write(d_weights, d_block_weights, block), sums
+            return (
+                _replace_rows(d_rows, d_block, block),
+                _replace_rows(d_weights, d_block_weights, block),
+                sums,
+            )
 
         d_rows, d_weights, d_experts = carry
         zeros = jax.tree.map(lambda matrix: jnp.zeros(matrix.shape, jnp.float32), expert)
@@ -166,7 +172,7 @@ def experts_gradients(
     )
     d_rows, d_weights, d_experts = _each_expert(run_expert, carry, rows, experts, shards)
     d_tokens, d_routing = shards.sum_parts(
-        (_sum_by_token(d_rows, rows), _read(d_weights, rows.row_ids))
+        (_sum_by_token(d_rows, rows), _values_at(d_weights, rows.row_ids))
     )
     return (
         d_tokens.reshape(x.shape),
@@ -268,16 +274,16 @@ def _sum_by_token(values: Array, rows: _SortedRows) -> Array:
 
     One read per expert of a token, because a single one would copy all rows to [N, K, D] first.
     """
-    total = sum(_read(values, row_ids).astype(jnp.float32) for row_ids in rows.row_ids.T)
+    total = sum(_values_at(values, row_ids).astype(jnp.float32) for row_ids in rows.row_ids.T)
     return jnp.asarray(total, values.dtype)
 
 
-def _read(values: Array, indices: Array) -> Array:
+def _values_at(values: Array, indices: Array) -> Array:
     """Return the elements of `values` at indices. All indices must be in range."""
     return values.at[indices].get(mode="promise_in_bounds")
 
 
-def _write(values: Array, block_values: Array, block: _Block) -> Array:
+def _replace_rows(values: Array, block_values: Array, block: _Block) -> Array:
     """Replace the rows of a block."""
     return lax.dynamic_update_slice_in_dim(values, block_values, block.start, 0)
 

@@ -33,7 +33,8 @@ EXPERT_DIMS: Mapping[str, tuple[str, ...]] = {
 Experts = Mapping[str, Array]
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # hashable, as a static argument has to be
+# Compared by identity: a static argument of jit has to be hashable.
+@dataclass(frozen=True, slots=True, eq=False)
 class ExpertSharding:
     """The mesh axes of an MoE layer's tokens and experts.
 

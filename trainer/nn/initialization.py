@@ -14,13 +14,20 @@ from jax import Array
 
 from trainer.models.architecture import ArchConfig
 from trainer.models.lora import LORA_B
+from trainer.models.mixer_config import InitialSteps, Mixer
 from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
 from trainer.nn.model_spec import ModelSpec
 
-# End of the path of a leaf of a recurrent mixer -> its initial values, as in `Qwen3NextGatedDeltaNet` of
-# transformers. The norm scales by its weight, also where other norms of the model scale by 1 + weight.
-MIXER_CONSTANTS = {"mixer.norm.scale": 1.0, "mixer.dt_bias.bias": 1.0, "mixer.d.weight": 1.0}
+# (random key, shape of a layer) -> initial values
+Sample = Callable[[Array, tuple[int, ...]], Array]
+
+# Ends of the paths of leaves of recurrent mixers.
+STEP_BIASES = "mixer.dt_bias.bias"
 DECAY_RATES = "mixer.a_log.weight"
+# End of a path -> initial values. The norm scales by its weight, also where other norms of the model scale by
+# 1 + weight.
+MIXER_CONSTANTS = {"mixer.norm.scale": 1.0, STEP_BIASES: 1.0, "mixer.d.weight": 1.0}
+# Rates of gated delta nets, as in `Qwen3NextGatedDeltaNet` of transformers.
 MIN_DECAY_RATE = 0.01
 MAX_DECAY_RATE = 16.0
 
@@ -64,11 +71,12 @@ def _clear_padding(values: Array, leaf: ParamLeaf, true_vocab_size: int) -> Arra
 
 def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
     """Initialize one leaf with a key derived from its path without layer numbers."""
+    sample_mixer = _mixer_sample(leaf.path_pattern, arch_config.mixer)
+    if sample_mixer is not None:
+        return _random_leaf(leaf, key, sample_mixer)
     for suffix, value in MIXER_CONSTANTS.items():
         if leaf.path_pattern.endswith(suffix):
             return jnp.full(leaf.shape, value, jnp.float32)
-    if leaf.path_pattern.endswith(DECAY_RATES):
-        return _random_leaf(leaf, key, _sample_decay_rates)
     if leaf.role in ("scale", "bias"):
         identity = 1.0 - arch_config.norm_scale_offset
         return jnp.full(leaf.shape, identity if leaf.role == "scale" else 0.0, jnp.float32)
@@ -78,9 +86,39 @@ def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
     )
 
 
+def _mixer_sample(path: str, mixer: Mixer | None) -> Sample | None:
+    """Return the initial values of the decays and steps of a recurrent mixer. None for other leaves.
+
+    They are those of transformers. `Qwen3NextGatedDeltaNet` has random rates. `Mamba2Mixer`, `BambaMixer` and
+    `GraniteMoeHybridMambaLayer` number their heads. Only `Mamba2Mixer` has random steps.
+    """
+    if mixer is None:
+        return None
+    if path.endswith(DECAY_RATES):
+        return _number_decay_rates if mixer.kind == "mamba2" else _sample_decay_rates
+    if path.endswith(STEP_BIASES) and mixer.initial_steps is not None:
+        return partial(_sample_step_biases, steps=mixer.initial_steps)
+    return None
+
+
 def _sample_decay_rates(key: Array, shape: tuple[int, ...]) -> Array:
-    """Sample logarithms of the rates by which the states of a recurrent mixer decay, as transformers does."""
+    """Sample logarithms of rates from MIN_DECAY_RATE to MAX_DECAY_RATE."""
     return jnp.log(jax.random.uniform(key, shape, minval=MIN_DECAY_RATE, maxval=MAX_DECAY_RATE))
+
+
+def _number_decay_rates(key: Array, shape: tuple[int, ...]) -> Array:
+    """Return the logarithms of the rates 1, 2, ..., H of the H heads of a layer."""
+    num_heads = math.prod(shape)
+    return jnp.log(jnp.arange(1, num_heads + 1, dtype=jnp.float32)).reshape(shape)
+
+
+def _sample_step_biases(key: Array, shape: tuple[int, ...], *, steps: InitialSteps) -> Array:
+    """Sample the biases b with softplus(b) = dt, for log-uniform steps dt."""
+    bounds = (math.log(steps.minimum), math.log(steps.maximum))
+    log_steps = jax.random.uniform(key, shape, minval=bounds[0], maxval=bounds[1])
+    dt = jnp.maximum(jnp.exp(log_steps), steps.floor)
+    # The inverse of softplus(b) = log(1 + exp(b)) is log(exp(dt) - 1).
+    return dt + jnp.log(-jnp.expm1(-dt))
 
 
 def init_adapters(model: ModelSpec, seed: int) -> Tree:
@@ -111,9 +149,7 @@ def _init_adapter(leaf: ParamLeaf, key: Array) -> Array:
     return _random_leaf(leaf, key, sample)
 
 
-def _random_leaf(
-    leaf: ParamLeaf, key: Array, sample: Callable[[Array, tuple[int, ...]], Array]
-) -> Array:
+def _random_leaf(leaf: ParamLeaf, key: Array, sample: Sample) -> Array:
     """Sample the values of each layer with a key derived from the leaf's path and the number of the layer."""
     leaf_key = jax.random.fold_in(
         key, zlib.crc32(re.sub(r"\{\w+\}\.", "", leaf.path_pattern).encode())

@@ -9,6 +9,8 @@ from jax import Array
 
 # Leaves of a projection (`weight`, `bias`, `lora_a`, `lora_b`) or of a norm (`scale`, `bias`).
 Leaves = Mapping[str, Array]
+# The leaves of a norm without parameters, e.g. of OPT with `layer_norm_elementwise_affine` false.
+NO_PARAMETERS: Leaves = {}
 # Projections and norms of attention or of an MLP, by name, e.g. `q`, `o` and `q_norm`.
 Projections = Mapping[str, Leaves]
 
@@ -37,12 +39,13 @@ class BlockWeights(TypedDict):
     """The weights of a layer. A norm without parameters is absent.
 
     A layer with a recurrent mixer has `mixer` in place of `attn`. A layer of Mamba-2 has no `mlp` either.
+    Both have the block type "pre". Layers of other types have `attn` and `mlp`.
     """
 
-    attn: Projections
+    attn: NotRequired[Projections]
     mixer: NotRequired[Projections]
     cross: NotRequired[Projections]
-    mlp: Projections | MoeWeights
+    mlp: NotRequired[Projections | MoeWeights]
     attn_norm: NotRequired[Leaves]
     attn_post_norm: NotRequired[Leaves]
     cross_norm: NotRequired[Leaves]

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jax import Array, nn
 
-from trainer.models.mixer_config import Mixer
 from trainer.nn.chunked_scan import Recurrence, chunked_scan
 from trainer.nn.context import LayerContext
 from trainer.nn.layer_weights import Projections
@@ -33,7 +32,7 @@ def mamba2(
     Args:
         x: Hidden states [B, T, D].
         weights: Projections `q`, `k`, `v`, `z`, `dt` and `o`; the convolutions `q_conv`, `k_conv` and `v_conv`;
-            `a_log`, `d` and `dt_bias` [G, R]; and optionally `norm`.
+            `a_log`, `d` and `dt_bias` [G, R]; and `norm`.
         context: Architecture, sharding and positions of the layer.
         states: Inputs of convolutions and the state of earlier tokens. Empty without a cache.
 
@@ -61,19 +60,13 @@ def mamba2(
     output += v * weights["d"]["weight"].astype(jnp.float32)[..., None]
 
     def gate(hidden: tuple[Array, Array], weights: Projections) -> Array:
-        return _gate(*hidden, weights, context, mixer).astype(x.dtype)
+        return _gate(*hidden, weights, context).astype(x.dtype)
 
     return project_out((output, projected["z"]), gate, weights, context), new_states
 
 
-def _gate(
-    output: Array, z: Array, weights: Projections, context: LayerContext, mixer: Mixer
-) -> Array:
-    """Multiply the output [B, T, G, R, P] by its gate, and normalize each group before or after that."""
+def _gate(output: Array, z: Array, weights: Projections, context: LayerContext) -> Array:
+    """Multiply the output [B, T, G, R, P] by its gate, and normalize each group."""
     gate = nn.silu(z.astype(jnp.float32))
-    if mixer.norm_place == "none":
-        return output * gate
     plain_norm = dataclasses.replace(context.arch_config, norm="rms")
-    if mixer.norm_place == "before_gate":
-        return norm(output, weights["norm"], plain_norm, GROUP_AXES) * gate
     return norm(output * gate, weights["norm"], plain_norm, GROUP_AXES)

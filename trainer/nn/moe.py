@@ -105,7 +105,8 @@ def _backward(
     matrices = shards.expert_specs
     run = shards.map_devices(run, (tokens, matrices, tokens, tokens), (tokens, matrices, tokens))
     d_x, d_experts, d_weights = run(*saved, gradient)
-    no_gradient: Any = None  # of indices
+    # The indices of experts have no gradient.
+    no_gradient: Any = None
     return d_x, d_experts, Routing(d_weights, no_gradient)
 
 

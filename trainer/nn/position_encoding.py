@@ -106,12 +106,13 @@ def _scaled_cos_sin(rope: Rope, positions: Array, frequencies: Array | np.ndarra
     sine = jnp.sin(angles) * rope.attention_factor
     if rope.is_reversed:
         sine = -sine
-    if rope.query_scale_beta == 0:
+    scale = rope.query_scale
+    if scale is None:
         return CosSin(cosine, sine)
     # Slots before a row's first token have negative positions, whose logarithm would not be finite.
-    shifted = jnp.maximum(positions, 0) + rope.query_scale_offset
-    steps = jnp.floor(shifted / rope.query_scale_positions)
-    return CosSin(cosine, sine, 1 + rope.query_scale_beta * jnp.log1p(steps))
+    shifted = jnp.maximum(positions, 0) + scale.offset
+    steps = jnp.floor(shifted / scale.step_length)
+    return CosSin(cosine, sine, 1 + scale.beta * jnp.log1p(steps))
 
 
 def apply_rotary(x: Array, cosine: Array, sine: Array, is_interleaved: bool = False) -> Array:

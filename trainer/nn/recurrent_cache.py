@@ -1,6 +1,7 @@
 """The cache of recurrent layers in decoding: the last inputs of convolutions, and states of fixed size.
 
-Axes: B rows of the batch, L taps, H heads, N width of keys, P width of values.
+Axes: B rows of the batch, L taps, G groups of heads with the same queries and keys, R heads of a group, N width of
+keys, P width of values.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class RecurrentCache(NamedTuple):
 
     Attributes:
         states: Name -> [layers, B, ...]: the inputs of a convolution [layers, B, L - 1, channels], and STATE, float32
-            [layers, B, H, N, P].
+            [layers, B, G, R, N, P].
         layer: int32 [], the layer that is read and written next.
     """
 

@@ -33,28 +33,36 @@ def route(
     logits = jnp.einsum("btd,nd->btn", x, weights["weight"], preferred_element_type=jnp.float32)
     if "bias" in weights:
         logits = logits + weights["bias"]
+    sorts_logits = router.num_groups == 1 and "correction" not in weights
     if router.scores == "sparse_mixer":
-        return _sparse_mixer(logits, arch_config, shards)
-    scores = nn.sigmoid(logits) if router.scores == "sigmoid" else nn.softmax(logits, axis=-1)
-    choice = lax.stop_gradient(scores)
+        scores = logits
+    elif router.scores == "sigmoid":
+        scores = nn.sigmoid(logits)
+    else:
+        scores = nn.softmax(logits, axis=-1)
+    # The logits have the order of the scores. In float32 the sigmoids of 18 and 25 are both 1.
+    choice = lax.stop_gradient(logits if sorts_logits else scores)
     if "correction" in weights:
         # No gradient: training changes the correction by the loads of the experts, or not at all.
         choice = choice + lax.stop_gradient(weights["correction"]["bias"]).astype(jnp.float32)
-    select = partial(_select, router=router, top_k=arch_config.experts_per_token)
+    select = partial(_select_experts, router=router, top_k=arch_config.experts_per_token)
     experts = shards.map_devices(select, shards.token_spec, shards.token_spec)(choice)
+    if router.scores == "sparse_mixer":
+        return Routing(_sparse_mixer(logits, experts, router), experts)
     # s at the selected experts, [B, T, K]. The product with one-hot rows takes the place of a gather:
     # its gradient is a product too, and no scatter.
     selected = (scores[..., None, :] * nn.one_hot(experts, scores.shape[-1])).sum(-1)
     return Routing(_normalize(selected, router) * router.scale, experts)
 
 
-def _sparse_mixer(logits: Array, arch_config: ArchConfig, shards: ExpertSharding) -> Routing:
-    """Select the experts of largest logit [B, T, N] with the weights of SparseMixer, without random choices."""
-    router = arch_config.router
-    select = partial(_select, router=router, top_k=arch_config.experts_per_token)
-    experts = shards.map_devices(select, shards.token_spec, shards.token_spec)(
-        lax.stop_gradient(logits)
-    )
+def _sparse_mixer(logits: Array, experts: Array, router: Router) -> Array:
+    """Return the weights [B, T, K] of SparseMixer, without random choices.
+
+    Args:
+        logits: [B, T, N].
+        experts: The experts of largest logit [B, T, K], best first.
+        router: The range of SparseMixer.
+    """
     # [B, T, K, N]: the selected expert, and the experts before it
     selected = nn.one_hot(experts, logits.shape[-1])
     is_taken = jnp.cumsum(selected, axis=-2) - selected > 0
@@ -62,10 +70,10 @@ def _sparse_mixer(logits: Array, arch_config: ArchConfig, shards: ExpertSharding
     best = (logits * selected).sum(-1, keepdims=True)
     is_worse = (best - logits) / jnp.maximum(jnp.abs(logits), best) > router.mixing_range
     probabilities = nn.softmax(jnp.where(is_taken | is_worse, -jnp.inf, logits), axis=-1)
-    return Routing((probabilities * selected).sum(-1), experts)
+    return (probabilities * selected).sum(-1)
 
 
-def _select(choice: Array, *, router: Router, top_k: int) -> Array:
+def _select_experts(choice: Array, *, router: Router, top_k: int) -> Array:
     """Return the experts of largest choice in the groups of each token, int32 [B, T, K]."""
     if router.num_groups > 1:
         choice = _hide_other_groups(choice, router)

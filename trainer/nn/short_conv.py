@@ -32,10 +32,10 @@ def short_conv(
     gated = {"v": projected["b"] * projected["v"]}
     convolved, new_states = convolve(gated, weights, context, states)
     hidden = (projected["c"], convolved["v"])
-    return project_out(hidden, _multiply, weights, context), new_states
+    return project_out(hidden, _multiply_by_gate, weights, context), new_states
 
 
-def _multiply(hidden: tuple[Array, Array], weights: Projections) -> Array:
+def _multiply_by_gate(hidden: tuple[Array, Array], weights: Projections) -> Array:
     """Multiply the convolution by its gate, both [B, T, C]."""
     gate, convolved = hidden
     return gate * convolved

@@ -108,9 +108,9 @@ def _apply_until_fit(plan: TrainingPlan, replan: Replan, limit_nbytes: int) -> M
 
 
 def _drop_needless(change: MemoryChange, replan: Replan, limit_nbytes: int) -> MemoryChange:
-    """Remove the changes that the step does not need to fit."""
-    # `change` is replaced in the loop. The loop still runs over the keys of the first one, so each key
-    # is tried once, with the keys removed before it already absent.
+    """Remove each change without which the step still fits."""
+    # The loop runs over the keys of the first `change`, although `change` is replaced in it. Each
+    # key is tried once, without the keys that were removed before.
     for key in change.values:
         values = {name: value for name, value in change.values.items() if name != key}
         fewer = replan(values)
@@ -132,8 +132,12 @@ def _candidates(plan: TrainingPlan) -> Iterator[Mapping[str, object]]:
         yield {"model.attention_kernel": "blockwise", "model.remat_policy": "nothing_saveable"}
     # Try the largest chunk sizes first, because they already save most of the memory. The smaller sizes
     # follow at the end.
-    yield from _smaller("model.head_chunk_size", sizes.head, HEAD_CHUNK_SIZES[:1], length)
-    yield from _smaller("model.ffn_chunk_size", current.ffn_chunk_size, FFN_CHUNK_SIZES[:1], length)
+    yield from _smaller_chunk_lengths(
+        "model.head_chunk_size", sizes.head, HEAD_CHUNK_SIZES[:1], length
+    )
+    yield from _smaller_chunk_lengths(
+        "model.ffn_chunk_size", current.ffn_chunk_size, FFN_CHUNK_SIZES[:1], length
+    )
     yield from _more_micro_batches(plan)
     if current.remat_policy != "nothing_saveable":
         yield {"model.remat_policy": "nothing_saveable"}
@@ -143,10 +147,10 @@ def _candidates(plan: TrainingPlan) -> Iterator[Mapping[str, object]]:
         ("model.q_chunk_size", sizes.queries, TILE_SIZES),
         ("model.k_chunk_size", sizes.keys, TILE_SIZES),
     ):
-        yield from _smaller(key, value, smaller_sizes, length)
+        yield from _smaller_chunk_lengths(key, value, smaller_sizes, length)
 
 
-def _smaller(
+def _smaller_chunk_lengths(
     key: str, current: int, sizes: tuple[int, ...], length: int
 ) -> Iterator[Mapping[str, object]]:
     """Yield a value of `key` for each of `sizes` below the current chunk length."""

@@ -61,7 +61,7 @@ def search_meshes(
         except PrepError as error:
             refusals[error.what] += 1
             continue
-        estimate = plan.on(kind)
+        estimate = plan.estimate_on(kind)
         if estimate.fits:
             options.append(MeshOption(plan, estimate))
         else:

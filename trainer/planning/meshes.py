@@ -10,7 +10,7 @@ from trainer.models.rules import Rules, activation_rules
 
 
 def meshes_of(num_devices: int, rules: Rules) -> Iterator[str]:
-    """Yield the meshes of a number of devices. With sp only if it splits the computation."""
+    """Yield the meshes of a number of devices. Meshes with sp are left out if no rule splits tokens over sp."""
     splits_seq = any("sp" in choice for choice in activation_rules(rules)["seq"])
     # If no rule splits tokens over sp, its devices would repeat the same work.
     axes = MESH_AXES if splits_seq else MESH_AXES[:3]
@@ -19,7 +19,7 @@ def meshes_of(num_devices: int, rules: Rules) -> Iterator[str]:
 
 
 def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield all tuples of `count` positive integers with a product."""
+    """Yield all tuples of `count` positive integers with the product `number`, e.g. (1, 4), (2, 2), (4, 1)."""
     if count == 1:
         yield (number,)
         return

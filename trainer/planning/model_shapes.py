@@ -43,7 +43,7 @@ class PlannedModel:
             PrepError: The config is invalid or needs an unsupported feature.
         """
         config = self._padded_config(mesh, rules)
-        return ModelShapes(family_of(config).arch_config(config), self._leaves(config))
+        return ModelShapes(family_of(config).arch_config(config), self._leaves_of_config(config))
 
     def manifest(self, mesh: Mesh, rules: Rules) -> dict[str, Any]:
         """Return the entries of a checkpoint's manifest that describe the model, except its rules."""
@@ -61,7 +61,7 @@ class PlannedModel:
         if self.is_converted:
             return self.config
         vocab = family_of(self.config).sizes(self.config)["vocab"]
-        dims = {path: leaf.dims for path, leaf in self._leaves(self.config).items()}
+        dims = {path: leaf.dims for path, leaf in self._leaves_of_config(self.config).items()}
         multiple = vocab_multiple(dims, mesh, rules)
         # Round up, e.g. 50257 rows for a multiple of 64 -> 50304.
         padded = -(-vocab // multiple) * multiple
@@ -69,7 +69,7 @@ class PlannedModel:
             return self.config
         return {**self.config, "vocab_size": padded, "true_vocab_size": vocab}
 
-    def _leaves(self, config: HFConfig) -> dict[str, ParamLeaf]:
+    def _leaves_of_config(self, config: HFConfig) -> dict[str, ParamLeaf]:
         """Return the parameters of a config with the layout of this model."""
         return param_leaves(
             family_of(config), config, self.is_tied, scan=self.scan, scan_axis=self.scan_axis

@@ -82,6 +82,7 @@ def _moments(table: OptimizerTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]
 def _second_moments(
     table: AdafactorTable | PalmTable, leaf: ParamLeaf
 ) -> Iterator[tuple[int, ...]]:
+    """Yield the axes of a leaf that are averaged in each stored second moment."""
     # A factored moment is stored as two means. Each lacks the axis of its average.
     axes = None
     if isinstance(table, AdafactorTable) and table.factored:

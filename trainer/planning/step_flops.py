@@ -47,8 +47,8 @@ class StepFlops:
         matmul: Products with parameters.
         attention_full: Products of queries, keys and values, with masked pairs.
         attention_causal: The same without masked pairs.
-        masked: Operations on masked pairs: of all pairs without tiles, or of tiles with a visible
-            pair.
+        masked: Operations on masked pairs that the kernel computes. A kernel with tiles skips the
+            tiles without a visible pair.
         recomputed: Operations that the backward pass repeats.
     """
 
@@ -59,19 +59,19 @@ class StepFlops:
     recomputed: int
 
     @property
-    def model_full(self) -> int:
+    def model_flops_of_all_pairs(self) -> int:
         """Operations that MFU counts, with masked pairs."""
         return self.matmul + self.attention_full
 
     @property
-    def model_causal(self) -> int:
+    def model_flops_of_visible_pairs(self) -> int:
         """Operations that MFU counts, without masked pairs."""
         return self.matmul + self.attention_causal
 
     @property
     def executed(self) -> int:
         """Operations that the devices execute."""
-        return self.model_causal + self.masked + self.recomputed
+        return self.model_flops_of_visible_pairs + self.masked + self.recomputed
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,8 @@ class TrainingPlan:
         """Tokens of a step."""
         return tokens_per_step(self.inputs)
 
-    def on(self, kind: Accelerator) -> KindEstimate:
-        """Estimate the step on a kind of accelerator."""
+    def estimate_on(self, kind: Accelerator) -> KindEstimate:
+        """Return the estimate of the step on a kind of accelerator."""
         time = estimate_step_time(
             self.inputs, kind, memory=self.memory, flops=self.flops, traffic=self.traffic
         )
@@ -87,8 +87,8 @@ class TrainingPlan:
             fits=self.memory.peak <= kind.memory_nbytes,
             time=time,
             tokens_per_s=self.tokens / time.step_s,
-            mfu_full=self.flops.model_full / peak_step_flops,
-            mfu_causal=self.flops.model_causal / peak_step_flops,
+            mfu_full=self.flops.model_flops_of_all_pairs / peak_step_flops,
+            mfu_causal=self.flops.model_flops_of_visible_pairs / peak_step_flops,
         )
 
 
@@ -129,7 +129,7 @@ def plan_training(
         dropout=run_dropout(recipe, model.config),
     )
     if recipe.lora.is_enabled:
-        adapters = _adapters(recipe, model)
+        adapters = _new_adapters(recipe, model)
         itemsize = _frozen_itemsize(recipe, model)
         inputs = with_adapters(inputs, recipe, adapters, stored_itemsize=itemsize)
     return TrainingPlan(
@@ -144,7 +144,7 @@ def plan_training(
     )
 
 
-def _adapters(recipe: Recipe, model: PlannedModel) -> Mapping[str, ParamLeaf]:
+def _new_adapters(recipe: Recipe, model: PlannedModel) -> Mapping[str, ParamLeaf]:
     """Return the new adapters of a recipe. Adapters of a file are not counted: they take little memory."""
     lora = recipe.lora.new_adapters
     family = family_of(model.config)

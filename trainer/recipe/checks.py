@@ -119,7 +119,7 @@ def _start_problems(recipe: Recipe) -> Iterator[Problem]:
                 why = "it is for a random start, and `model.init` is checkpoint"
                 yield Problem(
                     (key,),
-                    _key_is(recipe, key),
+                    _key_value_text(recipe, key),
                     why,
                     '`init = "random"` in [model], without `path`',
                 )
@@ -127,7 +127,7 @@ def _start_problems(recipe: Recipe) -> Iterator[Problem]:
     for key in ("model.path", "model.lock"):
         if value_of(recipe, key) is not None:
             why = "no checkpoint is read: `model.init` is random"
-            yield Problem((key,), _key_is(recipe, key), why, "remove one of them")
+            yield Problem((key,), _key_value_text(recipe, key), why, "remove one of them")
     if model.preset is not None and model.config is not None:
         yield _exclusive_keys(
             recipe, "model.preset", "model.config", "both set the config of the model"
@@ -142,11 +142,12 @@ def _start_problems(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _key_is(recipe: Recipe, key: str) -> str:
+def _key_value_text(recipe: Recipe, key: str) -> str:
     return f"`{key}` is {format_value(value_of(recipe, key))}"
 
 
 def _model_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield conflicts of saved activations, offloading and the kernel of attention."""
     model = recipe.model
     check_policy = partial(
         check_remat, model.remat_policy, model.offload, ffn_chunk_size=model.ffn_chunk_size
@@ -157,6 +158,7 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _rope_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield conflicts of the rotary embedding's keys."""
     scaling = recipe.model.rope_scaling
     theta = recipe.model.rope_theta
     if scaling is None:
@@ -170,6 +172,7 @@ def _rope_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _dropout_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield invalid rates of dropout and of forgetful causal masking."""
     dropout = recipe.model.dropout
     fcm_ratio = recipe.model.fcm_ratio
     if isinstance(dropout, dict):
@@ -243,6 +246,7 @@ def _source_field_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield conflicts of the keys for the batch size."""
     batch = recipe.batch
     micro_keys = [key for key in ("batch.per_device", "batch.per_replica") if value_of(recipe, key)]
     if len(micro_keys) == 2:
@@ -261,6 +265,7 @@ def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _run_length_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problem of two lengths of the run, or of none."""
     if recipe.train.steps and recipe.train.epochs:
         yield _exclusive_keys(
             recipe, "train.steps", "train.epochs", "both set the length of the run"
@@ -276,6 +281,7 @@ def _run_length_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield conflicts of the keys for evaluation."""
     data = recipe.data
     for key in ("data.eval_path", "data.eval_split"):
         if data.holdout and value_of(recipe, key):
@@ -295,10 +301,11 @@ def _sample_problems(recipe: Recipe) -> Iterator[Problem]:
         if log.samples is None and getattr(log, key) != getattr(default, key):
             why = "there are no prompts: `log.samples` is not set"
             hint = '`samples = ["Once upon a time"]` in [log]'
-            yield Problem((f"log.{key}",), _key_is(recipe, f"log.{key}"), why, hint)
+            yield Problem((f"log.{key}",), _key_value_text(recipe, f"log.{key}"), why, hint)
 
 
 def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield conflicts of warm-up and decay."""
     optimizer = recipe.optimizer
     warmup_keys = ("optimizer.warmup_steps", "optimizer.warmup_ratio")
     if optimizer.warmup_steps is not None and optimizer.warmup_ratio is not None:
@@ -318,7 +325,9 @@ def _cooldown_problems(recipe: Recipe) -> Iterator[Problem]:
     schedule = recipe.optimizer.schedule
     if recipe.optimizer.cooldown_steps is not None and schedule != "wsd":
         hint = '`schedule = "wsd"` in [optimizer]'
-        yield Problem((key,), _key_is(recipe, key), f"`optimizer.schedule` is {schedule}", hint)
+        yield Problem(
+            (key,), _key_value_text(recipe, key), f"`optimizer.schedule` is {schedule}", hint
+        )
 
 
 def _loss_scale_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -331,6 +340,7 @@ def _loss_scale_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _exclusive_keys(recipe: Recipe, first: str, second: str, why: str) -> Problem:
+    """Return the problem of two keys that exclude each other."""
     what = " and ".join(
         f"`{key}` is {format_value(value_of(recipe, key))}" for key in (first, second)
     )
@@ -344,26 +354,28 @@ def _save_problems(recipe: Recipe) -> Iterator[Problem]:
     data = recipe.data
     for key, step_key in EPOCH_KEYS.items():
         if value_of(recipe, key) is not None and value_of(recipe, step_key):
-            what = f"{_key_is(recipe, key)} and {_key_is(recipe, step_key)}"
+            what = f"{_key_value_text(recipe, key)} and {_key_value_text(recipe, step_key)}"
             yield Problem((key, step_key), what, "both set the same interval", "remove one of them")
     if checkpoint.dtype not in (None, recipe.model.param_dtype) and checkpoint.optimizer_state:
         key = "checkpoint.dtype"
         why = f"to resume with its optimizer state, a run needs saved {recipe.model.param_dtype} parameters"
         yield Problem(
-            (key,), _key_is(recipe, key), why, "`optimizer_state = false` in [checkpoint]"
+            (key,), _key_value_text(recipe, key), why, "`optimizer_state = false` in [checkpoint]"
         )
     if checkpoint.best is not None:
         key = "checkpoint.best"
         if not has_eval_data(data):
             why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
-            yield Problem((key,), _key_is(recipe, key), why, "`holdout = 0.05` in [data]")
+            yield Problem((key,), _key_value_text(recipe, key), why, "`holdout = 0.05` in [data]")
         elif not train.eval_every and train.eval_every_epochs is None:
             why = "the run evaluates only after its last step"
-            yield Problem((key,), _key_is(recipe, key), why, "`eval_every = 500` in [train]")
+            yield Problem(
+                (key,), _key_value_text(recipe, key), why, "`eval_every = 500` in [train]"
+            )
     if checkpoint.push is not None and not REPOSITORY.fullmatch(checkpoint.push):
         why = "it has the form OWNER/NAME or OWNER/NAME@BRANCH"
         hint = '`push = "me/llama-13b"` in [checkpoint]'
-        yield Problem((PUSH_KEY,), _key_is(recipe, PUSH_KEY), why, hint)
+        yield Problem((PUSH_KEY,), _key_value_text(recipe, PUSH_KEY), why, hint)
     if train.profile is not None and (reason := _invalid_profile(train.profile)):
         yield Problem(
             (PROFILE_KEY,),

@@ -60,6 +60,7 @@ def _candidate_values(value: Any) -> Iterator[Any]:
 
 
 def _parse_toml_value(text: str) -> Any:
+    """Return the TOML value in a text, or the text itself if it has none."""
     try:
         return parse_toml_value(text)
     except (ValueError, RecursionError, KeyError):
@@ -72,6 +73,7 @@ def is_accepted(value: Any, key_schema: KeySchema) -> bool:
 
 
 def _is_accepted_by(value: Any, alternative: ValueSchema) -> bool:
+    """Return whether a key of this schema takes the value."""
     if "const" in alternative:
         # `1 == True` in Python, so the types are compared as well.
         return value == alternative["const"] and type(value) is type(alternative["const"])
@@ -99,6 +101,7 @@ def _is_accepted_by(value: Any, alternative: ValueSchema) -> bool:
 
 
 def _is_within(value: float, alternative: ValueSchema) -> bool:
+    """Return whether a number is within the bounds of a schema."""
     return (
         (isinstance(value, int) or math.isfinite(value))
         and value >= alternative.get("minimum", -math.inf)

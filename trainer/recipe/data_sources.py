@@ -24,7 +24,7 @@ NonEmptyText = Annotated[str, Field(min_length=1)]
 
 
 def _as_in_data(key: str, example: str = "") -> Any:
-    """Return the field of a key that `[data]` has too, with its examples and the value if absent.
+    """Return the pydantic field for a key of a source, with the examples of the same key in `[data]`.
 
     Args:
         key: Name of the key in `[data]`.

@@ -6,7 +6,8 @@
            | "{" column "}"                       token ids
            | column ("+" column)*                 texts that are joined, then tokenized together
 
-Fields in brackets are read by the encoder. In a model without one, their tokens have no loss.
+Fields in brackets are read by the encoder. In a model without an encoder, their tokens do not count
+in the loss.
 Blanks around names are ignored. A text without any of these signs is the name of one column.
 """
 
@@ -117,12 +118,13 @@ def split_fields(text: str) -> FieldList:
     fields = FieldList(tuple(items))
     if not fields.target:
         raise FieldsError(
-            "all fields are in brackets, which have no loss: it needs one outside brackets"
+            "all fields are in brackets, so no token would count in the loss: put one field outside brackets"
         )
     return fields
 
 
 def _parse_field(body: str) -> Field:
+    """Parse one field: a token, ids of a column, or columns joined by +."""
     if token := TOKEN.fullmatch(body):
         return TokenField(_parse_token(token[1]))
     if ids := IDS.fullmatch(body):
@@ -136,6 +138,7 @@ def _parse_field(body: str) -> Field:
 
 
 def _parse_token(name: str) -> int | Literal["bos", "eos"]:
+    """Parse the name in `<|...|>`: bos, eos or an id."""
     if name == "bos" or name == "eos":
         return name
     # `int` would also take `1_000`, ` 7` and digits of other scripts. 10 digits hold every uint32.
@@ -145,6 +148,7 @@ def _parse_token(name: str) -> int | Literal["bos", "eos"]:
 
 
 def _columns(field: Field) -> tuple[str, ...]:
+    """Return the columns that a field reads."""
     if isinstance(field, TextField):
         return field.columns
     if isinstance(field, TokenIdsField):

@@ -71,6 +71,7 @@ def format_text(text: str) -> str:
 
 
 def _cut(text: str) -> str:
+    """Shorten a text to the length of a value in an error."""
     # An argument may not be UTF-8.
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) <= MAX_VALUE_CHARS:
@@ -84,6 +85,7 @@ def describe_type(key_schema: KeySchema) -> str:
 
 
 def _describe_alternative(alternative: ValueSchema) -> str:
+    """Describe one type that a key takes, e.g. `a number above 0`."""
     if "const" in alternative:
         return to_toml(alternative["const"])
     if "enum" in alternative:
@@ -105,6 +107,7 @@ def _describe_alternative(alternative: ValueSchema) -> str:
 
 
 def _describe_bounds(schema: ValueSchema) -> str:
+    """Return the bounds of a schema with a space before them, e.g. ` >= 1`."""
     values: Mapping[str, object] = schema
     bounds = [f"{sign} {values[bound]}" for bound, sign in BOUND_SIGNS.items() if bound in values]
     if bounds:

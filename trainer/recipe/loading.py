@@ -100,6 +100,7 @@ def _table_name(key: str) -> str:
 
 
 def _locate_problem(problem: Problem, raw: RawRecipe) -> Diagnostic:
+    """Return the problem with the line of its first key in the recipe."""
     # The first key that the user wrote has a line. If all are defaults, the file is named.
     key = next(filter(raw.has, problem.keys), problem.keys[0])
     return raw.diagnostic(key, problem.what, problem.why, problem.hint)
@@ -133,6 +134,7 @@ def _missing_start(raw: RawRecipe, intended_keys: Collection[str]) -> list[Diagn
 
 
 def _origins(raw: RawRecipe) -> dict[str, str]:
+    """Return which keys come from defaults and which from overrides."""
     origins: dict[str, str] = {}
     for key in KEY_SCHEMAS:
         if not raw.has(key):
@@ -246,6 +248,7 @@ def _expand_paths(raw: RawRecipe) -> tuple[RawRecipe, list[Diagnostic]]:
 
 
 def _expand_value(value: TomlValue, key: str) -> TomlValue:
+    """Expand the paths in a value: a text, a list of them, or a table of `data.sources`."""
     if isinstance(value, list):
         return [_expand_value(item, key) for item in value]
     # A table of `data.sources`.
@@ -258,6 +261,7 @@ def _expand_value(value: TomlValue, key: str) -> TomlValue:
 
 
 def _expand_path(text: str, key: str) -> str:
+    """Expand `${NAME}` and a leading `~`."""
     for name in ENV_VARIABLE.findall(text):
         if name not in os.environ:
             why = f"it is {format_value(text)}, and {name} is not set"

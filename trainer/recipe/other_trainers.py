@@ -123,6 +123,7 @@ def translation_by_name() -> dict[str, Translation]:
 
 
 def _by_name(entries: Iterable[tuple[Names, Value]]) -> dict[str, Value]:
+    """Return the values by each of their names."""
     values: dict[str, Value] = {}
     for names, value in entries:
         values |= dict.fromkeys(names, value)
@@ -149,6 +150,7 @@ def value_for_synonym(value: str) -> str | None:
 
 
 def _find_by_suffix(name: str, values: Mapping[str, Value]) -> Value | None:
+    """Return the value of the name, or of the longest end of it with a value."""
     for suffix in name_suffixes(name):
         if suffix in values:
             return values[suffix]
@@ -186,14 +188,16 @@ def translate_value(name: str, value: Any) -> Any:
     translations = translation_by_name()
     for suffix in name_suffixes(name):
         if suffix in translations:
+            # A value of another type stays, and validation reports it.
             try:
                 return _translate(translations[suffix], suffix, value)
-            except (AttributeError, TypeError):  # the value already had the wrong type
+            except (AttributeError, TypeError):
                 return value
     return value
 
 
 def _translate(translation: Translation, name: str, value: Any) -> Any:
+    """Return the keys of a recipe for an option of another trainer."""
     if translation.switch is not None:
         if_true, if_false = translation.switch
         if value:
@@ -211,6 +215,7 @@ def _mesh_with_mp(degree: Any) -> str:
 
 
 def _preset(family: str, size: str) -> str:
+    """Return e.g. `llama-7b` for the size `7b`, and a path or hub id unchanged."""
     # `7b` and `6.7b` are sizes. A path or a hub id has a slash, and stays.
     if re.fullmatch(r"[\w.]+", size):
         return f"{family}-{size}"

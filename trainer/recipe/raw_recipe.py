@@ -191,6 +191,7 @@ def _folder_error(folder: Path) -> PrepError:
 
 
 def _decode(data: bytes, path: Path) -> str:
+    """Decode the UTF-8 of a recipe without carriage returns."""
     try:
         # tomllib rejects a byte order mark. Line numbers are counted without carriage returns.
         return data.decode().removeprefix("\ufeff").replace("\r\n", "\n")
@@ -201,6 +202,7 @@ def _decode(data: bytes, path: Path) -> str:
 
 
 def _parse_toml(text: str, path: Path) -> TomlTable:
+    """Parse a recipe. Raise PrepError with the line of an error."""
     try:
         return parse_toml(text)
     except tomllib.TOMLDecodeError as error:
@@ -232,7 +234,7 @@ def _syntax_message(message: str) -> str:
 
 
 def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe, list[Diagnostic]]:
-    """Apply `--set` options to a recipe. The last one of a key wins.
+    """Apply `--set` options to a recipe. The last option for a key is used.
 
     Args:
         raw: The recipe.
@@ -270,6 +272,7 @@ def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe
 
 
 def _parse_override(override: str) -> tuple[str, TomlValue] | Diagnostic:
+    """Parse `KEY=VALUE`. Return the key and its value, or what is wrong."""
     key, equals, value_text = (part.strip(" \t") for part in override.partition("="))
     option = replace(OVERRIDES, value=format_text(override))
     if not equals:
@@ -399,6 +402,7 @@ def _statements(text: str) -> Iterator[tuple[int, str, TomlTable]]:
 
 
 def _key_paths(tree: TomlTable, parent: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield the path of each key of a tree, tables first."""
     for name, value in tree.items():
         yield (*parent, name)
         if isinstance(value, dict):

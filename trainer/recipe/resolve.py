@@ -64,6 +64,7 @@ def _micro_batch_size(batch: Batch, n_devices: int, n_replicas: int) -> int:
 
 
 def _accumulation_steps(batch: Batch, size: int, n_devices: int, n_replicas: int) -> int:
+    """Return the number of micro-batches of a step."""
     micro_size = _micro_batch_size(batch, n_devices, n_replicas)
     # With size 64, `micro_size` 16 gives 4 micro-batches, and `accumulate` 4 gives micro-batches of 16.
     # With neither, the step is one micro-batch.
@@ -83,6 +84,7 @@ def _accumulation_steps(batch: Batch, size: int, n_devices: int, n_replicas: int
 
 
 def _micro_batch_text(batch: Batch, n_devices: int, n_replicas: int) -> str:
+    """Return how the recipe sets the size of a micro-batch, for an error."""
     if batch.per_device:
         return (
             f"per_device {batch.per_device} x {n_devices} devices = {batch.per_device * n_devices}"

@@ -26,6 +26,7 @@ def recipe_to_toml(recipe: Recipe, origins: Mapping[str, str]) -> str:
 
 
 def _lines(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[str]:
+    """Yield the lines of a recipe with all keys, each with the origin of its value."""
     current_table = ""
     schemas = key_schemas_of(recipe.optimizer.type)
     for key in schemas:

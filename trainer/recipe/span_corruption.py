@@ -9,7 +9,8 @@ from trainer.recipe.data_table import Data
 
 # Value of `data.objective`.
 SPAN_CORRUPTION = "span_corruption"
-SOURCE_LENGTH_EXAMPLE = Key("data.source_length", 512)  # in hints
+# Setting that hints show.
+SOURCE_LENGTH_EXAMPLE = Key("data.source_length", 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class SpanSizes:
     Attributes:
         block_length: Tokens of a block of text.
         n_noise: Tokens that move to the target.
-        n_spans: Spans of them. Each leaves a sentinel in the source.
+        n_spans: Spans that these tokens form. In the source a sentinel takes the place of each
+            span.
     """
 
     block_length: int

@@ -102,6 +102,7 @@ def _unknown_leaves(path: str, value: TomlValue) -> Iterator[tuple[str, TomlValu
 
 
 def _flatten(path: str, value: TomlValue) -> Iterator[tuple[str, TomlValue]]:
+    """Yield each key below a path with its value."""
     if not isinstance(value, dict) or not value:
         yield path, value
         return
@@ -116,6 +117,7 @@ def guess_key(path: str) -> str:
 
 
 def _closest_key_in_table(path: str) -> str:
+    """Return the known key most similar to a path, first by its table, then by its name."""
     table, _, name = path.rpartition(".")
     if "." in table:
         return suggest(path, KEY_SCHEMAS)
@@ -201,6 +203,7 @@ def override_hint(key: str, toml_value: str) -> Text:
 
 
 def _assignment_text(key: str, toml_value: str, current: str) -> str:
+    """Return e.g. `lr = 1e-4` with the table to put it in."""
     table, _, name = key.rpartition(".")
     assignment = f"`{name} = {toml_value}`"
     if table == current:
@@ -224,6 +227,7 @@ def _other_optimizers_text(path: str) -> str:
 
 
 def _known_keys_text(table: str) -> str:
+    """Return the list of a table's known keys."""
     if table not in TABLE_NAMES:
         top_level_keys = [key for key in KEY_SCHEMAS if "." not in key]
         return f"known: {', '.join([*top_level_keys, *TABLE_NAMES])}"

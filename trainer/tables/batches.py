@@ -35,7 +35,7 @@ class Part:
     Attributes:
         batch: The rows.
         first_row: Number of the first row, from 1.
-        nbytes: Their share of the bytes of the file.
+        nbytes: Bytes of the file that they account for. Progress reports add them up.
     """
 
     batch: RecordBatch
@@ -101,6 +101,7 @@ def check_schema(schema: Schema) -> None:
 
 
 def _check_depth(kind: Any, depth: int) -> None:
+    """Raise ValueError if a type is nested more than `depth` levels deep."""
     from pyarrow import types
 
     if not depth:
@@ -120,8 +121,8 @@ def _valid_pieces(
 ) -> Iterator[tuple[RecordBatch, int] | InvalidRow]:
     """Yield valid, small pieces of a batch with their first rows, and invalid rows.
 
-    A batch is halved until each piece is valid and small, or a single row. So one bad row costs
-    log2(rows) validations, not the batch.
+    A batch is halved until each piece is valid and small, or a single row. One bad row of 1,024
+    therefore costs about 10 validations, and all other rows are kept.
     """
     part_nbytes = min(PART_NBYTES, max_row_nbytes)
     pending = [(batch, first_row, False)]
@@ -181,6 +182,7 @@ def _without_references(batch: RecordBatch) -> RecordBatch:
 
 
 def _parquet_batches(stream: BinaryIO, nbytes: int) -> Iterable[tuple[RecordBatch, int]]:
+    """Yield record batches, each with its share of the file's bytes."""
     from pyarrow.parquet import ParquetFile
 
     parquet = ParquetFile(stream, buffer_size=READ_BUFFER_NBYTES, pre_buffer=False)
@@ -212,6 +214,7 @@ def _arrow_batches(stream: BinaryIO, nbytes: int) -> Iterable[tuple[RecordBatch,
 
 
 def _ipc_file_batches(stream: BinaryIO, nbytes: int) -> Iterator[tuple[RecordBatch, int]]:
+    """Yield record batches, each with its share of the file's bytes."""
     from pyarrow import ipc
 
     reader = ipc.open_file(stream)
@@ -221,6 +224,7 @@ def _ipc_file_batches(stream: BinaryIO, nbytes: int) -> Iterator[tuple[RecordBat
 
 
 def _ipc_stream_batches(stream: BinaryIO) -> Iterator[tuple[RecordBatch, int]]:
+    """Yield record batches, each with the bytes read for it."""
     from pyarrow import ipc
 
     position = 0
@@ -277,7 +281,7 @@ def values_nbytes(array: Array[Any]) -> int:
 
 
 def is_view(kind: Any) -> bool:
-    """Return whether an Arrow type has views of texts or bytes."""
+    """Return whether an Arrow type stores each text as a view: a reference to a part of a shared buffer."""
     from pyarrow import types
 
     return types.is_string_view(kind) or types.is_binary_view(kind)
@@ -291,7 +295,7 @@ def _is_text_or_bytes(kind: Any) -> bool:
 
 
 def _text_lengths(array: Array[Any]) -> npt.NDArray[np.int64]:
-    """Return the bytes of each text of an array, 0 for nulls. Texts that share bytes count each."""
+    """Return the bytes of each text of an array, 0 for nulls. Shared bytes count once for each text."""
     from pyarrow import compute
 
     if not is_view(array.type):

@@ -20,7 +20,7 @@ from typing import BinaryIO
 HEADER = struct.Struct("<cQ")
 # Offset and length of bytes of the file.
 RANGE = struct.Struct("<QQ")
-# First row of a batch, and its share of the file's bytes.
+# First row of a batch, and the bytes of the file that it accounts for.
 ROWS = struct.Struct("<QQ")
 
 

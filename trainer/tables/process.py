@@ -62,7 +62,7 @@ class _Worker:
         self._process.kill()
         self.requests.close()
         with suppress(OSError):
-            # Bytes that the process has not taken.
+            # The pipe may hold bytes that the killed process has not read.
             self.answers.close()
         return self._process.wait()
 
@@ -71,7 +71,7 @@ class _Worker:
         return self._process.wait()
 
 
-# Workers that have read a file. A new one takes a second to start.
+# Idle workers, kept for the next file: a new worker takes a second to start.
 _idle: list[_Worker] = []
 
 
@@ -122,6 +122,7 @@ def read_table(
 def _receive_parts(
     stream: BinaryIO, worker: _Worker, max_nbytes: int
 ) -> Iterator[Part | InvalidRow]:
+    """Yield the parts that the worker decodes. Send it the bytes that it requests."""
     from pyarrow import ipc
 
     while True:
@@ -152,6 +153,7 @@ def _read_range(stream: BinaryIO, nbytes: int) -> bytes:
 
 
 def _decoding_error(content: dict[str, object], max_nbytes: int) -> TableError:
+    """Return the worker's error as a TableError."""
     if "exceeds_memory" not in content:
         return TableError(str(content["why"]))
     why = f"a page, dictionary or record batch of it needs more than {max_nbytes:,} bytes of memory"

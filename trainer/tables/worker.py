@@ -134,6 +134,7 @@ def _send_file(
 
 
 def _send_part(part: Part | InvalidRow, requests: BinaryIO) -> None:
+    """Send rows, or an invalid row, to the parent process."""
     from pyarrow import BufferOutputStream, ipc
 
     if isinstance(part, InvalidRow):
@@ -148,6 +149,7 @@ def _send_part(part: Part | InvalidRow, requests: BinaryIO) -> None:
 
 
 def _limit_memory(nbytes: int) -> None:
+    """Limit the private memory of this process."""
     # RLIMIT_DATA counts private writable memory (since Linux 4.7), not the mapped libraries of
     # pyarrow, which RLIMIT_AS would count. A failed allocation raises MemoryError or ends the
     # process.

@@ -80,6 +80,7 @@ def _ranked_kernels(
     device: DeviceKind,
     dropout: DropoutConfig,
 ) -> tuple[AttentionNeeds, tuple[KernelChoice, ...]]:
+    """Return the needs of attention, and the kernels from best to worst."""
     needs = attention_needs(recipe, model, sharding.mesh, sharding.rules, dropout)
     requested = recipe.model.attention_kernel
     length = longest_sequence(recipe)

@@ -15,7 +15,8 @@ import numpy as np
 from jax import Array, lax
 
 UINT_BY_ITEMSIZE = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-SEEDS = (0x9E3779B9, 0x85EBCA6B)  # of the two halves of a digest
+# One seed for each half of a digest.
+SEEDS = (0x9E3779B9, 0x85EBCA6B)
 
 
 def digest_base_params(leaves: Mapping[str, Array]) -> str:
@@ -38,7 +39,7 @@ def _sum_leaves(leaves: dict[str, Array]) -> Array:
         sums = [_weighted_sum(leaf, seed) for seed in SEEDS]
         # `number + 1` ties each sum to the position of its leaf, so two leaves with exchanged
         # values change the digest.
-        total = total + _mix(jnp.stack(sums) + jnp.uint32(number + 1))
+        total = total + _mix_bits(jnp.stack(sums) + jnp.uint32(number + 1))
     return total
 
 
@@ -55,10 +56,10 @@ def _weighted_sum(leaf: Array, seed: int) -> Array:
             stride
         )
     # An odd factor is invertible modulo 2^32: a change of one element always changes the sum.
-    return jnp.sum(bits * (2 * _mix(position) + 1), dtype=jnp.uint32)
+    return jnp.sum(bits * (2 * _mix_bits(position) + 1), dtype=jnp.uint32)
 
 
-def _mix(x: Array) -> Array:
+def _mix_bits(x: Array) -> Array:
     """Mix the bits of uint32 numbers (the finalizer of MurmurHash3)."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)

@@ -1,4 +1,4 @@
-"""Training state to checkpoints: leaves are copied to the host one at a time."""
+"""Convert a training state to the leaves of a checkpoint. They are copied to the host one at a time."""
 
 from __future__ import annotations
 
@@ -86,5 +86,6 @@ def _fetch_shard(shard: jax.Shard) -> np.ndarray:
     CPU device are not copied. JAX does not donate a buffer that a NumPy array refers to, so that steps leave it alone.
     """
     data = shard.data
-    assert data is not None  # it is addressable
+    # The shard is on a device of this process, so it has data.
+    assert data is not None
     return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))

@@ -117,7 +117,8 @@ def _build_source(
         note=note,
     )
     if config.examples.has_encoder:
-        decoder_start_token_id(model_config, config.vocab)  # fails before all files are tokenized
+        # Called for its error, before all files are tokenized.
+        decoder_start_token_id(model_config, config.vocab)
         if config.examples.eos_id is None:
             note("config.json has no eos_token_id: targets get no end-of-sequence token")
     if data.eval_paths is None:
@@ -146,6 +147,7 @@ def _tokenize_config(
     remote: RemoteFiles,
     is_mixed: bool,
 ) -> TokenizeConfig:
+    """Return how a recipe tokenizes its data."""
     check_packing(data, has_encoder=model.arch_config.encoder is not None)
     tokenizer = Path(data.tokenizer or folders["tokenizer"])
     # A block of span corruption is longer than its target: only the noise goes there.
@@ -250,13 +252,14 @@ def _build_dataset(
 
 
 def _packing_summary(dataset: DocumentDataset) -> str:
-    places = f"{100 * dataset.rows.efficiency:.2f} % of their places have a token"
+    places = f"{100 * dataset.rows.fraction_with_token:.2f} % of their places have a token"
     return f"{dataset.n_rows:,} sequences of {dataset.seq_length:,}: {places}"
 
 
 def _span_corruption_dataset(
     tokens: MappedTokens, data: Data, special_ids: SpanCorruptionTokenIds, *, seed: int
 ) -> Dataset:
+    """Return a dataset of span corruption over all blocks of a store."""
     sizes = recipe_span_sizes(data)
     return SpanCorruptionDataset(
         tokens,

@@ -22,12 +22,14 @@ from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.exact_reduction import ExactReduction, compiler_options
 from trainer.training.feed import TokenBatch, load_batch
 
-METRIC_PREFIX = "metric."  # of the sums of `metric_fn`
-RESERVED_NAMES = ("loss", "perplexity", "accuracy", "tokens")  # of the values of each evaluation
-MAX_EXPONENT = 700.0  # exp of it is finite in float64
-EvalStep = Callable[
-    [Tree, TokenBatch], Mapping[str, Array]
-]  # sums of a batch [], or of each row [batch]
+# Prefix of the names of the sums of `metric_fn`.
+METRIC_PREFIX = "metric."
+# Names of the values of each evaluation. `metric_fn` must use other names.
+RESERVED_NAMES = ("loss", "perplexity", "accuracy", "tokens")
+# exp(700) is finite in float64.
+MAX_EXPONENT = 700.0
+# Returns the sums of a batch [], or of each of its rows [batch].
+EvalStep = Callable[[Tree, TokenBatch], Mapping[str, Array]]
 
 
 @dataclass(frozen=True, slots=True)

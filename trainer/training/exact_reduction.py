@@ -79,7 +79,7 @@ class ExactReduction:
         """
 
         def map_local(params: Tree, rows: TokenBatch) -> Any:
-            one = _one(rows)
+            one = _runtime_one(rows)
             return lax.map(
                 lambda shard: call_in_loop(partial(function, params), shard, one),
                 self._local_shards(rows),
@@ -110,8 +110,12 @@ class ExactReduction:
             for path, gradient in flatten_tree(gradients).items():
                 leaf = fixed_order_psum(gradient, specs[path], self._batch_axes)
                 leaves[path] = leaf
-                blocks.append(self._block_sums(path, leaf, specs[path], one=_one(rows)))
-            return unflatten_tree(leaves), sums, call_in_loop(_norm_of_blocks, blocks, _one(rows))
+                blocks.append(self._block_sums(path, leaf, specs[path], one=_runtime_one(rows)))
+            return (
+                unflatten_tree(leaves),
+                sums,
+                call_in_loop(_norm_of_blocks, blocks, _runtime_one(rows)),
+            )
 
         out_specs = (unflatten_tree(specs), REPLICATED, REPLICATED)
         # The barrier keeps XLA from fusing the sums with the operations that use them.
@@ -145,7 +149,9 @@ class ExactReduction:
         self, function: Callable[[Tree, TokenBatch], Any], params: Tree, rows: TokenBatch
     ) -> Any:
         """Sum a function over the logical shards of one device."""
-        return sum_in_tree(partial(function, params), self._local_shards(rows), one=_one(rows))
+        return sum_in_tree(
+            partial(function, params), self._local_shards(rows), one=_runtime_one(rows)
+        )
 
     def _local_shards(self, rows: TokenBatch) -> dict[str, Array]:
         """Split the rows of one device into its logical shards."""
@@ -175,7 +181,7 @@ class ExactReduction:
         return sums
 
 
-def _one(rows: TokenBatch) -> Array:
+def _runtime_one(rows: TokenBatch) -> Array:
     """Return 1 as min(token id, 0) + 1. Token ids are never negative."""
     # XLA cannot fold a number that depends on the input, so a loop with this number of iterations
     # stays a loop. Its body is compiled alone, the same on every mesh.

@@ -1,4 +1,4 @@
-"""`LeafLoader`: loads leaves of a checkpoint onto devices, with own reads of each process or with an exchange."""
+"""Load leaves of a checkpoint onto devices. Each process reads all its parts, or processes exchange parts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class LeafLoader:
     ) -> jax.Array:
         """Load one leaf such that each of its bytes is read by one device only.
 
-        Host memory holds two slabs at most.
+        Host memory holds at most two slabs (ranges of rows of the leaf).
 
         Args:
             name: Name of the leaf.
@@ -203,6 +203,7 @@ def _from_shards(
 
 
 def _checked_spec(name: str, spec: LeafSpec | None, shape: tuple[int, ...]) -> LeafSpec:
+    """Return a leaf's spec. Raise PrepError if it is absent or has another shape."""
     if spec is None:
         why = "the model or the optimizer needs it"
         raise PrepError(f"the checkpoint has no {name}", why, CHECKPOINT_HINT)

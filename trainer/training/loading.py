@@ -1,4 +1,4 @@
-"""Training state from checkpoints, onto the devices of all processes."""
+"""Load training state from checkpoints onto the devices of all processes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def restore_state(
 ) -> TrainState:
     """Restore a training state onto the mesh of `setup`, whatever mesh it was saved on.
 
-    Host memory holds two slabs of a leaf at a time, or two read units if these are larger. CPU
-    devices keep the host memory that a leaf is read into.
+    Host memory holds two slabs (ranges of rows) of a leaf at a time, or two read units if these are
+    larger. CPU devices keep the host memory that a leaf is read into.
 
     Args:
         reader: The saved state.

@@ -303,6 +303,7 @@ class Loop:
         return reason
 
     def _stop_reason(self) -> str:
+        """Return why the run stops after this step, or an empty text."""
         if self.config.stop_after and self.step - self.start_step >= self.config.stop_after:
             return text("{}", Option("stop_after", self.config.stop_after))
         return self.stop_signals.reason()
@@ -365,6 +366,7 @@ class Loop:
                 raise self._divergence_error(step, consecutive_skips)
 
     def _log_step(self, step: int, metrics: Mapping[str, Array]) -> None:
+        """Write the metrics of a step to the log."""
         config = self.config
         values = {name: float(np.asarray(value)) for name, value in metrics.items()}
         line = step_line(step, values, tokens=step * config.tokens_per_step)
@@ -497,6 +499,7 @@ class Loop:
         return PrepError(what, why, self._recovery_hint())
 
     def _recovery_hint(self) -> str:
+        """Return how to go on after a run diverged."""
         steps = self.store.steps()
         start = ""
         if steps:
@@ -513,6 +516,7 @@ def _jit_eval_step(setup: StepSetup) -> EvalStep:
 
 @jax.jit
 def _all_finite(state: TrainState) -> Array:
+    """Return whether all numbers of the state are finite."""
     leaves = jax.tree.leaves(state)
     floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in floats]).all()

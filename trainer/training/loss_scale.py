@@ -65,7 +65,7 @@ class LossScale:
         # = 512. Division by a power of two changes only the exponent, without rounding.
         return scale / (1 << (num_tokens.bit_length() - 1))
 
-    def next(self, state: Mapping[str, Array], is_finite: Array) -> dict[str, Array]:
+    def next_state(self, state: Mapping[str, Array], is_finite: Array) -> dict[str, Array]:
         """Return the values of SCALE and FINITE_STEPS after a training step.
 
         The result is empty for a static scale.

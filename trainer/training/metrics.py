@@ -21,7 +21,8 @@ from trainer.models.errors import PrepError
 from trainer.models.json_types import JsonObject
 
 METRICS_FILE = "metrics.jsonl"
-EVAL_PREFIX = "eval_"  # of the values of an evaluation
+# Prefix of the values of an evaluation.
+EVAL_PREFIX = "eval_"
 LINE_START = re.compile(rb'\{"step": ([0-9]{1,18})[,}]')
 # A line of a metrics file. `line_step` returns its step.
 MetricsLine: TypeAlias = Mapping[str, object]
@@ -79,6 +80,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse_line(line: bytes) -> JsonObject | None:
+    """Return the values of a line, None for a damaged line."""
     try:
         values = json.loads(line.decode())
     except (ValueError, RecursionError):

@@ -86,10 +86,10 @@ def count_leaf_changes(leaf: Array, dtype: str) -> tuple[int, int]:
         replicated = NamedSharding(sharding.mesh, PartitionSpec())
     count_rows = jax.jit(_count_rows, static_argnames="dtype", out_shardings=replicated)
     changed, overflowed = count_rows(leaf, dtype=dtype)
-    return _total(changed), _total(overflowed)
+    return _sum_counts(changed), _sum_counts(overflowed)
 
 
-def _total(row_counts: Array) -> int:
+def _sum_counts(row_counts: Array) -> int:
     # A leaf may have more than 2^32 values. JAX has no 64-bit integers by default, NumPy has.
     return int(np.asarray(row_counts).sum(dtype=np.int64))
 

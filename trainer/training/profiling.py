@@ -8,7 +8,8 @@ from pathlib import Path
 
 import jax
 
-PROFILE_FOLDER = "profile"  # in the folder of a run
+# Name of the folder in the folder of a run.
+PROFILE_FOLDER = "profile"
 
 
 @dataclass(slots=True)

@@ -165,6 +165,7 @@ def _have_moved(
 
 
 def _without_paths(sources: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Return sources of data without their paths."""
     kept: list[dict[str, object]] = []
     for source in sources:
         kept.append({key: value for key, value in source.items() if key not in SOURCE_PATHS})

@@ -14,9 +14,8 @@ from trainer.models.param_tree import Tree
 from trainer.training.evaluation import EvalStep
 from trainer.training.feed import place_batch
 
-LENGTH_MULTIPLE = (
-    64  # lengths are rounded up to it times a power of two, so that few shapes are compiled
-)
+# Lengths are rounded up to this number times a power of two, so that few shapes are compiled.
+LENGTH_MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +114,7 @@ def _make_rows(
 
 
 def _round_length(length: int, max_length: int) -> int:
+    """Round a length up to 64, 128, 256 and so on, or to the maximum length."""
     rounded = LENGTH_MULTIPLE
     while rounded < length:
         rounded *= 2

@@ -249,6 +249,7 @@ def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> StepFields:
 
 
 def _interval(steps: int, epochs: float | None, order: RowOrder) -> Interval:
+    """Return an interval in steps. Epochs are converted if they are set."""
     if epochs is None:
         return steps
     return order.unrounded_steps_for_epochs(epochs)
@@ -359,4 +360,6 @@ def peak_step_s(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> 
     inputs = step_inputs(recipe, base, mesh=sharding.mesh, rules=sharding.rules)
     if model.adapters is not None:
         inputs = with_adapters(inputs, recipe, adapters)
-    return count_step_flops(inputs).model_full / (sharding.mesh.n_devices * kind.peak_flops)
+    return count_step_flops(inputs).model_flops_of_all_pairs / (
+        sharding.mesh.n_devices * kind.peak_flops
+    )

@@ -1,4 +1,4 @@
-"""Fills shards on accelerators slab by slab, so that host memory holds two slabs instead of whole shards."""
+"""Fill shards on accelerators in slabs (ranges of rows). Host memory holds two slabs instead of whole shards."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fill_shards(
     for device, box in boxes.items():
         allocation = compile_allocation(_extents(box), dtype, SingleDeviceSharding(device))
         shards[device] = allocation()
-    for slab in aligned_slabs(_bounds(boxes.values()), unit, SLAB_NBYTES // dtype.itemsize):
+    for slab in aligned_slabs(_bounding_box(boxes.values()), unit, SLAB_NBYTES // dtype.itemsize):
         parts: dict[Box, Box] = {}
         buffers: dict[Box, np.ndarray] = {}
         for box in boxes.values():
@@ -83,7 +83,7 @@ def fill_shards(
     return list(shards.values())
 
 
-def _bounds(boxes: Collection[Box]) -> Box:
+def _bounding_box(boxes: Collection[Box]) -> Box:
     """Return the smallest box that contains all boxes, e.g. ((0, 2),) and ((4, 6),) -> ((0, 6),)."""
     bounds: list[tuple[int, int]] = []
     for ranges in zip(*boxes):

@@ -252,8 +252,8 @@ def train_step(
     )
     is_skipped = (~is_valid).astype(jnp.int32)
     new_state = {
-        "params": setup.with_trained_params(params, _select(is_valid, updated, trained)),
-        "opt_state": _select(is_valid, opt_state, state["opt_state"]),
+        "params": setup.with_trained_params(params, _select_tree(is_valid, updated, trained)),
+        "opt_state": _select_tree(is_valid, opt_state, state["opt_state"]),
         "step": state["step"] + 1,
         "skipped": state["skipped"] + is_skipped,
         # A step that is not skipped resets the counter to 0. The loop stops the run when it
@@ -261,7 +261,7 @@ def train_step(
         "skipped_in_row": (state["skipped_in_row"] + 1) * is_skipped,
     }
     if setup.loss_scale:
-        new_state |= setup.loss_scale.next(state, jnp.isfinite(grad_norm))
+        new_state |= setup.loss_scale.next_state(state, jnp.isfinite(grad_norm))
     metrics = {
         **sums,
         "grad_norm": grad_norm,
@@ -275,7 +275,7 @@ def train_step(
     return new_state, metrics
 
 
-def _select(condition: Array, if_true: Any, if_false: Any) -> Any:
+def _select_tree(condition: Array, if_true: Any, if_false: Any) -> Any:
     """Select one of two trees by a scalar condition."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
 

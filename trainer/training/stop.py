@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer.distributed.sharding import ShardingContext
 
-STOP = "stop"  # entry of batches and of metrics
+# Name of the entry in batches and in metrics.
+STOP = "stop"
 # The index of a reason is its value in a batch. Among several, the largest one wins.
 STOP_REASONS = ("", "SIGUSR1", "SIGTERM", "SIGINT")
 

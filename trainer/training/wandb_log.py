@@ -122,6 +122,7 @@ def import_wandb() -> Any:
 
 
 def _read_id(folder: Path) -> str:
+    """Return the id of the run in a folder, or an empty text if it has none."""
     try:
         return read_regular_file(folder / ID_FILE).decode(errors="replace").strip()
     except FileNotFoundError:

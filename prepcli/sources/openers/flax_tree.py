@@ -78,6 +78,7 @@ def _open(
     kind: MsgpackKind,
     manifest: Manifest | None,
 ) -> Source:
+    """Open a Flax file or folder as a source."""
     _check_kind(kind, hints, display_name)
     if path.is_dir():
         folder = path
@@ -179,7 +180,7 @@ class FlaxFiles:
         num_files = len(self.documents)
         pieces_blob = dict(zip(self.blob_documents[num_files:], range(num_files, len(self.blobs))))
         for number, document in enumerate(self.documents):
-            offset = 0  # in the blob of concatenated pieces
+            offset = 0  # offset in the blob of concatenated pieces
             for array in document.arrays:
                 if len(array.runs) == 1:
                     locations.append((array, number, array.runs[0][0]))

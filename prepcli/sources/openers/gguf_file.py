@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
-from prepcli.formats.gguf import GgufHeader, GgufTensor, part_names, read_gguf_header
+from prepcli.formats.gguf import GgufArray, GgufHeader, GgufTensor, part_names, read_gguf_header
 from prepcli.formats.shard_index import download_again_hint
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
@@ -44,6 +44,7 @@ SPLIT_TENSORS_KEY = "split.tensors.count"
 FILE_NAME = "model.safetensors"
 # Each expert becomes a tensor. A hostile shape may have any number of empty ones.
 MAX_EXPERTS = 1 << 14
+CONFIG_HINT = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)")
 
 
@@ -212,8 +213,7 @@ def _config_of_metadata(
     names = {tensor.name for tensor in header.tensors}
     reason = needs_config_reason(header.metadata, prefix, names)
     if reason:
-        hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
-        raise PrepError(f"the metadata of {display_name} is not complete", reason, hint)
+        raise PrepError(f"the metadata of {display_name} is not complete", reason, CONFIG_HINT)
     config: JsonObject = {
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],
@@ -226,6 +226,12 @@ def _config_of_metadata(
         value = header.metadata.get(f"{prefix}.{key}")
         if value is None:
             continue
+        if isinstance(value, GgufArray):
+            raise PrepError(
+                f"per-layer values of `{prefix}.{key}` are not supported",
+                f"{display_name} has {value.count:,} of them",
+                CONFIG_HINT,
+            )
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise DamagedError(
                 f"{display_name} has a broken header",
@@ -233,6 +239,9 @@ def _config_of_metadata(
                 download_again_hint(Path(header.file_name)),
             )
         config[field] = _shortest(value)
+        # llama.cpp writes 0 for a model without a window.
+        if field == "sliding_window" and value == 0:
+            config[field] = None
     for key in ("bos", "eos"):
         token_id = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if type(token_id) is int:
@@ -267,7 +276,7 @@ def _tensors(
 ) -> tuple[SourceTensor, ...]:
     """Return the tensors of decoders. Several decoders may have parts of one tensor."""
     tensors: dict[str, SourceTensor] = {}
-    for each, start in zip(named, blob.starts()):
+    for each, start in zip(named, blob.starts):
         for number, full_name in enumerate(each.names):
             name = names.bare_name(full_name)
             location = each.location(len(blob.stored), start, number)
@@ -293,11 +302,7 @@ def _decoders(
     """Yield the decoders of all tensors, in the order of the file. A tensor without a row keeps its name."""
     for tensor in header.tensors:
         if tensor.type.name not in BLOCK_TYPES:
-            raise PrepError(
-                f"the type {tensor.type.name} of {quote_name(tensor.name)} is not supported",
-                f"GGUF types that are decoded: {', '.join(BLOCK_TYPES)}",
-                "use a file of another quantisation of the same model",
-            )
+            raise _unsupported_type_error(tensor, BLOCK_TYPES)
         name, layer = _split_layer(tensor.name)
         hf_name = architecture.tensor_names.get(name, "")
         decoder = _decoder(tensor, architecture, name, sizes, file)
@@ -321,6 +326,14 @@ def _decoders(
         if name in architecture.transposed:
             shape = shape[::-1]
         yield _NamedDecoder(decoder, (hf_name.format(layer=layer) or tensor.name,), shape)
+
+
+def _unsupported_type_error(tensor: GgufTensor, types: Iterable[str]) -> PrepError:
+    return PrepError(
+        f"the type {tensor.type.name} of {quote_name(tensor.name)} is not supported",
+        f"GGUF types that are decoded for such a tensor: {', '.join(types)}",
+        "use a file of another quantisation of the same model",
+    )
 
 
 def _mapped_decoder(decoder: GgufDecoder, tensor: GgufTensor, axis_map: AxisMap) -> _NamedDecoder:
@@ -363,8 +376,11 @@ def _decoder(
                 f"{heads} heads of the config need an even number of rows each",
                 GET_AGAIN_HINT,
             )
-        # Values of a bias are rows of one column.
-        shape = (*shape, 1) if len(shape) == 1 and tensor.type.name in FLOAT_TYPES else shape
+        if len(shape) == 1:
+            if tensor.type.name not in FLOAT_TYPES:
+                raise _unsupported_type_error(tensor, FLOAT_TYPES)
+            # Values of a bias are rows of one column.
+            shape = (*shape, 1)
     if is_transposed:
         shape = shape[::-1]
     offset = 0.0

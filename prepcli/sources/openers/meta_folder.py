@@ -344,7 +344,7 @@ class _ShardedTensors:
             parts = shards[:1]
         locations: dict[tuple[int, ...], tuple[int, int]] = {}
         for i, (tensor, blob) in enumerate(parts):
-            # e.g. shard 3 of a matrix that is sharded on axis 1 is the chunk (0, 3)
+            # E.g. shard 3 of a matrix that is sharded on axis 1 is the chunk (0, 3).
             chunk_index = [0] * len(chunk_shape)
             if axis is not None:
                 chunk_index[axis] = i
@@ -397,7 +397,7 @@ class _ShardedTensors:
 
 def _permutes_elements(axis_map: AxisMap) -> bool:
     """Return whether Meta's order of elements differs from that of the Hugging Face tensor."""
-    # e.g. (heads half two) and (heads two half): equal shapes, and another order of the rows.
+    # E.g. (heads half two) and (heads two half): equal shapes, and another order of the rows.
     meta_factors = itertools.chain(*axis_map.leaf_dims)
     hf_factors = itertools.chain(*(dim.factors for dim in axis_map.source_dims))
     return [factor.atom for factor in meta_factors] != [factor.atom for factor in hf_factors]

@@ -146,7 +146,7 @@ def _no_model(config: HFConfig) -> NoReturn:
     raise PrepError("an adapter is not a model", "it has no config.json", ADAPTER_HINT)
 
 
-# Family of an adapter without its base: its tensors keep the names of the file
+# Family of an adapter without its base model. Its tensors keep their names in the file.
 ADAPTER_FAMILY = Family(
     name="adapter",
     prefix="",

@@ -26,7 +26,7 @@ from trainer.models.lora import PEFT_PREFIX, LoraConfig, projections
 from trainer.models.parameters import Family
 
 MATRIX_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
-RANK_DIMS = {"A": 0, "B": 1}  # dim of a matrix that has the rank
+RANK_DIMS = {"A": 0, "B": 1}  # A is [rank, in] and B is [out, rank]
 # Far above any tensor. Python refuses to divide by integers of hundreds of digits.
 MAX_RANK = 2**31 - 1
 MAX_SHOWN = 3  # faults of one file in a message

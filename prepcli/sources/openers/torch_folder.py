@@ -89,10 +89,10 @@ def assign_blobs(
     """
     blobs = list(files)
     blobs_of_file: list[list[int]] = [[number] for number in range(len(files))]
-    ends = [0] * len(files)  # of each blob, the end of its last tensor
+    ends = [0] * len(files)  # end of the last tensor of each blob
     blob_numbers: list[int] = []
     for tensor in tensors:
-        # e.g. a tied embedding and head share bytes 0 to 100 of a file: the first one is in blob
+        # E.g. a tied embedding and head share bytes 0 to 100 of a file: the first one is in blob
         # 0, the second one in a separate blob, which is the same file again. The engine reads
         # each blob in ascending order and never twice.
         start, stop = tensor.byte_range

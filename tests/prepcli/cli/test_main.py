@@ -341,7 +341,7 @@ def test_closed_stdout_keeps_the_exit_code(args: list[str], code: int) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_other_broken_pipe_fails() -> None:
+def test_broken_pipe_other_than_stdout_is_an_error() -> None:
     code, out, err = run("severed", script=WITH_COMMAND)
     assert (code, out) == (1, "")
     assert "Broken pipe" in err

@@ -94,7 +94,7 @@ def test_demo_refuses_several_processes(
     monkeypatch.setenv("SLURM_PROCID", "1")
     err = run_failing(capsys, 2, "demo")
     assert "`prep demo` runs in one process" in err
-    assert "process 1 of 4, as SLURM says" in err
+    assert "process 1 of 4, according to SLURM" in err
     assert list(tmp_path.iterdir()) == []
     run_ok("models")
 
@@ -145,7 +145,7 @@ def test_invalid_number_names_its_option(
         ),
     ],
 )
-def test_invalid_variable_is_named_instead_of_its_option(
+def test_error_names_the_environment_variable_that_was_set(
     variable: str,
     value: str,
     what: str,
@@ -164,7 +164,7 @@ def test_invalid_variable_is_named_instead_of_its_option(
 
 
 @pytest.mark.parametrize("variable", ["PREP_MEMORY", "PREP_PROCESSES", "PREP_PROGRESS"])
-def test_long_variable_is_shortened(
+def test_long_value_of_an_environment_variable_is_shortened(
     variable: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -44,5 +44,5 @@ def test_notes_and_warnings_of_a_run_reach_the_caller():
     assert recorder.warnings == ["kernel fails"]
 
 
-def test_silent_command_observer_keeps_references_of_errors():
+def test_silent_command_observer_is_a_command_observer():
     assert isinstance(SilentCommandObserver(command="export"), CommandObserver)

@@ -29,7 +29,7 @@ CASES = [
 
 
 def _shell(command: str, folder: Path) -> tuple[int, str]:
-    """Run a shell command in which `prep` is this prep; return its exit code and stderr."""
+    """Run a shell command in which `prep` is this prep, and return its exit code and stderr."""
     line = command.replace("prep ", f"{sys.executable} -m prepcli ")
     process = subprocess.run(
         ["bash", "-c", line],

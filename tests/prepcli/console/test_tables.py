@@ -77,5 +77,5 @@ def test_table_with_room_has_all_columns() -> None:
     )
 
 
-def test_table_without_rows_in_a_narrow_terminal() -> None:
+def test_table_without_rows_is_its_header_on_two_lines() -> None:
     assert format_table([], ("name", "a long column"), width=10) == "name\n  a long column"

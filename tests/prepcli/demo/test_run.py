@@ -99,7 +99,7 @@ def test_demo_runs_all_conversions(
 
 @pytest.mark.slow
 def test_demo_runs_all_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`.ci/run` runs the demo too, as the README does; the demo checks the results of its steps."""
+    """The demo itself also checks the results of its steps."""
     for name in (FLAGS, CACHE):  # the demo computes more than it compiles, and has its own cache
         monkeypatch.delenv(name, raising=False)
     steps = run_demo(tmp_path / "out", [*COMMANDS, *TRAINING])
@@ -208,7 +208,7 @@ def test_demo_vocabulary_is_odd() -> None:
     assert len(VOCABULARY) % 2 == 1
 
 
-def test_demo_hints_at_the_demo_after_a_failed_check(
+def test_hint_of_a_failed_step_repeats_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(folder: Path, words: Sequence[str]) -> StepOutcome:

@@ -85,7 +85,7 @@ def test_sync_raises_the_error_of_the_previous_sync(
     assert read_journal(tmp_path / "journal", "run").durable_nbytes == 0
 
 
-def test_sync_during_a_write_includes_the_file_later(
+def test_file_written_during_a_sync_is_part_of_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     synced: list[int] = []

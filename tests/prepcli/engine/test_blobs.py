@@ -17,13 +17,14 @@ from prepcli.errors import PrepError
 from prepcli.planning.plan import Contiguous, Stream, Strided, read_copies
 from prepcli.planning.strided_copies import StridedCopy
 
+# (offset, length) in the second file.
 PIECES = (
     (3, 5000),
     (20_000, 1),
     (9000, 4096),
     (0, 0),
     (13_000, 7000),
-)  # (offset, length) in the second file
+)
 
 
 @pytest.fixture(scope="module")

@@ -87,10 +87,11 @@ def test_pool_reuses_latest_buffer_first():
     buffers.release([a])
     buffers.release([b])
     assert buffers.acquire(1)[0] is b
+    # The third buffer is allocated only now.
     assert {id(buffer) for buffer in buffers.acquire(2)} - {
         id(a),
         id(b),
-    }  # the third is allocated only now
+    }
 
 
 def test_acquire_waits_for_all_requested_buffers():
@@ -111,8 +112,7 @@ def test_acquire_waits_for_all_requested_buffers():
 
 def test_anonymous_nbytes_grows_with_touched_memory():
     before = anonymous_nbytes()
-    with mmap.mmap(
-        -1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    ) as memory:  # not from a free list
+    # A new mapping: an allocator could return memory that was touched before.
+    with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.write(b"\1" * len(memory))
         assert anonymous_nbytes() - before > 48 * MIB

@@ -26,9 +26,8 @@ from prepcli.engine.fills import numpy_dtype
 from prepcli.planning.plan import Contiguous, Fill, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, cast_dtype
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*encountered in:RuntimeWarning"
-)  # the reference computes with NaN
+# The reference computes with NaN, which makes NumPy warn.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 HALVES = ("float16", "bfloat16")
 CAST_DTYPES = ("float32", "bfloat16", "float16")
 PAIRS = [(source, target) for source in FLOAT_DTYPES for target in CAST_DTYPES if source != target]
@@ -62,7 +61,7 @@ def nearest(values: np.ndarray, dtype: str) -> np.ndarray:
 def cast_values(
     values: np.ndarray, source: str, target: str, pieces: int = 1
 ) -> tuple[np.ndarray, CastCounts]:
-    """Cast values in several pieces; return the result and the counts."""
+    """Cast values in several pieces, and return the result and the counts."""
     cast = StreamCast(source, target)
     out = [
         cast.apply(part.view(np.uint8), np.empty(part.size * 4, np.uint8))

@@ -118,7 +118,7 @@ FILE_SYSTEMS = {
 
 @pytest.fixture(params=FILE_SYSTEMS)
 def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Simulate each file system; return its name."""
+    """Simulate each file system, and return its name."""
     FILE_SYSTEMS[request.param](monkeypatch)
     return request.param
 
@@ -185,7 +185,9 @@ def test_write_changes_only_its_bytes(
     st.lists(st.tuples(st.integers(0, SIZE), st.integers(1, 2 * PAGE)), max_size=5),
     st.integers(0, PAGE),
 )
-def test_write_any_runs_in_any_order(tmp_path: Path, spans: list[tuple[int, int]], lead: int):
+def test_last_write_of_overlapping_runs_wins(
+    tmp_path: Path, spans: list[tuple[int, int]], lead: int
+):
     expected = np.zeros(SIZE, np.uint8)
     path = tmp_path / "out"
     path.unlink(missing_ok=True)
@@ -302,9 +304,8 @@ def test_sync_repeats_an_earlier_error(monkeypatch, tmp_path: Path):
             fail_from_call(patched, "fdatasync", errno.EIO, after=1)
             with pytest.raises(PrepError, match=r"cannot read or write .*b"):
                 files.sync()
-        with pytest.raises(
-            PrepError, match=r"cannot read or write .*b"
-        ):  # although the system call would now succeed
+        # The error is repeated, although the system call would now succeed.
+        with pytest.raises(PrepError, match=r"cannot read or write .*b"):
             files.sync()
 
 

@@ -109,9 +109,10 @@ def generate_rows(
 )
 def test_mean_is_exact_for_any_slab_boundaries(dtype: str, true_rows: int, data):
     numpy_type, columns = numpy_dtype(dtype), 3
+    # These values are multiples of a power of two, so their sums are exact.
     table = (np.random.default_rng(true_rows).integers(-64, 64, (true_rows, columns)) / 32).astype(
         numpy_type
-    )  # sums are exact
+    )
     streams = padded_streams(dtype, true_rows, true_rows + 4, columns, Fill("mean"))
     low, high = streams[1].byte_range
     cuts = data.draw(st.lists(st.integers(0, table.nbytes), max_size=6))
@@ -143,7 +144,7 @@ def test_mean_does_not_depend_on_slab_boundaries(dtype: str, cuts: list[int]):
 
 
 def test_mean_is_summed_in_groups_of_64_rows():
-    """Another size of groups would change the bits of outputs: a half-done one could not resume."""
+    """Another size of groups would change the bits of outputs, and half-done outputs could not be resumed."""
     table = np.zeros((66, 1))
     table[0] = 2.0**53
     # Added to 2^53 one by one, both are rounded away. As a group of their own they add 2.

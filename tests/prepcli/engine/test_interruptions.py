@@ -18,7 +18,7 @@ from tests.helpers.plans import SavePlan, make_save_plan
 from tests.helpers.slow_cases import slow_except
 from trainer.models.axis_map import bind_row, parse_row
 
-NUM_POINTS = 100  # of about 6,000 calls and returns
+NUM_POINTS = 100  # interrupted points, of about 6,000 calls and returns
 
 
 def convert(save_plan: SavePlan, folder: Path) -> None:
@@ -36,7 +36,8 @@ def convert(save_plan: SavePlan, folder: Path) -> None:
         journal.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of weak references
+# The warning is about errors in callbacks of weak references.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("part", slow_except(range(30), (0,)))
 def test_run_interrupted_anywhere_ends_and_resumes(tmp_path: Path, part: int):
     row = bind_row(parse_row("mlp embed <- {n}: embed mlp"), {"mlp": 30, "embed": 50, "n": 3})

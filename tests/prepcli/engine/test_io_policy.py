@@ -112,7 +112,7 @@ def test_policy_without_writeback_uses_direct_io(monkeypatch: pytest.MonkeyPatch
     assert set(modes(WritePolicy(MIN_MEASURED_NBYTES), 9)) == {WriteMode.DIRECT}
 
 
-def test_writeback_keeps_a_window(calls: list[Call]):
+def test_writeback_limits_the_bytes_in_flight(calls: list[Call]):
     writeback = Writeback(2 * RUN)
     for number in range(3):
         writeback.start(3, number * RUN, RUN)

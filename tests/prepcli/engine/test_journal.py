@@ -75,9 +75,8 @@ def test_truncated_journal_keeps_complete_records(path: Path, length: int, appen
     content = write_records(path)
     path.write_bytes(content[:length] + appended)
     lines = content[:length].count(b"\n")
-    records = [(0, {}), *RECORDS][
-        : max(0, lines - 1)
-    ]  # the first line identifies the run, the second records nothing
+    # The first line identifies the run, and the second line records no bytes.
+    records = [(0, {}), *RECORDS][: max(0, lines - 1)]
     expected = (
         records[-1][0] if records else 0,
         {number: text for _, digests in records for number, text in digests.items()},

@@ -22,7 +22,7 @@ MIB = 1 << 20
 def make_stream(
     folder: Path, num_rows: int, num_columns: int, *, is_transposed: bool = False
 ) -> Stream:
-    """Write random matrices of rank 2; return a stream [rows, columns] with their update."""
+    """Write random matrices of rank 2, and return a stream [rows, columns] with their update."""
     random = np.random.default_rng(0)
     num_outputs, num_inputs = (num_columns, num_rows) if is_transposed else (num_rows, num_columns)
     a, b = (
@@ -40,7 +40,7 @@ def make_stream(
 def apply_update(
     folder: Path, stream: Stream, values: np.ndarray, num_pieces: int
 ) -> tuple[np.ndarray, StreamUpdate]:
-    """Update values in pieces; return the result and the update."""
+    """Update values in pieces, and return the result and the update."""
     with Files([folder / "matrices"]) as files:
         update = StreamUpdate(stream, files)
     pieces = np.array_split(values.reshape(-1), num_pieces)

@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 
 def write(root: Path, **texts: str) -> Path:
-    """Write files under `root`; in names `__` means a slash and `_DOT_` a dot."""
+    """Write files under `root`. In names `__` means a slash and `_DOT_` a dot."""
     for name, text in texts.items():
         path = root / name.replace("__", "/").replace("_DOT_", ".")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,8 @@ def test_run_in_threads_returns_errors_of_all_threads():
     assert next(counter) == 4
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of weak references
+# The warning is about errors in callbacks of weak references.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupted_run_in_threads_waits_for_its_calls():
     running: list[int] = []
     stops: list[bool] = []  # no Event: its lock could stay acquired

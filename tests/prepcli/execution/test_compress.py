@@ -43,7 +43,7 @@ class StopAfter(NullProgress):
 
 
 def raw_chunks(folder: Path) -> tuple[list[WrittenChunk], list[Path], dict[tuple[int, ...], bytes]]:
-    """Write chunks to two files with gaps between them; return them in reverse order."""
+    """Write chunks to two files with gaps between them, and return them in reverse order."""
     rng, files, chunks, chunk_bytes = np.random.default_rng(0), [bytearray(), bytearray()], [], {}
     for number, length in enumerate(LENGTHS):
         data = rng.integers(0, 5, length, np.uint8).tobytes()
@@ -175,7 +175,7 @@ def flip_byte(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [truncate_file, flip_byte, Path.unlink])
-def test_compress_repeats_damaged_chunks(tmp_path: Path, spoil: Callable[[Path], object]):
+def test_damaged_chunks_are_compressed_again(tmp_path: Path, spoil: Callable[[Path], object]):
     undisturbed = compress_in(tmp_path / "whole")
     with pytest.raises(StoppedError):
         compress_in(tmp_path / "item", StopAfter(100))

@@ -240,7 +240,7 @@ def test_failure_of_a_worker_is_reported_by_its_parent(tmp_path: Path):
 
 
 def run_durable_share(team: Team, alarm=lambda: None) -> bool:
-    """Wait for the peers with a durable share; return whether this process published."""
+    """Wait for the peers with a durable share, and return whether this process published."""
     team.check_workers = alarm
     finish(team)
     team.stage.mark_moved()
@@ -326,7 +326,7 @@ def test_failure_note_is_not_written_through_a_link(tmp_path: Path):
     assert team.stage.failures.find(1) is not None
 
 
-def test_division_reuses_complete_streams_for_a_new_count(tmp_path: Path):
+def test_new_number_of_processes_reuses_complete_streams(tmp_path: Path):
     first = joined(tmp_path / "out", Share(3, 0))
     finish(first)
     done_digests = {n: f"of t{n}" for n in first.shares[0]}
@@ -345,7 +345,7 @@ def test_division_reuses_complete_streams_for_a_new_count(tmp_path: Path):
     assert wait(alone) == ALL_DIGESTS
 
 
-def test_division_survives_a_crash_before_journal_removal(tmp_path: Path, monkeypatch):
+def test_durable_streams_survive_a_crash_before_journal_removal(tmp_path: Path, monkeypatch):
     first = joined(tmp_path / "out", Share(2, 0))
     finish(first)
     before = journal_of(first).read_bytes()
@@ -384,7 +384,7 @@ def test_lock_excludes_other_process_counts(tmp_path: Path):
     alone.stage.close()
 
 
-def test_task_shares_follow_the_division(tmp_path: Path):
+def test_team_shares_are_the_divided_streams(tmp_path: Path):
     team = joined(tmp_path / "out", Share(2, 1))
     assert team.shares == divide_streams(PLAN, 2)
     assert [s.name for s in team.share_plan(1).streams] == [f"t{n}" for n in team.shares[1]]

@@ -38,12 +38,13 @@ NONSENSE = {
     "noise": b"\xff\x00{",
 }
 STATUSES = (401, 403, 404, 409, 413, 429, 500, 503)
+# prep ignores the bodies of these answers.
 HARMLESS = {
     "GET /api/whoami",
     "POST /api/repos/create",
     "/branch/",
     "PUT /lfs/",
-}  # prep ignores the bodies of these answers
+}
 
 
 @pytest.fixture

@@ -162,7 +162,7 @@ def check_lives(
 
 
 def attempt(count: int, number: int = 0, *, fails: int = -1, restart: bool = False) -> list[Life]:
-    """Return one start of each process; at most one fails."""
+    """Return one start of each process. At most one fails."""
     return [Life(Share(count, i), i == fails, restart, number) for i in range(count)]
 
 

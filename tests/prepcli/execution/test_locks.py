@@ -105,7 +105,7 @@ ACQUIRE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", ACQUIRE)
-def test_no_file_stays_open_without_locks(
+def test_lock_file_is_closed_if_locks_are_not_supported(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def flock(fd: int, operation: int) -> None:

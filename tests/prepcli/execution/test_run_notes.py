@@ -29,7 +29,7 @@ def test_read_json_record_refuses_damaged_content(tmp_path: Path, data: bytes):
         read_json_record(tmp_path / "note")
 
 
-def test_note_files_are_not_links_or_fifos(tmp_path: Path):
+def test_record_that_is_a_link_or_a_fifo_is_refused(tmp_path: Path):
     (tmp_path / "target").write_bytes(b"{}")
     (tmp_path / "link").symlink_to("target")
     os.mkfifo(tmp_path / "fifo")

@@ -83,7 +83,7 @@ def test_leave_releases_the_locks_on_a_full_disk(out: Path, monkeypatch: pytest.
     open_stage(out).close()
 
 
-def test_restart_drops_the_earlier_run(out: Path):
+def test_restart_deletes_the_earlier_run(out: Path):
     start_stage(out).close()
     stage = open_stage(out, restart=True)
     assert contents(stage.folder).keys() == {
@@ -116,7 +116,7 @@ def test_open_rejects_another_run_without_restart(
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\0\0"])
-def test_restart_drops_a_damaged_run_file(out: Path, data: bytes):
+def test_restart_deletes_a_damaged_run_file(out: Path, data: bytes):
     stage = start_stage(out)
     stage.close()
     (stage.work / "run.json").write_bytes(data)
@@ -127,7 +127,7 @@ def test_restart_drops_a_damaged_run_file(out: Path, data: bytes):
     assert not (stage.folder / "d").exists()
 
 
-def test_restart_drops_a_journal_of_an_unknown_run(out: Path):
+def test_restart_deletes_a_journal_of_an_unknown_run(out: Path):
     stage = start_stage(out)
     stage.close()
     (stage.work / "run.json").unlink()
@@ -196,9 +196,8 @@ def test_open_rejects_a_locked_folder(out: Path):
         for restart in (False, True):
             with pytest.raises(PrepError, match=r"out\.partial is locked") as caught:
                 open_stage(out, restart=restart)
-            assert (
-                f"process {os.getpid()} on " in caught.value.why
-            )  # the last holder that wrote its id
+            # The lock file names the last holder that wrote its id.
+            assert f"process {os.getpid()} on " in caught.value.why
         assert (out.with_name("out.partial") / "d" / "data").exists()
         holder.kill()
     open_stage(out)  # a lock dies with its process

@@ -1,4 +1,4 @@
-"""Steps that several processes write together equal those of one process; a failure of one fails all."""
+"""Steps that several processes write together equal those of one process. A failure of one fails all."""
 
 from __future__ import annotations
 

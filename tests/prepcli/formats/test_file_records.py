@@ -40,7 +40,7 @@ def test_check_files_ignores_outputs_without_record(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"[}", b"[", b"[] ", b""])
-def test_check_files_names_changed_file_and_way_out(tmp_path, content: bytes):
+def test_check_files_names_changed_file_and_accept_option(tmp_path, content: bytes):
     manifest = write_output(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(DamagedError) as caught:
@@ -51,7 +51,7 @@ def test_check_files_names_changed_file_and_way_out(tmp_path, content: bytes):
 
 
 @pytest.mark.parametrize("name", ["_METADATA", "state/manifest.ocdbt", "d/0123"])
-def test_check_files_advises_no_acceptance_of_item_files(tmp_path, name: str):
+def test_check_files_suggests_no_accept_for_item_files(tmp_path, name: str):
     with pytest.raises(DamagedError) as caught:
         check_files(tmp_path, Manifest({"files": {name: {"bytes": 2, "xxh3": "0"}}}))
     assert caught.value.hint == GET_AGAIN_HINT
@@ -65,7 +65,7 @@ def test_check_files_names_missing_file(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", ""])
-def test_check_files_opens_no_file_outside(tmp_path, name: str):
+def test_check_files_opens_no_file_outside_the_folder(tmp_path, name: str):
     with pytest.raises(PrepError, match=r"prep-manifest\.json names"):
         check_files(tmp_path, Manifest({"files": {name: {"bytes": 2, "xxh3": "0"}}}))
 

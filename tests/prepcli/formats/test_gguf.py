@@ -55,7 +55,7 @@ def refusal(path: Path, content: bytes) -> str:
 
 
 def write_with_gguf(path: Path, *, alignment: int | None = None) -> dict[str, np.ndarray]:
-    """Write metadata of all kinds and tensors of several types; return the bytes of the tensors."""
+    """Write metadata of all kinds and tensors of several types, and return the bytes of the tensors."""
     writer = gguf.GGUFWriter(path, "llama")
     if alignment is not None:
         writer.add_custom_alignment(alignment)

@@ -269,7 +269,7 @@ def fuzzed_file(seed: int) -> tuple[bytes, MsgpackKind]:
 
 
 def check_fuzzed(path: Path, seed: int) -> bool:
-    """Return whether an input is read; otherwise it must raise PrepError."""
+    """Return whether an input is read. Otherwise it must raise PrepError."""
     data, kind = fuzzed_file(seed)
     path.write_bytes(data)
     try:

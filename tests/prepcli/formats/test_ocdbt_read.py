@@ -372,7 +372,7 @@ def bodies(tmp_path_factory) -> list[tuple[int, bytes]]:
 
 
 def tensorstore_entries(folder: Path, nbytes: int) -> list[OcdbtEntry] | None:
-    """Return the entries of a leaf as TensorStore reads them; None if it rejects the leaf."""
+    """Return the entries of a leaf as TensorStore reads them, or None if it rejects the leaf."""
     try:
         return node_entries(dump_node(folder, f"btreenode::node:0:{nbytes}"))
     except Exception:  # TensorStore raises several types
@@ -396,10 +396,11 @@ def test_mutated_leaf_matches_tensorstore_or_is_rejected(tmp_path_factory, bodie
             assert height or outside or tensorstore_entries(folder, len(frame)) is None
         else:
             assert height == 0
+            # TensorStore also checks fields ignored by the reader.
             assert tensorstore_entries(folder, len(frame)) in (
                 None,
                 entries,
-            )  # TensorStore also checks fields that the reader ignores
+            )
 
     check()
 

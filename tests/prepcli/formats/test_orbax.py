@@ -31,7 +31,7 @@ ORACLE = Path(__file__).parents[2] / "helpers" / "orbax_oracle.py"
 
 @cache
 def start_oracle() -> subprocess.Popen[str]:
-    """Start the process that runs the commands of all tests; it ends with this process."""
+    """Start the process that runs the commands of all tests. It ends with this process."""
     return subprocess.Popen(
         [sys.executable, ORACLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -60,7 +60,7 @@ def expect(path: Path, arrays: dict[ArrayMeta, np.ndarray]) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return checkpoints that Orbax wrote; see `save` in orbax_oracle.py."""
+    """Return checkpoints that Orbax wrote. See `save` in orbax_oracle.py."""
     folder = tmp_path_factory.mktemp("saved")
     assert not run_orbax("save", folder)
     return folder

@@ -56,7 +56,7 @@ def changed_zarray(item: Path, **changes: Any) -> None:
 
 
 def refused(item: Path) -> PrepError:
-    """Return the error of an invalid item; if the item is damaged, its hint must say so."""
+    """Return the error of an invalid item. If the item is damaged, its hint must say so."""
     with pytest.raises(PrepError) as caught:
         read_item(item)
     assert caught.value.hint == GET_AGAIN_HINT or not isinstance(caught.value, DamagedError)
@@ -327,7 +327,7 @@ def test_item_with_too_many_missing_chunks_is_rejected(item):
     assert "chunks are not stored" in refused(item).why
 
 
-MAX_READ_NBYTES = 4 << 20  # of memory, for items with a few hundred bytes of metadata
+MAX_READ_NBYTES = 4 << 20  # memory to read items with a few hundred bytes of metadata
 
 
 def read_or_refuse(item: Path) -> OrbaxItem | None:

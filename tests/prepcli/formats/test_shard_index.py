@@ -32,7 +32,7 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
 
 
 def sharded(folder: Path) -> dict[str, str]:
-    """Write three files of five tensors; return their weight_map."""
+    """Write three files of five tensors, and return their weight_map."""
     files = {SECOND: ["b", "bb"], FIRST: ["aa", "a"], THIRD: ["c"]}
     for file, names in files.items():
         write(folder, file, *names)

@@ -109,9 +109,8 @@ def test_duplicate_and_overlapping_records_are_rejected(tmp_path: Path) -> None:
     assert len(read_content(tmp_path, content).tensors) == 2
     twice = content.replace(b"archive/data/1", b"archive/data/0")
     assert "it has `archive/data/0` twice" in read_error(tmp_path, twice).why
-    inner = make_zip_file(
-        ONE_TENSOR, {"data/1": SIX_FLOATS}
-    )  # a local header within the data of another record
+    # A local header within the data of another record.
+    inner = make_zip_file(ONE_TENSOR, {"data/1": SIX_FLOATS})
     header = inner[inner.rfind(LOCAL) : inner.find(ENTRY)]
     outer = make_pickle(
         encode_mapping(

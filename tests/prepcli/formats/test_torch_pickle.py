@@ -1,4 +1,4 @@
-"""Tests of interpreting pickles, compared with Python's pickle; no code of a pickle runs."""
+"""Tests of interpreting pickles, compared with Python's pickle. No code of a pickle runs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read(data: bytes) -> UnpickledObject:
 
 
 def reason(data: bytes) -> str:
-    """Return the reason why a pickle is rejected; empty if it is read."""
+    """Return the reason why a pickle is rejected, or an empty text if it is read."""
     try:
         read(data)
     except ValueError as error:

@@ -108,7 +108,7 @@ def test_tree_contains_all_tensors(sizes: dict[str, int]) -> None:
 
 
 def expand_names(node: TreeNode, before: str) -> list[str]:
-    """Return the names of a node's tensors; number lists are short enough here to be complete."""
+    """Return the names of a node's tensors. Number lists are short enough here to be complete."""
     names = [f"{before}{label}" for label in expand_label(node.name)]
     if node.name == "(itself)":
         names = [before[:-1]]

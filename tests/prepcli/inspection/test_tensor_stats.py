@@ -34,7 +34,7 @@ def measure(contents: CheckpointContents, entry: TensorEntry) -> tuple[TensorSta
 
 
 def numpy_stats(array: np.ndarray) -> TensorStats:
-    """Return the statistics of all values at once, in float64; a bool counts as uint8."""
+    """Return the statistics of all values at once, in float64. A bool counts as uint8."""
     array = array.view(np.uint8) if array.dtype == bool else array
     if array.dtype.kind == "c":
         parts = np.isnan(array), np.isinf(array) & ~np.isnan(array), array == 0
@@ -163,7 +163,7 @@ def test_stats_of_packed_dtypes_are_none(tmp_path: Path) -> None:
     assert stored_nbytes(contents.entries[0]) == 0
 
 
-def test_stats_of_arrays_stored_in_the_index(tmp_path: Path) -> None:
+def test_stats_of_arrays_in_the_index_match_numpy(tmp_path: Path) -> None:
     arrays = {"small": np.arange(-3, 4, dtype=np.float32), "scalar": np.float32(2.5)}
     ocp.PyTreeCheckpointer(use_compression=False).save(tmp_path / "saved", arrays)
     contents = contents_of(tmp_path / "saved")

@@ -1,4 +1,4 @@
-"""The JobSet, read back by PyYAML; its start script is run by bash."""
+"""The JobSet, read back by PyYAML. Its start script is run by bash."""
 
 from __future__ import annotations
 

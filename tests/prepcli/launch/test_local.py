@@ -41,7 +41,7 @@ def start(*scripts: str) -> list[subprocess.Popen[str]]:
 def watch(
     *scripts: str, poll_signal: Callable[[], str] = lambda: "", grace_s: float = 3600.0
 ) -> tuple[str | PrepError, list[tuple[int, str]]]:
-    """Run scripts to their end; return the result or the error, and the lines."""
+    """Run scripts to their end, and return the result or the error, and the lines."""
     lines: list[tuple[int, str]] = []
     watcher = ProcessWatcher(
         start(*scripts), lambda index, line: lines.append((index, line)), poll_signal, grace_s

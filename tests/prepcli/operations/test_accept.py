@@ -51,7 +51,7 @@ def test_accept_returns_old_and_new_digest(capsys):
     assert accepted["xxh3"] == {"old": old.get("xxh3"), "new": new.get("xxh3")}
 
 
-def test_accept_takes_removed_file_off_the_record():
+def test_accept_deletes_the_record_of_a_removed_file():
     Path("init/hf/generation_config.json").unlink()
     with pytest.raises(DamagedError, match="does not exist"):
         prep.verify("init")
@@ -68,7 +68,7 @@ def test_accept_records_changed_manifest(capsys):
     assert Path("mine-hf").is_dir()
 
 
-def test_accept_leaves_other_damage(capsys):
+def test_accept_of_one_file_still_reports_other_damage(capsys):
     change_config(Path("init/hf/config.json"))
     Path("init/hf/generation_config.json").write_text("{}")
     err = run_failing(capsys, FAILED, "verify", "init", "--accept", "config.json")

@@ -68,9 +68,8 @@ def flip_data_bit(init: Path) -> None:
     """Invert a bit of a tensor in the largest data file of an Orbax item."""
     data_file = max((init / "d").iterdir(), key=lambda path: path.stat().st_size)
     data = bytearray(data_file.read_bytes())
-    position = next(
-        index for index in range(len(data) // 2, len(data)) if data[index]
-    )  # gaps between chunks are zeros
+    # Gaps between chunks are zeros.
+    position = next(index for index in range(len(data) // 2, len(data)) if data[index])
     data[position] ^= 1
     data_file.write_bytes(data)
 

@@ -22,7 +22,7 @@ from trainer.models.param_tree import Tree, flatten_tree
 
 @pytest.fixture
 def run_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
-    """Make `run`, and `averaged`, a run whose parameters are the averages of `run`; return the averages."""
+    """Make the run `run`, and the run `averaged` with the averages of `run` as its parameters. Return the averages."""
     monkeypatch.chdir(tmp_path)
     state = make_run("llama", make_optimizer("adamw", ema=0.9))
     prefix = "opt_state.ema."

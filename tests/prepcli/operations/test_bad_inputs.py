@@ -102,7 +102,7 @@ def test_missing_shard_is_named(capsys):
     assert shards[-1].name in lines[1]
 
 
-def test_unknown_family_names_the_missing_mechanism(capsys):
+def test_unknown_family_error_names_the_unsupported_layers(capsys):
     make_checkpoint(Path("m"))
     edit_config("m", model_type="mamba")
     code, lines = run_failing_unchanged(capsys, "save-init", "./m", "--no-verbatim")
@@ -213,7 +213,7 @@ def test_unfinished_run_of_other_request_needs_restart(capsys):
     code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: m-init.partial belongs to another run")
     assert "`prep save-init ./m --mesh 1,2,1`" in lines[1]
-    assert lines[2] == " hint: `--restart` drops it"
+    assert lines[2] == " hint: `--restart` deletes it"
     assert main(["save-init", "./m", "--restart", "-q"]) == 0
 
 
@@ -393,7 +393,7 @@ def test_deeply_nested_json_is_rejected(capsys, name: str):
 )
 @pytest.mark.parametrize("command", ["pad-vocab", "save-init"])
 def test_long_name_of_an_output_is_written_or_refused(capsys, command: str, name: str):
-    """`.partial` makes it longer than a file system allows."""
+    """The suffix `.partial` makes a name longer than a file system allows."""
     make_checkpoint(Path("m"), LLAMA)
     if len(os.fsencode(name)) <= 235:
         run_ok(command, "m", "--out", name)
@@ -407,7 +407,7 @@ def test_long_name_of_an_output_is_written_or_refused(capsys, command: str, name
 
 @pytest.mark.parametrize("command", ["export", "verify", "inspect", "reshard"])
 def test_folder_of_several_checkpoints_is_an_error(capsys, command: str):
-    """Its only Orbax item was taken without a word."""
+    """The folder has one Orbax item beside another checkpoint. Neither may be chosen silently."""
     Path("models").mkdir()
     make_checkpoint(Path("models/m"), LLAMA)
     run_ok("save-init", "models/m", "--out", "models/m-init")

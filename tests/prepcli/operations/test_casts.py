@@ -143,9 +143,10 @@ def test_overflow_is_an_error_unless_allowed(capsys: pytest.CaptureFixture[str])
     assert "why: its largest value is 65504" in stderr
     assert "--allow-overflow" in stderr
     assert not Path("outliers-init").exists()
+    # The allowed run resumes the refused one.
     report = run_json_quiet(
         capsys, "save-init", "./outliers", "--dtype", "float16", "--allow-overflow"
-    )  # resumes
+    )
     (entry,) = report["casts"]
     assert (entry["overflowed"], entry["underflowed"], entry["nan"]) == (2, 1, 1)
     run_ok("export", "outliers-init", "--out", "back")
@@ -156,9 +157,8 @@ def test_overflow_is_an_error_unless_allowed(capsys: pytest.CaptureFixture[str])
 def test_infinite_source_values_are_not_overflow(capsys: pytest.CaptureFixture[str]):
     with_outliers([1e30])
     run_ok("save-init", "./outliers", "--dtype", "float16", "--allow-overflow", "--out", "allowed")
-    assert (
-        main(["export", "allowed", "--dtype", "bfloat16", "-q"]) == 0
-    )  # already infinite: no overflow
+    # A value that was infinite before does not count as overflow.
+    assert main(["export", "allowed", "--dtype", "bfloat16", "-q"]) == 0
     assert main(["save-init", "./outliers", "--dtype", "bfloat16", "-q"]) == 0  # 1e30 fits
 
 

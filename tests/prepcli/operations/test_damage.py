@@ -28,7 +28,7 @@ def flip_bit(path: Path, offset: int) -> Path:
 
 
 def damage_parameter(item: Path) -> Path:
-    """Flip one bit of a parameter of an item; return its file."""
+    """Flip one bit of a parameter of an item, and return its file."""
     draw = random.Random(1)
     chunks = sorted(
         (place for (name, _), place in chunk_locations(item).items() if name.startswith("params."))
@@ -40,7 +40,7 @@ def damage_parameter(item: Path) -> Path:
 def run_error_and_notes(
     capsys: pytest.CaptureFixture[str], code: int, *words: str
 ) -> dict[str, str]:
-    """Run a command; return its JSON error with stderr as `notes`."""
+    """Run a command, and return its JSON error with stderr as `notes`."""
     capsys.readouterr()
     assert main([*words, "--json"]) == code
     out, notes = capsys.readouterr()

@@ -24,7 +24,7 @@ LENGTH = 16
 
 @pytest.fixture(autouse=True)
 def exact_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow exact results: `test_exact_processes` has the processes in which they are refused."""
+    """Allow exact results in this process. `test_exact_processes` tests the refusal after another use of JAX."""
     monkeypatch.setattr(exact_backend, "fuses_multiply_add", lambda: False)
 
 
@@ -191,9 +191,8 @@ def test_perplexity_equals_transformers(work_dir: Path, capsys: pytest.CaptureFi
 
 def make_pairs(num_tokens: int, num_pairs: int = 4) -> list[dict[str, str]]:
     """Write a T5 model, and return pairs whose targets are what the model generates for their sources."""
-    make_checkpoint(
-        Path("t5"), FAMILY_CONFIGS["t5"] | {"eos_token_id": None}
-    )  # a text ends only at its limit
+    # Without an end token, a text ends only at its limit.
+    make_checkpoint(Path("t5"), FAMILY_CONFIGS["t5"] | {"eos_token_id": None})
     write_tokenizer(Path("t5"))
     sources = [f"w{10 + number} w{20 + number} w{30 + number}" for number in range(num_pairs)]
     targets = prep.generate("t5", sources, max_new_tokens=num_tokens).texts

@@ -151,7 +151,7 @@ def test_failing_sync_is_reported(sources: FaultSources, capsys, monkeypatch, na
 
 
 def mount_disk(folder: Path, nbytes: int) -> bool:
-    """Mount a small disk in memory, if the system allows it; return whether it did."""
+    """Mount a small disk in memory, if the system allows it, and return whether it did."""
     folder.mkdir()
     return os.geteuid() == 0 and not subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "prep-test", folder], capture_output=True, check=False
@@ -266,9 +266,8 @@ def test_removed_output_is_reported(
         run_failing_command(capsys, name)
     shutil.rmtree("kept", ignore_errors=True)
     if not Path("out.partial/.prep").exists():
-        shutil.rmtree(
-            "out.partial", ignore_errors=True
-        )  # without `.prep` it is not recognised as prep's
+        # Without `.prep`, the folder is not recognised as one of prep.
+        shutil.rmtree("out.partial", ignore_errors=True)
     check_resumes(name, expected, "--restart")
 
 

@@ -325,7 +325,7 @@ def test_flax_file_without_config_needs_config_option(capsys: pytest.CaptureFixt
     run_ok("save-init", "params::./streaming_params", "--out", "init")
 
 
-def test_path_after_part_prefix_must_exist(capsys: pytest.CaptureFixture[str]):
+def test_path_after_an_easylm_prefix_must_exist(capsys: pytest.CaptureFixture[str]):
     assert "`gone` does not exist" in run_failing(capsys, 2, "save-init", "params::gone")
 
 

@@ -150,7 +150,7 @@ def test_linen_init_makes_the_tree_of_prep():
 
 @pytest.mark.parametrize("name", slow_except(FLAX_CONFIGS, ("gpt2",)))
 def test_hf_flax_trees_equal_an_export(tmp_path: Path, name: str):
-    """GPT-2 fuses queries, keys and values."""
+    """GPT-2 is compared because its trees fuse queries, keys and values."""
     serialization = pytest.importorskip("flax.serialization")
     model = tmp_path / "model"
     make_checkpoint(model, FLAX_CONFIGS[name])

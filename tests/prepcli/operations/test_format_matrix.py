@@ -1,6 +1,6 @@
 """Bit-exact conversions from every supported source format to every output format.
 
-The default suite converts each pair in one dtype, and each format in every dtype; the slow tests have all cases.
+The default suite converts each pair in one dtype, and each format in every dtype. The slow tests have all cases.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ SINKS = {
     "hf-flax": ("export", "--layout", "hf-flax"),
     "easylm": ("export", "--layout", "easylm"),
 }
+# Formats converted with reshard instead of save-init.
 ORBAX_SOURCES = (
     "init",
     "init-zstd",
     "unscanned",
     "zarr3",
-)  # converted with reshard instead of save-init
+)
 DTYPES = ("float32", "bfloat16", "float16")
 PAIRS = [(source, sink) for source in SOURCES for sink in SINKS if (source, sink) != ("hf", "hf")]
 CASES = [(dtype, source, sink) for dtype in DTYPES for source, sink in PAIRS]

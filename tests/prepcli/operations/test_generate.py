@@ -71,9 +71,8 @@ def test_all_checkpoint_kinds_generate_the_same_tokens(
         assert generate_json(capsys, name, "--prompt", PROMPT)["tokens"] == expected["tokens"]
     report = generate_json(capsys, "meshed", "--prompt", PROMPT, "--mesh", "1,2,4")
     assert (report["mesh"], report["tokens"]) == ("1,2,4", expected["tokens"])
-    report = generate_json(
-        capsys, "tiny", "--prompt", PROMPT, "--mesh", "1,1,8", new=1
-    )  # padded while it is read
+    # The vocabulary is padded while the model is read.
+    report = generate_json(capsys, "tiny", "--prompt", PROMPT, "--mesh", "1,1,8", new=1)
     assert report["tokens"] == [expected["tokens"][0][:1]]
 
 

@@ -35,7 +35,7 @@ class Request:
 
 
 class PlainBase:
-    """Stands for the harness's class."""
+    """Replacement of the harness's class, so that lm-eval need not be installed."""
 
 
 def words(ids: list[int]) -> str:
@@ -44,7 +44,7 @@ def words(ids: list[int]) -> str:
 
 @pytest.fixture(autouse=True)
 def exact_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow exact results: `test_exact_processes` has the processes in which they are refused."""
+    """Allow exact results in this process. `test_exact_processes` tests the refusal after another use of JAX."""
     monkeypatch.setattr(exact_backend, "fuses_multiply_add", lambda: False)
 
 
@@ -154,9 +154,8 @@ def test_loglikelihood_does_not_depend_on_batch_size(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(harness, "_harness_base", lambda: PlainBase)
-    monkeypatch.setattr(
-        scoring, "LENGTH_MULTIPLE", 8
-    )  # with 64, all rows of the tiny model have the same length
+    # With lengths rounded up to 64, all rows of the tiny model would have one length.
+    monkeypatch.setattr(scoring, "LENGTH_MULTIPLE", 8)
     lengths = (3, 7, 12, 20, 30, 45, 60)
     texts = [
         [(5 * length + 7 * number) % 120 + 3 for number in range(length)] for length in lengths

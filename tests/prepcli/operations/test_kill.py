@@ -55,9 +55,8 @@ def test_resume_does_not_write_durable_bytes_again(setup: KillSetup):
     nbytes = json.loads(rerun.stdout)["bytes"]
     assert nbytes["resumed"] > 0
     tensors = sum(p.stat().st_size for p in (setup.folder / "model").glob("*.safetensors"))
-    assert (
-        0 < nbytes["written"] < tensors - nbytes["resumed"] + (32 << 20)
-    )  # at most one tensor is repeated
+    # At most one tensor is written again.
+    assert 0 < nbytes["written"] < tensors - nbytes["resumed"] + (32 << 20)
     assert read_files(setup.folder / "again") == setup.expected_files("save-init")
 
 

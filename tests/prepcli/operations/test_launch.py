@@ -1,4 +1,4 @@
-"""`prep launch`: scripts to stdout, to a file and to the scheduler; errors before a job waits; local processes."""
+"""`prep launch`: scripts on stdout, in a file and at the scheduler, errors before a job waits, and local processes."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_renamed_tensor_is_named(model: Path):
     assert "tensor `model.renamed` is not in the lock" in caught.value.why
 
 
-def test_rows_that_a_conversion_leaves_are_checked_too(model: Path, capsys):
+def test_lock_checks_rows_left_out_by_a_conversion(model: Path, capsys):
     """The true rows of a padded vocabulary have no digest of their own: the whole tensor is read once more."""
     run_ok("pad-vocab", "m", "--true-vocab", "131", "--size", "144", "--lock", "m.lock.json")
     change_last_value(model, EMBEDDING)  # in a padding row, which the output does not have
@@ -180,7 +180,7 @@ def test_lock_of_an_output_covers_its_manifest(model: Path):
     assert "prep-manifest.json" in caught.value.why
 
 
-def test_lock_needs_the_check_of_digests(model: Path):
+def test_lock_is_refused_with_no_verify(model: Path):
     with pytest.raises(UsageError, match=r"`lock` has no effect"):
         prep.load_params(model, lock="m.lock.json", verify=False)
 

@@ -62,7 +62,7 @@ def load_torch_model(folder: str) -> Any:
 
 
 def make_peft_model(config: dict[str, Any], modules: list[str]) -> Any:
-    """Write a tiny model and a random adapter of PEFT; return the model with the adapter."""
+    """Write a tiny model and a random adapter of PEFT, and return the model with the adapter."""
     make_checkpoint(Path("base"), config)
     is_transposed = config["model_type"] == "gpt2"
     settings = peft.LoraConfig(

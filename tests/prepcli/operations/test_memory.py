@@ -71,7 +71,7 @@ class MemoryLimits:
         }
 
     def run_limited(self, limit: int, *words: str) -> str:
-        """Run a command with a limit in bytes on its data (0: none); return stderr."""
+        """Run a command with a limit in bytes on its data (0: none), and return stderr."""
         run = run_python(LIMITED_SCRIPT, str(limit), *words, "-q", cwd=self.folder)
         assert run.returncode == 0, run.stderr
         return run.stderr

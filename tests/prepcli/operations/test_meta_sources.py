@@ -120,7 +120,7 @@ def remove_file(file: str) -> Callable[[], None]:
 
 
 def change_params(**changes: Any) -> Callable[[], None]:
-    """Return a function that changes keys of params.json; None removes a key."""
+    """Return a function that changes keys of params.json. None removes a key."""
 
     def edit() -> None:
         path = Path("meta/params.json")

@@ -117,11 +117,12 @@ def test_bucket_folder_converts_like_a_local_one(site: StoreSite, home: Path):
     assert report["memory"]["peak"] <= 32 << 20
     assert sum(map(bool, site.store.faults.injected)) >= 1
     streamed, local = read_files(site.cwd / "streamed"), read_files(home / "init")
+    # Streamed files have no modification time.
     timed = {
         "prep-manifest.json",
         "manifest.ocdbt",
         "_CHECKPOINT_METADATA",
-    }  # streamed files have no modification time
+    }
     assert {n: d for n, d in streamed.items() if n not in timed} == {
         n: d for n, d in local.items() if n not in timed
     }

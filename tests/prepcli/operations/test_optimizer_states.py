@@ -48,7 +48,7 @@ DEFAULT_CASES = [("gpt2", "adafactor", FREEZE), ("llama", "muon", {})]
 
 
 def make_run(base: str, optimizer: Optimizer) -> TrainingState:
-    """Write an init and a run whose step has the leaves of an optimizer with random values; return the state."""
+    """Write an init and a run whose step has the leaves of an optimizer with random values, and return the state."""
     make_checkpoint(Path("m"), BASES[base], hidden_size=64, num_heads=4, num_attention_heads=4)
     run_ok("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,1")
     with open_reader(Path("m-init")) as reader:

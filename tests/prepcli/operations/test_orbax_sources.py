@@ -137,7 +137,7 @@ def test_native_tree_without_manifest_converts(
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_redco_checkpoint_converts(tmp_path: Path, family: str, pieces: int):
-    """Parameters of a Flax model next to an optimizer state and a pickle; the pickle is never opened."""
+    """Parameters of a Flax model next to an optimizer state and a pickle. The pickle is never opened."""
     tensors = make_checkpoint(tmp_path / "model", MODELS[family])
     leaves = flax_leaves(family, tensors)
     write_zarr_item(tmp_path / "last/params", array_metas(leaves, "", pieces), ZSTD)

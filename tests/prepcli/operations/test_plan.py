@@ -111,7 +111,9 @@ def test_checkpoint_is_planned_with_its_recorded_mesh(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("mesh", ["1,-1,4", "fsdp:-1,mp:4"])
-def test_number_of_devices_fills_an_open_mesh(mesh: str, capsys: pytest.CaptureFixture[str]):
+def test_number_of_devices_replaces_a_mesh_size_of_minus_1(
+    mesh: str, capsys: pytest.CaptureFixture[str]
+):
     report = plan_json(capsys, "llama-7b.toml", "--set", f"mesh={mesh}", "--devices", "16")
     assert (report["mesh"], len(report["kinds"])) == ("1,4,4", len(ACCELERATORS))
     assert plan_json(capsys, "gpt2", "--devices", "16")["mesh"] == "16,1,1", "the recipe's"
@@ -178,7 +180,7 @@ def test_context_beyond_the_model_is_a_warning(capsys: pytest.CaptureFixture[str
     ]
 
 
-def test_slices_show_the_bytes_between_them(capsys: pytest.CaptureFixture[str]):
+def test_plan_shows_the_bytes_sent_between_slices(capsys: pytest.CaptureFixture[str]):
     words = (
         str(recipes_folder() / "llama-7b.toml"),
         "--devices",
@@ -240,7 +242,7 @@ def test_invalid_requests_are_errors(
     assert plan_json(capsys, "llama-7b.toml", *words, code=code)["error"]["what"] == what
 
 
-def test_start_of_a_kind_suggests_its_sizes(capsys: pytest.CaptureFixture[str]):
+def test_first_letters_of_a_device_kind_get_suggestions(capsys: pytest.CaptureFixture[str]):
     error = plan_json(capsys, "llama-7b.toml", "--devices", "a100:8", code=USAGE)["error"]
     assert error["hint"] == "did you mean `A100-40` or `A100-80`?"
 
@@ -258,7 +260,7 @@ def test_page_is_self_contained(capsys: pytest.CaptureFixture[str]):
     ] == ("cannot read or write no/folder.html")
 
 
-def test_how_to_page_shows_the_output(capsys: pytest.CaptureFixture[str]):
+def test_how_to_page_shows_the_current_output(capsys: pytest.CaptureFixture[str]):
     page = (Path(__file__).parents[3] / "docs" / "how-to" / "plan.md").read_text()
     assert main(["plan", "llama-7b-32k.toml", "--devices", "v5p"]) == OK
     assert capsys.readouterr().out in page, "copy the output of the page's first command into it"

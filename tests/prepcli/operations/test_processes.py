@@ -33,7 +33,7 @@ from tests.helpers.waiting import MAX_S, wait_until
 
 
 def wait_for_exit(*processes: ForkedProcess, code: int = 0) -> list[tuple[str, str]]:
-    """Wait until the processes have ended with the code; return stdout and stderr of each."""
+    """Wait until the processes have ended with the code, and return stdout and stderr of each."""
     outputs = []
     for process in processes:
         out, err = process.communicate(timeout=MAX_S)
@@ -47,7 +47,7 @@ def run(setup: KillSetup, name: str, out: str, *more: str, code: int = 0) -> tup
 
 
 def durable_nbytes(journal: Path) -> int:
-    """Return the number of bytes that a journal records as durable; its last line may be cut short."""
+    """Return the number of bytes that a journal records as durable. Its last line may be cut short."""
     lines = journal.read_bytes().split(b"\n")[1:-1] if journal.exists() else []
     contents = [content for line in lines if (content := unseal_line(line)) is not None]
     return max((json.loads(content)["done"] for content in contents), default=0)
@@ -120,7 +120,7 @@ def test_share_comes_from_the_launchers_variables(setup: KillSetup):
         for index in range(2)
     ]
     outputs = wait_for_exit(*processes)
-    assert "process 1 of 2, as SLURM says" in outputs[1][1]
+    assert "process 1 of 2, according to SLURM" in outputs[1][1]
     assert read_files(setup.folder / "out") == setup.expected_files("export")
     shutil.rmtree(setup.folder / "out")
 

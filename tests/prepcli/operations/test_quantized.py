@@ -157,7 +157,7 @@ def test_option_without_quantised_weights_is_refused():
         prep.save_init("./m", "init", quantized="dequantize")
 
 
-def test_settings_file_of_earlier_gptq_is_read():
+def test_settings_file_of_earlier_gptq_is_read(capsys: pytest.CaptureFixture[str]):
     values = make_quantized(Path("m"), "gptq")
     config_path = Path("m/config.json")
     config = json.loads(config_path.read_text())
@@ -168,6 +168,10 @@ def test_settings_file_of_earlier_gptq_is_read():
     prep.save_init("./m", "init", quantized="dequantize")
     assert_values(exported("init"), values, ml_dtypes.bfloat16)
     assert not Path("exported/quantize_config.json").exists()
+    assert prep.verify("init", against="./m")
+    assert prep.verify("./m", against="init")
+    run_ok("inspect", "./m")
+    assert "21 quantised weights (gptq)" in capsys.readouterr().out
 
 
 def test_settings_file_of_modelopt_is_read():

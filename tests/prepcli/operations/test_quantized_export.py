@@ -12,9 +12,9 @@ import pytest
 import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import PrepError, UsageError
-from tests.helpers.quantized_folders import FORMATS, Arrays, make_quantized
+from tests.helpers.quantized_folders import FORMATS, Arrays, make_mxfp4_experts, make_quantized
 from tests.helpers.run_cli import run_ok
-from tests.helpers.tiny_checkpoints import read_tensors, write_checkpoint
+from tests.helpers.tiny_checkpoints import read_tensors
 
 INVERTIBLE = ["fp8", "compressed-fp8", "int8", "compressed-nvfp4", "modelopt-nvfp4"]
 OTHERS = sorted({*FORMATS} - {*INVERTIBLE})
@@ -63,6 +63,22 @@ def test_export_of_resharded_init_has_the_bytes_of_the_source():
     prep.reshard("init", "resharded", mesh="1,2,1", scan=False)
     prep.export("resharded", "exported", shard_size="100KB")
     assert_same_tensors("exported", "m")
+
+
+@pytest.mark.parametrize("options", [{}, {"quantized_source": "./m"}])
+def test_true_vocab_cuts_rows_of_quantised_exports(options: dict[str, Any]):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    stored = read_tensors(Path("m"))
+    size = stored["model.embed_tokens.weight"].shape[0] - 8
+    prep.export("init", "exported", true_vocab=size, **options)
+    tensors = read_tensors(Path("exported"))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert tensors[name].tobytes() == stored[name][:size].tobytes()
+    assert tensors[Q_PROJ].tobytes() == stored[Q_PROJ].tobytes()
+    assert json.loads(Path("exported/config.json").read_text())["vocab_size"] == size
+    with pytest.raises(UsageError, match="out of range"):
+        prep.export("init", "other", true_vocab=size + 9, **options)
 
 
 def test_export_in_processes_has_the_bytes_of_the_source():
@@ -213,23 +229,9 @@ def test_verify_decodes_to_the_dtype_of_the_init(capsys: pytest.CaptureFixture[s
     assert "proj" not in error
 
 
-def make_experts(folder: Path, exponents: int = 250) -> None:
-    """Write a model of unknown type with MXFP4 experts."""
-    rng = np.random.default_rng(0)
-    stored: Arrays = {"model.norm.weight": np.ones(64, np.float32)}
-    for layer in range(2):
-        for name, rows, columns in (("gate_up_proj", 96, 64), ("down_proj", 64, 96)):
-            prefix = f"model.layers.{layer}.mlp.experts.{name}_"
-            shape = (4, rows, columns // 32)
-            stored[f"{prefix}blocks"] = rng.integers(0, 256, (*shape, 16), dtype=np.uint8)
-            stored[f"{prefix}scales"] = rng.integers(0, exponents, shape, dtype=np.uint8)
-    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    write_checkpoint(folder, {"model_type": "unheard_of", "quantization_config": settings}, stored)
-
-
 @pytest.mark.parametrize("mesh", [None, "1,2,2"])
 def test_export_of_mxfp4_has_the_bytes_of_the_source(mesh: str | None):
-    make_experts(Path("m"))
+    make_mxfp4_experts(Path("m"))
     prep.save_init("./m", "init", quantized="dequantize", mesh=mesh)
     assert prep.verify("init", "./m")
     prep.export("init", "exported")
@@ -238,7 +240,7 @@ def test_export_of_mxfp4_has_the_bytes_of_the_source(mesh: str | None):
 
 
 def test_mxfp4_beyond_bfloat16_needs_its_source():
-    make_experts(Path("m"), exponents=256)
+    make_mxfp4_experts(Path("m"), exponents=256)
     prep.save_init("./m", "init", quantized="dequantize", allow_overflow=True)
     with pytest.raises(PrepError, match="cannot be computed") as caught:
         prep.export("init", "exported")

@@ -23,7 +23,7 @@ from trainer.models.registry import FAMILIES
 def expected_leaves(
     config: dict, tensors: dict[str, np.ndarray], scan: bool, scan_axis: int
 ) -> dict[str, np.ndarray]:
-    """Assemble every leaf of the tree from the tensors with the axis map; padding is zeros."""
+    """Assemble every leaf of the tree from the tensors with the axis map. Padding is zeros."""
     family = FAMILIES[config["model_type"]]
     true, padded = config["vocab_size"], -(-config["vocab_size"] // 8) * 8
     leaves = {}

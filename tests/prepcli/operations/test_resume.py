@@ -175,9 +175,8 @@ def at_first_sync(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) ->
 
 def test_source_change_with_restored_time_is_an_error(capsys, monkeypatch):
     with monkeypatch.context() as patched:
-        at_first_sync(
-            patched, lambda: change_and_restore_time(shard())
-        )  # which has been read by then
+        # The changed bytes have been read before the first sync.
+        at_first_sync(patched, lambda: change_and_restore_time(shard()))
         assert run("pad-vocab") == 1
     assert "changed while it was read" in capsys.readouterr().err
     assert not Path("out").exists()

@@ -237,6 +237,7 @@ def test_stats_cover_only_the_elements_of_a_view(capsys: pytest.CaptureFixture[s
     view = encode_tensor((2, 2), (3, 2), storage=encode_storage())
     Path("b/pytorch_model.bin").write_bytes(make_zip_file(make_pickle(encode_mapping({"w": view}))))
     (entry,) = run_json(capsys, "inspect", "./b", "--stats")["tensors"]
+    # The view has the elements 0, 2, 3 and 5.
     assert entry["stats"] == {
         "min": 0,
         "max": 5,
@@ -244,7 +245,7 @@ def test_stats_cover_only_the_elements_of_a_view(capsys: pytest.CaptureFixture[s
         "nan": 0,
         "inf": 0,
         "zeros": 1,
-    }  # 0, 2, 3 and 5
+    }
     assert (entry["file"], entry["shape"]) == ("pytorch_model.bin", [2, 2])
 
 

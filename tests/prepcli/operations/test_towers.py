@@ -334,22 +334,6 @@ def test_lock_approves_towers(capsys: pytest.CaptureFixture[str]):
     assert line == f"error: {name} in ./m is damaged"
 
 
-def test_decoded_multimodal_model_keeps_names_of_file():
-    tensors = write_model("llava")
-    name = "language_model.model.layers.0.mlp.up_proj.weight"
-    shape = tensors[name][1]
-    tensors[name] = ("F8_E4M3", shape, bytes(shape[0] * shape[1]))
-    tensors[f"{name}_scale_inv"] = ("F32", (1, 1), bytes(4))
-    write_safetensors(Path("m/model.safetensors"), tensors)
-    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    config = read_json("m/config.json") | {"quantization_config": settings}
-    Path("m/config.json").write_text(json.dumps(config))
-    run_ok("save-init", "./m", "--quantized", "dequantize")
-    assert read_json("m-init/prep-manifest.json")["family"] == "verbatim"
-    run_ok("export", "m-init", "--quantized-source", "./m", "--out", "hf")
-    assert safetensors_bytes(Path("hf")) == tensors
-
-
 def test_inspect_names_text_family_and_model(capsys: pytest.CaptureFixture[str]):
     write_model("llava")
     run_ok("save-init", "./m")

@@ -99,7 +99,7 @@ STATES = [(base, *form) for base in BASES for form in (("float32", True), ("bflo
 def test_reshard_and_export_keep_all_values(
     tmp_path: Path, monkeypatch, base: str, dtype: str, tied: bool
 ):
-    """Reshard to other meshes, without stacking, with layers on either axis, and back; then export."""
+    """Reshard to other meshes, without stacking, with layers on either axis, and back. Then export."""
     monkeypatch.chdir(tmp_path)
     tensors = make_checkpoint(
         Path("m"), BASES[base], dtype, tied, hidden_size=64, num_heads=4, num_attention_heads=4

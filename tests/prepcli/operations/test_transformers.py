@@ -41,7 +41,7 @@ def auto_class(base: dict[str, Any]) -> Any:
 
 
 def load_model(folder: str) -> Any:
-    """Load a model; fail if tensors are missing, unexpected or of another shape."""
+    """Load a model. Fail if tensors are missing, unexpected or of another shape."""
     model, loading_info = auto_class(
         json.loads(Path(folder, "config.json").read_text())
     ).from_pretrained(

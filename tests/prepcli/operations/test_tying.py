@@ -41,7 +41,7 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def write_tied_model(
     base: dict[str, Any], change: Callable[[dict[str, np.ndarray], str], object]
 ) -> dict[str, np.ndarray]:
-    """Write a tied checkpoint `m` after a change to its tensors; return the unchanged tensors."""
+    """Write a tied checkpoint `m` after a change to its tensors, and return the unchanged tensors."""
     tensors = make_checkpoint(Path("unchanged"), base, tied=True)
     changed = dict(tensors)
     change(changed, EMBEDDINGS[base["model_type"]])

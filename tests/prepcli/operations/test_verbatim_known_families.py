@@ -74,7 +74,7 @@ def test_verbatim_and_family_outputs_are_equal(tensors: dict[str, StoredTensor],
     assert prep.verify(f"./{a}", f"./{b}").tensors == len(tensors)
 
 
-def test_difference_between_both_is_found(capsys: pytest.CaptureFixture[str]):
+def test_difference_between_verbatim_and_family_is_found(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), LLAMA)
     run_ok("save-init", "./m", "--verbatim", "--out", "old")
     path = next(Path("m").glob("*.safetensors"))

@@ -100,7 +100,7 @@ def test_verbatim_model_keeps_its_first_layers(model_type: str, section: str):
         ({}, "1", "needs the number of layers"),
     ],
 )
-def test_layers_that_cannot_be_truncated(
+def test_layers_that_cannot_be_truncated_are_an_error(
     capsys: pytest.CaptureFixture[str], config: dict[str, Any], layers: str, message: str
 ):
     Path("m").mkdir()

@@ -99,7 +99,7 @@ def test_damaged_distributed_checkpoint_raises_one_error(name: str):
     assert n_refused > 0
 
 
-def test_torch_file_without_config():
+def test_torch_file_without_config_converts():
     torch = pytest.importorskip("torch")
     tensors = {
         "h.0.w": torch.arange(6).reshape(2, 3).T,
@@ -112,13 +112,13 @@ def test_torch_file_without_config():
     }
 
 
-def test_flax_file_of_any_tree():
+def test_flax_file_of_any_tree_converts():
     Path("m").mkdir()
     Path("m/flax_model.msgpack").write_bytes(serialization.msgpack_serialize(TREE))
     assert exported_bytes("./m") == TREE_BYTES
 
 
-def test_orbax_item_of_any_tree(capsys: pytest.CaptureFixture[str]):
+def test_orbax_item_of_any_tree_converts(capsys: pytest.CaptureFixture[str]):
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(Path("m").absolute(), {**TREE, "note": "text"})
     assert exported_bytes("./m") == TREE_BYTES
@@ -126,7 +126,7 @@ def test_orbax_item_of_any_tree(capsys: pytest.CaptureFixture[str]):
     assert "dropped note: not an array" in capsys.readouterr().err
 
 
-def test_orbax_item_with_int4_leaves(capsys: pytest.CaptureFixture[str]):
+def test_orbax_item_with_int4_leaves_converts_to_orbax_only(capsys: pytest.CaptureFixture[str]):
     values = np.array([[1, -8, 7], [2, 3, -1]], ml_dtypes.int4)
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(Path("m").absolute(), {"x": values})

@@ -86,6 +86,19 @@ def test_nan_and_infinity_are_equal_only_to_themselves(capsys, value_a, value_b,
     assert entry["max_abs"] == (0.0 if is_equal else None)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("other_value", [None, 0.0])
+def test_cosine_of_values_that_are_not_finite_is_nan(value: float, other_value: float | None):
+    arrays = {"one": np.array([value, 0.0]), "other": np.array([value, 0.0])}
+    if other_value is not None:
+        arrays["other"][0] = other_value
+    for name, array in arrays.items():
+        Path(name).mkdir()
+        safetensors.numpy.save_file({"x": array}, Path(name, "model.safetensors"))
+    (distance,) = prep.verify("one", "other", tolerance=1, verbatim=True).distances
+    assert np.isnan(distance.cosine)
+
+
 def test_table_lists_the_largest_differences_first(capsys):
     from prepcli.cli.main import main
 

@@ -46,7 +46,7 @@ def test_overlapping_returns_overlapping_blocks(
     ]
 
 
-def test_number_blocks_continues_from_leaf_to_leaf():
+def test_block_numbers_continue_from_leaf_to_leaf():
     shapes = [
         ("a", (5, 4), (2, 4), "float32"),
         ("b", (), (), "int32"),

@@ -1,4 +1,4 @@
-"""Chunk grids: every element of a leaf's dim is in its chunk, however chunk boundaries split the atoms."""
+"""Chunk grids: every element of a leaf's dim is in its chunk, wherever chunk boundaries split the axes of the dim."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def factors_of(extents: Sequence[int]) -> list[SizedAxis]:
 
 
 def elements(piece: DimPiece) -> Iterator[tuple[dict[str, int], int, int]]:
-    """Yield the atoms' indices, the chunk and the offset within it, for each element of a piece."""
+    """Yield the index along each axis, the chunk and the offset in the chunk, for each element of a piece."""
     for index in itertools.product(*(range(step.count) for step in piece.steps)):
         atom_indices, chunk, offset = (
             dict(piece.atom_starts),

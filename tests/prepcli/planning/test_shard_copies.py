@@ -15,7 +15,7 @@ from prepcli.planning.shard_copies import shard_copies
 from trainer.models.boxes import Box, strides
 
 ITEM_NBYTES = 4
-GAP_NBYTES = 12  # between chunks
+GAP_NBYTES = 12  # bytes between two chunks
 
 
 def divisors(n: int) -> list[int]:
@@ -56,7 +56,7 @@ def _leaf(grid: ChunkGrid, *, by_row: bool) -> OutputLeaf:
 
 
 def write(leaf: OutputLeaf, box: Box, *, values: np.ndarray, files: list[np.ndarray]) -> None:
-    """Write a shard's bytes; a byte that is written twice is an error."""
+    """Write a shard's bytes. A byte that is written twice is an error."""
     for part, copy in shard_copies(leaf, box):
         data = (
             np.ascontiguousarray(values[tuple(slice(*ends) for ends in part)])

@@ -29,7 +29,7 @@ ITEM = 4
 def move(
     copy: StridedCopy, tensor: np.ndarray, file_data: np.ndarray, is_reversed: bool = False
 ) -> int:
-    """Run a copy on byte arrays, element by element, from tensor to file or reversed; return the bytes copied."""
+    """Run a copy on byte arrays, element by element, from tensor to file or reversed, and return the bytes copied."""
     for index in itertools.product(*(range(n) for n, _, _ in copy.dims)):
         tensor_byte = copy.tensor_offset + sum(
             i * step for i, (_, step, _) in zip(index, copy.dims)

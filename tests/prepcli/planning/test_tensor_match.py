@@ -31,7 +31,7 @@ HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 
 
 def stored_tensors(config: Mapping[str, Any], has_head: bool | None = None) -> Tensors:
-    """Return a model's tensors by full name, with a head if `has_head`; None follows the config."""
+    """Return a model's tensors by full name, with a head if `has_head`. None follows the config."""
     family = family_of(config)
     with_head = not family.is_tied(config) if has_head is None else has_head
     arrays = checkpoint_tensors(dict(config), "float32", not with_head, legacy=False)

@@ -73,7 +73,7 @@ def test_copies_of_a_window_read_its_elements(
     file_bytes = np.concatenate([np.zeros(8, np.uint8), stored.reshape(-1).view(np.uint8)])
     out = np.zeros(volume(window) * ITEM, np.uint8)
     for copy in window_copies(placement, shape, item_nbytes=ITEM, window=window):
-        for span in split_into_spans(copy, max_nbytes=24, max_gap_nbytes=9):
+        for span in split_into_spans(copy, max_nbytes=24, min_skipped_gap_nbytes=9):
             assert span_nbytes(span) <= max(24, copy.width)
             for tensor_offset, file_offset in elements(span):
                 out[tensor_offset] = file_bytes[file_offset]

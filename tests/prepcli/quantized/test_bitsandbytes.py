@@ -23,7 +23,7 @@ DOCUMENT = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": 
 def quantize(
     shape: tuple[int, ...], quant_type: str, *, block_size: int, is_nested: bool, dtype: Any
 ) -> tuple[Arrays, QuantState, np.ndarray]:
-    """Quantise random weights; return the tensors of a file, the facts, and the values of bitsandbytes."""
+    """Quantise random weights, and return the tensors of a file, the facts, and the values of bitsandbytes."""
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     packed, state = functional.quantize_4bit(
         weights, blocksize=block_size, quant_type=quant_type, compress_statistics=is_nested

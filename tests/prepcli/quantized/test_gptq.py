@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prepcli.errors import DamagedError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.planning.tensors import FileTensor
+from prepcli.quantized.find_weights import find_weights
 from prepcli.quantized.gptq import BITS, GptqDecoder
 from tests.helpers.quantized import assert_equal_bits, decode_all, stored
 
@@ -21,7 +22,9 @@ def random_weight(bits: int, inputs: int, outputs: int, groups: int) -> Arrays:
     return {"qweight": weight, "qzeros": zeros, "scales": scales}
 
 
-def decoder_of(arrays: Arrays, bits: int, *, is_version_1: bool = True) -> GptqDecoder:
+def decoder_of(
+    arrays: Arrays, bits: int, *, is_version_1: bool = True, group_size: int | None = None
+) -> GptqDecoder:
     tensors = {name: stored(name, array) for name, array in arrays.items()}
     return GptqDecoder(
         "w",
@@ -31,6 +34,7 @@ def decoder_of(arrays: Arrays, bits: int, *, is_version_1: bool = True) -> GptqD
         bits=bits,
         is_zero_stored_minus_1=is_version_1,
         input_groups=tensors.get("g_idx"),
+        group_size=group_size,
     )
 
 
@@ -83,6 +87,28 @@ def test_activation_order_uses_group_of_each_input(bits: int):
     arrays["g_idx"] = np.random.default_rng(1).integers(0, 4, 64).astype(np.int32)
     values = decode_all(decoder_of(arrays, bits), arrays, rows_per_part=10)
     assert_equal_bits(values, reference(arrays, bits))
+
+
+def test_last_group_may_have_fewer_inputs():
+    # 160 inputs in groups of 64: 64, 64 and 32.
+    arrays = random_weight(4, inputs=160, outputs=32, groups=3)
+    expected = reference({**arrays, "g_idx": np.arange(160) // 64}, 4)
+    for extra in ({}, {"g_idx": np.full(160, -1, np.int32)}):
+        decoder = decoder_of(arrays | extra, 4, group_size=64)
+        assert_equal_bits(decode_all(decoder, arrays | extra), expected)
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+    tensors = [stored(name, array) for name, array in arrays.items()]
+    (decoder,) = find_weights(settings, tensors, lambda tensor: b"").decoders
+    assert_equal_bits(decode_all(decoder, arrays), expected)
+
+
+def test_groups_of_unknown_size_are_refused():
+    arrays = random_weight(4, inputs=160, outputs=32, groups=3)
+    with pytest.raises(PrepError, match="has no group_size"):
+        decoder_of(arrays, 4)
+    arrays["g_idx"] = np.full(160, -1, np.int32)
+    with pytest.raises(PrepError, match="has no group_size"):
+        decode_all(decoder_of(arrays, 4), arrays)
 
 
 @pytest.mark.parametrize(

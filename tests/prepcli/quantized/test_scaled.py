@@ -75,12 +75,14 @@ def test_fp8_of_bfloat16_rounds_once_like_transformers():
 @pytest.mark.parametrize("scale_dtype", ["uint8", "float8_e8m0fnu"])
 def test_all_fp8_codes_with_all_exponents_equal_transformers(scale_dtype: str):
     codes = np.ascontiguousarray(np.broadcast_to(np.arange(256, dtype=np.uint8), (256, 256)))
-    exponents = np.arange(256, dtype=np.uint8)[:, None]
-    if scale_dtype != "uint8":
-        exponents = exponents.view(getattr(ml_dtypes, scale_dtype))
+    exponents = np.arange(256, dtype=np.uint8)[:, None].view(ml_dtypes.float8_e8m0fnu)
     arrays = {"w": codes.view(E4M3), "scale": exponents}
+    expected = transformers_values(arrays)
+    if scale_dtype == "uint8":
+        # The same bytes. transformers takes the byte 255 of uint8 as infinity, and the specification as NaN.
+        arrays["scale"] = exponents.view(np.uint8)
     values = decode_all(scaled(arrays, (1, 256)), arrays)
-    assert_equal_bits(values, transformers_values(arrays))
+    assert_equal_bits(values, expected)
 
 
 def test_blocks_at_edges_are_smaller():

@@ -1,4 +1,4 @@
-"""The lock of a URL: one plan at a time; the fake store decides on versions and on the time."""
+"""The lock of a URL: one plan at a time. The fake store decides on versions and on the time."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_malformed_lock_counts_as_foreign(content: bytes, store: FakeObjectStore
     new_lock(bucket).acquire()
 
 
-def test_a_store_without_conditions_is_noted(store: FakeObjectStore, bucket: Bucket):
+def test_store_without_conditional_writes_gives_a_note(store: FakeObjectStore, bucket: Bucket):
     store.has_conditions = False
     notes = list[str]()
     with BucketLock(bucket, "plan", note=notes.append) as lock:

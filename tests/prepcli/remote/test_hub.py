@@ -116,7 +116,7 @@ def hub() -> Iterator[FakeHub]:
 
 @pytest.fixture
 def run_locate(hub: FakeHub, tmp_path: Path) -> LocateRunner:
-    """Return a runner with an empty cache; clear the hub's list of requests."""
+    """Return a runner with an empty cache. Clear the hub's list of requests."""
     hub.requests.clear()
     return LocateRunner(hub.environment(tmp_path / "home"), tmp_path)
 

@@ -40,13 +40,12 @@ FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": bytes(1
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
-    """Collect the notes of retries; use an empty cache and no waits."""
+    """Collect the notes of retries. Use an empty cache and no waits."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     no_sleep = SimpleNamespace(**{**vars(time), "sleep": lambda _: None})
-    monkeypatch.setattr(
-        file_download, "time", no_sleep
-    )  # waits of the library itself between tries
+    # The library itself waits between tries.
+    monkeypatch.setattr(file_download, "time", no_sleep)
     notes: list[str] = []
     yield notes
     _http.set_client_factory(_http.default_client_factory)

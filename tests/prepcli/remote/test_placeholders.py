@@ -343,7 +343,7 @@ def damage_files(files: dict[str, bytes], rng: random.Random) -> dict[str, bytes
 
 
 def count_rejected(files: dict[str, bytes], count: int, seed: int) -> int:
-    """Open `count` damaged checkpoints and return how many raised a PrepError; other errors propagate."""
+    """Open `count` damaged checkpoints and return how many raised a PrepError. Other errors propagate."""
     rng, rejected = random.Random(seed), 0
     for _ in range(count):
         try:

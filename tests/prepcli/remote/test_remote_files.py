@@ -1,4 +1,4 @@
-"""Tests of byte reader that arrive in pieces, late or never, and of the read-cache cache."""
+"""Tests of byte ranges that arrive in pieces, late or never, and of the read-ahead cache."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_two_files() -> list[int]:
-    """Make a model `m`; return the data offset of each of its two files."""
+    """Make a model `m`, and return the data offset of each of its two files."""
     a = {"b.weight": np.ones((2, 3), np.float32), "a.weight": np.ones(5, np.float16)}
     b = {"c": np.ones((), np.int64), "a.bias": np.zeros((100, 4), ml_dtypes.bfloat16)}
     files = {"model-00001-of-00002.safetensors": a, "model-00002-of-00002.safetensors": b}

@@ -100,9 +100,8 @@ def test_shards_need_exactly_one_leaf(capsys: Capture) -> None:
     assert why.startswith("  why: it has params.embed.tokens, params.embed.positions, ")
     assert why.endswith(" and 14 more")
     assert hint == " hint: did you mean `embed.tokens`?"
-    code, message = inspect_failing(
-        capsys, "model", "--shards", "head.weight", "--mesh", "1,1,1"
-    )  # a tied head has no leaf
+    # A tied head has no leaf.
+    code, message = inspect_failing(capsys, "model", "--shards", "head.weight", "--mesh", "1,1,1")
     assert (code, message.splitlines()[0]) == (2, "error: model has no leaf `head.weight`")
 
 

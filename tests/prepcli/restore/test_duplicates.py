@@ -40,7 +40,7 @@ def with_digests(source: Source, embedding: str, head: str) -> Source:
     return replace(source, tensors=tuple(tensors))
 
 
-def test_duplicates_without_digests_are_compared_later(source: Source):
+def test_duplicates_without_digests_are_left_to_the_read(source: Source):
     duplicates = find_duplicates(source, [CHECK], verify=True)
     assert {name: [tensor.name for tensor in tensors] for name, tensors in duplicates.items()} == {
         "wte.weight": ["lm_head.weight"]
@@ -51,7 +51,7 @@ def test_equal_digests_need_no_bytes(source: Source):
     assert not find_duplicates(with_digests(source, "0a", "0a"), [CHECK], verify=True)
 
 
-def test_different_digests_make_bytes_be_compared(source: Source):
+def test_bytes_are_compared_if_digests_differ(source: Source):
     with pytest.raises(PrepError, match=r"lm_head.weight is not equal"):
         find_duplicates(with_digests(source, "0a", "0b"), [CHECK], verify=True)
     assert find_duplicates(with_digests(source, "0a", "0b"), [CHECK], verify=False)

@@ -255,7 +255,8 @@ def count_open_files(folder: Path) -> int:
     return sum(link.startswith(str(folder.resolve())) for link in links)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of weak references
+# The warning is about errors in callbacks of weak references.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_read_interrupted_anywhere_ends_and_can_be_repeated(tmp_path: Path):
     array = random_array("float32", (64, 64))
     reader = write_and_open(tmp_path / "item", {"w": (array, (16, 16))})

@@ -46,7 +46,7 @@ def unit_boxes(spec: LeafSpec) -> list[Box]:
 
 
 def read_boxes(reader: ItemReader | WeightsReader, name: str, boxes: Sequence[Box]) -> int:
-    """Read boxes in one call each; return the number of bytes read."""
+    """Read boxes in one call each, and return the number of bytes read."""
     before = reader.read_nbytes
     for box in boxes:
         reader.read(

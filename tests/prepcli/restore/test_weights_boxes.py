@@ -87,7 +87,7 @@ def test_boxes_of_every_format_equal_slices_of_the_init(
             whole = np.empty(leaf.shape, np.float32)
             init.read(name, {tuple((0, n) for n in leaf.shape): whole})
             parts = part_arrays(random_boxes(rng, leaf.shape), "float32")
-            reader._max_gap_nbytes = int(rng.choice([1, 64, 4096]))
+            reader._min_skipped_gap_nbytes = int(rng.choice([1, 64, 4096]))
             reader.read(name, parts)
             for box, part in parts.items():
                 np.testing.assert_array_equal(
@@ -117,7 +117,7 @@ def test_rows_and_whole_leaves_are_read_once(wide: Path):
             assert read_count(reader, name, [tuple((0, n) for n in leaf.shape)]) == 1
 
 
-def test_columns_are_read_once_if_all_are_wanted_or_long(wide: Path):
+def test_columns_are_read_without_other_bytes_if_all_or_long(wide: Path):
     with open_weights(wide) as reader:
         _, mlp, embed = reader.leaves[UP].shape
         columns: list[Box] = [
@@ -127,7 +127,7 @@ def test_columns_are_read_once_if_all_are_wanted_or_long(wide: Path):
         assert read_count(reader, UP, columns[:1]) == pytest.approx(4, abs=0.1), (
             "short runs are read with the gaps"
         )
-        reader._max_gap_nbytes = 64
+        reader._min_skipped_gap_nbytes = 64
         assert read_count(reader, UP, columns[:1]) == 1
         assert read_count(reader, UP, [columns[0], columns[2]]) == 1
 

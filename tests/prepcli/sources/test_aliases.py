@@ -1,4 +1,4 @@
-"""Tests of the table of aliases; tests of bench check its sizes against published configs."""
+"""Tests of the table of aliases. Tests of bench check its sizes against published configs."""
 
 from __future__ import annotations
 

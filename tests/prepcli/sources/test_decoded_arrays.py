@@ -40,7 +40,7 @@ def all_bytes(meta: ArrayMeta, array: np.ndarray) -> bytes:
 
 
 def inside_mask(meta: ArrayMeta) -> np.ndarray:
-    """Return a mask of the chunks' bytes within the array; bytes beyond its edge are undefined."""
+    """Return a mask of the chunks' bytes within the array. Bytes beyond its edge are undefined."""
     ones = np.ones(meta.shape, np.uint8)
     chunks = (
         chunk_bytes(ones, meta.chunk_shape, unravel_chunk_index(meta.grid, n))

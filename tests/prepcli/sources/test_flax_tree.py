@@ -27,7 +27,7 @@ VALUES = (0, 1, 3, 10**12, -1, None, True, "x", [], {}, 1.5)
 
 
 def opens_fuzzed_file(folder: Path, seed: int) -> bool:
-    """Open a fuzzed file, or a valid file with a wrong config; return False if a PrepError was raised."""
+    """Open a fuzzed file, or a valid file with a wrong config, and return False if a PrepError was raised."""
     rng = random.Random(seed)
     config = dict(CONFIG)
     data, kind = fuzzed_file(seed)

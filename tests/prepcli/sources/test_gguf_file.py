@@ -13,6 +13,8 @@ import pytest
 
 import prepcli as prep
 from prepcli.errors import DamagedError, PrepError
+from prepcli.quantized.decoder import Decoder
+from prepcli.sources.dequantized import DequantizedBlob
 from tests.helpers.gguf_files import CONFIGS, GPT_OSS, MIXTRAL, make_gguf
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.run_cli import run_ok
@@ -151,6 +153,44 @@ def test_scaled_rotary_embedding_requires_config():
     assert not Path("init").exists()
 
 
+def test_sliding_window_0_is_no_window():
+    # Files of Phi-4 have this value.
+    make_gguf(Path("m.gguf"), "phi3", config={**CONFIGS["phi3"], "sliding_window": 0})
+    convert()
+    assert json.loads(Path("exported/config.json").read_text())["sliding_window"] is None
+    assert transformers.AutoConfig.from_pretrained("exported").sliding_window is None
+
+
+def test_partial_rotary_embedding_of_phi3_requires_config():
+    make_gguf(Path("m.gguf"), "phi3", add=lambda writer: writer.add_rope_dimension_count(64))
+    convert()
+    make_gguf(Path("m.gguf"), "phi3", add=lambda writer: writer.add_rope_dimension_count(48))
+    with pytest.raises(PrepError, match="rotates 48 of the 64 values") as caught:
+        prep.save_init("./m.gguf", "other", quantized="dequantize")
+    assert 'config="FOLDER"' in str(caught.value.hint)
+
+
+def test_values_per_layer_require_config():
+    key = "gemma2.attn_logit_softcapping"
+    make_gguf(Path("m.gguf"), "gemma2", add=lambda writer: writer.add_array(key, [50.0, 40.0]))
+    with pytest.raises(PrepError, match=f"per-layer values of `{key}` are not") as caught:
+        convert()
+    assert not isinstance(caught.value, DamagedError)
+    assert 'config="FOLDER"' in str(caught.value.hint)
+
+
+def test_quantised_bias_of_heads_is_refused():
+    quant_type = gguf.GGMLQuantizationType.Q8_0
+    blocks = gguf.quantize(np.ones(256, np.float32), quant_type)
+
+    def add_bias(writer: Any) -> None:
+        writer.add_tensor("blk.0.attn_q.bias", blocks, raw_dtype=quant_type)
+
+    make_gguf(Path("m.gguf"), "llama", add=add_bias)
+    with pytest.raises(PrepError, match=r"type Q8_0 of `blk\.0\.attn_q\.bias` is not"):
+        convert()
+
+
 def test_type_that_is_not_decoded_is_named():
     make_gguf(Path("m.gguf"), "llama", "IQ4_NL")
     with pytest.raises(PrepError, match=r"type IQ4_NL of `token_embd\.weight` is not"):
@@ -253,6 +293,22 @@ def test_inspect_lists_decoded_tensors(architecture: str, capsys: pytest.Capture
     assert listed == {name: (array.shape, "bfloat16") for name, array in tensors.items()}
     run_ok("inspect", "./m.gguf")
     assert "quantised weights (gguf), bfloat16 when decoded" in capsys.readouterr().out
+
+
+def test_offsets_are_computed_once_per_dtype(monkeypatch: pytest.MonkeyPatch):
+    # Computed for each tensor, they took seconds with thousands of weights.
+    num_sizes = 0
+    dtype_of = DequantizedBlob.dtype_of
+
+    def count_sizes(blob: DequantizedBlob, decoder: Decoder) -> str:
+        nonlocal num_sizes
+        num_sizes += 1
+        return dtype_of(blob, decoder)
+
+    make_gguf(Path("m.gguf"), "llama")
+    monkeypatch.setattr(DequantizedBlob, "dtype_of", count_sizes)
+    inspection = prep.inspect("./m.gguf")
+    assert num_sizes == 2 * len(inspection.tensors)
 
 
 def test_inspect_computes_statistics_of_decoded_values(capsys: pytest.CaptureFixture[str]):

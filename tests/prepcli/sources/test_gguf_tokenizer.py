@@ -167,7 +167,8 @@ def test_unknown_pre_tokenizer_is_named(capsys: pytest.CaptureFixture[str]):
     ("metadata", "message"),
     [
         ({}, "its tokenizer is None"),
-        ({"tokenizer.ggml.model": "llama"}, "its tokenizer is 'llama'"),
+        ({"tokenizer.ggml.model": "bert"}, "its tokenizer is 'bert'"),
+        ({"tokenizer.ggml.model": "llama"}, "it has no `tokenizer.ggml.tokens`"),
         (
             {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"},
             "it has no `tokenizer.ggml.tokens`",

@@ -25,7 +25,7 @@ def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def downloads(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> list[tuple[str, str | None, bool]]:
-    """Replace downloads by a folder named like a commit; return the list of (hub id, revision, offline)."""
+    """Replace downloads by a folder named like a commit, and return the list of (hub id, revision, offline)."""
     requests = []
 
     def open_hub_folder(repo: HubRepo, access: Access) -> LocalFolder:

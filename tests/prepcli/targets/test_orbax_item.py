@@ -22,7 +22,7 @@ from trainer.models.rules import DEFAULT_RULES
 
 
 def source_of(config: dict[str, Any], dtypes: dict[str, str] | None = None) -> Source:
-    """Return a source with the tensors of a model, one after another in a file; `dtypes` replaces some dtypes."""
+    """Return a source with the tensors of a model, one after another in a file. `dtypes` replaces some dtypes."""
     family = family_of(config)
     arrays = checkpoint_tensors(config, "float32", family.is_tied(config), legacy=False)
     names = detect_names(family, config, full_names=arrays)
@@ -176,7 +176,7 @@ def test_chunks_have_the_page_offset_of_their_tensor():
     assert (offset - flat.offset) % 4096 == 0
 
 
-def test_chunks_of_a_region_source_begin_at_pages():
+def test_chunks_copied_from_an_item_begin_at_pages():
     source = source_of(LLAMA)
     item = item_of(source)
     stored = replace(

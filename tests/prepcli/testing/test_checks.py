@@ -1,4 +1,4 @@
-"""The checks of the family kit on all families; checks that golden files make as well are marked slow."""
+"""The checks of the family kit on all families. Checks that golden files make as well are marked slow."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BY_NAME = {check.name: check for check in CHECKS}
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory):
-    """Return a function from a family to its FamilyUnderTest; the checks share it."""
+    """Return a function from a family to its FamilyUnderTest. The checks share it."""
     return cache(lambda family: FamilyUnderTest(CONFIGS[family], tmp_path_factory.mktemp(family)))
 
 
@@ -49,9 +49,8 @@ def is_fast(case: tuple[str, str]) -> bool:
     if check.in_golden_files or check.run is check_forward:
         return False
     if check.run is check_step_on_mesh:
-        return (
-            family == "llama"
-        )  # test_sharding compares experts, and test_train_pairs trains T5 on a mesh
+        # test_sharding compares experts, and test_train_pairs trains T5 on a mesh.
+        return family == "llama"
     if check.run is check_bfloat16_storage:
         return family == "gemma3_text"
     return check.run is check_coverage or family in FAST_FAMILIES
@@ -91,7 +90,7 @@ def results_of(
 
 
 def change_rows(family: Family, rows: dict[str, str | None]) -> Family:
-    """Return a family with other rows; None removes one."""
+    """Return a family with other rows. None removes one."""
     changed = {path: Parameter(row) for path, row in rows.items() if row is not None}
     kept = {path: parameter for path, parameter in family.parameters.items() if path not in rows}
     return dataclasses.replace(family, parameters=kept | changed)

@@ -224,7 +224,9 @@ def test_merge_takes_adapters_without_a_digest(adapter: Path):
     assert main(["merge", "adapter", "other", "--out", "merged", "--overwrite", "-q"]) == OK
 
 
-def test_merge_knows_the_base_of_a_run_from_hf(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_merge_recognizes_the_base_of_a_run_from_a_hf_model(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     words = ["--set", "train.steps=3", "--set", "model.path=tiny", "-q"]
     assert main(["train", "recipe.toml", *words]) == OK
     assert main(["export", "runs/recipe", "--out", "adapter", "-q"]) == OK
@@ -308,9 +310,7 @@ def test_dry_run_counts_the_state_of_adapters_alone(
     assert lora["gradients"] < full["gradients"] / 4
 
 
-def test_run_of_all_parameters_does_not_go_on_with_adapters(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_full_run_does_not_resume_with_adapters(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     options = ["--set", "lora.rank=0", "--set", "lora.targets=['attn.q', 'attn.v']"]
     assert main(["train", "recipe.toml", *options, "--stop-after", "3", "-q"]) == STOPPED
     assert main(["train", "recipe.toml", "-q"]) == FAILED

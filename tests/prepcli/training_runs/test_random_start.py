@@ -98,7 +98,7 @@ def test_random_start_from_a_preset_reads_the_named_tokenizer(work_dir: Path):
         (("model.init=checkpoint",), "`model.path` is missing"),
     ],
 )
-def test_random_start_names_the_fault(
+def test_random_start_error_names_the_fault(
     work_dir: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
 ):
     code = main(
@@ -114,7 +114,9 @@ def test_random_start_without_a_tokenizer_names_the_key(
 ):
     make_checkpoint(Path("bare"), LLAMA)
     assert main(["train", "recipe.toml", "--set", "model.config=bare"]) == USAGE
-    assert "`data.tokenizer` is missing" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "`data.tokenizer` is missing" in message
+    assert "set `data.tokenizer` to a tokenizer.json, or to a folder with one" in message
 
 
 def test_folder_of_the_config_may_have_a_sentencepiece_model(tmp_path: Path):

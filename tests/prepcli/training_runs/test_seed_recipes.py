@@ -32,10 +32,11 @@ FULL_SIZE = [  # recipe, accelerator, devices, largest peak of one device in GB
     ("opt-1.3b-pretrain", "A100-40", 16, 5),
     ("opt-6.7b", "H100", 8, 25),
 ]
+# A vocabulary of 136 is divisible by every mesh.
 RANDOM = (
     "model.overrides={ vocab_size = 136 }",
     "optimizer.warmup_steps=1",
-)  # divisible by every mesh
+)
 SHORT = (*RANDOM, "train.steps=2")
 
 

@@ -152,7 +152,7 @@ def test_stopped_run_resumes_to_the_same_bits(work_dir: Path, capsys: pytest.Cap
 def run_compiled_apart(
     *words: str, settings: Sequence[str], code: int = OK, **variables: str
 ) -> None:
-    """Train in a process that compiles the step on its own; other tests share compiled steps."""
+    """Train in a process that compiles the step on its own. Other tests share compiled steps."""
     sets = [word for setting in settings for word in ("--set", setting)]
     running = start_train(*words, *sets, JAX_ENABLE_COMPILATION_CACHE="false", **variables)
     out, _ = running.communicate(timeout=MAX_S)
@@ -187,7 +187,7 @@ def test_separately_compiled_run_resumes_to_the_same_bits(work_dir: Path, flags:
 
 @pytest.mark.slow
 def test_killed_run_resumes_to_the_same_bits(work_dir: Path):
-    """Kill each of 5 runs 4 times at random; with a checkpoint at every step, many kills happen during a save."""
+    """Kill each of 5 runs 4 times at random. With a checkpoint at every step, many kills happen during a save."""
     often = ("--set", "checkpoint.every=1", "--set", "checkpoint.keep=3")
     assert main(["train", "recipe.toml", "--out", "unbroken", "-q", *often]) == OK
     moments = random.Random(0)
@@ -251,7 +251,7 @@ def test_missing_empty_and_short_data_are_errors(
 def test_tokenizer_larger_than_vocabulary_is_an_error(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """The tokenizer has more words than the model's true vocabulary; padded rows must not be used for them."""
+    """The tokenizer has more words than the model's true vocabulary. Padded rows must not be used for them."""
     (work_dir / "other").mkdir()
     write_tokenizer(work_dir / "other", [f"x{number}" for number in range(5)] + WORDS)
     code, what, why, _ = train_error(capsys, "--set", "data.tokenizer=other")

@@ -190,7 +190,9 @@ def test_event_files_need_a_folder(store: FakeObjectStore, capsys: pytest.Captur
     assert store.objects == {}
 
 
-def test_restart_and_dry_run(store: FakeObjectStore, capsys: pytest.CaptureFixture[str]):
+def test_dry_run_keeps_the_bucket_and_restart_deletes_its_steps(
+    store: FakeObjectStore, capsys: pytest.CaptureFixture[str]
+):
     assert train("--out", URL, "--dry-run", "-q") == OK
     assert store.objects == {}
     assert not (LOCAL / TOKENS_FOLDER).exists()
@@ -214,7 +216,7 @@ def test_other_objects_are_not_a_run(store: FakeObjectStore, capsys: pytest.Capt
 
 
 def test_one_process_resumes_a_save_of_two_processes(store: FakeObjectStore):
-    """They resume a step of one process."""
+    """The two processes have resumed a step of one process before."""
     assert train("--out", URL, "--stop-after", "1", "-q") == STOPPED
     run_ok(2, "--stop-after", "2", code=STOPPED)
     assert saved(store) == [2, 3]

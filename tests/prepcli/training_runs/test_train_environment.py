@@ -17,9 +17,8 @@ BEFORE = {"device": "cpu", "jax": "0.10.2", "jaxlib": "0.10.2", "xla_flags": "",
 
 
 def test_environment_has_versions_flags_and_cores(monkeypatch: pytest.MonkeyPatch):
-    sharding = make_sharding_context(
-        parse_mesh("1,1,1"), devices=jax.devices()[:1]
-    )  # XLA reads its flags here
+    # XLA reads its flags when the backend starts, which this call does.
+    sharding = make_sharding_context(parse_mesh("1,1,1"), devices=jax.devices()[:1])
     monkeypatch.setenv("XLA_FLAGS", "--xla_b=1 --xla_force_host_platform_device_count=8  --xla_a=2")
     assert rounding_environment(sharding) == {
         "device": "cpu",

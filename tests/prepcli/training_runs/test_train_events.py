@@ -59,7 +59,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def test_best_step_and_milestones_outlive_keep(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    """The learning rate is too large, so that an early step is the best one; a resumed run keeps the same steps."""
+    """The learning rate is too large, so that an early step is the best one. A resumed run keeps the same steps."""
     settings = (*BEST, "checkpoint.milestones=5", "optimizer.lr=0.3", "optimizer.clip_norm=0")
     train("whole", *settings)
     losses = eval_losses("whole")
@@ -149,7 +149,10 @@ def test_kills_keep_best_steps_milestones_and_exports(work_dir: Path, seed: int)
 
 
 def kill_until_done(command: list[str], random: Random) -> int:
-    """Start the run `killed` until it ends by itself, and kill it soon after a further step; return the kills."""
+    """Start the run `killed` again and again, and kill it soon after a further step, until it ends by itself.
+
+    Return the number of kills.
+    """
     for kills in range(MAX_KILLS):
         running = start_train("--out", "killed", *command)
         wait_for_step(running, "killed", len(read_losses("killed")) + 1)
@@ -229,7 +232,7 @@ def test_rounded_parameters_are_not_resumed(work_dir: Path, capsys: pytest.Captu
         (("train.profile={ start = 1 }",), "its keys are start, not start and steps"),
     ],
 )
-def test_conflicts_of_events_are_errors(
+def test_conflicting_eval_and_checkpoint_keys_are_errors(
     work_dir: Path, capsys: pytest.CaptureFixture[str], settings: tuple[str, ...], message: str
 ):
     assert message in "\n".join(error_lines(capsys, "train", "recipe.toml", *set_keys(*settings)))

@@ -22,7 +22,7 @@ EXACT = ("train.reduction=exact", "train.steps=3", "checkpoint.every=0", "data.h
 def train(
     name: str, mesh: str, *, count: int, devices: int
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Train in some processes; return log lines without timings, and the bytes of the exported tensors."""
+    """Train in some processes, and return log lines without timings, and the bytes of the exported tensors."""
     overrides = [word for setting in (*EXACT, f"mesh={mesh}") for word in ("--set", setting)]
     words = ("train", "recipe.toml", "--out", name, *overrides)
     results = finish(start_processes(*words, count=count, devices=devices))

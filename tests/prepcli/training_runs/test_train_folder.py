@@ -38,7 +38,7 @@ def test_check_shared_folder_fails_in_all_processes(tmp_path: Path):
     assert all(isinstance(error, PrepError) for error in errors)
     assert "does not see the run's folder of process 0" in errors[1].what
     assert errors[0].what == f"process 1: {errors[1].what}"
-    assert errors[0].hint == "`--out FOLDER` on a file system that all hosts share"
+    assert errors[0].hint == "set `--out` to a folder on a file system that all hosts share"
     assert list((tmp_path / "host0").iterdir()) == []
 
 

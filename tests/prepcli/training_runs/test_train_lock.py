@@ -39,7 +39,7 @@ def test_other_init_is_refused_by_its_manifest():
     assert "`prep-manifest.json` has" in caught.value.why
 
 
-def test_lock_needs_the_check_of_digests():
+def test_lock_is_refused_with_no_verify():
     prep.lock("tiny-init", "start.json")
     with pytest.raises(PrepError, match="has no effect without the check"):
         prep.train("recipe.toml", overrides=ONE_STEP, verify=False)

@@ -19,7 +19,7 @@ PACKED = ("type=json", "path=train.jsonl", "eval_path=eval.jsonl", "holdout=0", 
 
 
 def write_documents(path: Path, seed: int, count: int) -> list[list[int]]:
-    """Write documents of 1 to 24 words that count up by 0, 1 or 2; return their ids."""
+    """Write documents of 1 to 24 words that count up by 0, 1 or 2, and return their ids."""
     random = np.random.default_rng(seed)
     documents = [
         (random.integers(100) + np.cumsum(random.integers(0, 3, length))) % len(WORDS)

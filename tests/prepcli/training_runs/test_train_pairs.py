@@ -51,7 +51,7 @@ every = 3
 
 
 def make_pairs() -> list[dict[str, str]]:
-    """Return texts of two fields, with a target that repeats the ends of both; some exceed the recipe's lengths."""
+    """Return texts of two fields, with a target that repeats the ends of both. Some exceed the recipe's lengths."""
     rng = np.random.default_rng(0)
     pairs = []
     for _ in range(120):

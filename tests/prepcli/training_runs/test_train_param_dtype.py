@@ -80,9 +80,8 @@ def test_bfloat16_run_is_saved_resumed_and_exported(
     assert main(["export", "parts", "--dtype", "float32", "--out", "wide", "-q"]) == OK
     for checkpoint in ("parts", "narrow", "wide"):
         for path, leaf in flatten_tree(prep.load_params(checkpoint, "1,2,4")).items():
-            expected = state[f"params.{path}"][
-                tuple(map(slice, leaf.shape))
-            ]  # an export has no padded rows
+            # An export has no padding rows.
+            expected = state[f"params.{path}"][tuple(map(slice, leaf.shape))]
             assert np.array_equal(np.asarray(leaf), expected.astype(np.float32)), (checkpoint, path)
 
 
@@ -124,7 +123,7 @@ def test_bfloat16_adapters_are_saved_and_exported(work_dir: Path):
 
 
 @pytest.mark.slow  # test_random_start and the tests above show each
-def test_random_start_in_bfloat16(work_dir: Path):
+def test_random_start_in_bfloat16_saves_bfloat16(work_dir: Path):
     recipe = Path("recipe.toml")
     recipe.write_text(
         recipe.read_text().replace('path = "tiny-init"', 'init = "random"\nconfig = "tiny"')

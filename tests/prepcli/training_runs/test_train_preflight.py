@@ -163,7 +163,7 @@ def test_dry_run_names_the_kernel_and_its_reason(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.usefixtures("_reads_nothing")
-def test_kernel_of_whole_sequences_does_not_go_with_sp(capsys: pytest.CaptureFixture[str]):
+def test_kernel_without_split_sequences_refuses_sp(capsys: pytest.CaptureFixture[str]):
     error = train_error(capsys, "--set", "model.attention_kernel=reference", "--set", "mesh=sp:8")
     assert error == (
         USAGE,
@@ -199,7 +199,7 @@ def test_step_larger_than_memory_is_refused_before_work(
     )
     assert (code, why) == (FAILED, "200 KiB are available")
     assert what.startswith("a step needs about ")
-    assert hint.startswith("with `--set batch.accumulate=16` about ")
+    assert hint.startswith("with `--set batch.accumulate=16` a step needs about ")
     assert hint.endswith("`--force` starts the run all the same")
     assert not Path("runs").exists()
 

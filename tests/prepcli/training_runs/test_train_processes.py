@@ -65,7 +65,7 @@ def _without_gloo(text: str) -> str:
 
 
 def train(folder: str, *words: str, count: int, devices: int) -> None:
-    """Train the recipe in `folder` with a record of the same name; raise AssertionError if a process fails."""
+    """Train the recipe in `folder` with a record of the same name. Raise AssertionError if a process fails."""
     command, record = ("train", "recipe.toml", "--out", folder, *SHORT, *words), f"{folder}-record"
     results = run(*command, count=count, devices=devices, record=record)
     assert [code for code, *_ in results] == [OK] * count, results
@@ -109,7 +109,7 @@ def assert_equal_runs(folder: str, expected: str) -> None:
 
 
 def test_two_processes_train_like_one(work_dir: Path):
-    """Process 0 alone prints and writes; each process reads the rows of its devices only."""
+    """Process 0 alone prints and writes. Each process reads the rows of its devices only."""
     words = ("--set", "mesh=2,4,1", "--set", "log.samples=w1 w2", "--set", "log.sample_tokens=4")
     results = run(
         "train", "recipe.toml", "--json", *SHORT, *words, count=2, devices=4, record="two"

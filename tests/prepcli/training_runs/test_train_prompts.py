@@ -47,7 +47,7 @@ TEMPLATE = """\
 
 
 def make_pairs() -> list[tuple[list[int], list[int]]]:
-    """Return the token ids of prompts and completions; a completion repeats its prompt."""
+    """Return the token ids of prompts and completions. A completion repeats its prompt."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(10, 30, rng.integers(1, 5)).tolist() for _ in range(80)]
     return [(prompt, prompt[::-1]) for prompt in prompts]

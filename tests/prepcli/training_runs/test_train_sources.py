@@ -39,7 +39,7 @@ EXPORTS = {"hf-flax": ("--layout", "hf-flax"), "easylm": ("--layout", "easylm"),
 
 
 def train_two_steps(model: str, *words: str) -> dict[str, bytes]:
-    """Train two steps; return the files of the second one, and remove the run."""
+    """Train two steps, remove the run, and return the files of the second step."""
     assert (
         main(
             [
@@ -70,7 +70,7 @@ def comparable(files: dict[str, bytes]) -> tuple[dict[str, bytes], dict[str, Any
 
 
 def make_source(kind: str) -> str:
-    """Write the model `tiny` in another format; return its path."""
+    """Write the model `tiny` in another format, and return its path."""
     if kind in EXPORTS:
         run_ok("export", "tiny" if EXPORTS[kind] else "tiny-init", *EXPORTS[kind], "--out", kind)
     elif kind == "bin":

@@ -53,7 +53,7 @@ def waiting_start(*words: str) -> Iterator[ForkedProcess]:
 
 
 def finish(process: ForkedProcess) -> str:
-    """Let a start go on; return what it prints."""
+    """Let a start continue, and return its output."""
     Path("continue").touch()
     _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == OK, err
@@ -65,7 +65,7 @@ def logged_steps() -> list[int]:
 
 
 @pytest.mark.parametrize("stop_after", [0, 2], ids=["new", "resumed"])
-def test_second_start_cannot_pass_the_first(work_dir: Path, stop_after: int):
+def test_second_start_of_a_run_is_refused_until_the_first_ends(work_dir: Path, stop_after: int):
     if stop_after:
         stopped = run_prep(*WORDS, "--stop-after", str(stop_after), cwd=work_dir)
         assert stopped.returncode == STOPPED, stopped.stderr

@@ -23,7 +23,7 @@ HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
 def run_on_terminal(*words: str) -> tuple[int, str]:
-    """Run `prep` on a pseudo-terminal of 100 columns; return its exit code and what it wrote."""
+    """Run `prep` on a pseudo-terminal of 100 columns, and return its exit code and its output."""
     master, slave = pty.openpty()
     fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     environment = {

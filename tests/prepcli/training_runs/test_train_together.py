@@ -24,7 +24,8 @@ from trainer.distributed.process_group import SingleProcess
 from trainer.recipe.run_tables import Cluster
 
 KILLED = -signal.SIGKILL
-AFTER_SAVE = "saved step 10 "  # in the background: later steps may be logged before
+# Steps are saved in the background, so later steps may be logged before this line.
+AFTER_SAVE = "saved step 10 "
 AFTER_EVALUATION = "evaluated at step 30"  # the save of step 20 has waited for that of step 10
 
 

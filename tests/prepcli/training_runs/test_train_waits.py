@@ -102,9 +102,8 @@ def test_signal_to_all_processes_during_the_wait_is_reported(work_dir: Path):
         process.send_signal(signal.SIGTERM)
     (code, out, _), (other_code, _, _) = finish(processes)
     assert (code, other_code) == (STOPPED, STOPPED)
-    assert json.loads(out)["error"]["what"].startswith(
-        "stopped by SIGTERM"
-    )  # its own, or that of the other one
+    # The process reports its own signal, or the signal of the other process.
+    assert json.loads(out)["error"]["what"].startswith("stopped by SIGTERM")
 
 
 def test_signal_during_the_last_save_stops_the_wait(work_dir: Path):

@@ -220,7 +220,9 @@ def test_template_that_depends_on_later_messages_needs_markers(tmp_path: Path):
         ([{"role": "user", "content": "\ufdd0"}], "a message is not text", "U+FDD0"),
     ],
 )
-def test_invalid_messages_are_named(tmp_path: Path, messages: object, what: str, why: str):
+def test_error_names_the_line_of_invalid_messages(
+    tmp_path: Path, messages: object, what: str, why: str
+):
     folder = write_tokenizer(tmp_path, GEMMA)
     with pytest.raises(PrepError) as caught:
         encode_chat(folder, messages)
@@ -229,7 +231,7 @@ def test_invalid_messages_are_named(tmp_path: Path, messages: object, what: str,
     assert why in caught.value.why
 
 
-def test_messages_column_that_is_missing_is_named(tmp_path: Path):
+def test_missing_messages_column_is_an_error(tmp_path: Path):
     settings = ExampleSettings(
         fields="messages", chat_template=load_chat_template(write_tokenizer(tmp_path, CHATML))
     )

@@ -1,4 +1,4 @@
-"""Chat templates that are not trusted: bounded work and sizes, no chance, and one error for each attempt."""
+"""Untrusted chat templates: work and sizes are bounded, results are deterministic, and each attempt is one error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "hello"},
     {"role": "assistant", "content": "yes"},
 ]
-MAX_MEMORY_NBYTES = 400_000_000  # of Python, and of some values of the largest size
+# Memory of Python with some values of the largest size.
+MAX_MEMORY_NBYTES = 400_000_000
 
 
 def render(template: str, messages: list[dict[str, Any]] | None = None) -> str:

@@ -49,11 +49,12 @@ T5 = {"tokenizer_class": "T5Tokenizer", "extra_ids": 10}
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "unigram": {"byte_fallback": True},
+    # These are the options of Llama's tokenizer.
     "bpe": {
         "byte_fallback": True,
         "normalization_rule_name": "identity",
         "remove_extra_whitespaces": False,
-    },  # Llama's
+    },
     "t5": {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "vocab_size": 60},
 }
 
@@ -81,6 +82,7 @@ def trained_model(kind: str) -> bytes:
 def write_model(
     folder: Path, kind: str, name: str = "tokenizer.model", settings: Any = None
 ) -> Path:
+    """Write a sentencepiece model, and its settings if there are any."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_bytes(trained_model(kind))
     if settings is not None:
@@ -89,6 +91,7 @@ def write_model(
 
 
 def library(kind: str) -> Any:
+    """Return the model as sentencepiece itself loads it."""
     sentencepiece = pytest.importorskip("sentencepiece")
     return sentencepiece.SentencePieceProcessor(model_proto=trained_model(kind))
 
@@ -155,7 +158,7 @@ def test_sentencepiece_prompts_have_the_tokens_of_the_settings(
     ("kind", "name", "settings"), [("bpe", "tokenizer.model", LLAMA), ("t5", "spiece.model", T5)]
 )
 def test_sentencepiece_ids_equal_transformers(tmp_path: Path, kind: str, name: str, settings: Any):
-    """Text without special tokens and without runs of spaces, which the two libraries treat differently."""
+    """The text has no special tokens and no runs of spaces: the two libraries treat them differently."""
     transformers = pytest.importorskip("transformers")
     folder = write_model(tmp_path, kind, name, settings)
     tokenizer, reference = (
@@ -180,7 +183,8 @@ def test_tokenizer_json_precedes_other_files(tmp_path: Path):
 
 def test_broken_sentencepiece_model_is_an_error(tmp_path: Path):
     pytest.importorskip("sentencepiece")
-    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")  # of tiktoken
+    # This is a vocabulary of tiktoken.
+    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
     with pytest.raises(PrepError, match="is not a SentencePiece model"):
         load_tokenizer(tmp_path)
 

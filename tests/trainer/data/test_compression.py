@@ -31,7 +31,7 @@ def test_text_is_decompressed_and_counted_in_bytes_of_the_file(tmp_path: Path, s
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("damage", ["cut", "garbage", "tail"])
-def test_damaged_file_is_named(tmp_path: Path, suffix: str, damage: str):
+def test_error_names_the_damaged_file(tmp_path: Path, suffix: str, damage: str):
     data = COMPRESS[suffix](TEXT.encode())
     path = tmp_path / f"a.txt{suffix}"
     path.write_bytes(

@@ -40,7 +40,7 @@ def pieces_of(lengths: list[int], seq_length: int) -> list[tuple[int, int]]:
 def reference_rows(
     pieces: list[tuple[int, int]], seq_length: int, window: int
 ) -> list[list[tuple[int, int]]]:
-    """Return the pieces of each row: the longest of a window first, each into the row with the least room for it."""
+    """Return the pieces of each row: of a window the longest first, each into the fullest row with room for it."""
     all_rows: list[list[tuple[int, int]]] = []
     for low in range(0, len(pieces), window):
         rows: list[list[tuple[int, int]]] = []
@@ -99,8 +99,8 @@ def test_pad_documents_puts_each_piece_into_its_own_row(lengths: list[int], seq_
 def test_documents_of_many_lengths_fill_almost_all_places():
     lengths = np.random.default_rng(0).lognormal(4.5, 1.0, 20_000).astype(np.int64) + 1
     rows = collect_rows(pack_documents([np.cumsum(lengths)], 512), 512)
-    assert rows.efficiency > 0.995
-    assert rows.efficiency * rows.n_rows * 512 == lengths.sum()
+    assert rows.fraction_with_token > 0.995
+    assert rows.fraction_with_token * rows.n_rows * 512 == lengths.sum()
 
 
 def rows_at_once(
@@ -141,6 +141,6 @@ def test_blocks_of_documents_give_the_rows_of_all_at_once(
 
 
 def test_one_document_of_many_pieces_needs_little_memory():
-    """10^12 pieces in all: only those of the first rows are made."""
+    """The document has 10^12 pieces. Only the pieces of the first rows are made."""
     blocks = pack_documents([np.array([10**12])], 1)
     assert next(blocks).ends.tolist() == list(range(1, document_packing.WINDOW + 1))

@@ -31,6 +31,7 @@ def config(tmp_path: Path) -> TokenizeConfig:
 
 
 def tokenize(config: TokenizeConfig) -> tuple[MappedTokens, PackedRows, list[str]]:
+    """Return the tokens, the rows and the notes of a run of tokenization."""
     notes: list[str] = []
     tokens = tokenize_files(config, progress=lambda *counts: None, note=notes.append)
     assert tokens.rows is not None
@@ -38,6 +39,7 @@ def tokenize(config: TokenizeConfig) -> tuple[MappedTokens, PackedRows, list[str
 
 
 def contents(rows: PackedRows) -> list[object]:
+    """Return what is compared of rows."""
     arrays = [rows.starts.tolist(), rows.lengths.tolist(), rows.ends.tolist()]
     return [*arrays, rows.seq_length, rows.n_tokens, rows.max_length]
 
@@ -78,7 +80,7 @@ def test_stored_rows_of_other_settings_are_kept(config: TokenizeConfig):
 
 
 def test_store_with_rows_is_complete(config: TokenizeConfig):
-    """Earlier versions read it: they check only the files that its metadata names."""
+    """Earlier versions read a store with rows: they check only the files in its metadata."""
     tokenize(config)
     assert read_meta(rows_folder(config).parent).n_documents == 9
 
@@ -176,7 +178,7 @@ def test_processes_share_the_rows(config: TokenizeConfig):
 def test_processes_that_build_rows_at_once_agree(
     config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
 ):
-    """Without locks, as on some file systems of clusters."""
+    """The processes have no locks, as on some file systems of clusters."""
     tokenize(change(config, packing="none"))
     monkeypatch.setattr("fcntl.flock", lambda *args: None)
     results = run_processes(4, lambda process: contents(tokenize(config)[1]))

@@ -52,7 +52,7 @@ def contents(segments: Any) -> list[tuple[Any, int]]:
         ),
     ],
 )
-def test_invalid_text_column_is_named(values: dict[str, Any], what: str, why: str):
+def test_error_names_the_invalid_text_column(values: dict[str, Any], what: str, why: str):
     with pytest.raises(PrepError) as caught:
         build(values, fields="text")
     assert (caught.value.what, caught.value.why) == (f"{PLACE}: {what}", why)
@@ -229,7 +229,7 @@ def test_fields_that_do_not_fit_the_model_are_rejected(
         ),
     ],
 )
-def test_invalid_ids_column_is_named(value: Any, what: str, why: str):
+def test_error_names_the_invalid_ids_column(value: Any, what: str, why: str):
     with pytest.raises(PrepError) as caught:
         build({"ids": value}, fields="{ids}")
     assert caught.value.what == f"{PLACE}: column `ids`{what}"

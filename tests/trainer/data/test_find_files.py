@@ -96,7 +96,8 @@ def test_find_files_fails_without_files(folder: Path, path: str, data_type: Data
 
 def test_find_files_fails_for_unreadable_folder():
     with tempfile.TemporaryDirectory() as folder:
-        for path in (Path(folder), Path(folder, "sub")):  # the first is readable, the second is not
+        # The first folder is readable, the second one is not.
+        for path in (Path(folder), Path(folder, "sub")):
             path.mkdir(exist_ok=True)
             path.chmod(0o755 if path == Path(folder) else 0)
         with (

@@ -159,7 +159,8 @@ def link_to_zeros(path: Path) -> None:
 def test_settings_beside_a_tokenizer_are_regular_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, tokenizer_name: str
 ):
-    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    # A socket's name has a length limit, so the path must be relative.
+    monkeypatch.chdir(tmp_path)
     Path(tokenizer_name).write_text("{}")
     make(Path("tokenizer_config.json"))
     with pytest.raises(PrepError, match=r"tokenizer_config.json is not a file"):

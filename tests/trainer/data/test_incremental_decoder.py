@@ -15,7 +15,8 @@ from trainer.data.codecs import FastCodec, SentencePieceCodec
 from trainer.data.incremental_decoder import IncrementalDecoder
 from trainer.data.tokenizer import TextTokenizer
 
-SPACE = "\u2581"  # how SentencePiece spells a space
+# The character that stands for a space in SentencePiece.
+SPACE = "\u2581"
 BYTES = [f"<0x{byte:02X}>" for byte in b"\xe4\xb8\xad\xf0\x9f\x98\x80A\xff"]
 
 
@@ -145,7 +146,7 @@ def test_special_token_does_not_end_a_run_of_bytes():
     assert decode_in_pieces(tokenizer, [ids[:3], ids[3:]], []) == ["", "", "\u4e2d"]
 
 
-def test_text_arrives_with_its_token():
+def test_each_chunk_of_tokens_returns_its_text():
     tokenizer = make_tokenizer("word_level")
     assert decode_in_pieces(tokenizer, [[1], [2, 3], [1]], [2]) == [" a", " bc .", " a", ""]
 

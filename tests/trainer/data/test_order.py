@@ -111,7 +111,8 @@ def test_sample_order_is_uniform(n: int):
 
 def test_sample_order_separates_neighbouring_rows():
     rows = SampleOrder(n_rows=1000, batch_size=1000, seed=0, shuffle=True).rows(0)
-    assert (np.abs(np.diff(rows)) == 1).sum() < 12  # the expected number is 2
+    # For random rows the expected number is 2.
+    assert (np.abs(np.diff(rows)) == 1).sum() < 12
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_pattern_counts_are_proportional_to_weights(weights: list[float]):
         assert Fraction(count, sum(counts)) == weight / sum(exact)
 
 
-def test_shares_that_need_a_long_pattern_are_rounded(monkeypatch: pytest.MonkeyPatch):
+def test_weights_that_need_a_long_pattern_are_rounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("trainer.data.order.MAX_PERIOD", 100)
     assert pattern_counts([1e-9, 0.3333, 0.6666669]) == [1, 33, 66]
 

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from trainer.data import partial_folders
-from trainer.data.partial_folders import has_ended, is_abandoned, partial_name, unowned_partial_name
+from trainer.data.partial_folders import (
+    is_abandoned,
+    partial_name,
+    unowned_partial_name,
+    writer_has_ended,
+)
 
 IDENTITY = "0" * 32
 PRINT_NAME = (
@@ -41,7 +46,7 @@ def test_partial_names_of_a_process_differ():
         ("lock", False),
     ],
 )
-def test_folders_without_owner(tmp_path: Path, name: str, expected: bool):
+def test_partial_folder_without_a_process_is_abandoned(tmp_path: Path, name: str, expected: bool):
     (tmp_path / name).mkdir()
     assert is_abandoned(tmp_path / name) == expected
 
@@ -50,7 +55,7 @@ def test_folder_is_abandoned_when_its_process_has_ended(tmp_path: Path):
     assert not is_abandoned(tmp_path / partial_name(IDENTITY))
     for name in (name_of_ended_process(), unowned_partial_name(IDENTITY)):
         assert is_abandoned(tmp_path / name)
-        assert has_ended(tmp_path / name)
+        assert writer_has_ended(tmp_path / name)
 
 
 def test_folder_of_an_earlier_process_with_this_id_is_abandoned(
@@ -75,7 +80,7 @@ def test_folder_of_another_host_is_abandoned_after_a_day(
     for path in (folder / "tokens.bin", folder):
         os.utime(path, (written_s, written_s))
     assert is_abandoned(folder) == expected
-    assert not has_ended(folder)
+    assert not writer_has_ended(folder)
 
 
 def test_folder_that_another_process_removes_is_not_abandoned(

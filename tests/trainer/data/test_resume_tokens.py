@@ -88,7 +88,7 @@ def read_store(config: TokenizeConfig) -> dict[str, bytes]:
 def tokenize(
     config: TokenizeConfig, notes: list[str] | None = None, stop_after: int | None = None
 ) -> list[int]:
-    """Tokenize, and stop at a call of the progress; return the bytes done at each call before."""
+    """Tokenize, and stop at progress report `stop_after`. Return the bytes done at each earlier report."""
     done: list[int] = []
 
     def progress(nbytes: int, total: int, n_tokens: int) -> None:
@@ -141,11 +141,12 @@ def test_complete_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.M
 
 
 def run_killed(folder: Path, calls: int) -> int:
-    """Tokenize in a process that kills itself after some calls of the progress and a saved state; return its exit code.
+    """Tokenize in a process that kills itself after a saved state and `calls` progress reports. Return its exit code.
 
     Args:
         folder: Folder of the data and the cache.
-        calls: Calls of the progress before the kill, at least 1: no state is saved before the second one.
+        calls: Progress reports before the kill, at least 1: no state is saved before the second
+            report.
     """
     command = [sys.executable, "-c", KILLED_SCRIPT, str(folder), str(calls)]
     return subprocess.run(command, check=False, capture_output=True).returncode

@@ -66,7 +66,9 @@ def slice_numbers(grid: np.ndarray, per_slice: int) -> np.ndarray:
         ("!4,4,1", {"dp": 2, "fsdp": 2}),
     ],
 )
-def test_runs_along_an_axis_share_a_slice(mesh: str, slices: dict[str, int], has_index: bool):
+def test_consecutive_devices_along_an_axis_share_a_slice(
+    mesh: str, slices: dict[str, int], has_index: bool
+):
     parsed, count = parse_mesh(mesh), math.prod(slices.values())
     grid = arrange_devices(
         parsed, make_devices(16, per_slice=16 // count if has_index else None), slices

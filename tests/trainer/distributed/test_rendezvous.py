@@ -67,7 +67,7 @@ def test_meet_processes_returns_when_all_have_come(order: tuple[int, ...]):
     assert meet([(index, 4) for index in order], MAX_S) == ["", "", "", ""]
 
 
-def test_meet_processes_names_the_missing_everywhere():
+def test_meet_processes_names_the_missing_in_every_process():
     errors = meet([(0, 6), (2, 6)], 5.0)
     for error in errors:
         assert "processes 1, 3-5 of 6 did not start within 5 s" in error

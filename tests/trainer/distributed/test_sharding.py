@@ -110,7 +110,8 @@ def loss_and_gradients(
             *(("llama", mesh) for mesh in MESHES),
             *((name, mesh) for name in ("gpt_neo", "mixtral") for mesh in MESHES[1:]),
         ],
-        (("llama", "1,2,4"), ("mixtral", "2,2,2")),  # the rules below have gpt_neo
+        # The test of rules below covers gpt_neo.
+        (("llama", "1,2,4"), ("mixtral", "2,2,2")),
     ),
 )
 def test_loss_and_gradients_do_not_depend_on_mesh(name: str, mesh: str):
@@ -249,9 +250,10 @@ def lowered_and_compiled() -> tuple[str, str]:
 def test_saved_layer_inputs_are_split_along_tokens(lowered_and_compiled: tuple[str, str]):
     """On mesh 1,2,4 a device saves 4 of 8 rows and 4 of 16 tokens of the inputs of both layers."""
     lowered, compiled = lowered_and_compiled
-    assert '[{"fsdp"}, {"mp"}, {}]' in lowered  # residual stream
-    assert '[{"fsdp"}, {}, {"mp"}, {}]' in lowered  # queries
-    assert '[{"fsdp"}, {}, {"mp"}]' in lowered  # hidden units, logits
+    # The sharding of the residual stream, of queries, and of hidden units and logits.
+    assert '[{"fsdp"}, {"mp"}, {}]' in lowered
+    assert '[{"fsdp"}, {}, {"mp"}, {}]' in lowered
+    assert '[{"fsdp"}, {}, {"mp"}]' in lowered
     assert "f32[2,4,4,32]" in compiled
     assert "f32[2,4,16,32]" not in compiled
     assert "f32[2,8,4,32]" not in compiled
@@ -260,7 +262,8 @@ def test_saved_layer_inputs_are_split_along_tokens(lowered_and_compiled: tuple[s
 
 def test_devices_hold_their_rows_and_logits_only(lowered_and_compiled: tuple[str, str]):
     _, compiled = lowered_and_compiled
-    assert "f32[4,4,16]" in compiled  # rows, chunk and vocabulary of one device
+    # The axes are the rows, the tokens of a chunk, and the vocabulary of one device.
+    assert "f32[4,4,16]" in compiled
     assert "f32[4,4,64]" not in compiled
     assert "f32[8,16,32]" not in compiled
 

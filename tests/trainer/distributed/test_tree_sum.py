@@ -46,7 +46,8 @@ def test_sum_in_tree_adds_neighbors_first(num_parts: int):
     ("shape", "spec"),
     [
         ((8, 6), PartitionSpec()),
-        ((3, 5), PartitionSpec()),  # the devices do not divide the elements
+        # The devices do not divide the elements.
+        ((3, 5), PartitionSpec()),
         ((8, 6), PartitionSpec("fsdp")),
         ((6, 8), PartitionSpec(None, "dp")),
         ((16, 3), PartitionSpec(("dp", "fsdp"))),
@@ -68,7 +69,7 @@ def test_sum_over_devices_is_the_tree_sum(shape: tuple[int, ...], spec: Partitio
     np.testing.assert_array_equal(total, numpy_tree_sum(parts))
 
 
-def test_square_sums_of_rows():
+def test_square_sums_equal_numpy():
     rows = random_parts(3, 50)
     np.testing.assert_allclose(
         square_sums(jnp.asarray(rows), one=ONE), np.square(rows).sum(1), rtol=1e-5

@@ -11,8 +11,10 @@ from trainer.distributed.coordination import ConnectionBrokenError
 from trainer.distributed.heartbeat import JobEnd
 from trainer.distributed.watchdog import INTERVAL_S, Watchdog, WatchSettings
 
-TIMEOUT_S = 1.0  # of a process that is lost
-LIVE_TIMEOUT_S = 5.0  # of two live processes beside a lost one
+# Time limit of a job with a lost process.
+TIMEOUT_S = 1.0
+# Time limit of a job with two live processes beside a lost one.
+LIVE_TIMEOUT_S = 5.0
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Texts:
         }
 
     def _require_up(self, key: str) -> None:
+        """Raise ConnectionBrokenError if the network is down."""
         if not self.is_up.is_set():
             raise ConnectionBrokenError(f"no answer for {key}")
 
@@ -63,6 +66,7 @@ class Job:
 def start_job(
     num_started: int = 3, is_broken: Callable[[], bool] = lambda: False, *, timeout_s: float = MAX_S
 ) -> Job:
+    """Start watchdogs for the processes of a job. Return them with what they report."""
     job = Job()
     job.is_up.set()
     for index in range(num_started):
@@ -84,7 +88,8 @@ def start_job(
 
 
 def test_watchdogs_of_all_processes_name_the_lost_one():
-    job = start_job(num_started=2, timeout_s=LIVE_TIMEOUT_S)  # process 2 never starts
+    # Process 2 never starts.
+    job = start_job(num_started=2, timeout_s=LIVE_TIMEOUT_S)
     assert all(job.reported[index].wait(MAX_S) for index in (0, 1))
     job.close()
     assert {end.what for end in job.ends.values()} == {"process 2 is lost"}

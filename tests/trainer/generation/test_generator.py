@@ -152,9 +152,8 @@ def test_decode_step_applies_layer_score_scale():
     np.testing.assert_allclose(np.moveaxis(np.asarray(logits), 0, 1), expected, atol=2e-5)
 
 
-WITHOUT_RECOMPUTATION = [
-    name for name in GOLDEN if name != "phi3-longrope"
-]  # it recomputes its cache
+# A longrope model recomputes its cache, and is left out.
+WITHOUT_RECOMPUTATION = [name for name in GOLDEN if name != "phi3-longrope"]
 
 
 @pytest.mark.parametrize(
@@ -359,9 +358,8 @@ def test_decode_stops_at_checks_and_recompute_slots():
 
 
 MAX_POSITIONS = UNPADDED_CONFIGS["gpt_neo"]["max_position_embeddings"]
-INVALID: dict[
-    str, tuple[str, Rows, Rows | None, int, str]
-] = {  # model, prompts, sources, new tokens, message
+# Name of the case -> model, prompts, sources, number of new tokens, and message.
+INVALID: dict[str, tuple[str, Rows, Rows | None, int, str]] = {
     "empty prompt": (
         "llama",
         [[1], []],

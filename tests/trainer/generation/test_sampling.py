@@ -14,9 +14,8 @@ from trainer.generation.sampling import Sampling, sample_tokens, warp_logits
 from trainer.models.errors import USAGE, PrepError
 
 VOCAB = 12
-LOGITS = st.integers(-20, 20).map(
-    lambda quarters: quarters / 4
-)  # exact in float32, with frequent ties
+# These logits are exact in float32, with frequent ties.
+LOGITS = st.integers(-20, 20).map(lambda quarters: quarters / 4)
 
 
 def token_probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
@@ -51,9 +50,8 @@ def test_warp_logits_matches_probabilities(
     logits: list[float], temperature: float, top_k: int, top_p: float
 ):
     sampling = Sampling(temperature, top_k, top_p)
-    row = np.full(
-        VOCAB, -1e30, np.float32
-    )  # padded like a vocabulary, so that all examples have one shape
+    # Logits are padded like a vocabulary, so that all examples have one shape.
+    row = np.full(VOCAB, -1e30, np.float32)
     row[: len(logits)] = logits
     expected = token_probabilities(row, sampling)
     warped = np.asarray(warp_logits(jnp.asarray(row[None]), sampling))[0]

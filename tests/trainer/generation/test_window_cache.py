@@ -27,7 +27,8 @@ CONFIGS: dict[str, Any] = {
     **{name: GOLDEN[name] for name in ("mistral", "gemma2", "gemma3_text", "gpt_neo")},
     "phi3": NEWER_FAMILY_VARIANTS["phi3-window"],
 }
-START_SLOTS, PREFILL_LENGTH, LENGTH = (0, 3, 6), 9, 24  # windows are 3 to 5 slots
+# The windows of the models have 3 to 5 slots.
+START_SLOTS, PREFILL_LENGTH, LENGTH = (0, 3, 6), 9, 24
 
 
 def use_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from trainer.models.architecture import (
 from trainer.models.errors import PrepError
 from trainer.models.parameters import parameter_rows
 from trainer.models.registry import FAMILIES
-from trainer.models.rope_config import Rope
+from trainer.models.rope_config import QueryScale, Rope
 
 
 def arch_config_of(config: dict[str, Any]) -> ArchConfig:
@@ -210,7 +210,17 @@ def test_layers_without_rope_have_their_own_layer_kind():
     assert arch.ropes == (arch.rope,)
 
 
-def test_read_softcap_default_and_null():
+def test_layers_without_rope_may_have_a_query_scale():
+    scale = QueryScale(beta=0.1, step_length=8192, offset=1)
+    llama = arch_config_of(LLAMA)
+    arch = dataclasses.replace(llama, layers_without_rope=(1,), query_scale=scale)
+    rotated, unrotated = arch.layer_kinds
+    assert rotated.rope == llama.rope
+    assert unrotated.rope is not None
+    assert (unrotated.rope.rotary_dim, unrotated.rope.query_scale) == (0, scale)
+
+
+def test_read_softcap_distinguishes_null_from_absent():
     plain = arch_config_of({"model_type": "gemma2"})
     assert (
         plain.attn_logit_softcap,
@@ -335,17 +345,17 @@ def test_every_family_rejects_unsupported_fields(name: str, field: str):
             {"model_type": "qwen3_moe", "decoder_sparse_step": 25},
             "all 24 layers are dense, so that none has experts",
         ),
-        ({"model_type": "qwen2_moe", "max_window_layers": "no"}, "an integer from 0 on"),
+        ({"model_type": "qwen2_moe", "max_window_layers": "no"}, "an integer from 0 to"),
         ({"model_type": "gpt_oss", "swiglu_limit": 0}, "swiglu_limit is 0"),
         ({"model_type": "deepseek_v3", "n_group": 7}, "256 experts cannot be cut into 7"),
         ({"model_type": "deepseek_v3", "num_key_value_heads": 8}, "as many as query heads"),
         ({"model_type": "deepseek_v3", "head_dim": 128}, "but qk_rope_head_dim is 64"),
-        ({"model_type": "deepseek_v3", "first_k_dense_replace": -1}, "an integer from 0 on"),
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": -1}, "an integer from 0 to"),
         ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, "'noaux_tc' is not supported"),
         ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "treat differently"),
         ({"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"]}, "it must give 47 of"),
         ({"model_type": "ernie4_5_moe", "use_bias": True}, "adds a bias to all projections"),
-        ({"model_type": "ernie4_5_moe", "moe_num_shared_experts": -1}, "an integer from 0 on"),
+        ({"model_type": "ernie4_5_moe", "moe_num_shared_experts": -1}, "an integer from 0 to"),
         ({"model_type": "ernie4_5_moe", "moe_layer_end_index": None}, "they must be integers"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": "no"}, "it must be a list of layers"),
         (LLAMA | {"per_layer_config": {"0": {"intermediate_size": 8}}}, "per_layer_config"),
@@ -507,6 +517,7 @@ def interpret(config: dict[str, Any]) -> object:
 
 
 def changed_value(value: Any) -> Any:
+    """Return another value, of the same type where it has one."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):

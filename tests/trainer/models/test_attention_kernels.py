@@ -17,8 +17,8 @@ from trainer.models.attention_kernels import (
     MAX_DENSE_LENGTH,
     DeviceKind,
     check_saved_scores,
-    missing,
     rank_kernels,
+    unmet_needs,
 )
 from trainer.models.attention_needs import AttentionFeature, AttentionNeeds
 from trainer.models.errors import USAGE, PrepError, UsageError
@@ -146,7 +146,7 @@ def test_auto_never_ranks_an_incapable_kernel(
     needed = AttentionNeeds(features, dtype, head_dim)
     names = [choice.name for choice in rank_kernels("auto", needed, device=device, length=length)]
     assert {*names} == {
-        name for name, spec in KERNEL_SPECS.items() if not [*missing(spec, needed, device)]
+        name for name, spec in KERNEL_SPECS.items() if not [*unmet_needs(spec, needed, device)]
     }
     assert ("reference" in names) == (AttentionFeature.SPLIT_SEQUENCE not in features)
 
@@ -243,8 +243,8 @@ def test_estimates_assume_an_accelerator_without_a_kernel(length: int):
 
 def test_unknown_compute_capability_has_the_smaller_limit():
     wide = dataclasses.replace(LLAMA, head_dim=256)
-    assert [*missing(KERNEL_SPECS["cudnn"], wide, DeviceKind("cuda"))]
-    assert not [*missing(KERNEL_SPECS["cudnn"], wide, DeviceKind("cuda", (10, 0)))]
+    assert [*unmet_needs(KERNEL_SPECS["cudnn"], wide, DeviceKind("cuda"))]
+    assert not [*unmet_needs(KERNEL_SPECS["cudnn"], wide, DeviceKind("cuda", (10, 0)))]
 
 
 def test_policy_that_saves_scores_needs_a_kernel_with_scores():

@@ -89,7 +89,7 @@ def test_run_features_are_saved_scores_and_split_sequences():
         (AttentionFeature.FCM, "forgetful causal masking is not supported"),
     ],
 )
-def test_check_mixer_rejects_what_a_recurrent_layer_lacks(feature: AttentionFeature, what: str):
+def test_check_mixer_rejects_split_sequences_and_hidden_keys(feature: AttentionFeature, what: str):
     features = frozenset({feature})
     check_mixer(build(GOLDEN["llama"]).arch_config, features)
     check_mixer(build(GOLDEN["lfm2"]).arch_config, frozenset({AttentionFeature.SEGMENTS}))

@@ -9,6 +9,8 @@ import pytest
 from trainer.models.config_overrides import override_fields
 from trainer.models.errors import PrepError, UsageError
 from trainer.models.json_types import JsonValue
+from trainer.models.parameters import Family
+from trainer.models.registry import FAMILIES, fields_read
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -90,3 +92,28 @@ def test_error_of_an_invalid_value_names_the_key(overrides: dict[str, Any], why:
 def test_invalid_base_config_error_does_not_name_the_override():
     with pytest.raises(PrepError, match=r"config\.json is invalid - hidden_size is 0"):
         override_fields({**LLAMA, "hidden_size": 0}, {"num_hidden_layers": 3})
+
+
+# Names of the field with the number of positions, in families with a rotary embedding.
+POSITION_FIELDS = {"max_position_embeddings", "n_positions", "max_seq_len"}
+ROTARY_FAMILIES = {
+    name: family for name, family in FAMILIES.items() if family.arch_config({}).rope is not None
+}
+
+
+@pytest.mark.parametrize("family", ROTARY_FAMILIES.values(), ids=ROTARY_FAMILIES)
+def test_rotary_families_read_positions_and_deviation(family: Family):
+    """The lists of fields are recorded on one config object. A copy of it would hide fields."""
+    fields = fields_read(family)
+    assert fields & POSITION_FIELDS
+    assert "initializer_range" in fields
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_families_read_no_field_without_a_name(family: Family):
+    assert "" not in fields_read(family)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
+def test_override_can_set_the_epsilon_of_lfm2(name: str):
+    assert override_fields({"model_type": name}, {"norm_eps": 1e-6})["norm_eps"] == 1e-6

@@ -8,7 +8,8 @@ from trainer.models.errors import UsageError
 from trainer.models.launchers import LaunchedProcess, detect_launcher, job_name
 
 JAX = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0", "JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234"}
-SLURM = {  # of `srun --nodes 2 --ntasks 4`, second task of the second node
+# Variables of the second task on the second node of `srun --nodes 2 --ntasks 4`.
+SLURM = {
     "SLURM_JOB_ID": "71",
     "SLURM_NTASKS": "4",
     "SLURM_STEP_NUM_TASKS": "4",
@@ -79,20 +80,18 @@ def test_detect_launcher_reads_environment(environ: dict[str, str], expected: tu
     "environ",
     [
         {},
-        {
-            "SLURM_NTASKS": "4",
-            "SLURM_PROCID": "0",
-            "SLURM_JOB_ID": "71",
-        },  # the batch script, which runs once
+        # A batch script runs once.
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "71"},
         {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
         {"JAX_NUM_PROCESSES": "1"},
         {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234"},
         {"TPU_PROCESS_ADDRESSES": "local", "TPU_WORKER_ID": "0"},
         {"TPU_WORKER_HOSTNAMES": "localhost"},
-        POD,  # the pods of an indexed job may be independent
+        # The pods of an indexed job may be independent.
+        POD,
     ],
 )
-def test_detect_launcher_without_several_processes(environ: dict[str, str]):
+def test_detect_launcher_returns_none_for_one_process(environ: dict[str, str]):
     assert detect_launcher(environ) is None
 
 
@@ -163,7 +162,8 @@ def test_detect_launcher_refuses_incomplete_variables(environ: dict[str, str], m
         ),
         ("Kubernetes", POD | {"JOBSET_NAME": "run"}, "JobSet run"),
         ("Kubernetes", POD, ""),
-        ("JAX_NUM_PROCESSES", JAX | SLURM, ""),  # another launcher's job
+        # JAX's variables describe this process, so the job of SLURM is another one.
+        ("JAX_NUM_PROCESSES", JAX | SLURM, ""),
     ],
 )
 def test_job_name_comes_from_the_launcher(launcher: str, environ: dict[str, str], expected: str):

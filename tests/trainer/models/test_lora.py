@@ -50,7 +50,7 @@ def test_every_family_has_the_default_targets(config: dict[str, Any]):
 @pytest.mark.parametrize(
     ("q_lora_rank", "modules"), [(8, ["kv_b_proj", "q_b_proj"]), (None, ["kv_b_proj", "q_proj"])]
 )
-def test_default_targets_of_latent_attention(q_lora_rank: int | None, modules: list[str]):
+def test_default_targets_select_latent_projections(q_lora_rank: int | None, modules: list[str]):
     config = FAMILY_CONFIGS["deepseek_v3"] | {"q_lora_rank": q_lora_rank}
     assert module_suffixes(FAMILIES["deepseek_v3"], config, LORA) == modules
 
@@ -136,7 +136,7 @@ def test_scaling_divides_alpha_by_the_rank_or_its_root():
     ("target", "meant"),
     [("v_porj", "attn.v"), ("q_proj", "attn.q"), ("atn.o", "attn.o"), ("gate_prj", "mlp.gate")],
 )
-def test_unknown_target_is_named_with_the_one_that_was_meant(target: str, meant: str):
+def test_unknown_target_error_suggests_the_similar_one(target: str, meant: str):
     with pytest.raises(UsageError) as caught:
         select_targets(FAMILIES["llama"], LLAMA, ["attn.q", target])
     assert repr(target) in caught.value.what

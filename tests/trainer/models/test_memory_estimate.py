@@ -10,6 +10,7 @@ import pytest
 
 from bench.memory_points import POINTS, MemoryPoint
 from bench.model_configs import MODEL_CONFIGS
+from tests.helpers.hybrid_configs import GRANITE_HYBRID
 from trainer.models.memory_estimate import MemoryEstimate, estimate_memory
 from trainer.models.memory_inputs import MemoryInputs
 from trainer.models.mesh import parse_mesh
@@ -213,3 +214,37 @@ def test_exact_reduction_needs_unsplit_gradients(mesh: str, num_copies: int):
     num_parameters = estimate_memory(replace(fast, mesh=None)).parameters // 4
     assert exact.gradients - estimate_memory(fast).gradients == 4 * num_copies * num_parameters
     assert exact.peak - estimate_memory(fast).peak == 4 * num_copies * num_parameters
+
+
+def test_dense_granite_counts_the_hidden_units_of_its_mlp():
+    """A wider MLP of 4 x 256 tokens adds the arrays of its hidden units to each layer."""
+    options: dict[str, Any] = {"micro_batch_size": 4, "seq_length": 256}
+    dense = GRANITE_HYBRID | {"num_local_experts": 0, "layer_types": ["mamba"] * 3}
+    narrow, wide = (
+        estimate("granitemoehybrid", dense | {"shared_intermediate_size": width}, **options)
+        for width in (64, 1024)
+    )
+    num_tokens = 4 * 256
+    num_layers = 3
+    hidden_nbytes = num_tokens * (1024 - 64) * 4
+    # At least the outputs of the up and gate projections, in float32.
+    assert wide.saved - narrow.saved >= num_layers * 2 * hidden_nbytes
+
+
+def test_layers_outside_the_scan_overlap_on_cpus_only():
+    """A single period of 4 layers is no loop. XLA for CPUs computes 3 of them again before it needs them."""
+    options: dict[str, Any] = {"seq_length": 1024, "remat_policy": "nothing_saveable"}
+    config = MODEL_CONFIGS["qwen3_5-period"]
+    cpu, accelerator = (
+        estimate("qwen3_5_text", config, **options, blocks_overlap=overlaps)
+        for overlaps in (True, False)
+    )
+    assert cpu.layer > 3 * accelerator.layer
+
+
+def test_heads_of_a_mixer_are_split_once():
+    """Mamba-2 has 8 groups of 16 heads. The mesh axis mp splits either the groups or their heads."""
+    options: dict[str, Any] = {"seq_length": 1024, "remat_policy": "none"}
+    config = {"num_hidden_layers": 2, "vocab_size": 512}
+    whole, split = (estimate("mamba2", config, mesh, **options) for mesh in ("", "1,1,4"))
+    assert whole.saved / 4 <= split.saved

@@ -30,6 +30,7 @@ def test_flatten_tree_inverts_unflatten_tree(values: dict[str, int]):
 def shapes(
     config: dict[str, Any], tied: bool, scan: bool = True, axis: int = 0
 ) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each leaf of a model."""
     leaves = param_leaves(FAMILIES[config["model_type"]], config, tied, scan=scan, scan_axis=axis)
     assert [*leaves] == [leaf.path for leaf in leaves.values()]
     assert all(len(leaf.dims) == len(leaf.shape) for leaf in leaves.values())

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from trainer.models.axis_map import bind_row
 from trainer.models.errors import PrepError
 from trainer.models.families.llama import FAMILY as LLAMA
-from trainer.models.parameters import Family, Parameter, WeightTying, parameter_rows, read_size
+from trainer.models.parameters import (
+    Family,
+    Parameter,
+    WeightTying,
+    parameter_rows,
+    read_count,
+    read_size,
+)
 
 SIZES = {"layers": 3, "embed": 4, "mlp": 5, "vocab": 7}
 FAMILY = Family(
@@ -31,6 +40,7 @@ FAMILY = Family(
 
 
 def shapes(scan: bool = True, axis: int = 0) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each leaf of the family."""
     table_rows = parameter_rows(FAMILY, {"mlp_bias": True}, scan, axis)
     return {path: bind_row(row, SIZES).leaf_shape for path, row in table_rows.items()}
 
@@ -48,7 +58,8 @@ def test_parameter_rows_stack_layers_on_scan_axis():
         "embed.tokens": (7, 4),
         "layers.mlp.up.weight": (5, 3, 4),
         "layers.mlp.up.bias": (5, 3),
-        "layers.gain": (3,),  # has no axis 1
+        # This leaf has no axis 1, so its layers stay on axis 0.
+        "layers.gain": (3,),
         "decoder.layers.norm": (4, 3),
     }
 
@@ -77,6 +88,17 @@ def test_read_size_returns_value_default_or_error():
     for key in ("text", "true", "zero", "float"):
         with pytest.raises(PrepError, match=f"{key} is "):
             read_size(config, key, 1)
+
+
+def test_read_count_accepts_zero():
+    assert read_count({"n": 0}, "n", 1) == 0
+    assert read_count({}, "n", 0) == 0
+
+
+@pytest.mark.parametrize("value", [None, "3", True, -1, 2.0, 11])
+def test_read_count_rejects_other_values(value: Any):
+    with pytest.raises(PrepError, match=r"n is .*, it must be an integer from 0 to 10"):
+        read_count({"n": value}, "n", 1, maximum=10)
 
 
 def test_parameter_condition_may_be_a_predicate():

@@ -32,6 +32,7 @@ FAMILY = dataclasses.replace(
 
 
 def tensors_of(text: str) -> set[str]:
+    """Return the names of the tensors in a row."""
     (row,) = parameter_rows(
         dataclasses.replace(FAMILY, parameters={"w": Parameter(text)}), CONFIG
     ).values()

@@ -13,7 +13,8 @@ from trainer.models.presets import PRESETS, find_preset
 from trainer.models.registry import family_of
 from trainer.planning.model_shapes import model_of_config
 
-OTHER_PARAMETERS = {"open-llama-3b": 3_426_473_600}  # of models without an alias
+# Number of parameters of models without an alias.
+OTHER_PARAMETERS = {"open-llama-3b": 3_426_473_600}
 
 
 @pytest.mark.parametrize("name", PRESETS)

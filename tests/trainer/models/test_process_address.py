@@ -91,7 +91,7 @@ def test_process_address_names_launcher_and_reason():
     )
 
 
-def test_process_address_without_several_processes():
+def test_process_address_of_a_job_of_one_process():
     assert process_address(NO_SETTINGS, {"SLURM_STEP_NUM_TASKS": "1"}) is None
     assert process_address(ProcessSettings(num_local_devices=4), {}) is None
     assert address_of(ProcessSettings(num_processes=1), SLURM).count == 1
@@ -109,18 +109,17 @@ FOUR_DEVICES = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_GPUS_ON_NODE": "4"}
 @pytest.mark.parametrize(
     ("num_local_devices", "environ", "expected"),
     [
-        (None, ONE_TASK | FOUR_DEVICES, None),  # all devices of the host
+        # The process has all devices of its host.
+        (None, ONE_TASK | FOUR_DEVICES, None),
         (2, ONE_TASK | FOUR_DEVICES, (0, 1)),
         (None, SLURM | FOUR_DEVICES, (2, 3)),
         (1, SLURM | FOUR_DEVICES, (1,)),
         (None, SLURM | {"SLURM_GPUS_ON_NODE": "8"}, (4, 5, 6, 7)),
-        (
-            None,
-            SLURM | {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "2"},
-            None,
-        ),  # SLURM divides the devices
+        # SLURM has divided the devices already.
+        (None, SLURM | {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "2"}, None),
         (1, SLURM | {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "2"}, (0,)),
-        (None, SLURM, (1,)),  # one device for each process, as in jax
+        # Each process has one device, as in jax.
+        (None, SLURM, (1,)),
         (None, OPEN_MPI | FOUR_DEVICES, (0, 1)),
         (8, JAX, tuple(range(8))),
         (None, JAX, None),
@@ -189,7 +188,7 @@ def test_first_slurm_host_reads_the_compact_form(node_list: str, host: str):
     assert first_slurm_host(node_list) == host
 
 
-def test_loopback_hosts():
+def test_is_loopback_accepts_only_loopback_hosts():
     assert [
         is_loopback(host) for host in ("localhost", "127.0.1.1", "::1", "10.0.0.1", "n001")
     ] == [True] * 3 + [False] * 2

@@ -113,7 +113,7 @@ def test_choose_read_plan_reads_whole_layers_of_a_stack():
     )
     plan = choose_read_plan(leaf, (1, 682, 768), 4)
     assert plan is not None
-    assert (plan.row_dim, plan.exchanges) == (0, (("mp", 1), ("fsdp", 2)))
+    assert (plan.row_dim, plan.collectives) == (0, (("mp", 1), ("fsdp", 2)))
     assert set(count_reads(plan)[1]) == {3 * 2048 * 768}
 
 
@@ -124,7 +124,7 @@ def test_choose_read_plan_splits_large_layers_by_rows():
     plan = choose_read_plan(leaf, (1, 16, 11008), 4)
     assert plan is not None
     assert (plan.row_dim, plan.outer_dims, plan.keeps_rows) == (1, (0,), True)
-    assert plan.exchanges == (("mp", 2), ("dp", None)), (
+    assert plan.collectives == (("mp", 2), ("dp", None)), (
         "rows of other fsdp shards are not exchanged"
     )
     slab = next(plan.slabs(4))

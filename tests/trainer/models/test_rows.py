@@ -13,7 +13,8 @@ from trainer.models.rows import attention, fused_qkv, layer_norm, linear, stack,
     ("row", "bias"),
     [
         ("mlp embed <- up.weight: mlp embed", "mlp <- up.bias: mlp"),
-        ("mlp embed <- up.weight: embed mlp", "mlp <- up.bias: mlp"),  # stored [in, out]
+        # The matrix is stored as [in, out].
+        ("mlp embed <- up.weight: embed mlp", "mlp <- up.bias: mlp"),
         ("embed heads head_dim <- o.weight: embed (heads head_dim)", "embed <- o.bias: embed"),
         ("embed heads head_dim <- o.weight: (heads head_dim) embed", "embed <- o.bias: embed"),
         (

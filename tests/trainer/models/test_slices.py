@@ -20,7 +20,9 @@ from trainer.models.slices import check_slices, num_slices, parse_slice_counts
         ("dp:-1", None),
     ],
 )
-def test_parse_slice_counts(text: str | None, expected: dict[str, int] | None):
+def test_parse_slice_counts_accepts_names_and_positions(
+    text: str | None, expected: dict[str, int] | None
+):
     if expected is None:
         with pytest.raises(UsageError, match=r"cluster\.dcn_mesh"):
             parse_slice_counts(text)

@@ -75,7 +75,7 @@ def test_head_is_tied_as_the_whole_config_says():
     assert read_part(golden, tie_word_embeddings=True).config["tie_word_embeddings"] is True
 
 
-def test_stored_tensors_decide_about_an_unstated_tie():
+def test_stored_head_decides_if_the_config_states_no_tie():
     golden = read_golden("llava")
     whole = {**golden["config"]}
     del whole["tie_word_embeddings"]

@@ -209,13 +209,12 @@ def test_forgetful_masking_draws_a_ratio_per_row():
     quantiles = (np.sort(fractions) - low) / (high - low) - (np.arange(len(fractions)) + 0.5) / len(
         fractions
     )
-    assert (
-        np.abs(quantiles).max() < 2.2 / np.sqrt(len(fractions)) + error / 4
-    )  # Kolmogorov-Smirnov at 1e-4
+    # The bound of the Kolmogorov-Smirnov test at a significance of 1e-4.
+    assert np.abs(quantiles).max() < 2.2 / np.sqrt(len(fractions)) + error / 4
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.999999])
-def test_forgetful_masking_with_one_ratio(ratio: float):
+def test_forgetful_masking_hides_keys_at_a_fixed_ratio(ratio: float):
     if not ratio:
         assert (
             make_dropout(config=DropoutConfig(fcm_ratio=(0.0, 0.0))).remembered_keys(jnp.arange(4))

@@ -136,7 +136,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "saved": {"remat_policy": "everything_saveable", "scan_layers": False},
 }
 FAMILIES = ("llama-biases", "t5", "gpt_neo", "gemma2", "mixtral", "opt-350m")
-FAST_CASES = [("t5", "scanned tiles")]  # test_step_dropout has layers that are not scanned
+# test_step_dropout covers layers that are not scanned.
+FAST_CASES = [("t5", "scanned tiles")]
 
 
 @cache

@@ -58,7 +58,9 @@ def sharding_with_rules(mesh: str, *rules: str) -> ExpertSharding:
         (("mlp=none", "embed=fsdp+mp"), ((), (), ("fsdp",)), True),
     ],
 )
-def test_axes_that_stay_split(rules: tuple[str, ...], up_axes: tuple[MeshAxes, ...], gathers: bool):
+def test_expert_sharding_splits_matrices_by_the_rules(
+    rules: tuple[str, ...], up_axes: tuple[MeshAxes, ...], gathers: bool
+):
     """A stack of experts that is split like the tokens is gathered before the layer."""
     shards = sharding_with_rules("1,2,4", *rules)
     assert shards.token_axes == ("fsdp",)
@@ -72,7 +74,7 @@ def test_experts_on_one_device_are_not_split():
     assert (shards.token_axes, shards.num_expert_shards, shards.gathers_experts) == ((), 1, False)
 
 
-def test_number_of_expert_shards():
+def test_num_expert_shards_is_the_size_of_the_mesh_axis():
     assert sharding_with_rules("1,2,4", "experts=mp").num_expert_shards == 4
 
 

@@ -31,11 +31,13 @@ from trainer.models.registry import FAMILIES  # noqa: E402
 
 SEED = int(os.environ.get("PREP_FUZZ_SEED", "1"))
 CHUNKS = 1000 // CHILD_SAMPLES
-FAST_FAMILIES = ("llama",)  # not slow; the first sample of each shape takes seconds to compile
+# Families of the default suite. The first sample of each shape takes seconds to compile.
+FAST_FAMILIES = ("llama",)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
+    """Run torch with one thread in the test."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -92,6 +94,7 @@ def test_samples_change_every_field_and_most_are_valid(family: str):
 
 
 def is_accepted(sample: Sample) -> bool:
+    """Return whether prep supports the config of a sample."""
     try:
         FAMILIES[sample.config["model_type"]].arch_config(sample.config)
     except PrepError:
@@ -115,7 +118,7 @@ def test_compare_sample_finds_wrong_logits(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_compare_sample_finds_missing_window(monkeypatch: pytest.MonkeyPatch):
-    """Full attention in all layers, as in a past defect with `layer_types`."""
+    """The model gets full attention in all layers, as in a past defect with `layer_types`."""
     listed = Sample(MISTRAL | {"layer_types": ["full_attention"] * 2}, (), has_stored_head=False)
     assert compare_sample(listed).outcome == "equal"
     monkeypatch.setattr(

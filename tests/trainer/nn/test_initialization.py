@@ -64,14 +64,50 @@ def test_padded_rows_start_at_zero():
         np.testing.assert_array_equal(filled[path][:512], plain[path])
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
-def test_recurrent_mixers_start_with_slow_decays_and_unscaled_norms(name: str):
-    leaves = flatten_tree(init_params(tiny_transformer(GOLDEN[name]).model, 0))
-    by_name = {path.partition("mixer.")[2]: np.asarray(leaf) for path, leaf in leaves.items()}
-    assert (by_name["norm.scale"] == 1).all()
-    assert (by_name["dt_bias.bias"] == 1).all()
-    rates = np.exp(by_name["a_log.weight"])
+def mixer_leaves(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return the initial leaves of the mixers of a model by their names, e.g. `d.weight`."""
+    leaves = flatten_tree(init_params(tiny_transformer(config).model, 0))
+    return {path.partition("mixer.")[2]: np.asarray(leaf) for path, leaf in leaves.items()}
+
+
+def test_gated_delta_nets_start_with_random_decays():
+    leaves = mixer_leaves(GOLDEN["qwen3_5_text"])
+    assert (leaves["norm.scale"] == 1).all()
+    assert (leaves["dt_bias.bias"] == 1).all()
+    rates = np.exp(leaves["a_log.weight"])
     assert rates.min() >= 0.01
     assert rates.max() <= 16
     assert np.unique(rates).size == rates.size
-    assert (by_name.get("d.weight", np.float32(1)) == 1).all()
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "granitemoehybrid"])
+def test_mamba2_starts_with_the_rates_of_transformers(name: str):
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    auto_config = transformers.AutoConfig.for_model(**GOLDEN[name])
+    model = transformers.AutoModelForCausalLM.from_config(auto_config)
+    expected = next(v.numpy() for k, v in model.state_dict().items() if k.endswith("A_log"))
+    leaves = mixer_leaves(GOLDEN[name])
+    layers = leaves["a_log.weight"].reshape(-1, expected.size)
+    np.testing.assert_allclose(layers, np.broadcast_to(expected, layers.shape), rtol=1e-6)
+    assert (leaves["d.weight"] == 1).all()
+    assert (leaves["norm.scale"] == 1).all()
+
+
+@pytest.mark.parametrize("name", ["bamba", "granitemoehybrid"])
+def test_step_biases_of_hybrid_models_start_at_one(name: str):
+    assert (mixer_leaves(GOLDEN[name])["dt_bias.bias"] == 1).all()
+
+
+def test_mamba2_starts_with_log_uniform_steps():
+    sizes = {"hidden_size": 1024, "num_heads": 1024, "head_dim": 2, "n_groups": 2}
+    steps = {"time_step_min": 0.002, "time_step_max": 0.5, "time_step_floor": 0.01}
+    biases = mixer_leaves(GOLDEN["mamba2"] | sizes | steps)["dt_bias.bias"]
+    initial = np.logaddexp(0.0, biases.astype(np.float64))
+    assert initial.min() == pytest.approx(0.01, rel=1e-4)
+    assert 0.4 < initial.max() <= 0.5 * (1 + 1e-4)
+    # Of a log-uniform step, log(0.01 / 0.002) / log(0.5 / 0.002) = 29 % are below the floor.
+    is_floor = initial < 0.01 * (1 + 1e-4)
+    assert is_floor.mean() == pytest.approx(0.29, abs=0.05)
+    # Above the floor, the median is the geometric mean of the floor and the maximum.
+    assert np.median(initial[~is_floor]) == pytest.approx((0.01 * 0.5) ** 0.5, rel=0.2)

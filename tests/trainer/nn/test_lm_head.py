@@ -141,7 +141,7 @@ def test_sums_of_rows_match_the_naive_loss(case: dict[str, Any]):
 )
 @pytest.mark.parametrize("softcap", [NO_SOFTCAP, 2.0])
 def test_loss_terms_match_formula(terms: LossTerms, softcap: float):
-    """Values by float64 formulas, gradients by central differences of the loss."""
+    """Compare values with float64 formulas, and gradients with central differences of the loss."""
     case = {
         "rows": 2,
         "length": 7,

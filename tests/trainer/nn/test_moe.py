@@ -29,7 +29,8 @@ from trainer.nn.token_chunks import over_token_chunks
 
 EXPERTS, D, F, SHARED = 5, 6, 7, 9
 CLAMPED = ClampedSwiglu(alpha=1.702, limit=1.5)
-ROWS, LENGTH = 2, 37  # 74 tokens: experts have several blocks, the last one incomplete
+# With 74 tokens, experts have several blocks, and the last block is incomplete.
+ROWS, LENGTH = 2, 37
 BLOCK = expert_block_length(ROWS * LENGTH, 2, EXPERTS)
 Dispatch = Callable[[Array, Any, ArchConfig, ShardingContext], Array]
 

@@ -33,7 +33,8 @@ from trainer.nn.model_spec import ForwardConfig
 
 LENGTHS, SEQ_LENGTH = (5, 12, 3, 9, 1, 16, 7), 16
 KERNELS = {"reference": AttentionOptions(), "blockwise": AttentionOptions("blockwise", 4, 8)}
-CONFIGS: dict[str, dict[str, Any]] = {  # vocabularies and heads that mp divides
+# Configs with vocabularies and heads that mp divides.
+CONFIGS: dict[str, dict[str, Any]] = {
     "llama": GOLDEN["llama"] | {"vocab_size": 32},
     "gpt_neo": GOLDEN["gpt_neo"] | {"vocab_size": 32},
     "opt": GOLDEN["opt"] | {"vocab_size": 32, "num_attention_heads": 4},

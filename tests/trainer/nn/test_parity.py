@@ -31,7 +31,9 @@ WITHOUT_ROPE_VARIANTS = [
     name for name in GOLDEN if not name.startswith("llama-") or name == "llama-biases"
 ]
 PADDED = [*((name, 3) for name in WITHOUT_ROPE_VARIANTS), ("gpt_neo", 0), ("llama-yarn", 0)]
-VARIANTS = [  # name, whether layers are stacked, on which axis, whether they are scanned, remat policy
+# Name of the model, whether layers are stacked, on which axis, whether they are scanned, remat
+# policy.
+VARIANTS = [
     ("gpt2", True, 1, True, "none"),
     ("gpt2", False, 0, False, "none"),
     ("gpt_neo", True, 0, True, "none"),
@@ -50,17 +52,20 @@ VARIANTS = [  # name, whether layers are stacked, on which axis, whether they ar
     ("lfm2", True, 1, True, "nothing_saveable"),
     ("qwen3_5_text", False, 0, False, "dots_saveable"),
 ]
-FAST_GRADIENTS = (  # one for each kind of layer; logits are compared for all
+# One model for each kind of layer. Logits are compared for all models.
+FAST_GRADIENTS = (
     *(("gpt2", 3), ("gpt_neo", 0), ("gptj", 3), ("opt-350m", 3), ("gemma2", 3), ("qwen3_moe", 3)),
     *(("phi3-longrope", 3), ("t5-gated", 3), ("olmo2", 3), ("cohere", 3), ("bloom", 3)),
     *(("gpt_oss", 3), ("deepseek_v3", 3), ("lfm2", 3), ("qwen3_5_text", 3), ("mamba2", 3)),
 )
-CANCELLED = ("self_attn.k_proj.bias",)  # without rotary embedding, softmax cancels it
+# Without a rotary embedding the softmax cancels the bias of keys.
+CANCELLED = ("self_attn.k_proj.bias",)
 WITHOUT_ROTATION = ("opt", "opt-350m", "biogpt", "xglm")
 
 # Their rotary frequencies depend on the number of tokens, so that padding changes logits.
 WITH_LENGTH_DEPENDENT_ROPE = ("llama-dynamic", "phi3-longrope")
-ROUTER_CORRECTIONS = ("e_score_correction_bias", "expert_bias")  # no gradient
+# The correction of a router's scores has no gradient.
+ROUTER_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
 load_cached = cache(load)
 

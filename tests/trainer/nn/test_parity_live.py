@@ -28,15 +28,11 @@ from trainer.nn.model_spec import ForwardConfig
 torch = lazy_module("torch")
 lazy_module("transformers")
 
-UNSCANNED_FAMILIES = (
-    "gpt2",
-    "gpt_neo",
-    "llama",
-)  # the layers of all other families are scanned here
-SHORT, LONG = (
-    (7, 4),
-    (300,),
-)  # lengths of right-padded rows; shapes of the golden files, which are already compiled
+# The layers of all other families are scanned here.
+UNSCANNED_FAMILIES = ("gpt2", "gpt_neo", "llama")
+# Lengths of right-padded rows. They are those of the golden files, with functions that are compiled
+# already.
+SHORT, LONG = ((7, 4), (300,))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,7 +44,8 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-FAST = (  # fields that golden files lack and that change the computation
+# Configs with fields that golden files lack and that change the computation.
+FAST = (
     *("gpt2-by-depth-upcast", "gpt_neo-odd", "opt-bare", "gpt_neox-version-5", "llama-yarn-mscale"),
     *("mistral-no-window", "qwen2-kinds", "qwen3-biases", "qwen3_moe-listed", "gemma2-no-caps"),
     *("gemma3_text-truncate", "phi3-su", "t5-36-buckets", "t5-aliases"),
@@ -92,7 +89,8 @@ def test_logits_of_t5_with_stored_head_match_transformers(changes: dict[str, Any
     assert abs(logits - expected).max() <= 2e-5
 
 
-WITH_GRADIENTS = [  # one config for each kind of layer that golden files lack
+# One config for each kind of layer that golden files lack.
+WITH_GRADIENTS = [
     *(
         "gpt2-names",
         "gpt_neo-odd",

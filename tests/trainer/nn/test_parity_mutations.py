@@ -22,7 +22,7 @@ from trainer.models.architecture import (
     alibi_slopes,
 )
 from trainer.models.moe_config import ClampedSwiglu
-from trainer.models.rope_config import Rope
+from trainer.models.rope_config import QueryScale, Rope
 
 Mutation = Callable[[ArchConfig], ArchConfig]
 
@@ -93,7 +93,8 @@ def swap_ropes(arch_config: ArchConfig) -> ArchConfig:
     )
 
 
-MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
+# (golden file, mistake) -> the change of the architecture.
+MUTATIONS: dict[tuple[str, str], Mutation] = {
     ("gpt2", "unscaled scores"): change(attn_scale=1.0),
     ("gpt2", "epsilon 2 % off"): change(norm_eps=1.02e-3),
     ("gpt2", "exact gelu"): change(activation="gelu"),
@@ -220,7 +221,8 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
     ("phi3-longrope", "no attention factor"): change_rope(attention_factor=1.0),
     ("phi3-longrope", "long factors"): change_rope(original_max_positions=6),
 }
-LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {  # mistakes that change long sequences only
+# Mistakes that change long sequences only.
+LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {
     ("llama-dynamic", "another factor"): change_rope(factor=4.1),
     ("llama-dynamic", "another pretraining length"): change_rope(original_max_positions=65),
     ("llama-dynamic", "unscaled positions"): change_rope(rope_type="default"),
@@ -230,13 +232,17 @@ LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {  # mistakes that change long
     ("t5", "larger maximum distance"): change(score_bias=bias_config(41, False)),
     ("t5-gated", "larger maximum of the encoder"): change_encoder(score_bias=bias_config(44, True)),
     ("llama4_text", "no growth of queries"): change(query_scale=None),
-    ("ministral3", "no growth of queries"): change_rope(query_scale_beta=0.0),
-    ("ministral3", "another step of the growth"): change_rope(query_scale_positions=17),
+    ("ministral3", "no growth of queries"): change_rope(query_scale=None),
+    ("ministral3", "another step of the growth"): change_rope(
+        query_scale=QueryScale(beta=0.3, step_length=17)
+    ),
     ("phi3-longrope", "short factors for all"): change_rope(original_max_positions=300),
     ("phi3-longrope", "another long factor"): change_rope(long_factors=(2.0, 3.0, 5.0, 9.1)),
 }
 
-FAST = (  # one for each kind of part: norms, masks, rotary embeddings, positions, blocks, biases, experts, heads
+# One mistake for each kind of part: norms, masks, rotary embeddings, positions, blocks, biases,
+# experts, heads.
+FAST = (
     *(
         ("gpt2", "epsilon 2 % off"),
         ("gpt_neo", "window 1 larger"),

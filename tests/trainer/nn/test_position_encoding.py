@@ -10,7 +10,7 @@ import pytest
 
 from prepcli.testing.torch_transformers import exact_log
 from trainer.models.architecture import RelativePositionBias, alibi_slopes
-from trainer.models.rope_config import Rope
+from trainer.models.rope_config import QueryScale, Rope
 from trainer.nn.position_encoding import (
     alibi_bias,
     apply_rotary,
@@ -74,7 +74,7 @@ ROPES = [
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.rope_type)
 def test_rotary_cos_sin_at_uses_length_of_each_row(rope: Rope):
-    """Lengths below, at and beyond the original positions, and the maximum."""
+    """The rows have lengths below, at and beyond the original positions, and the maximum."""
     lengths = np.array([3, 16, 17, 40])
     positions = np.stack([np.arange(length - 3, length) for length in lengths])
     cos_sin = rotary_cos_sin_at(rope, jnp.asarray(positions), jnp.asarray(lengths), 40)
@@ -86,7 +86,7 @@ def test_rotary_cos_sin_at_uses_length_of_each_row(rope: Rope):
 
 
 def test_query_scale_grows_in_steps_of_positions():
-    rope = Rope(4, 100.0, 8, query_scale_beta=0.5, query_scale_positions=4)
+    rope = Rope(4, 100.0, 8, query_scale=QueryScale(beta=0.5, step_length=4))
     scale = rotary_cos_sin(rope, jnp.array([0, 3, 4, 11])).query_scale
     assert scale is not None
     expected = [1, 1, 1 + 0.5 * math.log(2), 1 + 0.5 * math.log(3)]
@@ -96,7 +96,7 @@ def test_query_scale_grows_in_steps_of_positions():
 
 def test_query_scale_of_negative_positions_is_finite():
     """Slots before the first token of a row have negative positions when a row is decoded."""
-    rope = Rope(4, 100.0, 8, query_scale_beta=0.5, query_scale_positions=4)
+    rope = Rope(4, 100.0, 8, query_scale=QueryScale(beta=0.5, step_length=4))
     positions = jnp.array([[-6, -5, 0]])
     scale = rotary_cos_sin_at(rope, positions, jnp.array([1]), 8).query_scale
     assert scale is not None
@@ -120,9 +120,10 @@ def test_relative_position_buckets_match_formula(config: RelativePositionBias):
         magnitude = abs(distance) if config.bidirectional else max(-distance, 0)
         first_bucket = count if config.bidirectional and distance > 0 else 0
         bucket = buckets[distance + config.max_distance] - first_bucket
+        # The result is rounded down, except for the rounding error of the logarithm.
         if magnitude < num_exact:
             assert bucket == magnitude
-        else:  # rounded down, except for the rounding error of the logarithm
+        else:
             exact = (
                 math.log(magnitude / num_exact)
                 / math.log(config.max_distance / num_exact)

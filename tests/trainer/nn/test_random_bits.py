@@ -9,9 +9,8 @@ from jax.extend.random import threefry_2x32
 
 from trainer.nn.random_bits import RandomKey, derive_key, random_bits, uint32
 
-SIGMAS = (
-    5.0  # a correct generator exceeds a bound of 5 standard deviations once in 1.7 million draws
-)
+# A correct generator exceeds a bound of 5 standard deviations once in 1.7 million draws.
+SIGMAS = 5.0
 NUM_STREAMS, LENGTH = 256, 4096
 
 
@@ -19,7 +18,8 @@ def make_key(first: int, second: int) -> RandomKey:
     return RandomKey(uint32(first), uint32(second))
 
 
-@pytest.mark.parametrize(  # from kat_vectors of Random123
+# Known answers from kat_vectors of Random123.
+@pytest.mark.parametrize(
     ("key", "counter", "expected"),
     [
         ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
@@ -83,9 +83,8 @@ def test_neighbours_are_not_correlated(streams: np.ndarray, lag: tuple[int, int]
     uniform = streams / 2.0**32 - 0.5
     rows, columns = NUM_STREAMS - lag[0], LENGTH - lag[1]
     products = uniform[:rows, :columns] * uniform[lag[0] :, lag[1] :]
-    assert abs(products.mean()) < SIGMAS / 12 / np.sqrt(
-        products.size
-    )  # the variance of each factor is 1 / 12
+    # The variance of each factor is 1 / 12.
+    assert abs(products.mean()) < SIGMAS / 12 / np.sqrt(products.size)
 
 
 def test_each_bit_of_an_index_changes_half_of_the_bits():

@@ -65,9 +65,10 @@ def num_saved_activations(
 
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_named_activations_are_saved(kernel: str, capsys: pytest.CaptureFixture[str]):
-    """`mlp_output` is not: the backward pass of a layer without output norms does not read it."""
+    """`mlp_output` is not saved: the backward pass of a layer without output norms does not read it."""
     arrays_per_layer = dict.fromkeys(ACTIVATION_NAMES, 1) | {"mlp_hidden": 2, "mlp_output": 0}
-    arrays_per_layer["attention_output"] = 2 if kernel == "blockwise" else 1  # with the normalizers
+    # Blockwise attention saves the normalizers too.
+    arrays_per_layer["attention_output"] = 2 if kernel == "blockwise" else 1
     num_without = num_saved_activations("nothing_saveable", kernel, capsys)
     for name, num_arrays in arrays_per_layer.items():
         num_saved = num_saved_activations((name,), kernel, capsys) - num_without

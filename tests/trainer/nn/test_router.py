@@ -74,6 +74,16 @@ def test_route_equals_numpy(router: Router):
     np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_route_orders_logits_with_equal_float32_sigmoids(top_k: int):
+    """Choose by the logits, as `Llama4Router` of transformers: sigmoid(18) == sigmoid(25) in float32."""
+    router = Router("sigmoid", is_normalized=False)
+    arch_config = dataclasses.replace(make_moe_arch(top_k), router=router)
+    weights: RouterWeights = {"weight": jnp.array([[18.0], [25.0], [3.0], [1.0]])}
+    routing = route(jnp.ones((1, 1, 1)), weights, arch_config, ExpertSharding())
+    assert np.asarray(routing.experts).tolist() == [[[1, 0][:top_k]]]
+
+
 def test_correction_has_no_gradient():
     arch_config = make_moe_arch(TOP_K)
 

@@ -45,7 +45,7 @@ def test_chunks_change_neither_output_nor_gradients(chunk_size: int):
 
 
 def test_chunks_have_tokens_of_every_shard():
-    """6 tokens in 2 shards: the chunks are tokens 0, 1, 3, 4 and tokens 2 and 5, each with one token of padding."""
+    """With 6 tokens in 2 shards, one chunk has tokens 0, 1, 3, 4, and the other one tokens 2 and 5 with padding."""
     x = jnp.arange(1.0, 7).reshape(1, 6, 1)
 
     def add_sum_of_chunk(chunk: Array, weights: None, constants: None) -> Array:
@@ -56,7 +56,7 @@ def test_chunks_have_tokens_of_every_shard():
 
 
 def test_gradients_of_bfloat16_weights_are_summed_in_float32():
-    """4,096 equal terms: a sum in bfloat16 stops growing at 256 of them."""
+    """The gradient is a sum of 4,096 equal terms. In bfloat16 the sum would stop growing at 256 of them."""
     x, weight = jnp.ones((1, 4096, 1), jnp.bfloat16), jnp.ones((1, 1), jnp.bfloat16)
 
     def loss(weight: Array) -> Array:

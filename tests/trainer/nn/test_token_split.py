@@ -32,7 +32,8 @@ from trainer.nn.transformer import loss_sums
 
 MESH, LENGTH, SOURCE_LENGTH = "fsdp:2,mp:2,sp:2", 40, 32
 TILES = AttentionOptions("blockwise", 4, 8)
-CONFIGS: dict[str, dict[str, Any]] = {  # vocabulary and heads that mp divides
+# Configs with vocabularies and heads that mp divides.
+CONFIGS: dict[str, dict[str, Any]] = {
     "llama-biases": GOLDEN["llama-biases"] | {"vocab_size": 32},
     "gpt_neo": GOLDEN["gpt_neo"] | {"vocab_size": 32},
     "gemma2": GOLDEN["gemma2"]
@@ -65,7 +66,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},
     "chunked": {"ffn_chunk_size": 7, "head_chunk_size": 3, "remat_policy": "nothing_saveable"},
 }
-LLAMA = {  # queries, keys and values [T, 256] are wider than the residual stream [T, 64]
+# Queries, keys and values [T, 256] are wider than the residual stream [T, 64].
+LLAMA = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 128,
     "vocab_size": 256,
 }  # fmt: skip
@@ -75,7 +77,8 @@ LLAMA = {  # queries, keys and values [T, 256] are wider than the residual strea
     ("name", "options"),
     slow_except(
         [(name, options) for name in CONFIGS for options in OPTIONS],
-        [("deepseek_v3", "whole")],  # experts too
+        # This model has experts too.
+        [("deepseek_v3", "whole")],
     ),
 )
 def test_losses_and_gradients_match_one_device(name: str, options: str):

@@ -43,7 +43,7 @@ def count_shards(folder: Path, mesh: str, *overrides: str, rules: tuple[str, ...
         ("2,1,1", (EXACT, "batch.size=64", "train.reduction_shards=64"), 64),
     ],
 )
-def test_reduction_shards_of_a_recipe(
+def test_reduction_shards_follow_recipe_and_batch(
     tmp_path: Path, mesh: str, overrides: tuple[str, ...], num_shards: int
 ):
     assert count_shards(tmp_path, mesh, *overrides) == num_shards

@@ -19,7 +19,8 @@ MODEL = model_of_config(PRESETS["llama-7b"])
 
 
 DENSE = ("model.attention_kernel=reference",)
-LEAN = (  # all changes but those of the mesh and of micro-batches
+# All changes except those of the mesh and of micro-batches.
+LEAN = (
     *(
         "model.remat_policy=nothing_saveable",
         "model.attention_kernel=blockwise",

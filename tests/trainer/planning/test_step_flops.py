@@ -19,7 +19,8 @@ LLAMA_7B, MIXTRAL, T5 = (MODEL_CONFIGS[name] for name in ("7b", "mixtral", "t5")
 DEEPSEEK_V3 = MODEL_CONFIGS["deepseek_v3"]
 LENGTH, ROWS = 2048, 4
 TOKENS = LENGTH * ROWS
-MATRICES_7B = 6_738_415_616 - 32000 * 4096 - (2 * 32 + 1) * 4096  # without embedding and norms
+# Parameters of LLaMA 7B without the embedding and the norms.
+MATRICES_7B = 6_738_415_616 - 32000 * 4096 - (2 * 32 + 1) * 4096
 
 
 def count(family: str, config: Any, **options: Any) -> StepFlops:
@@ -77,7 +78,7 @@ def test_experts_count_for_their_tokens():
 
 
 def test_flops_count_the_matrices_of_each_kind_of_layer():
-    """One dense layer, four MoE layers with 4 of 32 experts and shared ones of twice the width."""
+    """The model has one dense layer, four MoE layers with 4 of 32 experts, and shared experts of twice the width."""
     flops = count("deepseek_v3", DEEPSEEK_V3)
     width, heads, mlp = 512, 8, 192
     queries = 192 * width + heads * 96 * 192
@@ -120,17 +121,20 @@ def test_recomputed_follows_policy_and_chunks(
         forward_attention * 10 // 16 if "attention_tile" in options else forward_attention
     )
     assert flops.recomputed == layers * forward_layers + int(attention * forward_attention)
-    assert flops.executed == flops.model_causal + flops.masked + flops.recomputed
+    assert flops.executed == flops.model_flops_of_visible_pairs + flops.masked + flops.recomputed
 
 
 @pytest.mark.parametrize(
     ("tile", "window", "num_tiles"),
     [
-        ((512, 512), None, 10),  # of 4 x 4 tiles, those on and below the diagonal
-        ((512, 512), 256, 7),  # the diagonal and one tile to the left of it
+        # Of 4 x 4 tiles, the ones on and below the diagonal have visible pairs.
+        ((512, 512), None, 10),
+        # Each row of tiles has the tile on the diagonal and one to the left of it.
+        ((512, 512), 256, 7),
         ((512, -1), None, 4),
         ((-1, -1), None, 1),
-        ((600, 1000), None, 1 + 2 + 2 + 3),  # the last tile of each side is padded
+        # The last tile of each side is padded.
+        ((600, 1000), None, 1 + 2 + 2 + 3),
     ],
 )
 def test_masked_counts_the_tiles_with_visible_pairs(

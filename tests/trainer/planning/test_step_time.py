@@ -32,7 +32,7 @@ def test_step_time_adds_exposed_to_the_longest_part():
 
 def test_compute_time_is_the_share_of_the_peak(tmp_path: Path):
     plan = plan_7b(tmp_path, "mesh=1,8,1")
-    estimate = plan.on(V5P)
+    estimate = plan.estimate_on(V5P)
     assert estimate.time.compute_s == pytest.approx(
         plan.flops.executed / 8 / 459e12 / COMPUTE_EFFICIENCY
     )
@@ -44,14 +44,14 @@ def test_compute_time_is_the_share_of_the_peak(tmp_path: Path):
 def test_communication_time_uses_the_bandwidth_of_the_axis(tmp_path: Path):
     plan = plan_7b(tmp_path, "mesh=1,2,4")
     traffic = {axis.axis: axis.nbytes for axis in plan.traffic}
-    time = plan.on(V5P).time
+    time = plan.estimate_on(V5P).time
     assert time.overlapped_s == pytest.approx(traffic["fsdp"] / V5P.link_bandwidth)
     assert time.exposed_s == pytest.approx(traffic["mp"] / V5P.link_bandwidth)
 
 
 def test_slow_networks_bound_the_step(tmp_path: Path):
     plan = plan_7b(tmp_path, "mesh=64,1,1", "batch.size=64", "data.seq_length=128")
-    assert plan.on(ACCELERATORS["H100"]).time.bound == "overlapped communication"
+    assert plan.estimate_on(ACCELERATORS["H100"]).time.bound == "overlapped communication"
 
 
 def test_bytes_between_slices_use_the_network(tmp_path: Path):
@@ -59,8 +59,8 @@ def test_bytes_between_slices_use_the_network(tmp_path: Path):
     one, two = (plan_7b(tmp_path, *words, *more) for more in ((), ("cluster.dcn_mesh=dp:2",)))
     (axis,) = two.traffic
     expected_s = axis.nbytes / V5P.link_bandwidth + axis.slow_nbytes / V5P.network_bandwidth
-    assert two.on(V5P).time.overlapped_s == pytest.approx(expected_s)
-    assert expected_s > one.on(V5P).time.overlapped_s
+    assert two.estimate_on(V5P).time.overlapped_s == pytest.approx(expected_s)
+    assert expected_s > one.estimate_on(V5P).time.overlapped_s
 
 
 def test_sp_divides_computation_only_if_it_splits_queries(tmp_path: Path):
@@ -77,4 +77,4 @@ def test_estimate_is_a_bound_of_a_published_rate(tmp_path: Path):
     kernels = ("model.attention_kernel=blockwise", "model.remat_policy=nothing_saveable")
     recipe = load_text(tmp_path, *values, *kernels)
     plan = plan_training(recipe, model_of_config(PRESETS["llama-3-8b"]), DEFAULT_RULES)
-    assert 6667 < plan.on(ACCELERATORS["H100"]).tokens_per_s / 8 < 1.5 * 6667
+    assert 6667 < plan.estimate_on(ACCELERATORS["H100"]).tokens_per_s / 8 < 1.5 * 6667

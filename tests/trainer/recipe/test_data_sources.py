@@ -46,6 +46,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(folder: Path, data: str) -> LoadedRecipe:
+    """Load a recipe with this `[data]`."""
     (folder / "x.toml").write_text(RECIPE.replace("{data}", data))
     return load_recipe(folder / "x.toml")
 
@@ -81,7 +82,7 @@ def test_data_with_a_path_is_one_source(tmp_path: Path):
     assert list(split_sources(data)) == [(None, data)]
 
 
-def test_kept_recipe_has_equal_sources(tmp_path: Path):
+def test_written_recipe_reads_back_equal_sources(tmp_path: Path):
     loaded = load(tmp_path, TWO)
     (tmp_path / "y.toml").write_text(recipe_to_toml(loaded.recipe, loaded.origins))
     assert load_recipe(tmp_path / "y.toml").recipe == loaded.recipe
@@ -132,7 +133,7 @@ def test_kept_recipe_has_equal_sources(tmp_path: Path):
         ),
     ],
 )
-def test_invalid_sources_are_named(tmp_path: Path, data: str, message: str):
+def test_error_names_the_invalid_source_table(tmp_path: Path, data: str, message: str):
     with pytest.raises(PrepError) as caught:
         load(tmp_path, data)
     assert message in str(caught.value)

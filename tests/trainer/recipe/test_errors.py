@@ -197,8 +197,8 @@ FILES = {
     ),
     "source without a target": (
         replaced('type = "text"', 'type = "json"\nfields = "[a], [b]"'),
-        'x.toml:6: `data.fields` is "[a], [b]" - all fields are in brackets, which have no loss: it needs one outside '
-        'brackets - `data.fields = "[article], summary"`',
+        'x.toml:6: `data.fields` is "[a], [b]" - all fields are in brackets, so no token would '
+        'count in the loss: put one field outside brackets - `data.fields = "[article], summary"`',
     ),
     "repository without an owner": (
         replaced("steps = 20", 'steps = 20\n[checkpoint]\npush = "me"'),

@@ -63,8 +63,8 @@ def test_columns_in_brackets_come_first():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("[a]", "it needs one outside brackets"),
-        ("[a], [b]", "it needs one outside brackets"),
+        ("[a]", "put one field outside brackets"),
+        ("[a], [b]", "put one field outside brackets"),
         ("[], b", "a field is empty"),
         ("[ ], b", "a field is empty"),
         ("[a,], b", "a field is empty"),

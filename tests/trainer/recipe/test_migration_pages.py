@@ -13,10 +13,12 @@ from trainer.recipe.tables import KEY_SCHEMAS
 from trainer.recipe.unknown_keys import guess_key, option_hint
 
 PAGES = sorted((Path(__file__).parents[3] / "docs" / "how-to").glob("migrate-from-*.md"))
-SETTING_TITLES = ("flag", "setting", "argument")  # first columns of tables with settings
+# Titles of the first column in tables with settings.
+SETTING_TITLES = ("flag", "setting", "argument")
 SETTING = re.compile(r"[a-z]\w*(\.\w+)*")
 NO_COUNTERPART = ("not needed", "not supported")
-SETTINGS = [  # page, setting of another system, cell with its counterparts
+# Page, setting of another system, and the cell with its counterparts.
+SETTINGS = [
     (page.stem, setting, cells[1])
     for page in PAGES
     for title, cells in table_rows(page)
@@ -38,7 +40,8 @@ def test_each_system_has_a_page_with_settings():
 def test_keys_and_commands_of_the_page_exist(page: Path, capsys: pytest.CaptureFixture[str]):
     for title, cells in table_rows(page):
         assert code_in(cells[1]) or cells[1] in NO_COUNTERPART, cells
-        if title != "redco":  # its table has commands with values
+        # The table of redco has commands with values.
+        if title != "redco":
             check_names(code_in(cells[1]), capsys)
 
 

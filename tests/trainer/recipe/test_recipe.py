@@ -226,11 +226,8 @@ PATHS = TEXTS.filter(lambda text: "${" not in text and not text.startswith("~"))
 NAMES = st.from_regex(r"[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*", fullmatch=True).filter(
     lambda t: t.isprintable()
 )
-START_KEYS = (
-    "model.init",
-    "model.preset",
-    "model.config",
-)  # of a random start, instead of `model.path`
+# Keys of a random start. They replace `model.path`.
+START_KEYS = ("model.init", "model.preset", "model.config")
 TEXT_LISTS = (
     "data.path",
     "data.eval_path",
@@ -240,11 +237,8 @@ TEXT_LISTS = (
     "optimizer.decay_include",
     "log.samples",
 )
-SAVE_KEYS = (
-    "train.eval_every_epochs",
-    "checkpoint.every_epochs",
-    "checkpoint.dtype",
-)  # conflict with default examples
+# Keys with examples that conflict with other defaults.
+SAVE_KEYS = ("train.eval_every_epochs", "checkpoint.every_epochs", "checkpoint.dtype")
 VALUES_BY_KEY = {
     "model.overrides": st.dictionaries(
         NAMES, st.integers(1, 2**20) | TEXTS, min_size=1, max_size=2

@@ -24,9 +24,11 @@ def batch(**keys: int) -> Batch:
     ("keys", "n_devices", "n_replicas", "shape"),
     [
         ({"size": 24}, 8, 1, (24, 1)),
-        ({"per_device": 3}, 8, 1, (24, 1)),  # times all devices, although dp is 1
+        # `per_device` counts all devices, although dp is 1.
+        ({"per_device": 3}, 8, 1, (24, 1)),
         ({"per_replica": 4}, 16, 2, (8, 1)),
-        ({"size": 8, "per_replica": 4}, 8, 1, (8, 2)),  # redco on one node
+        # This is the batch of redco on one node.
+        ({"size": 8, "per_replica": 4}, 8, 1, (8, 2)),
         ({"size": 64, "per_device": 2}, 8, 4, (64, 4)),
         ({"size": 64, "accumulate": 4}, 8, 8, (64, 4)),
         ({"per_device": 2, "accumulate": 3}, 8, 4, (48, 3)),

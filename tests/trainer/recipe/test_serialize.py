@@ -10,12 +10,14 @@ import pytest
 from trainer.recipe import load_recipe, recipe_to_toml
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-DIGESTS = {  # SHA-256 of the complete recipes
+# SHA-256 of the complete recipes.
+DIGESTS = {
     "flan-t5-base.toml": "125f3c8ca78a6e240286a2962c90124bd555cac525cd64b7adc243f1cc370abc",
     "gpt-neo-1.3b.toml": "9f23b87a348e23f813824c3dfad897fad01b4b578805ff05a6767f305ddf69cd",
     "llama-7b.toml": "6a7d2c054fb164929d38972474487ef1eeb9de7f46d1a051af1aefff09836bd0",
 }
-ADDED_KEYS = (  # later than the digests
+# Keys added to prep after the digests were taken.
+ADDED_KEYS = (
     *("ffn_chunk_size", "attention_kernel", "q_chunk_size", "k_chunk_size"),
     *(
         "rope_scaling",
@@ -46,7 +48,8 @@ ADDED_KEYS = (  # later than the digests
     "checkpoint.dtype",
 )
 ADDED_TABLES = ("loss", "log", "lora")
-CHANGED_DEFAULTS = {  # text now, the text in the digests, and the recipes that have it
+# Text now -> the text in the digests, and the recipes with this text.
+CHANGED_DEFAULTS = {
     "# head_chunk_size: chosen for the devices": ("head_chunk_size = 512", {*DIGESTS}),
     '# fields: "text", if the files have columns': (
         '# fields: "text" for json',

@@ -14,6 +14,7 @@ from trainer.tables.process import read_table
 
 
 def arrow_file(num_batches: int) -> bytes:
+    """Return an Arrow file with batches of two rows."""
     pyarrow = pytest.importorskip("pyarrow")
     batch = pyarrow.RecordBatch.from_pydict({"text": ["a", "b"]})
     sink = io.BytesIO()

@@ -42,7 +42,8 @@ def make_recipe(data: Mapping[str, Any] = TEXTS, **model: Any) -> Recipe:
             "model": {"path": "nowhere", "head_chunk_size": 5, **model},
             "data": {"seq_length": runs.LENGTH, **data},
             "batch": {"size": 8},
-            "optimizer": {"type": "sgd", "lr": 1e-3, "warmup_ratio": 0.1},  # it compiles fast
+            # SGD compiles fast.
+            "optimizer": {"type": "sgd", "lr": 1e-3, "warmup_ratio": 0.1},
             "train": {"epochs": 1},
         }
     )
@@ -72,7 +73,8 @@ def test_plan_matches_the_training_step():
     assert {collective.kind for collective in plan.collectives} >= {"all-gather", "all-reduce"}
 
 
-@pytest.mark.slow  # the plan above is of a donated state too
+# By default test_plan_matches_the_training_step shows a donated state.
+@pytest.mark.slow
 def test_state_is_donated():
     """The batch of a model with an encoder has a source as well."""
     plan = compiled_plan(make_recipe(PAIRS), make_manifest(T5), parse_mesh("1,1,2"))

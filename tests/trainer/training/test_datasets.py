@@ -221,6 +221,7 @@ def test_span_corruption_reaches_the_rows(tmp_path: Path):
         for line in ("the cat the hat sat", "the mat the cat sat")
         for token_id in (*encode(tmp_path / "tokenizer.json", line), 2)
     ]
-    assert batch["source"].tolist() == [[*text[:8], sentinel, 2]]  # its one span of 2 is at the end
+    # The only span has 2 tokens, and is at the end of the block.
+    assert batch["source"].tolist() == [[*text[:8], sentinel, 2]]
     assert batch["targets"].tolist() == [[sentinel, *text[8:10], 2, 0, 0]]
     assert batch["tokens"].tolist() == [[0, sentinel, *text[8:10], 0, 0]]

@@ -50,7 +50,8 @@ def test_load_batch_gives_sp_devices_two_blocks_per_row():
     setup = runs.make_setup(mesh="fsdp:2,sp:4", attention_options=AttentionOptions("blockwise"))
     job = runs.make_job(setup)
     expected = job.train.get_batch(job.order.rows(0))
-    blocks = [(0, 7), (1, 6), (2, 5), (3, 4)]  # of 8 blocks of 2 tokens
+    # Each device has two of the 8 blocks of 2 tokens.
+    blocks = [(0, 7), (1, 6), (2, 5), (3, 4)]
     for name, array in feed.load_batch(job.train, job.order.rows(0), setup.sharding).items():
         for shard in array.addressable_shards:
             rows, columns = shard.index

@@ -73,10 +73,8 @@ def compiled_once() -> Iterator[None]:
     def cached(self: Loop) -> Any:
         key = id(self.config.setup), self.config.order.batch_size
         if key not in COMPILED:
-            COMPILED[key] = (
-                compile_step(self),
-                self.config.setup,
-            )  # keeps the setup alive, so that its id is not reused
+            # The reference keeps the setup alive, so that its id is not used again.
+            COMPILED[key] = (compile_step(self), self.config.setup)
         return COMPILED[key][0]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -104,7 +102,8 @@ def test_loop_takes_all_steps(uninterrupted: FinishedRun):
     assert uninterrupted.callbacks.lines[-1]["tokens"] == STEPS * 8 * runs.LENGTH
 
 
-@pytest.mark.parametrize("stop", slow_except(range(1, STEPS), (1, 6)))  # an epoch ends in step 6
+# An epoch ends in step 6.
+@pytest.mark.parametrize("stop", slow_except(range(1, STEPS), (1, 6)))
 def test_loop_resumes_bit_exactly_after_any_step(
     stop: int, setup: runs.StepSetup, uninterrupted: FinishedRun, tmp_path: Path
 ):
@@ -267,7 +266,7 @@ class Result:
 def test_loop_logs_time_mfu_and_memory_of_steps(
     setup: runs.StepSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: bool, lag: int
 ):
-    """This includes the first line, and lines just before a checkpoint, when no further step is in flight."""
+    """The first line has them too, and so have lines just before a checkpoint, when no further step is in flight."""
     job = replace(runs.make_job(setup, steps=7, save_every=3), peak_step_s=0.4)
     monkeypatch.setattr(loop, "peak_memory_nbytes", lambda sharding: 7 << 30)
     callbacks = runs.RecordingCallbacks()

@@ -159,10 +159,11 @@ def test_parameters_too_large_for_the_cast_are_saved_without_it(
 
 def test_counts_of_equal_leaves_are_compiled_once(caplog: pytest.LogCaptureFixture):
     leaves = {"a": jnp.ones((5, 7)), "b": jnp.zeros((5, 7))}
+    # Commands of other tests silence the log of jax.
     with (
         jax.log_compiles(),
         caplog.at_level("WARNING", logger="jax"),
-    ):  # commands of other tests silence it
+    ):
         count_changed_values(leaves, "bfloat16")
         count_changed_values(leaves, "bfloat16")
     assert (
@@ -174,7 +175,8 @@ def raise_warning(text: str) -> None:
     raise AssertionError(text)
 
 
-@pytest.mark.slow  # tests/prepcli/training_runs/test_train_events.py writes a profile
+# By default tests/prepcli/training_runs/test_train_events.py writes a profile.
+@pytest.mark.slow
 def test_profile_records_the_steps(tmp_path: Path):
     profiler = StepProfiler(2, 3, tmp_path / "profile", raise_warning)
     run_loop(tmp_path, options={"profiler": profiler})

@@ -80,15 +80,15 @@ def test_step_without_tokens_keeps_the_scale():
 def test_scale_grows_up_to_its_maximum():
     scale, finite = LossScale(), jnp.array(True)
     state = {"loss_scale": jnp.float32(8), "loss_scale_steps": jnp.int32(GROWTH_STEPS - 2)}
-    state = scale.next(state, finite)
+    state = scale.next_state(state, finite)
     assert (float(state["loss_scale"]), int(state["loss_scale_steps"])) == (8, GROWTH_STEPS - 1)
-    state = scale.next(state, finite)
+    state = scale.next_state(state, finite)
     assert (float(state["loss_scale"]), int(state["loss_scale_steps"])) == (16, 0)
     largest = {
         "loss_scale": jnp.float32(MAX_SCALE),
         "loss_scale_steps": jnp.int32(GROWTH_STEPS - 1),
     }
-    assert float(scale.next(largest, finite)["loss_scale"]) == MAX_SCALE
+    assert float(scale.next_state(largest, finite)["loss_scale"]) == MAX_SCALE
 
 
 def test_static_scale_has_no_state():

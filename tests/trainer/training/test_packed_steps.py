@@ -19,7 +19,8 @@ from trainer.training.evaluation import evaluate, jit_eval_step
 from trainer.training.step import StepSetup, jit_train_step
 
 STEPS, ROWS = 3, 8
-REFERENCE, EXACT = 0, 8  # logical shards
+# Numbers of logical shards: 0 for a step without exact reduction.
+REFERENCE, EXACT = 0, 8
 
 
 def make_dataset(packing: str = "documents") -> DocumentDataset:

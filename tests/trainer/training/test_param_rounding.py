@@ -24,7 +24,8 @@ from trainer.training.loading import init_state, random_state
 SPECIAL = np.array(
     [1.0, 1 + 2**-9, 1e-45, np.nan, -np.inf, 3.3895e38, -(2.0**-130), 0.1], np.float32
 )
-NUM_CHANGED = 4  # of SPECIAL: the second, the third, the largest and the last
+# Rounding changes four values of SPECIAL: the second, the third, the largest and the last.
+NUM_CHANGED = 4
 
 
 def stored_params(dtype: Any = np.float32) -> dict[str, np.ndarray]:
@@ -133,7 +134,8 @@ def test_adapters_have_the_dtype_and_the_base_keeps_its_own():
 def test_compiled_step_takes_2_bytes_less_per_parameter():
     sizes = []
     for dtype in ("float32", "bfloat16"):
-        sgd = make_optimizer("sgd")  # it compiles fast
+        # SGD compiles fast.
+        sgd = make_optimizer("sgd")
         setup = runs.make_setup(runs.LLAMA, "8,1,1", param_dtype=dtype, optimizer=sgd)
         batch = batch_shapes(runs.make_job(setup).train, 8, setup.sharding)
         sizes.append(compile_plan(setup, batch, "8 CPU devices").argument_nbytes)

@@ -36,7 +36,7 @@ def test_schedule_without_a_decay_can_be_extended(kind: str):
         check(schedule(kind), schedule(kind, warmup=4, decay=MORE_STEPS))
 
 
-def test_changed_schedule_is_named():
+def test_error_names_the_changed_schedule():
     with pytest.raises(PrepError) as caught:
         check(schedule("linear"), schedule("wsd", cooldown=5))
     assert caught.value.what == "the learning rate schedule has changed since the run began"

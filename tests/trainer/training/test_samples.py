@@ -65,7 +65,8 @@ def assert_tokens_are_most_likely(
     """Compare each of five new tokens with the logits of a forward pass without a cache over all tokens."""
     new_ids = [int(word.removeprefix("w")) for word in text.split()]
     assert len(new_ids) == 5
-    tokens = np.zeros((1, 8), np.int32)  # one shape for all prompts: padding does not change logits
+    # Padding does not change logits, so all prompts have one shape.
+    tokens = np.zeros((1, 8), np.int32)
     tokens[0, : len(prompt) + 5] = [*prompt, *new_ids]
     logits = model_logits(setup.model, params, {"tokens": tokens, **encoder_inputs})
     before_new = slice(len(prompt) - 1, len(prompt) + 4)
@@ -75,7 +76,8 @@ def assert_tokens_are_most_likely(
 def test_sampler_takes_the_most_likely_tokens(tokenizer: TextTokenizer):
     setup = runs.make_setup()
     sampler = make_sampler(tokenizer, setup)
-    for seed in range(2):  # the compiled functions are used with other parameters
+    # The second turn uses the compiled functions with other parameters.
+    for seed in range(2):
         params = runs.make_state(setup, seed)["params"]
         samples = sampler.generate(params)
         assert [sample.prompt for sample in samples] == [*PROMPTS]
@@ -106,7 +108,8 @@ def test_sampler_reads_prompts_with_the_encoder(tokenizer: TextTokenizer):
 
 
 def test_sampler_generates_fewer_tokens_than_positions(tokenizer: TextTokenizer):
-    setup = runs.make_setup()  # of 32 positions
+    # The model has 32 positions.
+    setup = runs.make_setup()
     params = runs.make_state(setup)["params"]
     (sample,) = make_sampler(
         tokenizer, setup, prompts=(" ".join(["w1"] * 30),), max_new_tokens=64

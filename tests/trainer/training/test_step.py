@@ -69,9 +69,8 @@ def test_train_step_decreases_loss(one_device_losses: np.ndarray):
             ("", 4, {}),
             ("2,2,2", 2, {"rules": ("heads=dp", "mlp=dp+fsdp", "embed=mp", "vocab=none")}),
         ],
-        lambda case: (
-            case[0] == "2,2,2" and case[1] == 2 and "rules" in case[2]
-        ),  # test_loop has the usual meshes
+        # test_loop covers the usual meshes.
+        lambda case: case[0] == "2,2,2" and case[1] == 2 and "rules" in case[2],
     ),
 )
 def test_losses_do_not_depend_on_mesh_or_micro_batches(
@@ -81,7 +80,8 @@ def test_losses_do_not_depend_on_mesh_or_micro_batches(
     np.testing.assert_allclose(losses, one_device_losses, rtol=1e-5)
 
 
-@pytest.mark.slow  # test_sharding compares loss and gradients of such a mesh
+# By default test_sharding compares loss and gradients of such a mesh.
+@pytest.mark.slow
 def test_losses_with_unsplit_kv_heads_match_one_device():
     """A mesh with mp 8 splits 8 query heads but not 4 key and value heads."""
     losses, _ = train_losses(runs.make_setup(runs.LLAMA, mesh="1,1,8"), 5)
@@ -89,7 +89,8 @@ def test_losses_with_unsplit_kv_heads_match_one_device():
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-@pytest.mark.slow  # test_sharding compares loss and gradients of experts on this mesh
+# By default test_sharding compares loss and gradients of experts on this mesh.
+@pytest.mark.slow
 def test_expert_losses_do_not_depend_on_mesh_or_micro_batches():
     setup = runs.make_setup(
         runs.MIXTRAL, mesh="2,2,2", accumulate=2, remat_policy="dots_saveable", ffn_chunk_size=5
@@ -116,7 +117,8 @@ def test_micro_batches_count_by_their_token_weights(accumulate: int):
     """The gradient is that of the sum over all tokens, and a micro-batch without tokens is not nan."""
     weights = np.zeros((8, runs.LENGTH), np.float32)
     weights[0] = 1
-    weights[1, :3] = 1  # in another micro-batch than row 0; of 8 micro-batches most have no token
+    # Row 1 is in another micro-batch than row 0. Of 8 micro-batches most have no token.
+    weights[1, :3] = 1
     np.testing.assert_allclose(
         updated_weight(accumulate, weights), updated_weight(1, weights), atol=1e-7
     )

@@ -12,6 +12,7 @@ from trainer.training.tensorboard_log import TensorBoardLog
 
 
 def write_lines(folder: Path, start: int, stop: int) -> None:
+    """Write the steps after `start` as one run does, with an evaluation at the end."""
     log = TensorBoardLog(folder, start)
     for step in range(start + 1, stop + 1):
         log.write({"step": step, "loss": step + start / 100, "grad_norm": None})
@@ -20,6 +21,7 @@ def write_lines(folder: Path, start: int, stop: int) -> None:
 
 
 def read_scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    """Return the steps and values of a tag as TensorBoard reads them."""
     module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = module.EventAccumulator(str(folder))
     events.Reload()

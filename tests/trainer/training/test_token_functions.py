@@ -79,6 +79,7 @@ def first_moments(state: TrainState) -> dict[str, Array]:
 
 
 def focal_setup(**options: Any) -> StepSetup:
+    """Return a setup with the focal loss and without warm-up."""
     optimizer = replace(runs.ADAMW, lr_schedule=replace(runs.ADAMW.lr_schedule, warmup=0))
     return replace(
         runs.make_setup(**options), optimizer=optimizer, loss_terms=LossTerms(token_loss=focal_loss)
@@ -113,7 +114,8 @@ def test_token_loss_gradients_equal_direct_computation(chunk_size: int, softcap:
     )
     for value, other in zip(jax.tree.leaves(computed), jax.tree.leaves(expected)):
         np.testing.assert_allclose(value, other, rtol=2e-5, atol=1e-6)
-    assert not computed[1][1][11].any()  # the padded row
+    # Row 11 of the head's weight is padding.
+    assert not computed[1][1][11].any()
 
 
 def test_loss_of_a_step_equals_a_direct_computation():
@@ -148,7 +150,8 @@ def test_token_loss_does_not_depend_on_mesh_or_micro_batches(
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     moments, expected_moments = (first_moments(tree) for tree in (state, expected))
     assert moments.keys() == {*flatten_tree(expected["params"])}
-    for path, moment in moments.items():  # a tenth of the gradient
+    # The first moment is a tenth of the gradient.
+    for path, moment in moments.items():
         np.testing.assert_allclose(
             moment, expected_moments[path], rtol=2e-4, atol=2e-7, err_msg=path
         )

@@ -32,6 +32,7 @@ class FakeDevice:
 
 
 def sharding_of(*devices: FakeDevice) -> Any:
+    """Return a sharding over fake devices."""
     mesh = SimpleNamespace(devices=SimpleNamespace(flat=devices), local_devices=devices)
     return SimpleNamespace(
         mesh=parse_mesh(f"{len(devices)},1,1"), device_mesh=mesh, rules=DEFAULT_RULES
@@ -47,10 +48,10 @@ def test_mfu_counts_the_operations_of_the_plan(tmp_path: Path, overrides: tuple[
     model = build_model(family, TINY, is_tied=False, lora=lora)
     sharding = sharding_of(FakeDevice("NVIDIA H200"), FakeDevice("NVIDIA H200"))
     peak_flops = 2 * ACCELERATORS["H200"].peak_flops
-    assert peak_step_s(plan.recipe, model, sharding) == plan.flops.model_full / peak_flops
-    assert (plan.flops.model_full < plan_text(tmp_path, "mesh=2,1,1").flops.model_full) == bool(
-        overrides
-    )
+    step_flops = plan.flops.model_flops_of_all_pairs
+    default_flops = plan_text(tmp_path, "mesh=2,1,1").flops.model_flops_of_all_pairs
+    assert peak_step_s(plan.recipe, model, sharding) == step_flops / peak_flops
+    assert (step_flops < default_flops) == bool(overrides)
     assert (
         peak_step_s(plan.recipe, model, sharding_of(FakeDevice("cpu"), FakeDevice("cpu"))) is None
     )

@@ -24,7 +24,8 @@ class FakeWandb:
         self.inits: list[dict[str, Any]] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.exit_codes: list[int] = []
-        self.error: Exception | None = None  # of each call of a run
+        # The error that each call of a run raises, or None.
+        self.error: Exception | None = None
 
     def Settings(self, **values: Any) -> dict[str, Any]:  # noqa: N802
         return values

@@ -39,6 +39,7 @@ def _read_table(table_format: str, file: DataFile, options: ReadOptions) -> Iter
 def _parse_table(
     file: DataFile, table_format: str, options: ReadOptions, stream: BinaryIO
 ) -> Iterator[Record]:
+    """Yield a record per valid row. Report the invalid rows."""
     _check_installed(file)
     number = 0
     try:
@@ -66,6 +67,7 @@ def _check_installed(file: DataFile) -> None:
 
 
 def _row_error(place: str, row: InvalidRow, options: ReadOptions) -> PrepError:
+    """Return the error for an invalid or too large row."""
     if row.nbytes:
         return too_large_error(f"{place}: too large", row.nbytes, options.max_document_nbytes)
     return PrepError(f"{place}: invalid", row.why, ROW_HINT)

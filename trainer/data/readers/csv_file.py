@@ -27,6 +27,7 @@ LINE_HINT = "fix or remove the line, or `data.bad_lines = N` skips up to N of th
 
 
 def _read_rows(file: DataFile, options: ReadOptions) -> Iterator[Record]:
+    """Yield a record per row."""
     # The module has one limit for the process.
     csv.field_size_limit(options.max_document_nbytes)
     return read_stream(file, lambda stream: _parse_rows(file, stream, options))
@@ -35,8 +36,8 @@ def _read_rows(file: DataFile, options: ReadOptions) -> Iterator[Record]:
 def _parse_rows(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Iterator[Record]:
     """Yield one record per valid row.
 
-    The bytes of the header, of blank and of invalid rows count for the next valid row, and the
-    shares of all records add up to the size of the file.
+    The bytes of the header, of blank and of invalid rows count for the next valid row, so that
+    `nbytes` of all records adds up to the size of the file.
 
     Each line of an invalid row is reported.
     """
@@ -141,6 +142,7 @@ def _row_error(place: str, why: str) -> PrepError:
 
 
 def _check_encoding(place: str, row: Sequence[str]) -> None:
+    """Raise PrepError if a field has bytes other than UTF-8."""
     for number, value in enumerate(row, start=1):
         try:
             value.encode()
@@ -152,6 +154,7 @@ def _check_encoding(place: str, row: Sequence[str]) -> None:
 
 
 def _check_header(place: str, row: Sequence[str]) -> Sequence[str]:
+    """Return the names of the columns. Raise PrepError if two are equal."""
     names: set[str] = set()
     for name in row:
         if name in names:
@@ -162,6 +165,7 @@ def _check_header(place: str, row: Sequence[str]) -> Sequence[str]:
 
 
 def _values(place: str, header: Sequence[str], row: Sequence[str]) -> dict[str, str]:
+    """Return the fields of a row by column. Raise PrepError if their number is wrong."""
     if len(row) != len(header):
         raise PrepError(f"{place}: {len(row)} fields", f"the header has {len(header)}", LINE_HINT)
     return dict(zip(header, row))

@@ -25,6 +25,7 @@ ARRAY_HINT = "pass an array of integers with one dimension, or with two and one 
 
 
 def _read_ids(file: DataFile, options: ReadOptions) -> Iterator[IdsChunk]:
+    """Yield the ids of a file in chunks."""
     if str(file.path).endswith(".npy"):
         return read_stream(file, lambda stream: _parse_npy(file, stream))
     dtype = np.dtype(options.ids_dtype).newbyteorder("<")
@@ -34,6 +35,7 @@ def _read_ids(file: DataFile, options: ReadOptions) -> Iterator[IdsChunk]:
 
 
 def _count_ids(file: DataFile, dtype: np.dtype[Any]) -> int:
+    """Return the number of ids in a file without a header."""
     if file.nbytes % dtype.itemsize:
         why = f"it has {file.nbytes:,} bytes, and each {dtype.name} id has {dtype.itemsize}"
         hint = Text(Key("data.ids_dtype"), " sets the dtype")
@@ -49,7 +51,7 @@ def _parse_npy(file: DataFile, stream: BinaryIO) -> Iterator[IdsChunk]:
         why = f"it has {file.nbytes:,} bytes, and its header declares the shape {shape!r:.60}"
         raise PrepError(f"{file.path} is cut short", why, "get the file again")
     if not n_ids:
-        # An array can have any number of rows without ids.
+        # An array of shape [N, 0] declares N rows without ids, for any N.
         return
     if len(shape) == 1:
         yield from _read_chunks(file, stream, dtype, n_ids=shape[0])

@@ -52,6 +52,7 @@ def _parse_lines(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Iter
 
 
 def _parse_object(place: str, line: str) -> JsonObject:
+    """Return the JSON object of a line. Raise PrepError for another value."""
     values = _parse_json(place, line)
     if not isinstance(values, dict):
         what = f"{place}: not an object but {json_type_name(values)}"
@@ -62,6 +63,7 @@ def _parse_object(place: str, line: str) -> JsonObject:
 
 
 def _parse_json(place: str, line: str) -> Any:
+    """Return the JSON value of a line. Raise PrepError for invalid JSON."""
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:

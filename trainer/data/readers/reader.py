@@ -26,7 +26,7 @@ class Record:
     Attributes:
         values: Value of each column, not checked.
         place: File and line, for error messages: `train.jsonl:7`.
-        nbytes: Its share of the file's bytes, for the progress.
+        nbytes: Bytes of the file that it accounts for. Progress reports add them up.
     """
 
     values: Mapping[str, object]
@@ -40,7 +40,7 @@ class TextChunk:
 
     Attributes:
         text: The text.
-        nbytes: Its share of the file's bytes, for the progress.
+        nbytes: Bytes of the file that it accounts for. Progress reports add them up.
         starts_document: Whether it is the start of its document.
         ends_document: Whether it is the end of its document.
     """
@@ -59,7 +59,7 @@ class IdsChunk:
         ids: Ids of a part of the file, any integer dtype.
         file: Name of the file, for error messages.
         first: Position of the first id in the file.
-        nbytes: Its share of the file's bytes, for the progress.
+        nbytes: Bytes of the file that it accounts for. Progress reports add them up.
         ends_document: Whether a document ends with it.
     """
 
@@ -75,7 +75,7 @@ ErrorHandler: TypeAlias = Callable[[PrepError], None]
 
 
 def raise_error(error: PrepError) -> None:
-    """Raise an error: the handler that tolerates no invalid line."""
+    """Raise an error. As `ReadOptions.on_error`, this stops the read at the first invalid record."""
     raise error
 
 
@@ -151,10 +151,11 @@ def read_stream(file: DataFile, parse: Callable[[BinaryIO], Iterator[PieceT]]) -
 
     Args:
         file: The file. Its suffix selects the compression.
-        parse: Yields the pieces of the content. Its progress counts the bytes of the content.
+        parse: Yields the records, text chunks or id chunks of the content. Their `nbytes` counts
+            decompressed bytes.
 
     Yields:
-        The pieces. Their progress counts the bytes of the file.
+        The results of `parse`. Their `nbytes` counts bytes of the file.
 
     Raises:
         PrepError: The file cannot be read or decompressed, or changed since it was hashed.
@@ -164,9 +165,9 @@ def read_stream(file: DataFile, parse: Callable[[BinaryIO], Iterator[PieceT]]) -
         hashing = HashingStream(raw)
         stream = cast(BinaryIO, hashing)
         if compression:
-            # The parser counts decompressed bytes. For the progress each piece gets the compressed
-            # bytes read since the piece before it, so that the shares add up to the size of the
-            # file.
+            # The parser counts decompressed bytes. For progress reports each record or chunk gets
+            # the compressed bytes read since the one before it, so that `nbytes` adds up to the
+            # size of the file.
             content = open_decompressed(stream, str(file.path), compression)
             done_nbytes = 0
             for piece in parse(content):
@@ -184,7 +185,7 @@ def read_seekable(
 
     Args:
         file: The file.
-        parse: Yields the pieces of a seekable stream.
+        parse: Yields the records, text chunks or id chunks of a seekable stream.
 
     Raises:
         PrepError: The file cannot be read, or changed since it was hashed.

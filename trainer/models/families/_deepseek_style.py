@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 from trainer.models.architecture import ArchConfig, read_positive
 from trainer.models.errors import invalid_config_error
-from trainer.models.families import _llama_style, _moe_style
+from trainer.models.families import _grouped_style, _llama_style, _moe_style
 from trainer.models.moe_config import Router
-from trainer.models.parameters import MAX_LAYERS, HFConfig, if_set, read_size
+from trainer.models.parameters import MAX_LAYERS, HFConfig, if_set, read_count, read_size
 from trainer.models.rope_config import read_rope, yarn_scores_scale
 from trainer.models.rows import Parameters, linear, matrix, rms_norm
 
@@ -124,7 +124,7 @@ def latent_attention(
     }
     return {
         **matrix("attn.q", queries.format("embed", "q_proj"), condition=has_plain_queries),
-        **_moe_style.under_condition(query_latent, has_query_latent),
+        **_grouped_style.under_condition(query_latent, has_query_latent),
         **linear("attn.kv_down", f"kv_rank embed <- {fused}: (>kv_rank | rope_dim) embed", HAS_BIAS),
         **linear("attn.k_rope", f"rope_dim embed <- {fused}: (kv_rank | >rope_dim) embed", HAS_BIAS),
         **rms_norm("attn.kv_latent_norm", "kv_rank <- self_attn.kv_a_layernorm.weight: kv_rank"),
@@ -224,12 +224,9 @@ def read_prediction_layers(config: HFConfig, *, layers: int) -> range:
         layers: Default of `num_hidden_layers`.
 
     Raises:
-        PrepError: `num_nextn_predict_layers` is not an integer from 0 on.
+        PrepError: `num_nextn_predict_layers` is not a number of layers.
     """
-    count = config.get("num_nextn_predict_layers", 1)
-    if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_LAYERS:
-        why = f"num_nextn_predict_layers is {count!r:.60}, it must be an integer from 0 on"
-        raise invalid_config_error(why)
+    count = read_count(config, "num_nextn_predict_layers", 1, MAX_LAYERS)
     first = read_size(config, "num_hidden_layers", layers, MAX_LAYERS)
     return range(first, first + count)
 

@@ -4,109 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainer.models import rows
-from trainer.models.architecture import ArchConfig
-from trainer.models.axis_map import LAYERS
-from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from trainer.models.errors import invalid_config_error
-from trainer.models.families import _llama_style, _moe_style
 from trainer.models.mixer_config import Mixer
-from trainer.models.parameters import Family, HFConfig, Parameter, read_size
-from trainer.models.rows import Parameters, embedding, linear, stack
+from trainer.models.parameters import HFConfig, Parameter, read_size
+from trainer.models.rows import Parameters, linear
 
-# Config -> numbers of some layers.
-LayerNumbers = Callable[[HFConfig], tuple[int, ...]]
+# Types of layers: with a recurrent mixer, and with attention.
+LINEAR = "linear_attention"
+FULL = "full_attention"
 # Names of layer types in files of older versions of transformers.
-OLD_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+OLD_LAYER_TYPES = {"mamba": LINEAR, "attention": FULL}
 
 # transformers 5 writes infinity so, which JSON lacks.
 INFINITY = {"__float__": "Infinity"}
-
-
-class LayerGroup(NamedTuple):
-    """Parameters that some or all layers have.
-
-    Attributes:
-        parameters: Parameters of one of these layers.
-        numbers: Numbers of these layers.
-        may_be_all: Whether they may be all layers of a model.
-    """
-
-    parameters: Parameters
-    numbers: LayerNumbers
-    may_be_all: bool = True
-
-
-def build_family(
-    name: str,
-    sizes: Callable[[HFConfig], dict[str, int]],
-    arch_config: Callable[[HFConfig], ArchConfig],
-    *,
-    layer: Parameters,
-    groups: Mapping[str, LayerGroup],
-    final_norm: Parameters = _llama_style.FINAL_RMS_NORM,
-    tied_by_default: bool = False,
-    dropped: Mapping[str, str] = _llama_style.LEGACY_BUFFERS,
-    dropout_fields: DropoutFields = ATTENTION_DROPOUT,
-) -> Family:
-    """Return a family whose layers differ in their parameters.
-
-    The parameters of a group are in `layers` if all layers have them, and else in a stack of the group's layers.
-
-    Args:
-        name: `model_type` of its config.json.
-        sizes: Atom -> extent, without those of groups.
-        arch_config: The architecture.
-        layer: Parameters of every layer.
-        groups: Path part and atom of a group -> its layers.
-        final_norm: Parameters of the norm after the last layer.
-        tied_by_default: Whether the head is tied if the config does not say.
-        dropped: Pattern of tensors to ignore -> their description.
-        dropout_fields: Fields of the config with dropout rates.
-    """
-
-    def all_sizes(config: HFConfig) -> dict[str, int]:
-        axis_sizes = sizes(config)
-        counts = {group: len(numbers) for group, numbers in layer_numbers(config).items()}
-        return {**axis_sizes, **counts}
-
-    def layer_numbers(config: HFConfig) -> dict[str, tuple[int, ...]]:
-        num_layers = sizes(config)[LAYERS]
-        numbers = {group: members.numbers(config) for group, members in groups.items()}
-        return {group: listed for group, listed in numbers.items() if 0 < len(listed) < num_layers}
-
-    parameters = stack(LAYERS, "layers.{layers}", layer)
-    for group, members in groups.items():
-
-        def has_some_layers(config: HFConfig, group: str = group) -> bool:
-            return group in layer_numbers(config)
-
-        def has_all_layers(config: HFConfig, members: LayerGroup = members) -> bool:
-            return len(members.numbers(config)) == sizes(config)[LAYERS]
-
-        partial = _moe_style.under_condition(members.parameters, has_some_layers)
-        parameters |= stack(group, f"layers.{{{group}}}", partial)
-        if members.may_be_all:
-            whole = _moe_style.under_condition(members.parameters, has_all_layers)
-            parameters |= stack(LAYERS, "layers.{layers}", whole)
-    return rows.build_family(
-        name=name,
-        prefix=_llama_style.TENSOR_PREFIX,
-        sizes=all_sizes,
-        arch_config=arch_config,
-        parameters={
-            **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
-            **parameters,
-            **final_norm,
-            **_llama_style.HEAD,
-        },
-        tied_by_default=tied_by_default,
-        dropped=dropped,
-        dropout_fields=dropout_fields,
-        layer_numbers=layer_numbers,
-    )
 
 
 def read_layer_types(
@@ -182,20 +95,13 @@ VALUES = "mixer_groups group_heads mixer_head_dim"
 HEADS = "mixer_groups group_heads"
 
 
-def mamba2(
-    module: str,
-    *,
-    bias: rows.Condition | None,
-    conv_bias: rows.Condition,
-    norm: rows.Condition = rows.ALWAYS,
-) -> Parameters:
+def mamba2(module: str, *, bias: rows.Condition | None, conv_bias: rows.Condition) -> Parameters:
     """Return the parameters of Mamba-2.
 
     Args:
         module: Name of the module.
         bias: When its projections have a bias.
         conv_bias: When its convolution has a bias.
-        norm: When it has a norm.
     """
     # One tensor has gates, values, keys, queries and steps, in this order.
     projections = {"z": VALUES, "v": VALUES, "k": QUERIES, "q": QUERIES, "dt": HEADS}
@@ -214,7 +120,7 @@ def mamba2(
         "mixer.a_log.weight": Parameter(f"{HEADS} <- {module}.A_log: ({HEADS})"),
         "mixer.d.weight": Parameter(f"{HEADS} <- {module}.D: ({HEADS})"),
         "mixer.dt_bias.bias": Parameter(f"{HEADS} <- {module}.dt_bias: ({HEADS})"),
-        "mixer.norm.scale": Parameter(f"{VALUES} <- {module}.norm.weight: ({VALUES})", norm),
+        "mixer.norm.scale": Parameter(f"{VALUES} <- {module}.norm.weight: ({VALUES})"),
         **linear("mixer.o", out, bias),
     }
 
@@ -275,18 +181,18 @@ def read_mamba2_sizes(
     }
 
 
-def read_mamba2(config: HFConfig, **choices: Any) -> Mixer:
-    """Return the Mamba-2 mixer of a config, with other choices of `Mixer`.
+def read_mamba2(config: HFConfig) -> Mixer:
+    """Return the Mamba-2 mixer of a config.
 
     Raises:
         PrepError: `time_step_limit` is not a pair of numbers.
     """
     stored: Any = config.get("time_step_limit")
     if stored is None:
-        return Mixer("mamba2", **choices)
+        return Mixer("mamba2")
     limits: list[Any] = []
     if isinstance(stored, list | tuple):
         limits = [math.inf if limit == INFINITY else limit for limit in stored]
     if len(limits) != 2 or not all(type(limit) in (int, float) for limit in limits):
         raise invalid_config_error(f"time_step_limit is {stored!r:.60}, it must be two numbers")
-    return Mixer("mamba2", dt_limits=(float(limits[0]), float(limits[1])), **choices)
+    return Mixer("mamba2", dt_limits=(float(limits[0]), float(limits[1])))

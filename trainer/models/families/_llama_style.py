@@ -21,6 +21,7 @@ from trainer.models.parameters import (
     Family,
     HFConfig,
     TreeLayout,
+    read_count,
     read_size,
 )
 from trainer.models.rope_config import Rope, read_rope
@@ -143,7 +144,7 @@ def arch_config(
     max_positions: int,
     rope_theta: float = 10_000.0,
     rope: Rope | None = None,
-    activation: tuple[str, str] = ("hidden_act", "silu"),
+    activation: tuple[str, str] | str = ("hidden_act", "silu"),
     norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
 ) -> ArchConfig:
     """Return the architecture of LLaMA.
@@ -154,7 +155,7 @@ def arch_config(
         max_positions: Default of `max_position_embeddings`.
         rope_theta: Default of the rotary base.
         rope: Rotary embedding, if the family has read it already.
-        activation: Config field of the activation, and its default.
+        activation: Config field of the activation, and its default. Or an activation without a field.
         norm_eps: Config field of the epsilon of norms, and its default.
 
     Raises:
@@ -166,10 +167,12 @@ def arch_config(
         why = f"num_key_value_heads is {kv_heads}, it must divide num_attention_heads, which is {heads}"
         raise invalid_config_error(why)
     max_positions = read_size(config, "max_position_embeddings", max_positions)
+    if isinstance(activation, tuple):
+        activation = read_activation(config, *activation)
     return ArchConfig(
         norm="rms",
         norm_eps=read_positive(config, *norm_eps),
-        activation=read_activation(config, *activation),
+        activation=activation,
         has_gated_mlp=True,
         attn_scale=axis_sizes["head_dim"] ** -0.5,
         sliding_windows=(FULL_ATTENTION,) * axis_sizes["layers"],
@@ -228,13 +231,9 @@ def read_max_window_layers(config: HFConfig, default: int = 28) -> int:
         default: Default of the config class, 28 in those of Qwen.
 
     Raises:
-        PrepError: `max_window_layers` is not an integer from 0 on.
+        PrepError: `max_window_layers` is not a number of layers.
     """
-    layer = config.get("max_window_layers", default)
-    if not isinstance(layer, int) or layer < 0:
-        why = f"max_window_layers is {layer!r:.60}, it must be an integer from 0 on"
-        raise invalid_config_error(why)
-    return layer
+    return read_count(config, "max_window_layers", default)
 
 
 def read_experts_per_token(config: HFConfig, experts: int, default: int) -> int:

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from trainer.models import rows
 from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import DENSE_LAYERS, LAYERS, SPARSE_LAYERS
 from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from trainer.models.errors import invalid_config_error
-from trainer.models.families import _llama_style
-from trainer.models.parameters import Family, HFConfig, Parameter, condition_holds, read_size
-from trainer.models.rows import Parameters, embedding, matrix, rms_norm, stack
+from trainer.models.families import _grouped_style, _llama_style
+from trainer.models.families._grouped_style import LayerGroup, LayerNumbers, Sizes
+from trainer.models.parameters import (
+    Family,
+    HFConfig,
+    Parameter,
+    read_count,
+    read_size,
+)
+from trainer.models.rows import Parameters, matrix
 
 # Values in `mlp_layer_types`.
 MLP_LAYER_TYPES = ("dense", "sparse")
-# Config -> numbers of the layers with a dense MLP.
-DenseLayers = Callable[[HFConfig], tuple[int, ...]]
 
 
 def build_family(
     name: str,
-    sizes: Callable[[HFConfig], dict[str, int]],
+    sizes: Sizes,
     arch_config: Callable[[HFConfig], ArchConfig],
     *,
     layer: Parameters,
     moe: Parameters,
-    dense_layers: DenseLayers | None = None,
+    dense_layers: LayerNumbers | None = None,
     dense_mlp: Parameters | None = None,
     tokens: str = "embed_tokens.weight",
     tied_by_default: bool = False,
@@ -56,68 +59,33 @@ def build_family(
         dropout_fields: Fields of the config with dropout rates.
         prediction_layers: Numbers of stored layers for multi-token prediction.
     """
-    layers = {**layer, **moe}
-    groups: Parameters = {}
-    layer_numbers = _no_layer_numbers
-    if dense_layers is not None:
-        layers = {**layer, **under_condition(moe, lambda config: not dense_layers(config))}
-        groups = _layer_groups(moe, dense_mlp or DENSE_MLP, dense_layers)
-        layer_numbers = partial(_group_numbers, sizes, dense_layers)
-    return rows.build_family(
-        name=name,
-        prefix=_llama_style.TENSOR_PREFIX,
-        sizes=sizes,
-        arch_config=arch_config,
-        parameters={
-            **embedding("tokens", f"vocab embed <- {tokens}: vocab embed"),
-            **stack(LAYERS, "layers.{layers}", layers),
-            **groups,
-            **rms_norm("final_norm", "embed <- norm.weight: embed"),
-            **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
-        },
+    layer_groups: dict[str, LayerGroup] = {}
+    if dense_layers is None:
+        layer = {**layer, **moe}
+    else:
+        sparse_layers = partial(_sparse_layers, sizes, dense_layers)
+        layer_groups = {
+            DENSE_LAYERS: LayerGroup(dense_mlp or DENSE_MLP, dense_layers, may_be_all=False),
+            SPARSE_LAYERS: LayerGroup(moe, sparse_layers),
+        }
+    return _grouped_style.build_family(
+        name,
+        sizes,
+        arch_config,
+        layer=layer,
+        groups=layer_groups,
+        tokens=tokens,
         tied_by_default=tied_by_default,
         dropped=dropped,
         dropout_fields=dropout_fields,
-        layer_numbers=layer_numbers,
         prediction_layers=prediction_layers,
     )
 
 
-def _layer_groups(moe: Parameters, dense_mlp: Parameters, dense_layers: DenseLayers) -> Parameters:
-    """Return the parameters of the MLPs of a model with both dense and MoE layers."""
-
-    def is_mixed(config: HFConfig) -> bool:
-        return bool(dense_layers(config))
-
-    return {
-        **stack(DENSE_LAYERS, "layers.{dense_layers}", under_condition(dense_mlp, is_mixed)),
-        **stack(SPARSE_LAYERS, "layers.{sparse_layers}", under_condition(moe, is_mixed)),
-    }
-
-
-def _no_layer_numbers(config: HFConfig) -> dict[str, tuple[int, ...]]:
-    return {}
-
-
-def _group_numbers(
-    sizes: Callable[[HFConfig], dict[str, int]], dense_layers: DenseLayers, config: HFConfig
-) -> dict[str, tuple[int, ...]]:
-    """Return the numbers of the dense and of the MoE layers."""
+def _sparse_layers(sizes: Sizes, dense_layers: LayerNumbers, config: HFConfig) -> tuple[int, ...]:
+    """Return the numbers of the layers with experts."""
     dense = dense_layers(config)
-    sparse = [layer for layer in range(sizes(config)[LAYERS]) if layer not in dense]
-    return {DENSE_LAYERS: dense, SPARSE_LAYERS: tuple(sparse)}
-
-
-def under_condition(parameters: Parameters, condition: Callable[[HFConfig], bool]) -> Parameters:
-    """Return parameters that exist if their own condition and another one hold."""
-    limited: Parameters = {}
-    for path, parameter in parameters.items():
-
-        def holds(config: HFConfig, inner: Any = parameter.condition) -> bool:
-            return condition(config) and condition_holds(config, inner)
-
-        limited[path] = dataclasses.replace(parameter, condition=holds)
-    return limited
+    return tuple(layer for layer in range(sizes(config)[LAYERS]) if layer not in dense)
 
 
 def dense_layer_mlp(module: str) -> Parameters:
@@ -149,13 +117,10 @@ def read_first_dense_layers(config: HFConfig, layers: int, default: int) -> tupl
     """Return the dense layers of DeepSeek's config: the first `first_k_dense_replace` ones.
 
     Raises:
-        PrepError: The field is not an integer from 0 on.
+        PrepError: The field is not a number of layers.
     """
-    value = config.get("first_k_dense_replace", default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        why = f"first_k_dense_replace is {value!r:.60}, it must be an integer from 0 on"
-        raise invalid_config_error(why)
-    return tuple(range(min(value, layers)))
+    count = read_count(config, "first_k_dense_replace", default)
+    return tuple(range(min(count, layers)))
 
 
 def read_dense_layers_by_step(config: HFConfig, layers: int) -> tuple[int, ...]:

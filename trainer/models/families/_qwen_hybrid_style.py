@@ -8,13 +8,18 @@ from collections.abc import Mapping
 from trainer.models.architecture import ArchConfig
 from trainer.models.errors import invalid_config_error
 from trainer.models.families import _hybrid_style, _llama_style
-from trainer.models.families._hybrid_style import HEADS, QUERIES, VALUES, mark_part
+from trainer.models.families._hybrid_style import (
+    FULL,
+    HEADS,
+    LINEAR,
+    QUERIES,
+    VALUES,
+    mark_part,
+)
 from trainer.models.mixer_config import Mixer
 from trainer.models.parameters import HFConfig, Parameter, if_set, read_size
 from trainer.models.rows import Parameters, linear, matrix, rms_norm
 
-LINEAR = "linear_attention"
-FULL = "full_attention"
 MAX_POSITIONS = 32768
 DROPPED = _llama_style.LEGACY_BUFFERS | _llama_style.PREDICTION_MODULE
 # Fields that these families read in addition to those of rotary embeddings.

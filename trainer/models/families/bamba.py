@@ -7,8 +7,8 @@ import dataclasses
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.axis_map import ATTENTION_LAYERS, MIXER_LAYERS
 from trainer.models.errors import invalid_config_error
-from trainer.models.families import _hybrid_style, _llama_style
-from trainer.models.families._hybrid_style import LayerGroup
+from trainer.models.families import _grouped_style, _hybrid_style, _llama_style
+from trainer.models.families._grouped_style import LayerGroup
 from trainer.models.parameters import HFConfig, if_set, read_size
 from trainer.models.rows import Parameters, linear, unless_false
 
@@ -92,7 +92,7 @@ MIXER: Parameters = _hybrid_style.mamba2(
     "mamba", bias=if_set("mamba_proj_bias"), conv_bias=unless_false("mamba_conv_bias")
 )
 
-FAMILY = _hybrid_style.build_family(
+FAMILY = _grouped_style.build_family(
     name="bamba",
     sizes=sizes,
     arch_config=arch_config,

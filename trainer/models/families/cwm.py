@@ -11,8 +11,10 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.families import _llama_style
-from trainer.models.parameters import HFConfig, if_set
+from trainer.models.parameters import HFConfig, if_set, read_size
+from trainer.models.rope_config import read_rope
 
+MAX_POSITIONS = 131_072
 # `rope_parameters` of CwmConfig.
 DEFAULT_ROPE = {
     "rope_theta": 1_000_000.0,
@@ -38,6 +40,12 @@ def arch_config(config: HFConfig) -> ArchConfig:
     rope_parameters = config.get("rope_parameters")
     if rope_parameters is None:
         rope_parameters = DEFAULT_ROPE
+    rope = read_rope(
+        {**config, "rope_parameters": rope_parameters},
+        axis_sizes["head_dim"],
+        max_positions=read_size(config, "max_position_embeddings", MAX_POSITIONS),
+        default_theta=1_000_000.0,
+    )
     windows = read_sliding_windows(
         config,
         axis_sizes["layers"],
@@ -46,10 +54,10 @@ def arch_config(config: HFConfig) -> ArchConfig:
     )
     return dataclasses.replace(
         _llama_style.arch_config(
-            {**config, "rope_parameters": rope_parameters},
+            config,
             axis_sizes,
-            max_positions=131072,
-            rope_theta=1_000_000.0,
+            max_positions=MAX_POSITIONS,
+            rope=rope,
             norm_eps=("rms_norm_eps", 1e-5),
         ),
         sliding_windows=windows,

@@ -13,7 +13,7 @@ from trainer.models.architecture import (
 from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.families import _llama_style, _moe_style
 from trainer.models.moe_config import Router
-from trainer.models.parameters import MAX_LAYERS, HFConfig, read_size
+from trainer.models.parameters import MAX_LAYERS, HFConfig, read_count, read_size
 
 # (alias, field): transformers accepts both names. The alias is used if both are set.
 EXPERT_COUNT = ("num_experts", "moe_num_experts")
@@ -45,12 +45,7 @@ def _read_alias(config: HFConfig, names: tuple[str, str], default: int) -> int:
 
 
 def _num_shared_experts(config: HFConfig) -> int:
-    """Return the number of shared experts. Raise PrepError if it is not an integer from 0 on."""
-    count = config.get(SHARED_COUNT, 2)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        why = f"{SHARED_COUNT} is {count!r:.60}, it must be an integer from 0 on"
-        raise invalid_config_error(why)
-    return count
+    return read_count(config, SHARED_COUNT, 2)
 
 
 def _has_shared_experts(config: HFConfig) -> bool:
@@ -67,13 +62,13 @@ def dense_layers(config: HFConfig) -> tuple[int, ...]:
     interval = read_size(config, "moe_layer_interval", 1)
     first = config.get("moe_layer_start_index", 1)
     last = config.get("moe_layer_end_index", -1)
-    # Not `isinstance`: it would accept true for an integer.
+    # `isinstance` would accept true for an integer.
     if type(first) is not int or type(last) is not int:
         why = f"moe_layer_start_index and moe_layer_end_index are {first!r:.40} and {last!r:.40}"
         raise invalid_config_error(f"{why}, they must be integers")
     if last == -1:
         last = layers - 1
-    # The condition of Ernie4_5_MoeDecoderLayer.
+    # Ernie4_5_MoeDecoderLayer has experts in all other layers.
     return tuple(
         layer for layer in range(layers) if (layer + 1) % interval or not first <= layer <= last
     )

@@ -59,7 +59,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
 CORRECTION: Parameters = {
     "mlp.router.correction.bias": Parameter(
         "experts <- mlp.e_score_correction_bias: experts",
-        # The name of transformers 5.
+        # transformers 5 writes this name.
         alternate="experts <- mlp.gate.e_score_correction_bias: experts",
     )
 }

@@ -14,7 +14,7 @@ HAS_BIAS = if_set("attention_bias")
 
 def sizes(config: HFConfig) -> dict[str, int]:
     """Return the extent of each atom (named axis). Absent fields have the defaults of FlexOlmoConfig."""
-    # The alias overrides.
+    # transformers uses `num_local_experts` if a config has both names.
     experts = read_size(config, "num_local_experts", read_size(config, "num_experts", 7))
     return {**_llama_style.sizes(config, vocab=100352), "experts": experts, "gate_up": 2}
 

@@ -26,7 +26,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     reject_unsupported_fields(config, *ROPE_FIELDS, "attention_bias")
     axis_sizes = sizes(config)
     if config.get("hidden_act") == "gelu":
-        # The first Gemma configs have "gelu" but mean this.
+        # The first configs of Gemma say "gelu" for the tanh form of GELU.
         config = {
             **config,
             "hidden_act": TANH_GELU,

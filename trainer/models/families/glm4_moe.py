@@ -11,7 +11,7 @@ from trainer.models.architecture import (
     read_positive,
     reject_unsupported_fields,
 )
-from trainer.models.families import _deepseek_style, _llama_style, _moe_style
+from trainer.models.families import _deepseek_style, _grouped_style, _llama_style, _moe_style
 from trainer.models.parameters import HFConfig, if_set, read_size
 from trainer.models.rope_config import read_rope
 
@@ -76,7 +76,7 @@ FAMILY = _moe_style.build_family(
     layer={
         **_llama_style.PRE_NORMS,
         **_llama_style.attention(bias=HAS_BIAS),
-        **_moe_style.under_condition(_llama_style.QK_NORMS, lambda config: bool(config.get("use_qk_norm"))),
+        **_grouped_style.under_condition(_llama_style.QK_NORMS, lambda config: bool(config.get("use_qk_norm"))),
     },
     moe=_deepseek_style.CORRECTED_EXPERTS,
     dense_layers=dense_layers,

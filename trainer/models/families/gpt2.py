@@ -37,7 +37,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     reject_unsupported_fields(config, INVERSE_LAYER_SCALE_FIELD)
     axis_sizes = sizes(config)
     arch = _gpt_style.arch_config(config, axis_sizes)
-    # GPT-2's scheme for residual connections.
+    # GPT-2 scales the initial weights before each residual sum: a layer has two such sums.
     residual_std = arch.init_std / math.sqrt(2 * axis_sizes["layers"])
     arch = dataclasses.replace(
         arch,

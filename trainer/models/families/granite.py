@@ -42,11 +42,11 @@ def scaled_arch_config(config: HFConfig, axis_sizes: Mapping[str, int]) -> ArchC
     """
     return dataclasses.replace(
         _llama_style.arch_config(config, axis_sizes, max_positions=2048),
-        # Unlike in other families, the default is no scale.
+        # Without the field the scores are not scaled. In other families they are.
         attn_scale=read_positive(config, "attention_multiplier", 1.0),
         embed_scale=read_positive(config, "embedding_multiplier", 1.0),
         residual_scale=read_positive(config, "residual_multiplier", 1.0),
-        # Logits are divided by it.
+        # The logits are divided by `logits_scaling`.
         lm_head_input_scale=1 / read_positive(config, "logits_scaling", 1.0),
     )
 

@@ -6,47 +6,42 @@ import dataclasses
 
 from trainer.models.architecture import ArchConfig, reject_unsupported_fields
 from trainer.models.axis_map import ATTENTION_LAYERS, MIXER_LAYERS
-from trainer.models.errors import invalid_config_error, unsupported_config_error
+from trainer.models.errors import unsupported_config_error
 from trainer.models.families import (
+    _grouped_style,
     _hybrid_style,
     _llama_style,
-    _moe_style,
     bamba,
     granite,
     granitemoe,
 )
-from trainer.models.families._hybrid_style import LayerGroup, layers_of_type
-from trainer.models.parameters import HFConfig, if_set, read_size
+from trainer.models.families._grouped_style import LayerGroup
+from trainer.models.families._hybrid_style import FULL, LINEAR, layers_of_type
+from trainer.models.field_aliases import AliasedConfig
+from trainer.models.parameters import HFConfig, if_set, read_count, read_size
 from trainer.models.rows import Parameters, matrix
 
-LINEAR = "linear_attention"
-FULL = "full_attention"
+ALIASES = {"layers_block_type": "layer_types"}
 FIELDS = (*granitemoe.FIELDS, "layer_types", "shared_intermediate_size")
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
     """Return the extent of each atom (named axis). Absent fields have the defaults of GraniteMoeHybridConfig."""
     axis_sizes = _llama_style.sizes(config)
+    shared_mlp = read_size(config, "shared_intermediate_size", 1024)
     return {
         **axis_sizes,
         **bamba.mixer_sizes(config, axis_sizes["embed"]),
-        "shared_mlp": read_size(config, "shared_intermediate_size", 1024),
+        "mlp": axis_sizes["mlp"] if _has_experts(config) else shared_mlp,
+        "shared_mlp": shared_mlp,
         "experts": max(1, _read_num_experts(config)),
         "gate_up": 2,
     }
 
 
 def _read_num_experts(config: HFConfig) -> int:
-    """Return the number of experts, or 0 if the MLPs are dense.
-
-    Raises:
-        PrepError: The number is not an integer from 0 on.
-    """
-    count = config.get("num_local_experts", 8)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        why = f"num_local_experts is {count!r:.60}, it must be an integer from 0 on"
-        raise invalid_config_error(why)
-    return count
+    """Return the number of experts, or 0 if the MLPs are dense."""
+    return read_count(config, "num_local_experts", 8)
 
 
 def _has_experts(config: HFConfig) -> bool:
@@ -55,10 +50,8 @@ def _has_experts(config: HFConfig) -> bool:
 
 def layer_types(config: HFConfig) -> tuple[str, ...]:
     """Return the type of each layer. By default all layers have Mamba-2."""
-    # The alias overrides.
-    listed = config.get("layers_block_type", config.get("layer_types"))
     return _hybrid_style.read_layer_types(
-        {**config, "layer_types": listed},
+        AliasedConfig(config, ALIASES),
         read_size(config, "num_hidden_layers", 32),
         (FULL, LINEAR),
         lambda layer: LINEAR,
@@ -80,15 +73,17 @@ def arch_config(config: HFConfig) -> ArchConfig:
     reject_unsupported_fields(config, *FIELDS)
     axis_sizes = sizes(config)
     layers = mixer_layers(config)
-    if not layers:
-        why = "layer_types has full_attention only"
-        raise unsupported_config_error("layers without Mamba-2 are not supported", why)
+    has_rotation = config.get("position_embedding_type") == "rope"
+    if not layers and not has_rotation:
+        what = "layers without Mamba-2 and without rotation are not supported"
+        why = "all layers have full_attention, and position_embedding_type is not rope"
+        raise unsupported_config_error(what, why)
     arch = dataclasses.replace(
         granite.scaled_arch_config(config, axis_sizes),
-        mixer=_hybrid_style.read_mamba2(config),
+        mixer=_hybrid_style.read_mamba2(config) if layers else None,
         mixer_layers=layers,
     )
-    if config.get("position_embedding_type") != "rope":
+    if not has_rotation:
         arch = dataclasses.replace(arch, rope=None)
     if not _has_experts(config):
         return arch
@@ -98,10 +93,15 @@ def arch_config(config: HFConfig) -> ArchConfig:
     return dataclasses.replace(arch, experts_per_token=experts_per_token)
 
 
-def _shared_mlp(path: str) -> Parameters:
-    """Return the parameters of the MLP of every layer, which is beside the experts if there are any."""
-    gate_up = "shared_mlp embed <- shared_mlp.input_linear.weight: (gate_up={} shared_mlp) embed"
-    down = "embed shared_mlp <- shared_mlp.output_linear.weight: embed shared_mlp"
+def _shared_mlp(path: str, atom: str) -> Parameters:
+    """Return the parameters of the MLP of every layer, which is beside the experts if there are any.
+
+    Args:
+        path: Path in the tree.
+        atom: Atom of the hidden units.
+    """
+    gate_up = f"{atom} embed <- shared_mlp.input_linear.weight: (gate_up={{}} {atom}) embed"
+    down = f"embed {atom} <- shared_mlp.output_linear.weight: embed {atom}"
     return {
         **matrix(f"{path}.gate", gate_up.format(0)),
         **matrix(f"{path}.up", gate_up.format(1)),
@@ -112,15 +112,14 @@ def _shared_mlp(path: str) -> Parameters:
 def _mlp() -> Parameters:
     """Return the parameters of the experts with the shared MLP, or of the shared MLP alone."""
     # The gate of the experts and the gate of the dense MLP have one path, so one is the other's `else_row`.
-    experts = _moe_style.under_condition(
-        {**granitemoe.fused_experts(), **_shared_mlp("mlp.shared")}, _has_experts
-    )
-    for path, dense in _shared_mlp("mlp").items():
+    shared = _shared_mlp("mlp.shared", "shared_mlp")
+    experts = _grouped_style.under_condition({**granitemoe.fused_experts(), **shared}, _has_experts)
+    for path, dense in _shared_mlp("mlp", "mlp").items():
         experts[path] = dataclasses.replace(experts[path], else_row=dense.row)
     return experts
 
 
-FAMILY = _hybrid_style.build_family(
+FAMILY = _grouped_style.build_family(
     name="granitemoehybrid",
     sizes=sizes,
     arch_config=arch_config,
@@ -131,7 +130,6 @@ FAMILY = _hybrid_style.build_family(
                 bias=if_set("attention_bias"), out_bias=if_set("attention_bias")
             ),
             attention_layers,
-            may_be_all=False,
         ),
         MIXER_LAYERS: LayerGroup(bamba.MIXER, mixer_layers),
     },

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from trainer.models.architecture import ArchConfig, reject_unsupported_fields
-from trainer.models.errors import invalid_config_error
 from trainer.models.families import _moe_style, granitemoe
-from trainer.models.parameters import HFConfig
+from trainer.models.parameters import HFConfig, read_count
 from trainer.models.rows import Parameters, matrix
 
 SHARED_WIDTH = "shared_intermediate_size"
@@ -17,16 +16,8 @@ def sizes(config: HFConfig) -> dict[str, int]:
 
 
 def _read_shared_width(config: HFConfig) -> int:
-    """Return the width of the shared experts, or 0 if there are none.
-
-    Raises:
-        PrepError: The width is not an integer from 0 on.
-    """
-    width = config.get(SHARED_WIDTH, 0)
-    if not isinstance(width, int) or isinstance(width, bool) or width < 0:
-        why = f"{SHARED_WIDTH} is {width!r:.60}, it must be an integer from 0 on"
-        raise invalid_config_error(why)
-    return width
+    """Return the width of the shared experts, or 0 if there are none."""
+    return read_count(config, SHARED_WIDTH, 0)
 
 
 def _has_shared_experts(config: HFConfig) -> bool:

@@ -16,7 +16,7 @@ HAS_BIAS = if_set("attention_bias")
 def sizes(config: HFConfig) -> dict[str, int]:
     """Return the extent of each atom (named axis). Absent fields have the defaults of HunYuanMoEV1Config."""
     axis_sizes = _llama_style.sizes(config, vocab=290943)
-    # The alias overrides.
+    # transformers uses `num_local_experts` if a config has both names.
     experts = read_size(config, "num_local_experts", read_size(config, "num_experts", 1))
     return {**axis_sizes, "shared_mlp": axis_sizes["mlp"], "experts": experts, "gate_up": 2}
 
@@ -27,7 +27,7 @@ def _read_experts_per_token(config: HFConfig, experts: int) -> int:
     Raises:
         PrepError: The layers have different numbers, or a number is invalid.
     """
-    # The alias overrides.
+    # transformers uses `num_experts_per_tok` if a config has both names.
     count = config.get("num_experts_per_tok", config.get("moe_topk", 1))
     if isinstance(count, list) and count:
         if any(other != count[0] for other in count):

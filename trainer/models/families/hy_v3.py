@@ -24,7 +24,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
     axis_sizes = _llama_style.sizes(
         config, vocab=120832, mlp=13312, layers=80, heads=64, kv_heads=8, head_dim=128
     )
-    # The alias overrides.
+    # transformers uses `num_local_experts` if a config has both names.
     experts = read_size(config, "num_local_experts", read_size(config, "num_experts", 192))
     return {
         **axis_sizes,

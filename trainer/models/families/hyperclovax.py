@@ -10,7 +10,7 @@ from trainer.models.architecture import (
     read_positive,
     reject_unsupported_fields,
 )
-from trainer.models.families import _llama_style, _moe_style, granite
+from trainer.models.families import _grouped_style, _llama_style, granite
 from trainer.models.parameters import HFConfig, if_set
 from trainer.models.rows import unless_false
 
@@ -31,7 +31,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     return dataclasses.replace(
         granite.scaled_arch_config(config, axis_sizes),
         attn_scale=read_positive(config, "attention_multiplier", default_scale),
-        # Granite divides logits by it.
+        # Granite divides the logits by this field.
         lm_head_input_scale=read_positive(config, "logits_scaling", 1.0),
         block_type="sandwich" if HAS_POST_NORMS(config) else "pre",
     )
@@ -45,7 +45,7 @@ FAMILY = _llama_style.build_family(
     tied_by_default=False,
     layer={
         **_llama_style.PRE_NORMS,
-        **_moe_style.under_condition(POST_NORMS, HAS_POST_NORMS),
+        **_grouped_style.under_condition(POST_NORMS, HAS_POST_NORMS),
         **_llama_style.attention(bias=HAS_BIAS, out_bias=HAS_BIAS),
         **_llama_style.gated_mlp(bias=if_set("mlp_bias")),
     },

@@ -14,7 +14,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
 
 
 def _has_attention_bias(config: HFConfig) -> bool:
-    # The names of the published files override.
+    # Published files have the first name. It is used if a config has both.
     return bool(config.get("qkv_bias", config.get("attention_bias", False)))
 
 

@@ -12,8 +12,8 @@ from trainer.models.architecture import (
 )
 from trainer.models.axis_map import ATTENTION_LAYERS, MIXER_LAYERS
 from trainer.models.errors import invalid_config_error, unsupported_config_error
-from trainer.models.families import _hybrid_style, _llama_style
-from trainer.models.families._hybrid_style import LayerGroup
+from trainer.models.families import _grouped_style, _hybrid_style, _llama_style
+from trainer.models.families._grouped_style import LayerGroup
 from trainer.models.mixer_config import Mixer
 from trainer.models.parameters import HFConfig, if_set, read_size
 from trainer.models.rows import Parameters, linear, rms_norm, separate_qkv
@@ -52,13 +52,13 @@ def _mlp_width(config: HFConfig) -> int:
 
 def layer_types(config: HFConfig) -> tuple[str, ...]:
     """Return the type of each layer."""
-    attention_layers = config.get("full_attn_idxs")
-    if attention_layers is not None and not isinstance(attention_layers, list):
-        why = f"full_attn_idxs is {attention_layers!r:.60}, it must be a list of layers"
+    listed = config.get("full_attn_idxs")
+    if listed is not None and not isinstance(listed, list):
+        why = f"full_attn_idxs is {listed!r:.60}, it must be a list of layers"
         raise invalid_config_error(why)
 
     def default_type(layer: int) -> str:
-        if attention_layers is None or layer in attention_layers:
+        if listed is None or layer in listed:
             return ATTENTION
         return CONV
 
@@ -94,11 +94,11 @@ def conv_arch_config(config: HFConfig, axis_sizes: dict[str, int]) -> ArchConfig
         raise unsupported_config_error("two values of one choice are not supported", why)
     layers = conv_layers(config)
     arch = _llama_style.arch_config(
-        # The MLP has no field for its activation.
-        {key: value for key, value in config.items() if key != "hidden_act"},
+        config,
         axis_sizes,
         max_positions=MAX_POSITIONS,
         rope_theta=1_000_000.0,
+        activation="silu",
         norm_eps=("norm_eps", 1e-5),
     )
     mixer = Mixer("short_conv") if layers else None
@@ -119,7 +119,7 @@ GROUPS = {
 NORMS = _llama_style.rms_norms(attn_norm="operator_norm", mlp_norm="ffn_norm")
 FINAL_NORM = rms_norm("final_norm", "embed <- embedding_norm.weight: embed")
 
-FAMILY = _hybrid_style.build_family(
+FAMILY = _grouped_style.build_family(
     name="lfm2",
     sizes=sizes,
     arch_config=arch_config,

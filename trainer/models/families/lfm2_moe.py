@@ -11,11 +11,10 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.axis_map import ATTENTION_LAYERS, DENSE_LAYERS, MIXER_LAYERS, SPARSE_LAYERS
-from trainer.models.errors import invalid_config_error
-from trainer.models.families import _hybrid_style, _llama_style, _moe_style, lfm2
-from trainer.models.families._hybrid_style import LayerGroup
+from trainer.models.families import _grouped_style, _llama_style, _moe_style, lfm2
+from trainer.models.families._grouped_style import LayerGroup
 from trainer.models.moe_config import Router
-from trainer.models.parameters import HFConfig, read_size
+from trainer.models.parameters import HFConfig, read_count, read_size
 from trainer.models.rows import Parameters, linear, matrix, unless_false
 
 # Added to the sum of the weights of a token, in `Lfm2MoeTopKRouter` of transformers.
@@ -39,10 +38,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
 
 def dense_layers(config: HFConfig) -> tuple[int, ...]:
     """Return the numbers of the layers with a dense MLP: the first `num_dense_layers`."""
-    count = config.get("num_dense_layers", 2)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        why = f"num_dense_layers is {count!r:.60}, it must be an integer from 0 on"
-        raise invalid_config_error(why)
+    count = read_count(config, "num_dense_layers", 2)
     return tuple(range(min(count, read_size(config, "num_hidden_layers", 32))))
 
 
@@ -103,7 +99,7 @@ DENSE_MLP: Parameters = {
     **linear("mlp.down", "embed dense_mlp <- feed_forward.w2.weight: embed dense_mlp", None),
 }
 
-FAMILY = _hybrid_style.build_family(
+FAMILY = _grouped_style.build_family(
     name="lfm2_moe",
     sizes=sizes,
     arch_config=arch_config,

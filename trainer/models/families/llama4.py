@@ -17,7 +17,7 @@ from trainer.models.errors import invalid_config_error
 from trainer.models.families import _llama_style, _moe_style
 from trainer.models.moe_config import Router
 from trainer.models.parameters import MAX_LAYERS, HFConfig, if_set, read_size
-from trainer.models.rope_config import Rope
+from trainer.models.rope_config import QueryScale
 from trainer.models.rows import Parameters, matrix
 
 HAS_BIAS = if_set("attention_bias")
@@ -86,7 +86,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
         plain,
         rotary_pairs="interleaved",
         layers_without_rope=tuple(layer for layer in range(layers) if not rotates[layer]),
-        query_scale=_read_query_scale(config, plain.max_positions),
+        query_scale=_read_query_scale(config),
         attention_chunk=chunk,
         chunked_layers=_read_chunked_layers(config, rotates, chunk),
         has_plain_qk_norm=config.get("use_qk_norm") in (None, True),
@@ -125,17 +125,14 @@ def _read_chunked_layers(config: HFConfig, rotates: list[bool], chunk: int) -> t
     return chunked
 
 
-def _read_query_scale(config: HFConfig, max_positions: int) -> Rope | None:
+def _read_query_scale(config: HFConfig) -> QueryScale | None:
     """Return the factor of the queries of layers without rotation. None if the config turns it off."""
     if not config.get("attn_temperature_tuning", True):
         return None
-    return Rope(
-        0,
-        1.0,
-        max_positions,
-        query_scale_beta=read_positive(config, "attn_scale", 0.1),
-        query_scale_positions=read_size(config, "floor_scale", 8192),
-        query_scale_offset=1,
+    return QueryScale(
+        beta=read_positive(config, "attn_scale", 0.1),
+        step_length=read_size(config, "floor_scale", 8192),
+        offset=1,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from trainer.models import rows
 from trainer.models.architecture import (
     FULL_ATTENTION,
@@ -11,6 +13,7 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.families import _hybrid_style, _llama_style
+from trainer.models.mixer_config import InitialSteps
 from trainer.models.parameters import MAX_LAYERS, HFConfig, if_set, read_size
 from trainer.models.rows import embedding, rms_norm, stack, unless_false
 
@@ -38,6 +41,11 @@ def arch_config(config: HFConfig) -> ArchConfig:
     """Return the architecture. Raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config)
     layers = sizes(config)["layers"]
+    steps = InitialSteps(
+        minimum=read_positive(config, "time_step_min", 0.001),
+        maximum=read_positive(config, "time_step_max", 0.1),
+        floor=read_positive(config, "time_step_floor", 1e-4),
+    )
     return ArchConfig(
         norm="rms",
         norm_eps=read_positive(config, "layer_norm_epsilon", 1e-5),
@@ -48,7 +56,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
         rope=None,
         max_positions=0,
         init_std=read_positive(config, "initializer_range", 0.1),
-        mixer=_hybrid_style.read_mamba2(config),
+        mixer=dataclasses.replace(_hybrid_style.read_mamba2(config), initial_steps=steps),
         mixer_layers=tuple(range(layers)),
     )
 

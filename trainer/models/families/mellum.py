@@ -25,7 +25,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
     axis_sizes = _llama_style.sizes(
         config, vocab=98304, embed=2304, mlp=7168, layers=28, kv_heads=4, head_dim=128
     )
-    # The alias overrides.
+    # transformers uses `num_local_experts` if a config has both names.
     experts = read_size(config, "num_local_experts", read_size(config, "num_experts", 64))
     return {
         **axis_sizes,

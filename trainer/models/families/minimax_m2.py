@@ -27,7 +27,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
         kv_heads=8,
         head_dim=128,
     )
-    # The alias overrides.
+    # transformers uses `num_experts` if a config has both names.
     experts = read_size(config, "num_experts", read_size(config, "num_local_experts", 256))
     return {**axis_sizes, "experts": experts, "gate_up": 2}
 

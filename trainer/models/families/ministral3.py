@@ -15,7 +15,7 @@ from trainer.models.architecture import (
 from trainer.models.errors import invalid_config_error
 from trainer.models.families import _llama_style
 from trainer.models.parameters import HFConfig, read_size
-from trainer.models.rope_config import Rope, read_rope
+from trainer.models.rope_config import QueryScale, Rope, read_rope
 
 MAX_POSITIONS = 262144
 # `rope_parameters` of Ministral3Config.
@@ -71,11 +71,11 @@ def _read_scaled_rope(config: HFConfig, head_dim: int) -> Rope:
         head_dim,
         max_positions=positions,
     )
-    return dataclasses.replace(
-        rope,
-        query_scale_beta=read_positive(scaling, "llama_4_scaling_beta", 0.1),
-        query_scale_positions=read_size(scaling, "original_max_position_embeddings", 16384),
+    query_scale = QueryScale(
+        beta=read_positive(scaling, "llama_4_scaling_beta", 0.1),
+        step_length=read_size(scaling, "original_max_position_embeddings", 16384),
     )
+    return dataclasses.replace(rope, query_scale=query_scale)
 
 
 FAMILY = _llama_style.build_family(

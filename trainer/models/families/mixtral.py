@@ -17,7 +17,7 @@ from trainer.models.parameters import HFConfig, read_size
 
 def sizes(config: HFConfig) -> dict[str, int]:
     """Return the extent of each atom (named axis). Absent fields have the defaults of MixtralConfig."""
-    # The alias overrides.
+    # transformers uses `num_experts` if a config has both names.
     experts = read_size(config, "num_experts", read_size(config, "num_local_experts", 8))
     return {**_llama_style.sizes(config, mlp=14336, kv_heads=8), "experts": experts, "gate_up": 2}
 

@@ -15,7 +15,7 @@ HAS_BIAS = if_set("attention_bias")
 def sizes(config: HFConfig) -> dict[str, int]:
     """Return the extent of each atom (named axis). Absent fields have the defaults of OlmoeConfig."""
     axis_sizes = _llama_style.sizes(config, vocab=50304, embed=2048, mlp=2048, layers=16, heads=16)
-    # The alias overrides.
+    # transformers uses `num_local_experts` if a config has both names.
     experts = read_size(config, "num_local_experts", read_size(config, "num_experts", 64))
     return {**axis_sizes, "experts": experts, "gate_up": 2}
 

@@ -48,7 +48,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     return dataclasses.replace(
         _llama_style.arch_config(config, axis_sizes, max_positions=32768),
         sliding_windows=read_sliding_windows(
-            # Every second one of the first layers, from layer 0 on, as Qwen2MoeConfig has it.
+            # Qwen2MoeConfig gives a window to layers 0, 2, 4 and so on, below `max_window_layers`.
             config, axis_sizes["layers"], window, lambda layer: layer % 2 == 0 and layer < last
         ),
         experts_per_token=_llama_style.read_experts_per_token(

@@ -6,8 +6,9 @@ import dataclasses
 
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.axis_map import ATTENTION_LAYERS, MIXER_LAYERS
-from trainer.models.families import _hybrid_style, _llama_style, _moe_style, _qwen_hybrid_style
-from trainer.models.families._hybrid_style import LayerGroup, layers_of_type
+from trainer.models.families import _grouped_style, _llama_style, _moe_style, _qwen_hybrid_style
+from trainer.models.families._grouped_style import LayerGroup
+from trainer.models.families._hybrid_style import FULL, LINEAR, layers_of_type
 from trainer.models.parameters import HFConfig, read_size
 
 
@@ -28,12 +29,12 @@ def sizes(config: HFConfig) -> dict[str, int]:
 
 def linear_layers(config: HFConfig) -> tuple[int, ...]:
     """Return the numbers of the layers with a gated delta net."""
-    return layers_of_type(_qwen_hybrid_style.layer_types(config, 40), _qwen_hybrid_style.LINEAR)
+    return layers_of_type(_qwen_hybrid_style.layer_types(config, 40), LINEAR)
 
 
 def attention_layers(config: HFConfig) -> tuple[int, ...]:
     """Return the numbers of the layers with attention."""
-    return layers_of_type(_qwen_hybrid_style.layer_types(config, 40), _qwen_hybrid_style.FULL)
+    return layers_of_type(_qwen_hybrid_style.layer_types(config, 40), FULL)
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
@@ -48,7 +49,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     )
 
 
-FAMILY = _hybrid_style.build_family(
+FAMILY = _grouped_style.build_family(
     name="qwen3_5_moe_text",
     sizes=sizes,
     arch_config=arch_config,

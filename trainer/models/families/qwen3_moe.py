@@ -18,7 +18,7 @@ from trainer.models.parameters import HFConfig, if_set, read_size
 def sizes(config: HFConfig) -> dict[str, int]:
     """Return the extent of each atom (named axis). Absent fields have the defaults of Qwen3MoeConfig."""
     axis_sizes = _llama_style.sizes(config, vocab=151936, embed=2048, layers=24, kv_heads=4)
-    # The alias overrides.
+    # transformers uses `num_local_experts` if a config has both names.
     experts = read_size(config, "num_local_experts", read_size(config, "num_experts", 128))
     return {
         **axis_sizes,

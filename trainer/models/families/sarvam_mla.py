@@ -80,7 +80,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
 
 
 def _has_query_latent(config: HFConfig) -> bool:
-    # Unlike in DeepSeek-V3, the default is none.
+    # Without the field there is no latent of queries. DeepSeek-V3 has a default instead.
     return config.get("q_lora_rank") is not None
 
 

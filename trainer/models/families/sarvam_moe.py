@@ -10,7 +10,7 @@ from trainer.models.architecture import (
     read_positive,
     reject_unsupported_fields,
 )
-from trainer.models.families import _deepseek_style, _llama_style, _moe_style
+from trainer.models.families import _deepseek_style, _grouped_style, _llama_style, _moe_style
 from trainer.models.field_aliases import AliasedConfig
 from trainer.models.parameters import HFConfig, Parameter, read_size
 from trainer.models.rows import Parameters, linear, matrix, rms_norm, unless_false
@@ -101,7 +101,7 @@ def _attention() -> Parameters:
         **linear("attn.k", f"kv_heads {QKV}: {k} embed", _has_bias),
         **linear("attn.v", f"kv_heads {QKV}: {v} embed", _has_bias),
         **matrix("attn.o", "embed heads head_dim <- attention.dense.weight: embed (heads head_dim)"),
-        **_moe_style.under_condition(norms, HAS_QK_NORMS),
+        **_grouped_style.under_condition(norms, HAS_QK_NORMS),
     }  # fmt: skip
 
 

@@ -13,7 +13,8 @@ Softcap (arXiv:2408.00118), bias (arXiv:1910.10683) and dropout are optional. Qu
 keys and values of head h // G, with G = H / K (grouped-query attention, arXiv:2305.13245).
 `trainer.models.attention_kernels` has the capabilities of the kernels.
 
-Axes: B rows of the batch, T queries, S keys, H query heads, K key and value heads, E head width.
+Axes: B rows of the batch, T queries, S keys, H query heads, K key and value heads, E width of queries and keys,
+V width of values.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ def attend(
 
     Args:
         q: Queries [B, T, H, E].
-        kv: Keys and values [B, S, K, E]. K divides H.
+        kv: Keys [B, S, K, E] and values [B, S, K, V]. K divides H.
         arch_config: `attn_scale` and `attn_logit_softcap`.
         mask: Visible keys, score bias and the layer's score scale.
         options: The kernel and its tiles.
         sharding: The device mesh and its rules.
 
     Returns:
-        [B, T, H, E] in the dtype of the values.
+        [B, T, H, V] in the dtype of the values.
 
     Raises:
         UsageError: The kernel does not support the mask or the scores.

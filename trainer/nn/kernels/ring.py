@@ -2,8 +2,9 @@
 
 Queries stay on their device. Keys and values visit all devices of the axes that split tokens, one hop at a time, with
 their labels, so that any order of the tokens is exact. Each device merges the outputs of its queries over the shards of
-keys by their log-sum-exp. In the backward pass the gradients of keys and values follow them, and one more hop takes
-them home. No hop waits for the attention to the current shard, so that the two may overlap.
+keys by their log-sum-exp. In the backward pass the gradients of keys and values move with them, and
+one more hop returns them to their device. No hop waits for the attention to the current shard, so
+that the two may overlap.
 
 Example with 3 devices and shards 0, 1, 2 of keys. A device sends to the next one, so it holds
 earlier shards in later steps:
@@ -84,6 +85,7 @@ class _Ring:
         return Residuals(*specs)
 
     def _dropout_specs(self, dropout: AttentionDropout | None) -> AttentionDropout | None:
+        """Return how the keys of dropout are split over devices."""
         rows: Any = PartitionSpec(self.row_axes)
         heads: Any = PartitionSpec(self.head_axes)
         return dropout and dataclasses.replace(

@@ -34,7 +34,7 @@ class FactoredMoments(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MatrixView:
-    """A leaf as matrices [B, R, C]."""
+    """The way to reshape a leaf to matrices [B, R, C] and back."""
 
     batch: tuple[int, ...]
     rows: tuple[int, ...]

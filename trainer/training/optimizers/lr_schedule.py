@@ -53,6 +53,7 @@ class LRSchedule:
         return jnp.where(step < self.warmup, rise, self._after_warmup(step))
 
     def _after_warmup(self, step: Array) -> Array:
+        """Return the learning rate of a step after warm-up."""
         if self.kind == "rsqrt":
             start = float(max(self.warmup, 1))
             # peak * sqrt(warmup / step): at step = warmup it is `peak`, at step = 4 * warmup half

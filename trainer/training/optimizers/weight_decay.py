@@ -45,6 +45,7 @@ class WeightDecay:
         return optax.add_decayed_weights(self.rate, self.mask(leaves))
 
     def _decays(self, leaf: ParamLeaf) -> bool:
+        """Return whether weight decay applies to a leaf."""
         if matches_any(self.exclude, leaf.path):
             return False
         if matches_any(self.include, leaf.path):

@@ -44,7 +44,7 @@ def test_rows_are_records_that_count_the_bytes_of_the_file(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_damaged_file_is_named(tmp_path: Path, name: str):
+def test_error_names_the_damaged_file(tmp_path: Path, name: str):
     write_arrow_files(tmp_path, ROWS)
     path = tmp_path / name
     path.write_bytes(path.read_bytes()[:-40])
@@ -61,7 +61,7 @@ def test_damaged_file_is_named(tmp_path: Path, name: str):
         (b"a", "it is a value of type bytes"),
     ],
 )
-def test_value_that_is_not_text_is_named_with_row_and_column(tmp_path: Path, text: Any, why: str):
+def test_error_names_row_and_column_of_a_value_without_text(tmp_path: Path, text: Any, why: str):
     from pyarrow import parquet
 
     path = tmp_path / "a.parquet"
@@ -74,7 +74,7 @@ def test_value_that_is_not_text_is_named_with_row_and_column(tmp_path: Path, tex
     )
 
 
-def test_missing_column_is_named_with_the_others(tmp_path: Path):
+def test_missing_column_error_lists_the_other_columns(tmp_path: Path):
     path, *_ = write_arrow_files(tmp_path, ROWS)
     with pytest.raises(PrepError) as caught:
         tokenize_quietly(make_config(tmp_path, path, type="parquet", fields="body"))

@@ -49,7 +49,7 @@ def test_long_field_is_read_whole(tmp_path: Path):
         (b'1,"a"b\n', "a.csv:3: not CSV", "',' expected after '\"'"),
     ],
 )
-def test_invalid_row_is_named_and_can_be_skipped(tmp_path: Path, row: bytes, what: str, why: str):
+def test_invalid_row_is_an_error_or_is_skipped(tmp_path: Path, row: bytes, what: str, why: str):
     data = b"id,text\n0,a\n" + row + b"2,b\n"
     with pytest.raises(PrepError) as caught:
         read_csv(tmp_path / "a.csv", data)
@@ -60,7 +60,7 @@ def test_invalid_row_is_named_and_can_be_skipped(tmp_path: Path, row: bytes, wha
     assert [error.what for error in errors] == [f"{tmp_path}/{what}"]
 
 
-def test_carriage_returns_as_line_ends_are_named(tmp_path: Path):
+def test_carriage_returns_as_line_ends_are_an_error(tmp_path: Path):
     with pytest.raises(PrepError) as raised:
         read_csv(tmp_path / "a.csv", b"id,text\r1,one\r2,two\r")
     assert raised.value.what == f"{tmp_path}/a.csv:1: not CSV"
@@ -70,7 +70,7 @@ def test_carriage_returns_as_line_ends_are_named(tmp_path: Path):
     assert raised.value.hint == f"`tr '\\r' '\\n' < {tmp_path}/a.csv > NEW` converts such line ends"
 
 
-def test_unclosed_quote_is_named(tmp_path: Path):
+def test_error_names_the_line_of_an_unclosed_quote(tmp_path: Path):
     with pytest.raises(PrepError, match=r"a.csv:2: not CSV - unexpected end of data"):
         read_csv(tmp_path / "a.csv", b'id,text\n1,"a\n2,b\n')
 

@@ -37,7 +37,7 @@ def read_table(path: Path, data: bytes, options: ReadOptions | None = None) -> l
 
 @pytest.mark.parametrize("file_format", FORMATS)
 @pytest.mark.parametrize("name", INVALID_TABLES)
-def test_offset_outside_of_a_buffer_is_named_with_its_row(
+def test_error_names_the_row_of_an_offset_outside_its_buffer(
     tmp_path: Path, name: str, file_format: str
 ):
     path = tmp_path / "a.arrow"
@@ -50,7 +50,7 @@ def test_offset_outside_of_a_buffer_is_named_with_its_row(
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_text_that_is_not_utf8_is_named_with_its_row(tmp_path: Path, suffix: str):
+def test_error_names_the_row_of_text_that_is_not_utf8(tmp_path: Path, suffix: str):
     batch = text_batch([0, 3, 4, 7], b"cat\xffsat")
     path = tmp_path / f"a.{suffix}"
     data = parquet_bytes(batch) if suffix == "parquet" else stream_bytes(batch)
@@ -63,7 +63,7 @@ def test_text_that_is_not_utf8_is_named_with_its_row(tmp_path: Path, suffix: str
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_two_columns_of_one_name_are_named(tmp_path: Path, suffix: str):
+def test_two_columns_of_one_name_are_an_error(tmp_path: Path, suffix: str):
     batch = pa.RecordBatch.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     data = parquet_bytes(batch) if suffix == "parquet" else stream_bytes(batch)
     with pytest.raises(PrepError, match="two columns are named `text`"):
@@ -86,7 +86,7 @@ def test_deeply_nested_type_is_refused(tmp_path: Path):
         read_table(tmp_path / "a.arrow", stream_bytes(batch))
 
 
-def test_value_that_python_cannot_represent_is_named(tmp_path: Path):
+def test_value_that_python_cannot_represent_is_an_error(tmp_path: Path):
     dates = pa.array([2**31 - 1], pa.int32()).view(pa.date32())
     with pytest.raises(PrepError, match=r"row 1: column `text` has no value in Python"):
         read_table(
@@ -95,7 +95,7 @@ def test_value_that_python_cannot_represent_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_row_over_the_limit_is_named_and_can_be_skipped(tmp_path: Path, suffix: str):
+def test_row_over_the_limit_is_an_error_or_is_skipped(tmp_path: Path, suffix: str):
     batch = pa.RecordBatch.from_arrays([pa.array(["cat", "a" * 2000, "sat"])], names=["text"])
     path = tmp_path / f"a.{suffix}"
     data = parquet_bytes(batch) if suffix == "parquet" else stream_bytes(batch)
@@ -107,6 +107,7 @@ def test_row_over_the_limit_is_named_and_can_be_skipped(tmp_path: Path, suffix: 
 
 
 def _many_nulls() -> pa.RecordBatch:
+    """Return a batch with a list of 2^31 - 1 nulls in a few bytes."""
     array = pa.Array.from_buffers(
         pa.list_(pa.null()),
         1,
@@ -117,6 +118,7 @@ def _many_nulls() -> pa.RecordBatch:
 
 
 def _repeated_text() -> pa.RecordBatch:
+    """Return a batch with a list of one long text, 10,000 times."""
     indices = pa.array([0] * 10_000, pa.int32())
     texts = pa.DictionaryArray.from_arrays(indices, pa.array(["a" * 1_000_000]))
     array = pa.ListArray.from_arrays(pa.array([0, 10_000], pa.int32()), texts)
@@ -196,7 +198,7 @@ def test_worker_reads_the_next_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_idle_worker_that_was_killed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """E.g. by the kernel, for memory, while the process trains between two reads."""
+    """The kernel may kill an idle worker to free memory, while the process trains between two reads."""
     worker = process._take_worker()
     worker._process.kill()
     worker.wait()

@@ -61,7 +61,8 @@ def test_settings_without_effect_on_ids_are_errors(tmp_path: Path, key: str):
     settings = {name: value for name, value in ADDED.items() if name in (key, "bos_id")}
     config = make_config(tmp_path, tmp_path / "a.bin", type="auto", seq_length=1, **settings)
     with pytest.raises(
-        UsageError, match=f"`data.{key}` cannot be used with token ids - ready token ids are stored"
+        UsageError,
+        match=f"`data.{key}` cannot be used with token ids - token ids in data files are stored",
     ):
         tokenize_files(config, progress=lambda *counts: None, note=lambda text: None)
 
@@ -81,7 +82,7 @@ def test_settings_of_other_sources_are_noted_for_ids(tmp_path: Path):
 
 
 @pytest.mark.parametrize("bad", [-1, 300])
-def test_id_out_of_range_is_named_with_its_position(tmp_path: Path, bad: int):
+def test_error_names_the_position_of_an_id_out_of_range(tmp_path: Path, bad: int):
     np.save(tmp_path / "a.npy", np.array([1, 2, bad]))
     with pytest.raises(
         PrepError, match=rf"a.npy, token 2: the id {bad} is out of range - .* has 300 tokens"
@@ -138,7 +139,7 @@ def test_array_with_rows_of_length_zero_has_no_tokens(tmp_path: Path):
 @pytest.mark.parametrize(
     "shape", ["(1000,)", "(10, 1000000000000)", f"({'9' * 4000}, {'9' * 4000})"]
 )
-def test_array_larger_than_its_file_is_named(tmp_path: Path, shape: str):
+def test_array_larger_than_its_file_is_an_error(tmp_path: Path, shape: str):
     with pytest.raises(
         PrepError,
         match=r"a\.npy is cut short - it has [\d,]+ bytes, and its header declares the shape",
@@ -163,7 +164,7 @@ def test_array_larger_than_its_file_is_named(tmp_path: Path, shape: str):
     ],
 )
 @pytest.mark.parametrize("version", [b"\x01\x00", b"\x02\x00", b"\x09\x00"])
-def test_malformed_header_of_an_array_is_named(tmp_path: Path, header: bytes, version: bytes):
+def test_malformed_header_of_an_array_is_an_error(tmp_path: Path, header: bytes, version: bytes):
     with pytest.raises(PrepError, match=r"a\.npy (is not a NumPy array|has no token ids)"):
         read_tokens(write_npy(tmp_path / "a.npy", header, version=version))
 

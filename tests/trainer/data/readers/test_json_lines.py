@@ -62,7 +62,7 @@ def test_json_line_is_never_cut(tmp_path: Path):
         ('"a"', "not an object but a string", "type `json` needs one object per line"),
     ],
 )
-def test_invalid_json_line_is_named(tmp_path: Path, line: str, what: str, why: str):
+def test_error_names_the_invalid_json_line(tmp_path: Path, line: str, what: str, why: str):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good"}\n\n' + line + "\n")
     with pytest.raises(PrepError) as caught:

@@ -48,7 +48,7 @@ def test_read_lines_cuts_long_lines(text: bytes):
         ("a.csv", b"id,text\n1,b\n2," + LONG + b"\n3,c\n"),
     ],
 )
-def test_long_line_is_named_and_can_be_skipped(tmp_path: Path, name: str, data: bytes):
+def test_long_line_is_an_error_or_is_skipped(tmp_path: Path, name: str, data: bytes):
     number = 2 if name == "a.jsonl" else 3
     with pytest.raises(PrepError) as caught:
         read_records(tmp_path / name, data, ReadOptions(max_document_nbytes=LIMIT))

@@ -87,24 +87,18 @@ def test_best_cuts_agree_with_pre_tokenizers(
 @pytest.mark.parametrize(
     ("text", "first"),
     [
-        (
-            "a" * 25 + "\nbb\n\n  " + "b" * 30,
-            "a" * 25 + "\n",
-        ),  # the better newline wins over a later one
+        # The newline between visible characters is taken, not the later one.
+        ("a" * 25 + "\nbb\n\n  " + "b" * 30, "a" * 25 + "\n"),
         (" \n = Title = \n \n The game", " \n = Title = \n \n The game"),
         (
             " = A title = \n \n The game is long \n It was on and on",
             " = A title = \n \n The game is long \n",
         ),
-        (
-            "a" * 25 + "\n\n\n\n" + "b" * 30,
-            "a" * 25 + "\n\n\n\n",
-        ),  # no newline is between visible characters
+        # No newline is between visible characters.
+        ("a" * 25 + "\n\n\n\n" + "b" * 30, "a" * 25 + "\n\n\n\n"),
         ("a" * 25 + "\n\u3000\u3000" + "b" * 30, "a" * 25 + "\n"),
-        (
-            "a\n" + "b" * 30 + " c" + "d" * 30,
-            "a\n" + "b" * 30,
-        ),  # newlines in the first half of a chunk are ignored
+        # Newlines in the first half of a chunk are ignored.
+        ("a\n" + "b" * 30 + " c" + "d" * 30, "a\n" + "b" * 30),
         ("é" * 19 + "a" + "é" * 30, "é" * 19 + "a"),
     ],
 )

@@ -66,11 +66,12 @@ def test_dropped_patterns_match_no_parameter(name: str):
 
 
 FULL = ["full_attention"]
+# Fields of OPT, T5 and Falcon with which their optional parameters exist.
 OPTIONAL_PARAMETERS = {
     "word_embed_proj_dim": 24,
     "feed_forward_proj": "gated-gelu",
     "parallel_attn": False,
-}  # of OPT, T5 and Falcon
+}
 # Layers with a mixer only, with attention only, and with one of both, and all biases.
 HYBRIDS: dict[str, list[dict[str, Any]]] = {
     "lfm2": [
@@ -114,6 +115,7 @@ EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
     ],
     "granitemoehybrid": [
         MAMBA_BIASES, MAMBA_BIASES | {"layer_types": ["mamba"] + ["attention"] * 31}, {"num_local_experts": 0},
+        MAMBA_BIASES | {"layer_types": ["attention"] * 32, "position_embedding_type": "rope"},
     ],
 }  # fmt: skip
 
@@ -275,6 +277,6 @@ def test_golden_files_are_small():
 
 
 def test_bloom_ignores_the_mlp_width_of_its_config():
-    """As transformers does. The shapes of the tensors are checked in any case."""
+    """The decoder of transformers ignores it too. Conversions compare the shapes of the tensors in any case."""
     config = {"model_type": "bloom", "hidden_size": 16, "n_inner": 24}
     assert FAMILIES["bloom"].sizes(config)["mlp"] == 64

@@ -8,6 +8,7 @@ from prepcli.testing.tiny_transformers import random_tensors, tiny_transformer
 from tests.helpers.hybrid_configs import HYBRID_FAMILIES
 from trainer.generation.decode import init_kv_cache
 from trainer.models.errors import PrepError
+from trainer.models.json_types import HFConfig, JsonValue
 from trainer.models.registry import family_of
 from trainer.models.truncation import later_layers, truncate_config
 from trainer.nn.model_spec import ForwardConfig
@@ -55,3 +56,14 @@ def test_recurrent_states_do_not_grow_with_the_number_of_tokens(name: str):
     assert shapes == {state: array.shape for state, array in long.states.items()}
     num_mixers = len(model.arch_config.mixer_layers)
     assert {shape[:2] for shape in shapes.values()} == {(num_mixers, 2)}
+
+
+def test_granite_attention_without_rotation_is_refused():
+    layer_types: list[JsonValue] = ["attention"] * 3
+    config: HFConfig = {**HYBRID_FAMILIES["granitemoehybrid"], "layer_types": layer_types}
+    family = family_of(config)
+    with pytest.raises(PrepError, match="layers without Mamba-2 and without rotation"):
+        family.arch_config(config)
+    arch_config = family.arch_config({**config, "position_embedding_type": "rope"})
+    assert arch_config.mixer is None
+    assert arch_config.rope is not None

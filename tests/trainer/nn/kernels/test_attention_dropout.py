@@ -136,7 +136,8 @@ def kept(dropout: AttentionDropout, q_positions: np.ndarray, kv_positions: np.nd
 
 OPTIONS = [REFERENCE, *(AttentionOptions("blockwise", *sizes) for sizes in TILES[:2])]
 CASES = [(name, options) for name in MASKS for options in OPTIONS]
-FAST = [*zip(MASKS[::-1], OPTIONS)]  # each mask and each kernel
+# Cases with each mask and each kernel.
+FAST = [*zip(MASKS[::-1], OPTIONS)]
 
 
 @pytest.mark.parametrize(("name", "options"), slow_except(CASES, FAST))
@@ -176,7 +177,7 @@ def test_mask_follows_positions_rows_and_heads_in_any_order():
 
 
 def test_query_without_visible_keys_gets_zeros():
-    """A window of two keys, both hidden, as forgetful causal masking may do."""
+    """The window of a query has two keys, and both are hidden, as forgetful causal masking may do."""
     valid = make_mask("window and hidden keys", None, None).kv_valid
     assert valid is not None
     is_empty = ~np.asarray(valid)

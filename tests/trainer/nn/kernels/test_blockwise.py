@@ -30,15 +30,11 @@ from trainer.nn.kernels.reference import reference_attention
 from trainer.nn.position_encoding import relative_position_buckets
 from trainer.nn.score_bias import ScoreBias
 
-UNIT_ROUNDOFF = 2.0**-24  # of float32
+# The unit roundoff of float32.
+UNIT_ROUNDOFF = 2.0**-24
 SEEDS = (0, 4, 5, 8, 9, 12, 14, 15, 24, 38, 50, 56, 272)
-FAST_SEEDS = (
-    15,
-    24,
-    38,
-    56,
-    272,
-)  # their problems have every window, chunk size, mask, bias and softcap
+# The problems of these seeds have every window, chunk size, mask, bias and softcap.
+FAST_SEEDS = (15, 24, 38, 56, 272)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +321,7 @@ def max_elements(jaxpr: Any) -> int:
 
 @pytest.mark.parametrize("window", [FULL_ATTENTION, 6])
 def test_alibi_matches_reference(window: int):
-    """Outputs and gradients of queries, keys and values with linear biases, in tiles and with all scores at once."""
+    """Compare outputs and gradients with linear biases, computed in tiles and with all scores at once."""
     rng = np.random.default_rng(0)
     q, k, v, gradient = (
         jnp.asarray(rng.standard_normal((2, 13, heads, 8)), jnp.float32) for heads in (4, 2, 2, 4)

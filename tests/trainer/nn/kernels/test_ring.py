@@ -32,10 +32,9 @@ from trainer.nn.kernels.ring import ring_attention
 from trainer.nn.kernels.tiles import Labels, has_visible, tile_config
 from trainer.nn.score_bias import ScoreBias
 
-SEEDS = (
-    4,
-    9,
-)  # a causal problem with segments, window and bias, and a problem with padding that is not causal
+# Seeds of a causal problem with segments, window and bias, and of a problem with padding that is
+# not causal.
+SEEDS = (4, 9)
 
 
 def split_over(num_devices: int) -> ShardingContext:

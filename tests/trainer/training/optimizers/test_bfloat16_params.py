@@ -33,7 +33,8 @@ from trainer.training.optimizers.rounding import (
 )
 from trainer.training.step import StepSetup
 
-TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}  # of float32 in two programs
+# Rounding differences of float32 between two programs.
+TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 # A leaf of each number of axes. Every further leaf takes time to compile. They have the order of a tree: the
 # gradients of `random_gradients` depend on it.
 UPDATED = ("embed.tokens", "final_norm.scale", "layers.attn.q.weight", "layers.mlp.up.weight")

@@ -71,7 +71,7 @@ def test_wsd_phases_must_not_overlap():
 
 
 def test_rsqrt_schedule_matches_t5():
-    """1 / sqrt(max(step, warm-up)), arXiv:1910.10683: `init_lr` = `lr` keeps the rate constant in warm-up."""
+    """The rate is 1 / sqrt(max(step, warm-up)) (arXiv:1910.10683). `init_lr` = `lr` keeps it constant in warm-up."""
     schedule = build_lr_schedule(
         AdamWTable(lr=0.01, init_lr=0.01, schedule="rsqrt", warmup_steps=10_000), 10**6
     )

@@ -53,7 +53,7 @@ def test_frozen_leaves_have_no_moments_and_no_update(name: str):
 
 
 def test_frozen_leaves_have_no_gradients():
-    """They take part in the norm of the gradients otherwise."""
+    """Gradients of frozen leaves would count in the norm of the gradients."""
     frozen = runs.make_setup(optimizer=make_optimizer("adamw", freeze=FREEZE))
     whole = runs.make_setup(optimizer=make_optimizer("adamw"))
     norms = []

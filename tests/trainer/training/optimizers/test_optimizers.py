@@ -16,7 +16,8 @@ from trainer.training.optimizers.lr_schedule import LRSchedule
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.optimizers.weight_decay import WeightDecay
 
-RULE_KEYS: dict[str, dict[str, Any]] = {  # other values than the defaults, by key and attribute
+# Optimizer -> keys with other values than the defaults.
+RULE_KEYS: dict[str, dict[str, Any]] = {
     "lion": {"b1": 0.8, "b2": 0.7},
     "sgd": {"momentum": 0.5, "nesterov": True},
     "muon": {

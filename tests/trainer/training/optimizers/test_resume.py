@@ -68,9 +68,8 @@ def test_state_nbytes_match_the_shards_of_each_device(name: str):
     assert {*nbytes_by_device.values()} == {state_nbytes_per_device(setup)}
 
 
-@pytest.mark.parametrize(
-    "name", slow_except(KEYS, ("adafactor", "muon"))
-)  # the others compute each element alone
+# All other optimizers compute each element alone.
+@pytest.mark.parametrize("name", slow_except(KEYS, ("adafactor", "muon")))
 def test_updates_do_not_depend_on_the_mesh(name: str):
     optimizer = make_optimizer(name)
     before, _, _, expected = run_trajectory(optimizer, 3)
@@ -80,7 +79,8 @@ def test_updates_do_not_depend_on_the_mesh(name: str):
         np.testing.assert_allclose(actual[path], value, atol=1e-4 * change, err_msg=path)
 
 
-@pytest.mark.slow  # test_step compares the gradients of a mesh, and the test above the updates
+# By default test_step compares the gradients of a mesh, and the test above the updates.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEYS)
 def test_steps_do_not_depend_on_the_mesh(name: str):
     optimizer = make_optimizer(name)

@@ -218,7 +218,7 @@ def orthogonalize(matrix: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("bias_correction", [True, False])
 def test_muon_follows_its_formula(bias_correction: bool):
-    """Momentum with Nesterov's step, orthogonalized; root mean square of arXiv:2502.16982.
+    """Compare with orthogonalized Nesterov momentum, scaled to the root mean square of arXiv:2502.16982.
 
     The original post has no bias correction.
     """
@@ -246,7 +246,7 @@ def is_muon(name: str) -> bool:
 
 
 def test_muon_follows_optax():
-    """Also the parameters that have Adam: embeddings, norms and biases."""
+    """The comparison includes the parameters with Adam: embeddings, norms and biases."""
     optimizer = make_optimizer(
         "muon", weight_decay=0.0, schedule="cosine", warmup_steps=5, update_rms=0.0
     )

@@ -1,4 +1,4 @@
-"""The leaves that weight decay is applied to: those of transformers' Trainer, and relative position biases."""
+"""Leaves with weight decay: the same as in transformers' Trainer, and included relative position biases."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ BIASES = {"encoder.relative_positions.weight", "decoder.relative_positions.weigh
 
 
 def decayed(config: dict, decay: WeightDecay) -> set[str]:
+    """Return the paths of the leaves with weight decay."""
     mask = flatten_tree(decay.mask(tiny_transformer(config).model.leaves))
     return {path for path, decays in mask.items() if decays}
 

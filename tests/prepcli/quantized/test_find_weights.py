@@ -1,0 +1,169 @@
+"""Weights of a quantisation config and stored tensors, compared with compressed-tensors and with NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from prepcli.errors import DamagedError, PrepError
+from prepcli.quantized.find_weights import find_weights
+from tests.helpers.lazy_modules import lazy_module
+from tests.helpers.quantized import assert_equal_bits, decode_all, stored, to_numpy, to_torch
+
+torch = lazy_module("torch")
+quantization = lazy_module("compressed_tensors.quantization")
+mxfp8 = lazy_module("compressed_tensors.compressors.mxfp8")
+packing = lazy_module("compressed_tensors.compressors.pack_quantized.helpers")
+E4M3 = ml_dtypes.float8_e4m3fn
+E8M0 = ml_dtypes.float8_e8m0fnu
+Arrays = dict[str, np.ndarray]
+
+
+def decode_weights(settings: dict[str, Any], arrays: Arrays) -> Arrays:
+    """Return the values of all weights by name."""
+    tensors = [stored(name, array) for name, array in arrays.items()]
+    weights = find_weights(settings, tensors, lambda tensor: arrays[tensor.name].tobytes())
+    return {decoder.name: decode_all(decoder, arrays) for decoder in weights.decoders}
+
+
+def compressed(*schemes: dict[str, Any], file_format: str = "mixed-precision") -> dict[str, Any]:
+    """Return the settings of compressed-tensors with a group of modules for each scheme."""
+    groups = {f"group_{number}": {"weights": scheme} for number, scheme in enumerate(schemes)}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": file_format,
+        "config_groups": groups,
+    }
+
+
+MXFP8 = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}
+
+
+def mxfp8_weight(exponents: np.ndarray, scale_dtype: type) -> Arrays:
+    """Return all fp8 codes with each exponent."""
+    codes = np.broadcast_to(np.arange(256, dtype=np.uint8), (exponents.size, 256)).copy()
+    scales = np.repeat(exponents[:, None], 8, axis=1)
+    return {"w.weight": codes.view(E4M3), "w.weight_scale": scales.view(scale_dtype)}
+
+
+@pytest.mark.parametrize("scale_dtype", [np.uint8, E8M0])
+def test_mxfp8_equals_compressed_tensors(scale_dtype: type):
+    exponents = np.arange(255, dtype=np.uint8)
+    arrays = mxfp8_weight(exponents, scale_dtype)
+    values = decode_weights(compressed(MXFP8, file_format="mxfp8-quantized"), arrays)["w.weight"]
+    scheme = quantization.QuantizationScheme(
+        targets=["Linear"],
+        weights=quantization.QuantizationArgs(**MXFP8, scale_dtype=torch.uint8),
+    )
+    state = {
+        "weight": to_torch(arrays["w.weight"]),
+        "weight_scale": to_torch(arrays["w.weight_scale"].view(np.uint8)),
+    }
+    decompressed = mxfp8.MXFP8QuantizationCompressor.decompress(state, scheme)
+    assert_equal_bits(values, to_numpy(decompressed["weight"]))
+
+
+@pytest.mark.parametrize("scale_dtype", [np.uint8, E8M0])
+def test_exponent_255_is_nan(scale_dtype: type):
+    arrays = mxfp8_weight(np.array([255], np.uint8), scale_dtype)
+    values = decode_weights(compressed(MXFP8), arrays)["w.weight"]
+    assert np.isnan(values.astype(np.float32)).all()
+
+
+def int_scheme(num_bits: int, group_size: int) -> dict[str, Any]:
+    return {
+        "num_bits": num_bits,
+        "type": "int",
+        "strategy": "group",
+        "group_size": group_size,
+        "symmetric": True,
+    }
+
+
+def packed_weight(name: str, num_bits: int, shape: tuple[int, int], group_size: int) -> Arrays:
+    rng = np.random.default_rng(num_bits)
+    rows, columns = shape
+    words = rng.integers(-(1 << 31), 1 << 31, (rows, -(-columns * num_bits // 32)))
+    return {
+        f"{name}.weight_packed": words.astype(np.int32),
+        f"{name}.weight_scale": np.exp(rng.normal(-6, 2, (rows, columns // group_size))).astype(
+            ml_dtypes.bfloat16
+        ),
+        f"{name}.weight_shape": np.array(shape, np.int64),
+    }
+
+
+def library_values(arrays: Arrays, name: str, scheme: dict[str, Any]) -> np.ndarray:
+    """Return the values of a packed or dense weight as compressed-tensors decodes it."""
+    if f"{name}.weight" in arrays:
+        codes = to_torch(arrays[f"{name}.weight"])
+    else:
+        words = to_torch(arrays[f"{name}.weight_packed"])
+        shape = arrays[f"{name}.weight_shape"].tolist()
+        codes = packing.unpack_from_int32(words, scheme["num_bits"], shape)
+    args = quantization.QuantizationArgs(**scheme)
+    scale = to_torch(arrays[f"{name}.weight_scale"])
+    return to_numpy(quantization.lifecycle.forward.dequantize(codes, scale, None, args))
+
+
+def test_packed_weights_have_the_scheme_of_their_scales():
+    schemes = {"a": int_scheme(4, 16), "b": int_scheme(4, 32), "c": int_scheme(8, 32)}
+    arrays: Arrays = {}
+    for name, scheme in schemes.items():
+        arrays |= packed_weight(name, scheme["num_bits"], (4, 64), scheme["group_size"])
+    values = decode_weights(compressed(*schemes.values()), arrays)
+    for name, scheme in schemes.items():
+        assert_equal_bits(values[f"{name}.weight"], library_values(arrays, name, scheme))
+
+
+def test_packed_weight_of_no_scheme_is_refused():
+    arrays = packed_weight("a", 4, (4, 64), 8)
+    with pytest.raises(DamagedError, match=r"`a\.weight_scale` has shape \[4, 8\]"):
+        decode_weights(compressed(int_scheme(4, 16), int_scheme(4, 32)), arrays)
+
+
+def test_packed_weight_of_unknown_bits_is_refused():
+    # 8 values of 3 or 4 bits are one word.
+    arrays = packed_weight("a", 4, (4, 8), 8)
+    with pytest.raises(PrepError, match="3 or 4 bits"):
+        decode_weights(compressed(int_scheme(3, 8), int_scheme(4, 8)), arrays)
+
+
+BLOCKS = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "block",
+    "block_structure": [128, 128],
+}
+CHANNELS = {"num_bits": 8, "type": "float", "strategy": "channel"}
+
+
+def dense_weight(name: str, shape: tuple[int, int], scale_shape: tuple[int, ...]) -> Arrays:
+    rng = np.random.default_rng(1)
+    return {
+        f"{name}.weight": rng.integers(0, 256, shape, dtype=np.uint8).view(E4M3),
+        f"{name}.weight_scale": np.exp(rng.normal(-6, 2, scale_shape)).astype(np.float32),
+    }
+
+
+def test_dense_weights_have_the_scheme_of_their_scales():
+    arrays = dense_weight("a", (300, 384), (3, 3)) | dense_weight("b", (256, 384), (256, 1))
+    unnamed = {"num_bits": 8, "type": "float"}
+    values = decode_weights(compressed(BLOCKS, unnamed, CHANNELS), arrays)
+    assert_equal_bits(values["a.weight"], library_values(arrays, "a", BLOCKS))
+    assert_equal_bits(values["b.weight"], library_values(arrays, "b", CHANNELS))
+
+
+def test_dense_weight_of_no_scheme_is_refused():
+    arrays = dense_weight("a", (256, 384), (4, 6))
+    with pytest.raises(DamagedError, match=r"`a\.weight_scale` has shape \[4, 6\]"):
+        decode_weights(compressed(BLOCKS, CHANNELS), arrays)
+
+
+def test_dense_weight_of_unknown_blocks_is_refused():
+    arrays = dense_weight("a", (200, 128), (2, 1))
+    with pytest.raises(PrepError, match=r"blocks of \[100, 128\] or \[128, 128\]"):
+        decode_weights(compressed(BLOCKS, {**BLOCKS, "block_structure": [100, 128]}), arrays)
