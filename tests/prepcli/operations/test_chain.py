@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,13 @@ import xxhash
 
 import prepcli as prep
 from prepcli.errors import FAILED, USAGE, UsageError
+from prepcli.remote import remote_files
 from tests.helpers.adapters import make_adapter
+from tests.helpers.fork_server import PREP, run_python
+from tests.helpers.hub_server import COMMIT, FakeRepo, serve_hub
 from tests.helpers.manifests import changed_manifest
+from tests.helpers.object_server import serve_objects
+from tests.helpers.range_server import serve_ranges
 from tests.helpers.run_cli import run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import read_tensors
 from tests.helpers.training_folder import make_training_folder
@@ -351,3 +358,42 @@ def test_checkpoint_without_manifest_has_no_chain(chain: Path):
     with pytest.raises(UsageError, match="tiny has no chain"):
         prep.verify_chain("tiny")
     assert prep.verify_chain("padded")
+
+
+@pytest.mark.parametrize("stream", [[], ["--stream"]], ids=["download", "stream"])
+def test_model_of_the_hub_is_read_at_its_recorded_commit(chain: Path, stream: list[str]):
+    files = {path.name: path.read_bytes() for path in Path("tiny").iterdir()}
+    weights = [name for name in files if name.endswith(".safetensors")]
+    blobs = {hashlib.sha256(files[name]).hexdigest(): files[name] for name in weights}
+    with serve_ranges(blobs) as store:
+        repos = {"o/m": FakeRepo(files, large=tuple(weights), store=store)}
+        with serve_hub(repos) as hub:
+            environment = {**os.environ, **hub.environment(chain / "home")}
+            for words in (["save-init", "o/m", "--out", "hub"], ["verify", "hub", "--chain"]):
+                process = run_python(PREP, *words, "--json", *stream, cwd=chain, env=environment)
+                assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout)
+    assert report["origins"] == [f"o/m at commit {COMMIT}"]
+    assert report["links"][0]["proof"].startswith("commit, config, ")
+    origin = json.loads(Path("hub/prep-manifest.json").read_text())["origin"]
+    assert origin == {"commit": COMMIT}
+
+
+def test_chain_in_a_bucket_is_proven(chain: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
+    files = [path for path in Path("padded").rglob("*") if path.is_file()]
+    objects = {f"bucket/{path}": path.read_bytes() for path in files}
+    with serve_objects(objects) as store:
+        for name, value in store.environment().items():
+            monkeypatch.setenv(name, value)
+        run_ok("save-init", "gs://bucket/padded", "--out", "gs://bucket/new")
+        proof = prep.verify_chain("gs://bucket/new")
+        assert proof
+        assert [ends(link) for link in proof.links] == [
+            ("gs://bucket/new", "gs://bucket/padded"),
+            ("gs://bucket/padded", "tiny"),
+        ]
+        del store.objects["bucket/padded/model-00001-of-00003.safetensors"]
+        broken = prep.verify_chain("gs://bucket/new").broken_link
+        assert broken is not None
+        assert broken.source == "gs://bucket/padded"
