@@ -21,14 +21,15 @@ from prepcli.operations.chain_link import (
     compare_values,
 )
 from prepcli.operations.conversion import CommonOptions, open_checkpoint
+from prepcli.operations.export_towers import select_parts
 from prepcli.operations.merge import plan_merge
-from prepcli.operations.options import MergeOptions
+from prepcli.operations.options import ExportOptions, MergeOptions
 from prepcli.operations.results import ChainLink
 from prepcli.option_spec import with_defaults
 from prepcli.planning.manifest_fields import OriginRecord
 from prepcli.remote.object_store import is_url
 from prepcli.restore.digest_checks import damaged_error, sample_digest, tensor_digests
-from prepcli.sources.folders import make_access
+from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.locked import apply_lock
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY, is_adapter
@@ -247,11 +248,34 @@ class ChainWalk:
         elif output.manifest.command != TRAIN:
             compare_values(
                 output.source,
-                source.source,
+                self._with_towers(output, source),
                 self.common.memory_nbytes,
                 self.observer.progress(),
                 report,
             )
+
+    def _with_towers(self, output: ChainCheckpoint, source: ChainCheckpoint) -> Source:
+        """Return a training step with the towers of its export, read from the start model of the run.
+
+        Without the start model the towers stay unproven.
+        """
+        if not output.source.tower_tensors or source.source.tower_tensors:
+            return source.source
+        try:
+            return select_parts(
+                with_defaults(ExportOptions, {}), source.source, self._access(), check_digest=True
+            )
+        except PrepError:
+            return source.source
+
+    def _access(self) -> Access:
+        """Return the access to checkpoints for the plans of other operations."""
+        return make_access(
+            self.observer,
+            offline=self.common.offline,
+            stream=self.common.stream,
+            allow_urls=True,
+        )
 
     def _compare_merge(
         self, output: ChainCheckpoint, base: ChainCheckpoint, report: LinkReport
@@ -262,18 +286,12 @@ class ChainWalk:
         if not is_adapter(folder):
             report.unproven.append(f"the sums with {folder}")
             return
-        access = make_access(
-            self.observer,
-            offline=self.common.offline,
-            stream=self.common.stream,
-            allow_urls=True,
-        )
         planned = plan_merge(
             folder,
             base.source,
             base.located,
             with_defaults(MergeOptions, {}),
-            access=access,
+            access=self._access(),
             check_base=False,
         )
         compare_sums(
