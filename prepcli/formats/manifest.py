@@ -26,6 +26,7 @@ from prepcli.planning.manifest_fields import (
     FileRecord,
     LeafRecord,
     ManifestFields,
+    MergedAdapter,
     OriginRecord,
     QuantizedRecord,
     TensorRecords,
@@ -275,7 +276,19 @@ class Manifest:
     @property
     def origin(self) -> OriginRecord:
         """Identity of the source of a conversion, or of the start model of a training step."""
-        return self.fields.get(ORIGIN_KEY, {})
+        origin = self.fields.get(ORIGIN_KEY, {})
+        for value in origin.values():
+            if not isinstance(value, str | bool):
+                return {}
+        return origin
+
+    @property
+    def merged_adapter(self) -> MergedAdapter | None:
+        """The adapter of a merged model. None for other outputs, and if its name is malformed."""
+        merged = self.fields.get("merged")
+        if isinstance(merged, dict) and isinstance(merged.get("adapter"), str):
+            return merged
+        return None
 
     @property
     def base(self) -> Mapping[str, object]:

@@ -24,6 +24,7 @@ from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import CONFIG, Source, SourceTensor
 from trainer.models.boxes import Range
+from trainer.models.json_types import HFConfig
 
 # Keys of config.json set by conversions: the vocabulary, the dtype and the tying of the written tensors.
 WRITTEN_CONFIG_KEYS = {
@@ -167,7 +168,7 @@ def compare_sums(
 
 def _with_common_names(output: Source, source: Source, manifest: Manifest) -> tuple[Source, Source]:
     """Return an output and its source with equal names of equal tensors, and with values of the same kind."""
-    if "--ema" in shlex.split(manifest.request):
+    if "--ema" in _requested_options(manifest):
         source = use_averaged_params(source)
     output, source = decode_alike(output, source)
     # The families of an adapter and of a run with LoRA have other bare names.
@@ -176,6 +177,14 @@ def _with_common_names(output: Source, source: Source, manifest: Manifest) -> tu
         output = as_verbatim(output)
         source = as_verbatim(source)
     return output, source
+
+
+def _requested_options(manifest: Manifest) -> set[str]:
+    """Return the words of the command line that made an output. Empty if it is malformed."""
+    try:
+        return {*shlex.split(manifest.request)}
+    except ValueError:
+        return set()
 
 
 def _tensors_by_name(source: Source) -> dict[str, SourceTensor]:
@@ -197,7 +206,7 @@ def _is_filled_as_recorded(
     tensor: SourceTensor, rows: Range, digest: str, manifest: Manifest
 ) -> bool:
     """Return whether new rows of a vocabulary are zeros, unless the request has other new rows."""
-    if "--init" in shlex.split(manifest.request):
+    if "--init" in _requested_options(manifest):
         return True
     return digest == digest_of_zeros(row_stream(tensor, rows).nbytes)
 
@@ -263,27 +272,37 @@ def compare_files(output: Source, source: Source, report: LinkReport) -> None:
 
 def _brings_tokenizer(manifest: Manifest) -> bool:
     """Return whether an output may have another tokenizer than its source."""
-    if "merged" in manifest.fields:
+    if manifest.merged_adapter is not None:
         return True
-    recipe = tomllib.loads(str(manifest.fields.get("recipe", "")))
-    return "tokenizer" in recipe.get("data", {})
+    try:
+        recipe = tomllib.loads(str(manifest.fields.get("recipe", "")))
+    except ValueError:
+        return False
+    data = recipe.get("data")
+    return isinstance(data, dict) and "tokenizer" in data
+
+
+def _config_of(source: Source) -> HFConfig:
+    """Return the config for readers of a checkpoint."""
+    # Other programs read the config.json of a Hugging Face folder, and prep reads the manifest of its other outputs.
+    # An adapter has only the config of its base, in the manifest.
+    if source.manifest is not None and source.manifest.kind != "hf":
+        return source.manifest.config
+    return source.config
 
 
 def compare_config(output: Source, source: Source, report: LinkReport) -> None:
     """Compare the config of an output with the one of its source, except for keys written by conversions."""
     manifest = output.manifest or NO_MANIFEST
-    request = shlex.split(manifest.request)
-    if output.family.is_verbatim or any(option in request for option in CONFIG_OPTIONS):
+    options = _requested_options(manifest)
+    if output.family.is_verbatim or not options.isdisjoint(CONFIG_OPTIONS):
         report.unproven.append("config")
         return
     changeable = WRITTEN_CONFIG_KEYS
     if manifest.is_training_step:
         changeable = changeable | RECIPE_CONFIG_KEYS
-    # The folder of an adapter has no config. Its manifest has the one of the base.
-    config = manifest.config
-    source_config = source.config
-    if source.manifest is not None:
-        source_config = source.manifest.config
+    config = _config_of(output)
+    source_config = _config_of(source)
     for key in sorted({*config, *source_config} - changeable):
         if config.get(key) != source_config.get(key):
             report.differences.append(f"config.json has another `{key}` than {source.display_name}")

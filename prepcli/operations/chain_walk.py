@@ -28,7 +28,7 @@ from prepcli.operations.results import ChainLink
 from prepcli.option_spec import with_defaults
 from prepcli.planning.manifest_fields import OriginRecord
 from prepcli.remote.object_store import is_url
-from prepcli.restore.digest_checks import damaged_error, sample_digest, tensor_digests
+from prepcli.restore.digest_checks import damaged_error, num_rows, sample_digest, tensor_digests
 from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.locked import apply_lock
@@ -159,6 +159,10 @@ class ChainWalk:
         pieces: list[tuple[SourceTensor, Range]] = []
         recorded: list[str] = []
         for tensor in source.all_tensors:
+            if source.manifest is not None and not _covers_rows(tensor):
+                name = source.display_names()[tensor.name]
+                why = "a change of these rows would not be noticed"
+                raise DamagedError(f"{name} has rows without a digest", why, GET_AGAIN_HINT)
             for low, high, digest in tensor.digests:
                 pieces.append((tensor, (low, high)))
                 recorded.append(digest)
@@ -179,7 +183,7 @@ class ChainWalk:
         """Find and open a source of an output. Add a link and return None if it cannot be opened."""
         link = _make_link(output, recorded.name)
         if not recorded.name:
-            self._add(replace(link, reason="its manifest records no start model"))
+            self._add(replace(link, reason="its manifest records no source"))
             return None
         name = self._source_name(output, recorded)
         try:
@@ -281,8 +285,11 @@ class ChainWalk:
         self, output: ChainCheckpoint, base: ChainCheckpoint, report: LinkReport
     ) -> None:
         """Compute a merge again from headers and matrices, and compare every tensor."""
-        (adapter,) = [source for source in recorded_sources(output.manifest) if source.is_adapter]
-        folder = Path(self._source_name(output, adapter))
+        adapters = [source for source in recorded_sources(output.manifest) if source.is_adapter]
+        if not adapters:
+            report.differences.append("its manifest records no adapter")
+            return
+        folder = Path(self._source_name(output, adapters[0]))
         if not is_adapter(folder):
             report.unproven.append(f"the sums with {folder}")
             return
@@ -303,6 +310,16 @@ class ChainWalk:
         )
         if report.is_identified and not report.differences:
             self.merged_adapters.add(folder)
+
+
+def _covers_rows(tensor: SourceTensor) -> bool:
+    """Return whether the recorded digests of a tensor cover all of its rows, one range after another."""
+    next_row = 0
+    for first, stop, _ in tensor.digests:
+        if first != next_row:
+            return False
+        next_row = stop
+    return next_row == num_rows(tensor) or tensor.nbytes == 0
 
 
 def _compare_identity(source: ChainCheckpoint, origin: OriginRecord, report: LinkReport) -> None:

@@ -14,6 +14,8 @@ from prepcli.planning.manifest_fields import OriginRecord
 
 TRAIN = "train"
 MERGE = "merge"
+# It writes arrays of the caller, without a source.
+SAVE_PARAMS = "save-params"
 # A run in a folder of models is two levels deep, and its steps three.
 MAX_SEARCH_DEPTH = 3
 MAX_FOLDERS_ABOVE = 4
@@ -35,13 +37,13 @@ class RecordedSource:
 
 
 def recorded_sources(manifest: Manifest) -> list[RecordedSource]:
-    """Return the sources of an output. Empty if it was made from no checkpoint, e.g. by `save_params`."""
+    """Return the sources of a checkpoint. Empty for the first one of a chain: made without prep, or from arrays."""
     if manifest.command == TRAIN:
         return _start_models(manifest)
-    if not manifest.source_name:
+    if not manifest or manifest.command == SAVE_PARAMS:
         return []
     sources = [RecordedSource(manifest.source_name, manifest.origin)]
-    merged = manifest.fields.get("merged")
+    merged = manifest.merged_adapter
     if merged is not None:
         origin: OriginRecord = {}
         if "manifest" in merged:

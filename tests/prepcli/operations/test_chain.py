@@ -250,7 +250,7 @@ def test_outputs_of_earlier_versions_are_proven_by_their_values(chain: Path):
         del manifest["origin"]
     broken = prep.verify_chain(STEP).broken_link
     assert broken is not None
-    assert (broken.status, broken.reason) == ("not proven", "its manifest records no start model")
+    assert (broken.status, broken.reason) == ("not proven", "its manifest records no source")
 
 
 def test_start_without_manifest_is_proven_by_its_first_rows_only(chain: Path):
@@ -397,3 +397,73 @@ def test_chain_in_a_bucket_is_proven(chain: Path, monkeypatch: pytest.MonkeyPatc
         broken = prep.verify_chain("gs://bucket/new").broken_link
         assert broken is not None
         assert broken.source == "gs://bucket/padded"
+
+
+def forge_last_rows(folder: str, name: str, digests: list[list[object]]) -> None:
+    """Change the last row of a tensor, and replace its digests in the manifest."""
+    values = read_tensors(Path(folder))[name].copy()
+    values[-1] += 1
+    write_tensor(folder, name, values)
+    with changed_manifest(Path(folder)) as manifest:
+        manifest["tensors"][name]["digests"] = digests
+
+
+@pytest.mark.parametrize("kept", [[], [0]], ids=["no-digest", "first-rows"])
+def test_rows_without_digest_break_the_link(chain: Path, kept: list[int]):
+    """A manifest with fewer digests hides a change of the other rows."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    first = read_tensors(Path("hf"))[name][:1].tobytes()
+    forge_last_rows("hf", name, [[0, 1, xxhash.xxh3_128_hexdigest(first)] for _ in kept])
+    broken = prep.verify_chain("hf").broken_link
+    assert broken is not None
+    assert (ends(broken), broken.status) == (("hf", ""), "failed")
+    assert "has rows without a digest" in broken.reason
+
+
+def test_config_file_that_differs_from_the_manifest_breaks_the_link(chain: Path):
+    path = Path("hf/config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 1.0}))
+    with changed_manifest(Path("hf")) as manifest:
+        data = path.read_bytes()
+        record = {"bytes": len(data), "xxh3": xxhash.xxh3_128_hexdigest(data)}
+        manifest["files"]["config.json"] = record
+    broken = prep.verify_chain("hf").broken_link
+    assert broken is not None
+    assert "`rms_norm_eps`" in broken.reason
+
+
+@pytest.mark.parametrize(
+    ("folder", "fields", "is_proven"),
+    [
+        ("merged", {"merged": "adapter"}, False),
+        ("merged", {"merged": {"adapter": 3}}, False),
+        ("init", {"source": "padded"}, False),
+        (STEP, {"origin": {"name": 5}}, False),
+        # Without the malformed entry, the values and the other entries still prove the link.
+        ("merged", {"origin": {"manifest": [1]}}, True),
+        ("init", {"origin": {"name": {}, "commit": 3, "manifest": 1.5}}, True),
+        ("init", {"request": "prep save-init 'padded"}, True),
+        (STEP, {"recipe": "= ["}, True),
+        (STEP, {"recipe": "data = 3"}, True),
+    ],
+)
+def test_malformed_manifest_has_no_traceback(
+    chain: Path,
+    capsys: pytest.CaptureFixture[str],
+    folder: str,
+    fields: dict[str, object],
+    is_proven: bool,
+):
+    with changed_manifest(Path(folder)) as manifest:
+        manifest.update(fields)
+    report = run_json(capsys, "verify", folder, "--chain")
+    assert report["ok"] is report["proven"] is is_proven
+
+
+def test_saved_parameters_begin_a_chain(chain: Path):
+    params = prep.load_params("init")
+    prep.save_params(params, "saved", like="init")
+    prep.export("saved", "saved-hf")
+    proof = prep.verify_chain("saved-hf")
+    assert proof
+    assert proof.origins == ("saved",)
