@@ -17,7 +17,7 @@ from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
 from prepcli.operations.conversion import PlannedConversion
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
-from prepcli.restore.digest_checks import num_rows, row_stream, stream_digests
+from prepcli.restore.digest_checks import num_rows, row_stream, stream_digests, tensor_digests
 from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.model_family import as_verbatim
@@ -98,7 +98,7 @@ def compare_values(
     source_tensors = _tensors_by_name(source)
     pieces: list[_Piece] = []
     new_rows = 0
-    for name, tensor in _tensors_by_name(output).items():
+    for name, tensor in _digested_tensors(output, memory_nbytes, progress).items():
         source_tensor = source_tensors.get(name)
         if source_tensor is None:
             _add_unmatched(output, source, tensor, name, report)
@@ -185,6 +185,23 @@ def _requested_options(manifest: Manifest) -> set[str]:
         return {*shlex.split(manifest.request)}
     except ValueError:
         return set()
+
+
+def _digested_tensors(
+    output: Source, memory_nbytes: int, progress: Progress
+) -> dict[str, SourceTensor]:
+    """Return the tensors of an output by name, all with digests.
+
+    The manifest of a quantised output has digests of its codes and scales. The decoded values are read.
+    """
+    tensors = _tensors_by_name(output)
+    decoded = [tensor for tensor in tensors.values() if not tensor.digests]
+    pieces = [(tensor, (0, num_rows(tensor))) for tensor in decoded]
+    digests = tensor_digests(output, pieces, memory_nbytes, progress=progress, task="decode")
+    for tensor, digest in zip(decoded, digests):
+        record = (0, num_rows(tensor), digest)
+        tensors[tensor.name] = replace(tensor, digests=(record,))
+    return tensors
 
 
 def _tensors_by_name(source: Source) -> dict[str, SourceTensor]:
@@ -295,7 +312,7 @@ def compare_config(output: Source, source: Source, report: LinkReport) -> None:
     """Compare the config of an output with the one of its source, except for keys written by conversions."""
     manifest = output.manifest or NO_MANIFEST
     options = _requested_options(manifest)
-    if output.family.is_verbatim or not options.isdisjoint(CONFIG_OPTIONS):
+    if not options.isdisjoint(CONFIG_OPTIONS):
         report.unproven.append("config")
         return
     changeable = WRITTEN_CONFIG_KEYS
@@ -303,6 +320,9 @@ def compare_config(output: Source, source: Source, report: LinkReport) -> None:
         changeable = changeable | RECIPE_CONFIG_KEYS
     config = _config_of(output)
     source_config = _config_of(source)
+    if output.family.is_verbatim and source.wrapper is not None:
+        # A verbatim output has the towers in one tree with the text part.
+        source_config = source.wrapper.config
     for key in sorted({*config, *source_config} - changeable):
         if config.get(key) != source_config.get(key):
             report.differences.append(f"config.json has another `{key}` than {source.display_name}")

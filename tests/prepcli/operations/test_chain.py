@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import COMMIT, FakeRepo, serve_hub
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.object_server import serve_objects
+from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.range_server import serve_ranges
 from tests.helpers.run_cli import run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import read_tensors
@@ -315,6 +317,46 @@ def test_conversion_is_proven_by_its_values(chain: Path, name: str):
     proof = prep.verify_chain(name)
     assert proof, proof.broken_link
     assert " tensors" in proof.links[0].proof
+
+
+def test_changed_config_of_a_verbatim_conversion_breaks_the_link(chain: Path):
+    prep.save_init("tiny", "verbatim", verbatim=True)
+    path = Path("tiny/config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 1e-3}))
+    broken = prep.verify_chain("verbatim").broken_link
+    assert broken is not None
+    assert "`rms_norm_eps`" in broken.reason
+
+
+@pytest.mark.parametrize("choice", ["keep", "dequantize"])
+def test_quantised_model_is_proven_there_and_back(
+    chain: Path, choice: Literal["keep", "dequantize"]
+):
+    make_quantized(Path("q"), "fp8")
+    prep.save_init("q", "q-init", quantized=choice)
+    prep.export("q-init", "q-hf")
+    proof = prep.verify_chain("q-hf")
+    assert proof
+    assert {link.reason for link in proof.links} == {""}
+    assert [link.proof.split(", ")[-1] for link in proof.links] == ["51 tensors", "51 tensors"]
+    flip_bit(largest_file("q"))
+    assert prep.verify_chain("q-hf").broken_link
+
+
+def test_forged_codes_of_a_quantised_export_break_its_link(chain: Path):
+    make_quantized(Path("q"), "fp8")
+    prep.save_init("q", "q-init", quantized="dequantize")
+    prep.export("q-init", "q-hf")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    values = read_tensors(Path("q-hf"))[name].copy()
+    values.view(np.uint8)[0, 0] ^= 1
+    write_tensor("q-hf", name, values)
+    with changed_manifest(Path("q-hf")) as manifest:
+        digest = xxhash.xxh3_128_hexdigest(values.tobytes())
+        manifest["tensors"][name]["digests"] = [[0, len(values), digest]]
+    broken = prep.verify_chain("q-hf").broken_link
+    assert broken is not None
+    assert (ends(broken), broken.status) == (("q-hf", "q-init"), "failed")
 
 
 def test_changed_value_before_a_cast_breaks_the_link(chain: Path):
