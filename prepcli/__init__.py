@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prepcli.console.observer import Observer
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
+    from prepcli.operations.chain import verify_chain
     from prepcli.operations.compute_options import EvaluateOptions, GenerateOptions, TrainOptions
     from prepcli.operations.evaluate import evaluate
     from prepcli.operations.export import export
@@ -25,7 +26,13 @@ if TYPE_CHECKING:
     from prepcli.operations.generate import generate
     from prepcli.operations.harness_model import harness_model
     from prepcli.operations.inspect import inspect
-    from prepcli.operations.inspection_options import LockOptions, PlanOptions, VerifyOptions
+    from prepcli.operations.inspection_options import (
+        ChainOptions,
+        LockOptions,
+        PlanOptions,
+        RoundtripOptions,
+        VerifyOptions,
+    )
     from prepcli.operations.load_params import load_params
     from prepcli.operations.lock import lock
     from prepcli.operations.merge import merge
@@ -48,6 +55,8 @@ if TYPE_CHECKING:
     from prepcli.operations.report import report
     from prepcli.operations.results import (
         AcceptedChange,
+        Chain,
+        ChainLink,
         Conversion,
         Evaluation,
         EvaluationScores,
@@ -56,6 +65,8 @@ if TYPE_CHECKING:
         LockedModel,
         NewTokens,
         OldAndNew,
+        Roundtrip,
+        RoundtripWay,
         RunsReport,
         StepPlan,
         TensorDifference,
@@ -64,6 +75,7 @@ if TYPE_CHECKING:
         TrainingRun,
         Verification,
     )
+    from prepcli.operations.roundtrip import roundtrip
     from prepcli.operations.save_init import reshard, save_init
     from prepcli.operations.save_params import save_params
     from prepcli.operations.towers_options import TowersOptions
@@ -75,6 +87,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AcceptedChange",
+    "Chain",
+    "ChainLink",
+    "ChainOptions",
     "Conversion",
     "ConversionOptions",
     "DamagedError",
@@ -102,6 +117,9 @@ __all__ = [
     "PrepError",
     "Progress",
     "ReshardOptions",
+    "Roundtrip",
+    "RoundtripOptions",
+    "RoundtripWay",
     "RunsReport",
     "SaveInitOptions",
     "SourceOptions",
@@ -132,11 +150,13 @@ __all__ = [
     "plan",
     "report",
     "reshard",
+    "roundtrip",
     "save_init",
     "save_params",
     "to_hf_flax",
     "train",
     "verify",
+    "verify_chain",
 ]
 
 _MODULES = {
@@ -157,12 +177,20 @@ _MODULES = {
     ),
     "prepcli.operations.towers_options": ("TowersOptions",),
     "prepcli.operations.inspect": ("inspect",),
-    "prepcli.operations.inspection_options": ("LockOptions", "PlanOptions", "VerifyOptions"),
+    "prepcli.operations.inspection_options": (
+        "ChainOptions",
+        "LockOptions",
+        "PlanOptions",
+        "RoundtripOptions",
+        "VerifyOptions",
+    ),
     "prepcli.operations.plan": ("plan",),
     "prepcli.operations.report": ("report",),
     "prepcli.operations.results": (
         *(
             "AcceptedChange",
+            "Chain",
+            "ChainLink",
             "Conversion",
             "Evaluation",
             "EvaluationScores",
@@ -171,6 +199,8 @@ _MODULES = {
             "LockedModel",
             "NewTokens",
             "OldAndNew",
+            "Roundtrip",
+            "RoundtripWay",
             "RunsReport",
             "StepPlan",
         ),
@@ -178,6 +208,7 @@ _MODULES = {
     ),
     "prepcli.console.observer": ("Observer",),
     "prepcli.console.progress": ("Progress",),
+    "prepcli.operations.chain": ("verify_chain",),
     "prepcli.operations.evaluate": ("evaluate",),
     "prepcli.operations.export": ("export",),
     "prepcli.operations.flax_models": ("from_hf_flax", "linen_model", "nnx_model", "to_hf_flax"),
@@ -187,6 +218,7 @@ _MODULES = {
     "prepcli.operations.lock": ("lock",),
     "prepcli.operations.merge": ("merge",),
     "prepcli.operations.pad_vocab": ("pad_vocab",),
+    "prepcli.operations.roundtrip": ("roundtrip",),
     "prepcli.operations.save_init": ("reshard", "save_init"),
     "prepcli.operations.save_params": ("save_params",),
     "prepcli.operations.train": ("train",),

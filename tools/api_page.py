@@ -35,6 +35,8 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.merge": "",
     "prepcli.operations.verify": "Check",
     "prepcli.operations.lock": "",
+    "prepcli.operations.chain": "",
+    "prepcli.operations.roundtrip": "",
     "prepcli.operations.inspect": "",
     "prepcli.operations.load_params": "Compute",
     "prepcli.operations.generate": "",

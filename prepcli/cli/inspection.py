@@ -1,4 +1,4 @@
-"""Commands that write no checkpoint of their own: verify, lock, inspect, check-family, demo, models, env."""
+"""Commands that write no checkpoint of their own: verify, lock, roundtrip, inspect, check-family, demo, models, env."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from prepcli.cli.options import (
 )
 from prepcli.operations.command_options import CheckFamilyOptions, DemoOptions, EnvOptions
 from prepcli.operations.inspection_options import (
+    ChainCommandOptions,
     LockArguments,
     LockOptions,
+    RoundtripArguments,
+    RoundtripOptions,
     VerifyOptions,
     ViewOptions,
 )
@@ -34,21 +37,32 @@ def verify(
     ] = None,
     *,
     options: Annotated[VerifyOptions, Omit("step")],
+    chain_options: ChainCommandOptions,
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
     """Compare every bit with the manifest or with another checkpoint.
+
+    With --chain, prove by digests from which checkpoints an output was made. --lock is then
+    the lock of the first one.
 
     Examples:
       prep verify gpt-neo-1.3B-padded-init
       prep verify gpt-neo-1.3B-padded gpt-neo-1.3B
       prep verify gpt-neo-1.3B-bf16 gpt-neo-1.3B --tolerance 1e-2
       prep verify gpt-neo-1.3B-padded --accept generation_config.json
+      prep verify my-run-hf --chain --lock gpt-neo-1.3B.lock.json
     """
+    from prepcli.operations.chain import chain_options_of, check_chain_command, verify_chain
     from prepcli.operations.verify import verify as run
+    from prepcli.rendering.chain import chain_report
     from prepcli.rendering.verification import verification_report
 
     ui = output_options.open_console("verify", progress)
+    check_chain_command(against, options, chain_options)
+    if chain_options["chain"]:
+        chain = verify_chain(checkpoint, progress=ui, **chain_options_of(options, chain_options))
+        return ui.finish(chain_report(chain, ui.columns))
     result = run(checkpoint, against, progress=ui, **options)
     return ui.finish(verification_report(result, ui))
 
@@ -58,7 +72,7 @@ def lock(
     checkpoint: CheckpointArgument,
     *,
     arguments: LockArguments,
-    options: Annotated[LockOptions, Omit("step", "lock")],
+    options: Annotated[LockOptions, Omit("step", "lock", "public_key")],
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
@@ -70,6 +84,7 @@ def lock(
     Examples:
       prep lock gpt-neo-1.3B
       prep lock ./my-model --out approved.json
+      prep lock ./my-model --sign key.pem
     """
     from prepcli.operations.lock import lock as run
     from prepcli.rendering.lock import lock_line, lock_report
@@ -78,6 +93,32 @@ def lock(
     locked = run(checkpoint, arguments["out"], progress=ui, **options)
     ui.note(lock_line(locked))
     return ui.finish(lock_report(locked))
+
+
+@expand_option_groups
+def roundtrip(
+    checkpoint: CheckpointArgument,
+    *,
+    arguments: RoundtripArguments,
+    options: RoundtripOptions,
+    output_options: OutputOptions,
+    progress: ProgressOption = "auto",
+) -> int:
+    """Convert a model to every layout and back, and certify that no bit changed.
+
+    The certificate lists each way with its tensors, bytes and digest. The conversions are
+    temporary, in a folder beside it.
+
+    Examples:
+      prep roundtrip gpt-neo-1.3B
+      prep roundtrip gpt-neo-1.3B --layout init --layout easylm --out certificate.json
+    """
+    from prepcli.operations.roundtrip import roundtrip as run
+    from prepcli.rendering.roundtrip import roundtrip_report
+
+    ui = output_options.open_console("roundtrip", progress)
+    result = run(checkpoint, arguments["out"], progress=ui, **options)
+    return ui.finish(roundtrip_report(result, ui.columns))
 
 
 @expand_option_groups
@@ -93,7 +134,7 @@ def inspect(
     ] = None,
     *,
     view: ViewOptions,
-    options: Annotated[SourceOptions, Omit("step", "memory", "lock")],
+    options: Annotated[SourceOptions, Omit("step", "memory", "lock", "public_key")],
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:

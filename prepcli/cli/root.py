@@ -36,7 +36,7 @@ from typer.main import get_command
 from prepcli.cli.conversion import export, merge, pad_vocab, reshard, save_init
 from prepcli.cli.docs import docs
 from prepcli.cli.evaluation import evaluate
-from prepcli.cli.inspection import check_family, demo, env, inspect, lock, models, verify
+from prepcli.cli.inspection import check_family, demo, env, inspect, lock, models, roundtrip, verify
 from prepcli.cli.launch import gke, local, slurm, tpu
 from prepcli.cli.plan import plan
 from prepcli.cli.recipes import recipes
@@ -49,7 +49,7 @@ from prepcli.errors import USAGE
 from prepcli.execution.signals import Interrupted, notes_of
 
 COMMANDS = (  # in the order of `--help`
-    *(pad_vocab, save_init, reshard, export, merge, verify, lock, inspect),
+    *(pad_vocab, save_init, reshard, export, merge, verify, lock, roundtrip, inspect),
     *(plan, train, report, evaluate, generate),
     *(demo, docs, models, recipes, check_family, env),
 )
@@ -65,6 +65,7 @@ GUIDES = {
     "merge": "lora",
     "verify": "exactness",
     "lock": "lock",
+    "roundtrip": "prove",
     "inspect": "convert",
     "plan": "plan",
     "train": "train",

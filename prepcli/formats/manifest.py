@@ -26,6 +26,8 @@ from prepcli.planning.manifest_fields import (
     FileRecord,
     LeafRecord,
     ManifestFields,
+    MergedAdapter,
+    OriginRecord,
     QuantizedRecord,
     TensorRecords,
 )
@@ -45,6 +47,7 @@ LORA_KEY: Final = "lora"
 QUANTIZATION_KEY: Final = "quantization"
 QUANTIZED_KEY: Final = "quantized"
 TOWERS_KEY: Final = "towers"
+ORIGIN_KEY: Final = "origin"
 SIZE_KEY: Final = "bytes"
 XXH3_KEY: Final = "xxh3"
 HEADER_KEY: Final = "header"
@@ -67,6 +70,7 @@ STATE_KEYS = {"step": int, "slots": dict, "others": dict}
 KEYS_BY_KIND = {"init": LAYOUT_KEYS, "train": LAYOUT_KEYS | STATE_KEYS}
 OPTIONAL_KEYS = {
     BASE_KEY: dict,
+    ORIGIN_KEY: dict,
     TOWERS_KEY: dict,
     FILES_KEY: dict,
     DIGEST_KEY: str,
@@ -263,9 +267,49 @@ class Manifest:
         return self.fields.get(QUANTIZED_KEY, {})
 
     @property
+    def source_name(self) -> str:
+        """Name of the source of a conversion, as the user named it. Empty if it is not recorded."""
+        source = self.fields.get("source")
+        name = source.get("name") if isinstance(source, dict) else None
+        return name if isinstance(name, str) else ""
+
+    @property
+    def origin(self) -> OriginRecord:
+        """Identity of the source of a conversion, or of the start model of a training step."""
+        origin = self.fields.get(ORIGIN_KEY, {})
+        for value in origin.values():
+            if not isinstance(value, str | bool):
+                return {}
+        return origin
+
+    @property
+    def merged_adapter(self) -> MergedAdapter | None:
+        """The adapter of a merged model. None for other outputs, and if its name is malformed."""
+        merged = self.fields.get("merged")
+        if isinstance(merged, dict) and isinstance(merged.get("adapter"), str):
+            return merged
+        return None
+
+    @property
     def base(self) -> Mapping[str, object]:
         """Name and digests of the model that an adapter belongs to."""
         return self.fields.get(BASE_KEY, {})
+
+
+def origin_record(manifest: Manifest | None, commit: str | None) -> OriginRecord:
+    """Return the identity of a checkpoint. Empty if it has neither a manifest with a digest nor a commit.
+
+    Args:
+        manifest: Manifest of the checkpoint, if prep wrote it.
+        commit: Commit of the checkpoint on the hub.
+    """
+    record: OriginRecord = {}
+    if commit is not None:
+        record["commit"] = commit
+    # Manifests of early versions have no digest.
+    if manifest is not None and manifest.digest is not None:
+        record["manifest"] = manifest.digest
+    return record
 
 
 def step_fields(manifest: Manifest) -> ManifestFields:

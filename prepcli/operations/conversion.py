@@ -29,7 +29,9 @@ from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
+    ORIGIN_KEY,
     find_manifest_folder,
+    origin_record,
     read_manifest,
 )
 from prepcli.operations.conflicts import reject_without
@@ -47,6 +49,7 @@ from prepcli.operations.conversion_details import (
 from prepcli.operations.options import DEFAULT_MEMORY
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, as_tuple
+from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import Share, requested_share
 from prepcli.planning.tensor_match import MatchOptions
@@ -91,6 +94,7 @@ class CommonOptions:
         verbatim: Keep the names of the files. None for a checkpoint without a family of its model type.
         copied_files: Patterns of further small files to copy.
         lock: Lock file of the checkpoint.
+        public_key: Key that must have signed the lock.
         quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
             or the decoded tensors of GGUF.
     """
@@ -112,6 +116,7 @@ class CommonOptions:
     verbatim: bool | None = False
     copied_files: tuple[str, ...] = ()
     lock: Path | None = None
+    public_key: Path | None = None
     quantized: str = "refuse"
 
 
@@ -147,6 +152,10 @@ def common_options(
     """Return the options that converting operations share."""
     config = options.get("config")
     lock = options.get("lock")
+    public_key = options.get("public_key")
+    if lock is None:
+        why = "only a lock is signed"
+        reject_without(Option("public_key"), public_key, Option("lock"), why)
     return CommonOptions(
         checkpoint=None if checkpoint is None else str(checkpoint),
         out=Path(out) if out is not None else None,
@@ -166,6 +175,7 @@ def common_options(
         verbatim=options.get("verbatim", False),
         copied_files=as_tuple(options.get("copy", ())),
         lock=Path(lock) if lock is not None else None,
+        public_key=Path(public_key) if public_key is not None else None,
     )
 
 
@@ -226,7 +236,7 @@ def open_checkpoint(
     lock: Lock | None = None
     revision = common.revision
     if common.lock is not None:
-        lock = read_lock(common.lock)
+        lock = read_lock(common.lock, common.public_key)
         revision = pinned_revision(checkpoint, revision, lock)
     located = locate(checkpoint, revision, step=common.step, access=access)
     if located.local_files.remote is None:
@@ -350,7 +360,7 @@ def _convert_to_folder(
     located, source = open_checkpoint(common, observer, is_candidate)
     check_config_option(common, source)
     check_stream(common.stream, located)
-    planned = make_plan(source, located)
+    planned = _with_origin(make_plan(source, located), source, located)
     out = common.out or Path(planned.default_out_name)
     _check_output_location(out, source)
     fields = plan_fields(planned.plan, source)
@@ -400,6 +410,17 @@ def _convert_to_folder(
         # An output that was uploaded earlier is reported from a dry run.
         next_command=planned.next_command.replace(OUT_PLACEHOLDER, str(out)),
     )
+
+
+def _with_origin(
+    planned: PlannedConversion, source: Source, located: LocatedCheckpoint
+) -> PlannedConversion:
+    """Return the plan with the identity of its source in the manifest of the output, for `verify_chain`."""
+    origin = origin_record(source.manifest, located.local_files.commit)
+    if not origin:
+        return planned
+    settings: ManifestFields = {**planned.plan.settings, ORIGIN_KEY: origin}
+    return replace(planned, plan=replace(planned.plan, settings=settings))
 
 
 def _process_share(common: CommonOptions, observer: Observer) -> Share:

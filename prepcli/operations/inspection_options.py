@@ -16,6 +16,33 @@ SortKey = Literal["name", "size", "file"]
 Seconds = Annotated[float, Minimum(0.01)]
 NonNegative = Annotated[float, Minimum(0.0)]
 
+Way = Literal[
+    "init",
+    "no-scan",
+    "scan-axis",
+    "mesh",
+    "compress",
+    "pad",
+    "verbatim",
+    "hf-flax",
+    "easylm",
+]
+
+_SEARCH = OptionSpec(
+    "FOLDER",
+    "With --chain: find moved checkpoints in FOLDER. Repeatable.",
+    "Folders with moved or renamed checkpoints. They are found by their digests.",
+    default=(),
+    position=22,
+)
+_ALLOW_UNPROVEN = OptionSpec(
+    None,
+    "With --chain: accept links without enough records, or with a missing source.",
+    "Accept links without enough records, or with a missing source. Default: False.",
+    default=False,
+    position=22,
+)
+
 
 class VerifyOptions(SourceOptions, total=False):
     """Options of `verify`."""
@@ -55,6 +82,30 @@ class VerifyOptions(SourceOptions, total=False):
     ]
 
 
+class ChainOptions(SourceOptions, total=False):
+    """Options of `verify_chain`. The option `lock` applies to the first model of the chain."""
+
+    search: Annotated[Sequence[PathLike], _SEARCH]
+    allow_unproven: Annotated[bool, _ALLOW_UNPROVEN]
+
+
+class ChainCommandOptions(TypedDict):
+    """The options of `prep verify` for a chain. With `chain` the command calls `verify_chain`."""
+
+    chain: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Prove by digests from which checkpoints an output was made.",
+            "Prove from which checkpoints an output was made. Default: False.",
+            default=False,
+            position=21,
+        ),
+    ]
+    search: Annotated[Sequence[PathLike], _SEARCH]
+    allow_unproven: Annotated[bool, _ALLOW_UNPROVEN]
+
+
 class LockOptions(SourceOptions, total=False):
     """Options of `lock`."""
 
@@ -66,6 +117,56 @@ class LockOptions(SourceOptions, total=False):
             "Replace a lock file that differs. Default: False.",
             default=False,
             position=43,
+        ),
+    ]
+    sign: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "KEY",
+            "Sign the lock file with this private key, into FILE.sig.",
+            "Private Ed25519 or ECDSA key in PEM. Its signature of the lock is written to `FILE.sig`. Default: none.",
+            position=42,
+        ),
+    ]
+
+
+class RoundtripOptions(SourceOptions, total=False):
+    """Options of `roundtrip`."""
+
+    layout: Annotated[
+        Sequence[Way],
+        OptionSpec(
+            "WAY",
+            "Take this way: init, no-scan, scan-axis, mesh, compress, pad, verbatim, hf-flax or easylm. Repeatable."
+            " Default: all.",
+            'Ways to take: "init", "no-scan", "scan-axis", "mesh", "compress", "pad", "verbatim", "hf-flax" or'
+            ' "easylm". Default: all.',
+            default=(),
+            position=1,
+        ),
+    ]
+    overwrite: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Replace a certificate that differs.",
+            "Replace a certificate that differs. Default: False.",
+            default=False,
+            position=43,
+        ),
+    ]
+
+
+class RoundtripArguments(TypedDict):
+    """The argument of `roundtrip` that is an option of its command."""
+
+    out: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE",
+            "Write to FILE. Default: NAME.roundtrip.json.",
+            "The certificate.",
+            position=40,
         ),
     ]
 

@@ -14,6 +14,7 @@ from prepcli.console.progress import Progress
 from prepcli.engine.files import io_error
 from prepcli.errors import GET_AGAIN_HINT, Option, OutputExistsError, text
 from prepcli.formats.lock_file import encode_lock
+from prepcli.formats.lock_signature import sign, signature_path
 from prepcli.formats.untrusted import read_small_file
 from prepcli.operations.conversion import common_options, open_checkpoint, source_line
 from prepcli.operations.inspection_options import LockOptions
@@ -55,7 +56,7 @@ def lock(
         UsageError: An argument is invalid.
         OutputExistsError: `out` exists with other content.
         DamagedError: A tensor differs from the digest that the checkpoint's manifest records.
-        PrepError: The checkpoint cannot be read.
+        PrepError: The checkpoint cannot be read, or the extra `signing` is missing.
 
     Example:
         locked = prep.lock("gpt-neo-1.3B")
@@ -63,6 +64,10 @@ def lock(
     """
     started_s = time.monotonic()
     observer = observer_of(progress)
+    key = None if options["sign"] is None else Path(options["sign"])
+    if key is not None:
+        # An unusable key is an error now, and not after all tensors are read.
+        sign(b"", key)
     # Quantised weights are locked as they are stored, without a note that they may be decoded.
     stored = {**options, "verbatim": None, "quantized": "stored"}
     common = common_options(checkpoint, None, stored)
@@ -81,7 +86,12 @@ def lock(
         progress=observer.progress(),
     )
     path = Path(out) if out is not None else Path(f"{name}{LOCK_SUFFIX}")
-    already_done = _write(path, encode_lock(content), overwrite=options["overwrite"])
+    data = encode_lock(content)
+    already_done = _write(path, data, overwrite=options["overwrite"])
+    signature: Path | None = None
+    if key is not None:
+        signature = signature_path(path)
+        _write_file(signature, sign(data, key))
     return LockedModel(
         path=path,
         source=content.source,
@@ -91,6 +101,7 @@ def lock(
         nbytes=sum(file.bytes for file in content.files.values()),
         seconds=time.monotonic() - started_s,
         already_done=already_done,
+        signature=signature,
     )
 
 
@@ -136,8 +147,12 @@ def _write(path: Path, data: bytes, *, overwrite: bool) -> bool:
             why = "its content differs from the lock of the present checkpoint"
             hint = text("{} approves the present checkpoint", Option("overwrite", True))
             raise OutputExistsError(f"{path} already exists", why, hint)
+    _write_file(path, data)
+    return False
+
+
+def _write_file(path: Path, data: bytes) -> None:
     try:
         write_file(path, data)
     except OSError as error:
         raise io_error(path, error) from error
-    return False

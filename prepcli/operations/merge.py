@@ -29,6 +29,7 @@ from prepcli.operations.operation import public
 from prepcli.operations.options import ExportOptions, MergeOptions
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line, with_defaults
+from prepcli.planning.manifest_fields import MergedAdapter
 from prepcli.planning.plan import LowRankUpdate, Plan, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.restore.digest_checks import sample_digest
@@ -149,7 +150,14 @@ def plan_merge(
     copy = plan_copy(copy_options, source, located)
     updates = dict(_updates(copy.plan, matrices, scale=scale, source=source, adapter=adapter))
     streams = tuple(_with_update(stream, updates.get(stream.name)) for stream in copy.plan.streams)
-    merged = {"adapter": str(adapter_path), "scaling": scale, "tensors": len(updates)}
+    merged: MergedAdapter = {
+        "adapter": str(adapter_path),
+        "scaling": scale,
+        "tensors": len(updates),
+    }
+    # An adapter that PEFT wrote has no manifest.
+    if adapter.manifest is not None and adapter.manifest.digest is not None:
+        merged["manifest"] = adapter.manifest.digest
     plan = replace(
         copy.plan,
         command="merge",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
 from prepcli.errors import PrepError
 from prepcli.pages.report_page import RunSummary
@@ -151,6 +151,7 @@ class LockedModel:
         nbytes: Size of the files in bytes.
         seconds: Duration of the call in seconds.
         already_done: Whether an equal file existed, so that nothing was written.
+        signature: Path of the signature, if a key was given.
     """
 
     path: Path
@@ -161,6 +162,108 @@ class LockedModel:
     nbytes: int
     seconds: float
     already_done: bool
+    signature: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLink:
+    """An output and one of its sources.
+
+    Attributes:
+        output: The output.
+        source: Its source. Empty if the output itself is damaged, or if no source is recorded.
+        command: The command that made the output, such as "export".
+        status: "proven", "not proven" or "failed".
+        proof: The compared and equal parts.
+        reason: Why a link failed or is not proven. For a proven one, the parts without a digest to compare.
+    """
+
+    output: str
+    source: str
+    command: str
+    status: Literal["proven", "not proven", "failed"]
+    proof: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The way of a model from its first checkpoint to an output. True in a condition if every link is proven.
+
+    Attributes:
+        links: The links, from the output back to the first checkpoints. The check ends at the first failed one.
+        origins: The first checkpoints, with the commit of a model of the hub.
+        allows_unproven: Whether unproven links are accepted.
+        seconds: Duration of the call in seconds.
+    """
+
+    links: tuple[ChainLink, ...]
+    origins: tuple[str, ...]
+    allows_unproven: bool
+    seconds: float
+
+    @property
+    def broken_link(self) -> ChainLink | None:
+        """Return the first failed link, else the first unproven one unless such links are accepted."""
+        for link in self.links:
+            if link.status == "failed":
+                return link
+        for link in self.links:
+            if link.status == "not proven" and not self.allows_unproven:
+                return link
+        return None
+
+    def __bool__(self) -> bool:
+        """Return whether no link is broken."""
+        return self.broken_link is None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundtripWay:
+    """A model after conversions and the way back.
+
+    Attributes:
+        name: Name of the way, such as "easylm".
+        commands: The conversions, from the model to a Hugging Face folder.
+        status: "equal", "different", or "not available" for this model.
+        tensors: Number of tensors at the end of the way.
+        nbytes: Bytes of the compared tensors.
+        digest: XXH3-128 of the names, dtypes, shapes and digests of all tensors at the end of the way.
+        reason: The differences, or why the way is not available.
+    """
+
+    name: str
+    commands: tuple[str, ...]
+    status: Literal["equal", "different", "not available"]
+    tensors: int = 0
+    nbytes: int = 0
+    digest: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Roundtrip:
+    """A certificate of conversions and their ways back. True in a condition if no way changed a bit.
+
+    Attributes:
+        path: The written certificate.
+        source: The model, as errors name it.
+        revision: Commit of the model on the hub.
+        ways: The ways.
+        versions: Versions of prep, Python and NumPy.
+        seconds: Duration of the call in seconds. It is not part of the certificate.
+    """
+
+    path: Path
+    source: str
+    revision: str | None
+    ways: tuple[RoundtripWay, ...]
+    versions: Mapping[str, str]
+    seconds: float
+
+    def __bool__(self) -> bool:
+        """Return whether all available ways end in an equal model."""
+        return all(way.status != "different" for way in self.ways)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,12 +69,28 @@ class SourceRecord(TypedDict):
     files: Sequence[Mapping[str, object]]
 
 
+class OriginRecord(TypedDict, total=False):
+    """Identity of the source of an output.
+
+    `manifest` is the digest of its manifest, and `commit` its commit on the hub. The start model of a training step
+    also has the `name` in the recipe, and without a manifest a `sample_digest` of its first rows. `is_random` stands
+    for random parameters, without a checkpoint.
+    """
+
+    name: str
+    is_random: bool
+    commit: str
+    manifest: str
+    sample_digest: str
+
+
 class MergedAdapter(TypedDict):
-    """The adapter that `merge` added to the weights."""
+    """The adapter that `merge` added to the weights. `manifest` is the digest of its manifest."""
 
     adapter: str
     scaling: float
     tensors: int
+    manifest: NotRequired[str]
 
 
 TensorRecords = Mapping[str, TensorRecord]
@@ -90,6 +106,7 @@ class PrepFields(TypedDict, total=False):
     plan: str
     prep: str
     source: SourceRecord
+    origin: OriginRecord
     command: str
     # A value that is no text is ignored.
     name: object

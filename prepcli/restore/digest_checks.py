@@ -42,7 +42,7 @@ def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> DamagedErr
 
 def _file_numbers(tensor: SourceTensor) -> set[int]:
     """Return the numbers of a tensor's files and blobs."""
-    stream = _stream(tensor, (0, num_rows(tensor)))
+    stream = row_stream(tensor, (0, num_rows(tensor)))
     return {copy.file for copy in read_copies(stream, stream.box)}
 
 
@@ -51,7 +51,7 @@ def num_rows(tensor: SourceTensor) -> int:
     return tensor.shape[0] if tensor.shape else 1
 
 
-def _stream(tensor: SourceTensor, rows: Range) -> Stream:
+def row_stream(tensor: SourceTensor, rows: Range) -> Stream:
     """Return a read-only stream of rows of a tensor."""
     return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
 
@@ -75,7 +75,7 @@ def check_tensors(
     for tensor in tensors:
         for low, high, digest in tensor.digests:
             pieces.append((tensor, digest))
-            streams.append(_stream(tensor, (low, high)))
+            streams.append(row_stream(tensor, (low, high)))
 
     def compare(number: int, computed_digest: str) -> None:
         tensor, recorded_digest = pieces[number]
@@ -127,7 +127,24 @@ def tensor_digests(
         progress: Receives the bytes read.
         task: Name of the task in the progress.
     """
-    streams = [_stream(tensor, rows) for tensor, rows in pieces]
+    streams = [row_stream(tensor, rows) for tensor, rows in pieces]
+    return stream_digests(source, streams, memory_nbytes, progress=progress, task=task)
+
+
+def stream_digests(
+    source: Source,
+    streams: Sequence[Stream],
+    memory_nbytes: int,
+    *,
+    progress: Progress,
+    task: str,
+) -> list[str]:
+    """Return the digest of each stream, read within the memory limit.
+
+    The digest of a cast stream is the text of a `StreamDigest`. The arguments are as for `tensor_digests`.
+    """
+    if not streams:
+        return []
     progress.begin(task, sum(stream.nbytes for stream in streams))
     try:
         digests = _digest(source, streams, memory_nbytes, progress=progress)
@@ -157,7 +174,7 @@ def towers_digest(source: Source) -> str:
 def _sample_digest(source: Source, tensors: Iterable[SourceTensor]) -> str:
     # The order of the files must not change the digest.
     tensors = sorted(tensors, key=lambda tensor: tensor.name)
-    streams = [_stream(tensor, (0, min(num_rows(tensor), SAMPLE_ROWS))) for tensor in tensors]
+    streams = [row_stream(tensor, (0, min(num_rows(tensor), SAMPLE_ROWS))) for tensor in tensors]
     digests = _digest(source, streams, SAMPLE_MEMORY_NBYTES)
     state = xxhash.xxh3_128()
     for number, tensor in enumerate(tensors):

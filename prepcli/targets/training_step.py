@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from prepcli.formats.manifest import LORA_KEY, STATE_ITEM, TOWERS_KEY, Manifest
+from prepcli.formats.manifest import LORA_KEY, ORIGIN_KEY, STATE_ITEM, TOWERS_KEY, Manifest
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import Placement, StridedPlacement
@@ -128,6 +128,8 @@ def _item_settings(source: Source, start_manifest: ManifestFields) -> ManifestFi
         settings[LORA_KEY] = start_manifest[LORA_KEY]
     elif TOWERS_KEY in start_manifest:
         settings[TOWERS_KEY] = start_manifest[TOWERS_KEY]
+    if start_manifest.get(ORIGIN_KEY):
+        settings[ORIGIN_KEY] = start_manifest[ORIGIN_KEY]
     settings["kind"] = "train"
     settings["config"] = source.config
     return settings

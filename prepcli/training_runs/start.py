@@ -26,10 +26,11 @@ from prepcli.formats.manifest import (
     TOWERS_KEY,
     Manifest,
     find_manifest_folder,
+    origin_record,
     read_manifest,
 )
 from prepcli.formats.orbax import find_item
-from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.manifest_fields import ManifestFields, OriginRecord
 from prepcli.remote.object_store import is_url, parse_url
 from prepcli.remote.placeholders import rename_in_errors
 from prepcli.restore.digest_checks import RECREATE_HINT, sample_digest, towers_digest
@@ -190,6 +191,24 @@ class StartCheckpoint:
         # The digest is for the base of adapters, and the recipe checks refuse adapters on a random start.
         assert isinstance(self.model_reader, WeightsReader)
         return sample_digest(self.model_reader.source)
+
+    def origin(self, path: str) -> OriginRecord:
+        """Return the identity of the model that the run started from, for the manifests of its steps.
+
+        Args:
+            path: The recipe's path of the model.
+        """
+        if self.resume_step:
+            return Manifest(self.step_reader.manifest).origin
+        if isinstance(self.model_reader, RandomReader):
+            return {"is_random": True}
+        manifest: Manifest | None = Manifest(self.model_reader.manifest)
+        if isinstance(self.model_reader, WeightsReader):
+            manifest = self.model_reader.source.manifest
+        record: OriginRecord = {"name": path, **origin_record(manifest, self.commit)}
+        if "manifest" not in record:
+            record["sample_digest"] = self.sample_digest()
+        return record
 
     def towers_facts(self, path: str) -> dict[str, Any] | None:
         """Return the manifest's entry that records where the towers of a multimodal model are stored.

@@ -417,12 +417,17 @@ def _open_checkpoints(prepared: PreparedRun, exports: StepExports | None) -> Che
     table = run.recipe.checkpoint
     sharding = prepared.loop.setup.forward_config.sharding
 
-    changes: ManifestFields = {"config": prepared.model_config, "mesh": str(sharding.mesh)}
+    model_path = run.recipe.model.path or ""
+    changes: ManifestFields = {
+        "config": prepared.model_config,
+        "mesh": str(sharding.mesh),
+        "origin": prepared.start.origin(model_path),
+    }
     if run.recipe.rules is not None:
         changes["rules"] = run.recipe.rules
     if prepared.start.lora is not None:
         changes["lora"] = prepared.start.lora
-    towers = prepared.start.towers_facts(run.recipe.model.path or "")
+    towers = prepared.start.towers_facts(model_path)
     if towers is not None:
         changes["towers"] = towers
 

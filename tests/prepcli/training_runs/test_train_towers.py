@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import OK
 from tests.helpers.fork_server import PREP, run_python
@@ -62,6 +63,23 @@ def test_step_records_path_and_digest_of_towers(trained: Path):
     assert len(manifest["towers"]["digest"]) == 32
     assert not any(name.startswith("towers") for name in manifest["leaves"])
     assert all(name.startswith(TEXT_NAMES) for name in manifest["tensors"])
+
+
+def test_chain_compares_the_towers_of_an_export(trained: Path):
+    run_ok("export", "runs/recipe", "--out", "hf")
+    proof = prep.verify_chain("hf")
+    assert proof
+    assert proof.links[0].reason == ""
+    assert proof.links[0].proof.endswith(f"{len(safetensors_bytes(Path('hf')))} tensors")
+
+
+def test_chain_names_towers_without_their_start_model(trained: Path):
+    with changed_manifest(Path("runs/recipe/3")) as manifest:
+        manifest["towers"]["path"] = "moved"
+    run_ok("export", "runs/recipe", "--towers", "m-init", "--out", "hf")
+    link = prep.verify_chain("hf").links[0]
+    assert link.status == "proven"
+    assert link.reason.startswith("not compared: tower ")
 
 
 def test_export_of_step_has_towers_of_start_model(trained: Path):

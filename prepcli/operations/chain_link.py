@@ -1,0 +1,329 @@
+"""Compare an output with one of its sources, for `verify_chain`."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from prepcli.console.lists import join_names
+from prepcli.console.progress import Progress
+from prepcli.engine.casts import parse_stream_digest
+from prepcli.engine.digest import digest_of_zeros
+from prepcli.formats.file_records import is_settings_file, record_file
+from prepcli.formats.manifest import NO_MANIFEST, XXH3_KEY, Manifest
+from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
+from prepcli.operations.conversion import PlannedConversion
+from prepcli.planning.plan import Stream
+from prepcli.planning.tensors import FLOAT_DTYPES
+from prepcli.restore.digest_checks import num_rows, row_stream, stream_digests, tensor_digests
+from prepcli.sources.averages import use_averaged_params
+from prepcli.sources.dequantized import decode_alike
+from prepcli.sources.model_family import as_verbatim
+from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
+from prepcli.sources.source import CONFIG, Source, SourceTensor
+from trainer.models.boxes import Range
+from trainer.models.json_types import HFConfig
+
+# Keys of config.json set by conversions: the vocabulary, the dtype and the tying of the written tensors.
+WRITTEN_CONFIG_KEYS = {
+    "vocab_size",
+    "true_vocab_size",
+    "dtype",
+    "torch_dtype",
+    "tie_word_embeddings",
+    "quantization_config",
+}
+# Keys that a recipe may change.
+RECIPE_CONFIG_KEYS = {
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+}
+# Tensors in a reason.
+MAX_NAMES = 3
+# Options that change the config, or replace it.
+CONFIG_OPTIONS = ("--config", "--layers")
+
+
+@dataclass(slots=True)
+class LinkReport:
+    """What the comparison of an output with its source has found.
+
+    Attributes:
+        is_identified: Whether all of the source is known to be the recorded one, by its manifest, its commit, or by the
+            values of all tensors.
+        proven: Compared and equal parts, e.g. `21 tensors`.
+        unproven: Parts without a digest to compare, with the reason.
+        differences: Different parts.
+    """
+
+    is_identified: bool = False
+    proven: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows of a tensor of the output with their recorded digest, and the tensor of the source."""
+
+    name: str
+    rows: Range
+    digest: str
+    dtype: str
+    source_tensor: SourceTensor
+
+
+def compare_values(
+    output: Source, source: Source, memory_nbytes: int, progress: Progress, report: LinkReport
+) -> None:
+    """Compare the recorded digests of an output's tensors with the tensors of its source.
+
+    Digests of the source's manifest are used as they are: its bytes are compared with them elsewhere. Other tensors are
+    read. Casts are computed again.
+
+    Args:
+        output: The output, with a manifest.
+        source: One of its sources.
+        memory_nbytes: Memory limit.
+        progress: Receives the bytes read.
+        report: Receives the result.
+    """
+    manifest = output.manifest or NO_MANIFEST
+    num_unproven = len(report.unproven)
+    output, source = _with_common_names(output, source, manifest)
+    source_tensors = _tensors_by_name(source)
+    pieces: list[_Piece] = []
+    new_rows = 0
+    for name, tensor in _digested_tensors(output, memory_nbytes, progress).items():
+        source_tensor = source_tensors.get(name)
+        if source_tensor is None:
+            _add_unmatched(output, source, tensor, name, report)
+            continue
+        if tensor.shape[1:] != source_tensor.shape[1:]:
+            shapes = f"{list(tensor.shape)}, not {list(source_tensor.shape)}"
+            report.differences.append(f"{name} has the shape {shapes}")
+            continue
+        for low, high, digest in tensor.digests:
+            if low < num_rows(source_tensor) or low == high:
+                pieces.append(_Piece(name, (low, high), digest, tensor.dtype, source_tensor))
+            elif _is_filled_as_recorded(tensor, (low, high), digest, manifest):
+                new_rows += high - low
+            else:
+                report.differences.append(f"{name} rows {low}:{high} are not the recorded padding")
+    changed = _changed_names(pieces, source, memory_nbytes, progress)
+    if changed:
+        names = join_names(sorted(changed), max_names=MAX_NAMES)
+        report.differences.append(f"other values than in {source.display_name}: {names}")
+    if len(report.unproven) == num_unproven:
+        report.is_identified = True
+    num_equal = len({piece.name for piece in pieces} - changed)
+    report.proven.append(f"{num_equal} tensors")
+    if new_rows:
+        report.proven.append(f"{new_rows} rows of padding")
+
+
+def compare_sums(
+    output: Source,
+    planned: PlannedConversion,
+    memory_nbytes: int,
+    progress: Progress,
+    report: LinkReport,
+) -> None:
+    """Compare the recorded digests of a merged model with new sums of base and adapter.
+
+    Args:
+        output: The merged model.
+        planned: Plan of the same merge.
+        memory_nbytes: Memory limit.
+        progress: Receives the bytes read.
+        report: Receives the result.
+    """
+    assert planned.source_view is not None
+    recorded: dict[tuple[str, Range], str] = {}
+    for tensor in output.all_tensors:
+        for low, high, digest in tensor.digests:
+            recorded[tensor.name, (low, high)] = digest
+    written = [stream for stream in planned.plan.streams if stream.writes]
+    streams = [replace(stream, writes=()) for stream in written]
+    digests = stream_digests(
+        planned.source_view, streams, memory_nbytes, progress=progress, task="merge"
+    )
+    changed: set[str] = set()
+    for stream, digest in zip(streams, digests):
+        expected = recorded.pop((stream.name, stream.rows), None)
+        if parse_stream_digest(digest).written != expected:
+            changed.add(stream.name)
+    changed |= {name for name, _ in recorded}
+    if changed:
+        names = join_names(sorted(changed), max_names=MAX_NAMES)
+        report.differences.append(f"other values than the sums of base and adapter: {names}")
+        return
+    report.proven.append(f"{len({stream.name for stream in streams})} tensors of the sum")
+    report.is_identified = True
+
+
+def _with_common_names(output: Source, source: Source, manifest: Manifest) -> tuple[Source, Source]:
+    """Return an output and its source with equal names of equal tensors, and with values of the same kind."""
+    if "--ema" in _requested_options(manifest):
+        source = use_averaged_params(source)
+    output, source = decode_alike(output, source)
+    # The families of an adapter and of a run with LoRA have other bare names.
+    has_adapters = ADAPTER_FAMILY in (output.family, source.family)
+    if has_adapters or output.family.is_verbatim or source.family.is_verbatim:
+        output = as_verbatim(output)
+        source = as_verbatim(source)
+    return output, source
+
+
+def _requested_options(manifest: Manifest) -> set[str]:
+    """Return the words of the command line that made an output. Empty if it is malformed."""
+    try:
+        return {*shlex.split(manifest.request)}
+    except ValueError:
+        return set()
+
+
+def _digested_tensors(
+    output: Source, memory_nbytes: int, progress: Progress
+) -> dict[str, SourceTensor]:
+    """Return the tensors of an output by name, all with digests.
+
+    The manifest of a quantised output has digests of its codes and scales. The decoded values are read.
+    """
+    tensors = _tensors_by_name(output)
+    decoded = [tensor for tensor in tensors.values() if not tensor.digests]
+    pieces = [(tensor, (0, num_rows(tensor))) for tensor in decoded]
+    digests = tensor_digests(output, pieces, memory_nbytes, progress=progress, task="decode")
+    for tensor, digest in zip(decoded, digests):
+        record = (0, num_rows(tensor), digest)
+        tensors[tensor.name] = replace(tensor, digests=(record,))
+    return tensors
+
+
+def _tensors_by_name(source: Source) -> dict[str, SourceTensor]:
+    return {tensor.name: tensor for tensor in source.all_tensors}
+
+
+def _add_unmatched(
+    output: Source, source: Source, tensor: SourceTensor, name: str, report: LinkReport
+) -> None:
+    """Add a tensor to the report that the source lacks."""
+    if tensor in output.tower_tensors and not source.tower_tensors:
+        # A training step has no towers. Its export reads them from the start model.
+        report.unproven.append(f"tower {name}")
+    else:
+        report.differences.append(f"{name} is not in {source.display_name}")
+
+
+def _is_filled_as_recorded(
+    tensor: SourceTensor, rows: Range, digest: str, manifest: Manifest
+) -> bool:
+    """Return whether new rows of a vocabulary are zeros, unless the request has other new rows."""
+    if "--init" in _requested_options(manifest):
+        return True
+    return digest == digest_of_zeros(row_stream(tensor, rows).nbytes)
+
+
+def _changed_names(
+    pieces: list[_Piece], source: Source, memory_nbytes: int, progress: Progress
+) -> set[str]:
+    """Return the names of the tensors with other digests than the rows of the source."""
+    changed: set[str] = set()
+    unread: list[_Piece] = []
+    for piece in pieces:
+        tensor = piece.source_tensor
+        recorded = {(low, high): digest for low, high, digest in tensor.digests}
+        if piece.dtype != tensor.dtype or piece.rows not in recorded:
+            unread.append(piece)
+        elif recorded[piece.rows] != piece.digest:
+            changed.add(piece.name)
+    readable: list[_Piece] = []
+    for piece in unread:
+        tensor = piece.source_tensor
+        is_cast = piece.dtype != tensor.dtype
+        if piece.rows[1] > num_rows(tensor) or (is_cast and tensor.dtype not in FLOAT_DTYPES):
+            changed.add(piece.name)
+        else:
+            readable.append(piece)
+    streams: list[Stream] = []
+    for piece in readable:
+        stream = row_stream(piece.source_tensor, piece.rows)
+        if piece.dtype != stream.dtype:
+            stream = replace(stream, cast_to=piece.dtype)
+        streams.append(stream)
+    digests = stream_digests(source, streams, memory_nbytes, progress=progress, task="compare")
+    for piece, digest in zip(readable, digests):
+        if parse_stream_digest(digest).written != piece.digest:
+            changed.add(piece.name)
+    return changed
+
+
+def compare_files(output: Source, source: Source, report: LinkReport) -> None:
+    """Compare the recorded digests of an output's tokenizer and other small files with the files of its source.
+
+    Another file is a difference, unless the recipe or an adapter brings its own tokenizer.
+    """
+    manifest = output.manifest or NO_MANIFEST
+    source_files = {path.name: path for path in source.small_files}
+    num_equal = 0
+    for path, record in manifest.files.items():
+        name = Path(path).name
+        is_made = name in (CONFIG, INDEX_FILE, ADAPTER_CONFIG) or not is_settings_file(path)
+        if XXH3_KEY not in record or is_made:
+            continue
+        if name not in source_files:
+            report.unproven.append(name)
+        elif record_file(source_files[name]).get(XXH3_KEY) == record[XXH3_KEY]:
+            num_equal += 1
+        elif _brings_tokenizer(manifest):
+            report.unproven.append(name)
+        else:
+            report.differences.append(f"{name} differs from {source_files[name]}")
+    if num_equal:
+        report.proven.append(f"{num_equal} files")
+
+
+def _brings_tokenizer(manifest: Manifest) -> bool:
+    """Return whether an output may have another tokenizer than its source."""
+    if manifest.merged_adapter is not None:
+        return True
+    try:
+        recipe = tomllib.loads(str(manifest.fields.get("recipe", "")))
+    except ValueError:
+        return False
+    data = recipe.get("data")
+    return isinstance(data, dict) and "tokenizer" in data
+
+
+def _config_of(source: Source) -> HFConfig:
+    """Return the config for readers of a checkpoint."""
+    # Other programs read the config.json of a Hugging Face folder, and prep reads the manifest of its other outputs.
+    # An adapter has only the config of its base, in the manifest.
+    if source.manifest is not None and source.manifest.kind != "hf":
+        return source.manifest.config
+    return source.config
+
+
+def compare_config(output: Source, source: Source, report: LinkReport) -> None:
+    """Compare the config of an output with the one of its source, except for keys written by conversions."""
+    manifest = output.manifest or NO_MANIFEST
+    options = _requested_options(manifest)
+    if not options.isdisjoint(CONFIG_OPTIONS):
+        report.unproven.append("config")
+        return
+    changeable = WRITTEN_CONFIG_KEYS
+    if manifest.is_training_step:
+        changeable = changeable | RECIPE_CONFIG_KEYS
+    config = _config_of(output)
+    source_config = _config_of(source)
+    if output.family.is_verbatim and source.wrapper is not None:
+        # A verbatim output has the towers in one tree with the text part.
+        source_config = source.wrapper.config
+    for key in sorted({*config, *source_config} - changeable):
+        if config.get(key) != source_config.get(key):
+            report.differences.append(f"config.json has another `{key}` than {source.display_name}")
+    report.proven.append("config")

@@ -1,0 +1,126 @@
+"""Find the sources of an output by the names and digests in its manifest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prepcli.errors import PrepError
+from prepcli.formats.manifest import MANIFEST_FILE, Manifest, find_manifest_folder, read_manifest
+from prepcli.formats.run_steps import saved_steps, step_folder
+from prepcli.planning.manifest_fields import OriginRecord
+
+TRAIN = "train"
+MERGE = "merge"
+# It writes arrays of the caller, without a source.
+SAVE_PARAMS = "save-params"
+# A run in a folder of models is two levels deep, and its steps three.
+MAX_SEARCH_DEPTH = 3
+MAX_FOLDERS_ABOVE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSource:
+    """A source of an output, as the output's manifest records it.
+
+    Attributes:
+        name: Name as the user spelled it. Empty if it is not recorded.
+        origin: Its identity. Empty in manifests of earlier versions.
+        is_adapter: Whether it is the adapter of a merge. The other source of a merge is the base.
+    """
+
+    name: str
+    origin: OriginRecord
+    is_adapter: bool = False
+
+
+def recorded_sources(manifest: Manifest) -> list[RecordedSource]:
+    """Return the sources of a checkpoint. Empty for the first one of a chain: made without prep, or from arrays."""
+    if manifest.command == TRAIN:
+        return _start_models(manifest)
+    if not manifest or manifest.command == SAVE_PARAMS:
+        return []
+    sources = [RecordedSource(manifest.source_name, manifest.origin)]
+    merged = manifest.merged_adapter
+    if merged is not None:
+        origin: OriginRecord = {}
+        if "manifest" in merged:
+            origin["manifest"] = merged["manifest"]
+        sources.append(RecordedSource(merged["adapter"], origin, is_adapter=True))
+    return sources
+
+
+def _start_models(manifest: Manifest) -> list[RecordedSource]:
+    """Return the start model of a run. Empty for random parameters."""
+    if manifest.origin.get("is_random"):
+        return []
+    return [RecordedSource(manifest.origin.get("name", ""), manifest.origin)]
+
+
+def find_source(source: RecordedSource, output: Path, search: Sequence[Path]) -> str | None:
+    """Find a source in the local folders.
+
+    A name is looked up in the working directory, in the folders above the output, and in the folders to search. The
+    checkpoint with the recorded manifest is taken, under any name. Without one it is the first of the recorded name.
+
+    Args:
+        source: The source to find.
+        output: Folder of the output.
+        search: Folders with further checkpoints.
+
+    Returns:
+        Path of the checkpoint. Its manifest may differ from the recorded one. None if there is no such folder.
+    """
+    recorded = source.origin.get("manifest")
+    first: str | None = None
+    for path in _candidates(source.name, output, search):
+        if recorded is None or _manifest_digest(path) == recorded:
+            return str(path)
+        first = first or str(path)
+    if recorded is not None:
+        for path in _outputs_below(search):
+            if _manifest_digest(path) == recorded:
+                return str(path)
+    return first
+
+
+def _candidates(name: str, output: Path, search: Sequence[Path]) -> Iterator[Path]:
+    """Yield existing checkpoints of a name. A run stands for its steps, the last one first."""
+    if not name:
+        return
+    relative = Path(os.path.expanduser(name))
+    # `tiny-init` of `PROJECT/runs/NAME/20` is in the third folder above, of an export of the run in the fourth.
+    near = list(output.absolute().parents)[:MAX_FOLDERS_ABOVE]
+    places = [folder / relative for folder in (Path(), *near, *search)]
+    places += [folder / relative.name for folder in search]
+    for place in places:
+        if not os.path.exists(place):
+            continue
+        steps = saved_steps(place)
+        for step in reversed(steps):
+            yield step_folder(place, step)
+        if not steps:
+            yield place
+
+
+def _outputs_below(search: Sequence[Path]) -> Iterator[Path]:
+    """Yield the outputs of prep in the folders to search."""
+    for folder in search:
+        for parent, folders, files in os.walk(folder):
+            depth = len(Path(parent).relative_to(folder).parts)
+            if depth == MAX_SEARCH_DEPTH:
+                folders.clear()
+            if MANIFEST_FILE in files:
+                yield Path(parent)
+
+
+def _manifest_digest(path: Path) -> str | None:
+    """Return the digest of the manifest of a checkpoint. None without a manifest, or if it is damaged."""
+    folder = path.parent if path.is_file() else find_manifest_folder(path)
+    try:
+        manifest = read_manifest(folder)
+    except PrepError:
+        return None
+    return None if manifest is None else manifest.digest
