@@ -40,7 +40,7 @@ SAVE_INIT_ARGS = ("save-init", PADDED, "--mesh", "1,1,1", "--memory", "32MiB")
 def conversion_steps() -> tuple[DemoStep, ...]:
     """Return the steps from a model with an odd vocabulary to eight devices and back."""
     return (
-        DemoStep("make a tiny GPT-Neo", (), _make),
+        DemoStep("make a tiny GPT-Neo", (), _make_model),
         DemoStep("pad its vocabulary", ("pad-vocab", MODEL, "--multiple", "8"), _pad_vocab),
         DemoStep("save an init, kill -9", SAVE_INIT_ARGS, _kill),
         DemoStep("resume the same command", SAVE_INIT_ARGS, _resume),
@@ -51,7 +51,7 @@ def conversion_steps() -> tuple[DemoStep, ...]:
     )
 
 
-def _make(folder: Path, _: Sequence[str]) -> StepOutcome:
+def _make_model(folder: Path, _args: Sequence[str]) -> StepOutcome:
     nbytes = write_tiny_model(folder / MODEL)
     files = sorted((folder / MODEL).glob("*.safetensors"))
     return StepOutcome(f"{len(VOCABULARY)} words, {len(files)} files", nbytes)

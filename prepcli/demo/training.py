@@ -82,7 +82,7 @@ every = {SAVE_EVERY}
 def training_steps() -> tuple[DemoStep, ...]:
     """Return the steps from the resharded checkpoint to a Hugging Face folder with the trained model."""
     return (
-        DemoStep("write a text and a recipe", (), _write),
+        DemoStep("write a text and a recipe", (), _write_text_and_recipe),
         DemoStep("train on 8 devices", UNBROKEN_ARGS, _train, DEVICES),
         DemoStep("train, kill -9", KILLED_ARGS, _kill, DEVICES),
         DemoStep("resume the same command", KILLED_ARGS, _resume, DEVICES),
@@ -91,7 +91,7 @@ def training_steps() -> tuple[DemoStep, ...]:
     )
 
 
-def _write(folder: Path, _: Sequence[str]) -> StepOutcome:
+def _write_text_and_recipe(folder: Path, _args: Sequence[str]) -> StepOutcome:
     """Write a text in a learnable language, in which only a few words may follow each word, and a recipe."""
     random = np.random.default_rng(SEED)
     followers = random.integers(0, len(TEXT_WORDS), (len(TEXT_WORDS), FOLLOWERS))

@@ -343,15 +343,19 @@ class Pipeline:
             self.result.copied_nbytes += slab.nbytes
         # Here the bytes are in the tensor's C order. Digests, casts and the means for filled rows need this order.
         self.fills.add_slab(slab, task.data)
-        self._digest(task)
+        self._digest_and_cast(task)
         if task.needs_gather:
             out = task.swap_buffers(slab.written_nbytes)
             task.data = gather(slab, task.data, out=out, pool=self.permute_pool)
             self.result.copied_nbytes += slab.written_nbytes
         self.result.seconds["move"] += time.perf_counter() - start_s
 
-    def _digest(self, task: _SlabTask) -> None:
-        """Update the stream's digest with a slab, cast the slab, and finish the digest after the last one."""
+    def _digest_and_cast(self, task: _SlabTask) -> None:
+        """Add a slab to the digest of its stream, and cast the slab.
+
+        A stream is a range of rows of one tensor and has one digest. It passes in slabs: ranges of bytes, each as
+        long as a buffer. The last slab of a stream completes the digest.
+        """
         slab = task.slab
         number = slab.stream_number
         stream = self.streams[number]

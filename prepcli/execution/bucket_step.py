@@ -90,7 +90,7 @@ class BucketStep:
             assert checksums is not None  # the plan has leaves
             digests: dict[int, str] = {}
             with joint_work(group, f"{name}-written"):
-                self._upload_own_file(checksums, digests)
+                self._upload_data_file(checksums, digests)
                 self.store_run_files()
             with joint_work(group, f"{name}-digested"):
                 self._read_back(digests)
@@ -105,18 +105,18 @@ class BucketStep:
                     self.check_lock()
                     self._publish(stage, digests)
 
-    def _upload_own_file(self, checksums: ChecksumRecorder, digests: dict[int, str]) -> None:
+    def _upload_data_file(self, checksums: ChecksumRecorder, digests: dict[int, str]) -> None:
         """Upload the chunks of this process.
 
         Add the digests of the tensors that it has as a whole.
         """
         plan = self.files.plan
         file = plan.files[self.save.group.index]
-        pieces = self._own_pieces(checksums, digests)
+        pieces = self._data_file_pieces(checksums, digests)
         if file.size:
             self.bucket.write_pieces(f"{plan.item}/{file.path}", pieces, size=file.size)
 
-    def _own_pieces(
+    def _data_file_pieces(
         self, checksums: ChecksumRecorder, digests: dict[int, str]
     ) -> Iterator[bytes | memoryview]:
         """Yield the bytes of this process's data file, in order.

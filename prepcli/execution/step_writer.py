@@ -119,7 +119,7 @@ class StepWriter:
         numbers = divide_streams(self.plan, group.count)[group.index]
         files = [data_folder(self.plan, stage.folder) / file.path for file in self.plan.files]
         reader = StreamReader(self.plan.streams, make_budget(MEMORY_NBYTES), NullProgress())
-        digests = reader.written_digests(numbers, files)
+        digests = reader.digest_written_streams(numbers, files)
         path = stage.work / f"{DIGESTS_STEM}-{group.index}"
         try:
             write_json_record(path, {str(number): digest for number, digest in digests.items()})

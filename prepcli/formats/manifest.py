@@ -299,13 +299,14 @@ _UNWRITTEN: ContextVar[tuple[Path, bytes] | None] = ContextVar("unwritten_manife
 
 @contextmanager
 def unwritten_manifest(folder: Path, data: bytes) -> Iterator[None]:
-    """Read `data` as the manifest of `folder` inside the `with` block.
+    """Let `read_manifest` return the manifest in `data` for `folder`, inside the `with` block.
 
-    An output can so be checked against records that are written only after the check.
+    The manifest file is not read meanwhile. A command checks an output against new records this way, and writes
+    them to the file only if the check succeeds.
 
     Args:
         folder: Folder of an output.
-        data: Bytes of its next manifest.
+        data: Bytes of the new manifest file, not yet written.
     """
     token = _UNWRITTEN.set((folder.resolve(), data))
     try:

@@ -344,8 +344,11 @@ def _read_dcp(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _read_meta(path: Path, display_name: str) -> CheckpointContents:
-    """Read Meta's files as the Hugging Face tensors that their shards make up."""
+def _read_meta_llama(path: Path, display_name: str) -> CheckpointContents:
+    """Read a LLaMA checkpoint in Meta's own format: `params.json` and one file per shard.
+
+    The entries are the Hugging Face tensors, each assembled from the shards.
+    """
     source = open_meta(path, display_name, NO_HINTS)
     file_of_blob = [source.files.index(blob) for blob in source.byte_sources]
     return CheckpointContents(
@@ -519,7 +522,7 @@ READERS: Mapping[Kind, Callable[[Path, str], CheckpointContents]] = {
     "flax": partial(_read_flax, "flax"),
     "easylm": partial(_read_flax, "easylm"),
     "torch": _read_torch,
-    "meta": _read_meta,
+    "meta": _read_meta_llama,
     "dcp": _read_dcp,
     "orbax": _read_orbax,
     "adapter": _read_adapter,

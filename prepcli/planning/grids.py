@@ -215,7 +215,8 @@ def _aligned_piece(
             steps.append(AxisStep(factor.atom, count, 1, 0, element_step))
             element_offset += start * element_step
         else:
-            # The split atom counts both: whole chunks, and elements from the start of its chunk.
+            # Steps along the split atom move within a chunk and then to the next one. E.g. step 7 with 3
+            # steps per chunk is step 1 of chunk 2.
             chunk_index += start // steps_per_chunk
             element_offset += start % steps_per_chunk * element_steps[0]
             if count > steps_per_chunk:  # whole chunks

@@ -319,17 +319,20 @@ def min_buffer_nbytes(streams: Sequence[Stream]) -> int:
             continue
         itemsizes = _itemsizes(stream)
         # Counted in elements, or in bytes for unchanged values.
-        spread = 0
+        span = 0
         copies = (read_copies(stream, stream.box), write_copies(stream, stream.box))
         for direction_copies, item_nbytes in zip(copies, itemsizes):
             for copy in itertools.islice(direction_copies, 4):
-                spread = max(spread, _spread_nbytes(copy) // item_nbytes)
-        needed_nbytes = max(needed_nbytes, spread * max(itemsizes))
+                span = max(span, _long_run_span_nbytes(copy) // item_nbytes)
+        needed_nbytes = max(needed_nbytes, span * max(itemsizes))
     return needed_nbytes
 
 
-def _spread_nbytes(copy: StridedCopy) -> int:
-    """Return the span in the tensor, in bytes, of a long run of the file, or 0 if the run is contiguous there."""
+def _long_run_span_nbytes(copy: StridedCopy) -> int:
+    """Return how many bytes of the tensor lie between the ends of a long run of the file.
+
+    If the run is contiguous in the tensor too, return 0.
+    """
     if not copy.dims:
         return 0
     count, tensor_stride, file_stride = copy.dims[-1]

@@ -80,14 +80,14 @@ class RenderLimits:
             )
 
     def check(self, size: int) -> None:
-        """Raise TemplateLimitError for a value of this size, before it is made."""
+        """Raise TemplateLimitError if a value of this size, not made yet, would be too large."""
         if size > self.max_size:
             raise TemplateLimitError(
                 f"it makes a value of {size:.3g} characters, the limit is {self.max_size:,}"
             )
 
     def check_bits(self, num_bits: int) -> None:
-        """Raise TemplateLimitError for an integer of this many bits."""
+        """Raise TemplateLimitError if an integer of this many bits would be too large."""
         if num_bits > MAX_INT_BITS:
             raise TemplateLimitError(
                 f"it makes an integer of {num_bits:.3g} bits, the limit is {MAX_INT_BITS:,}"

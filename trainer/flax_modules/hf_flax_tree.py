@@ -182,7 +182,7 @@ def _scatter_leaf(
             "pass the config.json of the model with these parameters",
         )
     split = leaf.reshape(_extents(leaf_factors))
-    free = _free_factors(axis_map)
+    free = _unfixed_factors(axis_map)
     region = _region(axis_map)
     for name, indices in _tensors_of_leaf(axis_map, unscanned or {}):
         piece_index = tuple(indices.get(factor.atom, slice(None)) for factor in leaf_factors)
@@ -212,7 +212,7 @@ def _gather_leaf(
     # atom, before the dims of a piece.
     stacked = [factor for factor in axis_map.stacked_factors if factor.atom not in fixed]
     joined = jnp.stack(pieces).reshape([*_extents(stacked), *pieces[0].shape])
-    atoms = [factor.atom for factor in (*stacked, *_free_factors(axis_map))]
+    atoms = [factor.atom for factor in (*stacked, *_unfixed_factors(axis_map))]
     leaf = joined.transpose([atoms.index(factor.atom) for factor in leaf_factors])
     padding: list[tuple[int, int]] = []
     for factor, extent in zip(leaf_factors, leaf.shape):
@@ -239,7 +239,7 @@ def _leaf_factors(axis_map: AxisMap) -> list[SizedAxis]:
     return list(itertools.chain.from_iterable(axis_map.leaf_dims))
 
 
-def _free_factors(axis_map: AxisMap) -> list[SizedAxis]:
+def _unfixed_factors(axis_map: AxisMap) -> list[SizedAxis]:
     """Return the named axes (atoms) of a tensor that are also axes of the leaf, in the order of the tensor."""
     return [factor for factor in _source_factors(axis_map) if factor.fixed is None]
 

@@ -149,7 +149,7 @@ class LayerStack:
         return (
             self.backward_inputs_nbytes()
             # The other layers of a period of kinds: 5 for 5 sliding layers and 1 full.
-            + (self.arch_config.layer_schedule.period - 1) * self.overlapping_nbytes()
+            + (self.arch_config.layer_schedule.period - 1) * self.nbytes_while_others_run()
             + max(attention_nbytes, self._mlp_gradient_nbytes())
             + self._expert_nbytes()
             + self._ring_nbytes()
@@ -292,8 +292,8 @@ class LayerStack:
         )
         return self.backward_inputs_nbytes() - self._recomputed_nbytes() - int(gathered_nbytes)
 
-    def overlapping_nbytes(self) -> int:
-        """Return the working set of a layer while another one of the same period, or of the scan, is computed."""
+    def nbytes_while_others_run(self) -> int:
+        """Return the bytes that a layer takes while another layer of the same period, or of the scan, is computed."""
         has_transient_scores = (
             self.inputs.attention_tile is None and self.inputs.remat_policy not in SAVES_ALL
         )

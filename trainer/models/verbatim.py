@@ -115,7 +115,10 @@ class _Stack:
 
 
 def verbatim_family(tensors: TensorTypes) -> Family:
-    """Return the family of a checkpoint with these tensors.
+    """Return a family made for one checkpoint: its parameters have the names of the checkpoint's tensors.
+
+    The architecture of the model need not be supported. Tensors with equal names but for their numbers, and with
+    equal shapes, become one stacked leaf. E.g. `h.0.w` and `h.1.w` become `h.*.w`.
 
     The leaves do not depend on the order of the tensors. A tensor without elements has no leaf.
 

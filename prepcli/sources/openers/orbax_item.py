@@ -216,11 +216,12 @@ def _watched_files(item: OrbaxItem) -> tuple[Path, ...]:
 
 
 def stored_leaves(item: OrbaxItem) -> tuple[tuple[Path | Blob, ...], dict[str, StoredLeaf]]:
-    """Return the byte sources of an item, and its leaves by dotted name. Placements number the sources.
+    """Return what the bytes of an item are read from, and its leaves.
 
     Returns:
-        Byte sources: the data files, then one `DecodedArray` per encoded array. Empty if these are
-        just the item's files. Leaves, by dotted name.
+        Byte sources: the data files, then one `DecodedArray` per encoded array. The placement of a leaf states the
+        number of its source in this tuple. The tuple is empty if the sources are just the item's files.
+        Leaves, by dotted name.
     """
     direct = [is_read_directly(item, number) for number in range(len(item.arrays))]
     # An item whose arrays are all encoded needs no numbers for its files: each array is a blob, and

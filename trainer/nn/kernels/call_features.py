@@ -37,7 +37,7 @@ def _features(
     yield AttentionFeature.CAUSAL if is_causal else AttentionFeature.BIDIRECTIONAL
     if is_causal and mask.window != FULL_ATTENTION:
         yield AttentionFeature.WINDOW
-    if is_causal and _has_other_positions(mask):
+    if is_causal and _has_unequal_positions(mask):
         yield AttentionFeature.POSITIONS
     if q.shape[2] != kv.keys.shape[2]:
         yield AttentionFeature.GROUPED_HEADS
@@ -59,8 +59,8 @@ def _features(
         yield AttentionFeature.SOFTCAP
 
 
-def _has_other_positions(mask: AttentionMask) -> bool:
-    """Return whether positions differ between rows, or between queries and keys."""
+def _has_unequal_positions(mask: AttentionMask) -> bool:
+    """Return whether positions differ between rows of the batch, or between queries and keys."""
     assert mask.q_positions is not None
     assert mask.kv_positions is not None
     return mask.q_positions.ndim != 1 or mask.q_positions.shape != mask.kv_positions.shape
