@@ -145,7 +145,7 @@ class ConversionExecutor:
         self._source_at_start: SourceState = []
 
     def run(self) -> ConversionResult:
-        """Write this process's share of the plan, and wait until the output is published.
+        """Write this process's share, the streams assigned to it, and wait until the output is published.
 
         Returns:
             The work of this process and its workers.

@@ -45,7 +45,7 @@ class StreamReader:
         """Read streams back from the data files. Return the digest of each, over its bytes in tensor order."""
         with Files(data_files) as opened:
             streams = {number: readback_stream(self.streams[number]) for number in stream_numbers}
-            return self._digests(streams, opened)
+            return self._compute_digests(streams, opened)
 
     def digest_source_streams(
         self, stream_numbers: Iterable[int], source: Source
@@ -57,9 +57,9 @@ class StreamReader:
             if stream.reads:
                 streams[number] = replace(stream, writes=(), cast_to="", update=None)
         with open_blobs(source.byte_sources, self.budget.cache_nbytes) as opened:
-            return self._digests(streams, opened)
+            return self._compute_digests(streams, opened)
 
-    def _digests(self, streams: Mapping[int, Stream], files: RunReader) -> dict[int, str]:
+    def _compute_digests(self, streams: Mapping[int, Stream], files: RunReader) -> dict[int, str]:
         self.progress.begin(CHECK_TASK, sum(stream.nbytes for stream in streams.values()))
         try:
             outcome = Pipeline(

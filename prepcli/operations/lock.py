@@ -81,7 +81,7 @@ def lock(
         progress=observer.progress(),
     )
     path = Path(out) if out is not None else Path(f"{name}{LOCK_SUFFIX}")
-    already_done = _write(path, encode_lock(content), overwrite=options["overwrite"])
+    already_done = _write_lock(path, encode_lock(content), overwrite=options["overwrite"])
     return LockedModel(
         path=path,
         source=content.source,
@@ -99,7 +99,7 @@ def _digest_tensors(
 ) -> dict[str, RowDigests]:
     """Compute the digests of each tensor.
 
-    The manifest of a checkpoint may record digests of row ranges of a tensor. The digests then have the same ranges,
+    The manifest of a checkpoint may record one digest per row range instead. The digests then have the same ranges,
     and are compared with the recorded ones. Other tensors have one digest of all rows.
 
     Returns:
@@ -123,7 +123,7 @@ def _digest_tensors(
     return {name: tuple(ranges) for name, ranges in digests.items()}
 
 
-def _write(path: Path, data: bytes, *, overwrite: bool) -> bool:
+def _write_lock(path: Path, data: bytes, *, overwrite: bool) -> bool:
     """Write a lock file, and return whether an equal one exists already.
 
     Raises:

@@ -196,7 +196,10 @@ def _aligned_piece(
     chunk_steps: Sequence[int],
     element_steps: Sequence[int],
 ) -> DimPiece:
-    """Return the piece of the box `ranges`. Chunks split only `factors[split_atom]`, every `steps_per_chunk` steps."""
+    """Return where the box `ranges` is in the chunks.
+
+    Chunks split only the axis `factors[split_atom]`, every `steps_per_chunk` steps.
+    """
     steps: list[AxisStep] = []
     atom_starts: list[tuple[str, int]] = []
     chunk_index = 0

@@ -42,7 +42,7 @@ def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> DamagedErr
 
 def _file_numbers(tensor: SourceTensor) -> set[int]:
     """Return the numbers of a tensor's files and blobs."""
-    stream = _stream(tensor, (0, num_rows(tensor)))
+    stream = _row_stream(tensor, (0, num_rows(tensor)))
     return {copy.file for copy in read_copies(stream, stream.box)}
 
 
@@ -51,7 +51,7 @@ def num_rows(tensor: SourceTensor) -> int:
     return tensor.shape[0] if tensor.shape else 1
 
 
-def _stream(tensor: SourceTensor, rows: Range) -> Stream:
+def _row_stream(tensor: SourceTensor, rows: Range) -> Stream:
     """Return a read-only stream of rows of a tensor."""
     return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
 
@@ -75,7 +75,7 @@ def check_tensors(
     for tensor in tensors:
         for low, high, digest in tensor.digests:
             pieces.append((tensor, digest))
-            streams.append(_stream(tensor, (low, high)))
+            streams.append(_row_stream(tensor, (low, high)))
 
     def compare(number: int, computed_digest: str) -> None:
         tensor, recorded_digest = pieces[number]
@@ -84,13 +84,13 @@ def check_tensors(
 
     progress.begin("check", sum(stream.nbytes for stream in streams))
     try:
-        _digest(source, streams, CHECK_MEMORY_NBYTES, progress=progress, on_digest=compare)
+        _digest_streams(source, streams, CHECK_MEMORY_NBYTES, progress=progress, on_digest=compare)
     finally:
         progress.end()
 
 
 def check_partly_read(source: Source, plan: Plan, progress: Progress) -> None:
-    """Check the tensors of a plan with a stream of other rows than those of their digests.
+    """Check the tensors that a plan reads in other row ranges than those with a recorded digest.
 
     E.g. a plan without padding reads rows 0 to 5 of a tensor [8, 4], and the digest of a lock covers rows 0 to 8. The
     digest of the stream cannot be compared with it, so that the tensor is read once more.
@@ -127,10 +127,10 @@ def tensor_digests(
         progress: Receives the bytes read.
         task: Name of the task in the progress.
     """
-    streams = [_stream(tensor, rows) for tensor, rows in pieces]
+    streams = [_row_stream(tensor, rows) for tensor, rows in pieces]
     progress.begin(task, sum(stream.nbytes for stream in streams))
     try:
-        digests = _digest(source, streams, memory_nbytes, progress=progress)
+        digests = _digest_streams(source, streams, memory_nbytes, progress=progress)
     finally:
         progress.end()
     return [digests[number] for number in range(len(streams))]
@@ -150,22 +150,25 @@ def sample_digest(source: Source) -> str:
 
 
 def towers_digest(source: Source) -> str:
-    """Return a digest of the first rows of each tensor of a multimodal model's towers. See `sample_digest`."""
+    """Return a digest of the towers: the vision and audio parts of a multimodal model.
+
+    It covers the first rows of each tensor, as in `sample_digest`.
+    """
     return _sample_digest(source, source.tower_tensors)
 
 
 def _sample_digest(source: Source, tensors: Iterable[SourceTensor]) -> str:
     # The order of the files must not change the digest.
     tensors = sorted(tensors, key=lambda tensor: tensor.name)
-    streams = [_stream(tensor, (0, min(num_rows(tensor), SAMPLE_ROWS))) for tensor in tensors]
-    digests = _digest(source, streams, SAMPLE_MEMORY_NBYTES)
+    streams = [_row_stream(tensor, (0, min(num_rows(tensor), SAMPLE_ROWS))) for tensor in tensors]
+    digests = _digest_streams(source, streams, SAMPLE_MEMORY_NBYTES)
     state = xxhash.xxh3_128()
     for number, tensor in enumerate(tensors):
         state.update(f"{tensor.name} {tensor.dtype} {digests[number]}\n".encode())
     return state.hexdigest()
 
 
-def _digest(
+def _digest_streams(
     source: Source,
     streams: Sequence[Stream],
     memory_nbytes: int,

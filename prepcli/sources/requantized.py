@@ -190,7 +190,7 @@ class RequantizedReader:
 
     @staticmethod
     def _num_rows(decoder: InvertibleDecoder, max_values: int) -> int:
-        """Return the number of decoded rows with at most a number of values, as a multiple of whole blocks."""
+        """Return how many decoded rows fit into `max_values` values, in whole blocks."""
         multiple = decoder.row_multiple
         return max(1, max_values // decoder.columns // multiple) * multiple
 
@@ -356,11 +356,11 @@ def _encoded_view(
         codes[weight.tensor.name] = SourceTensor(
             stored.name, stored.dtype, stored.shape, (location,)
         )
-    checked = [_renamed(weight.tensor, DECODED) for weight in weights]
-    return _replaced(source, codes, scales.values(), checked, blob)
+    checked = [_renamed_tensor(weight.tensor, DECODED) for weight in weights]
+    return _with_codes(source, codes, scales.values(), checked, blob)
 
 
-def _renamed(tensor: SourceTensor, slot: str) -> SourceTensor:
+def _renamed_tensor(tensor: SourceTensor, slot: str) -> SourceTensor:
     return replace(tensor, name=qualify(slot, tensor.name))
 
 
@@ -399,13 +399,13 @@ def _original_view(
     checked: list[SourceTensor] = []
     combined = append_files(source, original)
     blob_number = len(combined.byte_sources)
-    for weight, start in zip(weights, blob.starts):
+    for weight, start in zip(weights, blob.weight_offsets):
         placement = (Contiguous(blob_number, start),)
-        checked.append(_renamed(replace(weight.tensor, placement=placement), DECODED))
-    return _replaced(combined, codes, taken_scales, checked, blob)
+        checked.append(_renamed_tensor(replace(weight.tensor, placement=placement), DECODED))
+    return _with_codes(combined, codes, taken_scales, checked, blob)
 
 
-def _replaced(
+def _with_codes(
     source: Source,
     codes: Mapping[str, SourceTensor],
     scales: Iterable[SourceTensor],

@@ -299,7 +299,7 @@ class ArchConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with attention."""
-        return self._other_layers(self.mixer_layers)
+        return self._remaining_layers(self.mixer_layers)
 
     @property
     def layer_groups(self) -> dict[str, tuple[int, ...]]:
@@ -307,13 +307,13 @@ class ArchConfig:
         groups: dict[str, tuple[int, ...]] = {}
         if self.dense_layers:
             groups[DENSE_LAYERS] = self.dense_layers
-            groups[SPARSE_LAYERS] = self._other_layers(self.dense_layers)
+            groups[SPARSE_LAYERS] = self._remaining_layers(self.dense_layers)
         if self.mixer_layers and self.attention_layers:
             groups[ATTENTION_LAYERS] = self.attention_layers
             groups[MIXER_LAYERS] = self.mixer_layers
         return groups
 
-    def _other_layers(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+    def _remaining_layers(self, layers: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(layer for layer in range(len(self.sliding_windows)) if layer not in layers)
 
     @property

@@ -122,7 +122,7 @@ class LayerStack:
         if policy in SAVES_ALL:
             if policy == "everything_saveable":
                 return self.backward_inputs_nbytes()
-            return self._kept_nbytes()
+            return self._saved_without_remat_nbytes()
         names = saved_activations(policy, has_experts=self.arch_config.experts_per_token > 0)
         if policy in SAVES_DOTS:
             score_size = sum(map(self._score_size, self.kv_lengths.values()))
@@ -196,7 +196,7 @@ class LayerStack:
                 return 0
 
     def _absent_block_nbytes(self) -> int:
-        """Return the smaller of the working sets of attention and of the MLP, with the block's input.
+        """Return the smaller working set, attention's or the MLP's, with the block's input.
 
         0 if both exist at the same time. Otherwise the caller subtracts it from the memory of the layer.
         """
@@ -285,7 +285,7 @@ class LayerStack:
     # Sizes below: B sequences, T tokens, S keys, H heads, E head width, D embedding width, F hidden
     # units, all on one device.
 
-    def _kept_nbytes(self) -> int:
+    def _saved_without_remat_nbytes(self) -> int:
         """Return the bytes that a layer without rematerialization saves: not what every policy may compute again."""
         gathered_nbytes = self._block_inputs_nbytes() * (
             1 - 1 / self.inputs.num_residual_shards(self.seq_length)
@@ -381,7 +381,7 @@ class LayerStack:
         return self.score_nbytes * (1 if self.inputs.remat_policy in SAVES_ALL else 2)
 
     def _ring_nbytes(self) -> int:
-        """Return the bytes of ring attention's copies of other devices' keys and values, and of partial gradients."""
+        """Return the bytes of ring attention: copies of other devices' keys and values, and partial gradients."""
         if self.inputs.num_sequence_shards == 1:
             return 0
         copies_nbytes = RING_COPIES * (self.inputs.itemsize + FLOAT32) * self._kv_size()
@@ -412,7 +412,7 @@ class LayerStack:
         return num_arrays * self.inputs.itemsize * hidden_size
 
     def _mlp_gradient_nbytes(self) -> int:
-        """Return the bytes of the gradients of an MLP's hidden units and of the products that they are made of."""
+        """Return the bytes for the gradients of an MLP's hidden units and for the products in them."""
         num_arrays = 2 + self.arch_config.has_gated_mlp
         return num_arrays * self.inputs.itemsize * self._saved_hidden_size()
 
@@ -438,20 +438,20 @@ class LayerStack:
 
         E.g. a quarter of it for 2 layers of a group of 8.
         """
-        return count * self.num_layers // self.groups[self._group_of(leaf.path)]
+        return count * self.num_layers // self.groups[self._layer_group(leaf.path)]
 
     def layer_leaves(self) -> list[ParamLeaf]:
         """Return the parameters of these layers, without adapters."""
-        return self._in_layers(self.inputs.leaves)
+        return self._leaves_in_layers(self.inputs.leaves)
 
     def layer_adapters(self) -> list[ParamLeaf]:
         """Return the adapters of these layers."""
-        return self._in_layers(self.inputs.adapters or {})
+        return self._leaves_in_layers(self.inputs.adapters or {})
 
-    def _in_layers(self, leaves: Mapping[str, ParamLeaf]) -> list[ParamLeaf]:
-        return [leaf for path, leaf in leaves.items() if self._group_of(path) in self.groups]
+    def _leaves_in_layers(self, leaves: Mapping[str, ParamLeaf]) -> list[ParamLeaf]:
+        return [leaf for path, leaf in leaves.items() if self._layer_group(path) in self.groups]
 
-    def _group_of(self, path: str) -> str:
+    def _layer_group(self, path: str) -> str:
         """Return the part of a path after the prefix, or "" for a path without the prefix."""
         if not path.startswith(self.prefix):
             return ""

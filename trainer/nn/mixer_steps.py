@@ -84,7 +84,7 @@ def document_starts(context: LayerContext, shape: tuple[int, ...]) -> Array:
 
 
 def _over_chunks(function: TokenFunction, num_tokens: int, context: LayerContext) -> TokenFunction:
-    """Apply the function of an FFN to chunks of tokens, each of the configured size."""
+    """Apply a function to chunks of tokens, with the chunk size configured for the FFN."""
     return over_token_chunks(
         function,
         num_tokens,

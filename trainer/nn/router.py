@@ -52,7 +52,7 @@ def route(
     # s at the selected experts, [B, T, K]. The product with one-hot rows takes the place of a gather:
     # its gradient is a product too, and no scatter.
     selected = (scores[..., None, :] * nn.one_hot(experts, scores.shape[-1])).sum(-1)
-    return Routing(_normalize(selected, router) * router.scale, experts)
+    return Routing(_normalize_weights(selected, router) * router.scale, experts)
 
 
 def _sparse_mixer(logits: Array, experts: Array, router: Router) -> Array:
@@ -84,7 +84,7 @@ def _select_experts(choice: Array, *, router: Router, top_k: int) -> Array:
 
 
 def _hide_other_groups(choice: Array, router: Router) -> Array:
-    """Replace the choice [B, T, N] of experts outside of the best groups of a token by -inf."""
+    """Replace the scores `choice` [B, T, N] by -inf for experts outside of a token's best groups."""
     # E.g. N = 6, G = 3 and one group per token: the choices 1 5 | 4 3 | 2 2 have the group scores
     # 5 4 2 by "maximum", so the first group stays, and 6 7 4 by "top_two", so the second one stays.
     grouped = choice.reshape(*choice.shape[:-1], router.num_groups, -1)
@@ -97,7 +97,7 @@ def _hide_other_groups(choice: Array, router: Router) -> Array:
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(choice.shape)
 
 
-def _normalize(weights: Array, router: Router) -> Array:
+def _normalize_weights(weights: Array, router: Router) -> Array:
     """Divide the weights [B, T, K] of each token by their sum, if the router does."""
     if not router.is_normalized:
         return weights

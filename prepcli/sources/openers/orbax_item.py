@@ -92,7 +92,7 @@ def open_orbax(
     manifest_folder = find_manifest_folder(folder)
     item = read_item(folder)
     if manifest is None:
-        return _open_foreign(item, path, display_name, hints)
+        return _open_foreign_item(item, path, display_name, hints)
     if not manifest.is_tree:
         why = f"it is an Orbax item, its {MANIFEST_FILE} describes a Hugging Face folder"
         hint = text("{} shows its contents", Command("inspect"))
@@ -126,7 +126,9 @@ def open_orbax(
     )
 
 
-def _open_foreign(item: OrbaxItem, path: Path, display_name: str, hints: SourceHints) -> Source:
+def _open_foreign_item(
+    item: OrbaxItem, path: Path, display_name: str, hints: SourceHints
+) -> Source:
     """Open an item that another library saved: its layout is detected from leaf names and shapes."""
     if hints.config_path:
         config_path = hints.config_path.expanduser()

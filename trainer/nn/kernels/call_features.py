@@ -24,12 +24,12 @@ def check_call_features(
     Raises:
         UsageError: It does not support one of them.
     """
-    features = frozenset(_features(q, kv, arch_config=arch_config, mask=mask))
+    features = frozenset(_call_features(q, kv, arch_config=arch_config, mask=mask))
     if reasons := [*missing_features(spec, features)]:
         raise unsupported_error(spec, reasons)
 
 
-def _features(
+def _call_features(
     q: Array, kv: KV, *, arch_config: ArchConfig, mask: AttentionMask
 ) -> Iterator[AttentionFeature]:
     """Yield the features of a call. Positions are compared by their shapes only."""
