@@ -139,7 +139,7 @@ class ValueTransform(ABC):
 
 
 class StreamCast(ValueTransform):
-    """The cast of a stream's values to another dtype."""
+    """Casts the values of a stream (rows of one tensor) to another dtype."""
 
     def __init__(self, source: str, target: str) -> None:
         super().__init__(source, target)

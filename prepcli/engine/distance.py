@@ -35,7 +35,7 @@ class Distance:
 def measure_distance(
     reader_a: RunReader, stream_a: Stream, *, reader_b: RunReader, stream_b: Stream
 ) -> Distance:
-    """Measure the distance between the values that two streams read, in bounded memory.
+    """Measure the distance between the values of two streams (rows of tensors), in bounded memory.
 
     Args:
         reader_a: Reader of the files of the first stream.

@@ -218,7 +218,7 @@ def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:
 
 
 def _ignored_tower_lines(sources: Iterable[Source]) -> Iterator[str]:
-    """Describe the towers of a multimodal model that are ignored, because only one of the checkpoints has some."""
+    """Describe ignored towers (vision and audio parts), if only one of the checkpoints has some."""
     for source in sources:
         if source.tower_tensors:
             nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)

@@ -233,7 +233,7 @@ def _aligned_piece(
 def _pieces_by_chunk(
     factors: Sequence[SizedAxis], chunk_length: int, ranges: Sequence[Range]
 ) -> Iterator[DimPiece]:
-    """Yield one piece per chunk and run of the innermost atom, for chunk boundaries that fall unevenly."""
+    """Yield one piece per chunk and per run of the innermost axis, for unevenly placed chunk boundaries."""
     # E.g. (a=2 b=3) in chunks of 2: elements 0 1 | 2 3 | 4 5. Row a=0 has the elements 0..3, in
     # pieces 0 1 and 2. Row a=1 has 3..6, in pieces 3 and 4 5.
     atom_strides = strides([factor.extent for factor in factors])

@@ -180,7 +180,7 @@ def split_tower_leaves(leaves: Leaves, manifest: Manifest) -> tuple[Leaves, Leav
 def tower_tensors(
     leaves: Leaves, names: TensorNames, manifest: Manifest
 ) -> tuple[SourceTensor, ...]:
-    """Return the tensors of the towers of a multimodal model.
+    """Return the tensors in the towers (vision and audio parts) of a multimodal model.
 
     Args:
         leaves: Leaves of the towers, by dotted name.

@@ -259,7 +259,7 @@ def is_read_directly(item: OrbaxItem, array_number: int) -> bool:
 
 
 def _placement_of_piece(placement: StridedPlacement, piece: LeafPiece) -> StridedPlacement:
-    """Return the part of a leaf's placement that covers the chunks of a piece."""
+    """Return where the chunks in a piece of a leaf are stored."""
     first, _ = chunk_group(piece)
     file, offset = placement.find(first)
     return StridedPlacement(file, offset, first, placement.strides)
