@@ -51,7 +51,7 @@ def pad_vocab(
     ui = output_options.open_console("pad-vocab", progress)
     process_options = _process_options(context, sharing)
     result = run(checkpoint, **conversion, progress=ui, process_options=process_options, **options)
-    return _finish(result, ui)
+    return _print_result(result, ui)
 
 
 @expand_option_groups
@@ -79,7 +79,7 @@ def save_init(
     ui = output_options.open_console("save-init", progress)
     process_options = _process_options(context, sharing)
     result = run(checkpoint, **conversion, progress=ui, process_options=process_options, **options)
-    return _finish(result, ui)
+    return _print_result(result, ui)
 
 
 @expand_option_groups
@@ -106,7 +106,7 @@ def reshard(
     ui = output_options.open_console("reshard", progress)
     process_options = _process_options(context, sharing)
     result = run(checkpoint, **conversion, progress=ui, process_options=process_options, **options)
-    return _finish(result, ui)
+    return _print_result(result, ui)
 
 
 @expand_option_groups
@@ -134,7 +134,7 @@ def export(
     ui = output_options.open_console("export", progress)
     process_options = _process_options(context, sharing)
     result = run(checkpoint, **conversion, progress=ui, process_options=process_options, **options)
-    return _finish(result, ui)
+    return _print_result(result, ui)
 
 
 @expand_option_groups
@@ -175,7 +175,7 @@ def merge(
     result = run(
         adapter, base, **conversion, progress=ui, process_options=process_options, **options
     )
-    return _finish(result, ui)
+    return _print_result(result, ui)
 
 
 def _process_options(context: typer.Context, sharing: SharingOptions) -> ProcessOptions:
@@ -185,7 +185,7 @@ def _process_options(context: typer.Context, sharing: SharingOptions) -> Process
     return ProcessOptions(sharing["processes"], sharing["workers"], tuple(context.obj or ()))
 
 
-def _finish(result: Conversion, ui: Ui) -> int:
+def _print_result(result: Conversion, ui: Ui) -> int:
     """Print a conversion and return the exit code."""
     from prepcli.rendering.conversions import conversion_report
 

@@ -49,13 +49,13 @@ def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     ui = _failure_ui(args)
     try:
-        return _run(args, ui) or _flush_stdout(ui)
+        return _run_command(args, ui) or _flush_stdout(ui)
     except SystemExit as error:
         # Raised by Typer to exit, also after a broken pipe.
         return OK if error.code in (None, OK) else _broken_pipe_code(error.__context__, ui)
 
 
-def _run(args: Sequence[str], ui: Ui) -> int:
+def _run_command(args: Sequence[str], ui: Ui) -> int:
     """Run a command, report an error or a stop signal, and return the exit code."""
     try:
         with raise_on_signal():

@@ -30,7 +30,9 @@ class StrictCommand(TyperCommand):
         # Its values are not converted yet: as a Path, an empty text would be `.`.
         values, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         for parameter in self.params:
-            if parameter.name not in FREE_TEXT_OPTIONS and _has_empty(values.get(parameter.name)):
+            if parameter.name not in FREE_TEXT_OPTIONS and _has_empty_text(
+                values.get(parameter.name)
+            ):
                 raise _empty_value_error(parameter)
         rest = super().parse_args(ctx, args)
         for parameter in self.params:
@@ -101,7 +103,7 @@ def _check_integer(parameter: Any, value: object) -> None:
         raise usage_error(what, f"the limit is {MAX_INTEGER:,}", "use a smaller number")
 
 
-def _has_empty(value: object) -> bool:
+def _has_empty_text(value: object) -> bool:
     return "" in value if isinstance(value, list | tuple) else value == ""
 
 

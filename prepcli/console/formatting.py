@@ -78,7 +78,7 @@ def format_bytes(nbytes: float) -> str:
     """Format as `4.90 GiB`, `56.0 KiB`, `214 MiB` or `17 bytes`: binary units, about three digits."""
     unit = _fitting_unit(nbytes)
     if not unit:
-        return _count_bytes(round(nbytes))
+        return _byte_count_text(round(nbytes))
     return f"{_in_unit(nbytes, unit)} {unit}"
 
 
@@ -86,7 +86,7 @@ def format_bytes_of(done_nbytes: int, total_nbytes: int) -> str:
     """Format as `11.15 of 24.24 GiB`, both in the unit of the total."""
     unit = _fitting_unit(total_nbytes)
     if not unit:
-        return f"{done_nbytes} of {_count_bytes(total_nbytes)}"
+        return f"{done_nbytes} of {_byte_count_text(total_nbytes)}"
     # Both numbers get the digits of the total: 24.24 has two, so 11.1 is shown as 11.10.
     digits = len(_in_unit(total_nbytes, unit).partition(".")[2])
     return f"{done_nbytes / BINARY_UNITS[unit]:.{digits}f} of {format_bytes(total_nbytes)}"
@@ -169,7 +169,7 @@ def _in_unit(nbytes: float, unit: str) -> str:
     return _three_digits(value)
 
 
-def _count_bytes(number: int) -> str:
+def _byte_count_text(number: int) -> str:
     if number == 1:
         return "1 byte"
     return f"{number} bytes"

@@ -47,17 +47,17 @@ class LiveBlock:
     @property
     def width(self) -> int:
         """Columns of the terminal, which may change."""
-        self._measure()
+        self._measure_terminal()
         return self._console.width
 
     def draw(self, lines: Sequence[Line]) -> None:
         """Replace the lines. Parts beyond the edge of the terminal are cut."""
         from rich.console import Group
 
-        self._measure()
+        self._measure_terminal()
         self._live.update(Group(*map(_as_text, lines)), refresh=True)
 
-    def _measure(self) -> None:
+    def _measure_terminal(self) -> None:
         """Set rich's width and height to the terminal of this stream. By itself, rich measures the standard streams."""
         from rich.console import ConsoleDimensions
 

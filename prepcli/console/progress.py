@@ -179,7 +179,7 @@ class LineProgress:
         self.meter = ProgressMeter(task, total_bytes, done_bytes, self.clock)
         self.last_note = ""
         self.printed_at_s = self.meter.started_s
-        self._line(self.meter, format_bytes_of(done_bytes, total_bytes))
+        self._write_line(self.meter, format_bytes_of(done_bytes, total_bytes))
 
     def advance(self, written_bytes: int) -> None:
         """Print a line if the last one is 30 s old."""
@@ -188,7 +188,7 @@ class LineProgress:
         now = self.meter.advance(written_bytes)
         if now - self.printed_at_s >= LINE_INTERVAL_S:
             self.printed_at_s = now
-            self._line(self.meter, self.meter.status(self.last_note))
+            self._write_line(self.meter, self.meter.status(self.last_note))
 
     def note(self, text: str) -> None:
         """Keep the note for the next line."""
@@ -197,10 +197,10 @@ class LineProgress:
     def end(self) -> None:
         """Print the last line."""
         if self.meter is not None:
-            self._line(self.meter, self.meter.summary())
+            self._write_line(self.meter, self.meter.summary())
         self.meter = None
 
-    def _line(self, meter: ProgressMeter, text: str) -> None:
+    def _write_line(self, meter: ProgressMeter, text: str) -> None:
         print(f"{meter.task}  {meter.percent:3d}%  {text}", file=self.stream, flush=True)
 
 
@@ -217,7 +217,7 @@ class JsonProgress:
         """Print the event `begin`."""
         self.meter = ProgressMeter(task, total_bytes, done_bytes, self.clock)
         self.printed_at_s = self.meter.started_s
-        self._event(self.meter, "begin")
+        self._write_event(self.meter, "begin")
 
     def advance(self, written_bytes: int) -> None:
         """Print the event `progress` if the last one is a second old."""
@@ -226,20 +226,20 @@ class JsonProgress:
         now = self.meter.advance(written_bytes)
         if now - self.printed_at_s >= EVENT_INTERVAL_S:
             self.printed_at_s = now
-            self._event(self.meter, "progress")
+            self._write_event(self.meter, "progress")
 
     def note(self, text: str) -> None:
         """Print the event `note`."""
         if self.meter is not None:
-            self._event(self.meter, "note", text=text)
+            self._write_event(self.meter, "note", text=text)
 
     def end(self) -> None:
         """Print the event `end`. An interrupted task has `done` below `total`."""
         if self.meter is not None:
-            self._event(self.meter, "end")
+            self._write_event(self.meter, "end")
         self.meter = None
 
-    def _event(self, meter: ProgressMeter, event: str, **more: str) -> None:
+    def _write_event(self, meter: ProgressMeter, event: str, **more: str) -> None:
         described = {
             "t": round(meter.elapsed_s(), 3),
             "event": event,
@@ -273,7 +273,7 @@ class BarProgress:
             task, total=max(total_bytes, 1), state=format_bytes_of(done_bytes, total_bytes)
         )
         self.bar.start()
-        self._draw(self.meter, format_bytes_of(done_bytes, total_bytes))
+        self._draw_bar(self.meter, format_bytes_of(done_bytes, total_bytes))
 
     def advance(self, written_bytes: int) -> None:
         """Redraw the bar if the last drawing is a tenth of a second old."""
@@ -294,16 +294,16 @@ class BarProgress:
             state = self.meter.summary()
             if complete:
                 state = f"{self.meter.bytes_and_rate()}  {format_clock(self.meter.elapsed_s())}"
-            self._draw(self.meter, state)
+            self._draw_bar(self.meter, state)
             self.bar.stop()
         self.meter = self.bar = None
 
     def _redraw_if_due(self, meter: ProgressMeter, now: float) -> None:
         if now - self.drawn_at_s >= REDRAW_INTERVAL_S:
             self.drawn_at_s = now
-            self._draw(meter, meter.status(self.last_note))
+            self._draw_bar(meter, meter.status(self.last_note))
 
-    def _draw(self, meter: ProgressMeter, state: str) -> None:
+    def _draw_bar(self, meter: ProgressMeter, state: str) -> None:
         if self.bar is None:
             return
         # One column stays free: some terminals break the line after a character in the last one.

@@ -89,11 +89,11 @@ def status_lines(status: RunStatus, width: int) -> list[Line]:
         ("sample", [(status.sample, "")]),
         ("saved", [(status.save, "")]),
     )
-    lines = [*_header(status, width)]
+    lines = [*_header_lines(status, width)]
     for label, items in rows:
         known = [item for item in items if item[0]]
         if known:
-            lines.append(_row(label, known, width))
+            lines.append(_format_row(label, known, width))
     return lines
 
 
@@ -119,19 +119,19 @@ def sparkline(values: Sequence[float | None]) -> str:
     return bars
 
 
-def _header(status: RunStatus, width: int) -> Iterator[Line]:
+def _header_lines(status: RunStatus, width: int) -> Iterator[Line]:
     """Yield the line with the name, the phase and the times, and the line with the bar and the step."""
     times = [format_clock(status.elapsed_s)]
     if status.remaining_s is not None and status.step < status.steps:
         times.append(format_time_left(status.remaining_s))
     items = [(status.name, "bold"), (status.phase, "cyan")]
     items += [(text, "") for text in times]
-    yield _fit(items, width)
+    yield _fitting_items(items, width)
     percent = 100 * status.step // max(status.steps, 1)
     count = f"{status.step:,}/{status.steps:,}{GAP}{percent}%"
     cells = min(MAX_BAR_CELLS, width - len(count) - len(GAP))
     if cells < MIN_BAR_CELLS:
-        yield _fit([(count, "")], width)
+        yield _fitting_items([(count, "")], width)
         return
     # Rounded down: the bar is full only after the last step.
     done = cells * status.step // max(status.steps, 1)
@@ -185,12 +185,12 @@ def _memory_items(status: RunStatus) -> list[Segment]:
     return [(f"peak {text} per device", "")]
 
 
-def _row(label: str, items: Sequence[Segment], width: int) -> Line:
+def _format_row(label: str, items: Sequence[Segment], width: int) -> Line:
     head = f"{label:<8}"
-    return [(head, "dim"), *_fit(items, width - len(head))]
+    return [(head, "dim"), *_fitting_items(items, width - len(head))]
 
 
-def _fit(items: Sequence[Segment], width: int) -> list[Segment]:
+def _fitting_items(items: Sequence[Segment], width: int) -> list[Segment]:
     """Return the first items that fit, separated by a gap. The first one is always among them."""
     fitting = [items[0]]
     used = len(items[0][0])

@@ -65,18 +65,18 @@ def layout_table(
         Lines of the table, the header first.
     """
     if width is None or _min_width(columns) <= width:
-        return "\n".join(_flatten(_row_lines(columns, width)))
+        return "\n".join(_flatten_blocks(_row_lines(columns, width)))
     constant = [column for column in columns[1:] if column.is_constant and not column.is_wrapped]
     varying = [column for column in columns if column not in constant]
-    shown = _leave_out(varying, optional, width)
+    shown = _drop_optional_columns(varying, optional, width)
     if _min_width(shown) <= width:
-        lines = _flatten(_row_lines(shown, width))
+        lines = _flatten_blocks(_row_lines(shown, width))
     else:
-        below = _leave_out(varying[1:], optional, width - STACKED_INDENT)
+        below = _drop_optional_columns(varying[1:], optional, width - STACKED_INDENT)
         shown = [varying[0], *below]
-        lines = _stack(varying[0], _row_lines(below, width - STACKED_INDENT))
+        lines = _stack_blocks(varying[0], _row_lines(below, width - STACKED_INDENT))
     left_out = [column.name for column in varying if column not in shown]
-    return "\n".join([*lines, *_notes(constant, left_out, width)])
+    return "\n".join([*lines, *_note_lines(constant, left_out, width)])
 
 
 def wrap_line(text: str, width: int | None) -> str:
@@ -90,7 +90,9 @@ def _min_width(columns: Sequence[Column]) -> int:
     return sum(column.min_width for column in columns) + COLUMN_GAP * (len(columns) - 1)
 
 
-def _leave_out(columns: Sequence[Column], optional: Sequence[str], width: int) -> list[Column]:
+def _drop_optional_columns(
+    columns: Sequence[Column], optional: Sequence[str], width: int
+) -> list[Column]:
     """Omit optional columns until the rest fits, and return the rest."""
     shown = [*columns]
     for name in optional:
@@ -131,14 +133,14 @@ def _join_cells(columns: Sequence[Column], row: Sequence[str], widths: Sequence[
     return [(" " * COLUMN_GAP).join(cells).rstrip() for cells in zip(*blocks, strict=True)] or [""]
 
 
-def _flatten(blocks: Sequence[Sequence[str]]) -> list[str]:
+def _flatten_blocks(blocks: Sequence[Sequence[str]]) -> list[str]:
     lines: list[str] = []
     for block in blocks:
         lines += block
     return lines
 
 
-def _stack(first: Column, blocks: Sequence[Sequence[str]]) -> list[str]:
+def _stack_blocks(first: Column, blocks: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of rows with the first cell above the other cells."""
     lines: list[str] = []
     for head, block in zip([first.name, *first.cells], blocks, strict=True):
@@ -147,7 +149,7 @@ def _stack(first: Column, blocks: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _notes(constant: Sequence[Column], left_out: Sequence[str], width: int) -> list[str]:
+def _note_lines(constant: Sequence[Column], left_out: Sequence[str], width: int) -> list[str]:
     """Return the lines below a table: the columns with one value, and the omitted columns."""
     notes: list[str] = []
     if constant:

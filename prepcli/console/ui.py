@@ -199,7 +199,7 @@ class Ui:
             self.note(f"next: {report.next_command}")
         if self.as_json:
             # `NaN` is not JSON. An exception here is better than an object that other programs cannot read.
-            text = json.dumps(self._document(report), allow_nan=False)
+            text = json.dumps(self._json_document(report), allow_nan=False)
         elif "".join(self.streamed) == report.text:
             text = ""
         else:
@@ -232,7 +232,7 @@ class Ui:
             self._print_stderr("".join(traceback.format_exception(error)).rstrip())
         return self.finish(Report(error=as_prep_error(error), process=process_of(error)))
 
-    def _document(self, report: Report) -> dict[str, object]:
+    def _json_document(self, report: Report) -> dict[str, object]:
         """Return the JSON object: the common fields and the report's fields."""
         common = {"prep": version(), "command": self.command, "ok": report.error is None}
         document = {**common, "seconds": round(self.clock() - self.started_s, 3), **report.fields}

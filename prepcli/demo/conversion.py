@@ -40,18 +40,18 @@ SAVE_INIT_ARGS = ("save-init", PADDED, "--mesh", "1,1,1", "--memory", "32MiB")
 def conversion_steps() -> tuple[DemoStep, ...]:
     """Return the steps from a model with an odd vocabulary to eight devices and back."""
     return (
-        DemoStep("make a tiny GPT-Neo", (), _make),
+        DemoStep("make a tiny GPT-Neo", (), _make_model),
         DemoStep("pad its vocabulary", ("pad-vocab", MODEL, "--multiple", "8"), _pad_vocab),
-        DemoStep("save an init, kill -9", SAVE_INIT_ARGS, _kill),
-        DemoStep("resume the same command", SAVE_INIT_ARGS, _resume),
-        DemoStep("convert without a kill", (*SAVE_INIT_ARGS, "--out", UNBROKEN), _compare),
-        DemoStep("reshard to 8 devices", ("reshard", INIT, "--mesh", "1,2,4"), _reshard),
-        DemoStep("export to Hugging Face", ("export", RESHARDED), _export),
-        DemoStep("verify against the start", ("verify", EXPORTED, MODEL), _verify),
+        DemoStep("save an init, kill -9", SAVE_INIT_ARGS, _kill_conversion),
+        DemoStep("resume the same command", SAVE_INIT_ARGS, _resume_conversion),
+        DemoStep("convert without a kill", (*SAVE_INIT_ARGS, "--out", UNBROKEN), _compare_outputs),
+        DemoStep("reshard to 8 devices", ("reshard", INIT, "--mesh", "1,2,4"), _reshard_output),
+        DemoStep("export to Hugging Face", ("export", RESHARDED), _export_model),
+        DemoStep("verify against the start", ("verify", EXPORTED, MODEL), _verify_export),
     )
 
 
-def _make(folder: Path, _: Sequence[str]) -> StepOutcome:
+def _make_model(folder: Path, _args: Sequence[str]) -> StepOutcome:
     nbytes = write_tiny_model(folder / MODEL)
     files = sorted((folder / MODEL).glob("*.safetensors"))
     return StepOutcome(f"{len(VOCABULARY)} words, {len(files)} files", nbytes)
@@ -67,7 +67,7 @@ def _pad_vocab(folder: Path, args: Sequence[str]) -> StepOutcome:
     return conversion_outcome(report, f"{vocab['true']} -> {vocab['padded']} rows")
 
 
-def _kill(folder: Path, args: Sequence[str]) -> StepOutcome:
+def _kill_conversion(folder: Path, args: Sequence[str]) -> StepOutcome:
     """Kill the command while the output is partly written.
 
     Try again if the command ended before.
@@ -113,7 +113,7 @@ def _durable_nbytes(unfinished: Path) -> int:
     return max((json.loads(content)["done"] for content in contents), default=0)
 
 
-def _resume(folder: Path, args: Sequence[str]) -> StepOutcome:
+def _resume_conversion(folder: Path, args: Sequence[str]) -> StepOutcome:
     durable_nbytes = _durable_nbytes(partial_path(folder / INIT))
     report = run_prep(folder, args)
     resumed = report["bytes"]["resumed"]
@@ -127,7 +127,7 @@ def _resume(folder: Path, args: Sequence[str]) -> StepOutcome:
     )
 
 
-def _compare(folder: Path, args: Sequence[str]) -> StepOutcome:
+def _compare_outputs(folder: Path, args: Sequence[str]) -> StepOutcome:
     report = run_prep(folder, args)
     names = [list_files(folder / name) for name in (INIT, UNBROKEN)]
     check(names[0] == names[1], f"{INIT} and {UNBROKEN} have different files")
@@ -144,21 +144,21 @@ def _compare(folder: Path, args: Sequence[str]) -> StepOutcome:
     )
 
 
-def _reshard(folder: Path, args: Sequence[str]) -> StepOutcome:
+def _reshard_output(folder: Path, args: Sequence[str]) -> StepOutcome:
     report = run_prep(folder, args)
     return conversion_outcome(
         report, f"{report['mesh']['from']} -> {report['mesh']['to']}, {report['chunks']} chunks"
     )
 
 
-def _export(folder: Path, args: Sequence[str]) -> StepOutcome:
+def _export_model(folder: Path, args: Sequence[str]) -> StepOutcome:
     report = run_prep(folder, args)
     vocab = report["vocab"]
     check(vocab["written"] == len(VOCABULARY), f"the vocabulary became {vocab}")
     return conversion_outcome(report, f"{vocab['written']} true rows")
 
 
-def _verify(folder: Path, args: Sequence[str]) -> StepOutcome:
+def _verify_export(folder: Path, args: Sequence[str]) -> StepOutcome:
     report = run_prep(folder, args)
     before = folder / MODEL
     after = folder / EXPORTED

@@ -24,10 +24,10 @@ SHOWN_LEAF = "embed.tokens"
 
 def write_page(out: Path, steps: Sequence[StepReport]) -> None:
     """Write the report of a demo to the folder `out`. Raise PrepError if the disk cannot be written."""
-    write_html_page(out / REPORT, "prep demo", _body(out, steps))
+    write_html_page(out / REPORT, "prep demo", _page_body(out, steps))
 
 
-def _body(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
+def _page_body(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
     yield "<h1>prep demo</h1>"
     yield (
         "<p>A tiny GPT-Neo with 257 words is padded, converted, resharded to eight devices,"

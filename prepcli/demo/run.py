@@ -60,7 +60,7 @@ def run_demo(out: Path, observer: Observer) -> DemoRun:
         PrepError: `out` exists and was not made by a demo, or cannot be created.
     """
     _prepare_folder(out)
-    steps_to_run = _tasks()
+    steps_to_run = _demo_steps()
     count = len(steps_to_run)
     observer.note(f"offline, {count} steps; to repeat a step: cd {shlex.quote(str(out))}")
     step_reports: list[StepReport] = []
@@ -80,7 +80,7 @@ def run_demo(out: Path, observer: Observer) -> DemoRun:
     return run
 
 
-def _tasks() -> tuple[DemoStep, ...]:
+def _demo_steps() -> tuple[DemoStep, ...]:
     return (*conversion.conversion_steps(), *training.training_steps())
 
 

@@ -97,7 +97,7 @@ def run_step(step: DemoStep, folder: Path) -> StepOutcome:
     except (OSError, PrepError) as error:
         # The message of a killed or crashed process may lack the name of the disk that was full.
         for path in (folder, Path(os.environ.get("TMPDIR") or "/tmp")):
-            if _is_full(path):
+            if _is_disk_full(path):
                 raise FullDiskError(
                     f"the disk that holds {path} is full",
                     str(error),
@@ -110,7 +110,7 @@ def run_step(step: DemoStep, folder: Path) -> StepOutcome:
         raise
 
 
-def _is_full(folder: Path) -> bool:
+def _is_disk_full(folder: Path) -> bool:
     try:
         return shutil.disk_usage(folder).free < MIN_FREE_NBYTES
     except OSError:

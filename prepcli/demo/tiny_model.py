@@ -92,19 +92,19 @@ def write_tiny_model(folder: Path) -> int:
         Bytes of the weights. Each call writes the same files.
     """
     folder.mkdir()
-    shards = split_into_shards(list(_entries()), SHARD_NBYTES)
+    shards = split_into_shards(list(_layout_entries()), SHARD_NBYTES)
     layouts = lay_out_files([(name, entries, None) for name, entries in shards])
     nbytes = 0
     for layout in layouts:
         _write_file(folder / layout.name, layout)
         nbytes += sum(tensor.nbytes for tensor in layout.tensors)
     (folder / INDEX_FILE).write_bytes(encode_index(layouts))
-    for name, content in _settings().items():
+    for name, content in _config_fields().items():
         (folder / name).write_bytes(json_bytes(content))
     return nbytes
 
 
-def _entries() -> Iterator[LayoutEntry]:
+def _layout_entries() -> Iterator[LayoutEntry]:
     """Yield the header entry of each stored tensor, by name. The tied head is not stored."""
     sizes = FAMILY.sizes(CONFIG)
     shapes = {}
@@ -135,11 +135,11 @@ def _random_values(tensor: FileTensor) -> np.ndarray:
     return values + np.float32(is_scale)
 
 
-def _settings() -> dict[str, object]:
+def _config_fields() -> dict[str, object]:
     return {
         "config.json": CONFIG,
         "generation_config.json": {"bos_token_id": 0, "eos_token_id": 0},
-        "tokenizer.json": _tokenizer(),
+        "tokenizer.json": _tokenizer_document(),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": CONFIG["max_position_embeddings"],
@@ -150,7 +150,7 @@ def _settings() -> dict[str, object]:
     }
 
 
-def _tokenizer() -> dict[str, object]:
+def _tokenizer_document() -> dict[str, object]:
     """Return the tokenizer in the format of `tokenizers`: one token per word, words separated by spaces."""
     flags = {
         "single_word": False,

@@ -82,16 +82,18 @@ every = {SAVE_EVERY}
 def training_steps() -> tuple[DemoStep, ...]:
     """Return the steps from the resharded checkpoint to a Hugging Face folder with the trained model."""
     return (
-        DemoStep("write a text and a recipe", (), _write),
-        DemoStep("train on 8 devices", UNBROKEN_ARGS, _train, DEVICES),
-        DemoStep("train, kill -9", KILLED_ARGS, _kill, DEVICES),
-        DemoStep("resume the same command", KILLED_ARGS, _resume, DEVICES),
-        DemoStep("export the trained model", ("export", KILLED, "--out", LEARNED), _export),
-        DemoStep("verify against the run", ("verify", LEARNED, KILLED), _verify),
+        DemoStep("write a text and a recipe", (), _write_text_and_recipe),
+        DemoStep("train on 8 devices", UNBROKEN_ARGS, _train_model, DEVICES),
+        DemoStep("train, kill -9", KILLED_ARGS, _kill_training, DEVICES),
+        DemoStep("resume the same command", KILLED_ARGS, _resume_training, DEVICES),
+        DemoStep(
+            "export the trained model", ("export", KILLED, "--out", LEARNED), _export_trained_model
+        ),
+        DemoStep("verify against the run", ("verify", LEARNED, KILLED), _verify_export),
     )
 
 
-def _write(folder: Path, _: Sequence[str]) -> StepOutcome:
+def _write_text_and_recipe(folder: Path, _args: Sequence[str]) -> StepOutcome:
     """Write a text in a learnable language, in which only a few words may follow each word, and a recipe."""
     random = np.random.default_rng(SEED)
     followers = random.integers(0, len(TEXT_WORDS), (len(TEXT_WORDS), FOLLOWERS))
@@ -114,7 +116,7 @@ def _sentence(random: np.random.Generator, followers: np.ndarray) -> Iterator[in
         word = int(followers[word, choice])
 
 
-def _train(folder: Path, args: Sequence[str]) -> StepOutcome:
+def _train_model(folder: Path, args: Sequence[str]) -> StepOutcome:
     report = run_prep(folder, args, **DEVICES)
     check(report["step"] == STEPS, f"it ended at step {report['step']}")
     losses = logged_losses(folder, UNBROKEN)
@@ -144,7 +146,7 @@ def _last_step_nbytes(folder: Path, run: str) -> int:
     return sum((last_step / name).stat().st_size for name in list_files(last_step))
 
 
-def _kill(folder: Path, args: Sequence[str]) -> StepOutcome:
+def _kill_training(folder: Path, args: Sequence[str]) -> StepOutcome:
     """Kill the run when a step is durable and a later one is logged.
 
     Try again if the run ended before.
@@ -174,7 +176,7 @@ def _last_logged_step(folder: Path) -> int:
     return len(logged_losses(folder, KILLED))
 
 
-def _resume(folder: Path, args: Sequence[str]) -> StepOutcome:
+def _resume_training(folder: Path, args: Sequence[str]) -> StepOutcome:
     """Resume the stopped run, and check its losses and last step against the undisturbed run."""
     saved = saved_steps(folder / KILLED)[-1]
     report = run_prep(folder, args, **DEVICES)
@@ -197,14 +199,14 @@ def _resume(folder: Path, args: Sequence[str]) -> StepOutcome:
     )
 
 
-def _export(folder: Path, args: Sequence[str]) -> StepOutcome:
+def _export_trained_model(folder: Path, args: Sequence[str]) -> StepOutcome:
     report = run_prep(folder, args)
     vocab: dict[str, Any] = report["vocab"]
     check(vocab["written"] == len(VOCABULARY), f"the vocabulary became {vocab}")
     return conversion_outcome(report, f"{vocab['written']} rows, ready for transformers")
 
 
-def _verify(folder: Path, args: Sequence[str]) -> StepOutcome:
+def _verify_export(folder: Path, args: Sequence[str]) -> StepOutcome:
     report = run_prep(folder, args)
     nbytes = sum(path.stat().st_size for path in (folder / LEARNED).glob("*.safetensors"))
     return StepOutcome(

@@ -75,18 +75,18 @@ class BackgroundSync:
 
     def submit(self, point: SyncPoint) -> None:
         """Start to sync a point after the previous point is durable. Raises the error of the previous sync."""
-        self._wait()
+        self._wait_for_sync()
         self._running = self._thread.submit(self._sync_and_record, point)
 
     def finish(self, point: SyncPoint) -> None:
         """Sync the last point, wait for it, and stop the thread."""
         try:
             self.submit(point)
-            self._wait()
+            self._wait_for_sync()
         finally:
             self._thread.shutdown()
 
-    def _wait(self) -> None:
+    def _wait_for_sync(self) -> None:
         """Wait for the running sync, and raise its error."""
         running = self._running
         self._running = None

@@ -170,7 +170,7 @@ class FilesAndBlobs:
         """
         reader = self._readers[copy.file]
         if isinstance(reader, int):
-            return self._files.read_run(_with_file(copy, reader), into)
+            return self._files.read_run(_with_file_number(copy, reader), into)
         page_offset = copy.file_offset % PAGE
         view = into[page_offset : page_offset + copy.width]
         reader.read_at(copy.file_offset, view)
@@ -182,7 +182,7 @@ class FilesAndBlobs:
         filled = 0
         for reader, group in itertools.groupby(copies, lambda copy: self._readers[copy.file]):
             if isinstance(reader, int):
-                file_copies = [_with_file(copy, reader) for copy in group]
+                file_copies = [_with_file_number(copy, reader) for copy in group]
                 filled += self._files.read_runs(file_copies, into[filled:]).size
                 continue
             for copy in group:
@@ -210,6 +210,6 @@ def _open_blob(blob: Blob, cache: ChunkCache, stack: contextlib.ExitStack) -> Bl
     return reader
 
 
-def _with_file(copy: StridedCopy, number: int) -> StridedCopy:
+def _with_file_number(copy: StridedCopy, number: int) -> StridedCopy:
     """Return the same copy in another file."""
     return StridedCopy(copy.tensor_offset, number, copy.file_offset, copy.width, copy.dims)

@@ -139,7 +139,7 @@ class ValueTransform(ABC):
 
 
 class StreamCast(ValueTransform):
-    """The cast of a stream's values to another dtype."""
+    """Casts the values of a stream (rows of one tensor) to another dtype."""
 
     def __init__(self, source: str, target: str) -> None:
         super().__init__(source, target)
@@ -149,9 +149,9 @@ class StreamCast(ValueTransform):
     def _change_values(self, values: np.ndarray, out: np.ndarray) -> None:
         for start in range(0, values.size, BLOCK_VALUES):
             block = slice(start, start + BLOCK_VALUES)
-            self.counts += self._block(values[block], out[block])
+            self.counts += self._cast_block(values[block], out[block])
 
-    def _block(self, values: np.ndarray, out: np.ndarray) -> CastCounts:
+    def _cast_block(self, values: np.ndarray, out: np.ndarray) -> CastCounts:
         """Cast one block of values into `out`, and count the changes."""
         wide = values.astype(self._wide, copy=False)
         out[...] = round_to_dtype(wide, self._target)

@@ -45,7 +45,7 @@ def compare_streams(
     blobs_b: Sequence[Path | Blob],
     stream_b: Stream,
 ) -> Difference:
-    """Compare the values that two streams read, bit by bit.
+    """Compare the values of two streams (row ranges of tensors) bit by bit.
 
     Args:
         blobs_a: Files and blobs of the first stream.

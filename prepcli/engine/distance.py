@@ -35,7 +35,7 @@ class Distance:
 def measure_distance(
     reader_a: RunReader, stream_a: Stream, *, reader_b: RunReader, stream_b: Stream
 ) -> Distance:
-    """Measure the distance between the values that two streams read, in bounded memory.
+    """Measure the distance between the values of two streams (rows of tensors), in bounded memory.
 
     Args:
         reader_a: Reader of the files of the first stream.
@@ -52,7 +52,7 @@ def measure_distance(
     values_a = _read_arrays(reader_a, stream_a)
     values_b = _read_arrays(reader_b, stream_b)
     with np.errstate(invalid="ignore", over="ignore"):
-        for a, b in _equal_pieces(values_a, values_b):
+        for a, b in _equally_long_pieces(values_a, values_b):
             difference = np.abs(a - b)
             # Infinities of one sign and two NaN are equal, although their difference is NaN.
             difference[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
@@ -84,13 +84,15 @@ def _read_arrays(reader: RunReader, stream: Stream) -> Iterator[np.ndarray]:
         yield data.view(dtype).astype(np.float64)
 
 
-def _equal_pieces(values_a: Iterator[np.ndarray], values_b: Iterator[np.ndarray]) -> Iterator[Pair]:
-    """Yield pieces of equal length of two sequences of arrays.
+def _equally_long_pieces(
+    values_a: Iterator[np.ndarray], values_b: Iterator[np.ndarray]
+) -> Iterator[Pair]:
+    """Cut two sequences of arrays at the same elements, and yield the pieces in pairs.
 
     The arrays of the two sequences may differ in length: each has the same number of bytes, so that an array of
     bfloat16 has twice as many values as one of float32.
 
-    >>> pieces = _equal_pieces(iter([np.arange(3)]), iter([np.arange(2), np.arange(1)]))
+    >>> pieces = _equally_long_pieces(iter([np.arange(3)]), iter([np.arange(2), np.arange(1)]))
     >>> [(a.tolist(), b.tolist()) for a, b in pieces]
     [([0, 1], [0, 1]), ([2], [0])]
     """

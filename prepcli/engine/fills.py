@@ -45,7 +45,7 @@ def round_to_dtype(values: npt.NDArray[np.floating], dtype: np.dtype) -> np.ndar
 
 
 class FillGenerator:
-    """Generates the padding rows of a vocabulary, stored in streams with a fill.
+    """Generates the padding rows of a vocabulary: the rows of streams without a source.
 
     If padding rows are the mean of the true rows, `add_slab` must pass all true rows before `make_rows`.
     """

@@ -53,13 +53,13 @@ class Writeback:
         start_writeback(fd, start, stop - start)
         self._started.append((fd, start, stop - start))
         self._nbytes += stop - start
-        self._finish(self._window_nbytes)
+        self._finish_oldest(self._window_nbytes)
 
     def drain(self) -> None:
         """Wait for all ranges. Raises OSError."""
-        self._finish(0)
+        self._finish_oldest(0)
 
-    def _finish(self, max_nbytes: int) -> None:
+    def _finish_oldest(self, max_nbytes: int) -> None:
         """Wait for the oldest ranges until at most `max_nbytes` bytes are in the window."""
         while self._nbytes > max_nbytes:
             fd, offset, nbytes = self._started.popleft()

@@ -15,7 +15,7 @@ _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errn
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def _function(name: str, *argument_types: type) -> Callable[..., int] | None:
+def _find_function(name: str, *argument_types: type) -> Callable[..., int] | None:
     """Return a function of the C library, or None if it does not exist."""
     function = getattr(_LIBC, name, None)
     if function is not None:
@@ -24,16 +24,16 @@ def _function(name: str, *argument_types: type) -> Callable[..., int] | None:
     return function
 
 
-_sync_file_range = _function(
+_sync_file_range = _find_function(
     "sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
 )
-_fallocate = _function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_fallocate = _find_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 HAS_WRITEBACK = _sync_file_range is not None
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
     """Start to write the dirty pages of a byte range to disk. Raises OSError."""
-    _call(_sync_file_range, fd, offset, nbytes, _START)
+    _call_uninterrupted(_sync_file_range, fd, offset, nbytes, _START)
 
 
 def finish_writeback(fd: int, offset: int, nbytes: int) -> None:
@@ -42,7 +42,7 @@ def finish_writeback(fd: int, offset: int, nbytes: int) -> None:
     Metadata may still be in memory: only `fdatasync` makes the range durable. Raises OSError for a failed write, which
     the system does not report again.
     """
-    _call(_sync_file_range, fd, offset, nbytes, _WAIT)
+    _call_uninterrupted(_sync_file_range, fd, offset, nbytes, _WAIT)
     os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
@@ -53,14 +53,14 @@ def allocate(fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
     try:
         if nbytes:
-            _call(_fallocate, fd, 0, 0, nbytes)
+            _call_uninterrupted(_fallocate, fd, 0, 0, nbytes)
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
     os.ftruncate(fd, nbytes)
 
 
-def _call(function: Callable[..., int] | None, *arguments: int) -> None:
+def _call_uninterrupted(function: Callable[..., int] | None, *arguments: int) -> None:
     """Call a function of the C library, again after a signal interrupted it. Raises OSError."""
     if function is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

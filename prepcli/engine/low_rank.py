@@ -81,7 +81,7 @@ class StreamUpdate(ValueTransform):
         first = self._next_value
         self._next_value = first + values.size
         start = 0
-        for rows, columns in _blocks((first, self._next_value), self._shape):
+        for rows, columns in _matrix_blocks((first, self._next_value), self._shape):
             stop = start + (rows[1] - rows[0]) * (columns[1] - columns[0])
             wide = values[start:stop].astype(self._wide)
             updated = wide + self._product(rows, columns).reshape(-1)
@@ -104,7 +104,7 @@ class StreamUpdate(ValueTransform):
         return total
 
 
-def _blocks(value_range: Range, shape: Sequence[int]) -> Iterator[tuple[Range, Range]]:
+def _matrix_blocks(value_range: Range, shape: Sequence[int]) -> Iterator[tuple[Range, Range]]:
     """Yield (rows, columns) of blocks that cover a range of a matrix's values in C order."""
     step = max(1, BLOCK_VALUES // shape[1])
     for (first_row, last_row), (first_column, last_column) in split_merged_range(

@@ -34,9 +34,9 @@ def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
     for line in _read_or_empty(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            limits += _limits(root / "sys/fs/cgroup", path, "memory.max")
+            limits += _memory_limits(root / "sys/fs/cgroup", path, "memory.max")
         elif "memory" in controllers.split(","):
-            limits += _limits(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
+            limits += _memory_limits(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
     return min((limit for limit in limits if limit < UNLIMITED), default=None)
 
 
@@ -56,19 +56,19 @@ def free_memory() -> int | None:
 
 def package_versions() -> dict[str, str | None]:
     """Return the version of each package that prep uses, or None if it is not installed."""
-    return {name: _version(name) for name in PACKAGES}
+    return {name: _package_version(name) for name in PACKAGES}
 
 
 # An installed version does not change while a process runs, and parsing its metadata takes a millisecond.
 @cache
-def _version(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _limits(mount: Path, path: str, name: str) -> list[int]:
+def _memory_limits(mount: Path, path: str, name: str) -> list[int]:
     """Return the limits of a group and all groups above it. In a container its own group is the mount itself."""
     # The limit of a parent also applies to its children, e.g. the limit of a job to the steps of the job.
     # cgroup v2 writes the text `max` if there is no limit.

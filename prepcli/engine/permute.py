@@ -44,7 +44,7 @@ def gather(
     assignments: list[Assignment] = []
     filled = 0
     for copy in slab.writes:
-        packed, spread = _views(copy, out[filled:], tensor, slab.written_start)
+        packed, spread = _copy_views(copy, out[filled:], tensor, slab.written_start)
         assignments.append((packed, spread))
         filled += copy.nbytes
     _assign_all(assignments, pool)
@@ -68,7 +68,7 @@ def scatter(
     assignments: list[Assignment] = []
     consumed = 0
     for copy in slab.reads:
-        packed, spread = _views(copy, runs[consumed:], out, slab.start)
+        packed, spread = _copy_views(copy, runs[consumed:], out, slab.start)
         assignments.append((spread, packed))
         consumed += copy.nbytes
     _assign_all(assignments, pool)
@@ -80,7 +80,7 @@ def threads() -> int:
     return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
-def _views(copy: StridedCopy, packed: ByteArray, tensor: ByteArray, start: int) -> Assignment:
+def _copy_views(copy: StridedCopy, packed: ByteArray, tensor: ByteArray, start: int) -> Assignment:
     """Return a copy's elements as two arrays of the same shape: a view of the packed runs, and a view of the tensor."""
     # The copy of the module `strided_copies`, width 4 and dims (3, 4, 8), (2, 12, 4), has elements of
     # 4 bytes in shape [3, 2]: contiguous in the packed runs, with strides (4, 12) in the tensor.

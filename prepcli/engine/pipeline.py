@@ -39,7 +39,7 @@ EMPTY_DIGEST = xxhash.xxh3_128_hexdigest(b"")
 
 @dataclass(slots=True)
 class ConversionResult:
-    """Result of a conversion, or of one pipeline of it.
+    """Result of a conversion, or of one of its pipelines.
 
     Attributes:
         digests: Text of each stream's `StreamDigest`, by stream number.
@@ -210,14 +210,14 @@ class Pipeline:
         try:
             for slab in slabs:
                 task = self._make_task(slab)
-                self._run_stage(task, self._read, next_stage=self._submit_move)
+                self._run_stage(task, self._read_slab, next_stage=self._submit_move)
                 if self.error:
                     break
-            self._finish()
+            self._finish_stages()
         except BaseException as error:
             self._set_error(error)
             # The error is kept, and the caller closes the files.
-            self._finish()
+            self._finish_stages()
         self.mover.stop()
         self.writer.stop()
         if self.error:
@@ -228,7 +228,7 @@ class Pipeline:
         """Remember the first error of the run. Slabs in later stages are skipped."""
         self.error = self.error or error
 
-    def _finish(self) -> None:
+    def _finish_stages(self) -> None:
         """Wait for the stages to end, even if a signal interrupts the wait, and sync all written bytes."""
         # The mover submits to the writer, so the writer gets its last task only after the mover has
         # ended.
@@ -310,12 +310,14 @@ class Pipeline:
                 self.buffers.release(task.buffers)
 
     def _submit_move(self, task: _SlabTask) -> None:
-        self.mover.submit(lambda: self._run_stage(task, self._move, next_stage=self._submit_write))
+        self.mover.submit(
+            lambda: self._run_stage(task, self._move_slab, next_stage=self._submit_write)
+        )
 
     def _submit_write(self, task: _SlabTask) -> None:
-        self.writer.submit(lambda: self._run_stage(task, self._write, next_stage=None))
+        self.writer.submit(lambda: self._run_stage(task, self._checksum_and_write, next_stage=None))
 
-    def _read(self, task: _SlabTask) -> None:
+    def _read_slab(self, task: _SlabTask) -> None:
         """Read a slab's runs into its first buffer."""
         # A single run goes to the buffer at its page offset in the file, so that direct I/O needs no copy.
         # Several runs are packed from the start of the buffer.
@@ -331,7 +333,7 @@ class Pipeline:
         self.result.read_nbytes += task.data.size
         self.result.seconds["read"] += time.perf_counter() - start_s
 
-    def _move(self, task: _SlabTask) -> None:
+    def _move_slab(self, task: _SlabTask) -> None:
         """Bring a slab into the tensor's order, digest and cast it, and bring it into the sink's order."""
         start_s = time.perf_counter()
         slab = task.slab
@@ -343,15 +345,19 @@ class Pipeline:
             self.result.copied_nbytes += slab.nbytes
         # Here the bytes are in the tensor's C order. Digests, casts and the means for filled rows need this order.
         self.fills.add_slab(slab, task.data)
-        self._digest(task)
+        self._digest_and_cast(task)
         if task.needs_gather:
             out = task.swap_buffers(slab.written_nbytes)
             task.data = gather(slab, task.data, out=out, pool=self.permute_pool)
             self.result.copied_nbytes += slab.written_nbytes
         self.result.seconds["move"] += time.perf_counter() - start_s
 
-    def _digest(self, task: _SlabTask) -> None:
-        """Update the stream's digest with a slab, cast the slab, and finish the digest after the last one."""
+    def _digest_and_cast(self, task: _SlabTask) -> None:
+        """Add a slab to the digest of its stream, and cast the slab.
+
+        A stream is a range of rows of one tensor and has one digest. It passes in slabs: ranges of bytes, each as
+        long as a buffer. The last slab of a stream completes the digest.
+        """
         slab = task.slab
         number = slab.stream_number
         stream = self.streams[number]
@@ -381,7 +387,7 @@ class Pipeline:
             return StreamDigest(digest, self.change.digest(), self.change.counts)
         return StreamDigest(digest, digest)
 
-    def _write(self, task: _SlabTask) -> None:
+    def _checksum_and_write(self, task: _SlabTask) -> None:
         """Record a slab's checksums, write it, and submit a sync point if one is due."""
         start_s = time.perf_counter()
         # Checksums are computed beside the write, which waits for the disk. Bytes that an earlier run wrote

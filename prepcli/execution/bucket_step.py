@@ -90,10 +90,10 @@ class BucketStep:
             assert checksums is not None  # the plan has leaves
             digests: dict[int, str] = {}
             with joint_work(group, f"{name}-written"):
-                self._upload_own_file(checksums, digests)
+                self._upload_data_file(checksums, digests)
                 self.store_run_files()
             with joint_work(group, f"{name}-digested"):
-                self._read_back(digests)
+                self._read_back_shared_tensors(digests)
                 if group.index:
                     self._upload_note(digests, checksums.sums)
             with joint_work(group, f"{name}-published"):
@@ -105,18 +105,18 @@ class BucketStep:
                     self.check_lock()
                     self._publish(stage, digests)
 
-    def _upload_own_file(self, checksums: ChecksumRecorder, digests: dict[int, str]) -> None:
+    def _upload_data_file(self, checksums: ChecksumRecorder, digests: dict[int, str]) -> None:
         """Upload the chunks of this process.
 
         Add the digests of the tensors that it has as a whole.
         """
         plan = self.files.plan
         file = plan.files[self.save.group.index]
-        pieces = self._own_pieces(checksums, digests)
+        pieces = self._data_file_pieces(checksums, digests)
         if file.size:
             self.bucket.write_pieces(f"{plan.item}/{file.path}", pieces, size=file.size)
 
-    def _own_pieces(
+    def _data_file_pieces(
         self, checksums: ChecksumRecorder, digests: dict[int, str]
     ) -> Iterator[bytes | memoryview]:
         """Yield the bytes of this process's data file, in order.
@@ -140,7 +140,7 @@ class BucketStep:
                 digests |= self._digest_group(group, shards)
 
     def _digest_group(self, group: LeafGroup, shards: Mapping[str, Shards]) -> dict[int, str]:
-        """Return the digest of each tensor of a group of leaves. This process must have all shards of the group."""
+        """Return the digest of each tensor in a group of leaves. This process must have all shards of the group."""
         # Streams refer to leaves by position, so all leaves are passed. Only the group's are read.
         leaves: list[HostLeaf] = []
         for name, leaf in self.save.leaves.items():
@@ -149,9 +149,9 @@ class BucketStep:
             else:
                 leaves.append(leaf)
         streams = {number: self.files.plan.streams[number] for number in group.streams}
-        return _digest(streams, HostLeafReader(leaves))
+        return _digest_streams(streams, HostLeafReader(leaves))
 
-    def _read_back(self, digests: dict[int, str]) -> None:
+    def _read_back_shared_tensors(self, digests: dict[int, str]) -> None:
         """Add the digests of this process's part of the tensors that several processes wrote."""
         plan = self.files.plan
         process_group = self.save.group
@@ -176,7 +176,7 @@ class BucketStep:
             number = numbers[position]
             streams[number] = readback_stream(plan.streams[number])
         with open_blobs(blobs) as reader:
-            digests |= _digest(streams, reader)
+            digests |= _digest_streams(streams, reader)
 
     def _upload_note(self, digests: Mapping[int, str], sums: ChecksumArray) -> None:
         """Upload the digests and checksums of this process for process 0."""
@@ -253,7 +253,7 @@ def _note_path(index: int) -> str:
     return f"{WORK_FOLDER}/{NOTE_STEM}-{index}"
 
 
-def _digest(streams: Mapping[int, Stream], reader: RunReader) -> dict[int, str]:
+def _digest_streams(streams: Mapping[int, Stream], reader: RunReader) -> dict[int, str]:
     """Return the digests of streams by number."""
     read_only = [replace(stream, writes=()) for stream in streams.values()]
     outcome = Pipeline(

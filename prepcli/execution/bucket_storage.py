@@ -66,7 +66,7 @@ class BucketStorage:
         self.local_folder = local_folder
         self._url = url
         self._retry_policy = retry_policy
-        self._bucket = self._client(url)
+        self._bucket = self._open_bucket(url)
         self._recipe_digest = recipe_digest
         self._lock: BucketLock | None = None
         self._known_steps: list[int] | None = None
@@ -74,7 +74,7 @@ class BucketStorage:
         self._files: tuple[tuple[OutputLeaf, ...], ProcessFiles] | None = None
         self._stored: list[str] = []  # files of the run that this process uploads with each step
 
-    def _client(self, url: ObjectStoreUrl) -> Bucket:
+    def _open_bucket(self, url: ObjectStoreUrl) -> Bucket:
         return Bucket(url, RETRIES, self._retry_policy)
 
     @property
@@ -92,7 +92,7 @@ class BucketStorage:
             why = f"each process writes a data file, and a step has at most {MAX_PROCESSES}"
             hint = text("set {} to a folder on a file system that all hosts share", Option("out"))
             raise PrepError(f"{num_processes} processes cannot save to {self.name}", why, hint)
-        paths = [file.path for file in self._list()]
+        paths = [file.path for file in self._list_files()]
         if paths and RECIPE_FILE not in paths and not self._known_steps:
             raise PrepError(
                 f"{self.name} already exists and is not a run",
@@ -100,7 +100,7 @@ class BucketStorage:
                 text("{}", Option("out", "URL")),
             )
 
-    def _list(self) -> tuple[RemoteFile, ...]:
+    def _list_files(self) -> tuple[RemoteFile, ...]:
         """List all objects, and remember the steps."""
         files = self._bucket.list_files()
         self._known_steps = listed_steps(file.path for file in files)
@@ -109,7 +109,7 @@ class BucketStorage:
     def steps(self, *, refresh: bool = True) -> list[int]:
         """Return the steps with a manifest, ascending. See `RunStorage.steps`."""
         if refresh:
-            self._list()
+            self._list_files()
         return list(self._known_steps or [])
 
     def step_name(self, step: int) -> str:
@@ -141,7 +141,7 @@ class BucketStorage:
         lock = BucketLock(self._bucket, self._recipe_digest, note=note)
         lock.acquire()
         try:
-            files = self._list()
+            files = self._list_files()
             complete = {None, *self.steps(refresh=False)}  # None: not in the folder of a step
             leftovers = [file.path for file in files if listed_step(file.path) not in complete]
             self._bucket.delete_files(leftovers)
@@ -170,7 +170,7 @@ class BucketStorage:
             PrepError: One of the processes cannot write its part.
         """
         files = self._plan_files(save)
-        bucket = self._client(self._step_url(save.step))
+        bucket = self._open_bucket(self._step_url(save.step))
         BucketStep(save, files, bucket, self._store_files, self._check_lock).write()
         self._known_steps = [*self.steps(refresh=False), save.step]
 
@@ -183,7 +183,7 @@ class BucketStorage:
                 save.plan, streams=planned.streams, files=planned.files, leaves=planned.leaves
             )
             return replace(files, plan=plan)
-        boxes = _share_boxes(save)
+        boxes = _exchange_boxes(save)
         with joint_work(save.group, f"{save.name}-planned"):
             files = plan_process_files(save.plan, [*save.leaves], boxes)
         self._files = save.plan.leaves, files
@@ -192,7 +192,7 @@ class BucketStorage:
     def remove_step(self, step: int) -> None:
         """Delete the manifest of a step, then its other objects."""
         self._check_lock()
-        bucket = self._client(self._step_url(step))
+        bucket = self._open_bucket(self._step_url(step))
         # From here on the step does not exist. A kill leaves objects without a manifest, which the next `acquire`
         # deletes.
         bucket.delete(MANIFEST_FILE)
@@ -240,20 +240,20 @@ def _read_pieces(file: BinaryIO, nbytes: int) -> Iterator[bytes]:
         yield piece
 
 
-def _share_boxes(save: StepSave) -> Sequence[LeafBoxes]:
-    """Return the boxes of the shards of all processes, by leaf name."""
+def _exchange_boxes(save: StepSave) -> Sequence[LeafBoxes]:
+    """Exchange the boxes of shards with all processes. Return each process's boxes by leaf name."""
     own: dict[str, list[Box]] = {}
     for name, leaf in save.leaves.items():
         own[name] = [shard.box for shard in leaf.shards]
-    gathered = save.group.gather(f"{save.name}-boxes", _encode(own))
+    gathered = save.group.gather(f"{save.name}-boxes", _encode_json(own))
     # Only process 0 has the texts of all processes after a gather, so that it sends them to the others.
-    collected = _encode(list(map(_decode, gathered)))
+    collected = _encode_json(list(map(_decode_json, gathered)))
     shared = save.group.broadcast(f"{save.name}-all-boxes", collected)
-    return list(map(_as_boxes, _decode(shared)))
+    return list(map(_as_boxes, _decode_json(shared)))
 
 
 def _as_boxes(process: Mapping[str, Sequence[Sequence[Sequence[int]]]]) -> LeafBoxes:
-    """Return the boxes of a process with tuples in place of the lists of JSON."""
+    """Decode the boxes of a process from JSON: lists become tuples."""
     leaf_boxes: dict[str, list[Box]] = {}
     for name, boxes in process.items():
         leaf_boxes[name] = [_as_box(box) for box in boxes]
@@ -264,10 +264,10 @@ def _as_box(ranges: Sequence[Sequence[int]]) -> Box:
     return tuple((first, stop) for first, stop in ranges)
 
 
-def _encode(content: object) -> str:
+def _encode_json(content: object) -> str:
     """Return compressed JSON: the coordination service limits the size of a text."""
     return base64.b64encode(zlib.compress(json.dumps(content).encode())).decode()
 
 
-def _decode(text: str) -> Any:
+def _decode_json(text: str) -> Any:
     return json.loads(zlib.decompress(base64.b64decode(text)))

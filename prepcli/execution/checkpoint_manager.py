@@ -228,7 +228,7 @@ class CheckpointManager:
             ValueError: `manifest_fields` has a key that prep writes itself.
         """
         self._wait_for_save()
-        if self._has_memory(leaves):
+        if self._has_memory_for_copy(leaves):
             # The next training step donates the buffers of the state. All shards must be on the host before this method
             # returns.
             copies = {name: leaf.on_host() for name, leaf in leaves.items()}
@@ -238,7 +238,7 @@ class CheckpointManager:
         self._save(step, leaves, manifest_fields)
         return FinishedSave(time.monotonic() - start_s)
 
-    def _has_memory(self, leaves: Mapping[str, HostLeaf]) -> bool:
+    def _has_memory_for_copy(self, leaves: Mapping[str, HostLeaf]) -> bool:
         """Return whether a copy of the leaves takes at most half of the free memory."""
         free_nbytes = self._free_memory_nbytes()
         # `num_elements` counts only the shards of this process: 7e9 float32 parameters with two AdamW moments take 84
@@ -279,7 +279,9 @@ class CheckpointManager:
         # that process 0 never creates.
         with joint_work(self._group, f"save-{step}-begun"):
             self._check_new_step(step)
-            save = StepSave(step, self._plan(step, leaves, manifest_fields), leaves, self._group)
+            save = StepSave(
+                step, self._plan_step(step, leaves, manifest_fields), leaves, self._group
+            )
         self._storage.write_step(save)
         if self._storage.is_on_disk:
             # Later steps copy the small files of this step, so that the start checkpoint may be deleted. A bucket's
@@ -328,7 +330,7 @@ class CheckpointManager:
         best = self._losses.best_steps(self.steps()).get(num_sequences)
         return math.inf if best is None else self._losses.losses[best].value
 
-    def _plan(
+    def _plan_step(
         self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, object]
     ) -> Plan:
         """Return the plan of a save. Its part without the step number is made once."""
@@ -431,10 +433,10 @@ class BackgroundSave:
         self._save = save
         self._error: BaseException | None = None
         self._seconds = 0.0
-        self._thread = threading.Thread(target=self._run, name="prep-save", daemon=True)
+        self._thread = threading.Thread(target=self._run_save, name="prep-save", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run_save(self) -> None:
         start_s = time.monotonic()
         try:
             self._save()

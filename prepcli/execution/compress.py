@@ -185,7 +185,7 @@ class _Compressor:
             last = _ByteRange(*map(int, _chunk_places(self.lengths)[-1]))
             file = last.file
             offset = last.offset + last.nbytes
-        self._open(file, offset)
+        self._open_data_file(file, offset)
         # Chunks follow each other without gaps, so that lengths alone give all locations.
         for row in self.chunks[marked:]:
             chunk = _ByteRange(*map(int, row))
@@ -196,8 +196,8 @@ class _Compressor:
                 unmarked_nbytes = 0
                 file += 1
                 offset = 0
-                self._open(file, offset)
-            self.lengths.append(self._compress(chunk, progress))
+                self._open_data_file(file, offset)
+            self.lengths.append(self._compress_chunk(chunk, progress))
             offset += self.lengths[-1]
             unmarked_nbytes += chunk.nbytes
             is_due = time.monotonic() - since_s >= SYNC_INTERVAL_S
@@ -207,7 +207,7 @@ class _Compressor:
                 since_s = time.monotonic()
         self._record_progress(marked)
 
-    def _open(self, file: int, nbytes: int) -> None:
+    def _open_data_file(self, file: int, nbytes: int) -> None:
         """Open a data file for appending after its first `nbytes` bytes."""
         path = self.folder / _data_file_name(file)
         try:
@@ -220,18 +220,18 @@ class _Compressor:
         except OSError as error:
             raise io_error(path, error) from error
 
-    def _compress(self, chunk: _ByteRange, progress: Progress) -> int:
+    def _compress_chunk(self, chunk: _ByteRange, progress: Progress) -> int:
         # Imported late: most outputs are not compressed.
         import zstandard
 
         stream = zstandard.ZstdCompressor(level=self.level).compressobj(size=chunk.nbytes)
         length = 0
-        for piece in self._pieces(chunk):
-            length += self._write(stream.compress(piece))
+        for piece in self._chunk_pieces(chunk):
+            length += self._write_to_data_file(stream.compress(piece))
             progress.advance(len(piece))
-        return length + self._write(stream.flush())
+        return length + self._write_to_data_file(stream.flush())
 
-    def _pieces(self, chunk: _ByteRange) -> Iterator[bytes]:
+    def _chunk_pieces(self, chunk: _ByteRange) -> Iterator[bytes]:
         path = self.raw_files[chunk.file]
         try:
             if self.source[0] != chunk.file:
@@ -251,7 +251,7 @@ class _Compressor:
         except OSError as error:
             raise io_error(path, error) from error
 
-    def _write(self, data: bytes) -> int:
+    def _write_to_data_file(self, data: bytes) -> int:
         view = memoryview(data)
         self.digest.update(data)
         try:
@@ -264,7 +264,7 @@ class _Compressor:
     def _record_progress(self, marked: int) -> int:
         """Sync the data file and record the chunks since the last mark. Return the number of durable chunks."""
         # The chunks are durable before the line that lists them. A kill between the two leaves bytes
-        # after the last listed chunk, which `_open` truncates.
+        # after the last listed chunk, which `_open_data_file` truncates.
         try:
             os.fdatasync(self.out_fd)
             fd = open_no_follow(self.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

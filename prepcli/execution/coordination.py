@@ -195,7 +195,7 @@ class Team:
                         self._check_new_failures()
                     yield is_needed
                     return
-            self._pause([])
+            self._pause_and_check([])
 
     def wait(self) -> None:
         """Wait until all streams are durable, or the output is published.
@@ -203,7 +203,7 @@ class Team:
         Raises:
             PrepError: Another process failed or is missing, or `check_workers` raised.
         """
-        unfinished = self._poll()
+        unfinished = self._poll_journals()
         if set(unfinished) - set(self.own_indices):
             noun = "share" if len(unfinished) == 1 else "shares"
             self.note(
@@ -211,17 +211,17 @@ class Team:
                 f" waiting for {noun} {_join_numbers(unfinished)}"
             )
         while unfinished and not self.stage.is_published():
-            self._pause(unfinished)
-            unfinished = self._poll()
+            self._pause_and_check(unfinished)
+            unfinished = self._poll_journals()
 
-    def _pause(self, unfinished: Collection[int]) -> None:
+    def _pause_and_check(self, unfinished: Collection[int]) -> None:
         """Wait a moment. Raise PrepError if one of the processes `unfinished` is missing, or any process failed."""
         with self.stage.failures.recording_errors():
             self.check_workers()
         self._check_processes(unfinished)
         time.sleep(LOOK_EVERY_S)
 
-    def _poll(self) -> list[int]:
+    def _poll_journals(self) -> list[int]:
         """Read the journals of unfinished processes. Return the indices of processes still unfinished."""
         now_s = time.monotonic()
         unfinished: list[int] = []
@@ -264,7 +264,7 @@ class Team:
             if now_s - self._last_seen_s[index] > self.patience_s:
                 missing.append(index)
         if missing and not self.stage.is_published():
-            raise self._missing_error(missing)
+            raise self._missing_processes_error(missing)
 
     def _check_process(self, index: int, now_s: float, *, is_over: bool) -> None:
         """Raise the failure of a process.
@@ -285,7 +285,7 @@ class Team:
         if (failure.age is FailureAge.NEW or has_had_time) and not self.stage.is_published():
             raise failure.error
 
-    def _missing_error(self, missing: Sequence[int]) -> PrepError:
+    def _missing_processes_error(self, missing: Sequence[int]) -> PrepError:
         why = (
             f"no sign of life for {format_duration(self.patience_s)};"
             f" share {self.stage.share.index} of {self.count} is done and kept"

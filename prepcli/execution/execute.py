@@ -145,7 +145,7 @@ class ConversionExecutor:
         self._source_at_start: SourceState = []
 
     def run(self) -> ConversionResult:
-        """Write this process's share of the plan, and wait until the output is published.
+        """Write this process's share, the streams assigned to it, and wait until the output is published.
 
         Returns:
             The work of this process and its workers.
@@ -199,7 +199,7 @@ class ConversionExecutor:
         return f"{sizes} are kept in {self.stage.folder.name}"
 
     def _write_share(self, index: int) -> ConversionResult:
-        """Write the share of process `index` to the data files.
+        """Write the share of process `index`, its part of the streams, to the data files.
 
         A share is the streams that one process writes. A stream is a range of rows of a tensor. Streams that an earlier
         run wrote durably are skipped.
@@ -246,7 +246,7 @@ class ConversionExecutor:
     # Checking
 
     def _verify_earlier_run(self, index: int) -> JournalState:
-        """Read back the durable part of a share, and return its intact part."""
+        """Read back what an earlier run wrote of a share. Return its intact part."""
         durable = self.team.durable_part(index, self.team.read_journal_state(index))
         if not durable.durable_nbytes:
             return EMPTY_JOURNAL_STATE

@@ -58,14 +58,14 @@ class FailureNotes:
         (folder / f"{FAILED_STEM}.{share.index}").unlink(missing_ok=True)
         heard = _read_note(folder / f"{HEARD_STEM}.{share.index}")
         self._heard_stamps = heard.content if heard and isinstance(heard.content, dict) else {}
-        self._stamps_at_join = self._stamps()
+        self._stamps_at_join = self._note_stamps()
         self.joined_at_s = time.monotonic()
 
     def find(self, index: int) -> Failure | None:
         """Return the failure of process `index`, or None if it left no note about this plan."""
         name = f"{FAILED_STEM}.{index}"
         note = _read_note(self._folder / name)
-        if note is None or (error := self._to_error(note, index)) is None:
+        if note is None or (error := self._note_to_error(note, index)) is None:
             return None
         age = FailureAge.NEW
         if note.stamp == self._heard_stamps.get(name):
@@ -85,7 +85,7 @@ class FailureNotes:
 
     def record_heard(self) -> None:
         """Record which notes exist when this process ends. Its next start treats them as old."""
-        if stamps := self._stamps():
+        if stamps := self._note_stamps():
             with contextlib.suppress(OSError, PrepError):
                 _write_note(self._folder / f"{HEARD_STEM}.{self._share.index}", {**stamps})
 
@@ -103,7 +103,7 @@ class FailureNotes:
             with contextlib.suppress(OSError, PrepError):  # a full disk still takes an empty file
                 os.close(_create_file(path))
 
-    def _to_error(self, note: _Note, index: int) -> PrepError | None:
+    def _note_to_error(self, note: _Note, index: int) -> PrepError | None:
         content = note.content
         if not isinstance(content, dict):
             return PrepError(
@@ -119,7 +119,7 @@ class FailureNotes:
             str(content.get("hint")),
         )
 
-    def _stamps(self) -> dict[str, str]:
+    def _note_stamps(self) -> dict[str, str]:
         """Return a stamp (inode and time) of each note. Two notes of one process have different stamps."""
         own_name = f"{FAILED_STEM}.{self._share.index}"
         stamps: dict[str, str] = {}

@@ -129,7 +129,7 @@ def _write_index(plan: Plan, folder: Path, compressed: CompressedChunks | None) 
 def _file_records(
     plan: Plan, folder: Path, packed_files: Sequence[str] | None
 ) -> dict[str, FileRecord]:
-    """Return the records of all files without tensors, and of the headers of safetensors and msgpack files.
+    """Return the records of files without tensors, and for safetensors and msgpack files those of the headers.
 
     Args:
         plan: The plan of the output.

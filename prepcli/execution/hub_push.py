@@ -81,7 +81,7 @@ def check_push(target: PushTarget, retry_policy: RetryPolicy = DEFAULT_RETRY_POL
     Raises:
         PrepError: There is no token or no network, or the repository is public and should be private.
     """
-    _set_variables()
+    _set_hub_variables()
     install_retrying_client(retry_policy)
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -137,7 +137,7 @@ def push_folder(
     Raises:
         PrepError: The hub refused a request, or files are missing in the commit.
     """
-    _set_variables()
+    _set_hub_variables()
     install_retrying_client(retry_policy)
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -162,7 +162,7 @@ def push_folder(
             revision=target.revision,
         )
         # The hub skips files that a .gitignore of the repository excludes, and reports success.
-        _check_pushed(commit.commit_url, names, _list_repo(api, target), target)
+        _check_pushed_files(commit.commit_url, names, _list_repo(api, target), target)
     return commit.commit_url
 
 
@@ -174,7 +174,7 @@ def _list_repo(api: HfApi, target: PushTarget) -> list[str]:
     return names
 
 
-def _check_pushed(
+def _check_pushed_files(
     url: object, names: Sequence[str], remote_names: Sequence[str], target: PushTarget
 ) -> None:
     """Raise PrepError unless the commit has a URL and the repository holds all files."""
@@ -226,7 +226,7 @@ def _file_names(folder: Path) -> list[str]:
     return names
 
 
-def _set_variables() -> None:
+def _set_hub_variables() -> None:
     """Turn off the progress bars and warnings of the hub library."""
     # huggingface_hub reads both variables while it is imported, so this comes before its import.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -244,13 +244,13 @@ def _hub_errors(target: PushTarget) -> Iterator[None]:
     except PrepError:
         raise
     except Exception as error:
-        prep_error = _explain(error, f"cannot push to {target.repo}")
+        prep_error = _explain_hub_error(error, f"cannot push to {target.repo}")
         if prep_error is None:
             raise
         raise prep_error from error
 
 
-def _explain(error: BaseException | None, what: str) -> PrepError | None:
+def _explain_hub_error(error: BaseException | None, what: str) -> PrepError | None:
     """Return the PrepError for the first known error in the chain of causes, or None without one."""
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -42,18 +42,18 @@ def check_data_files(
     # later writes extend it again. Planned gaps and bytes of zeros are holes too, which is harmless.
     holes: list[FileSpan] = []
     for number, file in enumerate(plan.files):
-        holes += _holes(number, files[number], file.size)
+        holes += _file_holes(number, files[number], file.size)
     if not holes:
         return
     touched: dict[int, str] = {}
     for number, stream in enumerate(plan.streams):
-        if number in digests and _overlaps(holes, stream_write_spans(stream)):
+        if number in digests and _overlap_any_hole(holes, stream_write_spans(stream)):
             touched[number] = digests[number]
     if find_damaged(reader, touched, files=files):
         raise _changed_error(files[0].parent)
 
 
-def _holes(number: int, path: Path, size: int) -> Iterator[FileSpan]:
+def _file_holes(number: int, path: Path, size: int) -> Iterator[FileSpan]:
     """Yield the holes of a data file, each widened by HOLE_MARGIN_NBYTES."""
     try:
         fd = open_no_follow(path, os.O_RDONLY)
@@ -87,7 +87,7 @@ def _hole_ranges(fd: int, size: int) -> Iterator[tuple[int, int]]:
             yield start, position
 
 
-def _overlaps(holes: Sequence[FileSpan], spans: Sequence[FileSpan]) -> bool:
+def _overlap_any_hole(holes: Sequence[FileSpan], spans: Sequence[FileSpan]) -> bool:
     for file, low, high in spans:
         for hole_file, start, stop in holes:
             if file == hole_file and low < stop and start < high:
@@ -97,17 +97,17 @@ def _overlaps(holes: Sequence[FileSpan], spans: Sequence[FileSpan]) -> bool:
 
 def read_stamps(files: Sequence[Path]) -> FileStamps:
     """Return one stamp per file. Writes change a stamp, reads and syncs do not."""
-    return {path: _stamp(path) for path in files}
+    return {path: _file_stamp(path) for path in files}
 
 
 def check_unchanged(stamps: FileStamps) -> None:
     """Raise PrepError if a file was written to, truncated or replaced since its stamp was read."""
     for path, stamp in stamps.items():
-        if _stamp(path) != stamp:
+        if _file_stamp(path) != stamp:
             raise _changed_error(path)
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
+def _file_stamp(path: Path) -> tuple[int, ...]:
     try:
         file_stat = path.lstat()
     except OSError as error:

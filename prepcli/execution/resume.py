@@ -39,23 +39,27 @@ class StreamReader:
     budget: Budget
     progress: Progress
 
-    def written_digests(self, numbers: Iterable[int], files: Sequence[Path]) -> dict[int, str]:
-        """Return the digest of each stream in the data files, in the order of the tensor's bytes."""
-        with Files(files) as opened:
-            streams = {number: readback_stream(self.streams[number]) for number in numbers}
-            return self._digests(streams, opened)
+    def digest_written_streams(
+        self, stream_numbers: Iterable[int], data_files: Sequence[Path]
+    ) -> dict[int, str]:
+        """Read streams back from the data files. Return the digest of each, over its bytes in tensor order."""
+        with Files(data_files) as opened:
+            streams = {number: readback_stream(self.streams[number]) for number in stream_numbers}
+            return self._compute_digests(streams, opened)
 
-    def source_digests(self, numbers: Iterable[int], source: Source) -> dict[int, str]:
-        """Return the digest of each stream's bytes in the source."""
+    def digest_source_streams(
+        self, stream_numbers: Iterable[int], source: Source
+    ) -> dict[int, str]:
+        """Read streams again from the source. Return the digest of each."""
         streams: dict[int, Stream] = {}
-        for number in numbers:
+        for number in stream_numbers:
             stream = self.streams[number]
             if stream.reads:
                 streams[number] = replace(stream, writes=(), cast_to="", update=None)
         with open_blobs(source.byte_sources, self.budget.cache_nbytes) as opened:
-            return self._digests(streams, opened)
+            return self._compute_digests(streams, opened)
 
-    def _digests(self, streams: Mapping[int, Stream], files: RunReader) -> dict[int, str]:
+    def _compute_digests(self, streams: Mapping[int, Stream], files: RunReader) -> dict[int, str]:
         self.progress.begin(CHECK_TASK, sum(stream.nbytes for stream in streams.values()))
         try:
             outcome = Pipeline(
@@ -104,7 +108,7 @@ def find_damaged(
         if stream.writes and stream.nbytes:
             numbers.append(number)
     damaged: set[int] = set()
-    for number, digest in reader.written_digests(numbers, files).items():
+    for number, digest in reader.digest_written_streams(numbers, files).items():
         if digest != parse_stream_digest(digests[number]).written:
             damaged.add(number)
     return damaged
@@ -113,7 +117,7 @@ def find_damaged(
 def find_outdated(reader: StreamReader, digests: Mapping[int, str], *, source: Source) -> set[int]:
     """Return the numbers of streams that differ from their digests in the source."""
     outdated: set[int] = set()
-    for number, digest in reader.source_digests(digests, source).items():
+    for number, digest in reader.digest_source_streams(digests, source).items():
         if digest != parse_stream_digest(digests[number]).read:
             outdated.add(number)
     return outdated

@@ -34,7 +34,7 @@ class StepSave:
 
     @property
     def name(self) -> str:
-        """Name of the save, for the exchanges of the processes."""
+        """Name for the messages between the processes about this save, e.g. `save-100`."""
         # Each step is saved once, so the number makes the name unique in a run. The exchange of a later save cannot
         # read values of an earlier one.
         return f"save-{self.step}"

@@ -89,7 +89,7 @@ def touched_files(source: Source, before: SourceState, *, now: SourceState) -> l
 
 
 class IntegrityChecker:
-    """Checks of each stream's digest.
+    """Checks each stream's digest. A stream is a row range of one tensor.
 
     A digest has to be equal to the one in the source's manifest, and to the digest of a tied tensor. A cast may not
     overflow.
@@ -129,7 +129,7 @@ class IntegrityChecker:
         self._digests[stream.name, stream.rows] = digest
         for check in self._plan.checks:
             if stream.name in (check.name, check.duplicate_of):
-                self._compare(check, stream)
+                self._compare_digests(check, stream)
 
     def _digest_error(self, stream: Stream, digest: str, expected: str) -> PrepError:
         """Return the error for a stream with another digest than the recorded one."""
@@ -169,7 +169,7 @@ class IntegrityChecker:
         hint = text("{} makes them infinite", Option("allow_overflow", True))
         raise PrepError(what, f"its largest value is {largest}", hint)
 
-    def _compare(self, check: EqualityCheck, stream: Stream) -> None:
+    def _compare_digests(self, check: EqualityCheck, stream: Stream) -> None:
         """Raise PrepError if two tensors were read with different digests, although they must be equal."""
         digest = self._digests.get((check.name, stream.rows))
         original_digest = self._digests.get((check.duplicate_of, stream.rows))

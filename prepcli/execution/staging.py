@@ -170,7 +170,11 @@ class Staging:
             yield
 
     def _lock_share(self) -> None:
-        """Lock this process's share. Raise PrepError if another process has the same share."""
+        """Lock this process's share: its part of the tensors to write.
+
+        Raises:
+            PrepError: Another process has the same share.
+        """
         if self.share.count == 1:
             return
         index = self.share.index

@@ -46,7 +46,9 @@ class StepExports:
         self._waiting.add(step)
         self._queue.put(step)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="prep-export", daemon=True)
+            self._thread = threading.Thread(
+                target=self._export_steps, name="prep-export", daemon=True
+            )
             self._thread.start()
 
     def start_missing(self, steps: Iterable[int]) -> None:
@@ -80,7 +82,7 @@ class StepExports:
             self._thread.join()
             self._thread = None
 
-    def _run(self) -> None:
+    def _export_steps(self) -> None:
         while (step := self._queue.get()) is not None and not self._is_abandoned:
             try:
                 self._export(step)

@@ -51,7 +51,7 @@ class StepWriter:
 
     def write(self) -> None:
         """Write the step from the leaves of this process alone. Raise PrepError if this fails."""
-        stage = self._create()
+        stage = self._create_staging()
         with open_sink(self.plan, stage) as sink:
             checksums = checksum_recorder(self.plan, stage)
             outcome = Pipeline(
@@ -82,7 +82,7 @@ class StepWriter:
         stage = Staging(self.out)
         with joint_work(group, f"{name}-created"):
             if group.index == 0:
-                with open_sink(self.plan, self._create()):
+                with open_sink(self.plan, self._create_staging()):
                     pass
         with joint_work(group, f"{name}-written"):
             self._write_own_shards(stage, group.index)
@@ -92,7 +92,7 @@ class StepWriter:
             if group.index == 0:
                 self._publish(stage, _read_digests(stage, group.count))
 
-    def _create(self) -> Staging:
+    def _create_staging(self) -> Staging:
         """Create the staging folder. Remove an older one first."""
         stage = Staging(self.out)
         try:
@@ -119,7 +119,7 @@ class StepWriter:
         numbers = divide_streams(self.plan, group.count)[group.index]
         files = [data_folder(self.plan, stage.folder) / file.path for file in self.plan.files]
         reader = StreamReader(self.plan.streams, make_budget(MEMORY_NBYTES), NullProgress())
-        digests = reader.written_digests(numbers, files)
+        digests = reader.digest_written_streams(numbers, files)
         path = stage.work / f"{DIGESTS_STEM}-{group.index}"
         try:
             write_json_record(path, {str(number): digest for number, digest in digests.items()})

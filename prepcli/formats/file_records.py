@@ -130,7 +130,7 @@ def _check_file(
         if is_equal_size and actual.get(XXH3_KEY) == record.get(XXH3_KEY):
             return
         what = f"{path} is damaged"
-        why = f"it has {_describe(actual)}, the manifest records {_describe(record)}"
+        why = f"it has {_describe_record(actual)}, the manifest records {_describe_record(record)}"
     if hint:
         raise DamagedError(what, why, hint(name))
     if is_settings_file(name):
@@ -138,7 +138,7 @@ def _check_file(
     raise DamagedError(what, why, GET_AGAIN_HINT)
 
 
-def _describe(record: FileRecord) -> str:
+def _describe_record(record: FileRecord) -> str:
     return f"{record[SIZE_KEY]:,} bytes with the digest {record.get(XXH3_KEY, ''):.40}"
 
 

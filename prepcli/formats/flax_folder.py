@@ -64,7 +64,7 @@ def find_weight_files(path: Path, kind: MsgpackKind) -> tuple[Path, ...]:
         return (path,)
     names = list_folder(path)
     if kind == "easylm":
-        return (path / _find_stream(path, names),)
+        return (path / _find_stream_file(path, names),)
     first = next(name for name in FLAX_FILES if name in names)
     if first != INDEX_FILE:
         return (path / first,)
@@ -86,7 +86,7 @@ def check_index(folder: Path, headers: list[MsgpackHeader]) -> None:
     )
 
 
-def _find_stream(folder: Path, names: list[str]) -> str:
+def _find_stream_file(folder: Path, names: list[str]) -> str:
     for name in STREAM_FILES:
         if name in names:
             return name

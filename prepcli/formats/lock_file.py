@@ -106,11 +106,15 @@ def encode_lock(lock: Lock) -> bytes:
     """Return the bytes of a lock file, with one line per file and tensor, so that a diff shows what changed."""
     head = lock.model_dump_json(exclude={"files", "tensors"})
     # `head` is an object, whose closing brace is replaced by the two long lists.
-    parts = [head[:-1], f'"files":{_lines(lock.files)}', f'"tensors":{_lines(lock.tensors)}']
+    parts = [
+        head[:-1],
+        f'"files":{_entry_lines(lock.files)}',
+        f'"tensors":{_entry_lines(lock.tensors)}',
+    ]
     return ",\n".join(parts).encode() + b"}\n"
 
 
-def _lines(entries: Mapping[str, LockedFile] | Mapping[str, LockedTensor]) -> str:
+def _entry_lines(entries: Mapping[str, LockedFile] | Mapping[str, LockedTensor]) -> str:
     """Return a JSON object with one entry per line."""
     lines: list[str] = []
     for name, entry in entries.items():

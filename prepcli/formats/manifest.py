@@ -343,13 +343,14 @@ _UNWRITTEN: ContextVar[tuple[Path, bytes] | None] = ContextVar("unwritten_manife
 
 @contextmanager
 def unwritten_manifest(folder: Path, data: bytes) -> Iterator[None]:
-    """Read `data` as the manifest of `folder` inside the `with` block.
+    """Let `read_manifest` return the manifest in `data` for `folder`, inside the `with` block.
 
-    An output can so be checked against records that are written only after the check.
+    The manifest file is not read meanwhile. A command checks an output against new records this way, and writes
+    them to the file only if the check succeeds.
 
     Args:
         folder: Folder of an output.
-        data: Bytes of its next manifest.
+        data: Bytes of the new manifest file, not yet written.
     """
     token = _UNWRITTEN.set((folder.resolve(), data))
     try:
@@ -470,22 +471,24 @@ def _check_manifest(path: Path, fields: JsonObject) -> None:
             expected_types[key] = expected_type
     for key, expected_type in expected_types.items():
         if key not in fields:
-            raise _broken_error(path, f"`{key}` is missing")
+            raise _damaged_manifest_error(path, f"`{key}` is missing")
         if not isinstance(fields[key], expected_type):
-            raise _broken_error(path, f"`{key}` is {fields[key]!r:.60}")
+            raise _damaged_manifest_error(path, f"`{key}` is {fields[key]!r:.60}")
     # One version of prep added both keys. If only one is there, the other was removed by hand.
     if (FILES_KEY in fields) != (DIGEST_KEY in fields):
-        raise _broken_error(path, f"it has only one of `{FILES_KEY}` and `{DIGEST_KEY}`")
+        raise _damaged_manifest_error(path, f"it has only one of `{FILES_KEY}` and `{DIGEST_KEY}`")
     file_records = fields.get(FILES_KEY, {})
     # The types of all keys were checked above.
     assert isinstance(file_records, dict)
     for name, record in file_records.items():
         if not _is_file_record(record):
-            raise _broken_error(path, f"the record of {name!r:.60} has no size and digest")
+            raise _damaged_manifest_error(
+                path, f"the record of {name!r:.60} has no size and digest"
+            )
     _check_records(path, fields["tensors"])
     slots = fields.get("slots", {})
     if not isinstance(slots, dict):
-        raise _broken_error(path, f"`slots` is {slots!r:.60}")
+        raise _damaged_manifest_error(path, f"`slots` is {slots!r:.60}")
     for records in slots.values():
         _check_records(path, records)
     if fields["kind"] == "train":
@@ -494,23 +497,25 @@ def _check_manifest(path: Path, fields: JsonObject) -> None:
     assert isinstance(quantized, dict)
     for name, record in quantized.items():
         if not _is_quantized_record(record):
-            raise _broken_error(path, f"the record of the quantised {name!r:.60} is invalid")
+            raise _damaged_manifest_error(
+                path, f"the record of the quantised {name!r:.60} is invalid"
+            )
 
 
 def _check_records(path: Path, records: JsonValue) -> None:
     """Raise PrepError unless each tensor has a list of digests."""
     if not isinstance(records, dict):
-        raise _broken_error(path, "'the state' has no list of digests")
+        raise _damaged_manifest_error(path, "'the state' has no list of digests")
     for name, record in records.items():
         if isinstance(record, dict):
             row_digests = record.get("digests")
         else:
             row_digests = None
         if not _are_row_digests(row_digests):
-            raise _broken_error(path, f"{name!r:.60} has no list of digests")
+            raise _damaged_manifest_error(path, f"{name!r:.60} has no list of digests")
 
 
-def _broken_error(path: Path, why: str) -> DamagedError:
+def _damaged_manifest_error(path: Path, why: str) -> DamagedError:
     return DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
 
 

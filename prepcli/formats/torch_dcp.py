@@ -112,8 +112,8 @@ def read_dcp_folder(folder: Path) -> DcpFolder:
     data = read_small_file(path, MAX_NBYTES)
     try:
         root = interpret_pickle(BoundedReader.from_bytes(data), _ALLOWED_NAMES).root
-        metadata = _attributes(root)
-        entries = list(_items(metadata.get("state_dict_metadata")))
+        metadata = _object_attributes(root)
+        entries = list(_dict_items(metadata.get("state_dict_metadata")))
         ranges = dict(_iter_ranges(metadata.get("storage_data")))
     except UnexpectedNameError as error:
         why = "DCP writes no such name, and prep runs no code of a file"
@@ -143,7 +143,7 @@ def _damaged_error(path: Path, error: ValueError) -> DamagedError:
     )
 
 
-def _items(value: object) -> Iterator[tuple[str, PickledCall]]:
+def _dict_items(value: object) -> Iterator[tuple[str, PickledCall]]:
     """Yield the objects of a mapping by name. Raise ValueError for a name that occurs twice."""
     if not isinstance(value, PickledMapping):
         raise ValueError("it has no list of tensors")
@@ -157,7 +157,7 @@ def _items(value: object) -> Iterator[tuple[str, PickledCall]]:
         yield name, item
 
 
-def _attributes(value: object) -> dict[str, object]:
+def _object_attributes(value: object) -> dict[str, object]:
     """Return the attributes of a pickled dataclass."""
     state = value.state if isinstance(value, PickledCall) else None
     if not isinstance(state, PickledMapping):
@@ -169,7 +169,7 @@ def _attributes(value: object) -> dict[str, object]:
     return attributes
 
 
-def _counts(value: object) -> tuple[int, ...]:
+def _size_numbers(value: object) -> tuple[int, ...]:
     """Return the numbers of a torch.Size."""
     if not isinstance(value, PickledCall) or value.callee.qualified_name != SIZE_TYPE:
         raise ValueError("it has a shape of another type than torch.Size")
@@ -195,8 +195,8 @@ def _iter_ranges(
     if not isinstance(value, PickledMapping):
         raise ValueError("it has no list of byte ranges")
     for key, item in value.items:
-        index = _attributes(key)
-        info = _attributes(item)
+        index = _object_attributes(key)
+        info = _object_attributes(item)
         name = index.get("fqn")
         file = info.get("relative_path")
         start = info.get("offset")
@@ -209,7 +209,7 @@ def _iter_ranges(
             raise ValueError(f"{quote_name(name)} is compressed, which prep does not support")
         # Values other than tensors have no offsets, and are not read.
         if index.get("offset") is not None:
-            yield (name, _counts(index["offset"])), (file, start, length)
+            yield (name, _size_numbers(index["offset"])), (file, start, length)
 
 
 def _read_tensor(
@@ -218,17 +218,17 @@ def _read_tensor(
     """Read the boxes of a tensor, and number their files."""
     if entry.callee.qualified_name != _TENSOR:
         raise ValueError(f"it is a {entry.callee.qualified_name}")
-    attributes = _attributes(entry)
-    shape = _counts(attributes.get("size"))
-    dtype = _dtype(attributes.get("properties"))
+    attributes = _object_attributes(entry)
+    shape = _size_numbers(attributes.get("size"))
+    dtype = _read_dtype(attributes.get("properties"))
     chunks = attributes.get("chunks")
     if not isinstance(chunks, list):
         raise ValueError("it has no boxes")
     boxes: list[DcpBox] = []
     for chunk in chunks:
-        chunk_attributes = _attributes(chunk)
-        start = _counts(chunk_attributes.get("offsets"))
-        box_shape = _counts(chunk_attributes.get("sizes"))
+        chunk_attributes = _object_attributes(chunk)
+        start = _size_numbers(chunk_attributes.get("offsets"))
+        box_shape = _size_numbers(chunk_attributes.get("sizes"))
         if (name, start) not in ranges:
             raise ValueError(f"its box at {list(start)} has no byte range")
         if 0 in box_shape:
@@ -243,7 +243,7 @@ def _read_tensor(
     return DcpTensor(name, dtype, shape, tuple(boxes))
 
 
-def _dtype(properties: object) -> str:
+def _read_dtype(properties: object) -> str:
     """Return the dtype in pickled TensorProperties, the first item of their state."""
     state = properties.state if isinstance(properties, PickledCall) else None
     if isinstance(state, PickledMapping):

@@ -209,15 +209,15 @@ def select_torch_files(names: Iterable[str]) -> list[str]:
     kind = detect_torch_kind(names)
     if kind == "meta":
         patterns = (META_PARAMS_FILE, CONSOLIDATED_FILE)
-        return [name for name in names if _matches(name, *patterns)]
+        return [name for name in names if _name_matches(name, *patterns)]
     if INDEX_FILE in names:
-        return [name for name in names if _matches(name, INDEX_FILE, _HF_FILE)]
+        return [name for name in names if _name_matches(name, INDEX_FILE, _HF_FILE)]
     if kind == "torch":
         return select_model_files(names)
     return []
 
 
-def _matches(name: str, exact: str, pattern: re.Pattern[str]) -> bool:
+def _name_matches(name: str, exact: str, pattern: re.Pattern[str]) -> bool:
     """Return whether a file name is equal to `exact`, or matches a pattern as a whole."""
     return name == exact or pattern.fullmatch(name) is not None
 

@@ -123,7 +123,7 @@ class StorageView:
 
 @dataclass(frozen=True, slots=True)
 class TorchState:
-    """Tensors of a model by name, and descriptions of all other values of its file."""
+    """Tensors in a model file by name, and descriptions of its other values."""
 
     views: tuple[StorageView, ...]
     non_tensors: tuple[str, ...]

@@ -166,7 +166,7 @@ def _locate_directory(file: BinaryIO, size: int) -> tuple[int, int, int]:
 
 
 def _locate_zip64_directory(file: BinaryIO, locator_offset: int) -> tuple[int, int, int, int]:
-    """Return offset of the zip64 end record, and number of entries, size and offset of the directory."""
+    """Return where the zip64 end record starts, and the entry count, size and offset of the directory."""
     _, _, end_offset, _ = struct.unpack(
         _LOCATOR_FORM, _read_range(file, locator_offset, struct.calcsize(_LOCATOR_FORM))
     )

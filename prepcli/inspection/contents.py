@@ -280,11 +280,15 @@ def _read_config_if_present(folder: Path) -> HFConfig:
 
 def _safetensors_entry(tensor: FileTensor) -> TensorEntry:
     path = tuple(tensor.name.split(".", MAX_PATH_PARTS - 1))
-    chunks = _single_chunk(tensor.shape, StoredRange(tensor.file, tensor.offset, tensor.nbytes))
+    chunks = _single_chunk_table(
+        tensor.shape, StoredRange(tensor.file, tensor.offset, tensor.nbytes)
+    )
     return TensorEntry(tensor.name, path, tensor.dtype, tensor.shape, tensor.shape, chunks)
 
 
-def _single_chunk(shape: tuple[int, ...], stored: StoredRange) -> dict[ChunkIndex, StoredRange]:
+def _single_chunk_table(
+    shape: tuple[int, ...], stored: StoredRange
+) -> dict[ChunkIndex, StoredRange]:
     return {(0,) * len(shape): stored}
 
 
@@ -292,7 +296,7 @@ def _read_torch(path: Path, display_name: str) -> CheckpointContents:
     """Read the contents of PyTorch weight files."""
     folder = read_torch_folder(path)
     entries = tuple(
-        _placed_entry(
+        _entry_from_placement(
             tensor.name,
             dtype=tensor.dtype,
             shape=tensor.shape,
@@ -324,7 +328,7 @@ def _read_dcp(path: Path, display_name: str) -> CheckpointContents:
         first_element = (0, 0)
         if tensor.boxes:
             first_element = (tensor.boxes[0].file, tensor.boxes[0].offset)
-        entry = _placed_entry(
+        entry = _entry_from_placement(
             tensor.name,
             dtype=tensor.dtype,
             shape=tensor.shape,
@@ -344,8 +348,11 @@ def _read_dcp(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _read_meta(path: Path, display_name: str) -> CheckpointContents:
-    """Read Meta's files as the Hugging Face tensors that their shards make up."""
+def _read_meta_llama(path: Path, display_name: str) -> CheckpointContents:
+    """Read a LLaMA checkpoint in Meta's own format: `params.json` and one file per shard.
+
+    The entries are the Hugging Face tensors, each assembled from the shards.
+    """
     source = open_meta(path, display_name, NO_HINTS)
     file_of_blob = [source.files.index(blob) for blob in source.byte_sources]
     return CheckpointContents(
@@ -371,7 +378,7 @@ def _meta_entry(name: str, tensor: SourceTensor, file_of_blob: Sequence[int]) ->
         tensor.placement, tensor.shape, item_nbytes=itemsize(tensor.dtype), box=first_element_box
     )
     first_copy = next(copies)
-    return _placed_entry(
+    return _entry_from_placement(
         name,
         dtype=tensor.dtype,
         shape=tensor.shape,
@@ -380,7 +387,7 @@ def _meta_entry(name: str, tensor: SourceTensor, file_of_blob: Sequence[int]) ->
     )
 
 
-def _placed_entry(
+def _entry_from_placement(
     name: str,
     *,
     dtype: str,
@@ -396,7 +403,9 @@ def _placed_entry(
     stored = StoredRange(*first_element, array_bits(dtype, shape) // 8)
     location = placement[0]
     if isinstance(location, Contiguous):
-        chunks = _single_chunk(shape, StoredRange(location.file, location.offset, stored.nbytes))
+        chunks = _single_chunk_table(
+            shape, StoredRange(location.file, location.offset, stored.nbytes)
+        )
         return TensorEntry(name, path, dtype, shape, shape, chunks, stored)
     return TensorEntry(name, path, dtype, shape, shape, {}, stored, placement)
 
@@ -421,7 +430,7 @@ def _read_flax(kind: msgpack.MsgpackKind, path: Path, display_name: str) -> Chec
 
 def _flax_entry(array: msgpack.MsgpackArray, file: int, offset: int) -> TensorEntry:
     nbytes = sum(length for _, length in array.runs)
-    chunks = _single_chunk(array.shape, StoredRange(file, offset, nbytes))
+    chunks = _single_chunk_table(array.shape, StoredRange(file, offset, nbytes))
     return TensorEntry(
         ".".join(array.path), array.path, array.dtype, array.shape, array.shape, chunks
     )
@@ -519,7 +528,7 @@ READERS: Mapping[Kind, Callable[[Path, str], CheckpointContents]] = {
     "flax": partial(_read_flax, "flax"),
     "easylm": partial(_read_flax, "easylm"),
     "torch": _read_torch,
-    "meta": _read_meta,
+    "meta": _read_meta_llama,
     "dcp": _read_dcp,
     "orbax": _read_orbax,
     "adapter": _read_adapter,
@@ -550,7 +559,7 @@ def count_parameters(contents: CheckpointContents) -> int | None:
 
 def _count_parameters(family: Family, contents: CheckpointContents) -> int:
     if contents.kind in ("flax", "easylm"):
-        shapes = _shapes_of_tree(family, contents)
+        shapes = _tree_tensor_shapes(family, contents)
     else:
         stored_shapes = {entry.name: entry.shape for entry in contents.entries}
         stored_shapes |= {decoder.name: decoder.shape for decoder in contents.decoders}
@@ -564,7 +573,7 @@ def _count_parameters(family: Family, contents: CheckpointContents) -> int:
     return sum(math.prod(shape) for name, shape in shapes.items() if pattern.fullmatch(name))
 
 
-def _shapes_of_tree(family: Family, contents: CheckpointContents) -> dict[str, tuple[int, ...]]:
+def _tree_tensor_shapes(family: Family, contents: CheckpointContents) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the family's tensors in another library's tree, by bare name."""
     leaves: dict[str, StoredLeaf] = {}
     for entry in contents.entries:

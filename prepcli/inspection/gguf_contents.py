@@ -36,7 +36,7 @@ def read_gguf_contents(
         decoder = decoder_of_tensor(source, tensor)
         assert isinstance(decoder, GgufDecoder)
         name = source.names.display_name(tensor.name)
-        entries.append(_entry(name, tensor, decoder))
+        entries.append(_tensor_entry(name, tensor, decoder))
         if decoder.type_name not in FLOAT_TYPES:
             decoders[decoder.name] = decoder
     return CheckpointContents(
@@ -52,7 +52,7 @@ def read_gguf_contents(
     )
 
 
-def _entry(name: str, tensor: SourceTensor, decoder: GgufDecoder) -> TensorEntry:
+def _tensor_entry(name: str, tensor: SourceTensor, decoder: GgufDecoder) -> TensorEntry:
     chunks: dict[ChunkIndex, StoredRange] = {}
     placement: Locations = tensor.placement
     location = placement[0]

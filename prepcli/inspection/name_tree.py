@@ -57,7 +57,7 @@ def build_tree(entries: Iterable[TensorEntry]) -> tuple[TreeNode, ...]:
         for part in entry.path:
             builder = builder.children.setdefault(part, _TreeBuilder())
         builder.entry = entry
-    tree = _freeze(root)
+    tree = _to_node(root)
     if tree.labels:
         return (tree,)
     return tree.children
@@ -91,10 +91,10 @@ def tree_fields(node: TreeNode) -> dict[str, object]:
     return common | {"children": [tree_fields(child) for child in node.children]}
 
 
-def _freeze(builder: _TreeBuilder) -> TreeNode:
+def _to_node(builder: _TreeBuilder) -> TreeNode:
     """Convert a builder to a node. Its parent adds its label. A branch with a single child is replaced by the child."""
     # The depth of the recursion is at most MAX_PATH_PARTS of `inspection.contents`.
-    frozen = {label: _freeze(child) for label, child in builder.children.items()}
+    frozen = {label: _to_node(child) for label, child in builder.children.items()}
     children = tuple(_merge_numbered(frozen))
     entry = builder.entry
     if entry is None:
@@ -128,7 +128,7 @@ def _merge_numbered(children: Mapping[str, TreeNode]) -> Iterator[TreeNode]:
         groups.setdefault(_sort_children(children[str(number)]), []).append(number)
     merged: list[TreeNode] = []
     for equal in groups.values():
-        merged.append(_repeated(children[str(equal[0])], _format_numbers(equal), len(equal)))
+        merged.append(_repeated_node(children[str(equal[0])], _format_numbers(equal), len(equal)))
     for label, child in children.items():
         if not _NUMBER.fullmatch(label):
             yield replace(child, labels=(label, *child.labels))
@@ -146,13 +146,13 @@ def _sort_children(node: TreeNode) -> TreeNode:
     return replace(node, children=tuple(children))
 
 
-def _repeated(node: TreeNode, label: str, count: int) -> TreeNode:
-    repeated = _multiplied(node, count)
+def _repeated_node(node: TreeNode, label: str, count: int) -> TreeNode:
+    repeated = _multiply_counts(node, count)
     return replace(repeated, labels=(label, *repeated.labels))
 
 
-def _multiplied(node: TreeNode, count: int) -> TreeNode:
-    children = tuple(_multiplied(child, count) for child in node.children)
+def _multiply_counts(node: TreeNode, count: int) -> TreeNode:
+    children = tuple(_multiply_counts(child, count) for child in node.children)
     return replace(
         node, tensors=node.tensors * count, nbytes=node.nbytes * count, children=children
     )

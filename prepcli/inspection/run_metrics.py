@@ -79,12 +79,16 @@ class RunningCurve:
     def _merge_neighbours(self) -> None:
         """Merge each pair of neighbouring buckets into one bucket of twice the size. All buckets are full."""
         # The number of buckets is even, so each bucket has a neighbour to merge with.
-        self._lows = [min(pair, key=_value) for pair in zip(self._lows[::2], self._lows[1::2])]
-        self._highs = [max(pair, key=_value) for pair in zip(self._highs[::2], self._highs[1::2])]
+        self._lows = [
+            min(pair, key=_point_value) for pair in zip(self._lows[::2], self._lows[1::2])
+        ]
+        self._highs = [
+            max(pair, key=_point_value) for pair in zip(self._highs[::2], self._highs[1::2])
+        ]
         self._bucket_size *= 2
 
 
-def _value(point: Point) -> float:
+def _point_value(point: Point) -> float:
     return point[1]
 
 

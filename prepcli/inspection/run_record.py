@@ -126,7 +126,7 @@ def read_run(path: Path) -> RunRecord:
         str(path),
         title=path.resolve().name,
         metrics=metrics,
-        recipe=dict(_flatten(_read_toml(recipe_path))),
+        recipe=dict(_flatten_tables(_read_toml(recipe_path))),
         environment=_read_environment(path / ENVIRONMENT_FILE),
         checkpoints=tuple(
             SavedStep(step, folder_nbytes(step_folder(path, step))) for step in saved_steps(path)
@@ -196,7 +196,7 @@ def _read_toml(path: Path) -> TomlTable:
         raise PrepError(f"{path} is not TOML", str(error), RECIPE_HINT) from error
 
 
-def _flatten(tables: TomlTable) -> Iterator[tuple[str, str]]:
+def _flatten_tables(tables: TomlTable) -> Iterator[tuple[str, str]]:
     """Yield dotted key and value of each key of a recipe."""
     for name, value in tables.items():
         if isinstance(value, dict):

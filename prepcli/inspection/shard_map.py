@@ -63,19 +63,22 @@ def draw_shard_map(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh
         Lines of the header, the legend and the drawing.
     """
     shard = shard_shape(spec, shape)
-    down, across = _sides(spec, shard)
+    down, across = _picture_sides(spec, shard)
     holders = _cell_devices(down, across, shard, device_boxes(spec, mesh, shape))
-    lines = [*_header(name, shape, dtype, spec, mesh), *_legend(spec, down, across, shard)]
+    lines = [
+        *_header_lines(name, shape, dtype, spec, mesh),
+        *_legend_lines(spec, down, across, shard),
+    ]
     return "\n".join(lines + _draw_grid(down, across, shard, holders))
 
 
 def summarize_sharding(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh: Mesh) -> str:
     """Return the header of `draw_shard_map`, and why there is no drawing: the mesh has too many devices."""
     reason = f"not drawn: the mesh has {mesh.n_devices:,} devices, a drawing at most {MAX_DRAWN_DEVICES:,}"
-    return "\n".join([*_header(name, shape, dtype, spec, mesh), reason])
+    return "\n".join([*_header_lines(name, shape, dtype, spec, mesh), reason])
 
 
-def _sides(spec: Spec, shard: Sequence[int]) -> tuple[_PictureSide, _PictureSide]:
+def _picture_sides(spec: Spec, shard: Sequence[int]) -> tuple[_PictureSide, _PictureSide]:
     """Return the vertical and the horizontal side: the last two partitioned dims.
 
     A lone last dim is horizontal.
@@ -86,30 +89,30 @@ def _sides(spec: Spec, shard: Sequence[int]) -> tuple[_PictureSide, _PictureSide
         dims = [None, *cut]
     else:
         dims = [*cut, None, None]
-    down = _side(spec, dims[0])
-    across = _side(spec, dims[1])
-    if not _fits(down, across, shard):
-        across = _elide(across)
+    down = _picture_side(spec, dims[0])
+    across = _picture_side(spec, dims[1])
+    if not _fits_width(down, across, shard):
+        across = _elide_parts(across)
     # Each pass shortens the longer side to 3 parts. The loop ends at 3 x 3 cells at the latest.
     while len(down.drawn_parts) * len(across.drawn_parts) > MAX_CELLS:
         if len(across.drawn_parts) > len(down.drawn_parts):
-            across = _elide(across)
+            across = _elide_parts(across)
         else:
-            down = _elide(down)
+            down = _elide_parts(down)
     return down, across
 
 
-def _side(spec: Spec, dim: int | None) -> _PictureSide:
+def _picture_side(spec: Spec, dim: int | None) -> _PictureSide:
     if dim is None:
         return _PictureSide(None, 1)
     return _PictureSide(dim, spec.shards_per_dim[dim])
 
 
-def _elide(side: _PictureSide) -> _PictureSide:
+def _elide_parts(side: _PictureSide) -> _PictureSide:
     return _PictureSide(side.dim, side.n_parts, side.n_parts > 3)
 
 
-def _fits(down: _PictureSide, across: _PictureSide, shard: Sequence[int]) -> bool:
+def _fits_width(down: _PictureSide, across: _PictureSide, shard: Sequence[int]) -> bool:
     longest = max(len(across.label(part, shard)) for part in across.drawn_parts)
     return _cell_width(down, across, shard) > max(longest, 3)
 
@@ -129,28 +132,28 @@ def _cell_devices(
     drawn = (down.dim, across.dim)
     for device, box in enumerate(boxes):
         if all(low == 0 for i, (low, _) in enumerate(box) if i not in drawn):
-            cell = (_part_of(box, down.dim, shard), _part_of(box, across.dim, shard))
+            cell = (_part_number(box, down.dim, shard), _part_number(box, across.dim, shard))
             holders.setdefault(cell, []).append(device)
     return holders
 
 
-def _part_of(box: Box, dim: int | None, shard: Sequence[int]) -> int:
+def _part_number(box: Box, dim: int | None, shard: Sequence[int]) -> int:
     """Return the number of the part of a side that a box is in."""
     if dim is None:
         return 0
     return box[dim][0] // shard[dim]
 
 
-def _header(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh: Mesh) -> list[str]:
+def _header_lines(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh: Mesh) -> list[str]:
     shard_nbytes = format_bytes(array_bits(dtype, shard_shape(spec, shape)) / 8)
     n_copies = num_replicas(spec, mesh)
     copied = count_text(n_copies, "copy", "copies")
-    return _wrap(
+    return _wrap_phrases(
         [name, f"{list(shape)} {dtype}", str(spec), f"{shard_nbytes} per device, {copied}"], "  "
     )
 
 
-def _legend(
+def _legend_lines(
     spec: Spec, down: _PictureSide, across: _PictureSide, shard: Sequence[int]
 ) -> list[str]:
     """Return lines that name the drawn dims and the remaining ones.
@@ -175,10 +178,10 @@ def _legend(
         return []
     if whole:
         notes.append(f"whole: {', '.join(whole)}")
-    return _wrap(notes, "; ")
+    return _wrap_phrases(notes, "; ")
 
 
-def _wrap(phrases: Sequence[str], separator: str) -> list[str]:
+def _wrap_phrases(phrases: Sequence[str], separator: str) -> list[str]:
     """Return lines of at most 80 columns, broken between phrases where possible."""
     # `textwrap` breaks at spaces, but not at no-break spaces: the phrases stay whole.
     text = separator.join(phrase.replace(" ", "\N{NO-BREAK SPACE}") for phrase in phrases)
@@ -189,10 +192,10 @@ def _wrap(phrases: Sequence[str], separator: str) -> list[str]:
 def _draw_grid(
     down: _PictureSide, across: _PictureSide, shard: Sequence[int], holders: CellDevices
 ) -> list[str]:
-    """Return the lines of a table of shards, with the devices of a shard in its cell."""
+    """Return a table as lines: one cell per shard, with the numbers of its devices."""
     width = _cell_width(down, across, shard)
     header = "".join(
-        f" {_clip(across.label(part, shard), width):<{width}}" for part in across.drawn_parts
+        f" {_clip_text(across.label(part, shard), width):<{width}}" for part in across.drawn_parts
     ).rstrip()
     rule = ["─" * width] * len(across.drawn_parts)
     lines = [f"┌{'┬'.join(rule)}┐"]
@@ -201,7 +204,7 @@ def _draw_grid(
             _format_devices(holders.get((row, column), []), width - 2)
             for column in across.drawn_parts
         )
-        label = _clip(down.label(row, shard), WIDTH)
+        label = _clip_text(down.label(row, shard), WIDTH)
         line = "".join(f"│ {cell:<{width - 1}}" for cell in cells)
         lines += [f"{line}│  {label}".rstrip(), f"├{'┼'.join(rule)}┤"]
     lines[-1] = f"└{'┴'.join(rule)}┘"
@@ -229,10 +232,10 @@ def _format_devices(numbers: Sequence[int], width: int) -> str:
     text = ",".join(parts)
     if len(text) <= width:
         return text
-    return _clip(f"{numbers[0]}…{numbers[-1]} ×{len(numbers)}", width)
+    return _clip_text(f"{numbers[0]}…{numbers[-1]} ×{len(numbers)}", width)
 
 
-def _clip(text: str, width: int) -> str:
+def _clip_text(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     return text[: width - 1] + "…"

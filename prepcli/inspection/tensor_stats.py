@@ -158,7 +158,7 @@ def _entry_values(
             values = data.view(dtype)
             if is_padded:
                 first = start // dtype.itemsize
-                values = values[_inside_mask(first, values.size, entry.chunk_shape, inside)]
+                values = values[_unpadded_mask(first, values.size, entry.chunk_shape, inside)]
             yield values
 
 
@@ -186,9 +186,18 @@ def _runs_in_element_order(
     )
 
 
-def _inside_mask(start: int, count: int, chunk: Sequence[int], inside: Sequence[int]) -> np.ndarray:
-    """Return a mask of `count` elements of a chunk, from `start` on, within the first `inside` of each dim."""
-    # E.g. a chunk [4, 3] with 2 columns inside: element 5 is in column 5 // 1 % 3 = 2, so outside.
+def _unpadded_mask(
+    start: int, count: int, chunk: Sequence[int], inside: Sequence[int]
+) -> np.ndarray:
+    """Return a mask with True for elements of the tensor, and False for padding.
+
+    Args:
+        start: First element of the chunk to test, in row-major order.
+        count: Number of elements to test.
+        chunk: Shape of the chunk.
+        inside: Extent of the tensor inside the chunk, along each dim.
+    """
+    # E.g. a chunk [4, 3] with 2 columns inside: element 5 is in column 5 // 1 % 3 = 2, so it is padding.
     positions = np.arange(start, start + count)
     mask = np.ones(count, bool)
     for stride, length, extent in zip(strides(chunk), chunk, inside):

@@ -96,7 +96,7 @@ def _check_processes(training: Training, hardware: Hardware) -> None:
         what = text("{} is {}", Key("cluster.n_processes"), training.num_processes)
         hint = f"remove the key, or `-- --set cluster.n_processes={nodes}`"
         raise usage_error(
-            what, f"{hardware.name} has {_with_noun(nodes, 'process', 'processes')}", hint
+            what, f"{hardware.name} has {_count_with_noun(nodes, 'process', 'processes')}", hint
         )
     if training.is_in_bucket and nodes > MAX_PROCESSES:
         why = f"each process writes a data file, and a step in a bucket has at most {MAX_PROCESSES}"
@@ -107,7 +107,7 @@ def _check_processes(training: Training, hardware: Hardware) -> None:
 def _check_slices(training: Training, hardware: Hardware) -> None:
     count = num_slices(training.slices)
     if hardware.max_slices is not None and count > hardware.max_slices:
-        why = f"{hardware.name} is {_with_noun(hardware.max_slices, 'slice', 'slices')}"
+        why = f"{hardware.name} is {_count_with_noun(hardware.max_slices, 'slice', 'slices')}"
         hint = text("use {}, which starts several slices, or remove the key from the recipe", GKE)
         raise usage_error(f"`{DCN_KEY}` has {count} slices", why, hint)
     if hardware.nodes > 1 and hardware.nodes % count:
@@ -130,7 +130,9 @@ def _check_mesh(training: Training, hardware: Hardware, node_devices: int) -> No
 def plain_hardware(nodes: int, node_devices: int | None) -> Hardware:
     """Return the hardware of nodes with a number of devices each, or None if it is unknown."""
     name = (
-        _with_noun(nodes, "node", "nodes") if node_devices is None else f"{nodes} x {node_devices}"
+        _count_with_noun(nodes, "node", "nodes")
+        if node_devices is None
+        else f"{nodes} x {node_devices}"
     )
     return Hardware(name=name, nodes=nodes, node_devices=node_devices)
 
@@ -178,7 +180,7 @@ def tpu_vm_hardware(accelerator: str, training: Training) -> Hardware | None:
         # v5p-256 counts cores: 256 / 2 = 128 chips on 32 hosts, each with 4 devices of one chip.
         node_devices=chips * generation.devices_per_chip // hosts,
         max_slices=1,
-        fitting=_fitting_type(generation, training.num_devices),
+        fitting=_accelerator_option(generation, training.num_devices),
     )
 
 
@@ -189,9 +191,9 @@ def _has_one_host(generation: TpuGeneration, chips: int) -> bool:
     return chips <= max_chips
 
 
-def _fitting_type(generation: TpuGeneration, num_devices: int | None) -> str:
+def _accelerator_option(generation: TpuGeneration, num_devices: int | None) -> str:
     """Return the option for the accelerator type with a number of devices, or an empty text."""
-    chips = _chips_of(generation, num_devices)
+    chips = _num_chips(generation, num_devices)
     if chips is None or not generation.has_size(chips):
         return ""
     accelerator = f"{generation.type_prefix}-{chips * generation.type_units}"
@@ -250,7 +252,7 @@ def _tpu_pod_hardware(
     """Return the hardware of TPU slices with several nodes. Raise PrepError if the options contradict them."""
     slices = num_slices(training.slices)
     topology = options["topology"]
-    fitting = _fitting_shape(generation, training.slice_devices)
+    fitting = _fitting_topology(generation, training.slice_devices)
     if topology is None:
         why = "GKE finds the nodes of a slice by its topology"
         example = Option("topology", fitting or generation.slices[-1])
@@ -274,19 +276,19 @@ def _tpu_pod_hardware(
     # 2 slices of 4x4x8 with 4 chips per node: 2 * 128 / 4 = 64 nodes.
     nodes = slices * num_chips(topology) // options["devices_per_node"]
     if options["nodes"] != nodes:
-        count = _with_noun(slices, "slice", "slices")
+        count = _count_with_noun(slices, "slice", "slices")
         why = f"{count} of {topology} with {options['devices_per_node']} chips per node"
         what = text("{} is invalid", Option("nodes", options["nodes"]))
         raise usage_error(what, f"{why}: {nodes} in all", text("{}", Option("nodes", nodes)))
     return Hardware(
-        name=f"{_with_noun(slices, 'slice', 'slices')} of {generation.name}:{topology}",
+        name=f"{_count_with_noun(slices, 'slice', 'slices')} of {generation.name}:{topology}",
         nodes=nodes,
         node_devices=options["devices_per_node"] * generation.devices_per_chip,
-        fitting=_fitting_slices(generation, fitting, slices),
+        fitting=_slice_options(generation, fitting, slices),
     )
 
 
-def _fitting_slices(generation: TpuGeneration, topology: str, slices: int) -> str:
+def _slice_options(generation: TpuGeneration, topology: str, slices: int) -> str:
     """Return the options that request slices of a topology, for a hint. Empty without a topology."""
     if not topology:
         return ""
@@ -294,19 +296,19 @@ def _fitting_slices(generation: TpuGeneration, topology: str, slices: int) -> st
     return text("{} and {}", Option("topology", topology), Option("nodes", nodes))
 
 
-def _fitting_shape(generation: TpuGeneration, num_devices: int | None) -> str:
+def _fitting_topology(generation: TpuGeneration, num_devices: int | None) -> str:
     """Return the topology of a slice with this number of devices, or an empty text if there is none."""
-    chips = _chips_of(generation, num_devices)
+    chips = _num_chips(generation, num_devices)
     return next((shape for shape in generation.slices if num_chips(shape) == chips), "")
 
 
-def _chips_of(generation: TpuGeneration, num_devices: int | None) -> int | None:
+def _num_chips(generation: TpuGeneration, num_devices: int | None) -> int | None:
     """Return the number of chips with a number of devices. None if only a part of a chip would be used."""
     if num_devices is None or num_devices % generation.devices_per_chip:
         return None
     return num_devices // generation.devices_per_chip
 
 
-def _with_noun(number: int, singular: str, plural: str) -> str:
+def _count_with_noun(number: int, singular: str, plural: str) -> str:
     """Return a number with the noun in singular or plural, e.g. `1 host` or `2 hosts`."""
     return f"{number} {singular if number == 1 else plural}"

@@ -131,19 +131,19 @@ class ProcessWatcher:
                 len(self._returncodes) < len(self.processes)
                 and time.monotonic() <= self._deadline_s
             ):
-                self._pass_lines(POLL_S)
+                self._forward_lines(POLL_S)
                 self._forward_signal()
-                self._note_ends()
+                self._record_ended_processes()
         finally:
             for process in self.processes:
                 process.kill()
         # The pipes close with their processes, so the readers end. Their last lines may come after the last poll.
         for thread in readers:
             thread.join()
-        self._pass_lines(0)
+        self._forward_lines(0)
         failed = [index for index, returncode in self._returncodes.items() if returncode != OK]
         if failed:
-            raise self._failure(min(failed, key=self._rank))
+            raise self._failure_error(min(failed, key=self._rank))
         return self._results[0]
 
     def _start_readers(self, index: int) -> list[threading.Thread]:
@@ -165,16 +165,16 @@ class ProcessWatcher:
     def _read_result(self, index: int, stream: TextIO) -> None:
         self._results[index] = stream.read()
 
-    def _pass_lines(self, timeout_s: float) -> None:
+    def _forward_lines(self, timeout_s: float) -> None:
         """Pass on the available lines, waiting for the first one."""
         try:
-            self._pass_line(*self._lines.get(timeout=timeout_s or None, block=timeout_s > 0))
+            self._forward_line(*self._lines.get(timeout=timeout_s or None, block=timeout_s > 0))
             while True:
-                self._pass_line(*self._lines.get_nowait())
+                self._forward_line(*self._lines.get_nowait())
         except queue.Empty:
             pass
 
-    def _pass_line(self, index: int, line: str) -> None:
+    def _forward_line(self, index: int, line: str) -> None:
         self._has_lines.add(index)
         self.on_line(index, line)
 
@@ -185,7 +185,7 @@ class ProcessWatcher:
             for process in self.processes:
                 process.send_signal(signal.Signals[name])
 
-    def _note_ends(self) -> None:
+    def _record_ended_processes(self) -> None:
         """Record ended processes. The first failure sets the deadline of the remaining ones.
 
         They may wait for the failed process forever, or until the watchdog misses its heartbeat.
@@ -237,7 +237,7 @@ class ProcessWatcher:
             return f"was killed by {signal.Signals(-returncode).name}"
         return f"exited with {returncode}"
 
-    def _failure(self, index: int) -> PrepError:
+    def _failure_error(self, index: int) -> PrepError:
         code = self._exit_code(index)
         end = f"process {index} {self._end_text(index)}"
         if self._is_lost(index):

@@ -36,7 +36,7 @@ def slurm_script(
         [
             "#!/bin/bash",
             comment(f"Trains {job.recipe} with one process per node. Submit with `sbatch`."),
-            *(f"#SBATCH {directive}" for directive in _directives(job, options)),
+            *(f"#SBATCH {directive}" for directive in _sbatch_directives(job, options)),
             "",
             "set -e",
             *(command_line(["module", "load", module]) for module in options["module"]),
@@ -44,7 +44,7 @@ def slurm_script(
             "",
             # `set -e` would end the script at a failed srun, before the requeue.
             "code=0",
-            f"{_srun(options, heartbeat_timeout_s)} {command_line(job.command)} || code=$?",
+            f"{_srun_command(options, heartbeat_timeout_s)} {command_line(job.command)} || code=$?",
             "",
             "# 75: stopped before the time limit, or a process was lost. 131 to 159: a signal killed a process.",
             "case $code in",
@@ -58,7 +58,7 @@ def slurm_script(
     )
 
 
-def _directives(job: LaunchJob, options: SlurmOptions) -> list[str]:
+def _sbatch_directives(job: LaunchJob, options: SlurmOptions) -> list[str]:
     """Return the options of sbatch."""
     devices = options["devices_per_node"]
     values = {
@@ -77,11 +77,13 @@ def _directives(job: LaunchJob, options: SlurmOptions) -> list[str]:
         "open-mode": "append",
         "signal": f"USR1@{options['grace']}",
     }
-    given = [f"--{name}={_quote(value)}" for name, value in values.items() if value is not None]
+    given = [
+        f"--{name}={_quote_value(value)}" for name, value in values.items() if value is not None
+    ]
     return [*given, "--requeue", *options["sbatch"]]
 
 
-def _srun(options: SlurmOptions, heartbeat_timeout_s: float) -> str:
+def _srun_command(options: SlurmOptions, heartbeat_timeout_s: float) -> str:
     """Return `srun` with options.
 
     `srun` ignores the `--cpus-per-task` of the job since SLURM 22.05. The end of the first task must not kill the
@@ -93,7 +95,7 @@ def _srun(options: SlurmOptions, heartbeat_timeout_s: float) -> str:
     return f"srun --label --kill-on-bad-exit=0 --wait={wait_s}{cpus}"
 
 
-def _quote(value: str) -> str:
+def _quote_value(value: str) -> str:
     r"""Return a value as `sbatch` reads it from a directive: quotes keep spaces, and `\` escapes also inside them."""
     if _PLAIN.fullmatch(value):
         return value

@@ -27,7 +27,7 @@ def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
     check_text(text("{}", Option("zone")), options["zone"])
     check_text(text("{}", Option("project")), options["project"] or "")
     name = shlex.quote(job.name)
-    location = _location(options)
+    location = _location_flags(options)
     resources = "gcloud compute tpus queued-resources"
     vm = "gcloud compute tpus tpu-vm"
     recipe = PurePosixPath(job.recipe).name
@@ -44,7 +44,7 @@ def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
             "",
             # A queued resource may wait days for capacity. A second run of the script finds the existing one.
             f"if ! {resources} describe {name} {location} >/dev/null 2>&1; then",
-            f"    {resources} create {name} --node-id={name} {location} {_hardware(options)}",
+            f"    {resources} create {name} --node-id={name} {location} {_hardware_flags(options)}",
             "fi",
             "",
             "state=",
@@ -64,12 +64,12 @@ def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
     )
 
 
-def _location(options: TpuOptions) -> str:
+def _location_flags(options: TpuOptions) -> str:
     project = [f"--project={options['project']}"] if options["project"] else []
     return command_line([f"--zone={options['zone']}", *project])
 
 
-def _hardware(options: TpuOptions) -> str:
+def _hardware_flags(options: TpuOptions) -> str:
     runtime = options["runtime_version"] or _runtime_version(options["accelerator"])
     spot = ["--spot"] if options["spot"] else []
     return command_line(

@@ -66,7 +66,7 @@ class AcceptedFiles:
         except OSError as error:
             raise io_error(path, error) from error
         for change in self.changes:
-            observer.note(_describe(change))
+            observer.note(_describe_change(change))
 
 
 def accept_files(checkpoint: str, files: Sequence[str]) -> AcceptedFiles:
@@ -98,7 +98,7 @@ def accept_files(checkpoint: str, files: Sequence[str]) -> AcceptedFiles:
     # A copy, because its records change.
     manifest = stored.fields.copy()
     manifest[FILES_KEY] = dict(stored.files)
-    changes = [_accept(folder, manifest, name) for name in dict.fromkeys(names)]
+    changes = [_accept_file(folder, manifest, name) for name in dict.fromkeys(names)]
     return AcceptedFiles(folder, encode_manifest(manifest), changes)
 
 
@@ -145,7 +145,7 @@ def _settings_files(manifest: Manifest) -> list[str]:
     ]
 
 
-def _accept(folder: Path, manifest: ManifestFields, name: str) -> AcceptedChange:
+def _accept_file(folder: Path, manifest: ManifestFields, name: str) -> AcceptedChange:
     """Change the record of one file, and return the changes."""
     # The user edited the manifest itself. `encode_manifest` computes its digest again.
     if name == MANIFEST_FILE:
@@ -180,7 +180,7 @@ def _changed_keys(old: HFConfig, new: HFConfig) -> Sequence[str]:
     return sorted(key for key in {*old, *new} if old.get(key, missing) != new.get(key, missing))
 
 
-def _describe(change: AcceptedChange) -> str:
+def _describe_change(change: AcceptedChange) -> str:
     """Describe an accepted file: `accepted hf/config.json: 612 -> 613 bytes, xxh3 1c… -> 8f…; changed: rope_theta`."""
     name = change["file"]
     digests = change[XXH3_KEY]

@@ -57,7 +57,7 @@ def check_arguments(arguments: Mapping[str, object], annotations: Mapping[str, A
                 did_you_mean(name, annotations),
             )
         annotation = annotations[name]
-        if not _matches(value, annotation):
+        if not _value_matches(value, annotation):
             raise usage_error(
                 f"invalid `{name}={value!r:.60}`",
                 f"the expected type is {type_text(annotation)}",
@@ -104,7 +104,7 @@ def _choice_text(choice: Any) -> str:
     return choice.__name__
 
 
-def _matches(value: object, annotation: Any) -> bool:
+def _value_matches(value: object, annotation: Any) -> bool:
     """Return whether a value has a type. A bool is not an integer, a text is not a sequence, an integer is a float."""
     return any(_matches_choice(value, choice) for choice in choices_of(annotation))
 
@@ -118,7 +118,7 @@ def _matches_choice(value: object, choice: Any) -> bool:
         if isinstance(value, str) or not isinstance(value, Sequence):
             return False
         items: Sequence[Any] = value
-        return all(_matches(item, *get_args(choice)) for item in items)
+        return all(_value_matches(item, *get_args(choice)) for item in items)
     if get_origin(choice) in (Mapping, Callable):
         return isinstance(value, get_origin(choice))
     if choice is float:

@@ -15,11 +15,11 @@ def check_mutually_exclusive(options: Mapping[str, object]) -> None:
     """
     names = [name for name, value in options.items() if _is_set(value)]
     if len(names) > 1:
-        values = _join(" and ", [Option(name, options[name]) for name in names])
+        values = _join_options(" and ", [Option(name, options[name]) for name in names])
         raise usage_error(
             text("{} exclude each other", values),
             "each alone determines the result",
-            text("pass only one of {}", _join(", ", [Option(name) for name in names])),
+            text("pass only one of {}", _join_options(", ", [Option(name) for name in names])),
         )
 
 
@@ -40,7 +40,7 @@ def reject_without(option: Option, value: object, needed: Option, why: str) -> N
         )
 
 
-def _join(separator: str, options: Sequence[Option]) -> str:
+def _join_options(separator: str, options: Sequence[Option]) -> str:
     return join_texts(separator, [text("{}", option) for option in options])
 
 

@@ -326,12 +326,12 @@ def run_conversion(
             conversion, is_uploaded_already = make_and_upload(
                 request, share.count > 1, observer=recorder, make_output=convert
             )
-            conversion = _at_url(conversion, request, is_uploaded_already)
+            conversion = _with_url(conversion, request, is_uploaded_already)
     seconds = time.monotonic() - started_s
     return replace(conversion, seconds=seconds, warnings=tuple(recorder.warnings))
 
 
-def _at_url(
+def _with_url(
     conversion: Conversion, request: UploadRequest, is_uploaded_already: bool
 ) -> Conversion:
     """Return the result with the URL in place of the local folder."""

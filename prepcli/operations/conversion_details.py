@@ -116,7 +116,7 @@ def result_fields(result: ConversionResult, memory_nbytes: int) -> dict[str, obj
 
 
 def process_fields(share: Share, options: ProcessOptions) -> dict[str, int]:
-    """Return the share of this process among the processes of an output."""
+    """Return how many processes and workers write an output, and the index of this process."""
     return {"count": share.count, "index": share.index, "workers": options.num_workers}
 
 

@@ -29,12 +29,14 @@ class DocsPage:
 
 def list_pages() -> list[DocsPage]:
     """Return the pages: those outside of sections first, then section by section."""
-    return [DocsPage(path, _section(path), _title(path)) for path in _pages().values()]
+    return [
+        DocsPage(path, _page_section(path), _page_title(path)) for path in _page_paths().values()
+    ]
 
 
 def page_names() -> list[str]:
     """Return the names of the pages, in the order of the list."""
-    return [*_pages()]
+    return [*_page_paths()]
 
 
 def docs_folder() -> Path:
@@ -49,29 +51,29 @@ def find_page(name: str) -> Path:
     Raises:
         UsageError: No page has this name.
     """
-    pages = _pages()
+    pages = _page_paths()
     *folders, stem = name.removesuffix(SUFFIX).split("/")
     path = pages.get(stem)
     section = "/".join(folders).removeprefix("docs").strip("/")
-    if path is None or section not in ("", _section(path)):
+    if path is None or section not in ("", _page_section(path)):
         hint = did_you_mean_start(stem, pages) or text("{} lists the pages", Command("docs"))
         raise usage_error(f"unknown page `{name}`", f"there are {len(pages)} pages", hint)
     return path
 
 
-def _pages() -> dict[str, Path]:
+def _page_paths() -> dict[str, Path]:
     """Return the pages by the names of their files: pages outside of sections first, then section by section."""
     folder = docs_folder()
     paths = sorted(folder.rglob(f"*{SUFFIX}"), key=lambda path: (path.parent != folder, path))
     return {path.stem: path for path in paths}
 
 
-def _section(path: Path) -> str:
+def _page_section(path: Path) -> str:
     """Return the folder of a page. It is empty for a page outside of sections."""
     return "" if path.parent == docs_folder() else path.parent.name
 
 
-def _title(path: Path) -> str:
+def _page_title(path: Path) -> str:
     """Return the heading of a page."""
     with path.open(encoding="utf-8") as file:
         return file.readline().removeprefix("# ").strip()

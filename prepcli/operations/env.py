@@ -62,14 +62,14 @@ def read_environment(default_memory: str, *, list_devices: bool) -> Environment:
     return Environment(
         system={"python": platform.python_version(), "platform": platform.platform()},
         versions=package_versions(),
-        devices=_devices() if list_devices else None,
-        processes=_processes(os.environ),
+        devices=_device_fields() if list_devices else None,
+        processes=_process_fields(os.environ),
         memory={**system_memory(), "cgroup limit": cgroup_memory_limit()},
         settings=(*_prep_settings(os.environ, default_memory), *_hub_settings(os.environ)),
     )
 
 
-def _devices() -> dict[str, str]:
+def _device_fields() -> dict[str, str]:
     """Return the kind of each local device by its name, or the reason why there are none."""
     try:
         from trainer.distributed.devices import local_devices
@@ -81,7 +81,7 @@ def _devices() -> dict[str, str]:
         return {"none": f"jax: {error.why}"}
 
 
-def _processes(environ: Mapping[str, str]) -> dict[str, str | int | None]:
+def _process_fields(environ: Mapping[str, str]) -> dict[str, str | int | None]:
     """Return the job of several processes that environment variables describe to `prep train`, and why."""
     fields: dict[str, str | int | None] = {
         "launcher": None,

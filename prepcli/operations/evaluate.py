@@ -153,7 +153,7 @@ def _evaluate(
         for name, dataset in datasets.items():
             num_sequences = min(dataset.n_rows, options["limit"] or dataset.n_rows)
             sources[name] = EvaluationScores(
-                **_scores(results[name], num_sequences=num_sequences),
+                **_make_scores(results[name], num_sequences=num_sequences),
                 metrics=target_metrics(
                     options, dataset, source, opened, loaded=loaded, observer=observer
                 ),
@@ -162,7 +162,7 @@ def _evaluate(
     duration = format_duration(compute_s)
     observer.note(f"{num_sequences:,} sequences in {duration}, compilation included")
     return Evaluation(
-        **_scores(combine_results(results.values()), num_sequences=num_sequences),
+        **_make_scores(combine_results(results.values()), num_sequences=num_sequences),
         sources=sources,
         checkpoint=source.display_name,
         step=source.tree_manifest.step,
@@ -207,7 +207,7 @@ class _Scores(TypedDict):
     sequences: int
 
 
-def _scores(result: EvaluationResult, *, num_sequences: int) -> _Scores:
+def _make_scores(result: EvaluationResult, *, num_sequences: int) -> _Scores:
     """Return the fields of `EvaluationScores`. Infinite and NaN values, which JSON lacks, are None."""
     return {
         "loss": _finite_or_none(result.mean_loss),

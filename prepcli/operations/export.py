@@ -281,7 +281,7 @@ def plan_copy(
         ),
         display_names=source.display_names(),
     )
-    return _planned_copy(
+    return _add_report_fields(
         plan, options, source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
     )
 
@@ -292,7 +292,7 @@ def _compared_names(source: Source, match: TensorMatch) -> set[str]:
     return decoded | {check.name for check in match.checks}
 
 
-def _planned_copy(
+def _add_report_fields(
     plan: Plan,
     options: ExportOptions,
     source: Source,

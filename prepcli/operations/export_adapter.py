@@ -31,7 +31,7 @@ PEFT_LAYOUT = "peft"
 def plan_adapter_export(
     source: Source, located: LocatedCheckpoint, dtype: str | None
 ) -> PlannedConversion:
-    """Plan the copy of the adapters of a training step to the files of PEFT.
+    """Plan the export of trained adapters to the files that PEFT reads.
 
     Args:
         source: Opened step of a run with LoRA.

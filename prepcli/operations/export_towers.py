@@ -74,7 +74,7 @@ def _recorded_path(source: Source, recorded: Any) -> str:
     if isinstance(path, str):
         return path
     what = f"the manifest of {source.display_name} does not name the model with the towers"
-    raise PrepError(what, "`towers` has no path", TOWERS_HINT)
+    raise PrepError(what, "its `towers` entry has no `path`", TOWERS_HINT)
 
 
 def _open_towers(source: Source, path: str, access: Access) -> Source:

@@ -58,10 +58,10 @@ def nnx_model(
         DamagedError: Files of the checkpoint are damaged.
         PrepError: The checkpoint or the config cannot be used, or Flax is not installed.
     """
-    with _needs_flax():
+    with _explain_missing_flax():
         from trainer.flax_modules.nnx_module import NNXModel
 
-    params, computation = _build(model, mesh, options, progress)
+    params, computation = _build_computation(model, mesh, options, progress)
     return NNXModel(params, computation)
 
 
@@ -92,10 +92,10 @@ def linen_model(
         DamagedError: Files of the checkpoint are damaged.
         PrepError: The checkpoint or the config cannot be used, or Flax is not installed.
     """
-    with _needs_flax():
+    with _explain_missing_flax():
         from trainer.flax_modules.linen_module import LinenModel
 
-    params, computation = _build(model, mesh, options, progress)
+    params, computation = _build_computation(model, mesh, options, progress)
     return LinenModel(computation), {"params": params}
 
 
@@ -151,7 +151,7 @@ def from_hf_flax(
 
 
 @contextmanager
-def _needs_flax() -> Iterator[None]:
+def _explain_missing_flax() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
@@ -174,7 +174,7 @@ def _read_config(model: PathLike | HFConfig, options: Any) -> tuple[Family, HFCo
     return source.family, source.config
 
 
-def _build(
+def _build_computation(
     model: PathLike | HFConfig,
     mesh: str | None,
     options: Any,

@@ -93,7 +93,9 @@ class HarnessMethods:
         Args:
             requests: Their arguments are a context and a continuation.
         """
-        scores = self._score([self._continuation_request(*request.args) for request in requests])
+        scores = self._score_requests(
+            [self._continuation_request(*request.args) for request in requests]
+        )
         return [(score.log_likelihood, score.is_greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
@@ -108,11 +110,11 @@ class HarnessMethods:
         windows: list[ScoreRequest] = []
         counts: list[int] = []
         for request in requests:
-            ids = self._encode(request.args[0])
+            ids = self._encode_text(request.args[0])
             text_windows = list(rolling_requests(ids, self.eos_ids[0], self.max_length))
             windows += text_windows
             counts.append(len(text_windows))
-        scores = iter(self._score(windows))
+        scores = iter(self._score_requests(windows))
         return [sum(score.log_likelihood for score in islice(scores, n)) for n in counts]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
@@ -129,7 +131,7 @@ class HarnessMethods:
             numbers = [number for number, other in enumerate(configs) if other == config]
             for start in range(0, len(numbers), self.batch_size):
                 batch = numbers[start : start + self.batch_size]
-                outputs = self._generate(
+                outputs = self._generate_texts(
                     [requests[number] for number in batch], config, first_row=start
                 )
                 texts |= dict(zip(batch, outputs, strict=True))
@@ -148,11 +150,11 @@ class HarnessMethods:
         continuation = context[len(stripped) :] + continuation
         if stripped:
             # Tokens may span the border, so the whole text is encoded at once.
-            prefix = self._encode(stripped)
-            whole = self._encode(stripped + continuation)
+            prefix = self._encode_text(stripped)
+            whole = self._encode_text(stripped + continuation)
         else:
             prefix = [self.eos_ids[0]]
-            whole = prefix + self._encode(continuation)
+            whole = prefix + self._encode_text(continuation)
         # A row of L inputs predicts L targets: tokens 0..L-1 predict tokens 1..L. The last L + 1 tokens are kept, and
         # at most L of them are scored.
         num_scored = min(len(whole) - len(prefix), self.max_length)
@@ -164,10 +166,10 @@ class HarnessMethods:
             )
         return ScoreRequest(whole[-(self.max_length + 1) :], num_scored)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode_text(self, text: str) -> list[int]:
         return self.tokenizer.encode([text])[0].tolist()
 
-    def _score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+    def _score_requests(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         from trainer.training.scoring import score_sequences
 
         return score_sequences(
@@ -187,9 +189,9 @@ class HarnessMethods:
         max_new_tokens = min(
             int(options.get("max_gen_toks", DEFAULT_NEW_TOKENS)), self.max_length - 1
         )
-        return GenerationConfig(max_new_tokens, self.eos_ids, Sampling(*_sampling(options)))
+        return GenerationConfig(max_new_tokens, self.eos_ids, Sampling(*_sampling_options(options)))
 
-    def _generate(
+    def _generate_texts(
         self, requests: Sequence[Instance], config: GenerationConfig, *, first_row: int
     ) -> list[str]:
         """Return the texts generated for a batch of contexts, each cut at its first stop text.
@@ -211,19 +213,21 @@ class HarnessMethods:
             )
         max_context = self.max_length - config.max_new_tokens
         prompts = [
-            (self._encode(request.args[0]) or [self.eos_ids[0]])[-max_context:]
+            (self._encode_text(request.args[0]) or [self.eos_ids[0]])[-max_context:]
             for request in requests
         ]
         outputs = self.generators[config].generate(
             prompts, first_row=first_row, min_rows=self.batch_size
         )
         return [
-            _cut_at(self.tokenizer.decode(ids, prompt), request.args[1].get("until") or ())
+            _cut_at_stop_text(
+                self.tokenizer.decode(ids, prompt), request.args[1].get("until") or ()
+            )
             for ids, prompt, request in zip(outputs, prompts, requests, strict=True)
         ]
 
 
-def _cut_at(text: str, until: str | Sequence[str]) -> str:
+def _cut_at_stop_text(text: str, until: str | Sequence[str]) -> str:
     """Return the text before the first stop text."""
     end = len(text)
     for stop in as_tuple(until):
@@ -233,7 +237,7 @@ def _cut_at(text: str, until: str | Sequence[str]) -> str:
     return text[:end]
 
 
-def _sampling(options: HarnessOptions) -> tuple[float, int, float]:
+def _sampling_options(options: HarnessOptions) -> tuple[float, int, float]:
     """Return temperature, top-k and top-p. The default is greedy decoding."""
     temperature = float(options.get("temperature") or 0.0)
     if not options.get("do_sample", temperature > 0) or temperature == 0:
@@ -299,7 +303,7 @@ def harness_model(
         path = tokenizer_path(source, tokenizer, purpose="encode texts")
         eos_ids = eos_token_ids(source, opened.model.true_vocab_size)
         _check_model(opened, eos_ids)
-        methods = _load(
+        methods = _load_harness_methods(
             opened,
             path,
             dtype=dtype,
@@ -308,7 +312,7 @@ def harness_model(
             batch_size=batch_size,
             max_length=max_length or DEFAULT_LENGTH,
         )
-        yield _bind(base, methods)
+        yield _make_harness_model(base, methods)
 
 
 def _harness_base() -> type[Any]:
@@ -321,7 +325,7 @@ def _harness_base() -> type[Any]:
         raise PrepError("the LM Evaluation Harness needs lm-eval", why, hint) from error
 
 
-def _bind(base: type[Any], methods: HarnessMethods) -> Any:
+def _make_harness_model(base: type[Any], methods: HarnessMethods) -> Any:
     """Return an instance of a subclass of the harness's class with the methods."""
     names = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 
@@ -347,7 +351,7 @@ def _check_model(opened: OpenedModel, eos_ids: Sequence[int]) -> None:
         )
 
 
-def _load(
+def _load_harness_methods(
     opened: OpenedModel,
     tokenizer_file: Path,
     *,

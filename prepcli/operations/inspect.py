@@ -344,7 +344,7 @@ def inspect_checkpoint(
         options: How the checkpoint is read.
     """
     located, contents = _read_checkpoint(checkpoint, observer, options)
-    return InspectedCheckpoint(located, contents, _summarize(contents, located, observer))
+    return InspectedCheckpoint(located, contents, _summarize_source(contents, located, observer))
 
 
 def _read_checkpoint(
@@ -402,7 +402,7 @@ def _sort_entries(entries: list[TensorEntry], sort: SortKey) -> list[TensorEntry
     return sorted(entries, key=lambda entry: -entry.nbytes) if sort == "size" else entries
 
 
-def _summarize(
+def _summarize_source(
     contents: CheckpointContents, located: LocatedCheckpoint, observer: Observer
 ) -> SourceSummary:
     """Return the fields of `source` in the JSON object, in their order."""

@@ -241,7 +241,7 @@ def _write_and_submit(target: str, script: str, options: ScriptOptions) -> Launc
     out = None if options["out"] is None else Path(options["out"])
     if out is not None:
         _write_script(out, script)
-    reply = _submit(command, script) if options["submit"] else None
+    reply = _submit_script(command, script) if options["submit"] else None
     return LaunchedScript(target, script, out, " ".join(command), reply)
 
 
@@ -256,7 +256,7 @@ def _write_script(path: Path, script: str) -> None:
         raise io_error(path, error) from error
 
 
-def _submit(command: Sequence[str], script: str) -> str:
+def _submit_script(command: Sequence[str], script: str) -> str:
     """Run a command with the script as its stdin, and return its stdout."""
     try:
         result = subprocess.run(

@@ -87,7 +87,7 @@ def lock(
     )
     path = Path(out) if out is not None else Path(f"{name}{LOCK_SUFFIX}")
     data = encode_lock(content)
-    already_done = _write(path, data, overwrite=options["overwrite"])
+    already_done = _write_lock(path, data, overwrite=options["overwrite"])
     signature: Path | None = None
     if key is not None:
         signature = signature_path(path)
@@ -110,7 +110,7 @@ def _digest_tensors(
 ) -> dict[str, RowDigests]:
     """Compute the digests of each tensor.
 
-    The manifest of a checkpoint may record digests of row ranges of a tensor. The digests then have the same ranges,
+    The manifest of a checkpoint may record one digest per row range instead. The digests then have the same ranges,
     and are compared with the recorded ones. Other tensors have one digest of all rows.
 
     Returns:
@@ -134,7 +134,7 @@ def _digest_tensors(
     return {name: tuple(ranges) for name, ranges in digests.items()}
 
 
-def _write(path: Path, data: bytes, *, overwrite: bool) -> bool:
+def _write_lock(path: Path, data: bytes, *, overwrite: bool) -> bool:
     """Write a lock file, and return whether an equal one exists already.
 
     Raises:

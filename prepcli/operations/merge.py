@@ -148,7 +148,9 @@ def plan_merge(
     combined = _with_adapter(source, adapter)
     matrices = _matrix_streams(combined.tensors[len(source.tensors) :], adapter_path)
     copy = plan_copy(copy_options, source, located)
-    updates = dict(_updates(copy.plan, matrices, scale=scale, source=source, adapter=adapter))
+    updates = dict(
+        _low_rank_updates(copy.plan, matrices, scale=scale, source=source, adapter=adapter)
+    )
     streams = tuple(_with_update(stream, updates.get(stream.name)) for stream in copy.plan.streams)
     merged: MergedAdapter = {
         "adapter": str(adapter_path),
@@ -274,7 +276,7 @@ def _matrix_streams(
     return streams
 
 
-def _updates(
+def _low_rank_updates(
     plan: Plan,
     matrices: Mapping[str, Mapping[str, Stream]],
     *,

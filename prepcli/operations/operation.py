@@ -66,7 +66,7 @@ def _render_warnings(result: Any) -> Any:
 
 @contextmanager
 def rendered_for_python() -> Iterator[None]:
-    """Render the errors of the block with the names of Python arguments in place of command options.
+    """Render errors in the `with` block for Python: with argument names in place of command options.
 
     `public` does it for the call of a function. A context manager raises when it is entered, after its call.
     """

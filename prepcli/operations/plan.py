@@ -95,7 +95,7 @@ def plan(
     compiled = None
     if options["compile"]:
         limit_s = options["compile_timeout"]
-        compiled = _compile(
+        compiled = _compile_step(
             planned, training_plan, devices.kind, limit_s=limit_s, observer=observer
         )
     shown_kinds = [devices.kind] if devices.kind else ACCELERATORS.values()
@@ -103,7 +103,7 @@ def plan(
     step = StepPlan(
         training_plan,
         kinds,
-        change=_find_change(training_plan, planned, devices.kind),
+        change=_find_memory_change(training_plan, planned, devices.kind),
         is_too_large=devices.kind is not None and not kinds[0].fits,
         compiled=compiled,
     )
@@ -227,7 +227,7 @@ def _resolve_plan_target(
     return planned
 
 
-def _compile(
+def _compile_step(
     target: PlanTarget,
     training_plan: TrainingPlan,
     kind: Accelerator | None,
@@ -256,7 +256,7 @@ def _fill_open_mesh_axis(mesh: str, devices: _Devices) -> str:
     return str(parsed)
 
 
-def _find_change(
+def _find_memory_change(
     training_plan: TrainingPlan, target: PlanTarget, kind: Accelerator | None
 ) -> MemoryChange | None:
     """Return changes that make the step fit on a kind of device, or None if it fits or no kind is given."""

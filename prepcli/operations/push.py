@@ -59,10 +59,10 @@ def convert_and_push(
     if common.dry_run:
         observer.note(f"would push it to {target.repo}")
         return conversion
-    return _push(conversion, target, observer, retry_policy)
+    return _push_output(conversion, target, observer, retry_policy)
 
 
-def _push(
+def _push_output(
     conversion: Conversion, target: PushTarget, observer: Observer, retry_policy: RetryPolicy
 ) -> Conversion:
     """Upload the folder of a conversion."""

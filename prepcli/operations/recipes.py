@@ -37,7 +37,9 @@ def shipped_recipes() -> list[ShippedRecipe]:
     recipes: list[ShippedRecipe] = []
     for path in recipe_paths().values():
         recipe = load_recipe(path).recipe
-        recipes.append(ShippedRecipe(path, _summary(path), _model(recipe), _devices(recipe)))
+        recipes.append(
+            ShippedRecipe(path, _recipe_summary(path), _model_name(recipe), _num_devices(recipe))
+        )
     return recipes
 
 
@@ -60,20 +62,20 @@ def copy_recipe(name: str, out: Path | None) -> Path:
     return target
 
 
-def _summary(path: Path) -> str:
+def _recipe_summary(path: Path) -> str:
     """Return the first sentence of the comment at the top of a recipe."""
     lines = path.read_text("utf-8").splitlines()
     comment = " ".join(line.lstrip("# ") for line in lines[:2] if line.startswith("# "))
     return comment.partition(". ")[0].rstrip(".")
 
 
-def _model(recipe: Recipe) -> str:
+def _model_name(recipe: Recipe) -> str:
     """Return the name of the model that a recipe trains."""
     table = recipe.model
     return table.preset or table.config or preset_name(table.path or "") or str(table.path)
 
 
-def _devices(recipe: Recipe) -> int:
+def _num_devices(recipe: Recipe) -> int:
     """Return the number of devices of a recipe's mesh."""
     # Shipped recipes set every mesh size. None has the size -1, which stands for the remaining devices.
     return math.prod(parse_mesh(recipe.mesh).sizes)

@@ -109,13 +109,13 @@ def summarize(run: RunRecord) -> RunSummary:
         "loss": metrics.last("loss"),
         "eval_loss": metrics.last("eval_loss"),
         "best_eval_loss": metrics.best_eval_loss(),
-        "tokens_per_s": _median(run, "tokens_per_s"),
-        "mfu": _median(run, "mfu"),
+        "tokens_per_s": _median_metric(run, "tokens_per_s"),
+        "mfu": _median_metric(run, "mfu"),
         "skipped": None if skipped is None else int(skipped),
     }
 
 
-def _median(run: RunRecord, name: str) -> float | None:
+def _median_metric(run: RunRecord, name: str) -> float | None:
     values = run.metrics.median_values(name)
     # The median, because steps that also compile or save are much slower than the rest.
     return median(values) if values else None

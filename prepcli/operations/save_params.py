@@ -83,12 +83,12 @@ def save_params(
     located, source = open_checkpoint(common_options(like, folder, options), SilentObserver())
     leaves = host_leaves({"params": arrays})
     shapes = {name: LeafSpec(tuple(leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
-    plan = _plan(shapes, source, located, like=str(like))
+    plan = _plan_item(shapes, source, located, like=str(like))
     StepWriter(plan, folder, leaves).write()
     return folder
 
 
-def _plan(
+def _plan_item(
     shapes: Mapping[str, LeafSpec], source: Source, located: LocatedCheckpoint, *, like: str
 ) -> Plan:
     """Return the plan of an Orbax checkpoint of leaves, i.e. of a training step without a state.
@@ -104,7 +104,7 @@ def _plan(
         raise _mismatch_error(source, "the tree has no embed.tokens")
     # The tree decides about the padding, e.g. [50264, 2048] for 50257 tokens. A 0-d array counts as one row here, and
     # `_check_leaves` reports its shape.
-    manifest = _manifest(source, located.model_name, vocab_rows=(*tokens.shape, 1)[0])
+    manifest = _manifest_fields(source, located.model_name, vocab_rows=(*tokens.shape, 1)[0])
     _check_leaves(shapes, source, manifest)
     if source.tower_tensors:
         # The output has only the parameters.
@@ -123,8 +123,8 @@ def _plan(
     )
 
 
-def _manifest(source: Source, name: str, *, vocab_rows: int) -> ManifestFields:
-    """Return the manifest of the model with a vocabulary of this many rows, for chunks of bounded size."""
+def _manifest_fields(source: Source, name: str, *, vocab_rows: int) -> ManifestFields:
+    """Return the manifest of the model with `vocab_rows` rows of the vocabulary, for chunks of bounded size."""
     with WeightsReader(source, vocab_rows, verify=False) as reader:
         return {
             **start_manifest(source, reader, name),

@@ -30,7 +30,7 @@ class TokenStream:
         """Pass on the next tokens of the prompts from number `first_prompt` on."""
         for prompt, tokens in enumerate(new_tokens, first_prompt):
             if tokens:
-                self._pass_on(prompt, tokens, self._decoders[prompt].push(tokens))
+                self._pass_on_text(prompt, tokens, self._decoders[prompt].push(tokens))
 
     def finish(self, first_prompt: int, last_prompt: int) -> None:
         """Pass on the held-back text of prompts `first_prompt:last_prompt`."""
@@ -38,7 +38,7 @@ class TokenStream:
             # A character may need several tokens, so the decoder holds incomplete ones back. No further token completes
             # them now.
             if text := self._decoders[prompt].finish():
-                self._pass_on(prompt, (), text)
+                self._pass_on_text(prompt, (), text)
 
-    def _pass_on(self, prompt: int, tokens: Sequence[int], text: str) -> None:
+    def _pass_on_text(self, prompt: int, tokens: Sequence[int], text: str) -> None:
         self._on_tokens(NewTokens(prompt, tuple(tokens), text))

@@ -89,7 +89,7 @@ def train(
         step=result.step,
         is_finished=result.error is None and not dry_run,
         seconds=time.monotonic() - started_s,
-        details=_details(result),
+        details=_result_details(result),
         error=result.error,
         process=result.process,
     )
@@ -109,7 +109,7 @@ class CheckpointExporter:
         return conversion.details["pushed"]
 
 
-def _details(result: TrainResult) -> dict[str, object]:
+def _result_details(result: TrainResult) -> dict[str, object]:
     """Return the fields of the JSON object of a run."""
     details: dict[str, object] = {
         "output": result.output,

@@ -111,7 +111,7 @@ def verify(
     _check_tolerance(request)
     accept = [str(path) for path in options["accept"]]
     if not accept:
-        result = _verify(request, observer)
+        result = _verify_checkpoint(request, observer)
     else:
         result = _verify_and_accept(request, accept, observer)
     return replace(result, seconds=time.monotonic() - started_s)
@@ -147,14 +147,14 @@ def _verify_and_accept(request: _Request, files: Sequence[str], observer: Observ
     accepted = accept_files(checkpoint, files)
     # The output is checked against the new records before they are written: a kill or a difference leaves the old ones.
     with unwritten_manifest(accepted.folder, accepted.data):
-        result = _verify(request, observer)
+        result = _verify_checkpoint(request, observer)
     if not result:
         return result
     accepted.write(observer)
     return replace(result, accepted=tuple(accepted.changes))
 
 
-def _verify(request: _Request, observer: Observer) -> Verification:
+def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     """Compare a checkpoint with its manifest's digests, or with another checkpoint of any format and layout."""
     located, source = open_checkpoint(request.common, observer, allow_adapters=True)
     observer.note(source_line(source))
@@ -218,7 +218,7 @@ def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:
 
 
 def _ignored_tower_lines(sources: Iterable[Source]) -> Iterator[str]:
-    """Describe the towers of a multimodal model that are ignored, because only one of the checkpoints has some."""
+    """Describe ignored towers (vision and audio parts), if only one of the checkpoints has some."""
     for source in sources:
         if source.tower_tensors:
             nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)
@@ -280,7 +280,7 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
     # Raises for a damaged checksum file, which the digests of tensors do not cover.
     read_checksum_bytes(source.root, source.tree_manifest)
     if request.quick:
-        return _quick_result(model, HEADER_CHECKS)
+        return _quick_verification(model, HEADER_CHECKS)
     if not tensors:
         name = source.display_name
         why = "it has no prep-manifest.json with digests"
@@ -303,7 +303,7 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
     for tensor in model.tensors.values():
         if not tensor.digests:
             findings.append(Finding(model.labels[tensor.name], "has no digest in the manifest"))
-    return _result(model, findings)
+    return _make_verification(model, findings)
 
 
 def _tie_findings(
@@ -340,7 +340,7 @@ def _verify_pair(
         raise PrepError(f"{names} are of different families", why, hint)
     findings = list(_shape_findings(a, b, has_tolerance=request.tolerance is not None))
     if request.quick and not findings:
-        return _quick_result(a, SHAPE_CHECKS, against=b)
+        return _quick_verification(a, SHAPE_CHECKS, against=b)
     memory_nbytes = request.common.memory_nbytes
     # Tensors of different shapes or dtypes have no values to compare.
     mismatched = {finding.label for finding in findings}
@@ -352,7 +352,7 @@ def _verify_pair(
                 why = f"differs by up to {distance.max_abs:.3g}, the tolerance is {request.tolerance:g}"
                 findings.append(Finding(label, why))
         fields = tuple(_distance_fields(label, distance) for label, distance in distances)
-        return replace(_result(a, findings, against=b), distances=fields)
+        return replace(_make_verification(a, findings, against=b), distances=fields)
     if not request.quick:
         findings += _tie_findings(a, memory_nbytes, observer)
         findings += _tie_findings(b, memory_nbytes, observer)
@@ -361,7 +361,7 @@ def _verify_pair(
         observer.note(f"same  {len(names) - num_different} tensors")
         for line in _padding_lines(a, b, names, memory_nbytes=memory_nbytes):
             observer.note(line)
-    return _result(a, findings, against=b)
+    return _make_verification(a, findings, against=b)
 
 
 def _shape_findings(
@@ -391,7 +391,7 @@ def _shape_findings(
                 )
 
 
-def _true_rows(model: _VerifiedModel, tensor: SourceTensor) -> Range:
+def _unpadded_rows(model: _VerifiedModel, tensor: SourceTensor) -> Range:
     rows = tensor.shape[0] if tensor.shape else 1
     return (0, model.true_vocab) if tensor.name in model.vocab_tensors else (0, rows)
 
@@ -412,7 +412,9 @@ def _value_findings(
     digests_by_name: list[dict[str, str]] = []
     compared = {*names}
     for model in (a, b):
-        pieces = [(t, _true_rows(model, t)) for t in model.source.all_tensors if t.name in compared]
+        pieces = [
+            (t, _unpadded_rows(model, t)) for t in model.source.all_tensors if t.name in compared
+        ]
         digests = tensor_digests(
             model.source,
             pieces,
@@ -428,7 +430,8 @@ def _value_findings(
 
 def _value_finding(a: _VerifiedModel, b: _VerifiedModel, name: str) -> Finding:
     streams = [
-        _row_stream(model.tensors[name], _true_rows(model, model.tensors[name])) for model in (a, b)
+        _row_stream(model.tensors[name], _unpadded_rows(model, model.tensors[name]))
+        for model in (a, b)
     ]
     difference = compare_streams(
         a.source.byte_sources, streams[0], blobs_b=b.source.byte_sources, stream_b=streams[1]
@@ -450,8 +453,8 @@ def _tensor_distances(
             open_blobs(b.source.byte_sources) as files_b,
         ):
             for name in names:
-                stream_a = _row_stream(a.tensors[name], _true_rows(a, a.tensors[name]))
-                stream_b = _row_stream(b.tensors[name], _true_rows(b, b.tensors[name]))
+                stream_a = _row_stream(a.tensors[name], _unpadded_rows(a, a.tensors[name]))
+                stream_b = _row_stream(b.tensors[name], _unpadded_rows(b, b.tensors[name]))
                 distance = measure_distance(files_a, stream_a, reader_b=files_b, stream_b=stream_b)
                 progress.advance(a.tensors[name].nbytes)
                 yield a.labels[name], distance
@@ -500,14 +503,14 @@ def _row_stream(tensor: SourceTensor, rows: Range) -> Stream:
     return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
 
 
-def _result(
+def _make_verification(
     model: _VerifiedModel, findings: Sequence[Finding], *, against: _VerifiedModel | None = None
 ) -> Verification:
     """Return the result of a comparison of values. Without `against` it covers padding."""
     padding_rows = 0 if against is None else _padding_rows(model, against)
     num_values = 0
     for tensor in model.tensors.values():
-        shape = tensor.shape if padding_rows == 0 else _true_shape(model, tensor)
+        shape = tensor.shape if padding_rows == 0 else _unpadded_shape(model, tensor)
         num_values += math.prod(shape)
     is_equal = not findings
     return Verification(
@@ -523,16 +526,16 @@ def _result(
     )
 
 
-def _quick_result(
+def _quick_verification(
     model: _VerifiedModel, checked: tuple[str, ...], *, against: _VerifiedModel | None = None
 ) -> Verification:
     """Return the result of a successful check without reading values."""
-    return replace(_result(model, (), against=against), values=None, checked=checked)
+    return replace(_make_verification(model, (), against=against), values=None, checked=checked)
 
 
-def _true_shape(model: _VerifiedModel, tensor: SourceTensor) -> tuple[int, ...]:
+def _unpadded_shape(model: _VerifiedModel, tensor: SourceTensor) -> tuple[int, ...]:
     """Return the shape of a tensor without padding rows."""
-    return (_true_rows(model, tensor)[1], *tensor.shape[1:])
+    return (_unpadded_rows(model, tensor)[1], *tensor.shape[1:])
 
 
 def _finding_fields(finding: Finding) -> TensorDifference:

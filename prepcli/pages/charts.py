@@ -130,21 +130,21 @@ def line_chart(
         top += MARK_HEIGHT
     x_axis = _x_axis(x_range or (min(xs), max(xs)), (LEFT, width - RIGHT), is_log)
     y_axis = _y_axis((min(ys), max(ys)), (height - BOTTOM, top), is_log)
-    parts = list(_grid(x_axis, y_axis))
+    parts = list(_grid_lines(x_axis, y_axis))
     for x, name in marks:
-        parts += _mark(x_axis.position(x), name, y_axis)
+        parts += _mark_elements(x_axis.position(x), name, y_axis)
     for curve in curves:
-        parts += _curve(curve, x_axis, y_axis, x_name)
+        parts += _curve_elements(curve, x_axis, y_axis, x_name)
     if has_legend:
         for number, curve in enumerate(curves):
             y = top + 16 * (number + 1)
             parts.append(_text_element(width / 2, y, curve.name, "middle", color_of(curve.color)))
-    return _svg(size, parts, title)
+    return _svg_document(size, parts, title)
 
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Scale from a range of values to a range of pixels, with the values of its ticks."""
+    """Axis of a chart: maps values to pixels, and has the values of its ticks."""
 
     ticks: Sequence[float]
     values: tuple[float, float]
@@ -176,7 +176,7 @@ def _x_axis(values: tuple[float, float], pixels: tuple[float, float], is_log: bo
     # Training steps are whole numbers, so the ticks are at least 1 apart: none is at step 2.5.
     if low == int(low) and high == int(high):
         size = max(1.0, size)
-    ticks = _multiples(size, math.ceil(low / size), math.floor(high / size))
+    ticks = _multiples_between(size, math.ceil(low / size), math.floor(high / size))
     return _Axis(ticks, values, pixels, is_log)
 
 
@@ -186,7 +186,7 @@ def _y_axis(values: tuple[float, float], pixels: tuple[float, float], is_log: bo
     if is_log:
         return _Axis(_log_ticks(low, high), values, pixels, is_log)
     size = _tick_size(low, high)
-    ticks = _multiples(size, math.floor(low / size), math.ceil(high / size))
+    ticks = _multiples_between(size, math.floor(low / size), math.ceil(high / size))
     # Rounding may leave the outer ticks just inside of the values.
     return _Axis(ticks, (min(low, ticks[0]), max(high, ticks[-1])), pixels, is_log)
 
@@ -210,7 +210,7 @@ def _tick_size(low: float, high: float) -> float:
     return power * 10
 
 
-def _multiples(size: float, first: int, last: int) -> list[float]:
+def _multiples_between(size: float, first: int, last: int) -> list[float]:
     return [number * size for number in range(first, last + 1)]
 
 
@@ -231,7 +231,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return ticks or [low]
 
 
-def _grid(x_axis: _Axis, y_axis: _Axis) -> Iterator[str]:
+def _grid_lines(x_axis: _Axis, y_axis: _Axis) -> Iterator[str]:
     """Yield a horizontal line for each tick of the y axis, and the labels of both axes."""
     left, right = x_axis.pixels
     bottom, _ = y_axis.pixels
@@ -258,7 +258,7 @@ def _tick_texts(ticks: Sequence[float]) -> list[str]:
     if largest and not MIN_FIXED <= largest < MAX_FIXED:
         digits = max(0, math.floor(math.log10(largest) + 1e-9) - size_exponent)
         return [f"{tick:.{digits}e}" for tick in ticks]
-    scale, unit = _unit_of(largest)
+    scale, unit = _label_unit(largest)
     digits = max(0, -math.floor(math.log10(size / scale) + 1e-9))
     texts = []
     for tick in ticks:
@@ -269,7 +269,7 @@ def _tick_texts(ticks: Sequence[float]) -> list[str]:
     return texts
 
 
-def _unit_of(largest: float) -> tuple[float, str]:
+def _label_unit(largest: float) -> tuple[float, str]:
     """Return the unit of labels and its name. Labels below 10,000 have none."""
     if largest >= 1e4:
         for scale, unit in UNITS:
@@ -278,7 +278,7 @@ def _unit_of(largest: float) -> tuple[float, str]:
     return 1.0, ""
 
 
-def _mark(x: float, name: str, y_axis: _Axis) -> Iterator[str]:
+def _mark_elements(x: float, name: str, y_axis: _Axis) -> Iterator[str]:
     """Yield a dashed vertical line with its name above the plot."""
     bottom, top = y_axis.pixels
     yield (
@@ -288,7 +288,7 @@ def _mark(x: float, name: str, y_axis: _Axis) -> Iterator[str]:
     yield _text_element(x, top - 6, name, "middle")
 
 
-def _curve(curve: Curve, x_axis: _Axis, y_axis: _Axis, x_name: str) -> Iterator[str]:
+def _curve_elements(curve: Curve, x_axis: _Axis, y_axis: _Axis, x_name: str) -> Iterator[str]:
     """Yield the line of a curve, and a dot with a tooltip for each point of a short one."""
     points = thin_out(curve.points)
     color = color_of(curve.color)
@@ -328,12 +328,12 @@ def thin_out(points: Sequence[Point], max_points: int = MAX_POINTS) -> Sequence[
         start = len(points) * number // num_parts
         stop = len(points) * (number + 1) // num_parts
         part = points[start:stop]
-        extremes = {min(part, key=_y_of), max(part, key=_y_of)}
+        extremes = {min(part, key=_point_y), max(part, key=_point_y)}
         kept += sorted(extremes)
     return kept
 
 
-def _y_of(point: Point) -> float:
+def _point_y(point: Point) -> float:
     return point[1]
 
 
@@ -350,7 +350,7 @@ def bar_chart(bars: Sequence[Bar], title: str) -> str:
         parts.append(_text_element(left - 8, y + 13, bar.name, "end"))
         parts.append(_rectangle(left, y, length, 16, color_of(0)))
         parts.append(_text_element(left + length + 6, y + 13, bar.text))
-    return _svg((width, 24 * len(bars) + 18), parts, title)
+    return _svg_document((width, 24 * len(bars) + 18), parts, title)
 
 
 def stacked_bar(parts: Sequence[Bar], title: str, *, limit: Bar | None = None) -> str:
@@ -379,7 +379,7 @@ def stacked_bar(parts: Sequence[Bar], title: str, *, limit: Bar | None = None) -
             anchor = "end"
         elements.append(f'<path d="M{mark:.1f},18 V58" stroke="currentColor" stroke-width="2"/>')
         elements.append(_text_element(mark, 13, f"{limit.name} {limit.text}", anchor))
-    return _svg((width, 80 + 18 * len(parts)), elements, title)
+    return _svg_document((width, 80 + 18 * len(parts)), elements, title)
 
 
 def shard_map_svg(shape: Sequence[int], boxes: Sequence[Box], title: str) -> str:
@@ -410,7 +410,7 @@ def shard_map_svg(shape: Sequence[int], boxes: Sequence[Box], title: str) -> str
         parts.append(
             _text_element(x + box_width / 2, y + box_height / 2 + 4, numbers, "middle") + "</g>"
         )
-    return _svg((width + 2, height + 2), parts, title)
+    return _svg_document((width + 2, height + 2), parts, title)
 
 
 def _rectangle(x: float, y: float, width: float, height: float, color: str) -> str:
@@ -427,7 +427,7 @@ def _text_element(
     return f'<text {position} text-anchor="{anchor}" fill="{color}">{escape(text)}</text>'
 
 
-def _svg(size: tuple[int, int], parts: Iterable[str], title: str) -> str:
+def _svg_document(size: tuple[int, int], parts: Iterable[str], title: str) -> str:
     width, height = size
     content = "\n".join(parts)
     return (

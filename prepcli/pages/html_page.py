@@ -86,13 +86,13 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator
     >>> "".join(html_table(["part", "bytes"], [["a < b", "1"]]))
     '<table><tr><th>part</th><th class="n">bytes</th></tr><tr><td>a &lt; b</td><td class="n">1</td></tr></table>'
     """
-    yield f"<table><tr>{_cells('th', header)}</tr>"
+    yield f"<table><tr>{_cell_elements('th', header)}</tr>"
     for row in rows:
-        yield f"<tr>{_cells('td', row)}</tr>"
+        yield f"<tr>{_cell_elements('td', row)}</tr>"
     yield "</table>"
 
 
-def _cells(tag: str, texts: Sequence[str]) -> str:
+def _cell_elements(tag: str, texts: Sequence[str]) -> str:
     first, *numbers = texts
     cells = f"<{tag}>{escape(first)}</{tag}>"
     for text in numbers:

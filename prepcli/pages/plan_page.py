@@ -59,13 +59,13 @@ def write_plan_page(
     Raises:
         PrepError: The file cannot be written.
     """
-    body = list(_body(name, plan, kinds, replan=replan, advice=advice))
+    body = list(_page_body(name, plan, kinds, replan=replan, advice=advice))
     if compiled is not None:
         body += _compiled_section(compiled)
     write_html_page(path, f"prep plan {name}", body)
 
 
-def _body(
+def _page_body(
     name: str, plan: TrainingPlan, kinds: Sequence[KindEstimate], *, replan: Replan, advice: str
 ) -> Iterator[str]:
     """Yield the HTML elements of the page: memory, devices, operations and communication."""

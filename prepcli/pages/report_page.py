@@ -77,7 +77,7 @@ def write_report_page(
         PrepError: The file cannot be written.
     """
     title = f"prep report {' '.join(run_names(runs))}"
-    write_html_page(path, title, _body(runs, summaries), style=STYLE)
+    write_html_page(path, title, _page_body(runs, summaries), style=STYLE)
 
 
 def run_names(runs: Sequence[RunRecord]) -> list[str]:
@@ -89,7 +89,7 @@ def run_names(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def summary_cells(summary: RunSummary) -> dict[str, str]:
-    """Return the main numbers of a run as cells of a table, by the name of the column.
+    """Return the main numbers of a run as table cells, by column name.
 
     Args:
         summary: The numbers. A missing one is None, and its cell is `-`.
@@ -123,31 +123,31 @@ def changed_keys(runs: Sequence[RunRecord]) -> list[str]:
     return changed
 
 
-def _body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, str]]) -> Iterator[str]:
+def _page_body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, str]]) -> Iterator[str]:
     names = run_names(runs)
-    labels = [_label(number, name) for number, name in enumerate(names)]
+    labels = [_run_label(number, name) for number, name in enumerate(names)]
     heading = f"{len(names)} runs"
     if len(names) <= MAX_TITLE_NAMES:
         heading = ", ".join(names)
     yield f"<h1>{escape(heading)}</h1>"
-    rows = [[label, *map(_cell, row.values())] for label, row in zip(labels, summaries)]
-    yield from _table(["run", *summaries[0]], rows)
+    rows = [[label, *map(_cell_text, row.values())] for label, row in zip(labels, summaries)]
+    yield from _table_lines(["run", *summaries[0]], rows)
     yield "<h2>Curves</h2>"
-    yield from _charts(runs, names)
+    yield from _chart_sections(runs, names)
     yield from _samples_section(runs, labels)
     yield from _recipe_section(runs, labels)
     yield from _environment_section(runs, labels)
     yield from _checkpoints_section(runs, labels)
 
 
-def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
+def _chart_sections(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
     """Yield a chart of each metric, all with the same x axis."""
     logged_steps: list[float] = []
     for run in runs:
         logged_steps += run.metrics.steps or ()
     yield '<div class="charts">'
     for metric, heading in {**CURVES, **_other_headings(runs)}.items():
-        curves = _curves_of(metric, runs, names)
+        curves = _metric_curves(metric, runs, names)
         if not curves:
             continue
         svg = line_chart(
@@ -163,7 +163,7 @@ def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
     yield "</div>"
 
 
-def _curves_of(metric: str, runs: Sequence[RunRecord], names: Sequence[str]) -> list[Curve]:
+def _metric_curves(metric: str, runs: Sequence[RunRecord], names: Sequence[str]) -> list[Curve]:
     """Return the curve of a metric of each run that logged it."""
     scale = SCALES.get(metric, 1)
     curves = []
@@ -200,7 +200,7 @@ def _samples_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterat
     if prompts:
         yield "<h2>Samples</h2>"
     for prompt in prompts:
-        samples = [_samples_of(run, prompt) for run in runs]
+        samples = [_prompt_samples(run, prompt) for run in runs]
         last_samples = [run_samples[-1:] for run_samples in samples]
         yield f'<h3 class="sample">{escape(prompt)}</h3>'
         yield from _sample_table(last_samples, labels)
@@ -217,7 +217,7 @@ def _samples_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterat
         yield "</details>"
 
 
-def _samples_of(run: RunRecord, prompt: str) -> list[SavedSample]:
+def _prompt_samples(run: RunRecord, prompt: str) -> list[SavedSample]:
     return [sample for sample in run.samples if sample.prompt == prompt]
 
 
@@ -228,7 +228,7 @@ def _sample_table(samples: Sequence[Sequence[SavedSample]], labels: Sequence[str
         for sample in run_samples:
             text = f'<span class="sample">{escape(sample.text)}</span>'
             rows.append([label, f"{sample.step:,}", text])
-    yield from _table(["run", "step", "text"], rows)
+    yield from _table_lines(["run", "step", "text"], rows)
 
 
 def _recipe_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
@@ -241,21 +241,21 @@ def _recipe_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterato
         changed = changed_keys(runs)
         if changed:
             yield f"<p>{count_text(len(changed), 'key differs', 'keys differ')}.</p>"
-            yield from _table(header, _recipe_rows(runs, changed))
+            yield from _table_lines(header, _recipe_rows(runs, changed))
         else:
             yield "<p>No key differs.</p>"
     keys = _all_keys(run.recipe for run in runs)
     highlighted = {keys.index(key) for key in changed}
     yield f"<details><summary>All {len(keys)} keys</summary>"
-    yield from _table(header, _recipe_rows(runs, keys), highlighted=highlighted)
+    yield from _table_lines(header, _recipe_rows(runs, keys), highlighted=highlighted)
     yield "</details>"
 
 
 def _recipe_rows(runs: Sequence[RunRecord], keys: Iterable[str]) -> list[list[str]]:
     rows: list[list[str]] = []
     for key in keys:
-        values = [_code(run.recipe.get(key, "")) for run in runs]
-        rows.append([_code(key), *values])
+        values = [_code_element(run.recipe.get(key, "")) for run in runs]
+        rows.append([_code_element(key), *values])
     return rows
 
 
@@ -295,11 +295,11 @@ def _value_table(
     rows = []
     highlighted = set()
     for number, key in enumerate(keys):
-        cells = [_cell(table.get(key)) for table in tables]
+        cells = [_cell_text(table.get(key)) for table in tables]
         rows.append([escape(key.replace("_", " ")), *cells])
         if len({*cells}) > 1:
             highlighted.add(number)
-    yield from _table(header, rows, highlighted=highlighted)
+    yield from _table_lines(header, rows, highlighted=highlighted)
 
 
 def _checkpoints_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
@@ -310,7 +310,7 @@ def _checkpoints_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> It
         ]
     yield "<h2>Checkpoints</h2>"
     if rows:
-        yield from _table(["run", "step", "size"], rows)
+        yield from _table_lines(["run", "step", "size"], rows)
     else:
         yield "<p>No step is saved.</p>"
 
@@ -323,7 +323,7 @@ def _all_keys(mappings: Iterable[Mapping[str, object]]) -> list[str]:
     return list(keys)
 
 
-def _table(
+def _table_lines(
     header: Sequence[str], rows: Iterable[Sequence[str]], *, highlighted: Collection[int] = ()
 ) -> Iterator[str]:
     """Yield a table of HTML cells that scrolls on narrow screens.
@@ -333,31 +333,31 @@ def _table(
         rows: The cells.
         highlighted: Numbers of the rows to highlight.
     """
-    yield f'<div class="scroll"><table><tr>{_cells("th", header)}</tr>'
+    yield f'<div class="scroll"><table><tr>{_row_cells("th", header)}</tr>'
     for number, row in enumerate(rows):
         attribute = ""
         if number in highlighted:
             attribute = ' class="changed"'
-        yield f"<tr{attribute}>{_cells('td', row)}</tr>"
+        yield f"<tr{attribute}>{_row_cells('td', row)}</tr>"
     yield "</table></div>"
 
 
-def _cells(tag: str, cells: Sequence[str]) -> str:
+def _row_cells(tag: str, cells: Sequence[str]) -> str:
     return "".join(f"<{tag}>{cell}</{tag}>" for cell in cells)
 
 
-def _label(number: int, name: str) -> str:
+def _run_label(number: int, name: str) -> str:
     """Return the HTML of a run's name, preceded by a square in the colour of the run."""
     return f'<span class="chip" style="background:{color_of(number)}"></span>{escape(name)}'
 
 
-def _code(text: str) -> str:
+def _code_element(text: str) -> str:
     if not text:
         return ""
     return f"<code>{escape(text)}</code>"
 
 
-def _cell(value: object) -> str:
+def _cell_text(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, int):

@@ -24,7 +24,10 @@ class GappedRegion:
     gaps: tuple[tuple[int, int], ...]
 
     def copies(self, box: Box, window: Box | None = None) -> Iterator[StridedCopy]:
-        """Yield the copies between a box of the tensor and the file. See `region_copies`. No copy crosses a gap."""
+        """Yield the copies between a box of the tensor and the file, as `region_copies` does.
+
+        A gap is a range of the file with bytes of something else, e.g. a header. No copy crosses one.
+        """
         # Each gap splits the copies that are left. Those before it have their final shift.
         remaining = list(region_copies(self.region, box, window))
         shift_nbytes = 0

@@ -196,7 +196,10 @@ def _aligned_piece(
     chunk_steps: Sequence[int],
     element_steps: Sequence[int],
 ) -> DimPiece:
-    """Return the piece of the box `ranges`. Chunks split only `factors[split_atom]`, every `steps_per_chunk` steps."""
+    """Return where the box `ranges` is in the chunks.
+
+    Chunks split only the axis `factors[split_atom]`, every `steps_per_chunk` steps.
+    """
     steps: list[AxisStep] = []
     atom_starts: list[tuple[str, int]] = []
     chunk_index = 0
@@ -215,7 +218,8 @@ def _aligned_piece(
             steps.append(AxisStep(factor.atom, count, 1, 0, element_step))
             element_offset += start * element_step
         else:
-            # The split atom counts both: whole chunks, and elements from the start of its chunk.
+            # Steps along the split atom move within a chunk and then to the next one. E.g. step 7 with 3
+            # steps per chunk is step 1 of chunk 2.
             chunk_index += start // steps_per_chunk
             element_offset += start % steps_per_chunk * element_steps[0]
             if count > steps_per_chunk:  # whole chunks
@@ -229,7 +233,7 @@ def _aligned_piece(
 def _pieces_by_chunk(
     factors: Sequence[SizedAxis], chunk_length: int, ranges: Sequence[Range]
 ) -> Iterator[DimPiece]:
-    """Yield one piece per chunk and run of the innermost atom, for chunk boundaries that fall unevenly."""
+    """Yield one piece per chunk and per run of the innermost axis, for unevenly placed chunk boundaries."""
     # E.g. (a=2 b=3) in chunks of 2: elements 0 1 | 2 3 | 4 5. Row a=0 has the elements 0..3, in
     # pieces 0 1 and 2. Row a=1 has 3..6, in pieces 3 and 4 5.
     atom_strides = strides([factor.extent for factor in factors])

@@ -150,7 +150,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A source file and the facts that reveal a change of it.
+    """A source file with its size, time and digest, to detect a later change.
 
     Attributes:
         path: Path relative to the source.

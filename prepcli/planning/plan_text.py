@@ -90,7 +90,7 @@ def iter_text(plan: Plan) -> Iterator[str]:
 
 
 def encode_text(value: Any, axis_map_texts: dict[int, str] | None = None) -> str:
-    """Return the text of a part of a plan, or of a tuple of parts.
+    """Return the text that encodes an object of a plan, or a tuple of objects.
 
     Args:
         value: The part.

@@ -80,7 +80,7 @@ def plan_process_files(
     files: list[OutputFile] = []
     chunks_by_process: list[Mapping[str, Sequence[tuple[ChunkIndex, int]]]] = []
     for file, indices in enumerate(_chunk_indices(order, boxes)):
-        chunks, size = _place(order, indices)
+        chunks, size = _place_chunks(order, indices)
         files.append(OutputFile(_file_path(file), size))
         chunks_by_process.append(chunks)
         for name, entries in chunks.items():
@@ -93,7 +93,7 @@ def plan_process_files(
 def _leaf_groups(
     plan: Plan, leaf_names: Sequence[str], boxes: Sequence[LeafBoxes]
 ) -> Iterator[LeafGroup]:
-    """Yield the smallest groups of leaves such that each stream reads leaves of one group."""
+    """Yield the smallest groups of leaves such that each stream (rows of one tensor) reads leaves of one group."""
     leaves_by_stream: list[list[int]] = []
     for stream in plan.streams:
         leaves_by_stream.append(sorted({_leaf_number(location) for location in stream.reads}))
@@ -111,7 +111,7 @@ def _leaf_groups(
     sizes = {leaf.name: math.prod(leaf.grid.shape) for leaf in plan.leaves}
     for group, numbers in streams.items():
         names = tuple(name for name, leaf_group in zip(leaf_names, group_of) if leaf_group == group)
-        owner = _owner({name: sizes[name] for name in names}, boxes)
+        owner = _owner_process({name: sizes[name] for name in names}, boxes)
         yield LeafGroup(names, tuple(numbers), owner)
 
 
@@ -122,7 +122,7 @@ def _leaf_number(location: object) -> int:
     return location.placement.file
 
 
-def _owner(sizes: Mapping[str, int], boxes: Sequence[LeafBoxes]) -> int | None:
+def _owner_process(sizes: Mapping[str, int], boxes: Sequence[LeafBoxes]) -> int | None:
     """Return the process that holds all elements of the given leaves, or None if there is none."""
     # Boxes of one process do not overlap, so that volumes that add up to the leaf cover it.
     for process, own in enumerate(boxes):
@@ -144,7 +144,7 @@ def _chunk_indices(
         owners: dict[ChunkIndex, int] = {}
         for process, own in enumerate(boxes):
             for box in own.get(leaf.name, ()):
-                for index in _touched(leaf, box):
+                for index in _touched_chunks(leaf, box):
                     if owners.setdefault(index, process) != process:
                         raise _shared_chunk_error(leaf, index, (owners[index], process))
             chunks[process][leaf.name] = []
@@ -162,7 +162,7 @@ def _shared_chunk_error(
     return PrepError("the step cannot be saved to a bucket", why, "save it to a shared folder")
 
 
-def _touched(leaf: OutputLeaf, box: Box) -> Iterator[ChunkIndex]:
+def _touched_chunks(leaf: OutputLeaf, box: Box) -> Iterator[ChunkIndex]:
     """Yield the chunks of a leaf that overlap a box."""
     ranges: list[range] = []
     for (low, high), length in zip(box, leaf.grid.chunk_shape):
@@ -170,10 +170,10 @@ def _touched(leaf: OutputLeaf, box: Box) -> Iterator[ChunkIndex]:
     return itertools.product(*ranges)
 
 
-def _place(
+def _place_chunks(
     leaves: Sequence[OutputLeaf], indices: Mapping[str, Sequence[ChunkIndex]]
 ) -> tuple[dict[str, list[tuple[ChunkIndex, int]]], int]:
-    """Return the offset of each chunk in the file of a process, and the size of the file."""
+    """Assign each chunk an offset in its process's file. Return the offsets and the file's size."""
     chunks: dict[str, list[tuple[ChunkIndex, int]]] = {}
     size = 0
     for leaf in leaves:

@@ -90,7 +90,7 @@ def split_stream(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iter
     if stream.shape:
         # Slabs end at boundaries of bands of whole chunks, where possible.
         bands = tuple(_aligned_bands(stream, axis))
-        page_rows = _page_rows(stream, axis)
+        page_rows = _rows_filling_whole_pages(stream, axis)
     return _slabs_along_axis(stream_number, stream, max_read_nbytes, axis, bands, page_rows)
 
 
@@ -241,7 +241,7 @@ def _end_row(start: int, bands: tuple[_ChunkBand, ...], max_rows: int, page_rows
 
 
 def _aligned_bands(stream: Stream, axis: int) -> Iterator[_ChunkBand]:
-    """Yield the bands of whole chunks along an axis, first of written and then of read regions."""
+    """Yield the bands of whole chunks along an axis: first for the written regions, then for the read ones."""
     # The outermost atom with several indices in a chunk decides. e.g. rows (heads=4 head_dim=6) in chunks
     # of 2 heads: `heads` has 6 rows per index, so that 6 * 2 = 12 rows fill whole chunks.
     for location in (*stream.writes, *stream.reads):
@@ -276,7 +276,7 @@ def _atom_lengths_in_chunk(region: ChunkedLocation) -> dict[str, int]:
     return atom_lengths
 
 
-def _page_rows(stream: Stream, axis: int) -> int:
+def _rows_filling_whole_pages(stream: Stream, axis: int) -> int:
     """Return the number of rows along an axis that fill whole pages in every chunk."""
     # A row of 768 bytes in a chunk fills whole pages after 4096 / gcd(4096, 768) = 16 rows. The least
     # common multiple aligns the chunks of every location.
@@ -319,17 +319,20 @@ def min_buffer_nbytes(streams: Sequence[Stream]) -> int:
             continue
         itemsizes = _itemsizes(stream)
         # Counted in elements, or in bytes for unchanged values.
-        spread = 0
+        span = 0
         copies = (read_copies(stream, stream.box), write_copies(stream, stream.box))
         for direction_copies, item_nbytes in zip(copies, itemsizes):
             for copy in itertools.islice(direction_copies, 4):
-                spread = max(spread, _spread_nbytes(copy) // item_nbytes)
-        needed_nbytes = max(needed_nbytes, spread * max(itemsizes))
+                span = max(span, _long_run_span_nbytes(copy) // item_nbytes)
+        needed_nbytes = max(needed_nbytes, span * max(itemsizes))
     return needed_nbytes
 
 
-def _spread_nbytes(copy: StridedCopy) -> int:
-    """Return the span in the tensor, in bytes, of a long run of the file, or 0 if the run is contiguous there."""
+def _long_run_span_nbytes(copy: StridedCopy) -> int:
+    """Return how many bytes of the tensor lie between the ends of a long run of the file.
+
+    If the run is contiguous in the tensor too, return 0.
+    """
     if not copy.dims:
         return 0
     count, tensor_stride, file_stride = copy.dims[-1]

@@ -64,7 +64,7 @@ def is_leaf_path(tensor: str) -> bool:
 
 
 def state_axis_map(path: str, row: AxisMap, shape: tuple[int, ...]) -> AxisMap:
-    """Return the axis map of a leaf of the optimizer state, derived from the axis map of its parameter.
+    """Derive the axis map of an optimizer-state leaf from its parameter's axis map.
 
     Args:
         path: Path of the parameter's leaf.
@@ -93,7 +93,7 @@ def state_axis_map(path: str, row: AxisMap, shape: tuple[int, ...]) -> AxisMap:
 
 
 def _tensor_dim(factors: tuple[SizedAxis, ...]) -> TensorDim:
-    """Return a dim of a tensor with all elements of a dim of the leaf."""
+    """Return a tensor dim that has the same elements as a leaf dim."""
     extent = 1
     for factor in factors:
         extent *= factor.extent

@@ -142,12 +142,12 @@ def region_copies(
     Yields:
         Copies with tensor offsets from the first byte of the tensor or window.
     """
-    stacked = _ranges_of(dict(region.stacked_indices))
+    stacked = _index_ranges(dict(region.stacked_indices))
     for atom_ranges in _atom_ranges_of_tensor_box(region.axis_map, box):
         yield from _copies_to_chunks(region, stacked | atom_ranges, window)
 
 
-def _ranges_of(indices: Mapping[str, int]) -> dict[str, Range]:
+def _index_ranges(indices: Mapping[str, int]) -> dict[str, Range]:
     """Return the range of each axis with one index, e.g. {"layers": 3} -> {"layers": (3, 4)}."""
     return {atom: (index, index + 1) for atom, index in indices.items()}
 
@@ -204,11 +204,11 @@ def leaf_box_parts(
             if factor.fixed is None:
                 true_extents[factor.atom] = factor.extent
     for atom_ranges in _atom_ranges_of_box(axis_map, box):
-        true_ranges = _ranges_of(unscanned_indices)
+        true_ranges = _index_ranges(unscanned_indices)
         for atom, atom_range in atom_ranges.items():
             true_ranges[atom] = intersect(atom_range, (0, true_extents[atom]))
-        for stacked in _iterate_stacked(axis_map, true_ranges):
-            ranges = true_ranges | _ranges_of(stacked)
+        for stacked in _iter_stacked_indices(axis_map, true_ranges):
+            ranges = true_ranges | _index_ranges(stacked)
             if all(start < stop for start, stop in ranges.values()):
                 yield LeafBoxPart(box, axis_map.tensor_name(stacked), ranges)
 
@@ -273,7 +273,7 @@ def tensor_box(axis_map: AxisMap, atom_ranges: Mapping[str, Range]) -> Box:
 def _atom_ranges_in_window(
     axis_map: AxisMap, atom_ranges: Mapping[str, Range], window: Box | None
 ) -> Iterator[Mapping[str, Range]]:
-    """Yield the part of `atom_ranges` inside a window of the tensor, as one or several boxes of axis ranges."""
+    """Yield the ranges of axes (atoms) inside a window of the tensor, as one or several boxes."""
     if window is None:
         yield atom_ranges
         return
@@ -299,7 +299,7 @@ def _atom_ranges_of_box(axis_map: AxisMap, box: Box) -> Iterator[dict[str, Range
         yield atom_ranges
 
 
-def _iterate_stacked(
+def _iter_stacked_indices(
     axis_map: AxisMap, atom_ranges: Mapping[str, Range]
 ) -> Iterator[dict[str, int]]:
     """Yield the index of each stacked axis, for every tensor in the ranges, e.g. {"layers": 0}, {"layers": 1}."""

@@ -94,7 +94,7 @@ def merge_windows(
             other := _mergeable_box(box, merged, axis_strides, min_skipped_gap_nbytes)
         ) is not None:
             merged.remove(other)
-            box = _union(box, other)
+            box = _union_box(box, other)
         merged.append(box)
     return merged
 
@@ -108,12 +108,12 @@ def _mergeable_box(
     return None
 
 
-def _union(a: Box, b: Box) -> Box:
+def _union_box(a: Box, b: Box) -> Box:
     return tuple((min(x[0], y[0]), max(x[1], y[1])) for x, y in zip(a, b))
 
 
 def _is_mergeable(a: Box, b: Box, axis_strides: Sequence[int], min_skipped_gap_nbytes: int) -> bool:
-    if volume(_union(a, b)) <= max(volume(a), volume(b)):
+    if volume(_union_box(a, b)) <= max(volume(a), volume(b)):
         return True  # one contains the other
     # The union of two boxes that differ along only one axis is a box, apart from the gap between them.
     different = [axis for axis in range(len(a)) if a[axis] != b[axis]]

@@ -78,22 +78,22 @@ def parse_quant_state(document: object) -> QuantState:
     shape = document.get("shape")
     if not isinstance(shape, list) or not 0 < len(shape) <= MAX_DIMS:
         raise ValueError("it has no shape")
-    dims = tuple(_count(size, "shape", 1 << 40) for size in shape)
+    dims = tuple(_checked_count(size, "shape", 1 << 40) for size in shape)
     nested_block_size = 0
     nested_offset = 0.0
     if "nested_blocksize" in document:
-        nested_block_size = _count(
+        nested_block_size = _checked_count(
             document["nested_blocksize"], "nested_blocksize", MAX_BLOCK_VALUES
         )
         offset = document.get("nested_offset")
         if not isinstance(offset, float | int) or not math.isfinite(offset):
             raise ValueError("nested_offset is not a number")
         nested_offset = float(offset)
-    block_size = _count(document.get("blocksize"), "blocksize", MAX_BLOCK_VALUES)
+    block_size = _checked_count(document.get("blocksize"), "blocksize", MAX_BLOCK_VALUES)
     return QuantState(dims, dtype, block_size, nested_block_size, nested_offset)
 
 
-def _count(value: Any, name: str, most: int) -> int:
+def _checked_count(value: Any, name: str, most: int) -> int:
     if type(value) is not int or not 1 <= value <= most:
         raise ValueError(f"{name}={value!r:.40} is not a number from 1 to {most:,}")
     return value

@@ -233,7 +233,7 @@ def _packed_weight(
         )
     bits = {scheme["num_bits"] for scheme in _fitting_schemes(packing, (rows, columns), scale)}
     if len(bits) > 1:
-        raise _several_schemes_error(weight_name, f"{_alternatives(bits)} bits")
+        raise _several_schemes_error(weight_name, f"{_join_alternatives(bits)} bits")
     return PackedIntDecoder(
         weight_name,
         packed,
@@ -248,7 +248,7 @@ def _packed_weight(
 def _compressed_block(
     schemes: Sequence[Scheme], weight: FileTensor, scale: FileTensor
 ) -> tuple[int, int]:
-    """Return the rows and columns of a block of dense codes of compressed-tensors."""
+    """Return how many rows and columns share a scale, for dense codes of compressed-tensors."""
     rows, columns = weight.shape[-2:]
     blocks: set[tuple[int, int]] = set()
     for scheme in _fitting_schemes(schemes, weight.shape, scale):
@@ -257,7 +257,7 @@ def _compressed_block(
             # Larger blocks than the weight are the same as the weight.
             blocks.add((min(block[0], rows), min(block[1], columns)))
     if len(blocks) > 1:
-        sizes = _alternatives([*block] for block in blocks)
+        sizes = _join_alternatives([*block] for block in blocks)
         raise _several_schemes_error(weight.name, f"blocks of {sizes}")
     if blocks:
         return blocks.pop()
@@ -311,7 +311,7 @@ def _fitting_schemes(
     return fitting
 
 
-def _alternatives(values: Iterable[object]) -> str:
+def _join_alternatives(values: Iterable[object]) -> str:
     return " or ".join(sorted(str(value) for value in values))
 
 
@@ -413,7 +413,7 @@ def _find_bitsandbytes(settings: Mapping[str, Any], stored: StoredWeights) -> It
 
 
 def _bits4_weight(stored: StoredWeights, quant_state: FileTensor, weight_name: str) -> Decoder:
-    """Return the decoder of a weight of 4 bits of bitsandbytes."""
+    """Return the decoder of a 4-bit weight of bitsandbytes."""
     try:
         document = parse_json(stored.payload(quant_state))
         state = parse_quant_state(document)

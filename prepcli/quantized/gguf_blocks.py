@@ -60,12 +60,12 @@ class BlockType:
     decode: Callable[[np.ndarray], FloatArray]
 
 
-def _column(field: np.ndarray) -> FloatArray:
+def _float_column(field: np.ndarray) -> FloatArray:
     """Return a field with one number per block as a column [N, 1] of float32."""
     return field.astype(np.float32)[:, None]
 
 
-def _halves(nibbles: CodeArray) -> CodeArray:
+def _low_and_high_nibbles(nibbles: CodeArray) -> CodeArray:
     """Return the codes [N, 2, B] of low nibbles, then high nibbles, of bytes [N, B]."""
     codes = np.empty((len(nibbles), 2, nibbles.shape[1]), np.uint8)
     np.bitwise_and(nibbles, 15, out=codes[:, 0])
@@ -73,7 +73,7 @@ def _halves(nibbles: CodeArray) -> CodeArray:
     return codes
 
 
-def _fields(octets: CodeArray, bits: int) -> CodeArray:
+def _unpack_fields(octets: CodeArray, bits: int) -> CodeArray:
     """Return the bit fields [N, 8 / bits, B] of bytes [N, B], the lowest bits first."""
     count = 8 // bits
     codes = np.empty((len(octets), count, octets.shape[1]), np.uint8)
@@ -90,42 +90,42 @@ def _high_bits(octets: CodeArray) -> CodeArray:
 
 # value[16 h + i] = d * (nibble h of qs[i] - 8)
 def _decode_q4_0(blocks: np.ndarray) -> FloatArray:
-    values = _halves(blocks["qs"]).reshape(-1, 32).astype(np.float32)
+    values = _low_and_high_nibbles(blocks["qs"]).reshape(-1, 32).astype(np.float32)
     values -= 8
-    values *= _column(blocks["d"])
+    values *= _float_column(blocks["d"])
     return values
 
 
 # value[16 h + i] = d * nibble h of qs[i] + m
 def _decode_q4_1(blocks: np.ndarray) -> FloatArray:
-    values = _halves(blocks["qs"]).reshape(-1, 32).astype(np.float32)
-    values *= _column(blocks["d"])
-    values += _column(blocks["m"])
+    values = _low_and_high_nibbles(blocks["qs"]).reshape(-1, 32).astype(np.float32)
+    values *= _float_column(blocks["d"])
+    values += _float_column(blocks["m"])
     return values
 
 
 # value[16 h + i] = d * (nibble h of qs[i] + 16 * bit (16 h + i) of qh - 16)
 def _decode_q5_0(blocks: np.ndarray) -> FloatArray:
-    codes = _halves(blocks["qs"]).reshape(-1, 32) | _high_bits(blocks["qh"])
+    codes = _low_and_high_nibbles(blocks["qs"]).reshape(-1, 32) | _high_bits(blocks["qh"])
     values = codes.astype(np.float32)
     values -= 16
-    values *= _column(blocks["d"])
+    values *= _float_column(blocks["d"])
     return values
 
 
 # value[16 h + i] = d * (nibble h of qs[i] + 16 * bit (16 h + i) of qh) + m
 def _decode_q5_1(blocks: np.ndarray) -> FloatArray:
-    codes = _halves(blocks["qs"]).reshape(-1, 32) | _high_bits(blocks["qh"])
+    codes = _low_and_high_nibbles(blocks["qs"]).reshape(-1, 32) | _high_bits(blocks["qh"])
     values = codes.astype(np.float32)
-    values *= _column(blocks["d"])
-    values += _column(blocks["m"])
+    values *= _float_column(blocks["d"])
+    values += _float_column(blocks["m"])
     return values
 
 
 # value[i] = d * qs[i]
 def _decode_q8_0(blocks: np.ndarray) -> FloatArray:
     values = blocks["qs"].astype(np.float32)
-    values *= _column(blocks["d"])
+    values *= _float_column(blocks["d"])
     return values
 
 
@@ -142,10 +142,10 @@ def _decode_mxfp4(blocks: np.ndarray) -> FloatArray:
 # scales[g]:
 # value[16 g + i] = d * low(scales[g]) * (bits 2 h and 2 h + 1 of qs[32 k + 16 j + i]) - dmin * high(scales[g])
 def _decode_q2_k(blocks: np.ndarray) -> FloatArray:
-    scales = _halves(blocks["scales"]).astype(np.float32)
-    steps = _column(blocks["d"]) * scales[:, 0]
-    minima = _column(blocks["dmin"]) * scales[:, 1]
-    codes = _fields(blocks["qs"].reshape(-1, 32), 2)
+    scales = _low_and_high_nibbles(blocks["scales"]).astype(np.float32)
+    steps = _float_column(blocks["d"]) * scales[:, 0]
+    minima = _float_column(blocks["dmin"]) * scales[:, 1]
+    codes = _unpack_fields(blocks["qs"].reshape(-1, 32), 2)
     values = codes.reshape(-1, 16, 16).astype(np.float32)
     values *= steps[:, :, None]
     values -= minima[:, :, None]
@@ -158,12 +158,12 @@ def _decode_q2_k(blocks: np.ndarray) -> FloatArray:
 # hmask[16 j + i]))
 def _decode_q3_k(blocks: np.ndarray) -> FloatArray:
     packed = blocks["scales"]
-    low = _halves(packed[:, :8]).reshape(-1, 16)
-    high = _fields(packed[:, 8:], 2).reshape(-1, 16)
+    low = _low_and_high_nibbles(packed[:, :8]).reshape(-1, 16)
+    high = _unpack_fields(packed[:, 8:], 2).reshape(-1, 16)
     scales = (low | high << 4).astype(np.float32) - 32
-    steps = _column(blocks["d"]) * scales
-    codes = _fields(blocks["qs"].reshape(-1, 32), 2).reshape(-1, 256)
-    high_codes = _fields(blocks["hmask"], 1).reshape(-1, 256)
+    steps = _float_column(blocks["d"]) * scales
+    codes = _unpack_fields(blocks["qs"].reshape(-1, 32), 2).reshape(-1, 256)
+    high_codes = _unpack_fields(blocks["hmask"], 1).reshape(-1, 256)
     values = (codes + 4 * high_codes).reshape(-1, 16, 16).astype(np.float32)
     values -= 4
     values *= steps[:, :, None]
@@ -190,21 +190,21 @@ def _scales_and_minima(packed: CodeArray) -> tuple[FloatArray, FloatArray]:
 # value[32 g + i] = d * s[g] * (nibble h of qs[32 k + i]) - dmin * m[g]
 def _decode_q4_k(blocks: np.ndarray) -> FloatArray:
     scales, minima = _scales_and_minima(blocks["scales"])
-    codes = _halves(blocks["qs"].reshape(-1, 32))
+    codes = _low_and_high_nibbles(blocks["qs"].reshape(-1, 32))
     values = codes.reshape(-1, 8, 32).astype(np.float32)
-    values *= (_column(blocks["d"]) * scales)[:, :, None]
-    values -= (_column(blocks["dmin"]) * minima)[:, :, None]
+    values *= (_float_column(blocks["d"]) * scales)[:, :, None]
+    values -= (_float_column(blocks["dmin"]) * minima)[:, :, None]
     return values.reshape(-1, 256)
 
 
 # value[32 g + i] = d * s[g] * (nibble h of qs[32 k + i] + 16 * bit g of qh[i]) - dmin * m[g], groups as in Q4_K
 def _decode_q5_k(blocks: np.ndarray) -> FloatArray:
     scales, minima = _scales_and_minima(blocks["scales"])
-    codes = _halves(blocks["qs"].reshape(-1, 32)).reshape(-1, 8, 32)
-    codes |= _fields(blocks["qh"], 1) << 4
+    codes = _low_and_high_nibbles(blocks["qs"].reshape(-1, 32)).reshape(-1, 8, 32)
+    codes |= _unpack_fields(blocks["qh"], 1) << 4
     values = codes.astype(np.float32)
-    values *= (_column(blocks["d"]) * scales)[:, :, None]
-    values -= (_column(blocks["dmin"]) * minima)[:, :, None]
+    values *= (_float_column(blocks["d"]) * scales)[:, :, None]
+    values -= (_float_column(blocks["dmin"]) * minima)[:, :, None]
     return values.reshape(-1, 256)
 
 
@@ -212,11 +212,11 @@ def _decode_q5_k(blocks: np.ndarray) -> FloatArray:
 # value[128 k + 32 q + i] = d * scales[g] * (nibble q // 2 of ql[64 k + 32 (q % 2) + i]
 #                                            + 16 * (bits 2 q and 2 q + 1 of qh[32 k + i]) - 32)
 def _decode_q6_k(blocks: np.ndarray) -> FloatArray:
-    codes = _halves(blocks["ql"].reshape(-1, 64)).reshape(-1, 256)
-    codes |= _fields(blocks["qh"].reshape(-1, 32), 2).reshape(-1, 256) << 4
+    codes = _low_and_high_nibbles(blocks["ql"].reshape(-1, 64)).reshape(-1, 256)
+    codes |= _unpack_fields(blocks["qh"].reshape(-1, 32), 2).reshape(-1, 256) << 4
     values = codes.reshape(-1, 16, 16).astype(np.float32)
     values -= 32
-    values *= (_column(blocks["d"]) * blocks["scales"])[:, :, None]
+    values *= (_float_column(blocks["d"]) * blocks["scales"])[:, :, None]
     return values.reshape(-1, 256)
 
 

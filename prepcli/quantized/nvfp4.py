@@ -87,7 +87,7 @@ class Nvfp4Decoder(InvertibleDecoder):
         return values
 
     def _read_scales(self, rows: Range, read: MatrixReader) -> FloatArray:
-        """Return the products of the scales of groups [R, G] and the scale of the tensor."""
+        """Return the groups' scales [R, G], multiplied by the scale of the whole tensor."""
         scales = read(self._scales, rows).astype(np.float32)
         tensor_scale = read(self._tensor_scale, (0, 1))
         operation = np.divide if self._is_divisor else np.multiply

@@ -101,9 +101,9 @@ class ScaledDecoder(InvertibleDecoder):
         grid_range = (first, int(grid_rows[-1]) + 1)
         if self._zero_point is not None:
             zero_points = read(self._zero_point, grid_range).astype(np.float32)
-            self._combine(values, zero_points[grid_rows - first], np.subtract)
+            self._combine_with_blocks(values, zero_points[grid_rows - first], np.subtract)
         scales = read_scales(read(self._scale, grid_range))
-        self._combine(values, scales[grid_rows - first], np.multiply)
+        self._combine_with_blocks(values, scales[grid_rows - first], np.multiply)
         return values
 
     def encode(self, rows: Range, values: BitArray, read: MatrixReader) -> CodeArray:
@@ -119,13 +119,13 @@ class ScaledDecoder(InvertibleDecoder):
         return codes
 
     def _grid_rows_of(self, rows: Range) -> npt.NDArray[np.int64]:
-        """Return the row of the grid of scales for each row of the tensor."""
+        """Return, for each row of the tensor, the row in the grid of scales."""
         # E.g. 3 matrices of 130 rows in blocks of 128 have the grid rows 0 0 ... 1 1, 2 2 ... 3 3, 4 4 ... 5 5.
         matrices, matrix_rows = np.divmod(np.arange(*rows), self._matrix_rows)
         return matrices * self._grid_rows + matrix_rows // self._block[0]
 
     def _decoded_codes(self, grid_row: int, read: MatrixReader) -> BitArray:
-        """Return the bfloat16 values of all codes [G, 256] with each scale of a row of the grid."""
+        """Decode all 256 codes with each scale in a row of the grid, as bfloat16 [G, 256]."""
         grid_range = (grid_row, grid_row + 1)
         codes = CODES.view(numpy_dtype(self._weight.tensor.dtype)).astype(np.float32)
         with np.errstate(all="ignore"):
@@ -140,7 +140,9 @@ class ScaledDecoder(InvertibleDecoder):
         rounded = round_to_dtype(values, numpy_dtype(self.dtype)).astype(np.float32)
         return round_to_dtype(rounded, numpy_dtype("bfloat16")).view(np.uint16)
 
-    def _combine(self, values: FloatArray, grid: FloatArray, operation: np.ufunc) -> None:
+    def _combine_with_blocks(
+        self, values: FloatArray, grid: FloatArray, operation: np.ufunc
+    ) -> None:
         """Combine the values of each row [R, C] with those of its blocks [R, G], in place."""
         width = self._block[1]
         if self.columns % width == 0:

@@ -220,7 +220,7 @@ class BucketLock:
         Raises:
             PrepError: Another process has taken the lock over, or the store does not answer.
         """
-        self._renew()
+        self._renew_lock()
         self._check_owner()
 
     def _check_owner(self) -> None:
@@ -236,9 +236,9 @@ class BucketLock:
         while not self._released.wait(self._renew_s):
             # Without an answer of the store, the next renewal or `check` asks again.
             with contextlib.suppress(PrepError, ConditionsNotSupportedError):
-                self._renew()
+                self._renew_lock()
 
-    def _renew(self) -> None:
+    def _renew_lock(self) -> None:
         """Rewrite the lock object. Record its new owner if this process no longer holds it."""
         with self._mutex:
             # No write after `release`: it would create the lock object again.

@@ -68,7 +68,7 @@ def create_object(bucket: Bucket, path: str, content: bytes) -> ObjectVersion | 
         ConditionsNotSupportedError: The store has no conditional writes.
         PrepError: The store does not answer, or access is denied.
     """
-    return _put(bucket, path, content, "create")
+    return _put_object(bucket, path, content, "create")
 
 
 def replace_object(
@@ -94,7 +94,7 @@ def replace_object(
         known["e_tag"] = version.etag
     if version.generation:
         known["version"] = version.generation
-    return _put(bucket, path, content, known)
+    return _put_object(bucket, path, content, known)
 
 
 def publish_file(bucket: Bucket, path: str, file: Path) -> None:
@@ -167,7 +167,7 @@ def read_object(bucket: Bucket, path: str, max_nbytes: int) -> SmallObject | Non
             return None
 
 
-def _put(bucket: Bucket, path: str, content: bytes, mode: PutMode) -> ObjectVersion | None:
+def _put_object(bucket: Bucket, path: str, content: bytes, mode: PutMode) -> ObjectVersion | None:
     """Write an object on a condition, and return its version, or None if the condition did not hold."""
     from obstore import exceptions
 

@@ -114,7 +114,10 @@ class _RetryingSender:
             if response.status_code not in RETRYABLE_STATUSES or _is_commit(request):
                 return response
             self._record_failure(
-                request, f"HTTP {response.status_code} from {_host(request)}", None, response
+                request,
+                f"HTTP {response.status_code} from {_request_host(request)}",
+                None,
+                response,
             )
             if not self._can_resend(request):
                 return response
@@ -225,7 +228,7 @@ class _RetryingSender:
         time.sleep(wait_s)
 
     def _failure_text(self, request: Any, error: Exception) -> str:
-        host = _host(request)
+        host = _request_host(request)
         if isinstance(error.__cause__, TimeoutError) and "fewer" in str(error):
             return f"{host} is too slow: {error}"
         if isinstance(error, self.http.TimeoutException):
@@ -260,5 +263,5 @@ def _request_key(request: Any) -> tuple[str, str]:
     return request.method, str(request.url)
 
 
-def _host(request: Any) -> str:
+def _request_host(request: Any) -> str:
     return request.url.netloc.decode()

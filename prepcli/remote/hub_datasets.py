@@ -64,7 +64,7 @@ def select_files(
     split: str | None,
     accepts: Callable[[str], bool],
 ) -> list[str]:
-    """Return the files of a split of a configuration, in the order of the list or of their names.
+    """Return the files of a split: in the order that the configuration lists them, else sorted by name.
 
     Args:
         dataset: Name of the dataset, for error messages.
@@ -86,14 +86,18 @@ def select_files(
             )
         }
     default_config = next(
-        (_text(item["config_name"]) for item in _tables(metadata) if item.get("default")),
+        (
+            _scalar_text(item["config_name"])
+            for item in _readme_configs(metadata)
+            if item.get("default")
+        ),
         DEFAULT_CONFIG,
     )
-    splits = _choose(dataset, "configuration", "config", configs, config, default_config)
-    return list(_choose(dataset, "split", "split", splits, split, DEFAULT_SPLIT))
+    splits = _choose_item(dataset, "configuration", "config", configs, config, default_config)
+    return list(_choose_item(dataset, "split", "split", splits, split, DEFAULT_SPLIT))
 
 
-def _choose(
+def _choose_item(
     dataset: str, noun: str, key: str, items: Mapping[str, Item], wanted: str | None, default: str
 ) -> Item:
     """Return the requested item, the only one, or the default."""
@@ -116,15 +120,17 @@ def _choose(
     raise usage_error(what, f"its {noun}s: {', '.join(items)}", hint)
 
 
-def _tables(metadata: Mapping[str, object]) -> list[dict[str, object]]:
+def _readme_configs(metadata: Mapping[str, object]) -> list[dict[str, object]]:
     """Return the configurations in a README."""
     tables = metadata.get("configs")
     if not isinstance(tables, list):
         return []
-    return [item for item in tables if isinstance(item, dict) and _text(item.get("config_name"))]
+    return [
+        item for item in tables if isinstance(item, dict) and _scalar_text(item.get("config_name"))
+    ]
 
 
-def _text(value: object) -> str:
+def _scalar_text(value: object) -> str:
     """Return a YAML scalar as text, and an empty text for other values: aliases can make them very large."""
     if isinstance(value, str | int | float):
         return str(value)
@@ -136,17 +142,19 @@ def _listed_configs(
 ) -> dict[str, Splits]:
     """Return the files of the configurations in a README, by name and split."""
     configs: dict[str, Splits] = {}
-    for item in _tables(metadata):
-        folder = _text(item.get("data_dir") or "").strip("/")
+    for item in _readme_configs(metadata):
+        folder = _scalar_text(item.get("data_dir") or "").strip("/")
         if folder:
             inside = [name for name in names if name.startswith(f"{folder}/")]
         else:
             inside = names
         if item.get("data_files"):
-            configs[_text(item["config_name"])] = _listed_splits(item["data_files"], inside, folder)
+            configs[_scalar_text(item["config_name"])] = _listed_splits(
+                item["data_files"], inside, folder
+            )
         else:
             data = [name for name in inside if _is_visible_data(name, accepts)]
-            configs[_text(item["config_name"])] = _splits_by_name(data)
+            configs[_scalar_text(item["config_name"])] = _splits_by_name(data)
     return configs
 
 
@@ -165,12 +173,12 @@ def _listed_splits(data_files: object, names: Sequence[str], folder: str) -> Spl
         else:
             split = DEFAULT_SPLIT
             patterns = entry
-        files = splits.setdefault(_text(split), [])
+        files = splits.setdefault(_scalar_text(split), [])
         for pattern in patterns if isinstance(patterns, list) else [patterns]:
             if folder:
-                path = f"{folder}/{_text(pattern)}"
+                path = f"{folder}/{_scalar_text(pattern)}"
             else:
-                path = _text(pattern)
+                path = _scalar_text(pattern)
             files += [name for name in names if matches(name, path) and name not in files]
     return splits
 
@@ -186,7 +194,7 @@ def matches(name: str, pattern: str) -> bool:
     for character in name:
         if character == "/" and len(parts) in positions:
             return True
-        positions = _skip_empty_wildcards(_advance(positions, parts, character), parts)
+        positions = _skip_empty_wildcards(_advance_positions(positions, parts, character), parts)
     return len(parts) in positions
 
 
@@ -206,7 +214,7 @@ def _skip_empty_wildcards(positions: set[int], parts: Sequence[str]) -> set[int]
     return reached
 
 
-def _advance(positions: set[int], parts: Sequence[str], character: str) -> set[int]:
+def _advance_positions(positions: set[int], parts: Sequence[str], character: str) -> set[int]:
     """Return the positions in a pattern after one more character.
 
     ~i is the position inside of the wildcard `**/` at i, which ends with a slash.

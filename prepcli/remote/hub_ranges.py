@@ -81,9 +81,11 @@ class HubRangeReader:
         self, file_url: _FileUrl, file: RemoteFile, offset: int, into: ByteArray
     ) -> int | _FileUrl:
         """Return the number of bytes received, or the URL of a redirect."""
-        headers = self._headers(file_url) | {"Range": f"bytes={offset}-{offset + into.size - 1}"}
+        headers = self._request_headers(file_url) | {
+            "Range": f"bytes={offset}-{offset + into.size - 1}"
+        }
         try:
-            with contextlib.closing(self._get(file_url.url, headers)) as response:
+            with contextlib.closing(self._send_get(file_url.url, headers)) as response:
                 if 300 <= response.status_code < 400:
                     return self._follow_redirect(file_url, file, response.headers)
                 self._check_status(file_url, file, response.status_code, response.headers)
@@ -96,7 +98,7 @@ class HubRangeReader:
                 raise
             raise RetryableError(_failure_text(error, file_url.url, self.retry_policy)) from error
 
-    def _get(self, url: str, headers: dict[str, str]) -> Any:
+    def _send_get(self, url: str, headers: dict[str, str]) -> Any:
         """Send one GET and return the response with its body unread."""
         from huggingface_hub.utils import get_session
 
@@ -109,7 +111,7 @@ class HubRangeReader:
             lambda: session.send(request, stream=True, follow_redirects=False), timeout_s
         )
 
-    def _headers(self, file_url: _FileUrl) -> dict[str, str]:
+    def _request_headers(self, file_url: _FileUrl) -> dict[str, str]:
         """Return the request headers. Only the hub's own endpoint receives the token."""
         from huggingface_hub.utils import build_hf_headers
 

@@ -171,7 +171,7 @@ class Bucket:
         """
         store = self.store
         with self.translate_errors("list"):
-            files = self._retry(lambda: self._list_objects(store))
+            files = self._retry_call(lambda: self._list_objects(store))
         return tuple(sorted(files, key=lambda file: file.path))
 
     def find_file(self, path: str) -> RemoteFile | None:
@@ -187,7 +187,9 @@ class Bucket:
         store = self.store
         with self.translate_errors("read"):
             try:
-                metadata = self._retry(lambda: call_with_timeout(lambda: store.head(key), limit_s))
+                metadata = self._retry_call(
+                    lambda: call_with_timeout(lambda: store.head(key), limit_s)
+                )
             except (exceptions.NotFoundError, FileNotFoundError):
                 return None
         return _remote_file(path, metadata)
@@ -210,7 +212,7 @@ class Bucket:
                 )
         return files
 
-    def _retry(self, call: Callable[[], T]) -> T:
+    def _retry_call(self, call: Callable[[], T]) -> T:
         """Call a function. Repeat it while the store does not answer or is busy."""
         from obstore import exceptions
 
@@ -250,7 +252,7 @@ class Bucket:
             options["if_match"] = etag
         try:
             limit_s = (WRITE_TIMEOUT_FACTOR + 1) * self.retry_policy.timeout_s
-            return call_with_timeout(lambda: self._get(file, options, offset, into), limit_s)
+            return call_with_timeout(lambda: self._get_range(file, options, offset, into), limit_s)
         except exceptions.PreconditionError as error:
             raise file_changed_error(self, file, f"its ETag is no longer {etag}") from error
         except (exceptions.NotFoundError, FileNotFoundError) as error:
@@ -260,7 +262,7 @@ class Bucket:
         except (exceptions.BaseError, OSError) as error:
             raise RetryableError(self._failure_text(error)) from error
 
-    def _get(self, file: RemoteFile, options: Any, offset: int, into: ByteArray) -> int:
+    def _get_range(self, file: RemoteFile, options: Any, offset: int, into: ByteArray) -> int:
         result = self.store.get(self.url.key(file.path), options=options)
         if result.meta["size"] != file.size:
             raise file_changed_error(

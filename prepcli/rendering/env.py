@@ -37,10 +37,10 @@ def environment_report(environment: Environment, columns: int | None) -> Report:
         _two_column_table("memory", memory, columns),
         format_table(settings, ["settings", "", "set by"], width=columns, wrapped=[""]),
     ]
-    return Report("\n\n".join(tables), _fields(environment))
+    return Report("\n\n".join(tables), _environment_fields(environment))
 
 
-def _fields(environment: Environment) -> dict[str, object]:
+def _environment_fields(environment: Environment) -> dict[str, object]:
     """Return the fields of the JSON object."""
     return {
         **environment.system,

@@ -27,7 +27,7 @@ def evaluation_report(evaluation: Evaluation, columns: int | None) -> Report:
         "sources": {name: _score_fields(scores) for name, scores in evaluation.sources.items()},
         "seconds": round(evaluation.compute_seconds, 3),
     }
-    return Report(_table(evaluation, columns), fields, process=evaluation.process)
+    return Report(_evaluation_table(evaluation, columns), fields, process=evaluation.process)
 
 
 def _score_fields(scores: EvaluationScores) -> dict[str, float | int | None]:
@@ -42,7 +42,7 @@ def _score_fields(scores: EvaluationScores) -> dict[str, float | int | None]:
     }
 
 
-def _table(evaluation: Evaluation, columns: int | None) -> str:
+def _evaluation_table(evaluation: Evaluation, columns: int | None) -> str:
     """Return one line per source, one for all if there are several, and the metrics of generated targets."""
     rows = list(evaluation.sources.items())
     if len(rows) > 1:

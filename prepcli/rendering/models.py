@@ -29,7 +29,7 @@ def aliases_report(aliases: Sequence[Alias], columns: int | None) -> Report:
     """
     supported = {"convert": "any", "train": [*FAMILIES], "generate": [*FAMILIES]}
     fields = {
-        "models": [_fields(alias) for alias in aliases],
+        "models": [_alias_fields(alias) for alias in aliases],
         "families": [*FAMILIES],
         "supported": supported,
     }
@@ -80,7 +80,7 @@ def _alias_table(aliases: Sequence[Alias], columns: int | None) -> str:
     )
 
 
-def _fields(alias: Alias) -> dict[str, object]:
+def _alias_fields(alias: Alias) -> dict[str, object]:
     return {
         "alias": alias.name,
         "hub_id": alias.hub_id,

@@ -101,7 +101,7 @@ def _note_differences(verification: Verification, ui: Ui) -> None:
     differences = verification.differences
     num_shown = len(differences) if ui.level >= LEAVES else MAX_NAMES
     for difference in differences[:num_shown]:
-        ui.note(f"differs  {_label(difference)}  {difference['what']}")
+        ui.note(f"differs  {_difference_label(difference)}  {difference['what']}")
     if len(differences) > num_shown:
         ui.note(f"and {len(differences) - num_shown:,} more; `-v` or `--json` lists all")
 
@@ -112,12 +112,12 @@ def _difference_error(verification: Verification) -> PrepError:
     else:
         what = f"{verification.checkpoint} is not the same as {verification.against}"
     # A tensor may have several differences, e.g. one for each range of rows with a digest.
-    labels = {_label(difference) for difference in verification.differences}
+    labels = {_difference_label(difference) for difference in verification.differences}
     counts = f"{len(labels)} of {verification.total_tensors} tensors"
     first = verification.differences[0]
     hint = GET_AGAIN_HINT if verification.against is None else ""
-    return PrepError(f"{what} ({counts})", f"{_label(first)} {first['what']}", hint)
+    return PrepError(f"{what} ({counts})", f"{_difference_label(first)} {first['what']}", hint)
 
 
-def _label(difference: TensorDifference) -> TensorLabel:
+def _difference_label(difference: TensorDifference) -> TensorLabel:
     return TensorLabel(difference["leaf"], difference["tensor"])

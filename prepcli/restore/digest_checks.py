@@ -84,13 +84,13 @@ def check_tensors(
 
     progress.begin("check", sum(stream.nbytes for stream in streams))
     try:
-        _digest(source, streams, CHECK_MEMORY_NBYTES, progress=progress, on_digest=compare)
+        _digest_streams(source, streams, CHECK_MEMORY_NBYTES, progress=progress, on_digest=compare)
     finally:
         progress.end()
 
 
 def check_partly_read(source: Source, plan: Plan, progress: Progress) -> None:
-    """Check the tensors of a plan with a stream of other rows than those of their digests.
+    """Check the tensors that a plan reads in other row ranges than those with a recorded digest.
 
     E.g. a plan without padding reads rows 0 to 5 of a tensor [8, 4], and the digest of a lock covers rows 0 to 8. The
     digest of the stream cannot be compared with it, so that the tensor is read once more.
@@ -147,7 +147,7 @@ def stream_digests(
         return []
     progress.begin(task, sum(stream.nbytes for stream in streams))
     try:
-        digests = _digest(source, streams, memory_nbytes, progress=progress)
+        digests = _digest_streams(source, streams, memory_nbytes, progress=progress)
     finally:
         progress.end()
     return [digests[number] for number in range(len(streams))]
@@ -167,7 +167,10 @@ def sample_digest(source: Source) -> str:
 
 
 def towers_digest(source: Source) -> str:
-    """Return a digest of the first rows of each tensor of a multimodal model's towers. See `sample_digest`."""
+    """Return a digest of the towers: the vision and audio parts of a multimodal model.
+
+    It covers the first rows of each tensor, as in `sample_digest`.
+    """
     return _sample_digest(source, source.tower_tensors)
 
 
@@ -175,14 +178,14 @@ def _sample_digest(source: Source, tensors: Iterable[SourceTensor]) -> str:
     # The order of the files must not change the digest.
     tensors = sorted(tensors, key=lambda tensor: tensor.name)
     streams = [row_stream(tensor, (0, min(num_rows(tensor), SAMPLE_ROWS))) for tensor in tensors]
-    digests = _digest(source, streams, SAMPLE_MEMORY_NBYTES)
+    digests = _digest_streams(source, streams, SAMPLE_MEMORY_NBYTES)
     state = xxhash.xxh3_128()
     for number, tensor in enumerate(tensors):
         state.update(f"{tensor.name} {tensor.dtype} {digests[number]}\n".encode())
     return state.hexdigest()
 
 
-def _digest(
+def _digest_streams(
     source: Source,
     streams: Sequence[Stream],
     memory_nbytes: int,

@@ -51,9 +51,9 @@ def check_equal(source: Source, check: EqualityCheck) -> None:
     pair = [tensors[name] for name in (check.name, check.duplicate_of)]
     result = compare_streams(
         source.byte_sources,
-        _stream(pair[0]),
+        _tensor_stream(pair[0]),
         blobs_b=source.byte_sources,
-        stream_b=_stream(pair[1]),
+        stream_b=_tensor_stream(pair[1]),
     )
     if result.count:
         first = f"{list(result.index)}: {result.value_a}, {result.value_b}"
@@ -64,7 +64,7 @@ def check_equal(source: Source, check: EqualityCheck) -> None:
         )
 
 
-def _stream(tensor: SourceTensor) -> Stream:
+def _tensor_stream(tensor: SourceTensor) -> Stream:
     """Return a read-only stream of a whole tensor."""
     rows = (0, tensor.shape[0] if tensor.shape else 1)
     return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())

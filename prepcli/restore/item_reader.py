@@ -211,7 +211,7 @@ class ItemReader:
             self.read_nbytes += job.nbytes
 
     def _read_piece(self, piece: _PieceJob, scratch: ByteArray) -> None:
-        """Read a piece directly into its array if possible, else through `scratch` into all of its arrays."""
+        """Read a piece (a byte range of a chunk) into its array, or through `scratch` into all of its arrays."""
         # Pieces of compressed chunks are read by `_decode_chunk`.
         assert piece.stored is not None
         # A piece is read directly into its array if dtype, order and page offset agree. This is the
@@ -379,14 +379,14 @@ def _piece_jobs(
     item_nbytes = itemsize(meta.dtype)
     byte_strides = strides(meta.chunk_shape, item_nbytes)
     corner = [i * length for i, length in zip(index, meta.chunk_shape)]
-    chunk_box = _shifted(full_box(meta.chunk_shape), corner, 1)
-    needed = [_shifted(intersection(box, chunk_box), corner, -1) for box in arrays]
+    chunk_box = _shifted_box(full_box(meta.chunk_shape), corner, 1)
+    needed = [_shifted_box(intersection(box, chunk_box), corner, -1) for box in arrays]
     if is_checked:
         pieces = _block_pieces(needed, meta)
     else:
         pieces = _contiguous_pieces(_bounding_box(needed), meta.chunk_shape, item_nbytes)
     for piece in pieces:
-        box = _shifted(piece, corner, 1)
+        box = _shifted_box(piece, corner, 1)
         touching: dict[Box, np.ndarray] = {}
         for array_box, array in arrays.items():
             if volume(intersection(array_box, box)):
@@ -409,7 +409,7 @@ def _box_shape(box: Box) -> tuple[int, ...]:
     return tuple(high - low for low, high in box)
 
 
-def _shifted(box: Box, corner: Sequence[int], sign: int) -> Box:
+def _shifted_box(box: Box, corner: Sequence[int], sign: int) -> Box:
     """Return a box moved by `sign` times `corner`."""
     return tuple((low + sign * by, high + sign * by) for (low, high), by in zip(box, corner))
 

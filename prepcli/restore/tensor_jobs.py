@@ -56,13 +56,13 @@ class Target:
         """Copy the elements of a window, given in C order, to the array."""
         flat_array = self.array.reshape(-1)
         for copy in part_copies(self.axis_map, self.part, window=window):
-            counts, tensor_steps, array_steps = _loops(copy, copy.width, 1)
+            counts, tensor_steps, array_steps = _copy_loops(copy, copy.width, 1)
             source = _strided_view(values, copy.tensor_offset, counts, tensor_steps)
             target = _strided_view(flat_array, copy.file_offset, counts, array_steps)
             assign_tiled(target, source)
 
 
-def _loops(
+def _copy_loops(
     copy: StridedCopy, count: int, step: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return the nested loops of a copy as (counts, tensor steps, file steps), outermost loop first.
@@ -277,7 +277,7 @@ def _copy_span(span: StridedCopy, stored: ByteArray, window: ByteArray) -> None:
     """Copy the elements of a span from its bytes in the file to the bytes of a window."""
     # Elements of equal bytes may be copied as unsigned integers, the widest that divide the span.
     width = next((nbytes for nbytes in (8, 4, 2) if span.width % nbytes == 0), 1)
-    counts, tensor_strides, file_strides = _loops(span, span.width // width, width)
+    counts, tensor_strides, file_strides = _copy_loops(span, span.width // width, width)
     source = np.ndarray(counts, f"u{width}", stored, 0, file_strides)
     target = np.ndarray(counts, f"u{width}", window, span.tensor_offset, tensor_strides)
     assign_tiled(target, source)

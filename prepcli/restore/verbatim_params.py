@@ -64,7 +64,7 @@ def load_verbatim_params(
         if tensor.nbytes == 0:
             arrays[tensor.name] = np.empty(tensor.shape, numpy_dtype(tensor.dtype))
     with errors, open_checked_reader(source, path, mesh, verify, on_unchecked) as reader:
-        sharding = make_sharding(mesh, _rules(source))
+        sharding = make_sharding(mesh, _partition_rules(source))
         check_leaf_rules(sharding.rules, {name: leaf.dims for name, leaf in leaves.items()})
         loader = make_loader(reader)
         for name, leaf in leaves.items():
@@ -74,16 +74,16 @@ def load_verbatim_params(
                 continue
             placement = sharding.param_sharding(leaf) or local_device_sharding()
             arrays[name] = loader.load(
-                f"params.{name}", _target(leaf, numpy_dtype(leaf_dtype), placement)
+                f"params.{name}", _load_target(leaf, numpy_dtype(leaf_dtype), placement)
             )
     return arrays
 
 
-def _rules(source: Source) -> tuple[str, ...]:
+def _partition_rules(source: Source) -> tuple[str, ...]:
     return with_default_preset(source.tree_manifest.rules)
 
 
-def _target(leaf: ParamLeaf, dtype: np.dtype, sharding: Any) -> jax.ShapeDtypeStruct:
+def _load_target(leaf: ParamLeaf, dtype: np.dtype, sharding: Any) -> jax.ShapeDtypeStruct:
     import jax
 
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)

@@ -154,11 +154,13 @@ class WeightsReader:
         # Padding has no tensor, so that no read fills it.
         for array in parts.values():
             array.fill(0)
-        errors = run_jobs(self._jobs(leaf, parts), self._run_job, self._buffers, self._num_threads)
+        errors = run_jobs(
+            self._leaf_jobs(leaf, parts), self._run_job, self._buffers, self._num_threads
+        )
         if errors:
             raise errors[0]
 
-    def _jobs(self, leaf: _LeafTensors, parts: BoxArrays) -> Iterator[TensorRead]:
+    def _leaf_jobs(self, leaf: _LeafTensors, parts: BoxArrays) -> Iterator[TensorRead]:
         """Yield the reads of all tensors with elements in the boxes."""
         targets: dict[str, list[Target]] = {}
         for box, array in parts.items():

@@ -30,7 +30,7 @@ def append_files(source: Source, other: Source) -> Source:
 
 
 def shift_file_numbers(tensor: SourceTensor, count: int) -> SourceTensor:
-    """Return a tensor with `count` added to the file numbers of its placement.
+    """Return a tensor with `count` added to the numbers of the files that store it.
 
     Placements name files by number. After the files 0 to 2 of one source, file 0 of an appended source is file 3.
     """

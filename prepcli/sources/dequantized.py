@@ -72,8 +72,8 @@ class DequantizedBlob:
         return self.dtype or decoder.dtype
 
     @cached_property
-    def starts(self) -> list[int]:
-        """Offset of each weight, and the size of the blob."""
+    def weight_offsets(self) -> list[int]:
+        """Offset of each weight, then the size of the blob."""
         sizes = [math.prod(each.shape) * itemsize(self.dtype_of(each)) for each in self.decoders]
         return [*itertools.accumulate(sizes, initial=0)]
 
@@ -106,7 +106,7 @@ class DequantizedReader:
     def __init__(self, blob: DequantizedBlob, max_nbytes: int) -> None:
         self._blob = blob
         self._decoders = blob.decoders
-        self._starts = blob.starts
+        self._weight_offsets = blob.weight_offsets
         self._max_values = max_nbytes // (2 * DECODING_NBYTES)
         self._panel_nbytes = min(max_nbytes // 8, MAX_PANEL_NBYTES)
         self._files = open_blobs(blob.stored)
@@ -124,10 +124,10 @@ class DequantizedReader:
             PrepError: A stored tensor cannot be read, or its values are invalid.
         """
         done = 0
-        number = bisect.bisect_right(self._starts, offset) - 1
+        number = bisect.bisect_right(self._weight_offsets, offset) - 1
         while done < into.size:
-            start = offset + done - self._starts[number]
-            weight_nbytes = self._starts[number + 1] - self._starts[number]
+            start = offset + done - self._weight_offsets[number]
+            weight_nbytes = self._weight_offsets[number + 1] - self._weight_offsets[number]
             count = min(into.size - done, weight_nbytes - start)
             self._read_weight(number, start, into[done : done + count])
             done += count
@@ -241,7 +241,7 @@ def dequantize_source(source: Source) -> Source:
         PrepError: The format is not supported.
         DamagedError: A tensor is missing, does not fit, or contradicts the config.
     """
-    settings = _settings_of(source)
+    settings = _quantization_settings(source)
     weights = find_source_weights(source)
     blob = DequantizedBlob(source.display_name, weights.decoders, source.byte_sources)
     decoded = _decoded_source(source, weights, blob)
@@ -268,10 +268,10 @@ def decode_alike(source: Source, other: Source) -> tuple[Source, Source]:
 
     Quantised weights are decoded to the dtype of the source with decoded weights.
     """
-    return _decode_like(source, other), _decode_like(other, source)
+    return _decode_to_dtype_of(source, other), _decode_to_dtype_of(other, source)
 
 
-def _decode_like(source: Source, decoded: Source) -> Source:
+def _decode_to_dtype_of(source: Source, decoded: Source) -> Source:
     """Return a quantised source with its weights decoded to the dtype of `decoded`, or `source` unchanged."""
     is_stored = not source.quantized and not source.quantization
     if decoded.quantized and is_stored and model_quantization(source.config, source.root):
@@ -297,7 +297,7 @@ def decoder_of_tensor(source: Source, tensor: SourceTensor) -> Decoder:
     """Return the decoder of a decoded tensor. A decoder may have several tensors, e.g. one for each expert."""
     blob = _decoded_blob(source)
     offset = _blob_offset(tensor.placement[0])
-    return blob.decoders[bisect.bisect_right(blob.starts, offset) - 1]
+    return blob.decoders[bisect.bisect_right(blob.weight_offsets, offset) - 1]
 
 
 def _blob_offset(location: Location) -> int:
@@ -350,12 +350,12 @@ def _cast_location(
     blob: DequantizedBlob,
     cast_blob: DequantizedBlob,
 ) -> Contiguous | ChunkedLocation:
-    """Return a location of values of a dtype in a blob of another dtype."""
-    starts = blob.starts
+    """Translate the location of values in one blob to a blob that decodes them to another dtype."""
+    starts = blob.weight_offsets
     old_offset = _blob_offset(location)
     number = bisect.bisect_right(starts, old_offset) - 1
     values = (old_offset - starts[number]) // itemsize(dtype)
-    offset = cast_blob.starts[number] + values * itemsize(cast_blob.dtype)
+    offset = cast_blob.weight_offsets[number] + values * itemsize(cast_blob.dtype)
     if isinstance(location, Contiguous):
         return Contiguous(location.file, offset)
     assert isinstance(location, ChunkedLocation)
@@ -366,10 +366,10 @@ def _cast_location(
 def find_source_weights(source: Source) -> QuantizedWeights:
     """Return the decoders of the quantised weights of a source. See `dequantize_source`."""
     stored = [_file_tensor(source, tensor) for tensor in source.tensors]
-    return find_stored_weights(_settings_of(source), stored, source.byte_sources)
+    return find_stored_weights(_quantization_settings(source), stored, source.byte_sources)
 
 
-def _settings_of(source: Source) -> Mapping[str, Any]:
+def _quantization_settings(source: Source) -> Mapping[str, Any]:
     """Return the quantisation config of a model. Raise UsageError if it has none."""
     settings = model_quantization(source.config, source.root)
     if not settings:
@@ -426,7 +426,7 @@ def _decoded_source(source: Source, weights: QuantizedWeights, blob: Dequantized
     """Return the source with a decoded tensor in place of the codes of each weight, and with scales as its state."""
     blob_number = len(source.byte_sources)
     decoded: dict[str, SourceTensor] = {}
-    for decoder, start in zip(weights.decoders, blob.starts):
+    for decoder, start in zip(weights.decoders, blob.weight_offsets):
         decoded[decoder.stored[0].name] = SourceTensor(
             source.names.bare_name(decoder.name),
             decoder.dtype,

@@ -71,7 +71,7 @@ class Refusal:
         return PrepError(f"{display_name} {self.what}", why, hint)
 
 
-def _quantised(why: str) -> Refusal:
+def _quantised_refusal(why: str) -> Refusal:
     return Refusal(
         "is quantised",
         f"{why}; its weights are not the model's own values",
@@ -85,7 +85,8 @@ ADAPTER = Refusal(
     ADAPTER_HINT,
 )
 GPTQ, AWQ, MODELOPT = (
-    _quantised(f"found {{names}}, which {tool} writes") for tool in ("GPTQ", "AWQ", "ModelOpt")
+    _quantised_refusal(f"found {{names}}, which {tool} writes")
+    for tool in ("GPTQ", "AWQ", "ModelOpt")
 )
 GGUF = Refusal(
     "is in GGUF format",
@@ -263,7 +264,7 @@ def _check_config(folder: Folder, *, allow_quantized: bool) -> None:
         ) from error
     quantisation = _find_quantisation(config)
     if quantisation and not allow_quantized:
-        raise _quantised(f"{CONFIG} has a {quantisation}").error((), folder.display_name)
+        raise _quantised_refusal(f"{CONFIG} has a {quantisation}").error((), folder.display_name)
 
 
 def _find_quantisation(config: Any) -> str:

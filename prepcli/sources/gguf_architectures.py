@@ -54,7 +54,7 @@ class GgufArchitecture:
     norm_offset: float = 0.0
 
 
-def _modules(names: Mapping[str, str], *, bias: bool = False) -> dict[str, str]:
+def _module_names(names: Mapping[str, str], *, bias: bool = False) -> dict[str, str]:
     """Return the names of weights, and of biases, of modules."""
     tensors = {f"{name}.weight": f"{hf_name}.weight" for name, hf_name in names.items()}
     if bias:
@@ -63,10 +63,10 @@ def _modules(names: Mapping[str, str], *, bias: bool = False) -> dict[str, str]:
 
 
 _LAYER = "model.layers.{layer}."
-_EMBEDDINGS = _modules(
+_EMBEDDINGS = _module_names(
     {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 )
-_ATTENTION = _modules(
+_ATTENTION = _module_names(
     {
         "blk.attn_q": _LAYER + "self_attn.q_proj",
         "blk.attn_k": _LAYER + "self_attn.k_proj",
@@ -75,19 +75,19 @@ _ATTENTION = _modules(
     },
     bias=True,
 )
-_HEAD_NORMS = _modules(
+_HEAD_NORMS = _module_names(
     {
         "blk.attn_q_norm": _LAYER + "self_attn.q_norm",
         "blk.attn_k_norm": _LAYER + "self_attn.k_norm",
     }
 )
-_PRE_NORMS = _modules(
+_PRE_NORMS = _module_names(
     {
         "blk.attn_norm": _LAYER + "input_layernorm",
         "blk.ffn_norm": _LAYER + "post_attention_layernorm",
     }
 )
-_SANDWICH_NORMS = _modules(
+_SANDWICH_NORMS = _module_names(
     {
         "blk.attn_norm": _LAYER + "input_layernorm",
         "blk.post_attention_norm": _LAYER + "post_attention_layernorm",
@@ -95,14 +95,14 @@ _SANDWICH_NORMS = _modules(
         "blk.post_ffw_norm": _LAYER + "post_feedforward_layernorm",
     }
 )
-_MLP = _modules(
+_MLP = _module_names(
     {
         "blk.ffn_gate": _LAYER + "mlp.gate_proj",
         "blk.ffn_up": _LAYER + "mlp.up_proj",
         "blk.ffn_down": _LAYER + "mlp.down_proj",
     }
 )
-_EXPERTS = _modules(
+_EXPERTS = _module_names(
     {
         "blk.ffn_gate_inp": _LAYER + "mlp.gate",
         "blk.ffn_gate_exps": _LAYER + "mlp.experts.{expert}.gate_proj",
@@ -110,7 +110,7 @@ _EXPERTS = _modules(
         "blk.ffn_down_exps": _LAYER + "mlp.experts.{expert}.down_proj",
     }
 )
-_MIXTRAL_EXPERTS = _modules(
+_MIXTRAL_EXPERTS = _module_names(
     {
         "blk.ffn_gate_inp": _LAYER + "block_sparse_moe.gate",
         "blk.ffn_gate_exps": _LAYER + "block_sparse_moe.experts.{expert}.w1",
@@ -118,7 +118,7 @@ _MIXTRAL_EXPERTS = _modules(
         "blk.ffn_down_exps": _LAYER + "block_sparse_moe.experts.{expert}.w2",
     }
 )
-_SHARED_EXPERT = _modules(
+_SHARED_EXPERT = _module_names(
     {
         "blk.ffn_gate_inp_shexp": _LAYER + "mlp.shared_expert_gate",
         "blk.ffn_gate_shexp": _LAYER + "mlp.shared_expert.gate_proj",
@@ -126,7 +126,7 @@ _SHARED_EXPERT = _modules(
         "blk.ffn_down_shexp": _LAYER + "mlp.shared_expert.down_proj",
     }
 )
-_PHI3_FUSED = _modules(
+_PHI3_FUSED = _module_names(
     {
         "blk.attn_qkv": _LAYER + "self_attn.qkv_proj",
         "blk.attn_output": _LAYER + "self_attn.o_proj",
@@ -134,7 +134,7 @@ _PHI3_FUSED = _modules(
         "blk.ffn_down": _LAYER + "mlp.down_proj",
     }
 )
-_GPT2 = _modules(
+_GPT2 = _module_names(
     {
         "output_norm": "transformer.ln_f",
         "blk.attn_norm": "transformer.h.{layer}.ln_1",
@@ -145,7 +145,7 @@ _GPT2 = _modules(
         "blk.ffn_down": "transformer.h.{layer}.mlp.c_proj",
     },
     bias=True,
-) | _modules(
+) | _module_names(
     {"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output": "lm_head"}
 )
 
@@ -252,7 +252,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         "GptOssForCausalLM",
         _EMBEDDINGS
         | _ATTENTION
-        | _modules({"blk.ffn_gate_inp": _LAYER + "mlp.router"}, bias=True)
+        | _module_names({"blk.ffn_gate_inp": _LAYER + "mlp.router"}, bias=True)
         | {
             "blk.attn_norm.weight": _LAYER + "input_layernorm.weight",
             "blk.post_attention_norm.weight": _LAYER + "post_attention_layernorm.weight",

@@ -101,10 +101,10 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[SmallFile, ...]:
         document = _sentencepiece_document(metadata)
     else:
         raise ValueError(f"its tokenizer is {model!r:.40}, and BPE and SentencePiece are converted")
-    settings = _settings(metadata, _strings(metadata, "tokens"))
+    settings = _tokenizer_settings(metadata, _metadata_strings(metadata, "tokens"))
     return (
-        SmallFile("tokenizer.json", _encode(document)),
-        SmallFile("tokenizer_config.json", _encode(settings)),
+        SmallFile("tokenizer.json", _encode_json(document)),
+        SmallFile("tokenizer_config.json", _encode_json(settings)),
     )
 
 
@@ -115,9 +115,9 @@ def _byte_level_document(metadata: Mapping[str, Any]) -> dict[str, Any]:
         known = ", ".join(PRE_TOKENIZERS)
         raise ValueError(f"its pre-tokenizer is {name!r:.40}, and {known} are converted")
     pre_tokenizer = PRE_TOKENIZERS[name]
-    tokens = _strings(metadata, "tokens")
-    types = _array(metadata, "token_type").numbers().tolist()
-    merges = [merge.split(" ") for merge in _strings(metadata, "merges")]
+    tokens = _metadata_strings(metadata, "tokens")
+    types = _metadata_array(metadata, "token_type").numbers().tolist()
+    merges = [merge.split(" ") for merge in _metadata_strings(metadata, "merges")]
     _check_tokens(tokens, types)
     _check_merges(tokens, merges)
     return {
@@ -130,7 +130,7 @@ def _byte_level_document(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "model": {
             **BPE,
             "ignore_merges": pre_tokenizer.ignores_merges,
-            "vocab": _vocab(tokens, types),
+            "vocab": _token_ids(tokens, types),
             "merges": merges,
         },
     }
@@ -141,9 +141,9 @@ def _sentencepiece_document(metadata: Mapping[str, Any]) -> dict[str, Any]:
     for key in NORMALIZATIONS:
         if metadata.get(f"{TOKENIZER_PREFIX}.{key}"):
             raise ValueError(f"`{TOKENIZER_PREFIX}.{key}` is not supported")
-    tokens = _strings(metadata, "tokens")
-    types = _array(metadata, "token_type").numbers().tolist()
-    scores = _array(metadata, "scores").numbers()
+    tokens = _metadata_strings(metadata, "tokens")
+    types = _metadata_array(metadata, "token_type").numbers().tolist()
+    scores = _metadata_array(metadata, "scores").numbers()
     _check_tokens(tokens, types)
     _check_bytes(tokens, types)
     pieces = _normal_pieces(tokens, types, scores)
@@ -168,7 +168,7 @@ def _sentencepiece_document(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "model": {
             **BPE,
             "byte_fallback": True,
-            "vocab": _vocab(tokens, types),
+            "vocab": _token_ids(tokens, types),
             "merges": _merges_of_scores(pieces),
         },
     }
@@ -200,7 +200,7 @@ def _normal_pieces(
 
 
 def _merges_of_scores(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the merges of pieces, the one with the highest score first.
+    """Return the merges of vocabulary pieces, the one with the highest score first.
 
     SentencePiece merges neighbours with equal scores from left to right. Merges are in an order, and cannot express it.
 
@@ -210,7 +210,7 @@ def _merges_of_scores(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     merges: list[tuple[str, str]] = []
     previous_score: float | None = None
     for token in sorted(pieces, key=lambda token: -pieces[token]):
-        pairs = _pairs(token, pieces)
+        pairs = _mergeable_pairs(token, pieces)
         if not pairs:
             continue
         if pieces[token] == previous_score:
@@ -220,8 +220,8 @@ def _merges_of_scores(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     return merges
 
 
-def _pairs(token: str, pieces: Collection[str]) -> list[tuple[str, str]]:
-    """Return the pairs of pieces with a token as their concatenation."""
+def _mergeable_pairs(token: str, pieces: Collection[str]) -> list[tuple[str, str]]:
+    """Return all ways to split a token into two pieces of the vocabulary."""
     pairs: list[tuple[str, str]] = []
     for stop in range(1, len(token)):
         left = token[:stop]
@@ -231,7 +231,7 @@ def _pairs(token: str, pieces: Collection[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _vocab(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
+def _token_ids(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
     """Return the number of each token, without the rows that have none."""
     vocab: dict[str, int] = {}
     for number, (token, token_type) in enumerate(zip(tokens, types)):
@@ -240,20 +240,20 @@ def _vocab(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
     return vocab
 
 
-def _encode(document: Mapping[str, Any]) -> bytes:
+def _encode_json(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, ensure_ascii=False).encode()
 
 
-def _array(metadata: Mapping[str, Any], key: str) -> GgufArray:
+def _metadata_array(metadata: Mapping[str, Any], key: str) -> GgufArray:
     value = metadata.get(f"{TOKENIZER_PREFIX}.{key}")
     if not isinstance(value, GgufArray):
         raise ValueError(f"it has no `{TOKENIZER_PREFIX}.{key}`")
     return value
 
 
-def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
+def _metadata_strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     try:
-        return _array(metadata, key).strings()
+        return _metadata_array(metadata, key).strings()
     except UnicodeError as error:
         raise ValueError(f"`{TOKENIZER_PREFIX}.{key}` is not UTF-8") from error
 
@@ -334,13 +334,13 @@ def _post_processor(
         special_tokens[token] = {"id": token, "ids": [number], "tokens": [token]}
     return {
         "type": "TemplateProcessing",
-        "single": _template(begin, end, "A", 0),
-        "pair": [*_template(begin, end, "A", 0), *_template(begin, end, "B", 1)],
+        "single": _template_parts(begin, end, "A", 0),
+        "pair": [*_template_parts(begin, end, "A", 0), *_template_parts(begin, end, "B", 1)],
         "special_tokens": special_tokens,
     }
 
 
-def _template(begin: str, end: str, sequence: str, type_id: int) -> list[dict[str, Any]]:
+def _template_parts(begin: str, end: str, sequence: str, type_id: int) -> list[dict[str, Any]]:
     """Return the parts of one text."""
     parts: list[dict[str, Any]] = []
     if begin:
@@ -355,12 +355,12 @@ def _special_token(
     metadata: Mapping[str, Any], tokens: Sequence[str], key: str, is_added: bool
 ) -> str:
     """Return the BOS or EOS token if it is added to texts, or an empty string."""
-    if not metadata.get(f"{TOKENIZER_PREFIX}.add_{key}_token", is_added):
+    if not metadata.get(f"{TOKENIZER_PREFIX}.add_{key}_metadata_token", is_added):
         return ""
-    return _token(metadata, tokens, key)
+    return _metadata_token(metadata, tokens, key)
 
 
-def _token(metadata: Mapping[str, Any], tokens: Sequence[str], key: str) -> str:
+def _metadata_token(metadata: Mapping[str, Any], tokens: Sequence[str], key: str) -> str:
     """Return a token by the key of its number, e.g. `bos`, or an empty string without one."""
     number = metadata.get(f"{TOKENIZER_PREFIX}.{key}_token_id")
     if number is None:
@@ -370,14 +370,14 @@ def _token(metadata: Mapping[str, Any], tokens: Sequence[str], key: str) -> str:
     return tokens[number]
 
 
-def _settings(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
+def _tokenizer_settings(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
     """Return the content of tokenizer_config.json."""
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
     for key, setting in TOKEN_SETTINGS.items():
-        token = _token(metadata, tokens, key)
+        token = _metadata_token(metadata, tokens, key)
         if token:
             settings[setting] = token
     template = metadata.get("tokenizer.chat_template")

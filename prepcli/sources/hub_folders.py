@@ -134,7 +134,10 @@ class HubFolder:
         return self.listing.hub_id
 
     def names(self) -> list[str]:
-        """List the files at the top, without an Orbax item: items are not read from the hub."""
+        """List the files at the top of the repository.
+
+        The metadata file of an Orbax item is left out, because items cannot be read from the hub.
+        """
         return [name for name in self.listing.siblings if "/" not in name and name != METADATA_FILE]
 
     def read(self, name: str, start: int, stop: int) -> bytes:
@@ -143,7 +146,10 @@ class HubFolder:
             return self.listing.read(name, start, stop)
 
     def prepare_local_files(self, kind: Kind) -> LocalFiles:
-        """Fetch the files of one weight format with config and tokenizer: whole, or only headers to stream."""
+        """Fetch the files of one weight format, the config and the tokenizer.
+
+        If the weights are streamed, only their headers are fetched here.
+        """
         if self.file:
             return self._fetch_gguf()
         names = files_to_download(self.names(), self.access.copied_files)

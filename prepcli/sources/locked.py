@@ -178,17 +178,17 @@ def _settings_files(source: Source) -> dict[str, Path]:
     """Return the config, the tokenizer and the other small files of a source, by name in the lock."""
     paths = list(source.small_files)
     # A decoded or a truncated model has another config than its file, which the lock covers all the same.
-    config_path = source.config_path or _folder(source) / CONFIG
+    config_path = source.config_path or _source_folder(source) / CONFIG
     if config_path.is_file():
         paths.append(config_path)
     if source.manifest is not None:
-        paths.append(_folder(source) / MANIFEST_FILE)
-    return {_name(source, path): path for path in paths}
+        paths.append(_source_folder(source) / MANIFEST_FILE)
+    return {_name_in_checkpoint(source, path): path for path in paths}
 
 
 def _weight_files(source: Source) -> dict[str, Path]:
     """Return the files of the tensors, by name in the lock."""
-    return {_name(source, path): path for path in source.files}
+    return {_name_in_checkpoint(source, path): path for path in source.files}
 
 
 def _published_digests(source: Source) -> dict[str, str | None]:
@@ -200,16 +200,18 @@ def _published_digests(source: Source) -> dict[str, str | None]:
     for path, blob in zip(source.files, source.remote_blobs):
         digest = blob.file.digest
         is_sha256 = digest.startswith(SHA256)
-        digests[_name(source, path)] = digest.removeprefix(SHA256) if is_sha256 else None
+        digests[_name_in_checkpoint(source, path)] = (
+            digest.removeprefix(SHA256) if is_sha256 else None
+        )
     return digests
 
 
-def _folder(source: Source) -> Path:
+def _source_folder(source: Source) -> Path:
     """Return the folder of a source. A single file is in the folder of its manifest."""
     return source.root if source.root.is_dir() else source.root.parent
 
 
-def _name(source: Source, path: Path) -> str:
+def _name_in_checkpoint(source: Source, path: Path) -> str:
     """Return the path of a file within its checkpoint, or its name if it is elsewhere, e.g. a config of the user."""
-    folder = _folder(source)
+    folder = _source_folder(source)
     return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name

@@ -86,7 +86,7 @@ def towers_entry(source: Source) -> ManifestFields:
 
 
 def text_model(source: Source) -> Source:
-    """Return the text part of a multimodal source as a model of its own, with the names of its family."""
+    """Return the text part of a multimodal source as a separate model, with the tensor names of its family."""
     family = FAMILIES[source.family.name]
     nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)
     dropped = (DroppedTensor(TOWERS, nbytes, TEXT_ONLY_RULE),) if nbytes else ()

@@ -84,8 +84,8 @@ class RequantizedBlob:
     stored: tuple[Path | Blob, ...]
 
     @property
-    def starts(self) -> list[int]:
-        """Offset of the codes of each weight, and the size of the blob."""
+    def weight_offsets(self) -> list[int]:
+        """Offset of each weight's codes in the blob, then the size of the blob."""
         sizes = [each.decoder.stored[0].nbytes for each in self.weights]
         return [*itertools.accumulate(sizes, initial=0)]
 
@@ -103,7 +103,7 @@ class RequantizedReader:
 
     def __init__(self, blob: RequantizedBlob, max_nbytes: int) -> None:
         self._weights = blob.weights
-        self._starts = blob.starts
+        self._weight_offsets = blob.weight_offsets
         self._max_values = min(BLOCK_VALUES, max_nbytes // ENCODING_NBYTES)
         self._max_codes_nbytes = max_nbytes // 4
         # A read of decoded rows takes twice its size.
@@ -111,7 +111,7 @@ class RequantizedReader:
         self._files = open_blobs(blob.stored)
         self._weight_number = -1
         # Scales of the last weight.
-        self._kept: dict[str, np.ndarray] = {}
+        self._scales_by_name: dict[str, np.ndarray] = {}
         # The last block of codes, with its range in the blob.
         self._block_range = (0, 0)
         self._block: ByteArray = np.empty(0, np.uint8)
@@ -138,13 +138,13 @@ class RequantizedReader:
 
     def _encode_block(self, position: int) -> None:
         """Encode the rows of codes from a position of the blob on."""
-        number = bisect.bisect_right(self._starts, position) - 1
+        number = bisect.bisect_right(self._weight_offsets, position) - 1
         if number != self._weight_number:
-            self._kept.clear()
+            self._scales_by_name.clear()
             self._weight_number = number
         decoder = self._weights[number].decoder
         row_nbytes = decoder.stored[0].nbytes // decoder.code_rows
-        row = (position - self._starts[number]) // row_nbytes
+        row = (position - self._weight_offsets[number]) // row_nbytes
         if decoder.are_codes_transposed:
             matrix_stop = (row // decoder.columns + 1) * decoder.columns
             count = max(1, self._max_codes_nbytes // row_nbytes)
@@ -154,7 +154,7 @@ class RequantizedReader:
             count = max(1, self._max_values // decoder.columns)
             rows = (row, min(row + count, decoder.rows))
             codes = self._encode_rows(number, rows)
-        first = self._starts[number] + row * row_nbytes
+        first = self._weight_offsets[number] + row * row_nbytes
         self._block = codes.reshape(-1)
         self._block_range = (first, first + codes.size)
 
@@ -190,7 +190,7 @@ class RequantizedReader:
 
     @staticmethod
     def _num_rows(decoder: InvertibleDecoder, max_values: int) -> int:
-        """Return the number of decoded rows with at most a number of values, as a multiple of whole blocks."""
+        """Return how many decoded rows fit into `max_values` values, in whole blocks."""
         multiple = decoder.row_multiple
         return max(1, max_values // decoder.columns // multiple) * multiple
 
@@ -205,16 +205,16 @@ class RequantizedReader:
 
     def _scale_rows(self, matrix: StoredMatrix, rows: Range) -> np.ndarray:
         name = matrix.tensor.name
-        if name in self._kept:
-            return self._kept[name][slice(*rows)]
+        if name in self._scales_by_name:
+            return self._scales_by_name[name][slice(*rows)]
         scales = self._weights[self._weight_number].scales
         tensor = next(scale for scale in scales if scale.name == name)
         dtype = numpy_dtype(tensor.dtype)
         if tensor.nbytes > MAX_KEPT_NBYTES and tensor.shape[-1] == matrix.columns:
             return read_rows(self._files, tensor, rows).view(dtype)
         values = read_tensor(self._files, tensor).view(dtype)
-        self._kept[name] = values.reshape(matrix.rows, matrix.columns)
-        return self._kept[name][slice(*rows)]
+        self._scales_by_name[name] = values.reshape(matrix.rows, matrix.columns)
+        return self._scales_by_name[name][slice(*rows)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,17 +350,17 @@ def _encoded_view(
         encoded.append(EncodedWeight(decoder, weight.tensor, parts))
     blob = RequantizedBlob(source.display_name, tuple(encoded), source.byte_sources)
     codes: dict[str, SourceTensor] = {}
-    for weight, start in zip(weights, blob.starts):
+    for weight, start in zip(weights, blob.weight_offsets):
         stored = weight.decoder.stored[0]
         location = Contiguous(len(source.byte_sources), start)
         codes[weight.tensor.name] = SourceTensor(
             stored.name, stored.dtype, stored.shape, (location,)
         )
-    checked = [_renamed(weight.tensor, DECODED) for weight in weights]
-    return _replaced(source, codes, scales.values(), checked, blob)
+    checked = [_renamed_tensor(weight.tensor, DECODED) for weight in weights]
+    return _with_codes(source, codes, scales.values(), checked, blob)
 
 
-def _renamed(tensor: SourceTensor, slot: str) -> SourceTensor:
+def _renamed_tensor(tensor: SourceTensor, slot: str) -> SourceTensor:
     return replace(tensor, name=qualify(slot, tensor.name))
 
 
@@ -399,13 +399,13 @@ def _original_view(
     checked: list[SourceTensor] = []
     combined = append_files(source, original)
     blob_number = len(combined.byte_sources)
-    for weight, start in zip(weights, blob.starts):
+    for weight, start in zip(weights, blob.weight_offsets):
         placement = (Contiguous(blob_number, start),)
-        checked.append(_renamed(replace(weight.tensor, placement=placement), DECODED))
-    return _replaced(combined, codes, taken_scales, checked, blob)
+        checked.append(_renamed_tensor(replace(weight.tensor, placement=placement), DECODED))
+    return _with_codes(combined, codes, taken_scales, checked, blob)
 
 
-def _replaced(
+def _with_codes(
     source: Source,
     codes: Mapping[str, SourceTensor],
     scales: Iterable[SourceTensor],

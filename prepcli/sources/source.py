@@ -170,7 +170,7 @@ class Source:
 
     @property
     def all_tensors(self) -> tuple[SourceTensor, ...]:
-        """Parameters and tensors of towers in the order of the files, then the rest of a training checkpoint."""
+        """Parameters and towers (vision or audio parts) in the order of the files, then the rest of a checkpoint."""
         if not self.tower_tensors:
             return *self.tensors, *self.state_tensors
         # A file on a server is read once, from its begin to its end.

@@ -40,12 +40,18 @@ def read_rows(files: RunReader, tensor: SourceTensor, rows: Range) -> ByteArray:
         matrix, first = divmod(row, height)
         stop = min(height, first + rows[1] - row)
         part = data[row - rows[0] :][: stop - first].reshape(-1)
-        _read_box(files, tensor, _box(tensor.shape, matrix, (first, stop)), row * row_nbytes, part)
+        _read_box(
+            files,
+            tensor,
+            _matrix_rows_box(tensor.shape, matrix, (first, stop)),
+            row * row_nbytes,
+            part,
+        )
         row += stop - first
     return data
 
 
-def _box(shape: tuple[int, ...], matrix: int, rows: Range) -> Box:
+def _matrix_rows_box(shape: tuple[int, ...], matrix: int, rows: Range) -> Box:
     """Return the box of rows of one matrix."""
     box: list[Range] = []
     for index in np.unravel_index(matrix, shape[:-2]) if len(shape) > 2 else ():

@@ -169,7 +169,7 @@ def tensors_from_manifest(
 
 
 def split_tower_leaves(leaves: Leaves, manifest: Manifest) -> tuple[Leaves, Leaves]:
-    """Return the leaves of the text part of a multimodal model with its state, and the leaves of its towers."""
+    """Split the leaves of a multimodal model into its text part with the training state, and its towers."""
     if manifest.towers is None:
         return leaves, {}
     towers = {name: leaf for name, leaf in leaves.items() if name.startswith(f"{TOWERS}.")}
@@ -180,7 +180,7 @@ def split_tower_leaves(leaves: Leaves, manifest: Manifest) -> tuple[Leaves, Leav
 def tower_tensors(
     leaves: Leaves, names: TensorNames, manifest: Manifest
 ) -> tuple[SourceTensor, ...]:
-    """Return the tensors of the towers of a multimodal model.
+    """Return the tensors in the towers (vision and audio parts) of a multimodal model.
 
     Args:
         leaves: Leaves of the towers, by dotted name.
@@ -487,7 +487,7 @@ def _best_format(
     best = None
     best_score = 0
     for tree_format in _candidate_formats(family, roots):
-        score = _score(tree_format, leaves, family, config)
+        score = _score_format(tree_format, leaves, family, config)
         if score > best_score:
             best = tree_format
             best_score = score
@@ -515,7 +515,7 @@ def _roots_text(roots: Collection[str]) -> str:
     return " or ".join(root.removesuffix(".") or "no root" for root in roots)
 
 
-def _score(tree_format: TreeFormat, leaves: Leaves, family: Family, config: HFConfig) -> int:
+def _score_format(tree_format: TreeFormat, leaves: Leaves, family: Family, config: HFConfig) -> int:
     """Count the first-layer leaves of a format in the tree.
 
     A leaf of the right shape counts twice. The score is 0 if the tree has less than half of the leaves.

@@ -93,7 +93,7 @@ def lay_out_flax_folder(
         groups = [(STREAM_FILE, list(leaves))]
         lay_out = lay_out_stream
     else:
-        groups = _shards(leaves, shard_nbytes)
+        groups = _split_into_files(leaves, shard_nbytes)
         lay_out = lay_out_flax
     layouts: list[MsgpackLayout] = []
     files: list[OutputFile] = []
@@ -105,7 +105,7 @@ def lay_out_flax_folder(
         file_numbers |= dict.fromkeys(file_layout.runs, number)
     locations: dict[str, Locations] = {}
     for name, uses in uses_by_tensor.items():
-        parts = [_locate(use, tensors[name], file_numbers, layouts) for use in uses]
+        parts = [_leaf_location(use, tensors[name], file_numbers, layouts) for use in uses]
         locations[name] = tuple(parts)
     return FlaxFolder(tuple(files), locations, _index_file(groups, leaves), len(leaves))
 
@@ -162,7 +162,7 @@ def _check_layout_complete(
         )
 
 
-def _shards(
+def _split_into_files(
     leaves: Mapping[tuple[str, ...], MsgpackLeaf], limit_nbytes: int
 ) -> list[tuple[str, list[tuple[str, ...]]]]:
     entries: list[LayoutEntry] = []
@@ -194,7 +194,7 @@ def _index_file(
     return (SmallFile(INDEX_FILE, text.encode() + b"\n"),)
 
 
-def _locate(
+def _leaf_location(
     use: LeafUse,
     tensor: SourceTensor,
     file_numbers: Mapping[tuple[str, ...], int],

@@ -238,7 +238,7 @@ def _unplaced_tensors(source: Source, match: TensorMatch) -> Iterator[str]:
 
 
 def tower_leaf(tensor: SourceTensor) -> str:
-    """Return the name of the leaf of a tower's tensor."""
+    """Return the leaf name for a tensor in a tower, i.e. in a vision or audio part."""
     _, name = split_name(tensor.name)
     return f"{TOWERS}.{name}"
 

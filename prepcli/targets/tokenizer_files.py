@@ -65,7 +65,7 @@ def random_start_files(recipe: Recipe) -> tuple[SmallFile, ...]:
         PrepError: A file is a link that leaves the folder.
     """
     folder = tokenizer_folder(recipe)
-    return (*_tokenizer_files(recipe), *_copied(folder, [GENERATION_CONFIG_FILE]))
+    return (*_tokenizer_files(recipe), *_copied_files(folder, [GENERATION_CONFIG_FILE]))
 
 
 def with_recipe_tokenizer(files: tuple[SmallFile, ...], recipe: Recipe) -> tuple[SmallFile, ...]:
@@ -84,7 +84,7 @@ def with_recipe_tokenizer(files: tuple[SmallFile, ...], recipe: Recipe) -> tuple
         return files
     named = _tokenizer_files(recipe)
     # Only files that are loaded are compared. For example, vocab.json is not loaded if there is a tokenizer.json.
-    if _is_part_of(_loaded_files(named), _loaded_files(files)):
+    if _is_subset(_loaded_files(named), _loaded_files(files)):
         return files
     # Files that the new tokenizer lacks go too. A leftover added_tokens.json or chat template
     # of the old one would apply to the new vocabulary.
@@ -132,7 +132,7 @@ def _tokenizer_files(recipe: Recipe) -> tuple[SmallFile, ...]:
     folder = tokenizer_folder(recipe)
     named = Path(recipe.data.tokenizer or folder)
     if not named.is_file():
-        return _copied(folder, (*TOKENIZERS, *TOKENIZER_SETTINGS))
+        return _copied_files(folder, (*TOKENIZERS, *TOKENIZER_SETTINGS))
     # The user names this file, so that a link may leave the folder.
     real_path = named.resolve()
     (tokenizer,) = copied_files([real_path], real_path.parent)
@@ -142,10 +142,10 @@ def _tokenizer_files(recipe: Recipe) -> tuple[SmallFile, ...]:
         if named.suffix == Path(SENTENCEPIECE_TOKENIZER).suffix
         else JSON_TOKENIZER
     )
-    return (replace(tokenizer, path=PATH_PREFIX + name), *_copied(folder, TOKENIZER_SETTINGS))
+    return (replace(tokenizer, path=PATH_PREFIX + name), *_copied_files(folder, TOKENIZER_SETTINGS))
 
 
-def _copied(folder: Path, names: Sequence[str]) -> tuple[SmallFile, ...]:
+def _copied_files(folder: Path, names: Sequence[str]) -> tuple[SmallFile, ...]:
     paths = [folder / name for name in names if (folder / name).is_file()]
     return copied_files(paths, folder, path_prefix=PATH_PREFIX)
 
@@ -159,7 +159,7 @@ def _loaded_files(files: Sequence[SmallFile]) -> dict[str, SmallFile]:
     return {path: by_path[path] for path in paths if path in by_path}
 
 
-def _is_part_of(some: dict[str, SmallFile], others: dict[str, SmallFile]) -> bool:
+def _is_subset(some: dict[str, SmallFile], others: dict[str, SmallFile]) -> bool:
     """Return whether all files of `some` are in `others` with the same content."""
     return all(
         path in others and _read_content(file) == _read_content(others[path])

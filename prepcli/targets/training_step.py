@@ -177,7 +177,7 @@ def _is_prefixed(start_manifest: ManifestFields) -> bool:
 
 
 def _single_chunk(number: int, piece: LeafPiece) -> Placement:
-    """Return the placement of a leaf in memory: a single chunk."""
+    """Return the location of a leaf in memory, as a single chunk."""
     zeros = (0,) * len(piece.grid.shape)
     return StridedPlacement(number, 0, zeros, zeros)
 

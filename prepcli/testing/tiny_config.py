@@ -274,7 +274,7 @@ def _tiny_mixer_sizes(
 
 
 def _num_experts(arch_config: ArchConfig) -> int:
-    """Return a small number of experts that has the groups of a router, and enough of them for a token."""
+    """Return a small number of experts that the router can divide into groups and select from."""
     router = arch_config.router
     top_k = arch_config.experts_per_token
     if router.num_groups == 1:
@@ -406,7 +406,7 @@ def _layer_kinds(config: HFConfig) -> dict[str, list[JsonValue]]:
     for name in LAYER_LISTS:
         listed = config.get(name)
         if isinstance(listed, list | str):
-            kinds[name] = _distinct(listed)
+            kinds[name] = _distinct_values(listed)
     # E.g. [[["global", "local"], 6]] of GPT-Neo: the kinds, and how often they repeat.
     pattern = config.get(LAYER_PATTERN)
     if kinds or not is_layer_pattern(pattern):
@@ -414,10 +414,10 @@ def _layer_kinds(config: HFConfig) -> dict[str, list[JsonValue]]:
     all_kinds: list[JsonValue] = []
     for repeated, _ in pattern:
         all_kinds += repeated
-    return {LAYER_PATTERN: _distinct(all_kinds)}
+    return {LAYER_PATTERN: _distinct_values(all_kinds)}
 
 
-def _distinct(values: Sequence[JsonValue]) -> list[JsonValue]:
+def _distinct_values(values: Sequence[JsonValue]) -> list[JsonValue]:
     """Return the values without repetition, in order."""
     distinct: list[JsonValue] = []
     for value in values:

@@ -249,7 +249,7 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 def split_into_atoms(row: AxisMap, tensor: np.ndarray) -> tuple[np.ndarray, list[str]]:
-    """Return a view of the part of a tensor in a row of the axis map, with one dim per axis, and the axis names."""
+    """Return the part of a tensor that an axis map uses, as a view with one dim per axis, and the names of the axes."""
     part = tensor[
         tuple(slice(dim.start, dim.start + dim.selected_extent) for dim in row.source_dims)
     ]

@@ -99,7 +99,7 @@ def check_config(
 def plan_run(
     recipe: Recipe, model: PlannedModel, sharding: ShardingContext, *, num_processes: int = 1
 ) -> tuple[TrainingPlan, int | None]:
-    """Return the plan of a step on the devices of a run, and the memory of one device.
+    """Plan a training step on the devices of a run. Return the plan and the memory of one device.
 
     The memory is None if it is unknown.
 

@@ -112,13 +112,13 @@ def environment_warning(before: object, now: Mapping[str, str | int], *, step: i
     changes: list[str] = []
     for key, name in NAME_BY_KEY.items():
         if before.get(key) != now.get(key):
-            changes.append(f"{name} {_text(before.get(key))} -> {_text(now.get(key))}")
+            changes.append(f"{name} {_value_text(before.get(key))} -> {_value_text(now.get(key))}")
     if not changes:
         return ""
     return f"results may differ in the last bits: since step {step}, {', '.join(changes)}"
 
 
-def _text(value: object) -> str:
+def _value_text(value: object) -> str:
     if value in (None, ""):
         return "none"
     return str(value)

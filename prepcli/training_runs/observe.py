@@ -39,7 +39,7 @@ PHASES = {
 
 
 class RunDisplay(Protocol):
-    """Receiver of the events of a run, including the callbacks of the training loop."""
+    """Receiver of events in a run, including the callbacks of the training loop."""
 
     def on_phase(self, phase: str) -> None:
         """Show the start of a phase such as `compile`, `step 12` or `save 12`."""

@@ -72,7 +72,7 @@ def prepare_run(
     sampler = build_sampler(
         recipe, model, manifest["config"], files=start.tokenizer_folder, sharding=sharding
     )
-    datasets = _tokenize(
+    datasets = _tokenize_data(
         run, start, model, model_config=manifest["config"], scratch_dir=scratch_dir
     )
     base_dtypes: Mapping[str, str] = {}
@@ -186,7 +186,7 @@ def _manifest_fields(loaded: LoadedRecipe, sharding: ShardingContext) -> StepFie
     return {"recipe": text, ENVIRONMENT_KEY: rounding_environment(sharding)}
 
 
-def _tokenize(
+def _tokenize_data(
     run: Run,
     start: StartCheckpoint,
     model: ModelSpec,

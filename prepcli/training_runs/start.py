@@ -241,7 +241,7 @@ class StartCheckpoint:
 
 
 def stored_towers(source: Source, path: str, commit: str | None) -> dict[str, str]:
-    """Return the fields of a manifest that record where the towers of a multimodal model are stored.
+    """Return the manifest fields that record where a model's towers (vision and audio parts) are stored.
 
     Args:
         source: The multimodal model.
@@ -482,7 +482,7 @@ def with_adapters(
 
 
 def choose_base_dtypes(start: StartCheckpoint, model: ModelSpec, base_dtype: str) -> dict[str, str]:
-    """Return the dtype in device memory of each parameter of the base of adapters, by path."""
+    """Return the dtype that each base parameter has in device memory, by path."""
     if base_dtype != "stored":
         return dict.fromkeys(model.base_paths, base_dtype)
     dtypes: dict[str, str] = {}

@@ -139,7 +139,7 @@ def _overtaken_error(storage: RunStorage, step: int, last_step: int) -> PrepErro
 
 @contextmanager
 def explain_removed_step(storage: RunStorage, step: int) -> Iterator[None]:
-    """Raise the error of `check_last_step` instead of an error of the block if another process removed the step."""
+    """Replace an error in the `with` block by the error of `check_last_step`, if another process removed the step."""
     try:
         yield
     except PrepError as error:

@@ -184,11 +184,11 @@ def _train_locked(run: Run) -> TrainResult:
         note_durable_work(lambda: _describe_durable(run)),
         ExitStack() as stack,
     ):
-        prepared = _prepare(run, stack)
+        prepared = _open_and_prepare(run, stack)
         if run.request.dry_run:
-            return _result(prepared, prepared.step, memory=prepared.memory)
+            return _make_result(prepared, prepared.step, memory=prepared.memory)
         if prepared.step == prepared.loop.steps:
-            return _finish_again(prepared)
+            return _make_exports_and_push(prepared)
         if prepared.step:
             # Only now it is known whether the run is finished: a finished run without a repository needs no check.
             check_repository(run.recipe.checkpoint, run.group, run.observer)
@@ -213,11 +213,11 @@ def _train_locked(run: Run) -> TrainResult:
                     exports.abandon()
         if end.stop_reason:
             error = _stopped_error(end, has_saved_step=bool(run.storage.steps(refresh=False)))
-            return _result(prepared, end.step, metrics=end.metrics, error=error)
-        return push_last_step(run, _result(prepared, end.step, metrics=end.metrics))
+            return _make_result(prepared, end.step, metrics=end.metrics, error=error)
+        return push_last_step(run, _make_result(prepared, end.step, metrics=end.metrics))
 
 
-def _prepare(run: Run, stack: ExitStack) -> PreparedRun:
+def _open_and_prepare(run: Run, stack: ExitStack) -> PreparedRun:
     """Open the start checkpoint, prepare the run, and describe it to the user. `stack` closes the checkpoint."""
     start, sharding = _open_start_checkpoint(run)
     stack.enter_context(start.model_reader)
@@ -336,12 +336,12 @@ def _last_step(run: Run) -> int:
     return int(run.group.broadcast("last step", str(last_step)))
 
 
-def _finish_again(prepared: PreparedRun) -> TrainResult:
+def _make_exports_and_push(prepared: PreparedRun) -> TrainResult:
     """Make the missing exports and the missing push of a finished run, and return its result."""
     run = prepared.run
     with note_durable_work(lambda: describe_missing_exports(run, prepared.loop.steps)):
         make_missing_exports(run)
-        return push_last_step(run, _result(prepared, prepared.step))
+        return push_last_step(run, _make_result(prepared, prepared.step))
 
 
 def _load_train_state(prepared: PreparedRun) -> TrainState:
@@ -509,7 +509,7 @@ def _take_steps(
             poll_stop_reason=stop_signal,
             enter_phase=enter_phase,
             best_eval_loss=_best_eval_loss(prepared, checkpoints),
-            profiler=_profiler(run),
+            profiler=_make_profiler(run),
             warn=run.observer.warn,
         ).run()
     if stop_signal() and not result.stop_reason and describe_missing_exports(run, loop.steps):
@@ -534,7 +534,7 @@ def _best_eval_loss(prepared: PreparedRun, checkpoints: CheckpointManager) -> fl
     return float(run.group.broadcast("best loss", repr(best)))
 
 
-def _profiler(run: Run) -> StepProfiler | None:
+def _make_profiler(run: Run) -> StepProfiler | None:
     """Return the profiler of process 0.
 
     None if the recipe records no steps.
@@ -549,7 +549,7 @@ def _profiler(run: Run) -> StepProfiler | None:
     )
 
 
-def _result(prepared: PreparedRun, step: int, **fields: Any) -> TrainResult:
+def _make_result(prepared: PreparedRun, step: int, **fields: Any) -> TrainResult:
     """Return the result of a run at a step, with further fields."""
     storage = prepared.run.storage
     steps = storage.steps(refresh=False)

@@ -80,14 +80,14 @@ class RenderLimits:
             )
 
     def check(self, size: int) -> None:
-        """Raise TemplateLimitError for a value of this size, before it is made."""
+        """Raise TemplateLimitError if a value of this size, not made yet, would be too large."""
         if size > self.max_size:
             raise TemplateLimitError(
                 f"it makes a value of {size:.3g} characters, the limit is {self.max_size:,}"
             )
 
     def check_bits(self, num_bits: int) -> None:
-        """Raise TemplateLimitError for an integer of this many bits."""
+        """Raise TemplateLimitError if an integer of this many bits would be too large."""
         if num_bits > MAX_INT_BITS:
             raise TemplateLimitError(
                 f"it makes an integer of {num_bits:.3g} bits, the limit is {MAX_INT_BITS:,}"
@@ -99,7 +99,7 @@ class RenderLimits:
         return value
 
     def count_chars(self, value: Any) -> int:
-        """Return the number of characters of a value and of its elements. Repeated parts count each time.
+        """Count the characters in a value and its elements. Repeated parts count each time.
 
         Every new container is measured. No value is therefore larger than the limit, and converting
         values to text and comparing them take bounded time.
@@ -217,7 +217,7 @@ class RenderLimits:
             self.check(len(str(text)) + num_lines * width)
 
     def check_count(self, count: Any, value: Any = None) -> None:
-        """Check the size of a list of `count` copies of a value."""
+        """Check the size of a list with `count` copies of a value."""
         if isinstance(count, int):
             self.check((ELEMENT_SIZE + self.count_chars(value)) * max(0, count))
 

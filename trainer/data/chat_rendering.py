@@ -92,7 +92,7 @@ class ChatRenderer:
 
 
 def _error_text(error: Exception) -> str:
-    """Return the cause of an error of Jinja or of Python, for people who wrote neither."""
+    """Return the cause of a Jinja or Python error, for readers who know neither."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply, or its macros call each other without end"
     if isinstance(error, MemoryError):

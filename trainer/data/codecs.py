@@ -304,7 +304,7 @@ def normalizer_growth(tokenizer_json: bytes) -> float:
 
     Changes by Unicode tables are not counted: they are small, and no file can change them.
     """
-    return _growth(json.loads(tokenizer_json).get("normalizer"))
+    return _max_growth(json.loads(tokenizer_json).get("normalizer"))
 
 
 def check_normalizer_growth(growth: float, num_chars: int, file: str) -> None:
@@ -322,7 +322,7 @@ def check_normalizer_growth(growth: float, num_chars: int, file: str) -> None:
     )
 
 
-def _growth(normalizer: JsonValue) -> float:
+def _max_growth(normalizer: JsonValue) -> float:
     """Return how many bytes a normalizer makes of one byte at most."""
     if not isinstance(normalizer, dict):
         return 1.0
@@ -331,10 +331,10 @@ def _growth(normalizer: JsonValue) -> float:
         steps = normalizer.get("normalizers")
         if isinstance(steps, list):
             for step in steps:
-                growth *= _growth(step)
+                growth *= _max_growth(step)
         return growth
     if normalizer.get("type") == "Prepend":
-        return 1.0 + _nbytes(normalizer.get("prepend"))
+        return 1.0 + _text_nbytes(normalizer.get("prepend"))
     if normalizer.get("type") == "Replace":
         return max(1.0, _replacement_growth(normalizer))
     return 1.0
@@ -346,14 +346,14 @@ def _replacement_growth(normalizer: JsonObject) -> float:
     A regular expression may match the empty text between any two bytes. Its replacement is then
     added to each byte.
     """
-    content = _nbytes(normalizer.get("content"))
+    content = _text_nbytes(normalizer.get("content"))
     pattern = normalizer.get("pattern")
     if isinstance(pattern, dict) and isinstance(pattern.get("String"), str):
-        return content / max(1, _nbytes(pattern["String"]))
+        return content / max(1, _text_nbytes(pattern["String"]))
     return 1.0 + content
 
 
-def _nbytes(value: JsonValue) -> int:
+def _text_nbytes(value: JsonValue) -> int:
     """Return the number of UTF-8 bytes of a text, 0 for another value."""
     if not isinstance(value, str):
         return 0

@@ -74,18 +74,20 @@ def open_decompressed(stream: BinaryIO, name: str, suffix: str) -> BinaryIO:
         name: Name of the file, for error messages.
         suffix: Suffix of the compression.
     """
-    blocks = _decompress(_pieces(stream, FEED_NBYTES[suffix]), name, DECOMPRESSORS[suffix])
+    blocks = _decompress_pieces(
+        _stream_pieces(stream, FEED_NBYTES[suffix]), name, DECOMPRESSORS[suffix]
+    )
     return cast(BinaryIO, io.BufferedReader(_BlockStream(blocks), FILE_READ_NBYTES))
 
 
-def _pieces(stream: BinaryIO, nbytes: int) -> Iterator[bytes]:
+def _stream_pieces(stream: BinaryIO, nbytes: int) -> Iterator[bytes]:
     """Yield the bytes of a stream, at most `nbytes` at a time."""
     while data := stream.read(COMPRESSED_READ_NBYTES):
         for start in range(0, len(data), nbytes):
             yield data[start : start + nbytes]
 
 
-def _decompress(
+def _decompress_pieces(
     pieces: Iterator[bytes], name: str, make_decompressor: Callable[[], Decompressor]
 ) -> Iterator[bytes]:
     """Yield the decompressed bytes of all members of a file."""

@@ -123,7 +123,7 @@ def pack_documents(
 def pad_documents(
     ends: Iterable[Int64Array], seq_length: int, *, window: int = WINDOW
 ) -> Iterator[RowBlock]:
-    """Yield rows of one document each, or of one piece of a longer document."""
+    """Yield rows with one document each. A document longer than a row is cut into pieces."""
     n_pieces = 0
     for pieces in cut_documents(ends, seq_length, window):
         yield RowBlock(pieces, n_pieces + 1 + np.arange(len(pieces.starts)))
@@ -164,7 +164,9 @@ def cut_documents(ends: Iterable[Int64Array], seq_length: int, window: int) -> I
         low = 0
         while n_waiting + len(pieces.starts) - low >= window:
             high = low + window - n_waiting
-            yield _join([*waiting, Pieces(pieces.starts[low:high], pieces.lengths[low:high])])
+            yield _join_pieces(
+                [*waiting, Pieces(pieces.starts[low:high], pieces.lengths[low:high])]
+            )
             waiting = []
             n_waiting = 0
             low = high
@@ -172,7 +174,7 @@ def cut_documents(ends: Iterable[Int64Array], seq_length: int, window: int) -> I
             waiting.append(Pieces(pieces.starts[low:], pieces.lengths[low:]))
             n_waiting += len(pieces.starts) - low
     if waiting:
-        yield _join(waiting)
+        yield _join_pieces(waiting)
 
 
 def _cut_blocks(ends: Iterable[Int64Array], seq_length: int, max_pieces: int) -> Iterator[Pieces]:
@@ -200,7 +202,7 @@ def _cut_blocks(ends: Iterable[Int64Array], seq_length: int, max_pieces: int) ->
         block_start = int(document_ends[-1])
 
 
-def _join(pieces: list[Pieces]) -> Pieces:
+def _join_pieces(pieces: list[Pieces]) -> Pieces:
     starts = np.concatenate([part.starts for part in pieces])
     return Pieces(starts, np.concatenate([part.lengths for part in pieces]))
 

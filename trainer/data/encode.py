@@ -77,7 +77,7 @@ def encode_batch(batch: Sequence[Example], tokenizer: TextTokenizer) -> Iterator
     documents: list[tuple[tuple[Segment, ...], bool]] = []
     segments: list[Segment] = []
     for example in batch:
-        for document in _documents(example):
+        for document in _example_documents(example):
             documents.append(document)
             segments += document[0]
     encoded = iter(_encode_segments(segments, tokenizer))
@@ -138,7 +138,7 @@ def span_weights(
     return weights
 
 
-def _documents(example: Example) -> Iterator[tuple[tuple[Segment, ...], bool]]:
+def _example_documents(example: Example) -> Iterator[tuple[tuple[Segment, ...], bool]]:
     """Yield the segments of each document of an example, and whether the document ends after them."""
     if example.source is not None:
         yield example.source, True
@@ -184,7 +184,7 @@ def encode_batches(
     pending: deque[tuple[Batch, Future[list[EncodedDocument]]]] = deque()
     try:
         for batch in batches:
-            pending.append((batch, executor.submit(_encode, batch, tokenizer)))
+            pending.append((batch, executor.submit(_encode_documents, batch, tokenizer)))
             if len(pending) > BATCHES_AHEAD:
                 yield _take_first(pending)
         while pending:
@@ -193,7 +193,7 @@ def encode_batches(
         executor.shutdown(cancel_futures=True)
 
 
-def _encode(batch: Batch, tokenizer: TextTokenizer) -> list[EncodedDocument]:
+def _encode_documents(batch: Batch, tokenizer: TextTokenizer) -> list[EncodedDocument]:
     return list(encode_batch(batch, tokenizer))
 
 

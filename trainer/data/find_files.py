@@ -72,7 +72,7 @@ def find_data_files(
     files: dict[Path | str, Path | DataFile] = {}
     for path in paths:
         if is_url(path):
-            for file in remote.find(path, partial(_is_data, data_type=data_type), selection):
+            for file in remote.find(path, partial(_is_data_file, data_type=data_type), selection):
                 files.setdefault(file.path, file)
         else:
             for file in _local_files(path, data_type, selection):
@@ -125,7 +125,7 @@ def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileT
             key for key, reader in READERS.items() if reader.matches_named_file(name)
         ]
         if not matching:
-            why = f"known suffixes: {', '.join(_suffixes('auto'))}"
+            why = f"known suffixes: {', '.join(_folder_suffixes('auto'))}"
             raise usage_error(f"the type of {name} is unknown", why, TYPE_HINT)
         types.setdefault(matching[0], name)
     if len(types) > 1:
@@ -170,16 +170,16 @@ def _files_under(path: Path, data_type: DataType, selection: Selection) -> list[
     return sorted(
         file
         for file in _walk_visible(path)
-        if _is_data(file.name, data_type=data_type) and file.is_file()
+        if _is_data_file(file.name, data_type=data_type) and file.is_file()
     )
 
 
-def _is_data(name: str, *, data_type: DataType) -> bool:
+def _is_data_file(name: str, *, data_type: DataType) -> bool:
     """Return whether a file of a folder has a suffix of a type. `auto` accepts every type."""
-    return any(reader.matches_folder_file(name) for reader in _readers(data_type))
+    return any(reader.matches_folder_file(name) for reader in _readers_for_type(data_type))
 
 
-def _readers(data_type: DataType) -> Sequence[Reader]:
+def _readers_for_type(data_type: DataType) -> Sequence[Reader]:
     """Return the readers of a type, and of all types for `auto`."""
     if data_type == "auto":
         return [*READERS.values()]
@@ -198,16 +198,16 @@ def _raise_io_error(error: OSError) -> None:
     raise io_error(Path(error.filename), error)
 
 
-def _suffixes(data_type: DataType) -> list[str]:
+def _folder_suffixes(data_type: DataType) -> list[str]:
     """Return the suffixes of data files of a type in a folder."""
     suffixes: list[str] = []
-    for reader in _readers(data_type):
+    for reader in _readers_for_type(data_type):
         suffixes += reader.suffixes
     return suffixes
 
 
 def _no_data_error(path: str, data_type: DataType) -> PrepError:
-    suffixes = ", ".join(f"*{suffix}" for suffix in _suffixes(data_type))
+    suffixes = ", ".join(f"*{suffix}" for suffix in _folder_suffixes(data_type))
     why = f"looked for a file of that name, {suffixes} in a folder of that name, or matches of it as a glob"
     if os.path.isdir(path):
         names = sorted(file.name for file in _walk_visible(Path(path)))

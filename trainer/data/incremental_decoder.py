@@ -47,7 +47,7 @@ class IncrementalDecoder:
         self._ids += ids
         if self._start == len(self._ids) or self._ends_with_byte():
             return ""
-        piece = self._pending()
+        piece = self._pending_text()
         if not piece.strip() or piece.endswith(REPLACEMENT):
             return ""
         self._context_start = self._start
@@ -56,7 +56,7 @@ class IncrementalDecoder:
 
     def finish(self) -> str:
         """Return the held-back text."""
-        return self._pending()
+        return self._pending_text()
 
     def _ends_with_byte(self) -> bool:
         """Return whether the last token with a text is a single byte. More bytes may follow."""
@@ -67,7 +67,7 @@ class IncrementalDecoder:
                 return False
         return False
 
-    def _pending(self) -> str:
+    def _pending_text(self) -> str:
         """Decode the ids after the last piece."""
         context = self._decode(self._ids[self._context_start : self._start])
         text = self._decode(self._ids[self._context_start :])

@@ -203,7 +203,7 @@ def _latest_position(count: int, assigned: int, period: int, slack: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MixedOrder:
-    """Rows of each training step of several sources, each epoch after epoch of its own.
+    """Rows of each training step, mixed from several sources. Each source has its own epochs.
 
     Rows of a `ConcatenatedDataset` are numbered source after source.
 
@@ -297,7 +297,7 @@ class RowOrder(Protocol):
         ...
 
     def rows(self, step: int, start: int = 0, stop: int | None = None) -> Int64Array:
-        """Return the rows of a step, or of the positions from `start` to `stop` of its batch."""
+        """Return the rows of a step, or only those at positions `start` to `stop` in its batch."""
         ...
 
     def epochs(self, step: int) -> Int64Array:

@@ -102,7 +102,7 @@ class PackedDataset:
         # B rows of seq_length tokens. The last position has no target: the next block's first token
         # is not read, so that blocks do not depend on each other.
         tokens = np.zeros((len(indices), self.seq_length), np.int32)
-        tokens[indices >= 0] = self._blocks(self.tokens.ids, indices)
+        tokens[indices >= 0] = self._read_blocks(self.tokens.ids, indices)
         targets = np.zeros_like(tokens)
         targets[:, :-1] = tokens[:, 1:]
         if self.first_input is not None:
@@ -113,10 +113,12 @@ class PackedDataset:
         if stored is None:
             weights[indices >= 0, :-1] = 1
         else:
-            weights[indices >= 0, :-1] = self._blocks(stored, indices)[:, 1:]
+            weights[indices >= 0, :-1] = self._read_blocks(stored, indices)[:, 1:]
         return {"tokens": tokens, "targets": targets, "weights": weights}
 
-    def _blocks(self, array: npt.NDArray[Any], indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    def _read_blocks(
+        self, array: npt.NDArray[Any], indices: npt.NDArray[np.int64]
+    ) -> npt.NDArray[Any]:
         """Return the blocks of the rows without padding, of an array with one value per token."""
         blocks = array[: self.tokens.n_blocks * self.seq_length].reshape(-1, self.seq_length)
         return blocks[self.first_row + indices[indices >= 0]]
@@ -174,7 +176,7 @@ class ConcatenatedDataset:
 
 
 def packed_columns(seq_length: int) -> ColumnSpecs:
-    """Return length and dtype of each array of a row of `seq_length` tokens, by name."""
+    """Return length and dtype of each array in a row with `seq_length` tokens, by name."""
     dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
     return {name: (seq_length, np.dtype(dtype)) for name, dtype in dtypes.items()}
 

@@ -118,7 +118,7 @@ def read_examples(
     for index, file in enumerate(files[start.file :], start.file):
         on_file(FileStart(index, n_examples, n_documents, bad_lines.count))
         for piece in READERS[file_type].read(file, options):
-            for example in _examples(piece, builder, settings, on_error=bad_lines):
+            for example in _piece_examples(piece, builder, settings, on_error=bad_lines):
                 yield example
                 n_examples += 1
                 n_documents += example.ends_document
@@ -135,7 +135,7 @@ def _check_unchanged(file: DataFile) -> None:
         raise changed_file_error(file.path)
 
 
-def _examples(
+def _piece_examples(
     piece: DataPiece | IdsChunk,
     builder: ExampleBuilder,
     settings: RecordSettings,

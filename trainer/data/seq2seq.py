@@ -95,7 +95,7 @@ class Seq2SeqDataset:
         return ids
 
     def _target_weights(self, row: int, length: int) -> npt.NDArray[np.uint8] | int:
-        """Return the loss weight of each token of a target of `length` tokens."""
+        """Return the loss weight of each token in a target with `length` tokens."""
         if self.tokens.weights is None:
             return 1
         low, _ = self._document_span(2 * (self.first_row + row) + 1)

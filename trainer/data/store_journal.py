@@ -92,7 +92,9 @@ def restore_files(
     running = {name: xxhash.xxh3_128() for name in files}
     restored = RestoredFiles(empty, {name: state.copy() for name, state in running.items()})
     for state in states:
-        if not _is_same_store(state.meta, empty.meta) or not _matches(files, running, state.meta):
+        if not _is_same_store(state.meta, empty.meta) or not _files_match_state(
+            files, running, state.meta
+        ):
             break
         restored = RestoredFiles(state, {name: state.copy() for name, state in running.items()})
     sizes = file_sizes(restored.state.meta)
@@ -111,7 +113,7 @@ def _is_same_store(meta: StoreMeta, other: StoreMeta) -> bool:
     )
 
 
-def _matches(
+def _files_match_state(
     files: Mapping[str, BinaryIO], running: Mapping[str, xxhash.xxh3_128], meta: StoreMeta
 ) -> bool:
     """Read files up to the sizes of a state, and return whether the digests match."""
@@ -163,15 +165,15 @@ class StoreJournal:
 
     def save(self, state: SavedState) -> None:
         """Start to save a state. Raise OSError if the previous one could not be saved."""
-        self._wait()
+        self._wait_for_write()
         # The buffers belong to the calling thread, which goes on writing. They are flushed here, so
         # that the bytes of the state are in the page cache before the thread syncs them.
         for file in self._files:
             file.flush()
         self._saved_at_s = self._clock()
-        self._pending = self._executor.submit(self._write, state)
+        self._pending = self._executor.submit(self._write_state, state)
 
-    def _write(self, state: SavedState) -> None:
+    def _write_state(self, state: SavedState) -> None:
         """Append the line of a state. The files are synced first."""
         # First the bytes, then the line that records them. A kill in between leaves bytes after the
         # last recorded size, which the next run cuts off.
@@ -179,14 +181,14 @@ class StoreJournal:
             os.fdatasync(file.fileno())
         _write_line(self._journal, state)
 
-    def _wait(self) -> None:
+    def _wait_for_write(self) -> None:
         if self._pending is not None:
             self._pending.result()
 
     def close(self) -> None:
         """Wait for the last state and close the journal. Raise OSError if it could not be saved."""
         try:
-            self._wait()
+            self._wait_for_write()
         finally:
             self._executor.shutdown()
             self._journal.close()

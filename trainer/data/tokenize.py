@@ -243,7 +243,7 @@ def _map_token_store(
         _check_has_token(meta)
     tokens = store.map_tokens(folder, meta, config.seq_length)
     _check_has_loss(tokens)
-    note(_summary(tokens, config))
+    note(_dataset_summary(tokens, config))
     return tokens
 
 
@@ -400,7 +400,7 @@ def _check_has_loss(tokens: store.MappedTokens) -> None:
         raise PrepError("the data has no token to train on", why, hint)
 
 
-def _summary(tokens: store.MappedTokens, config: TokenizeConfig) -> str:
+def _dataset_summary(tokens: store.MappedTokens, config: TokenizeConfig) -> str:
     """Return the sizes of a store in one line."""
     if config.examples.has_encoder:
         return _seq2seq_summary(tokens, config.source_length)

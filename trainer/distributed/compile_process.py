@@ -88,8 +88,8 @@ def run_compile_process(
         try:
             assert process.stdin is not None
             assert process.stdout is not None
-            _send(process.stdin, request)
-            answer = _wait(process.stdout, watch)
+            _send_request(process.stdin, request)
+            answer = _wait_for_answer(process.stdout, watch)
             returncode = process.wait()
         finally:
             # No process is left after Ctrl-C or the time limit. `communicate` reaps it and closes
@@ -105,7 +105,7 @@ def run_compile_process(
     return answer
 
 
-def _send(stdin: IO[str], request: str) -> None:
+def _send_request(stdin: IO[str], request: str) -> None:
     """Write the request. Keep stdin open: its end shows the process that the parent has ended."""
     try:
         stdin.write(f"{request}\n")
@@ -115,7 +115,7 @@ def _send(stdin: IO[str], request: str) -> None:
         pass
 
 
-def _wait(stdout: IO[str], watch: CompileWatch) -> str | None:
+def _wait_for_answer(stdout: IO[str], watch: CompileWatch) -> str | None:
     """Wait until the process closes its stdout. Return its last line.
 
     Raises:

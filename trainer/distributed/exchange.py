@@ -38,7 +38,7 @@ def compile_allocation(
 def part_sharding(plan: ReadPlan, sharding: NamedSharding) -> NamedSharding:
     """Return the sharding of an array that contains one slab of a leaf: each device has the part that it read."""
     entries: list[MeshAxes] = [
-        plan.leaf.split_axes[dim] if dim in plan.kept_dims else () for dim in _dims(plan)
+        plan.leaf.split_axes[dim] if dim in plan.kept_dims else () for dim in _leaf_dims(plan)
     ]
     entries[plan.row_dim] += plan.reader_axes
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
@@ -68,7 +68,7 @@ def compile_slab_update(plan: ReadPlan, sharding: NamedSharding, rows: int) -> S
                     part, axis, split_axis=dim, concat_axis=plan.row_dim, tiled=True
                 )
         part = widen(lax.slice_in_dim(part, 0, rows, axis=plan.row_dim), leaf.dtype)
-        starts = [start[dim] for dim in _dims(plan)]
+        starts = [start[dim] for dim in _leaf_dims(plan)]
         if plan.keeps_rows:
             return lax.dynamic_update_slice(leaf, part, starts)
         shard_start = _shard_index(plan.leaf, plan.row_dim) * leaf.shape[plan.row_dim]
@@ -84,7 +84,7 @@ def compile_slab_update(plan: ReadPlan, sharding: NamedSharding, rows: int) -> S
 def _update_overlap(
     shard: jax.Array, slab: jax.Array, starts: Sequence[jax.Array], row_dim: int, first: jax.Array
 ) -> jax.Array:
-    """Copy the rows of a slab that belong to a shard.
+    """Copy the rows of a slab (a range of leaf rows) that belong to a shard.
 
     Args:
         shard: The shard.
@@ -169,5 +169,5 @@ def _shard_index(leaf: ShardedLeaf, dim: int) -> jax.Array:
     )
 
 
-def _dims(plan: ReadPlan) -> range:
+def _leaf_dims(plan: ReadPlan) -> range:
     return range(len(plan.leaf.shape))

@@ -63,7 +63,9 @@ def writes_shared_folder(folder: Path, group: ProcessGroup) -> bool:
     """
     answers = group.gather("folder seen", json.dumps([machine_id(), sees_folder(folder, group)]))
     writers = json.loads(
-        group.broadcast("writers", json.dumps(_writers([json.loads(answer) for answer in answers])))
+        group.broadcast(
+            "writers", json.dumps(_folder_writers([json.loads(answer) for answer in answers]))
+        )
     )
     return group.index in writers
 
@@ -110,8 +112,8 @@ def _create_probe(probe: Path) -> None:
     probe.touch()
 
 
-def _writers(answers: Sequence[tuple[str, bool]]) -> list[int]:
-    """Return process 0, and the first process of each host without a view of process 0's folder.
+def _folder_writers(answers: Sequence[tuple[str, bool]]) -> list[int]:
+    """Return process 0, and the first process of each host that cannot see process 0's folder.
 
     Args:
         answers: Host of each process, and whether it sees the folder of process 0.

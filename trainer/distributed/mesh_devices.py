@@ -10,7 +10,7 @@ from trainer.models.attention_kernels import DeviceKind
 
 
 def device_kind(sharding: ShardingContext) -> DeviceKind:
-    """Return the kind of the devices of a mesh, or of JAX's default device without a mesh."""
+    """Return the kind of devices in a mesh. Without a mesh it is the kind of JAX's default device."""
     mesh = sharding.device_mesh
     return kind_of_device(local_devices()[0] if mesh is None else mesh.devices.flat[0])
 

@@ -8,7 +8,8 @@ from typing import Protocol
 class ProcessGroup(Protocol):
     """The processes that run one command together.
 
-    Every process must make the same calls in the same order for each name. Names of different threads must differ.
+    A name identifies a series of exchanges, e.g. "agreement". All processes must make the calls with one name in the
+    same order. Two threads of a process must use different names.
     """
 
     @property

@@ -111,9 +111,9 @@ def _gather_processes(meeting: _Meeting, deadline: float, *, timeout_s: float) -
     error: PrepError | None = None
     with contextlib.ExitStack() as connections:
         # The socket closes before the verdicts are sent: jax's service then listens on the same port.
-        with _listen(meeting.address) as listener:
+        with _open_listener(meeting.address) as listener:
             while len(peers) < count - 1 and error is None:
-                peer = _accept(listener, deadline)
+                peer = _accept_peer(listener, deadline)
                 if peer is None:
                     error = _missing_error(meeting, timeout_s)
                 else:
@@ -139,7 +139,7 @@ def _add_peer(meeting: _Meeting, peer: _Peer) -> PrepError | None:
     if other is not None and not _is_connected(other):
         other = None
     if stranger := _find_stranger(peer, other, address):
-        _refuse(meeting, stranger)
+        _refuse_peer(meeting, stranger)
         if stranger is peer:
             return None
         other = None
@@ -173,7 +173,7 @@ def _find_stranger(peer: _Peer, other: _Peer | None, address: ProcessAddress) ->
     return {peer.settings_digest: other, other.settings_digest: peer}.get(address.settings_digest)
 
 
-def _refuse(meeting: _Meeting, peer: _Peer) -> None:
+def _refuse_peer(meeting: _Meeting, peer: _Peer) -> None:
     """Send a process the error that process 0 belongs to another job, and close its connection."""
     address = meeting.address
     what = f"process 0 at {address.coordinator} belongs to another job"
@@ -188,7 +188,7 @@ def _job_text(job: str) -> str:
     return f"`{job}`" if job else "a job without a name"
 
 
-def _listen(address: ProcessAddress) -> socket.socket:
+def _open_listener(address: ProcessAddress) -> socket.socket:
     """Return a socket that listens on the port of process 0 on all interfaces."""
     _allow_open_files(address.count + SPARE_FILES)
     _, port = split_host_port(address.coordinator)
@@ -213,7 +213,7 @@ def _allow_open_files(count: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def _accept(listener: socket.socket, deadline: float) -> _Peer | None:
+def _accept_peer(listener: socket.socket, deadline: float) -> _Peer | None:
     """Return the next process that connects. None if no process has by the deadline. Other connections are closed."""
     while (remaining_s := deadline - time.monotonic()) > 0:
         listener.settimeout(remaining_s)

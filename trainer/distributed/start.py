@@ -65,7 +65,7 @@ def start_processes(
     jax.config.update("jax_enable_preemption_service", False)
     try:
         with errors.intercept_client_errors():
-            places = _initialize(
+            places = _initialize_jax(
                 address, start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s
             )
     except (RuntimeError, ValueError, OSError) as error:
@@ -74,7 +74,7 @@ def start_processes(
     return group if group.count > 1 else SingleProcess()
 
 
-def _initialize(
+def _initialize_jax(
     address: ProcessAddress | None, *, start_timeout_s: float, heartbeat_timeout_s: float
 ) -> dict[int, str]:
     """Initialize `jax.distributed`, and return the places of processes from `meet_processes`.

@@ -68,7 +68,7 @@ def call_in_loop(function: Callable[[Any], Any], inputs: Any, num_iterations: Ar
 
 
 def square_sums(blocks: Array, *, one: Array) -> Array:
-    """Compute the sum of squares of each row of [blocks, elements], in a loop that rounds each row alike.
+    """Compute the sum of squares in each row of an array [blocks, elements]. The loop rounds all rows alike.
 
     Args:
         blocks: The rows.

@@ -190,11 +190,11 @@ class Watchdog:
         """Exchange heartbeats and decisions until the watchdog closes or the job ends."""
         while not self._closed.is_set():
             try:
-                end = self._exchange()
+                end = self._exchange_heartbeats()
             except ConnectionBrokenError:
                 end = self._lost_process_0(0.0) if self.is_broken() else None
             if end is not None:
-                self._finish(end)
+                self._end_process(end)
                 return
             self._wake.wait(TICK_S if self.is_broken() else self.interval_s)
             self._wake.clear()
@@ -217,19 +217,19 @@ class Watchdog:
             silent_s = now_s - self._contact_s
             is_cut = self._contact_s < broken_s < now_s - BROKEN_S
             if self.texts.index and (is_cut or silent_s > self.settings.timeout_s):
-                self._finish(self._lost_process_0(0.0 if is_cut else silent_s))
+                self._end_process(self._lost_process_0(0.0 if is_cut else silent_s))
                 return
 
-    def _exchange(self) -> JobEnd | None:
+    def _exchange_heartbeats(self) -> JobEnd | None:
         """Publish a heartbeat. Return the decision of process 0 to end the job, or None. On process 0, decide."""
         self._beats += 1
         beat = Heartbeat(
             self._beats, self.settings.places[self.texts.index], self._phase, self._num_phases
         )
         self.texts.publish(f"heartbeat/{self.texts.index}", beat.to_json())
-        return self._decide(beat) if self.texts.index == 0 else self._read_decision()
+        return self._decide_end(beat) if self.texts.index == 0 else self._read_decision()
 
-    def _decide(self, beat: Heartbeat) -> JobEnd | None:
+    def _decide_end(self, beat: Heartbeat) -> JobEnd | None:
         """Decide as process 0 whether the job ends. Publish and return its end, or None."""
         ended = self.texts.read_by_index("ended")
         beats = {
@@ -264,7 +264,7 @@ class Watchdog:
     def _lost_process_0(self, silent_s: float) -> JobEnd:
         return lost_process(0, self._decision, silent_s)
 
-    def _finish(self, end: JobEnd) -> None:
+    def _end_process(self, end: JobEnd) -> None:
         """End this process, once. Process 0 first waits until all have read the decision."""
         # Both threads may find an end at the same time. Only the first one ends the process.
         with self._lock:

@@ -182,8 +182,8 @@ def _scatter_leaf(
             "pass the config.json of the model with these parameters",
         )
     split = leaf.reshape(_extents(leaf_factors))
-    free = _free_factors(axis_map)
-    region = _region(axis_map)
+    free = _unfixed_factors(axis_map)
+    region = _tensor_region(axis_map)
     for name, indices in _tensors_of_leaf(axis_map, unscanned or {}):
         piece_index = tuple(indices.get(factor.atom, slice(None)) for factor in leaf_factors)
         atoms = [factor.atom for factor in leaf_factors if factor.atom not in indices]
@@ -205,14 +205,14 @@ def _gather_leaf(
     fixed = unscanned or {}
     pieces: list[Array] = []
     for name, _ in _tensors_of_leaf(axis_map, fixed):
-        part = tensors[name][_region(axis_map)]
+        part = tensors[name][_tensor_region(axis_map)]
         split = part.reshape(_extents(_source_factors(axis_map)))
         pieces.append(split[_fixed_index(axis_map)])
     # `tensors` yields the stacked atoms in row-major order, so the pieces are one dim per stacked
     # atom, before the dims of a piece.
     stacked = [factor for factor in axis_map.stacked_factors if factor.atom not in fixed]
     joined = jnp.stack(pieces).reshape([*_extents(stacked), *pieces[0].shape])
-    atoms = [factor.atom for factor in (*stacked, *_free_factors(axis_map))]
+    atoms = [factor.atom for factor in (*stacked, *_unfixed_factors(axis_map))]
     leaf = joined.transpose([atoms.index(factor.atom) for factor in leaf_factors])
     padding: list[tuple[int, int]] = []
     for factor, extent in zip(leaf_factors, leaf.shape):
@@ -223,7 +223,7 @@ def _gather_leaf(
 def _tensors_of_leaf(
     axis_map: AxisMap, unscanned: Mapping[str, int]
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield the name and the stacked indices of each tensor of one leaf of a row.
+    """Yield the name and the stacked indices of each tensor that one leaf is made of.
 
     Args:
         axis_map: The row.
@@ -239,8 +239,8 @@ def _leaf_factors(axis_map: AxisMap) -> list[SizedAxis]:
     return list(itertools.chain.from_iterable(axis_map.leaf_dims))
 
 
-def _free_factors(axis_map: AxisMap) -> list[SizedAxis]:
-    """Return the named axes (atoms) of a tensor that are also axes of the leaf, in the order of the tensor."""
+def _unfixed_factors(axis_map: AxisMap) -> list[SizedAxis]:
+    """Return the named axes (atoms) that a tensor and its leaf share, in the order of the tensor."""
     return [factor for factor in _source_factors(axis_map) if factor.fixed is None]
 
 
@@ -270,6 +270,6 @@ def _fixed_index(axis_map: AxisMap) -> tuple[int | slice, ...]:
     return tuple(index)
 
 
-def _region(axis_map: AxisMap) -> tuple[slice, ...]:
+def _tensor_region(axis_map: AxisMap) -> tuple[slice, ...]:
     """Return the range of each dim of a tensor that the axis map uses."""
     return tuple(slice(dim.start, dim.start + dim.selected_extent) for dim in axis_map.source_dims)

@@ -140,7 +140,7 @@ def encode_sources(
         model: A model with an encoder.
         forward_config: Execution options.
     """
-    forward_config = _for_length(forward_config, sources.shape[1])
+    forward_config = _config_for_length(forward_config, sources.shape[1])
     encoder_output = transformer.encode(params, sources, model, forward_config, source_mask)
     return transformer.precompute_cross_kv(params, encoder_output, model, forward_config)
 
@@ -167,14 +167,14 @@ def prefill(
     Returns:
         The state with `count` slots in its cache and the next tokens in slot `count`.
     """
-    forward_config = _for_length(forward_config, count)
+    forward_config = _config_for_length(forward_config, count)
     state = DecodeState(batch, init_kv_cache(model, batch.tokens.shape, forward_config))
     return _decode_and_sample(
         params, state, batch.tokens[:, :count], model, forward_config, generation_config
     )
 
 
-def _for_length(forward_config: ForwardConfig, length: int) -> ForwardConfig:
+def _config_for_length(forward_config: ForwardConfig, length: int) -> ForwardConfig:
     """Return the options of a pass over `length` tokens at once.
 
     Long passes replace the reference kernel by blockwise attention. Its memory is linear in the length.

@@ -93,7 +93,7 @@ class Generator:
         self.generation_config = generation_config
         self.params: Tree = {}
         if params is not None:
-            self.params = self._cast(params)
+            self.params = self._cast_params(params)
         cast_model = decode.inference_model(model)
         encode = partial(decode.encode_sources, model=cast_model, forward_config=forward_config)
         options: dict[str, Any] = {
@@ -114,10 +114,10 @@ class Generator:
         """Return a generator with other parameters and the same compiled functions."""
         # A shallow copy shares the compiled functions: parameters are arguments of them, not constants.
         generator = copy(self)
-        generator.params = self._cast(params)
+        generator.params = self._cast_params(params)
         return generator
 
-    def _cast(self, params: Tree) -> Tree:
+    def _cast_params(self, params: Tree) -> Tree:
         """Cast and reshard parameters for decoding."""
         return decode.cast_for_inference(params, self.model, forward_config=self.forward_config)
 
@@ -162,11 +162,11 @@ class Generator:
             max(min_rows, len(prompts)), self.forward_config.sharding.data_parallel_size
         )
         sharding = self.forward_config.sharding
-        batch = _replicate(
+        batch = _replicate_arrays(
             _make_prompt_batch(prompts, slots, rows, max_new_tokens, first_row), sharding
         )
         if sources is not None:
-            encoder_inputs = _replicate(_pad_sources(sources, rows), sharding)
+            encoder_inputs = _replicate_arrays(_pad_sources(sources, rows), sharding)
             batch = batch._replace(
                 encoder_output=self._encode_sources(self.params, *encoder_inputs)
             )
@@ -179,7 +179,7 @@ class Generator:
                 on_tokens(output.fetch(state, sharding))
 
         is_paced = on_tokens is not None and _shared_sharding(sharding) is None
-        next_steps = _fixed_steps
+        next_steps = _steps_between_checks
         # Processes of a job must choose the same steps, so only a single process may go by the clock.
         if is_paced:
             next_steps = _StreamPace().next_steps
@@ -198,7 +198,9 @@ class Generator:
                 state = self._prefill(self.params, batch, count=slot)
             else:
                 # An array, because a compiled function needs the shape and the sharding of each argument.
-                state = self._decode_loop(self.params, state, _replicate(jnp.int32(slot), sharding))
+                state = self._decode_loop(
+                    self.params, state, _replicate_arrays(jnp.int32(slot), sharding)
+                )
         report_progress()
         output.fetch(state, sharding)
         return output.rows
@@ -238,7 +240,9 @@ class _OutputRows:
         """Append the tokens since the last call to `rows`, and return only these tokens, one list per prompt."""
         # The latest tokens are in slot `length`, one after the last filled slot of the cache.
         stop = int(state.kv_cache.length) + 1
-        tokens = _fetch(state.batch.tokens, sharding)[: len(self.rows), self._next_slot : stop]
+        tokens = _fetch_array(state.batch.tokens, sharding)[
+            : len(self.rows), self._next_slot : stop
+        ]
         self._next_slot = stop
         return [self._extend(row, new.tolist()) for row, new in zip(self.rows, tokens)]
 
@@ -341,7 +345,7 @@ def _make_prompt_batch(
     )
 
 
-def _replicate(arrays: InputT, sharding: ShardingContext) -> InputT:
+def _replicate_arrays(arrays: InputT, sharding: ShardingContext) -> InputT:
     """Place the inputs of a batch on all devices of a mesh that other processes share. All have equal inputs."""
     replicated = _shared_sharding(sharding)
     if replicated is None:
@@ -362,7 +366,7 @@ def _shared_sharding(sharding: ShardingContext) -> NamedSharding | None:
     return None if replicated is None or replicated.is_fully_addressable else replicated
 
 
-def _fetch(array: Array, sharding: ShardingContext) -> np.ndarray:
+def _fetch_array(array: Array, sharding: ShardingContext) -> np.ndarray:
     """Copy an array to the host, from the devices of all processes."""
     if not array.is_fully_addressable:
         array = jax.jit(lambda x: x, out_shardings=sharding.replicated_sharding())(array)
@@ -379,7 +383,7 @@ def _pad_sources(sources: Sequence[TokenSequence], rows: int) -> tuple[Array, Ar
     return jnp.asarray(tokens), jnp.asarray(np.arange(tokens.shape[1]) < lengths[:, None])
 
 
-def _fixed_steps() -> int:
+def _steps_between_checks() -> int:
     """Return the number of decoding steps before the host checks whether all rows have ended."""
     return STEPS_PER_CHECK
 
@@ -397,7 +401,7 @@ class _StreamPace:
         self._called_s = -math.inf
 
     def next_steps(self) -> int:
-        """Return the number of steps of the next call, from the duration of the last one."""
+        """Return how many steps the next call takes, from the duration of the last call."""
         duration_s = time.monotonic() - self._called_s
         if duration_s < MAX_STREAM_DELAY_S / 2:
             self._steps = min(2 * self._steps, STEPS_PER_CHECK)

@@ -352,14 +352,14 @@ class ArchConfig:
     def attention_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with attention."""
         if self.has_attention_beside_mixer:
-            return self._other_layers(())
-        return self._other_layers((*self.mixer_layers, *self.feed_forward_layers))
+            return self._remaining_layers(())
+        return self._remaining_layers((*self.mixer_layers, *self.feed_forward_layers))
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
         """Numbers of the layers that have experts in a model with experts."""
         if not self.feed_forward_layers:
-            return self._other_layers(self.dense_layers)
+            return self._remaining_layers(self.dense_layers)
         return tuple(layer for layer in self.feed_forward_layers if layer not in self.dense_layers)
 
     @property
@@ -382,7 +382,7 @@ class ArchConfig:
         }
         return partial | dict(self.shape_groups)
 
-    def _other_layers(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+    def _remaining_layers(self, layers: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(layer for layer in range(len(self.sliding_windows)) if layer not in layers)
 
     @property

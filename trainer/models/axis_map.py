@@ -1,37 +1,37 @@
 """Axis maps: the place of each element of a parameter in the source tensors, as one row of text.
 
-    layers heads head_dim embed <- h.{layers}.attn.q_proj.weight: (heads head_dim) embed
+    layers heads head_dim embed <- h.{layers}.qk: (>heads head_dim | kv_heads head_dim) embed
 
 The left side lists the dims of the leaf in the parameter tree. The right side gives the tensor's
-name and its dims. An *atom* is a named axis. A dim on either side is one atom, several merged atoms
-`(a b)`, or `1`.
+name and its dims. The words for them, each with its place in this example:
 
-On the right side:
+- atom: a named axis, e.g. `embed`. Its size is not in the text.
+- dim: one atom, several merged atoms `(a b)`, or `1`. The leaf has four dims, the tensor has two.
+- part: a section of a dim of the tensor. The first dim of `qk` has two parts, one after another: the
+  queries `heads head_dim`, and the keys `kv_heads head_dim`. `>` marks the part with this leaf.
+- braces: the number in a tensor's name. The tensor `h.0.qk` has the first layer.
+- term: an atom on the right side, in a part or in braces.
 
-- `{a}` in a name: the index of `a` selects the tensor.
-- `{a b=1}` in a name: the merged index of several atoms, some of them fixed.
-- `{a@list}` in a name: `a` counts through the index list `list` of the sizes.
-- `a=i`: fixes an atom at one index.
-- `(>a b | c b)`: a dim of unequal parts, one after another. `>` marks the part of this axis map.
+In braces, and in the terms:
+
+- `{a}`: the index of `a` is the number in the name.
+- `{a b=1}`: the number is the merged index of two atoms. A term `b=1` fixes its atom at one index.
+- `{a@list}`: `a` counts through the index list `list` of the sizes.
 
 If an atom in braces is missing on the left side, there is one leaf per index of it. No I/O, no jax.
 
-Example: a tensor `w` of shape [2, 3] and a leaf that is its transpose, of shape [3, 2].
+`parse_row` makes a `ParsedAxisMap` of the text, without sizes. `bind_row` adds the sizes. Two layers,
+four heads, two heads of keys, and three elements per head:
 
-1. The text is `b a <- w: a b`. `parse_row` makes a `ParsedAxisMap` of it, without sizes: the leaf
-   has the dims (b) and (a), the tensor has (a) and (b).
-2. `bind_row` adds the sizes a = 2 and b = 3. The `AxisMap` has the shape [3, 2] on the left and
-   [2, 3] on the right.
-3. The element [2, 0] of the leaf has the index 2 along b and 0 along a. In the tensor it is the
-   element [0, 2]: element 0 * 3 + 2 = 2 in row-major order, and 2 * 2 + 0 = 4 of the leaf.
-
->>> axis_map = bind_row(parse_row("b a <- w: a b"), {"a": 2, "b": 3})
+>>> text = "layers heads head_dim embed <- h.{layers}.qk: (>heads head_dim | kv_heads head_dim) embed"
+>>> sizes = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 3, "embed": 5}
+>>> axis_map = bind_row(parse_row(text), sizes)
 >>> axis_map.leaf_shape, axis_map.source_shape
-((3, 2), (2, 3))
+((2, 4, 3, 5), (18, 5))
 
-A merged dim is in row-major order of its atoms. In
-`heads head_dim embed <- q: (heads head_dim) embed` with 4 elements per head, head 1 and element 3
-of a leaf are row 1 * 4 + 3 = 7 of the tensor.
+A merged dim is in row-major order of its atoms. The element [1, 2, 0, 4] of the leaf has the index 1
+along `layers`, so it is in `h.1.qk`. Its row there is 2 * 3 + 0 = 6, because the queries start at row
+0. Its column is 4. The keys are rows 12 to 18, and belong to another leaf.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ def escape_path(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """An atom in a merged dim or in braces.
+    """A named axis (atom) as written on the right side, with the index that it is fixed at, if any.
 
     Attributes:
-        atom: Its name.
-        fixed: The only index used, or None for all indices.
+        atom: Name of the axis.
+        fixed: The only index used, e.g. 1 for `half=1`. None if all indices are used.
     """
 
     atom: str
@@ -116,9 +116,12 @@ class Term:
 class SourceDim:
     """A parsed dim of a source tensor.
 
+    The text `(>a b | c b)` has two parts, one after another: the merged axes a and b, then c and b. `>`
+    selects the first one.
+
     Attributes:
-        parts: Merged terms of each part, e.g. two parts for `(>a b | c b)`.
-        selected: Index of the part that the axis map uses.
+        parts: The parts in order, each as a tuple of its merged axes.
+        selected: Index of the part with the elements of the leaf.
     """
 
     parts: tuple[tuple[Term, ...], ...]
@@ -541,10 +544,10 @@ def _check_atoms(row: ParsedAxisMap) -> None:
     name_atoms: list[str] = []
     for part in row.name_parts:
         if isinstance(part, NamePattern):
-            name_atoms += _free_atoms(part.terms)
+            name_atoms += _unfixed_atoms(part.terms)
     dim_atoms: list[str] = []
     for dim in row.source_dims:
-        dim_atoms += _free_atoms(dim.parts[dim.selected])
+        dim_atoms += _unfixed_atoms(dim.parts[dim.selected])
     source_atoms = name_atoms + dim_atoms
     for atoms in (leaf_atoms, source_atoms):
         if repeated := {a for a in atoms if atoms.count(a) > 1}:
@@ -553,7 +556,7 @@ def _check_atoms(row: ParsedAxisMap) -> None:
         raise _row_error(row.text, f"`{min(unmatched)}` appears on one side only")
 
 
-def _free_atoms(terms: Iterable[Term]) -> list[str]:
+def _unfixed_atoms(terms: Iterable[Term]) -> list[str]:
     return [term.atom for term in terms if term.fixed is None]
 
 

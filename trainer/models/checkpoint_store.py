@@ -85,9 +85,9 @@ class HostLeaf:
         if not others:
             return values
         leaf = np.empty(self.shape, values.dtype)
-        leaf[_index(first.box)] = values
+        leaf[_box_slices(first.box)] = values
         for shard in others:
-            leaf[_index(shard.box)] = shard.fetch()
+            leaf[_box_slices(shard.box)] = shard.fetch()
         return leaf
 
     def on_host(self) -> HostLeaf:
@@ -98,7 +98,7 @@ class HostLeaf:
         return HostLeaf(self.shape, self.dtype, shards)
 
 
-def _index(box: Box) -> tuple[slice, ...]:
+def _box_slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(*ends) for ends in box)
 
 

@@ -15,7 +15,7 @@ SELECTIVE_SCAN_CHUNK_SIZE = 32
 
 
 def chunk_length(chunk_size: int, length: int) -> int:
-    """Return the tokens of a chunk of a sequence of `length` tokens."""
+    """Return how many tokens a chunk has if a sequence has `length` tokens."""
     if chunk_size == WHOLE:
         return length
     return min(chunk_size, length)

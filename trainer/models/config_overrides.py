@@ -87,7 +87,7 @@ def _check_field(config: HFConfig, field: str, value: JsonValue) -> None:
 
 
 def _known_fields(config: HFConfig) -> set[str]:
-    """Return the fields of a config, of its family, and of published configs of the family."""
+    """Return the names of fields in the config, in published configs, and of those that the family reads."""
     family = family_of(config)
     return {*config, *fields_read(family), *_dropout_fields(family), *TOKEN_ID_FIELDS}.union(
         *_presets_of(family)

@@ -124,7 +124,11 @@ class Option:
     def words(self, style: Style) -> str:
         """Return the option without backticks."""
         if style.language == "python":
-            return self.name if self.value is NO_VALUE else f"{self.name}={_literal(self.value)}"
+            return (
+                self.name
+                if self.value is NO_VALUE
+                else f"{self.name}={_python_literal(self.value)}"
+            )
         if variable := style.variables.get(self.name):
             return variable if self.value is NO_VALUE else f"{variable}={self.value}"
         flag = OPTION_NAMES.get(self.name, self.name).replace("_", "-")
@@ -202,7 +206,7 @@ class Command:
             if isinstance(argument, Option):
                 words.append(argument.words(style))
             elif style.language == "python":
-                words.append(_literal(argument))
+                words.append(_python_literal(argument))
             else:
                 words.append(shlex.quote(argument))
         return words
@@ -219,7 +223,7 @@ class Text(str):
 
     def __new__(cls, *parts: str | Reference) -> Self:
         """Return a text of words and references to options, recipe keys and commands."""
-        instance = super().__new__(cls, _render(parts, TERMINAL))
+        instance = super().__new__(cls, _render_parts(parts, TERMINAL))
         instance.parts = parts
         return instance
 
@@ -236,7 +240,7 @@ class Text(str):
 
     def render(self, style: Style) -> str:
         """Return the text as it stands in a terminal, in Python or in a recipe."""
-        return _render(self.parts, style)
+        return _render_parts(self.parts, style)
 
 
 def text(template: str, *values: object) -> Text:
@@ -390,7 +394,7 @@ def render_text(message: str, style: Style) -> str:
     return message.render(style) if isinstance(message, Text) else message
 
 
-def _render(parts: tuple[str | Reference, ...], style: Style) -> str:
+def _render_parts(parts: tuple[str | Reference, ...], style: Style) -> str:
     """Join texts and references, the references in the given style."""
     words: list[str] = []
     for part in parts:
@@ -408,12 +412,12 @@ def _item_text(item: object) -> str:
     return str(item)
 
 
-def _literal(value: object) -> str:
+def _python_literal(value: object) -> str:
     """Return a value as Python writes it, with texts in double quotes."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list):
-        return f"[{', '.join(map(_literal, value))}]"
+        return f"[{', '.join(map(_python_literal, value))}]"
     return str(value)
 
 
@@ -426,4 +430,4 @@ def _toml_literal(value: object) -> str:
     """Return a value as TOML writes it: like Python, but with `true` and `false`."""
     if isinstance(value, bool):
         return str(value).lower()
-    return _literal(value)
+    return _python_literal(value)

@@ -89,8 +89,8 @@ def _union_volume(boxes: Collection[Box]) -> int:
 def read_amplification(leaves: Iterable[Sequence[HostReads]]) -> float:
     """Return the bytes read per byte needed, over all leaves, of the host with the highest ratio."""
     # `leaves` has one entry per leaf with one item per host. `zip` groups the items by host.
-    return max(_amplification(host) for host in zip(*leaves, strict=True))
+    return max(_bytes_amplification(host) for host in zip(*leaves, strict=True))
 
 
-def _amplification(reads: Sequence[HostReads]) -> float:
+def _bytes_amplification(reads: Sequence[HostReads]) -> float:
     return sum(r.read_bytes for r in reads) / sum(r.needed_bytes for r in reads)

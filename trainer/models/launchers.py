@@ -76,7 +76,7 @@ def detect_launcher(
 
 
 def pod_process(environ: Mapping[str, str], count: int) -> LaunchedProcess | None:
-    """Return the process of a pod in an indexed job of Kubernetes with `count` pods, or None outside of one."""
+    """Return the process of a pod in an indexed Kubernetes job of `count` pods, or None elsewhere."""
     index = read_number(environ, COMPLETION_INDEX)
     if index is None:
         return None
@@ -222,7 +222,7 @@ def _tpu_process(environ: Mapping[str, str]) -> LaunchedProcess | None:
 
 
 def _job_set_process(environ: Mapping[str, str]) -> None:
-    """Raise UsageError for a pod of a JobSet without a number of processes, which no variable of a JobSet contains."""
+    """Raise UsageError for a pod of a JobSet without a number of processes. JobSet sets no variable with it."""
     is_pod = all(environ.get(name) for name in ("JOBSET_NAME", COMPLETION_INDEX))
     if is_pod and not any(environ.get(name) for name in ("JAX_NUM_PROCESSES", *TPU_HOST_VARIABLES)):
         raise _incomplete_error("JOBSET_NAME", "JAX_NUM_PROCESSES")

@@ -155,7 +155,7 @@ class LayerStack:
         if policy in SAVES_ALL:
             if policy == "everything_saveable":
                 return self.backward_inputs_nbytes()
-            return self._kept_nbytes()
+            return self._saved_without_remat_nbytes()
         names = saved_activations(policy, has_experts=self.arch_config.experts_per_token > 0)
         if policy in SAVES_DOTS:
             score_size = sum(map(self._score_size, self.kv_lengths.values()))
@@ -184,7 +184,7 @@ class LayerStack:
         return (
             self.backward_inputs_nbytes()
             # The other layers of a period of kinds: 5 for 5 sliding layers and 1 full.
-            + (self.arch_config.layer_schedule.period - 1) * self.overlapping_nbytes()
+            + (self.arch_config.layer_schedule.period - 1) * self.nbytes_while_others_run()
             + max(attention_nbytes, self._mlp_gradient_nbytes())
             + self._expert_nbytes()
             + self._ring_nbytes()
@@ -231,7 +231,7 @@ class LayerStack:
                 return 0
 
     def _absent_block_nbytes(self) -> int:
-        """Return the smaller of the working sets of attention and of the MLP, with the block's input.
+        """Return the smaller working set, attention's or the MLP's, with the block's input.
 
         0 if both exist at the same time. Otherwise the caller subtracts it from the memory of the layer.
         """
@@ -358,15 +358,15 @@ class LayerStack:
     # Sizes below: B sequences, T tokens, S keys, H heads, E head width, D embedding width, F hidden
     # units, all on one device.
 
-    def _kept_nbytes(self) -> int:
+    def _saved_without_remat_nbytes(self) -> int:
         """Return the bytes that a layer without rematerialization saves: not what every policy may compute again."""
         gathered_nbytes = self._block_inputs_nbytes() * (
             1 - 1 / self.inputs.num_residual_shards(self.seq_length)
         )
         return self.backward_inputs_nbytes() - self._recomputed_nbytes() - int(gathered_nbytes)
 
-    def overlapping_nbytes(self) -> int:
-        """Return the working set of a layer while another one of the same period, or of the scan, is computed."""
+    def nbytes_while_others_run(self) -> int:
+        """Return the bytes that a layer takes while another layer of the same period, or of the scan, is computed."""
         has_transient_scores = (
             self.inputs.attention_tile is None and self.inputs.remat_policy not in SAVES_ALL
         )
@@ -454,7 +454,7 @@ class LayerStack:
         return self.score_nbytes * (1 if self.inputs.remat_policy in SAVES_ALL else 2)
 
     def _ring_nbytes(self) -> int:
-        """Return the bytes of ring attention's copies of other devices' keys and values, and of partial gradients."""
+        """Return the bytes of ring attention: copies of other devices' keys and values, and partial gradients."""
         if self.inputs.num_sequence_shards == 1:
             return 0
         copies_nbytes = RING_COPIES * (self.inputs.itemsize + FLOAT32) * self._kv_size()
@@ -486,7 +486,7 @@ class LayerStack:
         return num_arrays * self.inputs.itemsize * hidden_size
 
     def _mlp_gradient_nbytes(self) -> int:
-        """Return the bytes of the gradients of an MLP's hidden units and of the products that they are made of."""
+        """Return the bytes for the gradients of an MLP's hidden units and for the products in them."""
         num_arrays = 2 + self.arch_config.has_gated_mlp
         return num_arrays * self.inputs.itemsize * self._saved_hidden_size()
 
@@ -512,20 +512,20 @@ class LayerStack:
 
         E.g. a quarter of it for 2 layers of a group of 8.
         """
-        return count * self.num_layers // self.groups[self._group_of(leaf.path)]
+        return count * self.num_layers // self.groups[self._layer_group(leaf.path)]
 
     def layer_leaves(self) -> list[ParamLeaf]:
         """Return the parameters of these layers, without adapters."""
-        return self._in_layers(self.inputs.leaves)
+        return self._leaves_in_layers(self.inputs.leaves)
 
     def layer_adapters(self) -> list[ParamLeaf]:
         """Return the adapters of these layers."""
-        return self._in_layers(self.inputs.adapters or {})
+        return self._leaves_in_layers(self.inputs.adapters or {})
 
-    def _in_layers(self, leaves: Mapping[str, ParamLeaf]) -> list[ParamLeaf]:
-        return [leaf for path, leaf in leaves.items() if self._group_of(path) in self.groups]
+    def _leaves_in_layers(self, leaves: Mapping[str, ParamLeaf]) -> list[ParamLeaf]:
+        return [leaf for path, leaf in leaves.items() if self._layer_group(path) in self.groups]
 
-    def _group_of(self, path: str) -> str:
+    def _layer_group(self, path: str) -> str:
         """Return the part of a path after the prefix, or "" for a path without the prefix."""
         if not path.startswith(self.prefix):
             return ""

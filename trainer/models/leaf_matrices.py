@@ -153,7 +153,7 @@ def reduced_axes(shape: Sequence[int], param_shape: Sequence[int]) -> tuple[int,
 
 
 def unstacked_path(path: str, layer: str) -> str:
-    """Return the path of a leaf of stacked layers with the number of a layer in it, as in a tree without stacking."""
+    """Return the path of one layer in a tree without stacking, e.g. `layers.3.attn.q.weight`."""
     return path.replace("layers.", f"layers.{layer}.", 1)
 
 

@@ -20,10 +20,10 @@ FREEZE_KEY = "optimizer.freeze"
 
 def matches_any(patterns: Iterable[str], path: str) -> bool:
     """Return whether one of the patterns matches the dotted path of a leaf."""
-    return any(_matches(pattern, path_without_layers(path)) for pattern in patterns)
+    return any(_pattern_matches(pattern, path_without_layers(path)) for pattern in patterns)
 
 
-def _matches(pattern: str, path: str) -> bool:
+def _pattern_matches(pattern: str, path: str) -> bool:
     """Return whether a pattern is the path or the start of it, or an expression for it."""
     if pattern.startswith(LEAF_PREFIX):
         return re.search(pattern.removeprefix(LEAF_PREFIX), path) is not None
@@ -66,7 +66,7 @@ def check_used(patterns: Iterable[str], paths: Mapping[str, object], key: str) -
     """
     known = list(dict.fromkeys(map(path_without_layers, paths)))
     for pattern in patterns:
-        if not any(_matches(pattern, path) for path in known):
+        if not any(_pattern_matches(pattern, path) for path in known):
             hint = did_you_mean(pattern.removeprefix(LEAF_PREFIX), known) or text(
                 "{} lists the leaves", Command("inspect", "CHECKPOINT")
             )

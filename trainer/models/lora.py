@@ -87,7 +87,7 @@ def lora_from_manifest(manifest: Mapping[str, Any]) -> LoraConfig | None:
     lora = manifest.get("lora")
     if lora is None:
         return None
-    if not _is_settings(lora):
+    if not _is_lora_config(lora):
         what = "the manifest has invalid settings of adapters"
         raise PrepError(what, f"`lora` is {ascii(lora)[:60]}", GET_AGAIN_HINT)
     return LoraConfig(
@@ -98,7 +98,7 @@ def lora_from_manifest(manifest: Mapping[str, Any]) -> LoraConfig | None:
     )
 
 
-def _is_settings(value: Any) -> bool:
+def _is_lora_config(value: Any) -> bool:
     """Return whether a value of a manifest has the keys of a `LoraConfig`, of its types and in its ranges."""
     if not isinstance(value, Mapping):
         return False
@@ -126,11 +126,13 @@ def manifest_family(manifest: Mapping[str, Any]) -> Family:
     if lora is not None:
         return lora_family(family, config, lora)
     if towers := manifest.get("towers"):
-        return with_prefixes(family, _prefix(towers, "prefix"), _prefix(towers, "head_prefix"))
+        return with_prefixes(
+            family, _read_prefix(towers, "prefix"), _read_prefix(towers, "head_prefix")
+        )
     return family
 
 
-def _prefix(towers: Mapping[str, Any], key: str) -> str:
+def _read_prefix(towers: Mapping[str, Any], key: str) -> str:
     """Return a prefix of tensor names in a manifest."""
     prefix = towers.get(key)
     if not isinstance(prefix, str):

@@ -160,7 +160,7 @@ def _first_layers_nbytes(inputs: MemoryInputs) -> int:
     if MIXER_LAYERS in inputs.arch_config.layer_groups:
         return 0
     dense = next(stack for stack in layer_stacks(inputs) if DENSE_LAYERS in stack.groups)
-    return inputs.arch_config.layer_schedule.num_first * dense.overlapping_nbytes()
+    return inputs.arch_config.layer_schedule.num_first * dense.nbytes_while_others_run()
 
 
 def _other_layers_nbytes(inputs: MemoryInputs) -> int:
@@ -169,12 +169,12 @@ def _other_layers_nbytes(inputs: MemoryInputs) -> int:
     if MIXER_LAYERS not in arch_config.layer_groups and not arch_config.shape_groups:
         return 0
     nbytes_by_kind = {tuple(s.groups): s.backward_inputs_nbytes() for s in layer_stacks(inputs)}
-    kinds = [tuple(arch_config.group_indices[layer]) for layer in _overlapping_layers(inputs)]
+    kinds = [tuple(arch_config.group_indices[layer]) for layer in _layers_computed_together(inputs)]
     sizes = [nbytes_by_kind[kind] for kind in kinds]
     return sum(sizes) - max(sizes, default=0)
 
 
-def _overlapping_layers(inputs: MemoryInputs) -> list[int]:
+def _layers_computed_together(inputs: MemoryInputs) -> list[int]:
     """Return the layers of one period, and for CPUs also the layers outside the scan."""
     schedule = inputs.arch_config.layer_schedule
     scanned = range(0)

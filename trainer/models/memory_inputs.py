@@ -158,7 +158,7 @@ class MemoryInputs:
         return length // self.num_sequence_shards
 
     def score_tile(self, local_queries: int, local_keys: int) -> tuple[int, int]:
-        """Return the number of queries and of keys of the scores that a device has in memory at once."""
+        """Return how many queries and keys a device has scores for in memory at once."""
         num_blocks = RING_BLOCKS if self.num_sequence_shards > 1 else 1
         # A tile is within one block, and a device of a ring holds two blocks of a row.
         q_size, k_size = self.attention_tile or (WHOLE, WHOLE)
@@ -167,7 +167,7 @@ class MemoryInputs:
         )
 
     def num_residual_shards(self, local_length: int) -> int:
-        """Return the number of shards of the residual stream along the `local_length` tokens of a device."""
+        """Return into how many shards the residual stream is split along a device's `local_length` tokens."""
         # The rule of the residual stream counts all shards of a row. Those of sp are in `local_length`
         # already: with sp 2 and mp 4 a device's tokens have 8 / 2 = 4 shards.
         num_shards = self.num_sequence_shards

@@ -101,13 +101,13 @@ def param_leaves(
     return leaves
 
 
-def _atoms(dim: Iterable[SizedAxis]) -> tuple[str, ...]:
+def _dim_atoms(dim: Iterable[SizedAxis]) -> tuple[str, ...]:
     return tuple(axis.atom for axis in dim)
 
 
 def _leaves_of_row(path: str, row: AxisMap) -> Iterable[ParamLeaf]:
     """Return the leaves of one row of an axis map."""
-    dims = tuple(_atoms(dim) for dim in row.leaf_dims)
+    dims = tuple(_dim_atoms(dim) for dim in row.leaf_dims)
     if not row.unscanned_factors:
         return [ParamLeaf(path.format(), path, shape=row.leaf_shape, dims=dims)]
     # Only a layer atom can lack a dim of the leaf, so it is the atom of the path's placeholder.

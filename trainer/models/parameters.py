@@ -337,7 +337,7 @@ def active_parameters(
 
 
 def layer_atom_in(path: str) -> str:
-    """Return the layer atom of the placeholder in a path, or ""."""
+    """Return the named axis (atom) of layers in a path, e.g. `layers` in `layers.{layers}.w`, or ""."""
     return next((atom for atom in LAYER_ATOMS if f"{{{atom}}}" in path), "")
 
 

@@ -424,7 +424,7 @@ def device_box(spec: Spec, mesh: Mesh, device: int, shape: Sequence[int]) -> Box
     """Return the box of a leaf that a device of the mesh holds. Raise IndexError if there is no such device."""
     if not 0 <= device < mesh.n_devices:
         raise IndexError(f"device {device} of {mesh.n_devices}")
-    coordinates = dict(zip(mesh.names, _coordinates(device, mesh.sizes)))
+    coordinates = dict(zip(mesh.names, _mesh_coordinates(device, mesh.sizes)))
     box = []
     for axes, extent in zip(spec.mesh_axes, shard_shape(spec, shape)):
         shard = 0
@@ -435,7 +435,7 @@ def device_box(spec: Spec, mesh: Mesh, device: int, shape: Sequence[int]) -> Box
     return tuple(box)
 
 
-def _coordinates(number: int, sizes: Sequence[int]) -> list[int]:
+def _mesh_coordinates(number: int, sizes: Sequence[int]) -> list[int]:
     """Return the row-major coordinates of a number in a grid."""
     coordinates = []
     for size in reversed(sizes):

@@ -90,7 +90,7 @@ def check_rope_scaling(scaling: HFConfig) -> None:
     Raises:
         UsageError: The type is not supported, a key is unknown or missing, or a value is invalid.
     """
-    rope_type = _read_type(scaling)
+    rope_type = _read_scaling_type(scaling)
     required = REQUIRED_KEYS[rope_type]
     known = (*COMMON_KEYS, *required, *OPTIONAL_KEYS.get(rope_type, ()))
     for key in scaling:
@@ -106,7 +106,7 @@ def check_rope_scaling(scaling: HFConfig) -> None:
         raise usage_error(f"`{SCALING_KEY}` has {what}", why, OTHER_VALUE_HINT)
 
 
-def _read_type(scaling: HFConfig) -> str:
+def _read_scaling_type(scaling: HFConfig) -> str:
     """Return the `rope_type` of a recipe. Raise PrepError if prep does not support it."""
     rope_type = scaling.get("rope_type", scaling.get("type"))
     if isinstance(rope_type, str) and rope_type in ROPE_TYPES:
@@ -122,7 +122,7 @@ def _read_type(scaling: HFConfig) -> str:
 def _invalid_values(scaling: HFConfig) -> Iterator[tuple[str, str]]:
     """Yield each invalid value of a rope scaling, and what it must be."""
     for key, value in scaling.items():
-        requirement = _requirement(key, value)
+        requirement = _value_requirement(key, value)
         if requirement:
             yield f"{key} = {value!r:.60}", f"it must be {requirement}"
     for smaller, larger in ORDERED_KEYS:
@@ -132,7 +132,7 @@ def _invalid_values(scaling: HFConfig) -> Iterator[tuple[str, str]]:
             yield f"{smaller} {low:g} and {larger} {high:g}", f"{larger} must be the larger one"
 
 
-def _requirement(key: str, value: JsonValue) -> str:
+def _value_requirement(key: str, value: JsonValue) -> str:
     """Return what the value of a key must be, or "" if it is valid."""
     if key in ("rope_type", "type"):
         if isinstance(value, str):
@@ -181,7 +181,7 @@ def override_rope(config: HFConfig, overrides: RopeOverrides) -> HFConfig:
     before = family.arch_config(config)
     _check_one_rope(before, family.name, overrides.keys[0])
     try:
-        changed = _write_original(_write_rope(config, overrides), family.arch_config)
+        changed = _write_original_positions(_write_rope(config, overrides), family.arch_config)
         changed = _write_positions(changed, overrides.max_positions)
         after = family.arch_config(changed)
     except PrepError as error:
@@ -252,9 +252,9 @@ def _rope_parameters(config: HFConfig) -> JsonObject:
     return dict(parameters)
 
 
-def _write_original(config: JsonObject, read_arch: ReadArch) -> JsonObject:
+def _write_original_positions(config: JsonObject, read_arch: ReadArch) -> JsonObject:
     """Return the config with the original positions of its scaling, at both places where transformers reads them."""
-    rope = _rope_of(read_arch(config))
+    rope = _required_rope(read_arch(config))
     if rope.rope_type not in OPTIONAL_KEYS:
         return config
     field = _rope_field(config)
@@ -274,13 +274,13 @@ def _write_positions(config: JsonObject, positions: int | None) -> JsonObject:
 
 def _check_dynamic(before: ArchConfig, after: ArchConfig) -> None:
     """Raise PrepError if dynamic scaling is combined with more positions."""
-    if _rope_of(after).rope_type == "dynamic" and after.max_positions > before.max_positions:
+    if _required_rope(after).rope_type == "dynamic" and after.max_positions > before.max_positions:
         why = f"dynamic scaling begins after these positions: {before.max_positions:,} in the checkpoint"
         raise usage_error(
             f"`{POSITIONS_KEY}` is {after.max_positions}", why, f"remove `{POSITIONS_KEY}`"
         )
 
 
-def _rope_of(arch_config: ArchConfig) -> Rope:
+def _required_rope(arch_config: ArchConfig) -> Rope:
     assert arch_config.rope is not None, "checked by _check_one_rope"
     return arch_config.rope

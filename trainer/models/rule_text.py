@@ -221,13 +221,13 @@ def _check_unique(rules: Iterable[Rule]) -> None:
     """Raise UsageError for two rules of the same dim or pattern, and for two presets."""
     rules_by_subject: dict[str, Rule] = {}
     for rule in rules:
-        subject = _subject(rule)
+        subject = _rule_subject(rule)
         if subject in rules_by_subject:
             raise _duplicate_error(subject, rules_by_subject[subject], rule)
         rules_by_subject[subject] = rule
 
 
-def _subject(rule: Rule) -> str:
+def _rule_subject(rule: Rule) -> str:
     """Return the left side of a rule. Two rules may not have the same one."""
     match rule:
         case DimRule():

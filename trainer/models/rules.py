@@ -195,7 +195,7 @@ def find_leaf_rule(rules: Rules, path: str) -> LeafRule | None:
 
 
 def check_leaf_rules(rules: Rules, leaves: Mapping[str, LeafDims]) -> None:
-    """Check that each rule of leaves is used, and is for the number of dims of its leaves.
+    """Check that each leaf rule matches a leaf, and lists as many dims as its leaves have.
 
     Args:
         rules: Partition rules.

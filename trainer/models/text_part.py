@@ -260,7 +260,8 @@ def _text_config(config: HFConfig, fields: HFConfig) -> JsonObject:
     if text_type in TEXT_FAMILIES:
         defaults = TEXT_DEFAULTS.get(text_type, {})
         text_config = {**defaults, **text_config, **TEXT_FAMILIES[text_type]}
-        # The default of some families is a number.
+        # Without the key, this text config has width / heads features per head. Some families would instead
+        # take a constant, e.g. 128.
         width = read_size(fields, "hidden_size", 0)
         text_config.setdefault("head_dim", width // read_size(fields, "num_attention_heads", 0))
     for key in ROPE_FIELDS:

@@ -79,7 +79,7 @@ class _Stack:
         return any(map(self.atom, range(len(self.numbers))))
 
     def path(self, layer: str = STACKED_NUMBER) -> str:
-        """Return the template of the leaf's path, with `layer` in place of the numbers of stacked layers."""
+        """Return the leaf's path as a template: `layer` stands for the stacked layer numbers."""
         path = escape_path(self.pieces[0])
         for position, piece in enumerate(self.pieces[1:]):
             number = str(self.numbers[position][0])
@@ -115,7 +115,10 @@ class _Stack:
 
 
 def verbatim_family(tensors: TensorTypes) -> Family:
-    """Return the family of a checkpoint with these tensors.
+    """Return a family made for one checkpoint: its parameters have the names of the checkpoint's tensors.
+
+    The architecture of the model need not be supported. Tensors with equal names but for their numbers, and with
+    equal shapes, become one stacked leaf. E.g. `h.0.w` and `h.1.w` become `h.*.w`.
 
     The leaves do not depend on the order of the tensors. A tensor without elements has no leaf.
 

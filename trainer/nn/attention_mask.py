@@ -122,7 +122,7 @@ class AttentionMask:
         return replace(mask, kv_positions=kv_positions, kv_valid=kv_positions >= 0)
 
     def with_chunk_segments(self, num_rows: int) -> AttentionMask:
-        """Return the mask with each chunk of positions as a segment, and a chunk of a document as one of its own."""
+        """Return the mask with a segment per chunk of positions. A chunk with two documents has two segments."""
         if self.chunk == NO_CHUNK or self.q_positions is None or self.kv_positions is None:
             return self
         q_positions = self.q_positions

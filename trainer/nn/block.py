@@ -98,7 +98,7 @@ def parallel_block(
 
     x = x + attention(norm(x)) + mlp(norm'(x))
     """
-    return _parallel(x, weights, context, mlp_norm=weights.get("mlp_norm", NO_PARAMETERS))
+    return _parallel_sublayers(x, weights, context, mlp_norm=weights.get("mlp_norm", NO_PARAMETERS))
 
 
 def parallel_one_norm_block(
@@ -108,10 +108,12 @@ def parallel_one_norm_block(
 
     x = x + attention(norm(x)) + mlp(norm(x))
     """
-    return _parallel(x, weights, context, mlp_norm=weights.get("attn_norm", NO_PARAMETERS))
+    return _parallel_sublayers(
+        x, weights, context, mlp_norm=weights.get("attn_norm", NO_PARAMETERS)
+    )
 
 
-def _parallel(
+def _parallel_sublayers(
     x: Array, weights: BlockWeights, context: LayerContext, *, mlp_norm: Leaves
 ) -> tuple[Array, KVCache | None]:
     """Add attention and MLP of the same input. `mlp_norm` has the weights of the norm before the MLP."""

@@ -113,7 +113,7 @@ def _sample_decay_rates(key: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _number_decay_rates(key: Array, shape: tuple[int, ...]) -> Array:
-    """Return the logarithms of the rates 1, 2, ..., H of the H heads of a layer."""
+    """Return log(1), log(2), ..., log(H) for the H heads in a layer."""
     num_heads = math.prod(shape)
     return jnp.log(jnp.arange(1, num_heads + 1, dtype=jnp.float32)).reshape(shape)
 

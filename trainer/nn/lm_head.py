@@ -159,7 +159,7 @@ def metric_sums(
     *,
     metric_fn: TokenMetrics,
 ) -> dict[str, Array]:
-    """Compute weighted sums of values of tokens in chunks of tokens, without gradients.
+    """Compute weighted sums of the user's metrics over all tokens, chunk by chunk and without gradients.
 
     Args:
         hidden: Hidden states [B, T, D].

@@ -47,11 +47,11 @@ def inverse_frequencies(rope: Rope, length: int) -> np.ndarray:
         case "linear":
             return default / np.float32(rope.factor)
         case "dynamic":
-            return _dynamic(rope, length)
+            return _dynamic_frequencies(rope, length)
         case "llama3":
-            return _llama3(rope, default)
+            return _llama3_frequencies(rope, default)
         case "yarn":
-            return _yarn(rope, default)
+            return _yarn_frequencies(rope, default)
         case "longrope":
             factors = (
                 rope.short_factors if length <= rope.original_max_positions else rope.long_factors
@@ -247,7 +247,7 @@ def _theta_powers(theta: float, dim: int) -> np.ndarray:
     return np.float32(theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
 
 
-def _dynamic(rope: Rope, length: int) -> np.ndarray:
+def _dynamic_frequencies(rope: Rope, length: int) -> np.ndarray:
     """Scale theta with the length beyond the positions of pretraining (dynamic NTK)."""
     # theta' = theta * (s * length / original - (s - 1))^(R / (R - 2)), as in transformers. The exponent
     # stretches the slowest pair by the parenthesis and leaves the fastest unchanged.
@@ -257,7 +257,7 @@ def _dynamic(rope: Rope, length: int) -> np.ndarray:
     return _default_inverse_frequencies(theta, rope.rotary_dim)
 
 
-def _llama3(rope: Rope, default_frequencies: np.ndarray) -> np.ndarray:
+def _llama3_frequencies(rope: Rope, default_frequencies: np.ndarray) -> np.ndarray:
     """Keep high frequencies, divide low ones by the factor, and interpolate between the two (Llama 3.1)."""
     positions = rope.original_max_positions
     low = rope.low_freq_factor
@@ -271,7 +271,7 @@ def _llama3(rope: Rope, default_frequencies: np.ndarray) -> np.ndarray:
     return np.where(wavelength < positions / high, default_frequencies, scaled).astype(np.float32)
 
 
-def _yarn(rope: Rope, default_frequencies: np.ndarray) -> np.ndarray:
+def _yarn_frequencies(rope: Rope, default_frequencies: np.ndarray) -> np.ndarray:
     """Interpolate on a ramp from kept to divided frequencies (YaRN, arXiv:2309.00071)."""
     # Pair i turns original * theta^(-2i / R) / (2 pi) times. Solved for i, a number of turns is at
     # i = R * log(original / (turns * 2 pi)) / (2 * log(theta)) (section 3.2).

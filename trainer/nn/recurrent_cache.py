@@ -43,7 +43,9 @@ class RecurrentCache(NamedTuple):
         for name, stack in self.states.items():
             layer_state = new[name].astype(stack.dtype)[None]
             start = (self.layer, *(0 for _ in stack.shape[1:]))
-            states[name] = _constrain(lax.dynamic_update_slice(stack, layer_state, start), sharding)
+            states[name] = _constrain_stack(
+                lax.dynamic_update_slice(stack, layer_state, start), sharding
+            )
         return RecurrentCache(states, self.layer + 1)
 
     def first_layer(self) -> RecurrentCache:
@@ -65,10 +67,10 @@ def empty_recurrent_cache(
     for name, shape in shapes.items():
         # A sum of many terms: each step adds one.
         state_dtype = "float32" if name == STATE else dtype
-        states[name] = _constrain(jnp.zeros(shape, state_dtype), sharding)
+        states[name] = _constrain_stack(jnp.zeros(shape, state_dtype), sharding)
     return RecurrentCache(states, jnp.int32(0))
 
 
-def _constrain(stack: Array, sharding: ShardingContext) -> Array:
+def _constrain_stack(stack: Array, sharding: ShardingContext) -> Array:
     """Split a stack [layers, B, ...] along its rows."""
     return sharding.constrain(stack, "layers", "batch", *(UNSPLIT for _ in stack.shape[2:]))

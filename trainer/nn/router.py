@@ -59,7 +59,7 @@ def route(
     # its gradient is a product too, and no scatter.
     one_hot = nn.one_hot(experts, scores.shape[-1])
     selected = (scores[..., None, :] * one_hot).sum(-1)
-    expert_weights = _normalize(selected, router) * router.scale
+    expert_weights = _normalize_weights(selected, router) * router.scale
     if "expert_scale" in weights:
         expert_weights = expert_weights * (weights["expert_scale"]["weight"] * one_hot).sum(-1)
     return Routing(expert_weights, experts)
@@ -84,14 +84,17 @@ def _sparse_mixer(logits: Array, experts: Array, router: Router) -> Array:
 
 
 def _select_experts(choice: Array, *, router: Router, top_k: int) -> Array:
-    """Return the experts of largest choice in the groups of each token, int32 [B, T, K]."""
+    """Return the `top_k` experts with the largest scores `choice` for each token, int32 [B, T, K].
+
+    If the router has groups of experts, only experts of the token's best groups are selected.
+    """
     if router.num_groups > 1:
         choice = _hide_other_groups(choice, router)
     return lax.top_k(choice, top_k)[1]
 
 
 def _hide_other_groups(choice: Array, router: Router) -> Array:
-    """Replace the choice [B, T, N] of experts outside of the best groups of a token by -inf."""
+    """Replace the scores `choice` [B, T, N] by -inf for experts outside of a token's best groups."""
     # E.g. N = 6, G = 3 and one group per token: the choices 1 5 | 4 3 | 2 2 have the group scores
     # 5 4 2 by "maximum", so the first group stays, and 6 7 4 by "top_two", so the second one stays.
     grouped = choice.reshape(*choice.shape[:-1], router.num_groups, -1)
@@ -104,7 +107,7 @@ def _hide_other_groups(choice: Array, router: Router) -> Array:
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(choice.shape)
 
 
-def _normalize(weights: Array, router: Router) -> Array:
+def _normalize_weights(weights: Array, router: Router) -> Array:
     """Divide the weights [B, T, K] of each token by their sum, if the router does."""
     if not router.is_normalized:
         return weights

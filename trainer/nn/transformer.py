@@ -358,7 +358,7 @@ def evaluation_sums(
     forward_config: ForwardConfig,
     metric_fn: TokenMetrics | None = None,
 ) -> tuple[LossSums, dict[str, Array]]:
-    """Compute the summed cross entropy of a batch, and the sums of a user's values of tokens by name.
+    """Compute the summed cross entropy of a batch, and the sums of the user's metrics by name.
 
     It takes the arguments of `loss_sums`, and `metric_fn` to compute the values.
     """

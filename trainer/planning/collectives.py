@@ -142,7 +142,7 @@ def _residual_size(inputs: MemoryInputs, length: int) -> int:
 
 
 def _sp_nbytes(inputs: MemoryInputs) -> int:
-    """Return the bytes of keys, values and their gradients in rings over sp, and of the gradients of parameters."""
+    """Return the bytes sent over sp: keys, values and their gradients in rings, and gradients of parameters."""
     return _gradient_nbytes(inputs) + sum(
         _ring_nbytes(inputs, stack) for stack in layer_stacks(inputs)
     )

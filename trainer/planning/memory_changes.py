@@ -78,48 +78,50 @@ def find_memory_change(
             return None
 
     applied = _apply_until_fit(plan, replan, limit_nbytes)
-    if not _fits(applied.plan, limit_nbytes):
+    if not _plan_fits(applied.plan, limit_nbytes):
         # A generator, so that no mesh after the first that fits is planned.
         meshes = (
             replan({**applied.values, "mesh": mesh})
             for mesh in _other_meshes(plan, rules, max_devices)
         )
-        fitting = next((other for other in meshes if other and _fits(other, limit_nbytes)), None)
+        fitting = next(
+            (other for other in meshes if other and _plan_fits(other, limit_nbytes)), None
+        )
         if fitting is None:
             return None
         applied = MemoryChange({**applied.values, "mesh": str(fitting.mesh)}, fitting)
-    return _drop_needless(applied, replan, limit_nbytes)
+    return _drop_needless_keys(applied, replan, limit_nbytes)
 
 
-def _fits(plan: TrainingPlan, limit_nbytes: int) -> bool:
+def _plan_fits(plan: TrainingPlan, limit_nbytes: int) -> bool:
     return plan.memory.peak <= limit_nbytes
 
 
 def _apply_until_fit(plan: TrainingPlan, replan: Replan, limit_nbytes: int) -> MemoryChange:
     """Apply every change that lowers the peak, until the step fits."""
     applied = MemoryChange({}, plan)
-    for values in _candidates(plan):
+    for values in _candidate_changes(plan):
         changed = replan({**applied.values, **values})
         if changed and changed.memory.peak < applied.plan.memory.peak:
             applied = MemoryChange({**applied.values, **values}, changed)
-        if _fits(applied.plan, limit_nbytes):
+        if _plan_fits(applied.plan, limit_nbytes):
             break
     return applied
 
 
-def _drop_needless(change: MemoryChange, replan: Replan, limit_nbytes: int) -> MemoryChange:
+def _drop_needless_keys(change: MemoryChange, replan: Replan, limit_nbytes: int) -> MemoryChange:
     """Remove each change without which the step still fits."""
     # The loop runs over the keys of the first `change`, although `change` is replaced in it. Each
     # key is tried once, without the keys that were removed before.
     for key in change.values:
         values = {name: value for name, value in change.values.items() if name != key}
         fewer = replan(values)
-        if fewer and _fits(fewer, limit_nbytes):
+        if fewer and _plan_fits(fewer, limit_nbytes):
             change = replace(change, values=values, plan=fewer)
     return change
 
 
-def _candidates(plan: TrainingPlan) -> Iterator[Mapping[str, object]]:
+def _candidate_changes(plan: TrainingPlan) -> Iterator[Mapping[str, object]]:
     """Yield changes that keep the mesh and the batch size, in the order in which to try them."""
     length = plan.inputs.seq_length
     current = plan.recipe.model

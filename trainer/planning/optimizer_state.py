@@ -50,13 +50,13 @@ def state_leaves(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> tupl
     trained = trained_leaves(table, leaves).values()
     moments: list[StateLeaf] = []
     for leaf in trained:
-        moments += [StateLeaf(leaf, axes, itemsize) for axes in _moments(table, leaf)]
+        moments += [StateLeaf(leaf, axes, itemsize) for axes in _moment_axes(table, leaf)]
     # Averages are float32 for every dtype: with a decay rate near 1 the updates are tiny.
     averages = [StateLeaf(leaf, NO_AXES, FLOAT32) for leaf in trained if table.ema]
     return (*moments, *averages)
 
 
-def _moments(table: OptimizerTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]]:
+def _moment_axes(table: OptimizerTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]]:
     """Yield one tuple per moment of a parameter: the axes that the moment reduces, e.g. (1,) for row statistics."""
     match table:
         case AdamWTable():
@@ -72,14 +72,14 @@ def _moments(table: OptimizerTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]
             if not is_layer_matrix(leaf):
                 yield NO_AXES
         case AdafactorTable() | PalmTable():
-            yield from _second_moments(table, leaf)
+            yield from _second_moment_axes(table, leaf)
             if table.momentum:
                 yield NO_AXES
         case _:
             raise AssertionError(table)
 
 
-def _second_moments(
+def _second_moment_axes(
     table: AdafactorTable | PalmTable, leaf: ParamLeaf
 ) -> Iterator[tuple[int, ...]]:
     """Yield the axes of a leaf that are averaged in each stored second moment."""

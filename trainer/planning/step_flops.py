@@ -76,7 +76,7 @@ class StepFlops:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardFlops:
-    """The operations of one forward pass over all sequences of a step, of all layers of a stack.
+    """Operations of one forward pass through a stack of layers, for all sequences in a step.
 
     Attributes:
         projections: Products with parameters.
@@ -177,7 +177,7 @@ def is_encoder(inputs: MemoryInputs, stack: LayerStack) -> bool:
 
 
 def row_length(inputs: MemoryInputs, stack: LayerStack) -> int:
-    """Return the tokens of a whole row of layers, of all devices along sp."""
+    """Return the tokens in a whole row of the batch, on all devices along sp together."""
     if is_encoder(inputs, stack):
         return inputs.source_length
     return inputs.seq_length

@@ -94,7 +94,7 @@ class TpuGeneration:
         return self.has_3d_slices and chips % _CUBE_SIDE**3 == 0 and 0 < chips <= self.max_chips
 
     def node_sizes(self, shape: str) -> tuple[int, ...]:
-        """Return the possible numbers of chips of each node of a slice, the most common one first."""
+        """Return how many chips a node of the slice may have, the most common number first."""
         chips = num_chips(shape)
         if chips <= HOST_CHIPS:
             return (chips,)

@@ -265,7 +265,7 @@ def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _run_length_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problem of two lengths of the run, or of none."""
+    """Yield a problem if a recipe sets two lengths of the run, or none."""
     if recipe.train.steps and recipe.train.epochs:
         yield _exclusive_keys(
             recipe, "train.steps", "train.epochs", "both set the length of the run"

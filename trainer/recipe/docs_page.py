@@ -129,18 +129,18 @@ def _optimizer_rows() -> Iterator[str]:
     common = set.intersection(*map(set, OPTIMIZER_SCHEMAS.values()))
     for name, schemas in OPTIMIZER_SCHEMAS.items():
         keys = ", ".join(
-            f"`{key} = {_default(item)}`" for key, item in schemas.items() if key not in common
+            f"`{key} = {_default_text(item)}`" for key, item in schemas.items() if key not in common
         )
         differing = (
-            f"`{key} = {_default(item)}`"
+            f"`{key} = {_default_text(item)}`"
             for key, item in schemas.items()
             if key in common - {"type"}
-            and _default(item) != _default(KEY_SCHEMAS[f"optimizer.{key}"])
+            and _default_text(item) != _default_text(KEY_SCHEMAS[f"optimizer.{key}"])
         )
-        yield _row(f"`{name}`", keys, ", ".join(differing))
+        yield _table_row(f"`{name}`", keys, ", ".join(differing))
 
 
-def _default(key_schema: KeySchema) -> str:
+def _default_text(key_schema: KeySchema) -> str:
     """Return the default of a key, or the meaning of its absence."""
     if "absent" in key_schema:
         return str(key_schema["absent"])
@@ -156,7 +156,7 @@ def _sources_section() -> Iterator[str]:
         default = key_schema.get("absent") or (
             "that of `[data]`" if "default" in key_schema else "required"
         )
-        yield _row(f"`{name}`", describe_type(key_schema), default, key_schema["description"])
+        yield _table_row(f"`{name}`", describe_type(key_schema), default, key_schema["description"])
 
 
 def _table_description(recipe_schema: Mapping[str, Any], table: str) -> str:
@@ -168,16 +168,16 @@ def _table_description(recipe_schema: Mapping[str, Any], table: str) -> str:
 
 def _synonym_row(entry: tuple[str, tuple[str, ...]]) -> str:
     key, names = entry
-    return _row(f"`{key}`", ", ".join(f"`{name}`" for name in names))
+    return _table_row(f"`{key}`", ", ".join(f"`{name}`" for name in names))
 
 
 def _key_row(name: str, key_schema: KeySchema) -> str:
-    default = _default(key_schema)
+    default = _default_text(key_schema)
     shown = default if "absent" in key_schema or "default" not in key_schema else f"`{default}`"
-    return _row(f"`{name}`", describe_type(key_schema), shown, key_schema["description"])
+    return _table_row(f"`{name}`", describe_type(key_schema), shown, key_schema["description"])
 
 
-def _row(*cells: str) -> str:
+def _table_row(*cells: str) -> str:
     """Return a row of a Markdown table. A `|` would end a cell, also inside backticks."""
     escaped = [cell.replace("|", r"\|") for cell in cells]
     return f"| {' | '.join(escaped)} |\n"

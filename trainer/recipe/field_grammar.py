@@ -77,7 +77,7 @@ class FieldList:
         """All columns. Columns in brackets come first."""
         columns: list[str] = []
         for field in (*self.source, *self.target):
-            columns += _columns(field)
+            columns += _field_columns(field)
         return tuple(columns)
 
 
@@ -147,7 +147,7 @@ def _parse_token(name: str) -> int | Literal["bos", "eos"]:
     raise FieldsError(f"<|{name}|> is not {SPECIAL_HINT}")
 
 
-def _columns(field: Field) -> tuple[str, ...]:
+def _field_columns(field: Field) -> tuple[str, ...]:
     """Return the columns that a field reads."""
     if isinstance(field, TextField):
         return field.columns

@@ -35,7 +35,7 @@ def to_toml(value: object) -> str:
     if isinstance(value, float) and 0 < abs(value) < 0.01:
         # repr(2e-5) is `2e-05`, and recipes have `2e-5`. Of two texts of equal length the decimal one stays:
         # 0.0025, not 2.5e-3.
-        return min(repr(value), _scientific(value), key=len)
+        return min(repr(value), _scientific_text(value), key=len)
     if isinstance(value, dict):
         return (
             f"{{{', '.join(f'{_toml_key(key)} = {to_toml(item)}' for key, item in value.items())}}}"
@@ -49,7 +49,7 @@ def _toml_key(key: str) -> str:
     return to_toml(key)
 
 
-def _scientific(value: float) -> str:
+def _scientific_text(value: float) -> str:
     """Return a number in scientific notation without padding: 3e-4."""
     # E.g. 0.00025 has the digits 2 5 and the exponent -5, and the text 2.5e-4: one digit is behind the point.
     sign, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
@@ -62,15 +62,15 @@ def format_value(value: object) -> str:
     """Return a value for a message, cut to MAX_VALUE_CHARS. A table becomes the words "a table"."""
     if isinstance(value, dict):
         return "a table"
-    return _cut(to_toml(value))
+    return _cut_text(to_toml(value))
 
 
 def format_text(text: str) -> str:
     """Return a text for a message, without quotes, cut to MAX_VALUE_CHARS."""
-    return _cut(to_toml(text)[1:-1])
+    return _cut_text(to_toml(text)[1:-1])
 
 
-def _cut(text: str) -> str:
+def _cut_text(text: str) -> str:
     """Shorten a text to the length of a value in an error."""
     # An argument may not be UTF-8.
     text = text.encode("utf-8", "backslashreplace").decode()

@@ -81,7 +81,7 @@ def complete_recipe(raw: RawRecipe, overrides: Sequence[str] = ()) -> LoadedReci
         *path_diagnostics,
         *_missing_model_path(raw, intended_keys),
     ]
-    recipe = _validate(expanded, raw, intended_keys)
+    recipe = _validate_tables(expanded, raw, intended_keys)
     if isinstance(recipe, Recipe):
         # A misspelled key may cause a conflict in the table of the key that was meant.
         affected_tables = {_table_name(key) for key in intended_keys}
@@ -92,7 +92,7 @@ def complete_recipe(raw: RawRecipe, overrides: Sequence[str] = ()) -> LoadedReci
         diagnostics += recipe
     if diagnostics or not isinstance(recipe, Recipe):
         raise diagnostics_error(raw.path, diagnostics)
-    return LoadedRecipe(recipe, _origins(raw))
+    return LoadedRecipe(recipe, _value_origins(raw))
 
 
 def _table_name(key: str) -> str:
@@ -133,7 +133,7 @@ def _missing_model_path(raw: RawRecipe, intended_keys: Collection[str]) -> list[
     return [_missing_key(key, raw)]
 
 
-def _origins(raw: RawRecipe) -> dict[str, str]:
+def _value_origins(raw: RawRecipe) -> dict[str, str]:
     """Return which keys come from defaults and which from overrides."""
     origins: dict[str, str] = {}
     for key in KEY_SCHEMAS:
@@ -144,7 +144,7 @@ def _origins(raw: RawRecipe) -> dict[str, str]:
     return origins
 
 
-def _validate(
+def _validate_tables(
     raw: RawRecipe, unexpanded: RawRecipe, intended_keys: Collection[str]
 ) -> Recipe | list[Diagnostic]:
     """Return the recipe, or the diagnostics of its values. Unknown keys are ignored.

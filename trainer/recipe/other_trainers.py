@@ -150,7 +150,7 @@ def value_for_synonym(value: str) -> str | None:
 
 
 def _find_by_suffix(name: str, values: Mapping[str, Value]) -> Value | None:
-    """Return the value of the name, or of the longest end of it with a value."""
+    """Return the value of the name, else of its longest suffix with a value."""
     for suffix in name_suffixes(name):
         if suffix in values:
             return values[suffix]

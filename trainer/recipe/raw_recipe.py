@@ -174,7 +174,7 @@ def read_recipe(path: Path) -> RawRecipe:
     if len(data) > MAX_RECIPE_NBYTES:
         why = f"it has more than {MAX_RECIPE_NBYTES:,} bytes"
         raise usage_error(f"{path} is not a recipe", why, RECIPES_HINT)
-    content = _decode(data, path)
+    content = _decode_text(data, path)
     return RawRecipe(path, _parse_toml(content, path), line_numbers=key_line_numbers(content))
 
 
@@ -190,7 +190,7 @@ def _folder_error(folder: Path) -> PrepError:
     return usage_error(f"{folder} is a checkpoint", "a recipe is a TOML file", hint)
 
 
-def _decode(data: bytes, path: Path) -> str:
+def _decode_text(data: bytes, path: Path) -> str:
     """Decode the UTF-8 of a recipe without carriage returns."""
     try:
         # tomllib rejects a byte order mark. Line numbers are counted without carriage returns.
@@ -373,7 +373,7 @@ def key_line_numbers(text: str) -> dict[KeyPath, int]:
     """
     lines: dict[KeyPath, int] = {}
     table: KeyPath = ()
-    for number, statement, values in _statements(text):
+    for number, statement, values in _toml_statements(text):
         if statement.lstrip().startswith("["):
             # `[a.b]` parses to {"a": {"b": {}}} with the paths (a) and (a, b). The longest is the
             # table.
@@ -385,7 +385,7 @@ def key_line_numbers(text: str) -> dict[KeyPath, int]:
     return lines
 
 
-def _statements(text: str) -> Iterator[tuple[int, str, TomlTable]]:
+def _toml_statements(text: str) -> Iterator[tuple[int, str, TomlTable]]:
     """Yield (first line, text, parsed values) of each statement: the lines up to the end of its strings and lists."""
     start = 0
     depth = 0

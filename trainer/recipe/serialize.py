@@ -22,10 +22,10 @@ def recipe_to_toml(recipe: Recipe, origins: Mapping[str, str]) -> str:
         recipe: The recipe.
         origins: Origins of values from outside the file, by dotted key. Written as comments.
     """
-    return "\n".join(_lines(recipe, origins)) + "\n"
+    return "\n".join(_toml_lines(recipe, origins)) + "\n"
 
 
-def _lines(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[str]:
+def _toml_lines(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[str]:
     """Yield the lines of a recipe with all keys, each with the origin of its value."""
     current_table = ""
     schemas = key_schemas_of(recipe.optimizer.type)

@@ -243,7 +243,7 @@ KEY_SCHEMAS: Mapping[str, KeySchema] = dict(_leaf_schemas(schema()))
 
 
 def _optimizer_schemas() -> Iterator[tuple[str, Mapping[str, KeySchema]]]:
-    """Yield the type of each optimizer, and the JSON schema of each of its keys by name."""
+    """Yield each optimizer type with the JSON schemas of its keys, by key name."""
     members = table_members(schema(), "optimizer")
     # pydantic lists the members of a union in the order of its type, which is the order of OPTIMIZER_TABLES.
     for name, member in zip(OPTIMIZER_TABLES, members, strict=True):
@@ -264,7 +264,7 @@ def is_path(key: str) -> bool:
 
 
 def key_schemas_of(optimizer: str) -> dict[str, KeySchema]:
-    """Return the JSON schema of every dotted key of recipes with an optimizer of this type."""
+    """Return the JSON schema of every dotted key in a recipe with this optimizer type."""
     schemas: dict[str, KeySchema] = {}
     for key, item in KEY_SCHEMAS.items():
         table, _, name = key.rpartition(".")

@@ -47,7 +47,7 @@ def find_unknown_keys(
 
 
 def _unknown_items(tables: Mapping[str, TomlValue]) -> Iterator[tuple[str, TomlValue]]:
-    """Yield path and value of each unknown table, and of each unknown key of a known table."""
+    """Yield path and value of each unknown table, and of each unknown key in a known table."""
     for name, value in tables.items():
         if name in TABLE_NAMES:
             # Validation reports a value that is not a table.

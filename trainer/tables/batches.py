@@ -130,7 +130,7 @@ def _valid_pieces(
         piece, row, is_valid = pending.pop()
         why = ""
         if not is_valid:
-            why = _fault(piece)
+            why = _batch_fault(piece)
         # The offsets of an invalid piece may point anywhere, so its size is not computed.
         nbytes = 0
         if not why:
@@ -149,7 +149,7 @@ def _valid_pieces(
             yield piece, row
 
 
-def _fault(batch: RecordBatch) -> str:
+def _batch_fault(batch: RecordBatch) -> str:
     """Return the fault of a batch, e.g. an offset outside of its buffer. Empty if it is valid.
 
     The full validation also checks that texts are UTF-8, and that indices of dictionaries are in
@@ -312,7 +312,7 @@ def _text_lengths(array: Array[Any]) -> npt.NDArray[np.int64]:
 
 
 def _largest_value_nbytes(dictionary: Array[Any]) -> int:
-    """Return an upper bound of the bytes of each value of a dictionary."""
+    """Return an upper bound for the bytes of any value in a dictionary."""
     if _is_text_or_bytes(dictionary.type):
         return int(_text_lengths(dictionary).max(initial=0))
     return values_nbytes(dictionary)

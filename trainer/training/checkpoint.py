@@ -46,11 +46,11 @@ def host_leaves(
         # leaves in the same order, so they agree without a message.
         host[name] = _host_leaf(leaf, number=len(host))
         if saved_dtype is not None and name.startswith(f"{PARAMS}."):
-            host[name] = _cast(host[name], saved_dtype)
+            host[name] = _cast_leaf(host[name], saved_dtype)
     return host
 
 
-def _cast(leaf: HostLeaf, dtype: str) -> HostLeaf:
+def _cast_leaf(leaf: HostLeaf, dtype: str) -> HostLeaf:
     """Return a leaf with shards that are cast when they are fetched."""
     to_dtype = jax.numpy.dtype(dtype)
     shards: list[HostShard] = []

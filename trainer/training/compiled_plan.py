@@ -94,7 +94,7 @@ def compiled_plan(
     return CompiledPlan.from_json(answer)
 
 
-def _compile(
+def _compile_recipe(
     recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: str | None
 ) -> CompiledPlan:
     """Compile the step in this process."""
@@ -129,7 +129,7 @@ def _compile(
     shape = batch_shape(
         recipe.batch, n_devices=mesh.n_devices, n_replicas=sharding.data_parallel_size
     )
-    batch = column_shapes(_columns(recipe), shape.size, sharding)
+    batch = column_shapes(_column_specs(recipe), shape.size, sharding)
     return compile_plan(setup, batch, topology or f"{mesh.n_devices} CPU devices", report_phase)
 
 
@@ -190,7 +190,7 @@ def _lora_entry(recipe: Recipe) -> dict[str, Any]:
     return {"lora": asdict(lora)}
 
 
-def _columns(recipe: Recipe) -> ColumnSpecs:
+def _column_specs(recipe: Recipe) -> ColumnSpecs:
     """Return length and dtype of each array of a training row."""
     if recipe.data.source_length:
         return seq2seq_columns(recipe.data.source_length, recipe.data.seq_length)
@@ -203,7 +203,7 @@ def main() -> None:
     recipe = Recipe.model_validate_json(json.dumps(request["recipe"]))
     mesh = parse_mesh(request["mesh"])
     try:
-        answer = _compile(recipe, request["manifest"], mesh, request["topology"]).to_json()
+        answer = _compile_recipe(recipe, request["manifest"], mesh, request["topology"]).to_json()
     except PrepError as error:
         answer = {"error": error.fields()}
     sys.stdout.write(json.dumps(answer) + "\n")

@@ -162,7 +162,7 @@ class ExactReduction:
         }
 
     def _block_sums(self, path: str, shard: Array, spec: PartitionSpec, *, one: Array) -> Array:
-        """Compute the sums of squares of all blocks of a gradient."""
+        """Compute the sum of squares in each block of a gradient."""
         leaf = self.leaves[path]
         # Blocks per dim on this device. With 8 logical shards, a dim of 12 has gcd(12, 8) = 4 blocks
         # of 3. A device with 6 of the 12 has 4 * 6 // 12 = 2 of them. The number 4 does not depend
@@ -201,5 +201,5 @@ def _split_blocks(x: Array, counts: Sequence[int]) -> Array:
 
 
 def _norm_of_blocks(block_sums: Sequence[Array]) -> Array:
-    """Compute the norm of all gradients from the sums of squares of their blocks."""
+    """Compute the norm of all gradients from their blocks' sums of squares."""
     return jnp.sqrt(jnp.stack([sums.sum() for sums in block_sums]).sum())

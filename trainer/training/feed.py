@@ -25,7 +25,7 @@ Index = tuple[slice, ...]
 def batch_shapes(
     dataset: Dataset, batch_size: int, sharding: ShardingContext
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shape, dtype and sharding of each array of a batch of a dataset, as `column_shapes` does."""
+    """Return shape, dtype and sharding of each array in a batch. See `column_shapes`."""
     return column_shapes(dataset.columns, batch_size, sharding)
 
 

@@ -141,7 +141,7 @@ class LeafLoader:
             return jax.make_array_from_single_device_arrays(target.shape, sharding, shards)
         # One buffer per distinct box: devices with the same box are replicas, and read once.
         distinct_boxes = dict.fromkeys(boxes.values())
-        buffers = {box: _empty_aligned(_extents(box), target.dtype) for box in distinct_boxes}
+        buffers = {box: _empty_aligned(_box_extents(box), target.dtype) for box in distinct_boxes}
         self.reader.read(name, buffers)
         return _from_shards(
             target.shape, sharding, {device: buffers[box] for device, box in boxes.items()}
@@ -162,7 +162,7 @@ class LeafLoader:
             buffers[device] = _empty_aligned(shape, dtype)
             # A slab may have fewer rows than devices that read it.
             if volume(box):
-                arrays[box] = _part_of(buffers[device], _extents(box))
+                arrays[box] = _leading_part(buffers[device], _box_extents(box))
         if arrays:
             self.reader.read(name, arrays)
         for device, box in boxes.items():
@@ -213,11 +213,11 @@ def _checked_spec(name: str, spec: LeafSpec | None, shape: tuple[int, ...]) -> L
     return spec
 
 
-def _extents(box: Box) -> tuple[int, ...]:
+def _box_extents(box: Box) -> tuple[int, ...]:
     return tuple(high - low for low, high in box)
 
 
-def _part_of(buffer: np.ndarray, extents: tuple[int, ...]) -> np.ndarray:
+def _leading_part(buffer: np.ndarray, extents: tuple[int, ...]) -> np.ndarray:
     """Return the start of a buffer as a contiguous array of these extents.
 
     A new array if it is not contiguous.

@@ -259,7 +259,7 @@ class Loop:
         if self.step == 0 and self.config.evaluates_at_start:
             self._evaluate()
         if self.step == 0 and self.config.recipe.log.sample_every:
-            self._sample()
+            self._log_samples()
         self.timer.resume()
         try:
             reason = self._take_steps(compiled_step)
@@ -269,7 +269,7 @@ class Loop:
         # A run that starts at its last step takes no step, and does not evaluate it again.
         if not reason and self.start_step < self.step == self.config.steps:
             self._evaluate()
-            self._sample()
+            self._log_samples()
         self._save()
         self._wait_for_save()
         return LoopResult(self.step, self.last_metrics, reason)
@@ -337,7 +337,7 @@ class Loop:
         if is_due(self.step, config.eval_every):
             self._evaluate()
         if is_due(self.step, config.recipe.log.sample_every):
-            self._sample()
+            self._log_samples()
         is_save_due = any(is_due(self.step, every) for every in config.save_intervals)
         if is_save_due or self._is_best():
             self._save()
@@ -410,7 +410,7 @@ class Loop:
         self.callbacks.on_evaluate(self.step, result)
         self.timer.resume()
 
-    def _sample(self) -> None:
+    def _log_samples(self) -> None:
         """Generate a text for each prompt of the recipe, and log it."""
         if self.config.sampler is None:
             return

@@ -95,7 +95,7 @@ def _sum_counts(row_counts: Array) -> int:
 
 
 def _count_rows(leaf: Array, dtype: str) -> tuple[Array, Array]:
-    """Return the numbers of changed and of overflowed values of each row of the first axis, uint32.
+    """Count the changed and the overflowed values in each row of the first axis, as two uint32 arrays.
 
     The bits are compared: devices may flush subnormal values.
     """

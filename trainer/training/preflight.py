@@ -134,13 +134,13 @@ def run_warnings(recipe: Recipe, config: LoopConfig, *, last_step: int = 0) -> I
 def _rank_warnings(adapters: Adapters) -> Iterator[str]:
     """Yield a warning if the rank of adapters is larger than the smallest dimension of a projection."""
     rank = adapters.config.rank
-    size, path = min((_features(leaf), leaf.path) for leaf in adapters.leaves.values())
+    size, path = min((_num_features(leaf), leaf.path) for leaf in adapters.leaves.values())
     if rank > size:
         target = path.rpartition(".")[0]
         yield f"`lora.rank` is {rank:,}, but `{target}` has a dimension of {size:,}: a higher rank learns nothing more"
 
 
-def _features(leaf: ParamLeaf) -> int:
+def _num_features(leaf: ParamLeaf) -> int:
     """Return the input features of an adapter's A, or the output features of its B."""
     axes = (
         n for n, dim in enumerate(leaf.dims) if n != leaf.stack_axis and dim[:1] != (RANK_ATOM,)

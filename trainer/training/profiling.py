@@ -14,7 +14,7 @@ PROFILE_FOLDER = "profile"
 
 @dataclass(slots=True)
 class StepProfiler:
-    """Recorder of a trace of consecutive steps, with the profiler of JAX.
+    """Records a trace of consecutive steps with JAX's profiler.
 
     An error of the profiler gives a warning and does not end the run.
 
@@ -44,19 +44,19 @@ class StepProfiler:
             self.stop()
         elif step == self.first_step:
             wait_for_steps()
-            self.is_recording = self._try(self._start)
+            self.is_recording = self._try_profiler(self._start)
 
     def stop(self) -> None:
         """Write the trace if one has begun."""
         if self.is_recording:
             self.is_recording = False
-            self._try(jax.profiler.stop_trace)
+            self._try_profiler(jax.profiler.stop_trace)
 
     def _start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         jax.profiler.start_trace(self.folder)
 
-    def _try(self, function: Callable[[], None]) -> bool:
+    def _try_profiler(self, function: Callable[[], None]) -> bool:
         """Return whether a function of the profiler succeeded."""
         try:
             function()

@@ -69,7 +69,7 @@ def score_sequences(
         max_length: Maximum tokens of a row.
     """
     scores: dict[int, Score] = {}
-    for indices, length in _batches(requests, batch_size, max_length):
+    for indices, length in _request_batches(requests, batch_size, max_length):
         rows = _make_rows([requests[index] for index in indices], batch_size, length)
         sums = eval_step(params, place_batch(rows, sharding))
         losses = np.ravel(sums["loss"]).tolist()
@@ -82,7 +82,7 @@ def score_sequences(
     return [scores[index] for index in range(len(requests))]
 
 
-def _batches(
+def _request_batches(
     requests: Sequence[ScoreRequest], batch_size: int, max_length: int
 ) -> Iterator[tuple[Sequence[int], int]]:
     """Yield the positions of the requests of each batch, and their common rounded length."""

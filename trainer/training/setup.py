@@ -221,8 +221,8 @@ def build_loop_config(
         order=order,
         train=datasets.train,
         evaluation=datasets.evaluation,
-        eval_every=_interval(recipe.train.eval_every, recipe.train.eval_every_epochs, order),
-        save_every=_interval(recipe.checkpoint.every, recipe.checkpoint.every_epochs, order),
+        eval_every=_make_interval(recipe.train.eval_every, recipe.train.eval_every_epochs, order),
+        save_every=_make_interval(recipe.checkpoint.every, recipe.checkpoint.every_epochs, order),
         manifest_fields={
             **manifest_fields,
             **token_functions.manifest_fields,
@@ -248,7 +248,7 @@ def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> StepFields:
     return {"eval_sequences": min(n_rows, recipe.eval.limit or n_rows)}
 
 
-def _interval(steps: int, epochs: float | None, order: RowOrder) -> Interval:
+def _make_interval(steps: int, epochs: float | None, order: RowOrder) -> Interval:
     """Return an interval in steps. Epochs are converted if they are set."""
     if epochs is None:
         return steps

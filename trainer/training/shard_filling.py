@@ -54,7 +54,7 @@ def fill_shards(
     """
     shards: dict[Any, jax.Array] = {}
     for device, box in boxes.items():
-        allocation = compile_allocation(_extents(box), dtype, SingleDeviceSharding(device))
+        allocation = compile_allocation(_box_extents(box), dtype, SingleDeviceSharding(device))
         shards[device] = allocation()
     for slab in aligned_slabs(_bounding_box(boxes.values()), unit, SLAB_NBYTES // dtype.itemsize):
         parts: dict[Box, Box] = {}
@@ -63,7 +63,7 @@ def fill_shards(
             part = intersection(box, slab)
             parts[box] = part
             if volume(part) and part not in buffers:
-                buffers[part] = allocate(_extents(part), dtype)
+                buffers[part] = allocate(_box_extents(part), dtype)
         # The bounds also cover the gaps between boxes, where no device needs anything.
         if not buffers:
             continue
@@ -105,5 +105,5 @@ def _update_program() -> Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]
     return jax.jit(update, donate_argnums=0)
 
 
-def _extents(box: Box) -> tuple[int, ...]:
+def _box_extents(box: Box) -> tuple[int, ...]:
     return tuple(high - low for low, high in box)

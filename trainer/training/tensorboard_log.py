@@ -38,7 +38,7 @@ class TensorBoardLog:
         except OSError as error:
             raise self._write_error(error) from error
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._add(
+        self._add_event(
             self._event(wall_time=time.time(), step=step + 1 if step else 0, session_log=start)
         )
 
@@ -51,7 +51,7 @@ class TensorBoardLog:
             self._summary.Value(tag=tag, simple_value=value)
             for tag, value in metric_values(line).items()
         ]
-        self._add(
+        self._add_event(
             self._event(
                 wall_time=time.time(), step=line_step(line), summary=self._summary(value=values)
             )
@@ -61,7 +61,7 @@ class TensorBoardLog:
         """Close the file."""
         self._writer.close()
 
-    def _add(self, event: Any) -> None:
+    def _add_event(self, event: Any) -> None:
         try:
             self._writer.add_event(event)
             self._writer.flush()

@@ -66,7 +66,7 @@ NO_TOKEN_FUNCTIONS = TokenFunctions()
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return the module and the name of a function, or of the class of another callable."""
+    """Return module and name of a function. For another callable, return those of its class."""
     named: Any = function
     # An object with `__call__` has no name, its class has.
     if not hasattr(function, "__qualname__"):

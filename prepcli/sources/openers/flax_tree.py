@@ -61,17 +61,17 @@ def open_flax(
     Raises:
         PrepError: A file is broken or not supported.
     """
-    return _open(path, display_name, hints, "flax", manifest)
+    return _open_tree(path, display_name, hints, "flax", manifest)
 
 
 def open_easylm(
     path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
 ) -> Source:
     """Read the header and config of an EasyLM stream, or of a folder with one. Arguments as for `open_flax`."""
-    return _open(path, display_name, hints, "easylm", manifest)
+    return _open_tree(path, display_name, hints, "easylm", manifest)
 
 
-def _open(
+def _open_tree(
     path: Path,
     display_name: str,
     hints: SourceHints,

@@ -101,10 +101,10 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
     family = family_of(config)
     named: list[_NamedDecoder] = []
     for file, part in enumerate(headers):
-        named += _decoders(part, architecture, family.sizes(config), file)
+        named += _tensor_decoders(part, architecture, family.sizes(config), file)
     blob = DequantizedBlob(display_name, tuple(each.decoder for each in named), paths)
     names = detect_names(family, config, full_names=[name for each in named for name in each.names])
-    tensors = _tensors(named, blob, names)
+    tensors = _source_tensors(named, blob, names)
     made_files: tuple[SmallFile, ...] = ()
     remarks: tuple[str, ...] = ()
     try:
@@ -238,7 +238,7 @@ def _config_of_metadata(
                 f"the key `{prefix}.{key}` is not a number",
                 download_again_hint(Path(header.file_name)),
             )
-        config[field] = _shortest(value)
+        config[field] = _shortest_float(value)
         # llama.cpp writes 0 for a model without a window.
         if field == "sliding_window" and value == 0:
             config[field] = None
@@ -249,7 +249,7 @@ def _config_of_metadata(
     return config
 
 
-def _shortest(value: float) -> float:
+def _shortest_float(value: float) -> float:
     """Return a number of float32 with its fewest digits: 9.999999747378752e-06 -> 1e-05."""
     shortest = float(str(np.float32(value)))
     if isinstance(value, float) and np.float32(shortest) == value:
@@ -271,12 +271,12 @@ def _vocab_size(header: GgufHeader, display_name: str) -> int:
 # The tensors
 
 
-def _tensors(
+def _source_tensors(
     named: Sequence[_NamedDecoder], blob: DequantizedBlob, names: TensorNames
 ) -> tuple[SourceTensor, ...]:
     """Return the tensors of decoders. Several decoders may have parts of one tensor."""
     tensors: dict[str, SourceTensor] = {}
-    for each, start in zip(named, blob.starts):
+    for each, start in zip(named, blob.weight_offsets):
         for number, full_name in enumerate(each.names):
             name = names.bare_name(full_name)
             location = each.location(len(blob.stored), start, number)
@@ -296,7 +296,7 @@ def _tensors(
     return tuple(tensors.values())
 
 
-def _decoders(
+def _tensor_decoders(
     header: GgufHeader, architecture: GgufArchitecture, sizes: Mapping[str, int], file: int
 ) -> Iterator[_NamedDecoder]:
     """Yield the decoders of all tensors, in the order of the file. A tensor without a row keeps its name."""
@@ -305,7 +305,7 @@ def _decoders(
             raise _unsupported_type_error(tensor, BLOCK_TYPES)
         name, layer = _split_layer(tensor.name)
         hf_name = architecture.tensor_names.get(name, "")
-        decoder = _decoder(tensor, architecture, name, sizes, file)
+        decoder = _tensor_decoder(tensor, architecture, name, sizes, file)
         shape = tensor.shape
         if name in architecture.rows:
             row = architecture.rows[name].format(layer=layer)
@@ -337,7 +337,7 @@ def _unsupported_type_error(tensor: GgufTensor, types: Iterable[str]) -> PrepErr
 
 
 def _mapped_decoder(decoder: GgufDecoder, tensor: GgufTensor, axis_map: AxisMap) -> _NamedDecoder:
-    """Return the decoder of a part of a tensor, or of its transpose."""
+    """Return the decoder for one part of a tensor, which may be transposed."""
     if tensor.shape != axis_map.leaf_shape:
         raise DamagedError(
             f"{quote_name(tensor.name)} has shape {[*tensor.shape]}",
@@ -356,7 +356,7 @@ def _split_layer(name: str) -> tuple[str, str]:
     return f"blk.{match[2]}", match[1]
 
 
-def _decoder(
+def _tensor_decoder(
     tensor: GgufTensor,
     architecture: GgufArchitecture,
     name: str,

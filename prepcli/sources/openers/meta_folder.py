@@ -326,7 +326,7 @@ class _ShardedTensors:
         indices: Mapping[str, int],
         shards: Sequence[tuple[TorchTensor, int]],
     ) -> Contiguous | Strided | ChunkedLocation:
-        """Return the placement of a tensor: unchanged in one file, else one chunk per file."""
+        """Return where a tensor is stored: its location in a single file, else one chunk per file."""
         axis = self._shard_axis(pattern, axis_map, shards[0][0])
         chunk_shape = self._shard_shape(axis_map, axis)
         for tensor, _ in shards:

@@ -92,7 +92,7 @@ def open_orbax(
     manifest_folder = find_manifest_folder(folder)
     item = read_item(folder)
     if manifest is None:
-        return _open_foreign(item, path, display_name, hints)
+        return _open_foreign_item(item, path, display_name, hints)
     if not manifest.is_tree:
         why = f"it is an Orbax item, its {MANIFEST_FILE} describes a Hugging Face folder"
         hint = text("{} shows its contents", Command("inspect"))
@@ -126,7 +126,9 @@ def open_orbax(
     )
 
 
-def _open_foreign(item: OrbaxItem, path: Path, display_name: str, hints: SourceHints) -> Source:
+def _open_foreign_item(
+    item: OrbaxItem, path: Path, display_name: str, hints: SourceHints
+) -> Source:
     """Open an item that another library saved: its layout is detected from leaf names and shapes."""
     if hints.config_path:
         config_path = hints.config_path.expanduser()
@@ -216,11 +218,12 @@ def _watched_files(item: OrbaxItem) -> tuple[Path, ...]:
 
 
 def stored_leaves(item: OrbaxItem) -> tuple[tuple[Path | Blob, ...], dict[str, StoredLeaf]]:
-    """Return the byte sources of an item, and its leaves by dotted name. Placements number the sources.
+    """Return what the bytes of an item are read from, and its leaves.
 
     Returns:
-        Byte sources: the data files, then one `DecodedArray` per encoded array. Empty if these are
-        just the item's files. Leaves, by dotted name.
+        Byte sources: the data files, then one `DecodedArray` per encoded array. The placement of a leaf states the
+        number of its source in this tuple. The tuple is empty if the sources are just the item's files.
+        Leaves, by dotted name.
     """
     direct = [is_read_directly(item, number) for number in range(len(item.arrays))]
     # An item whose arrays are all encoded needs no numbers for its files: each array is a blob, and
@@ -256,7 +259,7 @@ def is_read_directly(item: OrbaxItem, array_number: int) -> bool:
 
 
 def _placement_of_piece(placement: StridedPlacement, piece: LeafPiece) -> StridedPlacement:
-    """Return the part of a leaf's placement that covers the chunks of a piece."""
+    """Return where the chunks in a piece of a leaf are stored."""
     first, _ = chunk_group(piece)
     file, offset = placement.find(first)
     return StridedPlacement(file, offset, first, placement.strides)

@@ -121,7 +121,7 @@ def read_settings(folder: Path) -> PeftSettings:
 
 
 def read_lora_config(path: Path, family: Family, config: HFConfig) -> LoraConfig:
-    """Return the settings of an adapter of a model, with logical names of its targets.
+    """Read the LoRA settings of an adapter, with logical names of its targets.
 
     Args:
         path: Folder of the adapter.
@@ -181,13 +181,13 @@ def check_settings(folder: Path, settings: PeftSettings, tensors: Iterable[FileT
                 "get or export the adapter again",
             )
         module = match["module"].removeprefix(PEFT_PREFIX)
-        if not _selects(settings.target_modules, module, if_unset=True):
+        if not _selects_module(settings.target_modules, module, if_unset=True):
             raise _not_selected_error(path, module, "target_modules does not list it")
-        if _selects(settings.exclude_modules, module, if_unset=False):
+        if _selects_module(settings.exclude_modules, module, if_unset=False):
             raise _not_selected_error(path, module, "exclude_modules lists it")
 
 
-def _selects(names: ModuleNames, module: str, *, if_unset: bool) -> bool:
+def _selects_module(names: ModuleNames, module: str, *, if_unset: bool) -> bool:
     """Return whether a list of ends of module names selects a module.
 
     A regular expression from a file is not evaluated, because matching it may take any time.

@@ -65,7 +65,7 @@ def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
 
 
 def placement_of(tensor: TorchTensor, blob: int) -> Contiguous | Strided:
-    """Return the placement of a tensor in blob number `blob`."""
+    """Return where a tensor is stored in blob number `blob`."""
     if tensor.byte_strides is None:
         return Contiguous(blob, tensor.offset)
     return Strided(blob, tensor.offset, tensor.byte_strides)

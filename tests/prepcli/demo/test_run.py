@@ -84,7 +84,7 @@ def check_conversions(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
 def test_demo_runs_all_conversions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "_tasks", conversion.conversion_steps)
+    monkeypatch.setattr(module, "_demo_steps", conversion.conversion_steps)
     monkeypatch.setattr(module, "write_page", lambda out, steps: None)
     check_conversions(tmp_path / "out", run_demo(tmp_path / "out", COMMANDS))
     monkeypatch.chdir(tmp_path / "out")
@@ -126,8 +126,8 @@ def check_training(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
 def test_demo_reuses_the_folder_of_an_earlier_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = module._tasks()[0]
-    monkeypatch.setattr(module, "_tasks", lambda: (make,))
+    make = module._demo_steps()[0]
+    monkeypatch.setattr(module, "_demo_steps", lambda: (make,))
     monkeypatch.setattr(module, "write_page", lambda out, steps: None)
     (tmp_path / "mine").mkdir()
     assert demo(tmp_path / "out", make_ui()).error is None
@@ -137,8 +137,8 @@ def test_demo_reuses_the_folder_of_an_earlier_demo(
 
 
 def test_demo_prints_one_line_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, pad, *_ = module._tasks()
-    monkeypatch.setattr(module, "_tasks", lambda: (make, pad))
+    make, pad, *_ = module._demo_steps()
+    monkeypatch.setattr(module, "_demo_steps", lambda: (make, pad))
     monkeypatch.setattr(module, "write_page", lambda out, steps: None)
     ui = make_ui()
     assert ui.finish(demo(tmp_path / "out", ui)) == OK
@@ -158,11 +158,11 @@ def test_demo_ends_with_the_error_of_a_failed_step(
         shard = max(folder.glob("tiny/*.safetensors"))
         shard.write_bytes(shard.read_bytes()[:-1])
 
-    make, pad, *_ = module._tasks()
+    make, pad, *_ = module._demo_steps()
     broken = DemoStep(
         "make", (), lambda folder, words: (make.run(folder, words), damage(folder, words))[0]
     )
-    monkeypatch.setattr(module, "_tasks", lambda: (broken, pad, make))
+    monkeypatch.setattr(module, "_demo_steps", lambda: (broken, pad, make))
     ui = make_ui()
     report = demo(tmp_path / "out", ui)
     assert ui.finish(report) == FAILED
@@ -184,7 +184,7 @@ def test_compare_step_fails_for_different_files(
         (tmp_path / name / "d" / "data").write_text(name)
     monkeypatch.setattr(conversion, "run_prep", lambda folder, words: {})
     with pytest.raises(PrepError, match="different files in tiny-padded-init: d/data"):
-        conversion._compare(tmp_path, ())
+        conversion._compare_outputs(tmp_path, ())
 
 
 def test_kill_step_fails_if_the_run_ends_first(
@@ -192,7 +192,7 @@ def test_kill_step_fails_if_the_run_ends_first(
 ) -> None:
     monkeypatch.setattr(conversion, "_should_kill", lambda partial, is_last: False)
     with pytest.raises(PrepError, match="ended 5 times before it could be killed"):
-        conversion._kill(tmp_path, ("models",))
+        conversion._kill_conversion(tmp_path, ("models",))
 
 
 def test_demo_keeps_a_folder_of_the_user(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_hint_of_a_failed_step_repeats_the_demo(
         raise PrepError("the run ended 5 times before it could be killed")
 
     monkeypatch.setattr(
-        module, "_tasks", lambda: (DemoStep("train, kill -9", training.KILLED_ARGS, fail),)
+        module, "_demo_steps", lambda: (DemoStep("train, kill -9", training.KILLED_ARGS, fail),)
     )
     report = demo(tmp_path / "out", make_ui())
     assert report.error is not None
@@ -248,7 +248,7 @@ def test_demo_names_the_folder_of_a_full_disk(
     full_disks(monkeypatch, folder)
     for fail in (fail_with_errno, fail_with_message):
         steps = (DemoStep("train", training.KILLED_ARGS, fail),)
-        monkeypatch.setattr(module, "_tasks", lambda steps=steps: steps)
+        monkeypatch.setattr(module, "_demo_steps", lambda steps=steps: steps)
         report = demo(out, make_ui())
         assert report.error is not None
         assert f"the disk that holds {folder} is full" in report.error.why
@@ -261,7 +261,7 @@ def test_demo_names_the_folder_that_cannot_be_written(
     def fail(folder: Path, words: Sequence[str]) -> StepOutcome:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(module, "_tasks", lambda: (DemoStep("make", (), fail),))
+    monkeypatch.setattr(module, "_demo_steps", lambda: (DemoStep("make", (), fail),))
     report = demo(tmp_path / "out", make_ui())
     assert report.error is not None
     assert f"{tmp_path / 'out'} - Input/output error" in report.error.why

@@ -79,14 +79,14 @@ def test_kill_step_waits_for_a_durable_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_runs(monkeypatch, run_that_saves_late)
-    assert training._kill(tmp_path, ()).result == "killed after step 8, step 4 is durable"
+    assert training._kill_training(tmp_path, ()).result == "killed after step 8, step 4 is durable"
 
 
 def test_kill_step_kills_after_an_unsaved_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_runs(monkeypatch, run_that_saves_first)
-    assert training._kill(tmp_path, ()).result == "killed after step 5, step 4 is durable"
+    assert training._kill_training(tmp_path, ()).result == "killed after step 5, step 4 is durable"
 
 
 @pytest.mark.parametrize("early_end", [run_that_ends, run_that_saves_its_end])
@@ -95,7 +95,7 @@ def test_kill_step_repeats_a_run_that_ended(
 ) -> None:
     use_runs(monkeypatch, early_end, run_that_saves_first)
     assert (
-        training._kill(tmp_path, ()).result
+        training._kill_training(tmp_path, ()).result
         == "killed after step 5, step 4 is durable (try 2: it was too fast)"
     )
 
@@ -103,4 +103,4 @@ def test_kill_step_repeats_a_run_that_ended(
 def test_kill_step_fails_if_each_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_runs(monkeypatch, *[run_that_ends] * 5)
     with pytest.raises(PrepError, match="the run ended 5 times before it could be killed"):
-        training._kill(tmp_path, ())
+        training._kill_training(tmp_path, ())

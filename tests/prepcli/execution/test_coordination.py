@@ -396,6 +396,13 @@ def test_empty_share_is_complete_from_the_start(tmp_path: Path):
     assert [team.is_complete(index, team.read_journal_state(index)) for index in range(8)] == [
         not share for share in team.shares
     ]
-    empty = Stream("empty", "float32", (0,), (0, 0), (Contiguous(0, 0),), (Contiguous(0, 0),))
+    empty = Stream(
+        name="empty",
+        dtype="float32",
+        shape=(0,),
+        rows=(0, 0),
+        reads=(Contiguous(0, 0),),
+        writes=(Contiguous(0, 0),),
+    )
     alone = team_of(dataclasses.replace(PLAN, streams=(empty,)), team.stage)
     assert alone.is_complete(0, alone.read_journal_state(0))

@@ -68,7 +68,7 @@ def test_the_same_plan_takes_the_lock_over_at_once(store: FakeObjectStore, bucke
     killed = new_lock(bucket)
     killed.acquire()
     with new_lock(bucket):
-        killed._renew()
+        killed._renew_lock()
         with pytest.raises(PrepError, match="was taken over - process"):
             killed.check()
         killed.release()
@@ -96,7 +96,7 @@ def test_renewals_keep_a_lock_fresh(store: FakeObjectStore, bucket: Bucket):
     lock.acquire()
     for renewals in range(1, 4):
         store.time += timedelta(seconds=200)
-        lock._renew()
+        lock._renew_lock()
         assert json.loads(store.objects[LOCK])["renewals"] == renewals
     with pytest.raises(PrepError, match="is locked"):
         new_lock(bucket, "other").acquire()
@@ -141,7 +141,7 @@ def test_a_suspended_holder_asks_the_store(bucket: Bucket, monkeypatch: pytest.M
 def test_a_removed_lock_is_written_again(store: FakeObjectStore, bucket: Bucket):
     with new_lock(bucket) as lock:
         del store.objects[LOCK]
-        lock._renew()
+        lock._renew_lock()
         lock.check()
         assert json.loads(store.objects[LOCK])["renewals"] == 1
 
@@ -152,7 +152,7 @@ def test_a_write_without_an_answer_is_recognized(store: FakeObjectStore, bucket:
     store.store(LOCK, lock._owner.to_bytes())
     lock.acquire()
     store.store(LOCK, store.objects[LOCK])
-    lock._renew()
+    lock._renew_lock()
     lock.check()
     owner = json.loads(lock._owner.to_bytes())
     assert json.loads(store.objects[LOCK])["token"] == owner["token"]

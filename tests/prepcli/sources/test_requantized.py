@@ -23,7 +23,7 @@ from trainer.models.boxes import Range
 
 def read_codes(blob: RequantizedBlob, max_nbytes: int) -> bytes:
     """Return the codes of all weights, read with a memory limit."""
-    codes = np.empty(blob.starts[-1], np.uint8)
+    codes = np.empty(blob.weight_offsets[-1], np.uint8)
     reader = blob.open_with_cache(ChunkCache(max_nbytes))
     reader.read_at(0, codes)
     reader.close()

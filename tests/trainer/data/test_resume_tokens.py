@@ -127,7 +127,9 @@ def test_interrupted_run_continues_with_the_same_bytes(tmp_path: Path, name: str
 
 def test_complete_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The state after each batch is saved, however long the disk takes for the one before."""
-    monkeypatch.setattr(store_journal.StoreJournal, "is_due", lambda self: self._wait() is None)
+    monkeypatch.setattr(
+        store_journal.StoreJournal, "is_due", lambda self: self._wait_for_write() is None
+    )
     config = make_records_config(tmp_path)
     whole_notes: list[str] = []
     n_calls = len(tokenize(change(config, cache=tmp_path / "whole"), whole_notes))

@@ -28,7 +28,7 @@ def interrupted_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             writer.append(np.array([number, number], np.uint32))
             writer.end_document()
             writer.commit(ReadPosition(number, 10 * number, FileStart()))
-            writer._journal._wait()  # pyright: ignore[reportPrivateUsage]
+            writer._journal._wait_for_write()  # pyright: ignore[reportPrivateUsage]
         writer.append(np.array([9], np.uint32))
         raise InterruptionError
 

@@ -85,9 +85,10 @@ def compare(
         return list(pool.map(run, groups)), groups[0].gathered
 
 
-def test_check_agreement_exchanges_digests_of_equal_facts():
+def test_equal_facts_are_compared_by_their_digests_only():
     errors, gathered = compare([{"jax": "1", "optimizer.lr": "0.1"}] * 3)
     assert errors == [None] * 3
+    # A difference would make the processes gather the facts themselves next.
     assert gathered == ["agreement"]
 
 

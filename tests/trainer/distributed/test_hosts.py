@@ -60,4 +60,4 @@ def test_sees_folder_removes_only_old_probes(tmp_path: Path):
 
 def test_writers_are_one_process_of_each_other_host():
     answers = [("a", True), ("a", True), ("b", False), ("b", False), ("c", False), ("d", True)]
-    assert hosts._writers(answers) == [0, 2, 4]
+    assert hosts._folder_writers(answers) == [0, 2, 4]

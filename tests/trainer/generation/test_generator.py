@@ -348,7 +348,7 @@ def test_cast_for_inference_keeps_lm_head_bias_in_float32():
 
 
 def test_decode_stops_at_checks_and_recompute_slots():
-    steps, fixed = generator.STEPS_PER_CHECK, generator._fixed_steps
+    steps, fixed = generator.STEPS_PER_CHECK, generator._steps_between_checks
     assert [*generator._decode_stops(64, 64, (), fixed)] == []
     assert [*generator._decode_stops(64, 66, (), fixed)] == [(66, False)]
     stops = [(64 + steps, False), (64 + 2 * steps, False), (64 + 2 * steps + 1, False)]

@@ -55,7 +55,7 @@ def sharding_of(mesh: str, *axes: str | tuple[str, ...] | None) -> NamedSharding
 def check_exchange(
     array: np.ndarray, unit: tuple[int, ...], sharding: NamedSharding, dtype: str = ""
 ) -> None:
-    """Load an array with exchanges; compare all shards, and check that each element was read once."""
+    """Load an array with exchanges between devices, compare all shards, and check that each element was read once."""
     reader = CountingReader({"x": array}, read_units={"x": unit})
     expected = array.astype(dtype or array.dtype)
     target = jax.ShapeDtypeStruct(array.shape, expected.dtype, sharding=sharding)
@@ -81,7 +81,7 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "unit", [(1, 4, 48), (1, 32, 48), (6, 32, 48), ()], ids=["rows", "layers", "leaf", "any"]
 )
-def test_exchanged_leaf_equals_the_stored_one(mesh: str, unit: tuple[int, ...]):
+def test_load_exchanged_gives_each_shard_its_stored_values(mesh: str, unit: tuple[int, ...]):
     array = np.random.default_rng(0).standard_normal((6, 32, 48), np.float32)
     check_exchange(array, unit, sharding_of(mesh, None, "fsdp", "mp"))
 

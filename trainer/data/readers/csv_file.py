@@ -53,7 +53,7 @@ def _parse_rows(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Itera
             row = _next_row(place, rows)
             if row is None:
                 return
-            values = _values(place, header, row) if header and row else None
+            values = _row_values(place, header, row) if header and row else None
             header = header or _check_header(place, row)
         except PrepError as error:
             if not header:
@@ -164,7 +164,7 @@ def _check_header(place: str, row: Sequence[str]) -> Sequence[str]:
     return row
 
 
-def _values(place: str, header: Sequence[str], row: Sequence[str]) -> dict[str, str]:
+def _row_values(place: str, header: Sequence[str], row: Sequence[str]) -> dict[str, str]:
     """Return the fields of a row by column. Raise PrepError if their number is wrong."""
     if len(row) != len(header):
         raise PrepError(f"{place}: {len(row)} fields", f"the header has {len(header)}", LINE_HINT)

@@ -24,12 +24,12 @@ def check_call_features(
     Raises:
         UsageError: It does not support one of them.
     """
-    features = frozenset(_features(q, kv, arch_config=arch_config, mask=mask))
+    features = frozenset(_call_features(q, kv, arch_config=arch_config, mask=mask))
     if reasons := [*missing_features(spec, features)]:
         raise unsupported_error(spec, reasons)
 
 
-def _features(
+def _call_features(
     q: Array, kv: KV, *, arch_config: ArchConfig, mask: AttentionMask
 ) -> Iterator[AttentionFeature]:
     """Yield the features of a call. Positions are compared by their shapes only."""
@@ -37,7 +37,7 @@ def _features(
     yield AttentionFeature.CAUSAL if is_causal else AttentionFeature.BIDIRECTIONAL
     if is_causal and mask.window != FULL_ATTENTION:
         yield AttentionFeature.WINDOW
-    if is_causal and _has_other_positions(mask):
+    if is_causal and _has_unequal_positions(mask):
         yield AttentionFeature.POSITIONS
     if q.shape[2] != kv.keys.shape[2]:
         yield AttentionFeature.GROUPED_HEADS
@@ -59,8 +59,8 @@ def _features(
         yield AttentionFeature.SOFTCAP
 
 
-def _has_other_positions(mask: AttentionMask) -> bool:
-    """Return whether positions differ between rows, or between queries and keys."""
+def _has_unequal_positions(mask: AttentionMask) -> bool:
+    """Return whether positions differ between rows of the batch, or between queries and keys."""
     assert mask.q_positions is not None
     assert mask.kv_positions is not None
     return mask.q_positions.ndim != 1 or mask.q_positions.shape != mask.kv_positions.shape

@@ -227,7 +227,7 @@ def _local_forward(
             shard_labels = labels._replace(kv_labels=shard.labels)
             # Without sinks: `so_far` starts with them, once for all shards.
             _, saved = forward(config, q, shard.k, shard.v, bias_table, None, shard_labels)
-            return _merge(so_far, _PartialOutput(saved.output, saved.log_normalizer))
+            return _merge_outputs(so_far, _PartialOutput(saved.output, saved.log_normalizer))
 
         is_visible = has_visible(config, labels.q_labels, shard.labels)
         return lax.cond(is_visible, merge, lambda same: same, so_far)
@@ -249,7 +249,7 @@ def _local_forward(
     return output.astype(v.dtype), log_normalizer
 
 
-def _merge(a: _PartialOutput, b: _PartialOutput) -> _PartialOutput:
+def _merge_outputs(a: _PartialOutput, b: _PartialOutput) -> _PartialOutput:
     """Merge the attention to two sets of keys into the attention to their union.
 
     With Z = exp(L), the sum of the exponentials of the scores of a set:

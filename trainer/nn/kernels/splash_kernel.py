@@ -82,5 +82,5 @@ def make_row_kernel(
 
 
 def _block_length(length: int) -> int:
-    """Return the length of the largest block of at most MAX_BLOCK tokens that divides a multiple of LANES."""
+    """Return the largest length up to MAX_BLOCK that divides `length`, a multiple of LANES."""
     return next(size for size in range(MAX_BLOCK, 0, -LANES) if length % size == 0)

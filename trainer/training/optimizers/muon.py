@@ -71,7 +71,7 @@ class Muon:
             if is_layer_matrix(leaf):
                 leaf_axes = matrix_axes(leaf)
             if leaf_axes:
-                factor = self._factor(leaf, leaf_axes)
+                factor = self._update_factor(leaf, leaf_axes)
             axes[path] = leaf_axes
             factors[path] = factor
         is_matrix = unflatten_tree({path: value is not None for path, value in axes.items()})
@@ -130,7 +130,7 @@ class Muon:
 
         return optax.GradientTransformation(orthogonalize.init, update)
 
-    def _factor(self, leaf: ParamLeaf, axes: MatrixAxes) -> float:
+    def _update_factor(self, leaf: ParamLeaf, axes: MatrixAxes) -> float:
         """Return the factor of the orthogonal updates of a leaf."""
         rows = math.prod(leaf.shape[axis] for axis in axes.rows)
         columns = math.prod(leaf.shape[axis] for axis in axes.columns)

@@ -126,7 +126,7 @@ def _cut_low_bits(x: Array, wide: Array) -> Array:
 
 
 def _rounding_bits(key: RoundingKey, name: str, leaf: ParamLeaf, shape: tuple[int, ...]) -> Array:
-    """Return random uint32 for the elements of a moment of a leaf, or of the leaf itself."""
+    """Return a random uint32 per element of a moment, or per element of the parameter."""
     step_key = derive_key(RandomKey(uint32(key.seed), uint32(ROUNDING_STREAM)), key.step)
     # The key depends on name and layer, not on the stacking: layer 3 of a stacked leaf draws the
     # same bits as the unstacked leaf of layer 3.
