@@ -312,7 +312,7 @@ def read_gguf(path: Path) -> str:
 def decode_start(blob: Path | Blob) -> str:
     """Return a fingerprint of the first MiB of decoded weights."""
     assert isinstance(blob, DequantizedBlob)
-    values = np.empty(min(blob.starts[-1], MIB), np.uint8)
+    values = np.empty(min(blob.weight_offsets[-1], MIB), np.uint8)
     with contextlib.closing(blob.open()) as reader:
         reader.read_at(0, values)
     return xxhash.xxh3_128_hexdigest(values.tobytes())
