@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prepcli.console.observer import Observer
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
+    from prepcli.operations.add_tokens import add_tokens
     from prepcli.operations.compute_options import EvaluateOptions, GenerateOptions, TrainOptions
     from prepcli.operations.evaluate import evaluate
     from prepcli.operations.export import export
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         ModuleOptions,
         NewRowOptions,
         PadVocabOptions,
+        RerunOptions,
         ReshardOptions,
         SaveInitOptions,
         SourceOptions,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     )
     from prepcli.operations.pad_vocab import pad_vocab
     from prepcli.operations.plan import plan
+    from prepcli.operations.remove_tokens import remove_tokens
     from prepcli.operations.report import report
     from prepcli.operations.results import (
         AcceptedChange,
@@ -66,6 +69,7 @@ if TYPE_CHECKING:
     )
     from prepcli.operations.save_init import reshard, save_init
     from prepcli.operations.save_params import save_params
+    from prepcli.operations.token_options import AddTokensOptions, RemoveTokensOptions
     from prepcli.operations.towers_options import TowersOptions
     from prepcli.operations.train import train
     from prepcli.operations.verify import verify
@@ -75,6 +79,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AcceptedChange",
+    "AddTokensOptions",
     "Conversion",
     "ConversionOptions",
     "DamagedError",
@@ -101,6 +106,8 @@ __all__ = [
     "PlanOptions",
     "PrepError",
     "Progress",
+    "RemoveTokensOptions",
+    "RerunOptions",
     "ReshardOptions",
     "RunsReport",
     "SaveInitOptions",
@@ -117,6 +124,7 @@ __all__ = [
     "Verification",
     "VerifyOptions",
     "__version__",
+    "add_tokens",
     "evaluate",
     "export",
     "from_hf_flax",
@@ -130,6 +138,7 @@ __all__ = [
     "nnx_model",
     "pad_vocab",
     "plan",
+    "remove_tokens",
     "report",
     "reshard",
     "save_init",
@@ -140,6 +149,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "prepcli.operations.add_tokens": ("add_tokens",),
     "prepcli.operations.compute_options": ("EvaluateOptions", "GenerateOptions", "TrainOptions"),
     "prepcli.operations.options": (
         "ConversionOptions",
@@ -150,11 +160,13 @@ _MODULES = {
         "ModuleOptions",
         "NewRowOptions",
         "PadVocabOptions",
+        "RerunOptions",
         "ReshardOptions",
         "SaveInitOptions",
         "SourceOptions",
         "VerbatimOptions",
     ),
+    "prepcli.operations.token_options": ("AddTokensOptions", "RemoveTokensOptions"),
     "prepcli.operations.towers_options": ("TowersOptions",),
     "prepcli.operations.inspect": ("inspect",),
     "prepcli.operations.inspection_options": ("LockOptions", "PlanOptions", "VerifyOptions"),
@@ -187,6 +199,7 @@ _MODULES = {
     "prepcli.operations.lock": ("lock",),
     "prepcli.operations.merge": ("merge",),
     "prepcli.operations.pad_vocab": ("pad_vocab",),
+    "prepcli.operations.remove_tokens": ("remove_tokens",),
     "prepcli.operations.save_init": ("reshard", "save_init"),
     "prepcli.operations.save_params": ("save_params",),
     "prepcli.operations.train": ("train",),
