@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from prepcli.errors import UsageError
-from prepcli.formats.token_list import FLAGS, make_token, read_token_list
+from prepcli.errors import PrepError, UsageError
+from prepcli.formats.token_list import FLAGS, make_token, overlapping_texts, read_token_list
 
 
 def write_list(folder: Path, name: str, data: bytes) -> Path:
@@ -63,3 +66,24 @@ def test_invalid_lists_are_refused(tmp_path: Path, name: str, data: bytes, messa
         read_token_list(write_list(tmp_path, name, data))
     assert message in caught.value.why
     assert "t." in caught.value.what
+
+
+TEXTS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=5, unique=True)
+
+
+@given(TEXTS, TEXTS)
+def test_overlaps_are_all_pairs_of_text_and_part(new: list[str], others: list[str]):
+    expected: set[str] = set()
+    for first, second in [*itertools.product(new, others), *itertools.product(others, new)]:
+        if first != second and second in first:
+            expected.add(f"{first!r} contains {second!r}")
+    actual = overlapping_texts(new, others)
+    assert set(actual) == expected
+    assert len(actual) == len(expected)
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "folder.txt"])
+def test_unreadable_lists_are_one_error(tmp_path: Path, name: str):
+    (tmp_path / "folder.txt").mkdir()
+    with pytest.raises(PrepError):
+        read_token_list(tmp_path / name)
