@@ -15,6 +15,9 @@ from tokenizers import AddedToken, Tokenizer
 import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, USAGE
+from tests.helpers import towers
+from tests.helpers.adapters import make_adapter
+from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import run_failing, run_failing_unchanged, run_json, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import (
@@ -425,3 +428,21 @@ def test_damaged_record_is_one_error(content: bytes, capsys: pytest.CaptureFixtu
     code, lines = run_failing_unchanged(capsys, "remove-tokens", "./added")
     assert code == FAILED
     assert "is not a record of this prep" in lines[0]
+
+
+@pytest.mark.parametrize("kind", ["adapter", "quantized"])
+def test_adapters_and_quantized_models_are_refused(kind: str, capsys: pytest.CaptureFixture[str]):
+    if kind == "adapter":
+        make_adapter(Path("m"), {"transformer.h.0.attn.attention.q_proj": (64, 64)})
+    else:
+        make_quantized(Path("m"), "fp8", base=LLAMA | {"vocab_size": 256})
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code in (FAILED, USAGE)
+    assert kind in " ".join(lines).replace("quantised", "quantized")
+
+
+def test_multimodal_models_are_refused(capsys: pytest.CaptureFixture[str]):
+    towers.write_model("llava")
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == USAGE
+    assert "is a multimodal model, which is not supported" in lines[0]
