@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prepcli.console.observer import Observer
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
+    from prepcli.operations.add_tokens import add_tokens
     from prepcli.operations.chain import verify_chain
     from prepcli.operations.compute_options import EvaluateOptions, GenerateOptions, TrainOptions
     from prepcli.operations.evaluate import evaluate
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         ModuleOptions,
         NewRowOptions,
         PadVocabOptions,
+        RerunOptions,
         ReshardOptions,
         SaveInitOptions,
         SourceOptions,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     )
     from prepcli.operations.pad_vocab import pad_vocab
     from prepcli.operations.plan import plan
+    from prepcli.operations.remove_tokens import remove_tokens
     from prepcli.operations.report import report
     from prepcli.operations.results import (
         AcceptedChange,
@@ -78,6 +81,7 @@ if TYPE_CHECKING:
     from prepcli.operations.roundtrip import roundtrip
     from prepcli.operations.save_init import reshard, save_init
     from prepcli.operations.save_params import save_params
+    from prepcli.operations.token_options import AddTokensOptions, RemoveTokensOptions
     from prepcli.operations.towers_options import TowersOptions
     from prepcli.operations.train import train
     from prepcli.operations.verify import verify
@@ -87,6 +91,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AcceptedChange",
+    "AddTokensOptions",
     "Chain",
     "ChainLink",
     "ChainOptions",
@@ -116,6 +121,8 @@ __all__ = [
     "PlanOptions",
     "PrepError",
     "Progress",
+    "RemoveTokensOptions",
+    "RerunOptions",
     "ReshardOptions",
     "Roundtrip",
     "RoundtripOptions",
@@ -135,6 +142,7 @@ __all__ = [
     "Verification",
     "VerifyOptions",
     "__version__",
+    "add_tokens",
     "evaluate",
     "export",
     "from_hf_flax",
@@ -148,6 +156,7 @@ __all__ = [
     "nnx_model",
     "pad_vocab",
     "plan",
+    "remove_tokens",
     "report",
     "reshard",
     "roundtrip",
@@ -160,6 +169,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "prepcli.operations.add_tokens": ("add_tokens",),
     "prepcli.operations.compute_options": ("EvaluateOptions", "GenerateOptions", "TrainOptions"),
     "prepcli.operations.options": (
         "ConversionOptions",
@@ -170,11 +180,13 @@ _MODULES = {
         "ModuleOptions",
         "NewRowOptions",
         "PadVocabOptions",
+        "RerunOptions",
         "ReshardOptions",
         "SaveInitOptions",
         "SourceOptions",
         "VerbatimOptions",
     ),
+    "prepcli.operations.token_options": ("AddTokensOptions", "RemoveTokensOptions"),
     "prepcli.operations.towers_options": ("TowersOptions",),
     "prepcli.operations.inspect": ("inspect",),
     "prepcli.operations.inspection_options": (
@@ -218,6 +230,7 @@ _MODULES = {
     "prepcli.operations.lock": ("lock",),
     "prepcli.operations.merge": ("merge",),
     "prepcli.operations.pad_vocab": ("pad_vocab",),
+    "prepcli.operations.remove_tokens": ("remove_tokens",),
     "prepcli.operations.roundtrip": ("roundtrip",),
     "prepcli.operations.save_init": ("reshard", "save_init"),
     "prepcli.operations.save_params": ("save_params",),

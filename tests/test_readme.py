@@ -25,6 +25,7 @@ from tests.helpers.pickle_builder import make_torch_file
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
+from tests.helpers.tokenizer_folders import write_model
 from tests.helpers.training_folder import WORDS, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -73,6 +74,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint(folder / "llama-13b", LLAMA, vocab_size=256, hidden_size=64)
     make_quantized(folder / "llama-13b-fp8", "fp8", base=LLAMA | {"vocab_size": 256})
     write_tokenizer(folder / "gpt-neo-1.3B")
+    write_model(folder / "my-model")
+    (folder / "tokens.txt").write_text("<tool>\n<result>\n")
     for name in ("text.txt", "validation.txt"):
         (folder / name).write_text(" ".join(WORDS * 4))
     make_adapter(folder / "my-adapter", {"transformer.h.0.attn.attention.q_proj": (64, 64)})

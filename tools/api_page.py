@@ -16,6 +16,7 @@ from prepcli.operations import (
     inspection_options,
     options,
     results,
+    token_options,
     towers_options,
 )
 from prepcli.option_spec import option_specs
@@ -30,6 +31,8 @@ options of the commands with the same names, print no text, and raise `PrepError
 """
 FUNCTION_SECTIONS = {
     "prepcli.operations.pad_vocab": "Convert",
+    "prepcli.operations.add_tokens": "",
+    "prepcli.operations.remove_tokens": "",
     "prepcli.operations.save_init": "",
     "prepcli.operations.export": "",
     "prepcli.operations.merge": "",
@@ -48,7 +51,7 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.save_params": "Save",
     "prepcli.operations.flax_models": "Flax",
 }
-OPTION_MODULES = (options, towers_options, compute_options, inspection_options)
+OPTION_MODULES = (options, token_options, towers_options, compute_options, inspection_options)
 MAX_LINE = 100  # a longer signature has one line per parameter
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:[ \t]+\S.*\n?|\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^([\w*]+): ", re.MULTILINE)

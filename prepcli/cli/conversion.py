@@ -1,4 +1,4 @@
-"""Commands that write a checkpoint: pad-vocab, save-init, reshard, export, merge."""
+"""Commands that write a checkpoint: pad-vocab, add-tokens, remove-tokens, save-init, reshard, export, merge."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # `expand_option_groups` sets every option.
@@ -22,6 +22,7 @@ from prepcli.operations.options import (
     SaveInitOptions,
 )
 from prepcli.operations.sharing_options import SharingOptions
+from prepcli.operations.token_options import AddTokensOptions, RemoveTokensOptions
 
 if TYPE_CHECKING:
     from prepcli.console.ui import Ui
@@ -52,6 +53,58 @@ def pad_vocab(
     process_options = _process_options(context, sharing)
     result = run(checkpoint, **conversion, progress=ui, process_options=process_options, **options)
     return _print_result(result, ui)
+
+
+@expand_option_groups
+def add_tokens(
+    context: typer.Context,
+    checkpoint: CheckpointArgument,
+    *,
+    options: Annotated[AddTokensOptions, Omit("step")],
+    conversion: ConversionArguments,
+    sharing: SharingOptions,
+    output_options: OutputOptions,
+    progress: ProgressOption = "auto",
+) -> int:
+    """Add tokens to the tokenizer and the vocabulary.
+
+    The checkpoint is a Hugging Face folder with a tokenizer.json.
+
+    Examples:
+      prep add-tokens ./my-model --tokens tokens.txt
+      prep add-tokens ./my-model --tokens tokens.json --init zeros --dry-run
+    """
+    from prepcli.operations.add_tokens import add_tokens as run
+
+    ui = output_options.open_console("add-tokens", progress)
+    process_options = _process_options(context, sharing)
+    result = run(checkpoint, **conversion, progress=ui, process_options=process_options, **options)
+    return _finish(result, ui)
+
+
+@expand_option_groups
+def remove_tokens(
+    context: typer.Context,
+    checkpoint: CheckpointArgument,
+    *,
+    options: Annotated[RemoveTokensOptions, Omit("step")],
+    conversion: ConversionArguments,
+    sharing: SharingOptions,
+    output_options: OutputOptions,
+    progress: ProgressOption = "auto",
+) -> int:
+    """Remove the tokens of the last add-tokens.
+
+    Examples:
+      prep remove-tokens ./my-model-added
+      prep remove-tokens ./my-model-added --out my-model-again --dry-run
+    """
+    from prepcli.operations.remove_tokens import remove_tokens as run
+
+    ui = output_options.open_console("remove-tokens", progress)
+    process_options = _process_options(context, sharing)
+    result = run(checkpoint, **conversion, progress=ui, process_options=process_options, **options)
+    return _finish(result, ui)
 
 
 @expand_option_groups

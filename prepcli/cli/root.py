@@ -33,7 +33,15 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from prepcli.cli.conversion import export, merge, pad_vocab, reshard, save_init
+from prepcli.cli.conversion import (
+    add_tokens,
+    export,
+    merge,
+    pad_vocab,
+    remove_tokens,
+    reshard,
+    save_init,
+)
 from prepcli.cli.docs import docs
 from prepcli.cli.evaluation import evaluate
 from prepcli.cli.inspection import check_family, demo, env, inspect, lock, models, roundtrip, verify
@@ -49,7 +57,8 @@ from prepcli.errors import USAGE
 from prepcli.execution.signals import Interrupted, notes_of
 
 COMMANDS = (  # in the order of `--help`
-    *(pad_vocab, save_init, reshard, export, merge, verify, lock, roundtrip, inspect),
+    *(pad_vocab, add_tokens, remove_tokens),
+    *(save_init, reshard, export, merge, verify, lock, roundtrip, inspect),
     *(plan, train, report, evaluate, generate),
     *(demo, docs, models, recipes, check_family, env),
 )
@@ -59,6 +68,8 @@ LAUNCH_COMMANDS = (slurm, tpu, gke, local)
 # The page of `prep docs` about each command.
 GUIDES = {
     "pad-vocab": "pad",
+    "add-tokens": "vocabulary",
+    "remove-tokens": "vocabulary",
     "save-init": "convert",
     "reshard": "reshard",
     "export": "convert",

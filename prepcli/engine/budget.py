@@ -40,7 +40,7 @@ class Budget:
         return free_nbytes - min(free_nbytes, _bookkeeping_nbytes(self.nbytes)) // 2
 
 
-def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, matrix_nbytes: int = 0) -> Budget:
+def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, kept_nbytes: int = 0) -> Budget:
     """Divide a memory limit into buffers.
 
     A quarter, at most 64 MiB, is reserved for the plan and the index. The rest becomes 4 to 8 buffers, or
@@ -50,8 +50,8 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, matrix_nbytes: int =
         nbytes: The limit.
         min_buffer_nbytes: Preferred minimum size of a slab. If two buffers of this size exceed the limit, it is ignored
             and there are four buffers. The engine acquires at most two at once.
-        matrix_nbytes: Memory for the matrices of low-rank updates. A quarter of the reserve is for them. The buffers
-            are smaller if they need more.
+        kept_nbytes: Memory for the matrices of low-rank updates and the pieces of new tokens. A quarter of the reserve
+            is for them. The buffers are smaller if they need more.
 
     Returns:
         The budget.
@@ -61,11 +61,14 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, matrix_nbytes: int =
     """
     check_memory(nbytes, f"{nbytes // MIB}MiB")
     reserved_nbytes = _bookkeeping_nbytes(nbytes)
-    usable_nbytes = nbytes - reserved_nbytes - max(0, matrix_nbytes - reserved_nbytes // 4)
+    usable_nbytes = nbytes - reserved_nbytes - max(0, kept_nbytes - reserved_nbytes // 4)
     if usable_nbytes < MIN_BUFFERS_NBYTES:
-        needed_nbytes = MIN_MEMORY_NBYTES + 2 * matrix_nbytes
-        what = text("{} is too small for the adapter", Option("memory", f"{nbytes // MIB}MiB"))
-        why = f"its largest matrices need {format_bytes(matrix_nbytes)}"
+        needed_nbytes = MIN_MEMORY_NBYTES + 2 * kept_nbytes
+        what = text(
+            "{} is too small for the adapter or the new tokens",
+            Option("memory", f"{nbytes // MIB}MiB"),
+        )
+        why = f"matrices and rows that stay in memory need {format_bytes(kept_nbytes)}"
         hint = text("{}", Option("memory", f"{-(-needed_nbytes // MIB)}MiB"))
         raise usage_error(what, why, hint)
     # 512 MiB: 64 MiB are reserved, a quarter of the other 448 MiB is more than MAX_SLAB_NBYTES, so that

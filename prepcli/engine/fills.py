@@ -1,14 +1,15 @@
-"""Generate padding rows of a vocabulary: zeros, the mean of the true rows, or normal values."""
+"""Generate new rows of a vocabulary: zeros, normal values, or the mean of all or of some true rows."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from prepcli.engine.files import ByteArray
-from prepcli.planning.plan import Stream
+from prepcli.planning.plan import Fill, Stream
 from prepcli.planning.slabs import Slab
 
 # Rows per partial sum. The number is fixed, so a mean does not depend on slab boundaries.
@@ -45,28 +46,43 @@ def round_to_dtype(values: npt.NDArray[np.floating], dtype: np.dtype) -> np.ndar
 
 
 class FillGenerator:
-    """Generates the padding rows of a vocabulary: the rows of streams without a source.
+    """Generates the new rows of a vocabulary: the rows of streams without a source.
 
-    If padding rows are the mean of the true rows, `add_slab` must pass all true rows before `make_rows`.
+    If new rows are means of true rows, `add_slab` must pass all true rows before `make_rows`.
     """
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
         self._mean: _RowMean | None = None
+        self._piece_rows: _PieceRows | None = None
         self._averaged: set[int] = set()
+        # Stream of true rows -> the fill of new rows with their pieces
+        self._pieces: dict[int, Fill] = {}
         for number, stream in enumerate(streams):
-            if stream.fill and stream.fill.kind == "mean":
+            if not stream.fill:
+                continue
+            if stream.fill.kind == "mean":
                 self._averaged.add(mean_source_number(streams, number))
+            elif stream.fill.kind == "pieces":
+                self._pieces[mean_source_number(streams, number)] = stream.fill
 
     def add_slab(self, slab: Slab, data: ByteArray) -> None:
-        """Add a slab's rows to the mean of its stream, if padding rows are filled with that mean."""
-        if slab.stream_number not in self._averaged:
-            return
-        stream = self._streams[slab.stream_number]
-        if slab.start == stream.byte_range[0]:
-            self._mean = _RowMean(stream)
-        if self._mean:
-            self._mean.add(data)
+        """Keep the parts of a slab that new rows depend on."""
+        number = slab.stream_number
+        stream = self._streams[number]
+        is_first = slab.start == stream.byte_range[0]
+        if number in self._averaged:
+            if is_first:
+                self._mean = _RowMean(stream)
+            if self._mean:
+                self._mean.add(data)
+        if number in self._pieces:
+            if is_first:
+                # The rows of the preceding tensor are released before these are allocated.
+                self._piece_rows = None
+                self._piece_rows = _PieceRows(stream, self._pieces[number])
+            if self._piece_rows:
+                self._piece_rows.add(slab.start, data)
 
     def make_rows(self, slab: Slab, out: ByteArray) -> ByteArray:
         """Generate a slab of a filled stream.
@@ -103,9 +119,12 @@ class FillGenerator:
 
     def _make_row(self, stream: Stream, row: int) -> np.ndarray:
         """Generate a row of a stream."""
-        if stream.fill and stream.fill.kind == "normal":
+        fill = stream.fill
+        if fill and fill.kind == "normal":
             return normal_row(stream, row)
-        if self._mean is None:
+        if fill and fill.kind == "pieces" and self._piece_rows:
+            return self._piece_rows.mean(row - stream.rows[0], numpy_dtype(stream.dtype))
+        if fill is None or fill.kind != "mean" or self._mean is None:
             raise ValueError(f"{stream.name}: its mean is needed before its rows were added")
         return self._mean.value(numpy_dtype(stream.dtype))
 
@@ -135,6 +154,50 @@ def normal_row(stream: Stream, row_number: int) -> np.ndarray:
         np.random.Philox(key=np.array([fill.seed, row_number], np.uint64))
     )
     return round_to_dtype(generator.standard_normal(count) * fill.std, numpy_dtype(stream.dtype))
+
+
+def piece_nbytes(streams: Sequence[Stream]) -> int:
+    """Return the memory for the rows that one tensor's new rows are averaged from, or 0 without such a tensor."""
+    nbytes = [0]
+    for stream in streams:
+        if stream.fill and stream.fill.pieces:
+            nbytes.append(len(_distinct_rows(stream.fill)) * stream.row_nbytes)
+    return max(nbytes)
+
+
+def _distinct_rows(fill: Fill) -> list[int]:
+    """Return the row numbers of all pieces, ascending."""
+    return sorted({row for pieces in fill.pieces or () for row in pieces})
+
+
+class _PieceRows:
+    """The true rows that new rows are averaged from."""
+
+    def __init__(self, stream: Stream, fill: Fill) -> None:
+        self._dtype = numpy_dtype(stream.dtype)
+        self._row_nbytes = stream.row_nbytes
+        self._pieces = fill.pieces or ()
+        self._row_numbers = _distinct_rows(fill)
+        self._index_of_row = {row: index for index, row in enumerate(self._row_numbers)}
+        self._rows = np.empty((len(self._row_numbers), self._row_nbytes), np.uint8)
+
+    def add(self, start: int, data: ByteArray) -> None:
+        """Keep the pieces in some bytes of the tensor, from the byte offset `start`."""
+        stop = start + data.size
+        # A slab may begin and end inside a row.
+        first = bisect_left(self._row_numbers, start // self._row_nbytes)
+        last = bisect_left(self._row_numbers, -(-stop // self._row_nbytes))
+        for index in range(first, last):
+            row_start = self._row_numbers[index] * self._row_nbytes
+            low = max(start, row_start)
+            high = min(stop, row_start + self._row_nbytes)
+            self._rows[index, low - row_start : high - row_start] = data[low - start : high - start]
+
+    def mean(self, new_row: int, dtype: np.dtype) -> np.ndarray:
+        """Return a new row in a dtype: the mean of its pieces, computed in float64 and rounded once."""
+        indices = [self._index_of_row[row] for row in self._pieces[new_row]]
+        rows = self._rows[indices].view(self._dtype)
+        return round_to_dtype(rows.astype(np.float64).mean(axis=0), dtype)
 
 
 class _RowMean:

@@ -257,7 +257,7 @@ class Pipeline:
             if number in self.durable_numbers:
                 continue
             numbers.add(number)
-            if stream.fill and stream.fill.kind == "mean":
+            if stream.fill and stream.fill.needs_true_rows:
                 numbers.add(mean_source_number(self.streams, number))
         return sorted(numbers)
 

@@ -14,6 +14,7 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import anonymous_nbytes, make_budget
 from prepcli.engine.digest import digest, digest_pieces
 from prepcli.engine.files import Files, io_error
+from prepcli.engine.fills import piece_nbytes
 from prepcli.engine.journal import EMPTY_JOURNAL_STATE, JournalState
 from prepcli.engine.low_rank import matrix_nbytes
 from prepcli.engine.no_follow import check_no_symlinks
@@ -117,12 +118,12 @@ class ConversionExecutor:
         self.restart = restart
         self.allow_overflow = allow_overflow
         self.note = note
-        # The matrices of a low-rank update stay in memory during the run, in addition to the
-        # buffers.
+        # The matrices of a low-rank update and the pieces of new tokens stay in memory during the
+        # run, in addition to the buffers.
         self.budget = make_budget(
             pool.memory_nbytes,
             min_buffer_nbytes(plan.streams),
-            matrix_nbytes=matrix_nbytes(plan.streams),
+            kept_nbytes=max(matrix_nbytes(plan.streams), piece_nbytes(plan.streams)),
         )
         self.run_id = run_id
         self.run_identity = make_run_identity(plan, run_id)

@@ -13,7 +13,7 @@ This module imports no NumPy, jax or huggingface_hub: every start of `prep` read
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
@@ -31,22 +31,6 @@ DEFAULT_SHARD_SIZE = "5GB"
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-_OVERWRITE = OptionSpec(
-    None,
-    "Replace an existing output of prep when done.",
-    "Replace another output of prep. Default: False.",
-    default=False,
-    position=43,
-    record=NOT_RECORDED,
-)
-_RESTART = OptionSpec(
-    None,
-    "Discard the work of an unfinished run.",
-    "Discard the work of an interrupted run. Default: False.",
-    default=False,
-    position=44,
-    record=NOT_RECORDED,
-)
 _DTYPE = OptionSpec(
     "NAME",
     "Cast to float32, bfloat16 or float16.",
@@ -190,11 +174,36 @@ class ModuleOptions(SourceOptions, total=False):
     verify: bool
 
 
-class ConversionOptions(SourceOptions, total=False):
+class RerunOptions(TypedDict, total=False):
+    """What happens to an output of an earlier run."""
+
+    overwrite: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Replace an existing output of prep when done.",
+            "Replace another output of prep. Default: False.",
+            default=False,
+            position=43,
+            record=NOT_RECORDED,
+        ),
+    ]
+    restart: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Discard the work of an unfinished run.",
+            "Discard the work of an interrupted run. Default: False.",
+            default=False,
+            position=44,
+            record=NOT_RECORDED,
+        ),
+    ]
+
+
+class ConversionOptions(SourceOptions, RerunOptions, total=False):
     """How an output is written."""
 
-    overwrite: Annotated[bool, _OVERWRITE]
-    restart: Annotated[bool, _RESTART]
     true_vocab: Annotated[
         PositiveInt | None,
         OptionSpec(
@@ -532,11 +541,9 @@ class ExportOptions(ConversionOptions, VerbatimOptions, TowersOptions, total=Fal
     ]
 
 
-class MergeOptions(SourceOptions, total=False):
+class MergeOptions(SourceOptions, RerunOptions, total=False):
     """Options of `merge`. The options of `SourceOptions` are for the base."""
 
-    overwrite: Annotated[bool, _OVERWRITE]
-    restart: Annotated[bool, _RESTART]
     allow_overflow: Annotated[
         bool,
         replace(
@@ -578,13 +585,3 @@ class ConversionArguments(TypedDict, total=False):
             position=42,
         ),
     ]
-
-
-# The keyword options of the function of each command.
-OPTIONS_BY_COMMAND: Mapping[str, type] = {
-    "pad-vocab": PadVocabOptions,
-    "save-init": SaveInitOptions,
-    "reshard": ReshardOptions,
-    "export": ExportOptions,
-    "merge": MergeOptions,
-}

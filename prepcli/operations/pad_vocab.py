@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Unpack
 
@@ -15,7 +14,6 @@ from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.errors import Command, Option, invalid_config_error, text, usage_error
 from prepcli.execution.workers import ProcessOptions
-from prepcli.formats.safetensors_layout import SafetensorsLayout
 from prepcli.operations.conflicts import check_mutually_exclusive, reject_without
 from prepcli.operations.conversion import (
     OUT_PLACEHOLDER,
@@ -27,33 +25,20 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.operation import public
 from prepcli.operations.options import PadVocabOptions
+from prepcli.operations.resized_folder import plan_resized_folder
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line
-from prepcli.planning.manifest_fields import ManifestFields
-from prepcli.planning.plan import Contiguous, Fill, Plan, SmallFile
-from prepcli.planning.slabs import PAGE
-from prepcli.planning.tensor_match import DROP_RULE, vocab_tensors
+from prepcli.planning.plan import Fill
+from prepcli.planning.tensor_match import vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.multimodal import towers_entry
-from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
+from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
 from prepcli.targets.hf_folder import (
-    FileGroup,
-    config_files,
     copied_small_files,
-    header_entries,
-    index_files,
-    lay_out_weight_files,
-    output_config,
 )
 from prepcli.targets.streams import (
-    TensorTarget,
     VocabResize,
-    build_streams,
-    dropped_padding,
-    output_rows,
 )
-from trainer.models.json_types import HFConfig
 from trainer.models.mesh import parse_mesh
 from trainer.models.rules import PARAM_RULES, format_rule
 from trainer.models.suggest import did_you_mean
@@ -183,38 +168,19 @@ def plan_pad_vocab(
     vocabulary = source.vocabulary(options["true_vocab"])
     size = padded_size(options, vocabulary)
     match = match_source_tensors(source, source_axis_maps(source), make_match_options(options))
-    # Other tensors that the family ignores, such as buffers, are copied. Only `--drop` removes a tensor here.
-    dropped_by_option = {d.name for d in match.dropped if d.rule == DROP_RULE}
     fill = make_fill(options["init"], options["seed"], source)
     resize = VocabResize(vocabulary, vocab_tensors(match), fill)
-    model_tensors = (*source.tensors, *source.tower_tensors)
-    row_counts = output_rows(model_tensors, resize.tensors, vocab_size=size)
-    named_files = zip(source.tensor_file_names, model_tensors, strict=True)
-    tensors = [(file, t) for file, t in named_files if t.name not in dropped_by_option]
-    files, locations, layouts = lay_out_weight_files(_file_groups(source, tensors, row_counts))
-    targets = {
-        t.name: TensorTarget((locations[source.file_name(t)],), row_counts[t.name])
-        for _, t in tensors
-    }
-    config = output_config(source, Vocabulary(vocabulary.true_size, size), match.is_tied)
     name = f"{_base_name(located)}-padded"
-    plan = Plan(
+    plan = plan_resized_folder(
+        source,
+        match,
+        resize,
+        new_vocabulary=Vocabulary(vocabulary.true_size, size),
         command="pad-vocab",
         request=_command_line(options, source),
-        source_name=source.display_name,
-        source_files=source.file_stamps,
-        streams=build_streams(source, targets, resize=resize),
-        files=files,
-        small_files=_small_files(source, config, layouts),
-        dropped=(
-            *(d for d in match.dropped if d.name in dropped_by_option),
-            *dropped_padding(source, targets, resize=resize),
-        ),
-        checks=match.checks,
-        settings=_manifest_settings(
-            options, source, vocabulary, name=name, size=size, config=config, is_tied=match.is_tied
-        ),
-        display_names=source.display_names(),
+        name=name,
+        init=options["init"],
+        side_files=copied_small_files(source),
     )
     note = _vocabulary_line(
         source,
@@ -231,43 +197,6 @@ def plan_pad_vocab(
         fields={"vocab": _vocab_fields(options, vocabulary, size)},
         next_command=f"prep save-init {OUT_PLACEHOLDER}{_save_init_options(options, source)}",
     )
-
-
-def _small_files(
-    source: Source, config: HFConfig, layouts: Sequence[SafetensorsLayout]
-) -> tuple[SmallFile, ...]:
-    """Return the config, the index of the weights and the side files of the output.
-
-    The digest of the plan depends on their order. Half-done outputs of earlier versions have this one.
-    """
-    return (
-        *config_files(source, config),
-        *index_files(layouts),
-        *copied_small_files(source),
-    )
-
-
-def _manifest_settings(
-    options: PadVocabOptions,
-    source: Source,
-    vocabulary: Vocabulary,
-    *,
-    name: str,
-    size: int,
-    is_tied: bool,
-    config: HFConfig,
-) -> ManifestFields:
-    """Return the fields of the output's manifest that describe the model."""
-    return {
-        "name": name,
-        "kind": "hf",
-        "family": source.family.name,
-        "vocab": {"true": vocabulary.true_size, "padded": size, "init": options["init"]},
-        "prefixed": source.names.is_prefixed,
-        "tied": is_tied,
-        "config": config,
-        **towers_entry(source),
-    }
 
 
 def _vocab_fields(
@@ -326,20 +255,6 @@ def _effective_multiple(options: PadVocabOptions) -> int | None:
 
 def _base_name(located: LocatedCheckpoint) -> str:
     return located.model_name.removesuffix("-padded")
-
-
-def _file_groups(
-    source: Source, tensors: list[tuple[str, SourceTensor]], row_counts: dict[str, int]
-) -> list[FileGroup]:
-    """Group the tensors by source file. A group keeps the page offset of its first tensor, to copy pages."""
-    groups: list[FileGroup] = []
-    for file in dict.fromkeys(name for name, _ in tensors):
-        file_tensors = [t for name, t in tensors if name == file]
-        first = file_tensors[0].placement[0]
-        # With equal offsets within a page of 4096 bytes, direct I/O writes whole pages as they were read.
-        page_offset = first.offset % PAGE if isinstance(first, Contiguous) else None
-        groups.append((file, header_entries(source, file_tensors, rows=row_counts), page_offset))
-    return groups
 
 
 def _command_line(options: PadVocabOptions, source: Source) -> str:

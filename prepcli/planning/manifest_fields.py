@@ -62,6 +62,21 @@ class VocabularyRecord(TypedDict):
     init: NotRequired[str]
 
 
+class TokenRecord(TypedDict):
+    """An added token."""
+
+    id: int
+    content: str
+
+
+class AddedTokensRecord(TypedDict):
+    """The tokens that `add-tokens` added, and the values of their rows."""
+
+    init: str
+    count: int
+    tokens: Sequence[TokenRecord]
+
+
 class SourceRecord(TypedDict):
     """Name of the source of a conversion, and the stamps of its files."""
 
@@ -149,6 +164,7 @@ class ManifestFields(PrepFields, total=False):
     # Layer and expert numbers of the tensors in each leaf of a verbatim checkpoint.
     stacked: Mapping[str, Sequence[Sequence[int]]]
     merged: MergedAdapter
+    added_tokens: AddedTokensRecord
     # Loss of a step, and the number of sequences that it was computed on. Their reader checks the types.
     eval_loss: object
     eval_sequences: object

@@ -50,17 +50,24 @@ Locations = tuple[Location, ...]
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """How to generate padding rows.
+    """How to generate rows.
 
     Attributes:
-        kind: `zeros`, `mean` (of the tensor's true rows) or `normal`.
+        kind: `zeros`, `mean` (of the tensor's true rows), `pieces` or `normal`.
         seed: Seed of normal values.
         std: Standard deviation of normal values.
+        pieces: For each row of `pieces`, the true rows to average.
     """
 
     kind: str
     seed: int = 0
     std: float = 0.0
+    pieces: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def needs_true_rows(self) -> bool:
+        """Whether the values depend on the true rows of the tensor."""
+        return self.kind in ("mean", "pieces")
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,8 +105,11 @@ def check_partly_read(source: Source, plan: Plan, progress: Progress) -> None:
     for stream in plan.streams:
         if stream.reads and stream.rows not in digested_rows.get(stream.name, ()):
             partly_read.add(stream.name)
-    if partly_read:
-        tensors = [tensor for tensor in source.all_tensors if tensor.name in partly_read]
+    tensors: list[SourceTensor] = []
+    for tensor in source.all_tensors:
+        if tensor.name in partly_read and tensor.digests:
+            tensors.append(tensor)
+    if tensors:
         check_tensors(source, tensors, progress, GET_AGAIN_HINT)
 
 

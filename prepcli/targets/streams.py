@@ -1,4 +1,4 @@
-"""Streams of a plan, from the tensors of a source and their targets: shared by save-init, export and pad-vocab."""
+"""Streams of a plan, from the tensors of a source and their targets: shared by all conversions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, TRAINING_STA
 from prepcli.planning.tensor_match import TensorMatch, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.source import Source, SourceTensor
+from trainer.models.boxes import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,25 @@ class VocabResize:
         vocabulary: True and stored size in the source.
         tensors: Names of the tensors with one row per token.
         fill: Fill of the rows missing in the source.
+        keeps_padding: Whether padding of the source is copied. Otherwise all rows after the true ones are filled.
+        added_count: Number of tokens to add after the true vocabulary, if padding is not copied.
+        added_fill: Fill of their rows.
+        dropped_rule: Rule of the rows that are not copied.
     """
 
     vocabulary: Vocabulary
     tensors: Collection[str]
     fill: Fill
+    keeps_padding: bool = True
+    added_count: int = 0
+    added_fill: Fill | None = None
+    dropped_rule: str = "padding taken off"
+
+    def copied_rows(self, tensor: SourceTensor, rows: int) -> int:
+        """Return how many rows of a vocabulary tensor are copied to an output with `rows` rows."""
+        if self.keeps_padding:
+            return min(tensor.shape[0], rows)
+        return self.vocabulary.true_size
 
 
 def output_rows(
@@ -144,27 +159,36 @@ def _vocab_streams(
         cast_to=cast,
     )
     yield true_stream
-    kept_rows = min(tensor.shape[0], target.rows)
+    kept_rows = resize.copied_rows(tensor, target.rows)
     edges = {true_size, kept_rows}
     edges.update(low for low, _, _ in tensor.digests)
     inside = [edge for edge in edges if true_size <= edge <= kept_rows]
     # E.g. true size 100, 128 stored rows, a digest from row 110: streams 100:110 and 110:128.
     for low, high in itertools.pairwise(sorted(inside)):
         yield replace(true_stream, rows=(low, high))
-    if target.rows > kept_rows:
-        fill = resize.fill
-        # A head's bias has a padding of zeros for every fill.
-        if len(tensor.shape) == 1:
-            fill = Fill("zeros")
-        yield replace(
-            true_stream,
-            # A fill writes values of the output's dtype, so nothing is left to cast.
-            dtype=true_stream.written_dtype,
-            rows=(kept_rows, target.rows),
-            reads=(),
-            fill=fill,
-            cast_to="",
-        )
+    added_stop = kept_rows + resize.added_count
+    for rows, fill in (
+        ((kept_rows, added_stop), resize.added_fill),
+        ((added_stop, target.rows), resize.fill),
+    ):
+        if fill is not None and rows[0] < rows[1]:
+            yield _filled_stream(true_stream, rows, fill)
+
+
+def _filled_stream(true_stream: Stream, rows: Range, fill: Fill) -> Stream:
+    """Return the stream of new rows of a tensor."""
+    # New rows of a head's bias are zeros, except for the mean of a token's pieces.
+    if len(true_stream.shape) == 1 and fill.kind != "pieces":
+        fill = Fill("zeros")
+    return replace(
+        true_stream,
+        # A fill writes values of the output's dtype, so nothing is left to cast.
+        dtype=true_stream.written_dtype,
+        rows=rows,
+        reads=(),
+        fill=fill,
+        cast_to="",
+    )
 
 
 def dropped_state(source: Source) -> Iterator[DroppedTensor]:
@@ -196,13 +220,16 @@ def optimizer_nbytes(source: Source) -> int:
 def dropped_padding(
     source: Source, targets: Mapping[str, TensorTarget], *, resize: VocabResize
 ) -> Iterator[DroppedTensor]:
-    """Yield the source's padding rows beyond the rows of the target."""
+    """Yield the rows of the source's vocabulary that are not copied."""
     for tensor in source.tensors:
         target = targets.get(tensor.name)
-        if target and tensor.name in resize.tensors and tensor.shape[0] > target.rows:
-            rows = tensor.shape[0] - target.rows
+        if target is None or tensor.name not in resize.tensors:
+            continue
+        copied_rows = resize.copied_rows(tensor, target.rows)
+        if copied_rows < tensor.shape[0]:
+            rows = tensor.shape[0] - copied_rows
             # Exact, because all rows have one size: 28 of 128 rows with 1,024 bytes in all are 224 bytes.
             nbytes = rows * tensor.nbytes // tensor.shape[0]
             yield DroppedTensor(
-                tensor.name, nbytes, "padding taken off", (target.rows, tensor.shape[0])
+                tensor.name, nbytes, resize.dropped_rule, (copied_rows, tensor.shape[0])
             )

@@ -32,6 +32,8 @@ PRELOADED = (
     "prepcli.operations.export",
     "prepcli.operations.inspect",
     "prepcli.operations.pad_vocab",
+    "prepcli.operations.add_tokens",
+    "prepcli.operations.remove_tokens",
     "prepcli.operations.push",
     "prepcli.operations.save_init",
     "prepcli.operations.verify",

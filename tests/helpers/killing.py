@@ -16,6 +16,7 @@ from typing import Any
 from tests.helpers.adapters import make_adapter
 from tests.helpers.fork_server import ForkedProcess, run_prep, start_prep
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
+from tests.helpers.training_folder import write_tokenizer
 from tests.helpers.waiting import MAX_S
 
 LARGE: dict[str, Any] = {
@@ -27,6 +28,8 @@ LARGE: dict[str, Any] = {
 }
 COMMANDS = {
     "pad-vocab": ["pad-vocab", "./model", "--multiple", "8", "--init", "mean"],
+    "add-tokens": ["add-tokens", "./model", "--tokens", "tokens.txt"],
+    "remove-tokens": ["remove-tokens", "./with-tokens"],
     "save-init": ["save-init", "./model", "--mesh", "1,8,4", "--pad-vocab", "auto"],
     "reshard": ["reshard", "init", "--mesh", "1,4,8"],
     "export": ["export", "init"],
@@ -107,12 +110,16 @@ def command_words(name: str, out: str, *more: str) -> list[str]:
 def make_setup(folder: Path) -> KillSetup:
     """Make a setup in an empty folder."""
     make_checkpoint(folder / "model", GPT_NEO, **LARGE)
+    write_tokenizer(folder / "model", [f"w{number}" for number in range(LARGE["vocab_size"])])
+    (folder / "tokens.txt").write_text("<tool>\nw1 w2\n")
     layers = range(LARGE["num_layers"])
     make_adapter(folder / "adapter", {f"transformer.h.{n}.mlp.c_fc": (2048, 512) for n in layers})
     assert (
         run_prep("save-init", "./model", "--out", "init", "--pad-vocab", "8", cwd=folder).returncode
         == 0
     )
+    words = ("add-tokens", "./model", "--tokens", "tokens.txt", "--out", "with-tokens")
+    assert run_prep(*words, cwd=folder).returncode == 0
     return KillSetup(folder)
 
 

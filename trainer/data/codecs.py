@@ -1,22 +1,19 @@
 """The libraries that encode text: tokenizers, SentencePiece and transformers.
 
-Tokenizer files are untrusted. `library_errors` turns every failure of a library into a PrepError.
-`check_normalizer_growth` bounds the memory for normalized text.
+Their errors and their memory are handled by `trainer.files.tokenizer_safety`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from trainer.models.errors import Key, PrepError, Text
-from trainer.models.json_types import JsonObject, JsonValue
+from trainer.models.errors import PrepError
+from trainer.models.json_types import JsonValue
 
 # Ids, and the start and end of each token in characters.
 EncodedText = tuple[list[int], list[tuple[int, int]]]
@@ -255,106 +252,3 @@ def transformers_codec(folder: Path) -> TransformersCodec:
     return TransformersCodec(
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     )
-
-
-# Module of the exception that a panic of Rust code raises. It is no `Exception`.
-PANIC_MODULE = "pyo3_runtime"
-MAX_CHARS = 300
-
-
-@contextmanager
-def library_errors(what: str, hint: str) -> Iterator[None]:
-    """Turn every error of a library in the block into a PrepError.
-
-    A panic of Rust is a BaseException, so `except Exception` does not catch it. The cause of
-    a panic is an error in the tokenizer file that the library does not check.
-
-    Args:
-        what: The failed operation, for the message.
-        hint: How to correct it.
-
-    Raises:
-        PrepError: The block raised an error.
-    """
-    try:
-        yield
-    except PrepError:
-        raise
-    except Exception as error:
-        # The libraries have no exception type of their own.
-        first_line = str(error).partition("\n")[0]
-        raise PrepError(what, first_line[:MAX_CHARS], hint) from error
-    except BaseException as error:
-        if type(error).__module__ != PANIC_MODULE:
-            raise
-        raise PrepError(what, f"its library stopped with: {error!s:.{MAX_CHARS}}", hint) from error
-
-
-# The `tokenizers` library allocates the normalized text without a limit, and aborts the process if
-# the allocation fails. A tokenizer of some kilobytes can request any amount: each of k nested
-# replacements multiplies the text. The growth is therefore computed before a text is encoded.
-# Ordinary normalizers replace a space by the three bytes of U+2581, which is far below this factor.
-MAX_GROWTH = 16
-# Maximum normalized bytes of a text if the normalizer grows texts more than that.
-MAX_GROWN_NBYTES = 1 << 28
-
-
-def normalizer_growth(tokenizer_json: bytes) -> float:
-    """Return an upper bound of the normalized bytes per byte of text, for a valid tokenizer.json.
-
-    Changes by Unicode tables are not counted: they are small, and no file can change them.
-    """
-    return _max_growth(json.loads(tokenizer_json).get("normalizer"))
-
-
-def check_normalizer_growth(growth: float, num_chars: int, file: str) -> None:
-    """Raise PrepError if a normalizer may turn a text of `num_chars` characters into a huge one.
-
-    Called before encoding: the library aborts the process if an allocation fails.
-    """
-    if growth <= MAX_GROWTH or growth * num_chars <= MAX_GROWN_NBYTES:
-        return
-    why = f"it may turn each byte into {growth:.3g} bytes, and a text has {num_chars:,} characters"
-    raise PrepError(
-        f"the normalizer of {file} enlarges texts too much",
-        why,
-        Text(Key("data.tokenizer", "PATH", is_override=True), " with another tokenizer"),
-    )
-
-
-def _max_growth(normalizer: JsonValue) -> float:
-    """Return how many bytes a normalizer makes of one byte at most."""
-    if not isinstance(normalizer, dict):
-        return 1.0
-    if normalizer.get("type") == "Sequence":
-        growth = 1.0
-        steps = normalizer.get("normalizers")
-        if isinstance(steps, list):
-            for step in steps:
-                growth *= _max_growth(step)
-        return growth
-    if normalizer.get("type") == "Prepend":
-        return 1.0 + _text_nbytes(normalizer.get("prepend"))
-    if normalizer.get("type") == "Replace":
-        return max(1.0, _replacement_growth(normalizer))
-    return 1.0
-
-
-def _replacement_growth(normalizer: JsonObject) -> float:
-    """Return the bytes of a replacement for each byte of its pattern.
-
-    A regular expression may match the empty text between any two bytes. Its replacement is then
-    added to each byte.
-    """
-    content = _text_nbytes(normalizer.get("content"))
-    pattern = normalizer.get("pattern")
-    if isinstance(pattern, dict) and isinstance(pattern.get("String"), str):
-        return content / max(1, _text_nbytes(pattern["String"]))
-    return 1.0 + content
-
-
-def _text_nbytes(value: JsonValue) -> int:
-    """Return the number of UTF-8 bytes of a text, 0 for another value."""
-    if not isinstance(value, str):
-        return 0
-    return len(value.encode("utf-8", "surrogatepass"))

@@ -22,9 +22,6 @@ from trainer.data import text_cuts
 from trainer.data.codecs import (
     Codec,
     FastCodec,
-    check_normalizer_growth,
-    library_errors,
-    normalizer_growth,
     sentencepiece_codec,
     transformers_codec,
 )
@@ -32,6 +29,11 @@ from trainer.data.examples import TokenIds
 from trainer.data.files import io_error
 from trainer.files.json_values import load_json
 from trainer.files.reading import not_regular_error, read_regular_file
+from trainer.files.tokenizer_safety import (
+    check_normalizer_growth,
+    library_errors,
+    normalizer_growth,
+)
 from trainer.models.errors import Key, Option, PrepError, Text
 from trainer.models.json_types import JsonObject
 
@@ -142,13 +144,17 @@ class TextTokenizer:
     def _encode(
         self, encode_batch: Callable[[list[str]], list[EncodedT]], texts: Sequence[str]
     ) -> list[EncodedT]:
-        check_normalizer_growth(self.growth, max(map(len, texts), default=0), str(self.path))
+        self._check_growth(max(map(len, texts), default=0))
         with library_errors(f"{self.path} cannot encode the data", TOKENIZER_HINT):
             return encode_batch(list(texts))
 
+    def _check_growth(self, num_chars: int) -> None:
+        hint = Text(*TOKENIZER_HINT.parts, " with another tokenizer")
+        check_normalizer_growth(self.growth, num_chars, str(self.path), hint)
+
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a prompt, with added special tokens. Raise PrepError if the tokenizer fails."""
-        check_normalizer_growth(self.growth, len(text), str(self.path))
+        self._check_growth(len(text))
         hint = Text(Option("tokens", "1,2,3"), " needs none")
         with library_errors(f"{self.path} cannot encode a prompt", hint):
             return self.codec.encode_prompt(text)

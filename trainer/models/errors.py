@@ -47,6 +47,7 @@ OPTION_NAMES = {
 # Command -> Python function. Errors name the function to a Python caller, and the command on the command line. Other
 # commands, such as `prep demo`, have no function: errors name the command in both.
 FUNCTION_NAMES = {
+    "add-tokens": "add_tokens",
     "eval": "evaluate",
     "export": "export",
     "generate": "generate",
@@ -54,6 +55,7 @@ FUNCTION_NAMES = {
     "merge": "merge",
     "pad-vocab": "pad_vocab",
     "plan": "plan",
+    "remove-tokens": "remove_tokens",
     "report": "report",
     "reshard": "reshard",
     "save-init": "save_init",

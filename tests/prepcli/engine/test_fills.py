@@ -1,4 +1,4 @@
-"""Padding rows: zeros, means in float64 rounded once, and seeded normal values, independent of slab boundaries."""
+"""New rows: zeros, means in float64 rounded once, and seeded normal values, independent of slab boundaries."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from prepcli.engine.fills import (
     mean_source_number,
     normal_row,
     numpy_dtype,
+    piece_nbytes,
     round_to_dtype,
 )
 from prepcli.planning.plan import Contiguous, Fill, Stream
@@ -233,3 +234,33 @@ def test_make_rows_rejects_missing_fill_or_mean():
         FillGenerator(streams).make_rows(Slab(1, 16, 8, (), ()), np.empty(8, np.uint8))
     with pytest.raises(ValueError, match="neither read nor filled"):
         FillGenerator(streams).make_rows(Slab(0, 0, 8, (), ()), np.empty(8, np.uint8))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(DTYPES), st.data())
+def test_pieces_are_averaged_for_any_slab_boundaries(dtype: str, data):
+    numpy_type, true_rows, columns = numpy_dtype(dtype), 9, 3
+    table = np.random.default_rng(0).standard_normal((true_rows, columns)).astype(numpy_type)
+    piece = st.integers(0, true_rows - 1)
+    pieces = data.draw(st.lists(st.lists(piece, min_size=1, max_size=4), min_size=1, max_size=5))
+    fill = Fill("pieces", pieces=tuple(map(tuple, pieces)))
+    streams = padded_streams(dtype, true_rows, true_rows + len(pieces), columns, fill)
+    low, high = streams[1].byte_range
+    cuts = data.draw(st.lists(st.integers(0, table.nbytes), max_size=6))
+    out_cuts = data.draw(st.lists(st.integers(low + 1, high - 1), max_size=3, unique=True))
+    rows = generate_rows(streams, table, cuts, out_cuts)
+    expected = [table[list(ids)].astype(np.float64).mean(axis=0) for ids in pieces]
+    assert rows.tobytes() == round_to_dtype(np.stack(expected), numpy_type).tobytes()
+
+
+def test_pieces_need_their_true_rows():
+    streams = padded_streams("float32", 2, 3, 2, Fill("pieces", pieces=((0, 1),)))
+    slab = Slab(1, 16, 8, (), ())
+    with pytest.raises(ValueError, match="is needed before its rows were added"):
+        FillGenerator(streams).make_rows(slab, np.empty(8, np.uint8))
+
+
+def test_piece_nbytes_counts_each_row_once():
+    streams = padded_streams("float32", 9, 12, 4, Fill("pieces", pieces=((1, 2), (2,), (8, 1, 1))))
+    assert piece_nbytes(streams) == 3 * 4 * 4
+    assert piece_nbytes(streams[:1]) == 0

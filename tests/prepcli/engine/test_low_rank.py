@@ -102,9 +102,9 @@ def test_recorded_digests_do_not_change_the_plan(tmp_path: Path):
 
 def test_budget_makes_room_for_matrices(tmp_path: Path):
     assert matrix_nbytes([make_stream(tmp_path, 100, 50)]) > 4 * 2 * 150
-    small, large = make_budget(32 * MIB), make_budget(32 * MIB, matrix_nbytes=8 * MIB)
+    small, large = make_budget(32 * MIB), make_budget(32 * MIB, kept_nbytes=8 * MIB)
     assert (
         large.slab_nbytes * large.buffer_count <= small.slab_nbytes * small.buffer_count - 5 * MIB
     )
     with pytest.raises(UsageError, match="too small for the adapter"):
-        make_budget(32 * MIB, matrix_nbytes=30 * MIB)
+        make_budget(32 * MIB, kept_nbytes=30 * MIB)

@@ -30,7 +30,11 @@ pytestmark = pytest.mark.waits
 
 
 @pytest.mark.parametrize(
-    "name", slow_except(["pad-vocab", "save-init", "verbatim"], ["save-init", "verbatim"])
+    "name",
+    slow_except(
+        ["pad-vocab", "add-tokens", "remove-tokens", "save-init", "verbatim"],
+        ["add-tokens", "save-init", "verbatim"],
+    ),
 )
 def test_commands_survive_kills_at_random_moments(setup: KillSetup, name: str):
     check_killed(setup, name, kills=2, seed=1, launches=ONE_PROCESS)

@@ -12,12 +12,13 @@ from prepcli.cli.operation_parameters import Omit, typer_parameters
 from prepcli.cli.root import COMMANDS, command_name
 from prepcli.launch.options import TpuOptions
 from prepcli.operations.options import (
-    OPTIONS_BY_COMMAND,
     ExportOptions,
+    MergeOptions,
     PadVocabOptions,
     ReshardOptions,
     SaveInitOptions,
 )
+from prepcli.operations.token_options import AddTokensOptions, RemoveTokensOptions
 from prepcli.option_spec import (
     OptionSpec,
     format_command_line,
@@ -26,9 +27,21 @@ from prepcli.option_spec import (
 )
 
 COMMAND_FUNCTIONS = {command_name(command): command for command in COMMANDS}
+# The keyword options of the function of each command.
+OPTIONS_BY_COMMAND: dict[str, type] = {
+    "pad-vocab": PadVocabOptions,
+    "add-tokens": AddTokensOptions,
+    "remove-tokens": RemoveTokensOptions,
+    "save-init": SaveInitOptions,
+    "reshard": ReshardOptions,
+    "export": ExportOptions,
+    "merge": MergeOptions,
+}
 # Options of the Python functions that the commands do not have.
 ONLY_IN_PYTHON = {
     "pad-vocab": {"step"},
+    "add-tokens": {"step"},
+    "remove-tokens": {"step"},
     "save-init": {"step"},
     "reshard": {"revision", "offline", "stream", "true_vocab"},
     "export": {"revision", "offline", "stream"},

@@ -1,0 +1,317 @@
+"""`prep add-tokens`: add tokens to the tokenizer, the config and the vocabulary of a Hugging Face folder."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Unpack
+
+from prepcli.console.lists import join_names
+from prepcli.console.observer import Observer, observer_of
+from prepcli.console.progress import Progress
+from prepcli.errors import Command, Option, PrepError, text, usage_error
+from prepcli.execution.workers import ProcessOptions
+from prepcli.formats.added_tokens import (
+    RECORD_FILE,
+    Addition,
+    FileEdit,
+    RecordedToken,
+    encode_record,
+    parse_record,
+)
+from prepcli.formats.token_list import AddedToken, overlapping_texts, read_token_list
+from prepcli.operations.conversion import (
+    OUT_PLACEHOLDER,
+    PlannedConversion,
+    common_options,
+    make_match_options,
+    recorded_values,
+    run_conversion,
+)
+from prepcli.operations.operation import public
+from prepcli.operations.pad_vocab import check_seed, make_fill
+from prepcli.operations.resized_folder import plan_resized_folder
+from prepcli.operations.results import Conversion
+from prepcli.operations.token_options import AddTokensOptions
+from prepcli.option_spec import REQUIRED, PathLike, format_command_line
+from prepcli.planning.manifest_fields import AddedTokensRecord
+from prepcli.planning.plan import Fill, SmallFile
+from prepcli.planning.tensor_match import vocab_tensors
+from prepcli.planning.vocabulary import Vocabulary, check_padded_size
+from prepcli.sources.json_tokenizer import JsonTokenizer, parse_tokenizer
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
+from prepcli.targets.hf_folder import copied_small_files
+from prepcli.targets.streams import VocabResize
+from prepcli.targets.token_files import TOKENIZER, files_with_tokens, read_side_file
+
+SENTENCEPIECE_SUFFIX = ".model"
+VOCABULARY_FILES = ("vocab.json", "vocab.txt")
+OTHER_TOKENIZER_HINT = (
+    "save it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+)
+
+
+@public
+def add_tokens(
+    checkpoint: PathLike,
+    out: PathLike | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Progress | Observer | None = None,
+    process_options: ProcessOptions | None = None,
+    **options: Unpack[AddTokensOptions],
+) -> Conversion:
+    """Add tokens to a Hugging Face folder with a tokenizer.json, and write another folder.
+
+    Embedding, head and the head's bias [V, ...] become [V + N, ...] for N tokens. Rows of padding are used first.
+
+        prep.add_tokens("llama-7b", "llama-7b-tools", tokens="tokens.txt")
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        out: Output folder. Default: a name made from the checkpoint's.
+        dry_run: Return the plan from headers only. No weight is read and no file is written.
+        progress: Receives the bytes written. Default: none. See `Progress`.
+        process_options: Share of this process in the work. Default: all of it.
+        **options: See `AddTokensOptions`. `tokens` is required.
+
+    Returns:
+        The output's path and counts. If an equal output exists, no file is written: `already_done` is True.
+
+    Raises:
+        UsageError: A token is empty, doubled, part of another one or in the vocabulary, or the source is not supported.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the source are damaged.
+        PrepError: The conversion failed. An interrupted one resumes when called again.
+    """
+    check_seed(options["init"], options["seed"])
+    if options["tokens"] is REQUIRED:
+        hint = text("{}", Option("tokens", "FILE"))
+        raise usage_error(text("{} is missing", Option("tokens")), "it lists the new tokens", hint)
+    tokens = read_token_list(Path(options["tokens"]))
+    return run_conversion(
+        common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
+        observer_of(progress),
+        partial(plan_add_tokens, options, tokens),
+    )
+
+
+def plan_add_tokens(
+    options: AddTokensOptions,
+    tokens: Sequence[AddedToken],
+    source: Source,
+    located: LocatedCheckpoint,
+) -> PlannedConversion:
+    """Plan a copy of a folder with more tokens.
+
+    Args:
+        options: Options of the command.
+        tokens: The new tokens. The first one gets the id after the last one of the true vocabulary.
+        source: Opened source.
+        located: Located source. Its model name determines the output's default name.
+
+    Returns:
+        Plan with the notes and fields of its report.
+
+    Raises:
+        PrepError: The source or its tokenizer is not supported, or has one of the tokens.
+    """
+    check_folder(source, "add-tokens")
+    tokenizer = _open_tokenizer(source)
+    vocabulary = source.vocabulary(options["true_vocab"])
+    _check_sizes(source, tokenizer, vocabulary)
+    _check_new(source, tokenizer, tokens)
+    first_id = vocabulary.true_size
+    size = check_padded_size(first_id + len(tokens), Option("tokens", str(options["tokens"])))
+    match = match_source_tensors(source, source_axis_maps(source), make_match_options(options))
+    resize = VocabResize(
+        vocabulary,
+        vocab_tensors(match),
+        Fill("zeros"),
+        keeps_padding=False,
+        added_count=len(tokens),
+        added_fill=_make_fill(options, source, tokenizer, tokens),
+        dropped_rule="padding replaced",
+    )
+    contents, edits = files_with_tokens(source, tokens, first_id)
+    _check_tokenizer(source, contents[TOKENIZER], tokens, first_id)
+    recorded = [
+        RecordedToken(id=token_id, content=token["content"])
+        for token_id, token in enumerate(tokens, first_id)
+    ]
+    addition = _addition(options["init"], recorded, vocabulary, edits)
+    contents[RECORD_FILE] = encode_record((*recorded_additions(source), addition))
+    added: AddedTokensRecord = {
+        "init": options["init"],
+        "count": len(tokens),
+        "tokens": [{"id": token.id, "content": token.content} for token in recorded],
+    }
+    name = f"{located.model_name}-added"
+    plan = plan_resized_folder(
+        source,
+        match,
+        resize,
+        new_vocabulary=Vocabulary(size, max(size, vocabulary.stored_size)),
+        command="add-tokens",
+        request=format_command_line(
+            "add-tokens", source.display_name, AddTokensOptions, recorded_values(options)
+        ),
+        name=name,
+        init="zeros",
+        side_files=replaced_files(source, contents),
+        settings={"added_tokens": added},
+    )
+    return PlannedConversion(
+        plan,
+        name,
+        notes=_notes(options["init"], vocabulary, added),
+        fields={"added_tokens": added},
+        next_command=f"prep pad-vocab {OUT_PLACEHOLDER}",
+        checks_parts=True,
+    )
+
+
+def check_folder(source: Source, command: str) -> None:
+    """Raise UsageError unless the source is a Hugging Face folder of a text model with weights of floats."""
+    why = f"{command} changes Hugging Face folders of text models"
+    if not source.tensor_file_names:
+        hint = text("{} writes a Hugging Face folder", Command("export"))
+        raise usage_error(f"{source.display_name} is not a Hugging Face folder", why, hint)
+    if source.wrapper is not None:
+        what = f"{source.display_name} is a multimodal model, which is not supported"
+        hint = text("{} writes its text model", Command("export", Option("text_only", True)))
+        raise usage_error(what, why, hint)
+
+
+def recorded_additions(source: Source) -> tuple[Addition, ...]:
+    """Return the additions that a source records.
+
+    Raises:
+        DamagedError: The record is damaged.
+    """
+    data = read_side_file(source, RECORD_FILE)
+    if data is None:
+        return ()
+    return parse_record(source.root / RECORD_FILE, data)
+
+
+def replaced_files(source: Source, contents: Mapping[str, bytes]) -> tuple[SmallFile, ...]:
+    """Return the small files of a source, some of them with another content."""
+    copied = [file for file in copied_small_files(source) if file.path not in contents]
+    written = [SmallFile(name, content) for name, content in contents.items()]
+    return (*copied, *written)
+
+
+def _addition(
+    init: str,
+    tokens: Sequence[RecordedToken],
+    vocabulary: Vocabulary,
+    edits: Mapping[str, FileEdit],
+) -> Addition:
+    return Addition(
+        tokens=tuple(tokens),
+        init=init,
+        true_vocab_size=vocabulary.true_size,
+        padded_vocab_size=vocabulary.stored_size,
+        files=edits,
+    )
+
+
+def _open_tokenizer(source: Source) -> JsonTokenizer:
+    """Load the tokenizer.json of a source."""
+    data = read_side_file(source, TOKENIZER)
+    if data is not None:
+        return parse_tokenizer(source.root / TOKENIZER, data)
+    names = [path.name for path in source.small_files]
+    others = [
+        name for name in names if name.endswith(SENTENCEPIECE_SUFFIX) or name in VOCABULARY_FILES
+    ]
+    if others:
+        what = f"the tokenizer of {source.display_name} is not supported"
+        why = f"it has {join_names(others)}; add-tokens changes only a {TOKENIZER}"
+        raise usage_error(what, why, OTHER_TOKENIZER_HINT)
+    what = f"{source.display_name} has no tokenizer"
+    raise usage_error(what, f"add-tokens changes a {TOKENIZER}", "copy the model's into its folder")
+
+
+def _check_sizes(source: Source, tokenizer: JsonTokenizer, vocabulary: Vocabulary) -> None:
+    """Raise UsageError unless the tokenizer has as many ids as the true vocabulary.
+
+    The tokenizers library numbers added tokens from the last one on, so that ids cannot skip rows.
+    """
+    size = tokenizer.size
+    if size == vocabulary.true_size:
+        return
+    name = source.display_name
+    what = f"the tokenizer of {name} has {size:,} ids, its vocabulary {vocabulary.true_size:,} rows"
+    why = "a new token gets the next id of the tokenizer and the next row of the vocabulary"
+    hint = "use the tokenizer of the model"
+    if size <= vocabulary.stored_size:
+        hint = text("{}, if the rows after it are padding", Option("true_vocab", size))
+    raise usage_error(what, why, hint)
+
+
+def _check_new(source: Source, tokenizer: JsonTokenizer, tokens: Sequence[AddedToken]) -> None:
+    """Raise UsageError for tokens in the vocabulary, and for overlaps with its added tokens."""
+    contents = [token["content"] for token in tokens]
+    known = [content for content in contents if tokenizer.token_id(content) is not None]
+    if known:
+        names = join_names([repr(content) for content in known])
+        what = f"{source.display_name} has these tokens already: {names}"
+        raise usage_error(what, "a token has one id", "remove them from the list")
+    if overlaps := overlapping_texts(contents, tokenizer.added_contents):
+        what = f"tokens overlap with added tokens of {source.display_name}"
+        hint = "choose texts that do not contain each other"
+        raise usage_error(what, join_names(overlaps), hint)
+
+
+def _check_tokenizer(
+    source: Source, data: bytes, tokens: Sequence[AddedToken], first_id: int
+) -> None:
+    """Raise PrepError unless the changed tokenizer encodes each new token as its id."""
+    tokenizer = parse_tokenizer(source.root / TOKENIZER, data)
+    contents = [token["content"] for token in tokens]
+    wrong: list[str] = []
+    for token_id, ids in enumerate(tokenizer.encode(contents), first_id):
+        if ids != (token_id,):
+            wrong.append(f"{contents[token_id - first_id]!r} has ids {list(ids)}, not [{token_id}]")
+    if wrong:
+        what = f"the tokenizer of {source.display_name} would not use the new tokens"
+        why = join_names(wrong)
+        raise PrepError(what, why, 'set "normalized" to false in a JSON list, or use another text')
+
+
+def _make_fill(
+    options: AddTokensOptions,
+    source: Source,
+    tokenizer: JsonTokenizer,
+    tokens: Sequence[AddedToken],
+) -> Fill:
+    """Return the fill of the new rows."""
+    if options["init"] != "mean":
+        return make_fill(options["init"], options["seed"], source)
+    contents = [token["content"] for token in tokens]
+    pieces = tokenizer.encode(contents)
+    without = [repr(content) for content, ids in zip(contents, pieces, strict=True) if not ids]
+    if without:
+        what = text("{} does not fit {}", Option("init", "mean"), join_names(without))
+        why = "the tokenizer has no pieces for them"
+        raise usage_error(what, why, text("{}", Option("init", "normal")))
+    return Fill("pieces", pieces=tuple(pieces))
+
+
+def _notes(init: str, vocabulary: Vocabulary, added: AddedTokensRecord) -> tuple[str, ...]:
+    first = vocabulary.true_size
+    count = added["count"]
+    values = "the mean of their pieces" if init == "mean" else init
+    ids = f"ids {first} to {first + count - 1}"
+    notes = [f"{count} tokens added: {ids}, rows of {values}"]
+    padding = vocabulary.stored_size - vocabulary.true_size
+    if padding:
+        notes.append(f"the {padding} rows of padding are replaced: by tokens, then by zeros")
+    return tuple(notes)

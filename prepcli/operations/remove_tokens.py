@@ -1,0 +1,170 @@
+"""`prep remove-tokens`: undo the last `prep add-tokens` of a Hugging Face folder."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Unpack
+
+from prepcli.console.observer import Observer, observer_of
+from prepcli.console.progress import Progress
+from prepcli.errors import Command, PrepError, text, usage_error
+from prepcli.execution.workers import ProcessOptions
+from prepcli.formats.added_tokens import RECORD_FILE, Addition, encode_record
+from prepcli.operations.add_tokens import check_folder, recorded_additions, replaced_files
+from prepcli.operations.conversion import (
+    OUT_PLACEHOLDER,
+    PlannedConversion,
+    common_options,
+    make_match_options,
+    recorded_values,
+    run_conversion,
+)
+from prepcli.operations.operation import public
+from prepcli.operations.resized_folder import plan_resized_folder
+from prepcli.operations.results import Conversion
+from prepcli.operations.token_options import RemoveTokensOptions
+from prepcli.option_spec import PathLike, format_command_line
+from prepcli.planning.plan import Fill
+from prepcli.planning.tensor_match import vocab_tensors
+from prepcli.planning.vocabulary import Vocabulary
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
+from prepcli.targets.streams import VocabResize
+from prepcli.targets.token_files import files_without_tokens
+
+# Commands that write the rows of added tokens as `add-tokens` filled them.
+UNTRAINED_COMMANDS = ("add-tokens", "pad-vocab")
+
+
+@public
+def remove_tokens(
+    checkpoint: PathLike,
+    out: PathLike | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Progress | Observer | None = None,
+    process_options: ProcessOptions | None = None,
+    **options: Unpack[RemoveTokensOptions],
+) -> Conversion:
+    """Remove the tokens of the last `add_tokens`, and write another folder.
+
+    Embedding, head and the head's bias [V + N, ...] become [V, ...]. The files of the tokenizer are byte for byte as
+    before the addition.
+
+        prep.remove_tokens("llama-7b-tools", "llama-7b-again")
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        out: Output folder. Default: a name made from the checkpoint's.
+        dry_run: Return the plan from headers only. No weight is read and no file is written.
+        progress: Receives the bytes written. Default: none. See `Progress`.
+        process_options: Share of this process in the work. Default: all of it.
+        **options: See `RemoveTokensOptions`.
+
+    Returns:
+        The output's path and counts. If an equal output exists, no file is written: `already_done` is True.
+
+    Raises:
+        UsageError: The source records no added tokens, or is not supported.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the source are damaged.
+        PrepError: The tokenizer was changed since, or the conversion failed. An interrupted one resumes when called
+            again.
+    """
+    return run_conversion(
+        common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
+        observer_of(progress),
+        partial(plan_remove_tokens, options),
+    )
+
+
+def plan_remove_tokens(
+    options: RemoveTokensOptions, source: Source, located: LocatedCheckpoint
+) -> PlannedConversion:
+    """Plan a copy of a folder without the tokens of the last addition.
+
+    Args:
+        options: Options of the command.
+        source: Opened source.
+        located: Located source. Its model name determines the output's default name.
+
+    Returns:
+        Plan with the notes and fields of its report.
+
+    Raises:
+        PrepError: There is no addition, or vocabulary or tokenizer were changed since.
+    """
+    check_folder(source, "remove-tokens")
+    additions = recorded_additions(source)
+    if not additions:
+        what = f"{source.display_name} records no added tokens"
+        hint = text("pass an output of {}", Command("add-tokens"))
+        raise usage_error(what, f"it has no {RECORD_FILE}", hint)
+    addition = additions[-1]
+    _check_vocabulary(source, addition)
+    match = match_source_tensors(source, source_axis_maps(source), make_match_options(options))
+    old_vocabulary = Vocabulary(addition.true_vocab_size, addition.padded_vocab_size)
+    resize = VocabResize(
+        old_vocabulary,
+        vocab_tensors(match),
+        Fill("zeros"),
+        keeps_padding=False,
+        dropped_rule="added tokens",
+    )
+    contents = files_without_tokens(source, addition)
+    dropped_files: tuple[str, ...] = ()
+    if remaining := additions[:-1]:
+        contents[RECORD_FILE] = encode_record(remaining)
+    else:
+        dropped_files = (RECORD_FILE,)
+    side_files = replaced_files(source, contents)
+    name = f"{located.model_name.removesuffix('-added')}-removed"
+    plan = plan_resized_folder(
+        source,
+        match,
+        resize,
+        new_vocabulary=old_vocabulary,
+        command="remove-tokens",
+        request=format_command_line(
+            "remove-tokens", source.display_name, RemoveTokensOptions, recorded_values(options)
+        ),
+        name=name,
+        init="zeros",
+        side_files=[file for file in side_files if file.path not in dropped_files],
+    )
+    removed = [{"id": token.id, "content": token.content} for token in addition.tokens]
+    return PlannedConversion(
+        plan,
+        name,
+        notes=_notes(source, addition),
+        fields={"removed_tokens": {"count": len(removed), "tokens": removed}},
+        next_command=f"prep verify {OUT_PLACEHOLDER}",
+        checks_parts=True,
+    )
+
+
+def _check_vocabulary(source: Source, addition: Addition) -> None:
+    """Raise PrepError unless the true vocabulary ends with the added tokens."""
+    true_size = source.vocabulary().true_size
+    if true_size == addition.new_vocab_size:
+        return
+    what = f"the vocabulary of {source.display_name} has {true_size:,} tokens"
+    why = f"{RECORD_FILE} records {addition.new_vocab_size:,}: it was changed since"
+    hint = text("undo the change, or pass the output of {}", Command("add-tokens"))
+    raise PrepError(what, why, hint)
+
+
+def _notes(source: Source, addition: Addition) -> tuple[str, ...]:
+    first = addition.true_vocab_size
+    last = addition.new_vocab_size - 1
+    notes = [f"{len(addition.tokens)} tokens removed: ids {first} to {last}"]
+    command = source.manifest.command if source.manifest else None
+    if command not in UNTRAINED_COMMANDS:
+        notes.append("their rows are dropped, also where training changed them")
+    padding = addition.padded_vocab_size - first
+    if padding:
+        notes.append(f"{padding} rows of padding are zeros, as padding of prep is by default")
+    return tuple(notes)

@@ -1,0 +1,54 @@
+"""The options of `add_tokens` and `remove_tokens`.
+
+This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from prepcli.operations.options import ConversionOptions, DropOptions, RerunOptions, SourceOptions
+from prepcli.option_spec import REQUIRED, NonNegativeInt, OptionSpec, PathLike
+
+
+class AddTokensOptions(ConversionOptions, DropOptions, total=False):
+    """Options of `add_tokens`. `tokens` is required."""
+
+    tokens: Annotated[
+        PathLike,
+        OptionSpec(
+            "FILE",
+            "Add these tokens: one per line, or a JSON list in *.json.",
+            "File with the tokens: one per line, or a JSON list of strings and objects in `*.json`. Required.",
+            default=REQUIRED,
+            position=1,
+            record=1,
+        ),
+    ]
+    init: Annotated[
+        Literal["mean", "zeros", "normal"],
+        OptionSpec(
+            "KIND",
+            "Fill new rows with the mean of the token's pieces, zeros or normal.",
+            '"mean" (the default) of the rows of the pieces into which the tokenizer splits the token now,'
+            ' "zeros", or "normal" with the config\'s `initializer_range`.',
+            default="mean",
+            cli_type=str,
+            position=12,
+            record=20,
+        ),
+    ]
+    seed: Annotated[
+        NonNegativeInt | None,
+        OptionSpec(
+            "N",
+            "Set the seed of --init normal. Default: 0.",
+            'Seed of "normal", below 2**64. Default: 0.',
+            position=12,
+            record=21,
+        ),
+    ]
+
+
+class RemoveTokensOptions(SourceOptions, RerunOptions, DropOptions, total=False):
+    """Options of `remove_tokens`."""

@@ -1,0 +1,173 @@
+"""The files of a tokenizer with added tokens, and the same files from before, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from prepcli.engine.digest import digest
+from prepcli.engine.files import io_error
+from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
+from prepcli.formats.added_tokens import Addition, FileEdit
+from prepcli.formats.file_records import recorded_xxh3
+from prepcli.formats.json_edits import find_value, insert_members, remove_insertion
+from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.token_list import AddedToken
+from prepcli.formats.untrusted import parse_json
+from prepcli.sources.source import Source
+from prepcli.sources.symlinks import resolve_small_file
+from trainer.files.reading import read_regular_file
+from trainer.models.json_types import JsonObject, JsonValue
+
+TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+TOKEN_IDS = "added_tokens.json"
+# Keys with a list of special tokens: transformers 4 and 5.
+SPECIAL_KEYS = ("additional_special_tokens", "extra_special_tokens")
+# Far above any tokenizer, and below what a small machine can hold.
+MAX_FILE_NBYTES = 1_000_000_000
+
+# Keys from the root to an object or list, and its new members.
+Insertion = tuple[tuple[str, ...], JsonObject | list[JsonValue]]
+
+
+def read_side_file(source: Source, name: str) -> bytes | None:
+    """Return the content of a small file of a source, or None if the source has no such file.
+
+    Raises:
+        DamagedError: The content differs from its digest in the source's manifest.
+        PrepError: The file cannot be read, or is a link that leaves the folder.
+    """
+    path = next((path for path in source.small_files if path.name == name), None)
+    if path is None:
+        return None
+    real_path = resolve_small_file(path, source.root)
+    try:
+        data = read_regular_file(real_path, MAX_FILE_NBYTES)
+    except OSError as error:
+        raise io_error(real_path, error) from error
+    recorded = recorded_xxh3(path, source.root, source.manifest or NO_MANIFEST)
+    if recorded and recorded != digest(data):
+        why = "its bytes differ from the digest in its manifest"
+        raise DamagedError(f"{path} is damaged", why, GET_AGAIN_HINT)
+    return data
+
+
+def files_with_tokens(
+    source: Source, tokens: Sequence[AddedToken], first_id: int
+) -> tuple[dict[str, bytes], dict[str, FileEdit]]:
+    """Return the content of each file that new tokens change, and its record.
+
+    Args:
+        source: A source with a tokenizer.json.
+        tokens: The tokens.
+        first_id: Id of the first token. The others follow.
+
+    Returns:
+        Contents and edits, by file name.
+
+    Raises:
+        PrepError: A file cannot be read, or is not in the form of transformers.
+    """
+    contents: dict[str, bytes] = {}
+    edits: dict[str, FileEdit] = {}
+    for name in (TOKENIZER, SETTINGS, SPECIAL_TOKENS, TOKEN_IDS):
+        data = read_side_file(source, name)
+        if data is None:
+            continue
+        document = _parse_object(source.root / name, data)
+        insertions = _insertions(name, document, tokens, first_id)
+        if insertions:
+            contents[name], edits[name] = _edit(source.root / name, data, insertions)
+    return contents, edits
+
+
+def files_without_tokens(source: Source, addition: Addition) -> dict[str, bytes]:
+    """Return the content from before an addition, of each file that it changed.
+
+    Raises:
+        PrepError: A file is missing, or was changed since.
+    """
+    contents: dict[str, bytes] = {}
+    for name, edit in addition.files.items():
+        data = read_side_file(source, name)
+        if data is None or digest(data) != edit.after:
+            what = f"{source.root / name} " + ("is missing" if data is None else "was changed")
+            command = Command("add-tokens")
+            why = text("tokens can only be removed from the file that {} wrote", command)
+            raise PrepError(what, why, "put back the file, or start from the model without tokens")
+        for low, high in reversed(edit.inserted):
+            data = remove_insertion(data, (low, high))
+        if digest(data) != edit.before:
+            why = "without the added tokens, its digest differs from the recorded one"
+            raise DamagedError(f"the record of {name} is damaged", why, GET_AGAIN_HINT)
+        contents[name] = data
+    return contents
+
+
+def _insertions(
+    name: str, document: JsonObject, tokens: Sequence[AddedToken], first_id: int
+) -> list[Insertion]:
+    """Return the members that new tokens add to a file."""
+    by_id = {first_id + number: token for number, token in enumerate(tokens)}
+    special: list[JsonValue] = [token["content"] for token in tokens if token["special"]]
+    match name:
+        case "tokenizer.json":
+            entries: list[JsonValue] = []
+            for token_id, token in by_id.items():
+                entries.append({"id": token_id, **cast(JsonObject, token)})
+            return [(("added_tokens",), entries)]
+        case "added_tokens.json":
+            return [((), {token["content"]: token_id for token_id, token in by_id.items()})]
+        case "tokenizer_config.json":
+            insertions = _special_insertions(document, special)
+            if isinstance(document.get("added_tokens_decoder"), dict):
+                settings: JsonObject = {}
+                for token_id, token in by_id.items():
+                    settings[str(token_id)] = cast(JsonObject, token)
+                insertions.append((("added_tokens_decoder",), settings))
+            return insertions
+        case _:
+            insertions = _special_insertions(document, special)
+            if special and not any(key in document for key in SPECIAL_KEYS):
+                insertions.append(((), {SPECIAL_KEYS[0]: special}))
+            return insertions
+
+
+def _special_insertions(document: JsonObject, special: list[JsonValue]) -> list[Insertion]:
+    """Return the members for the lists of special tokens in a file."""
+    insertions: list[Insertion] = []
+    for key in SPECIAL_KEYS:
+        if special and isinstance(document.get(key), list):
+            insertions.append(((key,), special))
+    return insertions
+
+
+def _edit(path: Path, data: bytes, insertions: Sequence[Insertion]) -> tuple[bytes, FileEdit]:
+    """Insert members into a file."""
+    before = digest(data)
+    ranges: list[tuple[int, int]] = []
+    for keys, members in insertions:
+        try:
+            data, inserted = insert_members(data, keys, members)
+        except ValueError as error:
+            what = f"{path} is not supported"
+            raise PrepError(
+                what, str(error), "save the tokenizer again with transformers"
+            ) from None
+        ranges.append(inserted)
+    return data, FileEdit(inserted=tuple(ranges), before=before, after=digest(data))
+
+
+def _parse_object(path: Path, data: bytes) -> JsonObject:
+    try:
+        document = parse_json(data)
+        # A byte order mark is no JSON, but some parsers skip it.
+        find_value(data.decode(), ())
+    except ValueError as error:
+        raise PrepError(f"{path} is not JSON", str(error), GET_AGAIN_HINT) from None
+    if not isinstance(document, dict):
+        raise PrepError(f"{path} is not a JSON object", f"it is {document!r:.60}", GET_AGAIN_HINT)
+    return document
