@@ -79,7 +79,7 @@ def add_tokens(
     ui = output_options.open_console("add-tokens", progress)
     process_options = _process_options(context, sharing)
     result = run(checkpoint, **conversion, progress=ui, process_options=process_options, **options)
-    return _finish(result, ui)
+    return _print_result(result, ui)
 
 
 @expand_option_groups
@@ -104,7 +104,7 @@ def remove_tokens(
     ui = output_options.open_console("remove-tokens", progress)
     process_options = _process_options(context, sharing)
     result = run(checkpoint, **conversion, progress=ui, process_options=process_options, **options)
-    return _finish(result, ui)
+    return _print_result(result, ui)
 
 
 @expand_option_groups
