@@ -35,6 +35,9 @@ BYTE_TYPE = 6
 SPACE = "\u2581"
 # SentencePiece trains pieces of 16 characters by default. A hostile token may have any length.
 MAX_PIECE_LENGTH = 1 << 10
+# Models from which llama.cpp removes the spaces after special tokens. The metadata does not say so.
+STRIPPED_ARCHITECTURE = "phi3"
+STRIPPED_NAMES = ("phi-3", "phi3")
 # Normalizations of SentencePiece, which llama.cpp does not apply to such a tokenizer.
 NORMALIZATIONS = ("remove_extra_whitespaces", "precompiled_charsmap")
 # Setting of tokenizer_config.json by the key of a token's number.
@@ -94,6 +97,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[SmallFile, ...]:
     Raises:
         ValueError: The metadata does not describe the tokenizer exactly.
     """
+    _check_spaces_are_kept(metadata)
     model = metadata.get(f"{TOKENIZER_PREFIX}.model")
     if model == BPE_MODEL:
         document = _byte_level_document(metadata)
@@ -106,6 +110,14 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[SmallFile, ...]:
         SmallFile("tokenizer.json", _encode(document)),
         SmallFile("tokenizer_config.json", _encode(settings)),
     )
+
+
+def _check_spaces_are_kept(metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError if spaces after special tokens are removed."""
+    name = str(metadata.get("general.name", "")).lower()
+    is_stripped = metadata.get("general.architecture") == STRIPPED_ARCHITECTURE
+    if is_stripped or any(stripped in name for stripped in STRIPPED_NAMES):
+        raise ValueError("spaces after special tokens of Phi-3 are removed, which is not supported")
 
 
 def _byte_level_document(metadata: Mapping[str, Any]) -> dict[str, Any]:

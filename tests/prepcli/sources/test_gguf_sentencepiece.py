@@ -201,9 +201,9 @@ def test_texts_begin_with_bos_by_default(adds_bos: bool | None):
     assert ids[-1] == processor.eos_id()
 
 
-def remark_of(capsys: pytest.CaptureFixture[str], add: Any) -> str:
+def remark_of(capsys: pytest.CaptureFixture[str], add: Any, architecture: str = "llama") -> str:
     """Convert a file without its tokenizer, and return the messages."""
-    make_gguf(Path("m.gguf"), "llama", add=add)
+    make_gguf(Path("m.gguf"), architecture, add=add)
     assert main(["save-init", "./m.gguf", "--quantized", "dequantize", "--out", "init"]) == 0
     assert not Path("init/hf/tokenizer.json").exists()
     return capsys.readouterr().err
@@ -214,6 +214,22 @@ def test_equal_scores_are_not_converted(capsys: pytest.CaptureFixture[str]):
     scores = [0.0] * processor.vocab_size()
     error = remark_of(capsys, lambda writer: write_metadata(writer, processor, scores=scores))
     assert "the tokenizer is not converted: several of its tokens have one score" in error
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"), [("phi3", "tiny"), ("llama", "Phi-3 mini"), ("llama", "my PHI3")]
+)
+def test_tokenizer_of_phi_3_is_not_converted(
+    architecture: str, name: str, capsys: pytest.CaptureFixture[str]
+):
+    processor = train()
+
+    def add(writer: Any) -> None:
+        write_metadata(writer, processor)
+        writer.add_name(name)
+
+    error = remark_of(capsys, add, architecture)
+    assert "spaces after special tokens of Phi-3 are removed" in error
 
 
 @pytest.mark.parametrize(
