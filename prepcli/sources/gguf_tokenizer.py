@@ -34,7 +34,9 @@ BYTE_TYPE = 6
 # SentencePiece writes spaces as this character.
 SPACE = "\u2581"
 # SentencePiece trains pieces of 16 characters by default. A hostile token may have any length.
-MAX_PIECE_LENGTH = 1 << 10
+MAX_PIECE_LENGTH = 128
+# LLaMA 2 has 2 merges per token. Hostile tokens may have as many as characters.
+MERGES_PER_PIECE = 8
 # Models from which llama.cpp removes the spaces after special tokens. The metadata does not say so.
 STRIPPED_ARCHITECTURE = "phi3"
 STRIPPED_NAMES = ("phi-3", "phi3")
@@ -219,6 +221,7 @@ def _merges_of_scores(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     >>> _merges_of_scores({"a": -3.0, "b": -4.0, "ab": -1.0, "aab": -2.0})
     [('a', 'b'), ('a', 'ab')]
     """
+    max_merges = MERGES_PER_PIECE * len(pieces)
     merges: list[tuple[str, str]] = []
     previous_score: float | None = None
     for token in sorted(pieces, key=lambda token: -pieces[token]):
@@ -229,6 +232,8 @@ def _merges_of_scores(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
             raise ValueError("several of its tokens have one score")
         previous_score = pieces[token]
         merges += pairs
+        if len(merges) > max_merges:
+            raise ValueError(f"its tokens have more than {MERGES_PER_PIECE} merges each")
     return merges
 
 

@@ -232,6 +232,16 @@ def test_tokenizer_of_phi_3_is_not_converted(
     assert "spaces after special tokens of Phi-3 are removed" in error
 
 
+def test_number_of_merges_is_bounded(capsys: pytest.CaptureFixture[str]):
+    processor = train()
+    tokens = tokens_of(processor)
+    # Each text of k characters "Z" is the concatenation of k - 1 pairs of others.
+    for length in range(1, 101):
+        tokens[-length] = "Z" * length
+    error = remark_of(capsys, lambda writer: write_metadata(writer, processor, tokens=tokens))
+    assert "the tokenizer is not converted: its tokens have more than 8 merges each" in error
+
+
 @pytest.mark.parametrize(
     ("method", "value", "key"),
     [
@@ -256,7 +266,7 @@ def test_normalized_texts_are_not_converted(
     [
         ("<0x41>", "<0xzz>", "it has no token of the byte 0x41"),
         ("<tool>", "\u2581<tool>", "the spaces of '\u2581<tool>' are escaped"),
-        ("<tool>", "x" * 2000, "a token has 2,000 characters"),
+        ("<tool>", "x" * 129, "a token has 129 characters"),
     ],
 )
 def test_other_tokens_are_not_converted(
