@@ -3,7 +3,7 @@
 The metadata has the tokens and their types. A BPE tokenizer of bytes has merges, and the name of a pre-tokenizer of
 llama.cpp's code. A SentencePiece tokenizer has scores: the two neighbours with the highest score of their concatenation
 are merged first, and a character without a token becomes the tokens of its bytes. A space is added before each text,
-and after each special token.
+and after each special token, unless `add_space_prefix` is false.
 
 Sources: `llama_vocab::impl::load` and `llm_tokenizer_spm_session` of llama.cpp (src/llama-vocab.cpp), the tokenizers of
 transformers 5.24 for GPT-2, LLaMA 3 and Qwen2, and the published `tokenizer.json` of LLaMA 2.
@@ -49,6 +49,8 @@ TOKEN_SETTINGS = {
     "unknown": "unk_token",
     "padding": "pad_token",
 }
+# Numbers of special tokens without a key in the metadata.
+SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 NO_PADDING = {"version": "1.0", "truncation": None, "padding": None}
 BPE = {
     "type": "BPE",
@@ -379,7 +381,10 @@ def _special_token(
 
 def _token(metadata: Mapping[str, Any], tokens: Sequence[str], key: str) -> str:
     """Return a token by the key of its number, e.g. `bos`, or an empty string without one."""
-    number = metadata.get(f"{TOKENIZER_PREFIX}.{key}_token_id")
+    default: int | None = None
+    if metadata.get(f"{TOKENIZER_PREFIX}.model") == SENTENCEPIECE_MODEL:
+        default = SENTENCEPIECE_IDS.get(key)
+    number = metadata.get(f"{TOKENIZER_PREFIX}.{key}_token_id", default)
     if number is None:
         return ""
     if type(number) is not int or not 0 <= number < len(tokens):

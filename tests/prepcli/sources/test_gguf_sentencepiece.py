@@ -201,6 +201,24 @@ def test_texts_begin_with_bos_by_default(adds_bos: bool | None):
     assert ids[-1] == processor.eos_id()
 
 
+def test_special_tokens_without_ids_are_those_of_llama_cpp():
+    processor = train()
+
+    def add(writer: Any) -> None:
+        write_metadata(writer, processor)
+        for key in ("bos", "eos", "unknown"):
+            del writer.kv_data[0][f"tokenizer.ggml.{key}_token_id"]
+        writer.add_add_eos_token(True)
+
+    make_gguf(Path("m.gguf"), "llama", add=add)
+    prep.save_init("./m.gguf", "init", quantized="dequantize")
+    prep.export("init", "exported")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
+    ids = tokenizer.encode("the fox")
+    assert ids == [1, *processor.encode("the fox"), 2]
+    assert tokenizer.unk_token_id == 0
+
+
 def remark_of(capsys: pytest.CaptureFixture[str], add: Any, architecture: str = "llama") -> str:
     """Convert a file without its tokenizer, and return the messages."""
     make_gguf(Path("m.gguf"), architecture, add=add)
