@@ -225,7 +225,7 @@ def _packed_weight(
             continue
         if packed.shape == (rows, word_count(columns, num_bits)):
             packing.append(scheme)
-    if not packing or columns < 1:
+    if not packing or min(rows, columns) < 1:
         raise DamagedError(
             f"{quote_name(packed.name)} has shape {[*packed.shape]}",
             f"`{shape.name}` is {[rows, columns]}, which does not fit num_bits of config.json",
@@ -341,8 +341,9 @@ def _find_gptq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[D
         weight_name = f"{prefix}weight"
         weight = stored.take(name, weight_name)
         scales = stored.take(f"{prefix}scales", weight_name)
-        words = weight.shape[0] if weight.shape else 0
-        _check_input_groups(settings, scales, words * gptq.WORD_BITS // bits, weight_name)
+        check_dims(weight, 2)
+        inputs = weight.shape[0] * gptq.WORD_BITS // bits
+        _check_input_groups(settings, scales, inputs, weight_name)
         yield GptqDecoder(
             weight_name,
             weight,
@@ -376,8 +377,8 @@ def _find_awq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[De
         weight_name = f"{prefix}weight"
         weight = stored.take(name, weight_name)
         scales = stored.take(f"{prefix}scales", weight_name)
-        inputs = weight.shape[0] if weight.shape else 0
-        _check_input_groups(settings, scales, inputs, weight_name)
+        check_dims(weight, 2)
+        _check_input_groups(settings, scales, weight.shape[0], weight_name)
         yield AwqDecoder(weight_name, weight, stored.take(f"{prefix}qzeros", weight_name), scales)
 
 

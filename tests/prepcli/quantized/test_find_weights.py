@@ -167,3 +167,38 @@ def test_dense_weight_of_unknown_blocks_is_refused():
     arrays = dense_weight("a", (200, 128), (2, 1))
     with pytest.raises(PrepError, match=r"blocks of \[100, 128\] or \[128, 128\]"):
         decode_weights(compressed(BLOCKS, {**BLOCKS, "block_structure": [100, 128]}), arrays)
+
+
+TENSOR = {**CHANNELS, "strategy": "tensor"}
+
+
+@pytest.mark.parametrize("scheme", [CHANNELS, TENSOR, BLOCKS])
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0)])
+def test_dense_weight_without_elements_is_refused(shape: tuple[int, int], scheme: dict[str, Any]):
+    arrays = dense_weight("a", shape, (8, 1))
+    with pytest.raises(DamagedError, match=r"`a\.weight` has shape \[.*0.*\]"):
+        decode_weights(compressed(scheme), arrays)
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (4, 0)])
+def test_packed_weight_without_elements_is_refused(shape: tuple[int, int]):
+    arrays = packed_weight("a", 8, shape, 32)
+    with pytest.raises(DamagedError, match=r"`a\.weight_packed` has shape"):
+        decode_weights(compressed({**int_scheme(8, 32), "strategy": "tensor"}), arrays)
+
+
+def test_int8_weight_without_elements_is_refused():
+    arrays = {"a.weight": np.zeros((8, 0), np.int8), "a.SCB": np.ones(8, np.float32)}
+    with pytest.raises(DamagedError, match=r"`a\.weight` has shape \[8, 0\]"):
+        decode_weights({"quant_method": "bitsandbytes"}, arrays)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_weight_of_words_without_elements_is_refused(method: str):
+    arrays = {
+        "a.qweight": np.zeros((0, 32), np.int32),
+        "a.qzeros": np.zeros((1, 4), np.int32),
+        "a.scales": np.ones((1, 32), np.float16),
+    }
+    with pytest.raises(DamagedError, match=r"`a\.qweight` has shape \[0, 32\]"):
+        decode_weights({"quant_method": method, "bits": 4}, arrays)
