@@ -51,6 +51,8 @@ COMPRESSED_FORMATS = (
     "mixed-precision",
     "dense",
 )
+# Strategies of compressed-tensors with a scale for `group_size` columns of a row.
+GROUP_STRATEGIES = ("group", "tensor_group")
 # Settings of the weights in a group of modules of compressed-tensors.
 Scheme = Mapping[str, Any]
 
@@ -277,7 +279,7 @@ def _scheme_block(scheme: Scheme, rows: int, columns: int) -> tuple[int, int] | 
     if strategy == "tensor":
         return rows, columns
     group_size = scheme.get("group_size")
-    if strategy in ("group", "tensor_group") and type(group_size) is int and group_size > 0:
+    if strategy in GROUP_STRATEGIES and type(group_size) is int and group_size > 0:
         return 1, group_size
     return None
 
@@ -297,18 +299,26 @@ def _fitting_schemes(
     Raises:
         DamagedError: No scheme fits.
     """
-    fitting: list[Scheme] = []
-    for scheme in schemes:
-        block = _scheme_block(scheme, *shape[-2:])
-        if block is None or scale.shape in scale_shapes(shape, block):
-            fitting.append(scheme)
+    fitting = [scheme for scheme in schemes if _fits(scheme, shape, scale)]
     if not fitting:
         raise DamagedError(
             f"{quote_name(scale.name)} has shape {[*scale.shape]}",
-            f"no group of modules in config.json has such scales for a weight {[*shape]}",
+            f"no group of modules in config.json has such scales for a weight {[*shape]}"
+            " (group_size must divide the columns)",
             GET_AGAIN_HINT,
         )
     return fitting
+
+
+def _fits(scheme: Scheme, shape: tuple[int, ...], scale: FileTensor) -> bool:
+    """Return whether a weight of a shape can have a scheme and these scales."""
+    block = _scheme_block(scheme, *shape[-2:])
+    if block is None:
+        return True
+    # compressed-tensors refuses a last group with fewer columns.
+    if scheme.get("strategy") in GROUP_STRATEGIES and shape[-1] % block[1]:
+        return False
+    return scale.shape in scale_shapes(shape, block)
 
 
 def _alternatives(values: Iterable[object]) -> str:

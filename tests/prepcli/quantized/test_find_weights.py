@@ -125,6 +125,27 @@ def test_packed_weight_of_no_scheme_is_refused():
         decode_weights(compressed(int_scheme(4, 16), int_scheme(4, 32)), arrays)
 
 
+def test_group_of_fewer_columns_is_refused():
+    codes = np.ones((1, 100), np.int8)
+    scale = np.array([[1, 2, 3, 4]], np.float32)
+    dense = {"a.weight": codes, "a.weight_scale": scale}
+    packed = {
+        "a.weight_packed": (codes.view(np.uint8) + 128).view(np.int32),
+        "a.weight_scale": scale,
+        "a.weight_shape": np.array([1, 100], np.int64),
+    }
+    scheme = int_scheme(8, 32)
+    for arrays in (dense, packed):
+        with pytest.raises(ValueError, match="divisble"):
+            library_values(arrays, "a", scheme)
+        with pytest.raises(DamagedError, match=r"`a\.weight_scale` has shape") as caught:
+            decode_weights(compressed(scheme), arrays)
+        assert "group_size must divide the columns" in caught.value.why
+        divisor = int_scheme(8, 25)
+        values = decode_weights(compressed(divisor), arrays)["a.weight"]
+        assert_equal_bits(values, library_values(arrays, "a", divisor))
+
+
 def test_packed_weight_of_unknown_bits_is_refused():
     # 8 values of 3 or 4 bits are one word.
     arrays = packed_weight("a", 4, (4, 8), 8)
