@@ -103,7 +103,11 @@ def quantization_config_of_file(name: str, document: Mapping[str, Any]) -> Mappi
 
 
 def find_weights(
-    settings: Mapping[str, Any], tensors: Iterable[FileTensor], read_payload: PayloadReader
+    settings: Mapping[str, Any],
+    tensors: Iterable[FileTensor],
+    read_payload: PayloadReader,
+    *,
+    settings_file: str = "config.json",
 ) -> QuantizedWeights:
     """Return the decoders of a model's quantised weights.
 
@@ -111,6 +115,7 @@ def find_weights(
         settings: The quantisation config.
         tensors: All stored tensors.
         read_payload: Reads small tensors that describe others.
+        settings_file: Name of the file with the quantisation config, for messages.
 
     Raises:
         PrepError: The method or one of its settings is not supported.
@@ -123,9 +128,9 @@ def find_weights(
             f"supported are {', '.join(FINDERS)}",
             USE_ORIGINAL_HINT,
         )
-    stored = StoredWeights(tensors, read_payload)
+    stored = StoredWeights(tensors, read_payload, settings_file)
     decoders = tuple(FINDERS[method](settings, stored))
-    stored.check_all_decoded(f"quantization_config: {method}")
+    stored.check_all_decoded(method)
     return QuantizedWeights(decoders, stored.used_tensor_names, stored.activation_scales())
 
 
@@ -340,7 +345,7 @@ def _find_gptq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[D
     if settings.get("dynamic"):
         raise PrepError(
             "modules of different bits are not supported",
-            "config.json has `dynamic`",
+            f"{stored.settings_file} has `dynamic`",
             USE_ORIGINAL_HINT,
         )
     group_size = settings.get("group_size")
@@ -363,13 +368,14 @@ def _find_gptq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[D
             is_zero_stored_minus_1=file_format == "gptq",
             input_groups=stored.take_optional(f"{prefix}g_idx"),
             group_size=group_size,
+            settings_file=stored.settings_file,
         )
 
 
 def _check_input_groups(
     settings: Mapping[str, Any], scales: FileTensor, inputs: int, weight_name: str
 ) -> None:
-    """Raise DamagedError if scales [groups, outputs] contradict the group size of config.json."""
+    """Raise DamagedError if scales [groups, outputs] contradict the group size of the settings."""
     check_group_size(
         scales,
         size=inputs,

@@ -223,3 +223,22 @@ def test_weight_of_words_without_elements_is_refused(method: str):
     }
     with pytest.raises(DamagedError, match=r"`a\.qweight` has shape \[0, 32\]"):
         decode_weights({"quant_method": method, "bits": 4}, arrays)
+
+
+def test_missing_group_size_names_the_settings_file():
+    # 64 inputs are not 3 groups of equal sizes.
+    arrays = {
+        "a.qweight": np.zeros((8, 32), np.int32),
+        "a.qzeros": np.zeros((3, 4), np.int32),
+        "a.scales": np.ones((3, 32), np.float16),
+    }
+    tensors = [stored(name, array) for name, array in arrays.items()]
+    with pytest.raises(PrepError, match=r"the groups of `a\.weight` are unknown") as caught:
+        find_weights(
+            {"quant_method": "gptq", "bits": 4},
+            tensors,
+            lambda tensor: arrays[tensor.name].tobytes(),
+            settings_file="quantize_config.json",
+        )
+    expected = "add group_size to the quantisation settings in quantize_config.json"
+    assert caught.value.hint == expected
