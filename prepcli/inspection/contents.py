@@ -30,7 +30,11 @@ from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import FileTensor, array_bits, itemsize
 from prepcli.quantized.decoder import Decoder
 from prepcli.sources.decoded_arrays import DecodedArray
-from prepcli.sources.dequantized import find_stored_weights, model_quantization
+from prepcli.sources.dequantized import (
+    find_stored_weights,
+    model_quantization,
+    quantization_file,
+)
 from prepcli.sources.folders import Kind
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, find_text_part
@@ -220,7 +224,12 @@ def _with_decoders(contents: CheckpointContents) -> CheckpointContents:
             )
         )
     try:
-        weights = find_stored_weights(settings, tensors, contents.byte_sources)
+        weights = find_stored_weights(
+            settings,
+            tensors,
+            contents.byte_sources,
+            settings_file=quantization_file(contents.config, contents.folder),
+        )
     except PrepError as error:
         remark = f"{error.what}: {error.why}"
         return replace(contents, non_arrays=(*contents.non_arrays, remark))

@@ -57,7 +57,7 @@ from prepcli.restore.digest_checks import check_partly_read
 from prepcli.restore.earlier_checkpoints import note_unrecorded
 from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.dequantized import is_quantized
-from prepcli.sources.folders import make_access
+from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.locked import apply_lock, pinned_revision
 from prepcli.sources.opening import open_source
@@ -199,6 +199,11 @@ def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def checkpoint_access(common: CommonOptions, observer: Observer) -> Access:
+    """Return the access to the checkpoints of a command."""
+    return make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
+
+
 def open_checkpoint(
     common: CommonOptions,
     observer: Observer,
@@ -224,7 +229,7 @@ def open_checkpoint(
     if checkpoint is None:
         checkpoint = f"./{default_checkpoint(Path(), is_candidate)}"
         observer.note(f"using {checkpoint} (the only prep checkpoint here)")
-    access = make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
+    access = checkpoint_access(common, observer)
     is_decoded = common.quantized == "dequantize"
     # A checkpoint keeps its codes and scales only under the names in its files (the verbatim family).
     is_kept = common.quantized in ("keep", "stored") and common.verbatim is not False

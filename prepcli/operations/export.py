@@ -23,6 +23,7 @@ from prepcli.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
     check_allow_overflow,
+    checkpoint_access,
     common_options,
     recorded_values,
     run_conversion,
@@ -40,7 +41,7 @@ from prepcli.planning.plan import Fill, Locations, OutputFile, Plan, SmallFile
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary
-from prepcli.sources.folders import Access, make_access
+from prepcli.sources.folders import Access
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.requantized import requantize_source
@@ -121,9 +122,7 @@ def export(
 
     def convert() -> Conversion:
         original = open_original(options, common, observer)
-        access = make_access(
-            observer, offline=common.offline, stream=common.stream, allow_urls=True
-        )
+        access = checkpoint_access(common, observer)
         # A plan reads only headers.
         plan = partial(
             plan_export, options, original=original, access=access, check_towers=not dry_run

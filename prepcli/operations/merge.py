@@ -19,6 +19,7 @@ from prepcli.formats.manifest import NO_MANIFEST, SAMPLE_DIGEST_KEY, read_manife
 from prepcli.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
+    checkpoint_access,
     common_options,
     recorded_values,
     run_conversion,
@@ -34,7 +35,7 @@ from prepcli.planning.plan import LowRankUpdate, Plan, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.restore.digest_checks import sample_digest
 from prepcli.sources.appended_files import append_files, shift_file_numbers
-from prepcli.sources.folders import Access, make_access
+from prepcli.sources.folders import Access
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.peft_folder import is_adapter, open_adapter, read_checked_header
 from prepcli.sources.openers.peft_settings import (
@@ -87,7 +88,7 @@ def merge(
         raise usage_error("adapter and base are exchanged", why, hint)
     common = common_options(base, out, options, dry_run=dry_run, process_options=process_options)
     observer = observer_of(progress)
-    access = make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
+    access = checkpoint_access(common, observer)
     return run_conversion(
         common,
         observer,

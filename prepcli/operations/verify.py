@@ -179,7 +179,8 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
         # A file has the same tensors, whether its family has rows for them or not.
         source = as_verbatim(source)
         against_source = as_verbatim(against_source)
-    elif not (source.tower_tensors and against_source.tower_tensors):
+    elif source.wrapper is None or against_source.wrapper is None:
+        # A text model and a training step have no towers. A multimodal model without towers has lost them.
         for line in _ignored_tower_lines((source, against_source)):
             observer.note(line)
         source = replace(source, tower_tensors=())
@@ -218,7 +219,7 @@ def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:
 
 
 def _ignored_tower_lines(sources: Iterable[Source]) -> Iterator[str]:
-    """Describe ignored towers (vision and audio parts), if only one of the checkpoints has some."""
+    """Describe the towers (vision and audio parts) that are ignored, because the other checkpoint has only text."""
     for source in sources:
         if source.tower_tensors:
             nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)

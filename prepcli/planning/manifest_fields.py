@@ -43,8 +43,8 @@ class LeafRecord(TypedDict):
 class QuantizedRecord(TypedDict):
     """Record of a dequantised weight.
 
-    `codes` is the name of the stored tensor of quantised integers, and `dtype` and `shape` describe this tensor. No
-    leaf keeps it. `digest` is the digest of the decoded tensor, and empty until the tensor is written.
+    `codes` is the name of the stored tensor of quantised integers or float8 values, and `dtype` and `shape` describe
+    this tensor. No leaf keeps it. `digest` is the digest of the decoded tensor, and empty until the tensor is written.
     """
 
     format: str

@@ -190,12 +190,12 @@ def check_shape(tensor: FileTensor, shapes: Sequence[tuple[int, ...]], owner: st
 
 
 def check_dims(tensor: FileTensor, least: int) -> None:
-    """Raise DamagedError if a stored tensor has fewer than `least` dims."""
-    if len(tensor.shape) >= least:
+    """Raise DamagedError if stored codes have fewer than `least` dims, or no elements."""
+    if len(tensor.shape) >= least and 0 not in tensor.shape:
         return
     raise DamagedError(
         f"{quote_name(tensor.name)} has shape {[*tensor.shape]}",
-        f"such a tensor has {least} dims or more",
+        f"such a tensor has {least} dims or more, and none of size 0",
         GET_AGAIN_HINT,
     )
 

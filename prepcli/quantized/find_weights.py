@@ -51,6 +51,8 @@ COMPRESSED_FORMATS = (
     "mixed-precision",
     "dense",
 )
+# Strategies of compressed-tensors with a scale for `group_size` columns of a row.
+GROUP_STRATEGIES = ("group", "tensor_group")
 # Settings of the weights in a group of modules of compressed-tensors.
 Scheme = Mapping[str, Any]
 
@@ -101,7 +103,11 @@ def quantization_config_of_file(name: str, document: Mapping[str, Any]) -> Mappi
 
 
 def find_weights(
-    settings: Mapping[str, Any], tensors: Iterable[FileTensor], read_payload: PayloadReader
+    settings: Mapping[str, Any],
+    tensors: Iterable[FileTensor],
+    read_payload: PayloadReader,
+    *,
+    settings_file: str = "config.json",
 ) -> QuantizedWeights:
     """Return the decoders of a model's quantised weights.
 
@@ -109,6 +115,7 @@ def find_weights(
         settings: The quantisation config.
         tensors: All stored tensors.
         read_payload: Reads small tensors that describe others.
+        settings_file: Name of the file with the quantisation config, for messages.
 
     Raises:
         PrepError: The method or one of its settings is not supported.
@@ -121,9 +128,9 @@ def find_weights(
             f"supported are {', '.join(FINDERS)}",
             USE_ORIGINAL_HINT,
         )
-    stored = StoredWeights(tensors, read_payload)
+    stored = StoredWeights(tensors, read_payload, settings_file)
     decoders = tuple(FINDERS[method](settings, stored))
-    stored.check_all_decoded(f"quantization_config: {method}")
+    stored.check_all_decoded(method)
     return QuantizedWeights(decoders, stored.used_tensor_names, stored.activation_scales())
 
 
@@ -225,7 +232,7 @@ def _packed_weight(
             continue
         if packed.shape == (rows, word_count(columns, num_bits)):
             packing.append(scheme)
-    if not packing or columns < 1:
+    if not packing or min(rows, columns) < 1:
         raise DamagedError(
             f"{quote_name(packed.name)} has shape {[*packed.shape]}",
             f"`{shape.name}` is {[rows, columns]}, which does not fit num_bits of config.json",
@@ -277,7 +284,7 @@ def _scheme_block(scheme: Scheme, rows: int, columns: int) -> tuple[int, int] | 
     if strategy == "tensor":
         return rows, columns
     group_size = scheme.get("group_size")
-    if strategy in ("group", "tensor_group") and type(group_size) is int and group_size > 0:
+    if strategy in GROUP_STRATEGIES and type(group_size) is int and group_size > 0:
         return 1, group_size
     return None
 
@@ -297,18 +304,26 @@ def _fitting_schemes(
     Raises:
         DamagedError: No scheme fits.
     """
-    fitting: list[Scheme] = []
-    for scheme in schemes:
-        block = _scheme_block(scheme, *shape[-2:])
-        if block is None or scale.shape in scale_shapes(shape, block):
-            fitting.append(scheme)
+    fitting = [scheme for scheme in schemes if _fits(scheme, shape, scale)]
     if not fitting:
         raise DamagedError(
             f"{quote_name(scale.name)} has shape {[*scale.shape]}",
-            f"no group of modules in config.json has such scales for a weight {[*shape]}",
+            f"no group of modules in config.json has such scales for a weight {[*shape]}"
+            " (group_size must divide the columns)",
             GET_AGAIN_HINT,
         )
     return fitting
+
+
+def _fits(scheme: Scheme, shape: tuple[int, ...], scale: FileTensor) -> bool:
+    """Return whether a weight of a shape can have a scheme and these scales."""
+    block = _scheme_block(scheme, *shape[-2:])
+    if block is None:
+        return True
+    # compressed-tensors refuses a last group with fewer columns.
+    if scheme.get("strategy") in GROUP_STRATEGIES and shape[-1] % block[1]:
+        return False
+    return scale.shape in scale_shapes(shape, block)
 
 
 def _join_alternatives(values: Iterable[object]) -> str:
@@ -330,7 +345,7 @@ def _find_gptq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[D
     if settings.get("dynamic"):
         raise PrepError(
             "modules of different bits are not supported",
-            "config.json has `dynamic`",
+            f"{stored.settings_file} has `dynamic`",
             USE_ORIGINAL_HINT,
         )
     group_size = settings.get("group_size")
@@ -341,8 +356,9 @@ def _find_gptq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[D
         weight_name = f"{prefix}weight"
         weight = stored.take(name, weight_name)
         scales = stored.take(f"{prefix}scales", weight_name)
-        words = weight.shape[0] if weight.shape else 0
-        _check_input_groups(settings, scales, words * gptq.WORD_BITS // bits, weight_name)
+        check_dims(weight, 2)
+        inputs = weight.shape[0] * gptq.WORD_BITS // bits
+        _check_input_groups(settings, scales, inputs, weight_name)
         yield GptqDecoder(
             weight_name,
             weight,
@@ -352,13 +368,14 @@ def _find_gptq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[D
             is_zero_stored_minus_1=file_format == "gptq",
             input_groups=stored.take_optional(f"{prefix}g_idx"),
             group_size=group_size,
+            settings_file=stored.settings_file,
         )
 
 
 def _check_input_groups(
     settings: Mapping[str, Any], scales: FileTensor, inputs: int, weight_name: str
 ) -> None:
-    """Raise DamagedError if scales [groups, outputs] contradict the group size of config.json."""
+    """Raise DamagedError if scales [groups, outputs] contradict the group size of the settings."""
     check_group_size(
         scales,
         size=inputs,
@@ -376,8 +393,8 @@ def _find_awq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[De
         weight_name = f"{prefix}weight"
         weight = stored.take(name, weight_name)
         scales = stored.take(f"{prefix}scales", weight_name)
-        inputs = weight.shape[0] if weight.shape else 0
-        _check_input_groups(settings, scales, inputs, weight_name)
+        check_dims(weight, 2)
+        _check_input_groups(settings, scales, weight.shape[0], weight_name)
         yield AwqDecoder(weight_name, weight, stored.take(f"{prefix}qzeros", weight_name), scales)
 
 

@@ -58,6 +58,7 @@ class GptqDecoder(Decoder):
         is_zero_stored_minus_1: bool = True,
         input_groups: FileTensor | None = None,
         group_size: int | None = None,
+        settings_file: str = "config.json",
     ) -> None:
         """Check the stored tensors.
 
@@ -70,6 +71,7 @@ class GptqDecoder(Decoder):
             is_zero_stored_minus_1: Whether the file has version 1.
             input_groups: Group of each input, or None if a group has consecutive inputs.
             group_size: Inputs of a group, or None if all groups have the same number of inputs.
+            settings_file: Name of the file with the quantisation config, for messages.
 
         Raises:
             DamagedError: A shape or a dtype does not fit.
@@ -98,6 +100,7 @@ class GptqDecoder(Decoder):
         self._zeros = StoredMatrix(zeros, groups, zeros.shape[1])
         self._scales = StoredMatrix(scales, groups, outputs)
         self._group_size = group_size
+        self._settings_file = settings_file
         if group_size is None and inputs % groups == 0:
             self._group_size = inputs // groups
         if input_groups is None and self._group_size is None:
@@ -136,5 +139,5 @@ class GptqDecoder(Decoder):
             f"the groups of {quote_name(self.name)} are unknown",
             f"{self.columns:,} inputs have {self._scales.rows:,} groups of unequal sizes, and the quantisation"
             " config has no group_size",
-            "add group_size to the quantization_config of config.json",
+            f"add group_size to the quantisation settings in {self._settings_file}",
         )

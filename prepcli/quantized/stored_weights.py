@@ -31,7 +31,11 @@ WEIGHT_SUFFIXES = (".weight", ".weight_packed", ".qweight", "_blocks")
 class StoredWeights:
     """The tensors of the files by name, and which of them belong to decoded weights."""
 
-    def __init__(self, tensors: Iterable[FileTensor], read_payload: PayloadReader) -> None:
+    def __init__(
+        self, tensors: Iterable[FileTensor], read_payload: PayloadReader, settings_file: str
+    ) -> None:
+        # Name in messages.
+        self.settings_file = settings_file
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._used_names: set[str] = set()
         self._read_payload = read_payload
@@ -95,28 +99,25 @@ class StoredWeights:
             name for name in self._tensors.keys() - self._used_names if name.endswith(suffixes)
         )
 
-    def check_all_decoded(self, declared: str) -> None:
+    def check_all_decoded(self, method: str) -> None:
         """Raise DamagedError if no weight is quantised, or a stored weight has a quantised dtype but no decoder.
 
         Args:
-            declared: The format in config.json.
+            method: The quantisation method in the settings.
         """
         if not self._used_names:
             raise DamagedError(
-                "config.json and the tensors disagree",
-                f"it has {declared}, and no tensor is quantised in this way",
+                f"{self.settings_file} and the tensors disagree",
+                f"it names the quantisation {method}, and no tensor is quantised in this way",
                 GET_AGAIN_HINT,
             )
         for tensor in self._tensors.values():
-            is_weight = tensor.name.endswith(WEIGHT_SUFFIXES)
-            if (
-                is_weight
-                and tensor.dtype not in FLOAT_DTYPES
-                and tensor.name not in self._used_names
-            ):
+            if tensor.name in self._used_names:
+                continue
+            if is_quantized_weight(tensor.name, tensor.dtype):
                 raise DamagedError(
                     f"{quote_name(tensor.name)} is {tensor.dtype}",
-                    f"config.json has {declared}, and no tensor has its scales",
+                    f"{self.settings_file} names the quantisation {method}, and no tensor has its scales",
                     GET_AGAIN_HINT,
                 )
 
@@ -124,6 +125,11 @@ class StoredWeights:
     def used_tensor_names(self) -> frozenset[str]:
         """Names of the tensors that belong to decoded weights."""
         return frozenset(self._used_names)
+
+
+def is_quantized_weight(name: str, dtype: str) -> bool:
+    """Return whether a stored tensor has quantised values of a weight, by its name and dtype."""
+    return name.endswith(WEIGHT_SUFFIXES) and dtype not in FLOAT_DTYPES
 
 
 def setting(settings: Mapping[str, Any], key: str, choices: Iterable[Any], default: Any) -> Any:
@@ -148,7 +154,7 @@ def setting(settings: Mapping[str, Any], key: str, choices: Iterable[Any], defau
     supported = ", ".join(str(choice) for choice in choices)
     raise PrepError(
         f"{key}={value!r:.60} is not supported",
-        f"supported in the quantisation of config.json: {supported}",
+        f"supported in a quantisation config: {supported}",
         USE_ORIGINAL_HINT,
     )
 
@@ -156,13 +162,13 @@ def setting(settings: Mapping[str, Any], key: str, choices: Iterable[Any], defau
 def check_group_size(
     scales: FileTensor, *, size: int, groups: int, group_size: object, owner: str
 ) -> None:
-    """Raise DamagedError if the number of groups contradicts the group size of config.json.
+    """Raise DamagedError if the number of groups contradicts the group size of the settings.
 
     Args:
         scales: Scales of the groups.
         size: Number of values that are split into groups.
         groups: Number of groups.
-        group_size: Values per group in config.json. The check is skipped if it is not a positive integer.
+        group_size: Values per group in the settings. The check is skipped if it is not a positive integer.
         owner: Name of the weight.
     """
     if not isinstance(group_size, int) or group_size < 1 or groups == 0:
@@ -171,7 +177,7 @@ def check_group_size(
     if groups != expected:
         raise DamagedError(
             f"{quote_name(scales.name)} has {groups:,} groups",
-            f"{quote_name(owner)} has {size:,} inputs in groups of {group_size:,} (config.json):"
+            f"{quote_name(owner)} has {size:,} inputs in groups of {group_size:,} (group_size):"
             f" {expected:,} groups",
             GET_AGAIN_HINT,
         )

@@ -38,6 +38,7 @@ from prepcli.quantized.find_weights import (
     quantization_config_of_file,
     quantization_settings,
 )
+from prepcli.quantized.stored_weights import is_quantized_weight
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.multimodal import split_text_part
 from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
@@ -220,14 +221,22 @@ def model_quantization(config: HFConfig, folder: Path) -> Mapping[str, Any]:
         config: Content of its config.json.
         folder: Its folder. Earlier tools wrote the settings to a file next to config.json.
     """
-    settings = quantization_settings(config)
-    if settings:
-        return settings
+    name = quantization_file(config, folder)
+    if not name:
+        return {}
+    if name == CONFIG:
+        return quantization_settings(config)
+    return quantization_config_of_file(name, read_json_object(folder / name))
+
+
+def quantization_file(config: HFConfig, folder: Path) -> str:
+    """Return the name of the file with the quantisation config of a model, or an empty string."""
+    if quantization_settings(config):
+        return CONFIG
     for name in QUANTIZATION_FILES:
-        path = folder / name
-        if path.is_file():
-            return quantization_config_of_file(name, read_json_object(path))
-    return {}
+        if (folder / name).is_file():
+            return name
+    return ""
 
 
 def dequantize_source(source: Source) -> Source:
@@ -274,13 +283,24 @@ def decode_alike(source: Source, other: Source) -> tuple[Source, Source]:
 def _decode_to_dtype_of(source: Source, decoded: Source) -> Source:
     """Return a quantised source with its weights decoded to the dtype of `decoded`, or `source` unchanged."""
     is_stored = not source.quantized and not source.quantization
-    if decoded.quantized and is_stored and model_quantization(source.config, source.root):
+    if decoded.quantized and is_stored and _has_quantized_weights(source):
         source = dequantize_source(source)
         if decoded.wrapper is not None:
             source = split_text_part(source)
     if not source.quantization or not decoded.tree_manifest:
         return source
     return cast_decoded(source, _parameter_dtype(source, decoded))
+
+
+def _has_quantized_weights(source: Source) -> bool:
+    """Return whether a model is quantised.
+
+    A settings file next to config.json may be left over from the model before it was decoded.
+    """
+    name = quantization_file(source.config, source.root)
+    if name in ("", CONFIG):
+        return bool(name)
+    return any(is_quantized_weight(tensor.name, tensor.dtype) for tensor in source.tensors)
 
 
 def _parameter_dtype(source: Source, other: Source) -> str:
@@ -366,7 +386,12 @@ def _cast_location(
 def find_source_weights(source: Source) -> QuantizedWeights:
     """Return the decoders of the quantised weights of a source. See `dequantize_source`."""
     stored = [_file_tensor(source, tensor) for tensor in source.tensors]
-    return find_stored_weights(_quantization_settings(source), stored, source.byte_sources)
+    return find_stored_weights(
+        _quantization_settings(source),
+        stored,
+        source.byte_sources,
+        settings_file=quantization_file(source.config, source.root),
+    )
 
 
 def _quantization_settings(source: Source) -> Mapping[str, Any]:
@@ -383,7 +408,11 @@ def _quantization_settings(source: Source) -> Mapping[str, Any]:
 
 
 def find_stored_weights(
-    settings: Mapping[str, Any], tensors: Sequence[FileTensor], blobs: Sequence[Path | Blob]
+    settings: Mapping[str, Any],
+    tensors: Sequence[FileTensor],
+    blobs: Sequence[Path | Blob],
+    *,
+    settings_file: str,
 ) -> QuantizedWeights:
     """Return the decoders of quantised weights in files. See `find_weights`.
 
@@ -391,9 +420,15 @@ def find_stored_weights(
         settings: The quantisation config.
         tensors: All tensors of the files.
         blobs: Files and blobs, by the file numbers of the tensors.
+        settings_file: Name of the file with the quantisation config, for messages.
     """
     with open_blobs(blobs) as files:
-        return find_weights(settings, tensors, lambda tensor: _read_tensor(files, tensor))
+        return find_weights(
+            settings,
+            tensors,
+            lambda tensor: _read_tensor(files, tensor),
+            settings_file=settings_file,
+        )
 
 
 def _file_tensor(source: Source, tensor: SourceTensor) -> FileTensor:

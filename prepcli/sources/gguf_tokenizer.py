@@ -3,7 +3,7 @@
 The metadata has the tokens and their types. A BPE tokenizer of bytes has merges, and the name of a pre-tokenizer of
 llama.cpp's code. A SentencePiece tokenizer has scores: the two neighbours with the highest score of their concatenation
 are merged first, and a character without a token becomes the tokens of its bytes. A space is added before each text,
-and after each special token.
+and after each special token, unless `add_space_prefix` is false.
 
 Sources: `llama_vocab::impl::load` and `llm_tokenizer_spm_session` of llama.cpp (src/llama-vocab.cpp), the tokenizers of
 transformers 5.24 for GPT-2, LLaMA 3 and Qwen2, and the published `tokenizer.json` of LLaMA 2.
@@ -34,7 +34,12 @@ BYTE_TYPE = 6
 # SentencePiece writes spaces as this character.
 SPACE = "\u2581"
 # SentencePiece trains pieces of 16 characters by default. A hostile token may have any length.
-MAX_PIECE_LENGTH = 1 << 10
+MAX_PIECE_LENGTH = 128
+# LLaMA 2 has 2 merges per token. Hostile tokens may have as many as characters.
+MERGES_PER_PIECE = 8
+# Models from which llama.cpp removes the spaces after special tokens. The metadata does not say so.
+STRIPPED_ARCHITECTURE = "phi3"
+STRIPPED_NAMES = ("phi-3", "phi3")
 # Normalizations of SentencePiece, which llama.cpp does not apply to such a tokenizer.
 NORMALIZATIONS = ("remove_extra_whitespaces", "precompiled_charsmap")
 # Setting of tokenizer_config.json by the key of a token's number.
@@ -44,6 +49,8 @@ TOKEN_SETTINGS = {
     "unknown": "unk_token",
     "padding": "pad_token",
 }
+# Numbers of special tokens without a key in the metadata.
+SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 NO_PADDING = {"version": "1.0", "truncation": None, "padding": None}
 BPE = {
     "type": "BPE",
@@ -94,6 +101,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[SmallFile, ...]:
     Raises:
         ValueError: The metadata does not describe the tokenizer exactly.
     """
+    _check_spaces_are_kept(metadata)
     model = metadata.get(f"{TOKENIZER_PREFIX}.model")
     if model == BPE_MODEL:
         document = _byte_level_document(metadata)
@@ -106,6 +114,14 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[SmallFile, ...]:
         SmallFile("tokenizer.json", _encode_json(document)),
         SmallFile("tokenizer_config.json", _encode_json(settings)),
     )
+
+
+def _check_spaces_are_kept(metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError if spaces after special tokens are removed."""
+    name = str(metadata.get("general.name", "")).lower()
+    is_stripped = metadata.get("general.architecture") == STRIPPED_ARCHITECTURE
+    if is_stripped or any(stripped in name for stripped in STRIPPED_NAMES):
+        raise ValueError("spaces after special tokens of Phi-3 are removed, which is not supported")
 
 
 def _byte_level_document(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,6 +223,7 @@ def _merges_of_scores(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     >>> _merges_of_scores({"a": -3.0, "b": -4.0, "ab": -1.0, "aab": -2.0})
     [('a', 'b'), ('a', 'ab')]
     """
+    max_merges = MERGES_PER_PIECE * len(pieces)
     merges: list[tuple[str, str]] = []
     previous_score: float | None = None
     for token in sorted(pieces, key=lambda token: -pieces[token]):
@@ -217,6 +234,8 @@ def _merges_of_scores(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
             raise ValueError("several of its tokens have one score")
         previous_score = pieces[token]
         merges += pairs
+        if len(merges) > max_merges:
+            raise ValueError(f"its tokens have more than {MERGES_PER_PIECE} merges each")
     return merges
 
 
@@ -362,7 +381,10 @@ def _special_token(
 
 def _metadata_token(metadata: Mapping[str, Any], tokens: Sequence[str], key: str) -> str:
     """Return a token by the key of its number, e.g. `bos`, or an empty string without one."""
-    number = metadata.get(f"{TOKENIZER_PREFIX}.{key}_token_id")
+    default: int | None = None
+    if metadata.get(f"{TOKENIZER_PREFIX}.model") == SENTENCEPIECE_MODEL:
+        default = SENTENCEPIECE_IDS.get(key)
+    number = metadata.get(f"{TOKENIZER_PREFIX}.{key}_token_id", default)
     if number is None:
         return ""
     if type(number) is not int or not 0 <= number < len(tokens):

@@ -19,6 +19,7 @@ import shlex
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Literal, Protocol, Self, SupportsIndex
 
 OK = 0
@@ -416,8 +417,8 @@ def _item_text(item: object) -> str:
 
 def _python_literal(value: object) -> str:
     """Return a value as Python writes it, with texts in double quotes."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str | PurePath):
+        return json.dumps(str(value), ensure_ascii=False)
     if isinstance(value, list):
         return f"[{', '.join(map(_python_literal, value))}]"
     return str(value)

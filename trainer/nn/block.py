@@ -41,7 +41,12 @@ def pre_norm_block(
     x = x + cross_attention(norm(x))    in the decoder of a model with an encoder
     x = x + mlp(norm(x))                if the layer has an MLP
     """
-    attended, kv_cache = _mix_tokens(x, weights, context, weights.get("attn_norm", NO_PARAMETERS))
+    attn_norm = weights.get("attn_norm", NO_PARAMETERS)
+    if "mixer" in weights:
+        attended, kv_cache = _mix_tokens(x, weights, context, attn_norm)
+    else:
+        assert "attn" in weights, "a layer without a recurrent mixer has attention"
+        attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
     attended = context.residual_update(attended, DropoutSite.ATTENTION_RESIDUAL)
     x = shard_residual(x + attended, context.sharding)
     if context.encoder_output is not None:
@@ -58,10 +63,8 @@ def pre_norm_block(
 def _mix_tokens(
     x: Array, weights: BlockWeights, context: LayerContext, input_norm: Leaves
 ) -> tuple[Array, KVCache | None]:
-    """Compute attention of [B, T, D], a recurrent mixer, or the sum of both (Falcon-H1, arXiv:2507.22448)."""
-    if "mixer" not in weights:
-        assert "attn" in weights, "a layer without a recurrent mixer has attention"
-        return attention(x, weights["attn"], context, input_norm=input_norm)
+    """Compute a recurrent mixer of [B, T, D], or its sum with attention (Falcon-H1, arXiv:2507.22448)."""
+    assert "mixer" in weights
     mixed, kv_cache = recurrent_mixer(x, weights["mixer"], context, input_norm=input_norm)
     if "attn" not in weights:
         return mixed, kv_cache
@@ -208,7 +211,10 @@ def single_block(
         output = feed_forward(x, weights["mlp"], context, input_norm=input_norm)
         output = context.residual_update(output, DropoutSite.MLP_RESIDUAL)
         return shard_residual(x + output, context.sharding), context.kv_cache
-    output, kv_cache = _mix_tokens(x, weights, context, input_norm)
+    if "attn" in weights:
+        output, kv_cache = attention(x, weights["attn"], context, input_norm=input_norm)
+    else:
+        output, kv_cache = _mix_tokens(x, weights, context, input_norm)
     output = context.residual_update(output, DropoutSite.ATTENTION_RESIDUAL)
     return shard_residual(x + output, context.sharding), kv_cache
 

@@ -174,6 +174,22 @@ def test_settings_file_of_earlier_gptq_is_read(capsys: pytest.CaptureFixture[str
     assert "21 quantised weights (gptq)" in capsys.readouterr().out
 
 
+def test_left_over_settings_file_does_not_decode_values(capsys: pytest.CaptureFixture[str]):
+    make_quantized(Path("m"), "gptq")
+    prep.save_init("./m", "init", quantized="dequantize")
+    prep.export("init", "values", quantized="dequantize")
+    settings = json.loads(Path("m/config.json").read_text())["quantization_config"]
+    Path("values/quantize_config.json").write_text(json.dumps(settings))
+    Path("values/prep-manifest.json").unlink()
+    assert prep.verify("init", against="./values")
+    assert prep.verify("./values", against="init")
+    with pytest.raises(
+        DamagedError, match=r"^quantize_config\.json and the tensors disagree"
+    ) as error:
+        prep.save_init("./values", "other", quantized="dequantize")
+    assert "it names the quantisation gptq" in error.value.why
+
+
 def test_settings_file_of_modelopt_is_read():
     values = make_quantized(Path("m"), "modelopt-nvfp4")
     config_path = Path("m/config.json")

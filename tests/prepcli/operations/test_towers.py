@@ -222,6 +222,21 @@ def test_verify_compares_text_parts_if_one_side_has_towers(capsys: pytest.Captur
     assert main(["verify", "text", "m-init"]) == 1
 
 
+@pytest.mark.parametrize("kept", [("none",), ("multi_modal_projector",)])
+def test_verify_reports_lost_towers(kept: tuple[str, ...]):
+    tensors = write_model("llava")
+    run_ok("save-init", "./m")
+    shutil.copytree("m", "broken")
+    names = ("language_model.", *kept)
+    left = {name: tensor for name, tensor in tensors.items() if name.startswith(names)}
+    write_safetensors(Path("broken/model.safetensors"), left)
+    for checkpoints in (("./m", "./broken"), ("./broken", "./m"), ("m-init", "./broken")):
+        result = prep.verify(*checkpoints)
+        assert not result
+        assert {difference["what"] for difference in result.differences} == {"is not in ./broken"}
+        assert len(result.differences) == len(tensors) - len(left)
+
+
 def test_verify_compares_towers_by_names_of_the_file():
     write_model("llava")
     run_ok("save-init", "./m", "--verbatim", "--out", "verbatim")

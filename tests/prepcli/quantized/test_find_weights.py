@@ -125,6 +125,27 @@ def test_packed_weight_of_no_scheme_is_refused():
         decode_weights(compressed(int_scheme(4, 16), int_scheme(4, 32)), arrays)
 
 
+def test_group_of_fewer_columns_is_refused():
+    codes = np.ones((1, 100), np.int8)
+    scale = np.array([[1, 2, 3, 4]], np.float32)
+    dense = {"a.weight": codes, "a.weight_scale": scale}
+    packed = {
+        "a.weight_packed": (codes.view(np.uint8) + 128).view(np.int32),
+        "a.weight_scale": scale,
+        "a.weight_shape": np.array([1, 100], np.int64),
+    }
+    scheme = int_scheme(8, 32)
+    for arrays in (dense, packed):
+        with pytest.raises(ValueError, match="divisble"):
+            library_values(arrays, "a", scheme)
+        with pytest.raises(DamagedError, match=r"`a\.weight_scale` has shape") as caught:
+            decode_weights(compressed(scheme), arrays)
+        assert "group_size must divide the columns" in caught.value.why
+        divisor = int_scheme(8, 25)
+        values = decode_weights(compressed(divisor), arrays)["a.weight"]
+        assert_equal_bits(values, library_values(arrays, "a", divisor))
+
+
 def test_packed_weight_of_unknown_bits_is_refused():
     # 8 values of 3 or 4 bits are one word.
     arrays = packed_weight("a", 4, (4, 8), 8)
@@ -167,3 +188,57 @@ def test_dense_weight_of_unknown_blocks_is_refused():
     arrays = dense_weight("a", (200, 128), (2, 1))
     with pytest.raises(PrepError, match=r"blocks of \[100, 128\] or \[128, 128\]"):
         decode_weights(compressed(BLOCKS, {**BLOCKS, "block_structure": [100, 128]}), arrays)
+
+
+TENSOR = {**CHANNELS, "strategy": "tensor"}
+
+
+@pytest.mark.parametrize("scheme", [CHANNELS, TENSOR, BLOCKS])
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0)])
+def test_dense_weight_without_elements_is_refused(shape: tuple[int, int], scheme: dict[str, Any]):
+    arrays = dense_weight("a", shape, (8, 1))
+    with pytest.raises(DamagedError, match=r"`a\.weight` has shape \[.*0.*\]"):
+        decode_weights(compressed(scheme), arrays)
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (4, 0)])
+def test_packed_weight_without_elements_is_refused(shape: tuple[int, int]):
+    arrays = packed_weight("a", 8, shape, 32)
+    with pytest.raises(DamagedError, match=r"`a\.weight_packed` has shape"):
+        decode_weights(compressed({**int_scheme(8, 32), "strategy": "tensor"}), arrays)
+
+
+def test_int8_weight_without_elements_is_refused():
+    arrays = {"a.weight": np.zeros((8, 0), np.int8), "a.SCB": np.ones(8, np.float32)}
+    with pytest.raises(DamagedError, match=r"`a\.weight` has shape \[8, 0\]"):
+        decode_weights({"quant_method": "bitsandbytes"}, arrays)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_weight_of_words_without_elements_is_refused(method: str):
+    arrays = {
+        "a.qweight": np.zeros((0, 32), np.int32),
+        "a.qzeros": np.zeros((1, 4), np.int32),
+        "a.scales": np.ones((1, 32), np.float16),
+    }
+    with pytest.raises(DamagedError, match=r"`a\.qweight` has shape \[0, 32\]"):
+        decode_weights({"quant_method": method, "bits": 4}, arrays)
+
+
+def test_missing_group_size_names_the_settings_file():
+    # 64 inputs are not 3 groups of equal sizes.
+    arrays = {
+        "a.qweight": np.zeros((8, 32), np.int32),
+        "a.qzeros": np.zeros((3, 4), np.int32),
+        "a.scales": np.ones((3, 32), np.float16),
+    }
+    tensors = [stored(name, array) for name, array in arrays.items()]
+    with pytest.raises(PrepError, match=r"the groups of `a\.weight` are unknown") as caught:
+        find_weights(
+            {"quant_method": "gptq", "bits": 4},
+            tensors,
+            lambda tensor: arrays[tensor.name].tobytes(),
+            settings_file="quantize_config.json",
+        )
+    expected = "add group_size to the quantisation settings in quantize_config.json"
+    assert caught.value.hint == expected

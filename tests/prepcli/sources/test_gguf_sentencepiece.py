@@ -201,9 +201,27 @@ def test_texts_begin_with_bos_by_default(adds_bos: bool | None):
     assert ids[-1] == processor.eos_id()
 
 
-def remark_of(capsys: pytest.CaptureFixture[str], add: Any) -> str:
-    """Convert a file without its tokenizer, and return the messages."""
+def test_special_tokens_without_ids_are_those_of_llama_cpp():
+    processor = train()
+
+    def add(writer: Any) -> None:
+        write_metadata(writer, processor)
+        for key in ("bos", "eos", "unknown"):
+            del writer.kv_data[0][f"tokenizer.ggml.{key}_token_id"]
+        writer.add_add_eos_token(True)
+
     make_gguf(Path("m.gguf"), "llama", add=add)
+    prep.save_init("./m.gguf", "init", quantized="dequantize")
+    prep.export("init", "exported")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
+    ids = tokenizer.encode("the fox")
+    assert ids == [1, *processor.encode("the fox"), 2]
+    assert tokenizer.unk_token_id == 0
+
+
+def remark_of(capsys: pytest.CaptureFixture[str], add: Any, architecture: str = "llama") -> str:
+    """Convert a file without its tokenizer, and return the messages."""
+    make_gguf(Path("m.gguf"), architecture, add=add)
     assert main(["save-init", "./m.gguf", "--quantized", "dequantize", "--out", "init"]) == 0
     assert not Path("init/hf/tokenizer.json").exists()
     return capsys.readouterr().err
@@ -214,6 +232,32 @@ def test_equal_scores_are_not_converted(capsys: pytest.CaptureFixture[str]):
     scores = [0.0] * processor.vocab_size()
     error = remark_of(capsys, lambda writer: write_metadata(writer, processor, scores=scores))
     assert "the tokenizer is not converted: several of its tokens have one score" in error
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"), [("phi3", "tiny"), ("llama", "Phi-3 mini"), ("llama", "my PHI3")]
+)
+def test_tokenizer_of_phi_3_is_not_converted(
+    architecture: str, name: str, capsys: pytest.CaptureFixture[str]
+):
+    processor = train()
+
+    def add(writer: Any) -> None:
+        write_metadata(writer, processor)
+        writer.add_name(name)
+
+    error = remark_of(capsys, add, architecture)
+    assert "spaces after special tokens of Phi-3 are removed" in error
+
+
+def test_number_of_merges_is_bounded(capsys: pytest.CaptureFixture[str]):
+    processor = train()
+    tokens = tokens_of(processor)
+    # Each text of k characters "Z" is the concatenation of k - 1 pairs of others.
+    for length in range(1, 101):
+        tokens[-length] = "Z" * length
+    error = remark_of(capsys, lambda writer: write_metadata(writer, processor, tokens=tokens))
+    assert "the tokenizer is not converted: its tokens have more than 8 merges each" in error
 
 
 @pytest.mark.parametrize(
@@ -240,7 +284,7 @@ def test_normalized_texts_are_not_converted(
     [
         ("<0x41>", "<0xzz>", "it has no token of the byte 0x41"),
         ("<tool>", "\u2581<tool>", "the spaces of '\u2581<tool>' are escaped"),
-        ("<tool>", "x" * 2000, "a token has 2,000 characters"),
+        ("<tool>", "x" * 129, "a token has 129 characters"),
     ],
 )
 def test_other_tokens_are_not_converted(

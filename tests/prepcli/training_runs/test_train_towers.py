@@ -103,6 +103,19 @@ def test_export_of_step_has_towers_of_start_model(trained: Path):
     }
 
 
+def test_verify_of_step_compares_text_part_with_init(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+):
+    manifest = json.loads(Path("m-init/prep-manifest.json").read_text())
+    assert main(["verify", "runs/recipe", "m-init"]) == 1
+    printed = capsys.readouterr()
+    assert "towers of m-init" in printed.err
+    assert "ignored: only the text part is compared" in printed.err
+    text = {name for name in manifest["tensors"] if name.startswith(TEXT_NAMES)}
+    differences = prep.verify("runs/recipe", "m-init").differences
+    assert {difference["tensor"] for difference in differences} <= text
+
+
 def test_export_verifies_against_step_without_towers(trained: Path):
     run_ok("export", "runs/recipe", "--out", "hf")
     run_ok("verify", "hf", "runs/recipe")

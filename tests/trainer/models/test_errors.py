@@ -7,6 +7,7 @@ import copy
 import doctest
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -134,6 +135,12 @@ def test_reference_renders_for_terminal_and_python(
 ):
     assert reference.render(TERMINAL) == terminal
     assert reference.render(PYTHON) == python
+
+
+def test_path_is_rendered_as_a_text():
+    option = Option("towers", Path("a b/m"))
+    assert option.render(PYTHON) == '`towers="a b/m"`'
+    assert option.render(TERMINAL) == "`--towers 'a b/m'`"
 
 
 def test_style_names_the_variable_that_set_an_option():
