@@ -62,8 +62,8 @@ MAMBA = {
     "pad_token_id": None,
 }  # fmt: skip
 JAMBA = SMALL | {
-    "model_type": "jamba", "num_hidden_layers": 3, "rms_norm_eps": 1e-3, "attn_layer_period": 3, "attn_layer_offset": 1,
-    "expert_layer_period": 2, "expert_layer_offset": 0, "num_experts": 3, "num_experts_per_tok": 2,
+    "model_type": "jamba", "num_hidden_layers": 3, "rms_norm_eps": 1e-3, "attn_layer_period": 3, "attn_layer_offset": 2,
+    "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 3, "num_experts_per_tok": 2,
     "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 3, "intermediate_size": 6,
 }  # fmt: skip
 
