@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
@@ -66,7 +67,9 @@ class OptionSpec:
         return self.flag or f"--{name.replace('_', '-')}"
 
 
-def option_specs(options: type) -> dict[str, OptionSpec]:
+# Each command evaluates the annotations of the same few types several times.
+@cache
+def option_specs(options: type) -> Mapping[str, OptionSpec]:
     """Return the specification of each option of a TypedDict that has one.
 
     >>> from prepcli.operations.options import DropOptions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
+import pytest
 from hypothesis import settings
 
 # The time of an example depends on the load of the machine, so no example has a deadline.
@@ -19,6 +20,15 @@ COLLECT_EVERY = 20_000
 def pytest_xdist_auto_num_workers() -> int:
     """Return the number of workers for `-n auto`: one more than CPUs, because tests wait for processes and files."""
     return len(os.sched_getaffinity(0)) + 1
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests that wait before all others, so that one worker waits while the others compute.
+
+    The first worker starts with the first tests. At the end of the suite all workers would wait together.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("waits") is None)
 
 
 def pytest_collection_finish() -> None:

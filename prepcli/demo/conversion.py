@@ -41,7 +41,7 @@ def conversion_steps() -> tuple[DemoStep, ...]:
     """Return the steps from a model with an odd vocabulary to eight devices and back."""
     return (
         DemoStep("make a tiny GPT-Neo", (), _make),
-        DemoStep("pad its vocabulary", ("pad-vocab", MODEL, "--multiple", "8"), _pad),
+        DemoStep("pad its vocabulary", ("pad-vocab", MODEL, "--multiple", "8"), _pad_vocab),
         DemoStep("save an init, kill -9", SAVE_INIT_ARGS, _kill),
         DemoStep("resume the same command", SAVE_INIT_ARGS, _resume),
         DemoStep("convert without a kill", (*SAVE_INIT_ARGS, "--out", UNBROKEN), _compare),
@@ -57,7 +57,7 @@ def _make(folder: Path, _: Sequence[str]) -> StepOutcome:
     return StepOutcome(f"{len(VOCABULARY)} words, {len(files)} files", nbytes)
 
 
-def _pad(folder: Path, args: Sequence[str]) -> StepOutcome:
+def _pad_vocab(folder: Path, args: Sequence[str]) -> StepOutcome:
     report = run_prep(folder, args)
     vocab = report["vocab"]
     check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
@@ -58,6 +59,8 @@ def package_versions() -> dict[str, str | None]:
     return {name: _version(name) for name in PACKAGES}
 
 
+# An installed version does not change while a process runs, and parsing its metadata takes a millisecond.
+@cache
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)

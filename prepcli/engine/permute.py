@@ -100,7 +100,7 @@ def _assign_all(assignments: list[Assignment], pool: Executor | None) -> None:
     """Carry out assignments, split over the threads of the pool."""
     parts: list[Assignment] = []
     for target, source in assignments:
-        parts += _split_assignment(target, source)
+        parts += _parts_for_threads(target, source)
     if pool is None or len(parts) < 2:
         for target, source in parts:
             assign_tiled(target, source)
@@ -111,7 +111,7 @@ def _assign_all(assignments: list[Assignment], pool: Executor | None) -> None:
             pass
 
 
-def _split_assignment(target: np.ndarray, source: np.ndarray) -> Iterator[Assignment]:
+def _parts_for_threads(target: np.ndarray, source: np.ndarray) -> Iterator[Assignment]:
     """Split an assignment along its longest axis into about one part per thread."""
     count = min(threads(), target.nbytes // MIN_PART_NBYTES)
     if count < 2:

@@ -192,7 +192,7 @@ class CheckpointManager:
         """Release the lock of the run."""
         self._storage.release()
 
-    def clear(self) -> None:
+    def remove_all_steps(self) -> None:
         """Remove all steps, the last one first: a kill leaves a run that stopped at an earlier step."""
         if not self._is_first:
             return

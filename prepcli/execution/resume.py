@@ -132,11 +132,12 @@ def verify_journal_state(
         reader: Reader of all streams of the plan.
         journal_state: The durable streams, as the journal records them.
         files: Paths of the data files, each with its planned size.
-        source: The source, if it may have changed since and is to be read again, or None if it has not changed.
+        source: The source, to read its bytes again and compare them with the digests of the journal. None if the
+            files of the source are known to be unchanged.
 
     Returns:
-        The intact complete streams. If `source` is None, also the intact prefix of the incomplete
-        stream.
+        The complete streams (output files) with the bytes that the journal records. If `source` is None, also the
+        first part of the file that was being written.
     """
     damaged = find_damaged(reader, journal_state.digests, files=files)
     if source:

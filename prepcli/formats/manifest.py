@@ -378,13 +378,14 @@ def manifest_digest(fields: Mapping[str, object]) -> str:
 
 def encode_manifest(fields: Mapping[str, object]) -> bytes:
     """Return the bytes of the manifest file, with its own digest if it lists files."""
-    document = json.dumps({"format": FORMAT_VERSION, **fields}, indent=1)
+    content: dict[str, object] = {"format": FORMAT_VERSION, **fields}
     if FILES_KEY in fields:
         # JSON turns tuples into lists and keys into text. The digest is one of the stored
         # content, which a reader gets back, so it is computed from the text and not from `fields`.
-        stored = json.loads(document)
-        document = json.dumps({**stored, DIGEST_KEY: manifest_digest(stored)}, indent=1)
-    return document.encode() + b"\n"
+        # The first text has no indent: Python encodes indented JSON without its encoder in C.
+        content = json.loads(json.dumps(content))
+        content[DIGEST_KEY] = manifest_digest(content)
+    return json.dumps(content, indent=1).encode() + b"\n"
 
 
 def accept_hint(folder: Path, name: str) -> str:

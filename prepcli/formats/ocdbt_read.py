@@ -230,7 +230,7 @@ class _IndexReader:
                         raise ValueError(
                             f"key {quote_name(repr(key))} follows {quote_name(repr(last_key))}"
                         )
-                    self._count_text(key, value)
+                    self._add_to_text(key, value)
                     last_key = key
                     yield key, value
 
@@ -248,7 +248,7 @@ class _IndexReader:
             )
         files = _read_file_table(body, self._folder, node.base_path)
         count = body.read_varint()
-        self._count_entries(count)
+        self._add_to_entries(count)
         return body, files, count
 
     def _read_node(self, location: ValueLocation) -> bytes:
@@ -270,7 +270,7 @@ class _IndexReader:
         self._stored_nbytes += location.nbytes
         return read_bytes(path, location.offset, location.nbytes)
 
-    def _count_entries(self, count: int) -> None:
+    def _add_to_entries(self, count: int) -> None:
         max_entries = min(MAX_ENTRIES, _BASE_ENTRIES + _ENTRIES_PER_BYTE * self._stored_nbytes)
         self._entries += count
         if not 0 < count <= self._entries <= max_entries:
@@ -278,7 +278,7 @@ class _IndexReader:
                 f"a node claims {count:,} entries; the limit for {self._stored_nbytes:,} bytes is {max_entries:,}"
             )
 
-    def _count_text(self, key: bytes, value: bytes | ValueLocation) -> None:
+    def _add_to_text(self, key: bytes, value: bytes | ValueLocation) -> None:
         self._text_nbytes += len(key) + (len(value) if isinstance(value, bytes) else 0)
         if self._text_nbytes > MAX_TEXT_NBYTES:
             raise ValueError(f"its keys and inline values have more than {MAX_TEXT_NBYTES:,} bytes")

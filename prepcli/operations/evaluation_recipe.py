@@ -42,7 +42,7 @@ def data_sources(files: Sequence[str]) -> dict[str, list[str]]:
         )
     paths: dict[str, list[str]] = {}
     for file in files:
-        name, path = _split_name(file)
+        name, path = _split_name_and_path(file)
         if not name or not path:
             raise usage_error(
                 text("{} is invalid", Option("data", file)),
@@ -53,7 +53,7 @@ def data_sources(files: Sequence[str]) -> dict[str, list[str]]:
     return paths
 
 
-def _split_name(file: str) -> tuple[str, str]:
+def _split_name_and_path(file: str) -> tuple[str, str]:
     """Return name and path of `NAME=PATH`.
 
     A path of an existing file or a matching glob may contain a `=`, as partitioned datasets have: `data/lang=en`.

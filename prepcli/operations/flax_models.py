@@ -215,14 +215,14 @@ def _forward_config(model: ModelSpec, sharding: ShardingContext, options: Any) -
     from trainer.distributed.mesh_devices import device_kind
     from trainer.models.attention_kernels import KERNEL_SPECS, unmet_needs
     from trainer.models.attention_needs import AttentionNeeds, required_attention_features
-    from trainer.models.param_tree import dim_extent
+    from trainer.models.param_tree import widest_head
     from trainer.nn.kernels.options import AttentionOptions
     from trainer.nn.model_spec import ForwardConfig
 
     kernel = options.get("attention_kernel", "blockwise")
     dtype = options.get("dtype", "float32")
     features = required_attention_features(model.arch_config, model.leaves)
-    needs = AttentionNeeds(features, dtype, dim_extent(model.leaves, "head_dim"))
+    needs = AttentionNeeds(features, dtype, widest_head(model.leaves))
     if reasons := list(unmet_needs(KERNEL_SPECS[kernel], needs, device_kind(sharding))):
         raise usage_error(
             text("{} cannot compute this model's attention", Option("attention_kernel", kernel)),

@@ -138,7 +138,7 @@ class Stream:
     @property
     def nbytes(self) -> int:
         """Number of bytes in the rows."""
-        return self.byte_range[1] - self.byte_range[0]
+        return (self.rows[1] - self.rows[0]) * self.row_nbytes
 
     @property
     def box(self) -> Box:

@@ -369,7 +369,7 @@ def _find_dropped(
 def _check_drop_patterns(
     names: TensorNames, options: MatchOptions, dropped_names: Collection[str], source_name: str
 ) -> None:
-    """Raise UsageError for a `--drop` pattern that matches no dropped tensor."""
+    """Raise UsageError for a `--drop` pattern without effect: it matches no tensor, or only needed ones."""
     for pattern in options.drop:
         bare = pattern.removeprefix(names.family.prefix)
         if not any(fnmatch.fnmatchcase(name, bare) for name in dropped_names):

@@ -19,7 +19,12 @@ from trainer.models.json_types import HFConfig
 from trainer.models.parameters import VERBATIM, Family
 from trainer.models.registry import FAMILIES, family_of
 from trainer.models.text_part import read_text_part, text_section
-from trainer.models.truncation import later_layers, prediction_tensors, truncate_config
+from trainer.models.truncation import (
+    later_layers,
+    prediction_tensors,
+    tensors_of_all_layers,
+    truncate_config,
+)
 from trainer.models.verbatim import CANNOT_TRAIN, TensorTypes, split_numbers, verbatim_family
 
 
@@ -164,6 +169,8 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
     prediction = prediction_tensors(source.family, source.config, names)
     later |= prediction
     config = truncate_config(source.config, layers, removes_prediction=bool(prediction))
+    if not source.family.is_verbatim:
+        _check_layers_have_own_tensors(source)
     if not source.family.is_verbatim and _has_later_layers(source, config, names, layers):
         what = text("{} is not supported for {}", Option("layers"), source.display_name)
         raise PrepError(what, "its config does not state the number of layers", f"edit {CONFIG}")
@@ -187,6 +194,15 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
     if source.family.is_verbatim:
         truncated = as_verbatim(truncated)
     return truncated, tuple(dropped)
+
+
+def _check_layers_have_own_tensors(source: Source) -> None:
+    """Raise PrepError if a tensor has the values of all layers, so that it cannot be dropped with a layer."""
+    names = tensors_of_all_layers(source.family, source.config)
+    if names:
+        what = text("{} is not supported for {}", Option("layers"), source.display_name)
+        why = f"{names[0]} has the values of all layers"
+        raise PrepError(what, why, text("convert it without {}", Option("layers")))
 
 
 def _truncate_scales(

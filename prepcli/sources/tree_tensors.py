@@ -76,7 +76,13 @@ class StoredLeaf:
     def region(
         self, name: str, row: AxisMap, stacked_indices: tuple[tuple[str, int], ...]
     ) -> ChunkedLocation:
-        """Return the region of this leaf, called `name`, that stores one tensor of the axis-map row `row`."""
+        """Return where this leaf stores one tensor.
+
+        Args:
+            name: Path of the leaf.
+            row: Axis map of the leaf.
+            stacked_indices: Axis -> index of the tensor, for example the number of its layer.
+        """
         grid = ChunkGrid(self.shape, self.chunk_shape)
         piece = LeafPiece(name, row, stacked_indices, grid, itemsize(self.dtype))
         return ChunkedLocation(

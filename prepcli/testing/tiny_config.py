@@ -29,6 +29,9 @@ POSITIONS = 64
 ORIGINAL_POSITIONS = 32
 WINDOW = 5
 WORD_EMBED = 10
+LAYER_INPUT = 6
+# Last layers that attend to the keys and values of earlier layers.
+REUSING_FIELD = "num_kv_shared_layers"
 
 # Config fields with the size of each axis.
 SIZE_FIELDS = {
@@ -54,6 +57,10 @@ SIZE_FIELDS = {
     "rope_dim": ("qk_rope_head_dim",),
     "kv_dim": ("qk_nope_head_dim",),
     "value_dim": ("v_head_dim",),
+    "full_head_dim": ("global_head_dim",),
+    "full_kv_heads": ("num_global_key_value_heads",),
+    "layer_vocab": ("vocab_size_per_layer_input",),
+    "layer_input": ("hidden_size_per_layer_input",),
     "positions": ("max_position_embeddings", "n_positions", "n_ctx"),
 }
 # The same for the axes of recurrent mixers. Mamba-2 without attention has other fields in `heads` and `head_dim`.
@@ -75,6 +82,7 @@ LATENT_SIZES = {"kv_rank": 9, "q_rank": 11, "rope_dim": 4, "kv_dim": 6, "value_d
 # Axes whose field has a default independent of other fields, e.g. 8 KV heads.
 CONSTANT_AXES = (
     *("kv_heads", "head_dim", "mlp", "dense_mlp", "shared_mlp", "experts"),
+    *("full_head_dim", "layer_vocab", "layer_input"),
     *LATENT_SIZES,
 )
 # The fields of these axes are set even if the config omits them.
@@ -127,10 +135,16 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> JsonObject:
     original = _original_sizes(family, config)
     kinds = _layer_kinds(config)
     num_layers = max([2, *map(len, kinds.values())])
+    has_reusing_layers = bool(family.arch_config(config).reusing_layers)
+    if has_reusing_layers:
+        # Each kind once with keys and values of its own, and once without.
+        num_layers *= 2
     wanted = _tiny_sizes(family, config, original, num_heads, num_layers)
     tiny = {key: value for key, value in config.items() if key not in DROPPED_FIELDS}
     tiny |= _size_fields(family, config, wanted) | _layer_fields(config, kinds, wanted["layers"])
     tiny |= _mixer_fields(family, config, wanted) | _num_dense_fields(family, config)
+    if has_reusing_layers:
+        tiny[REUSING_FIELD] = num_layers // 2
     tiny |= _token_ids(config) | _feature_fields(config, original, wanted)
     if _has_only_dense_layers(family, tiny):
         tiny |= ONE_DENSE_LAYER
@@ -210,6 +224,10 @@ def _tiny_sizes(
         "dense_mlp": MLP,
         "shared_mlp": MLP,
         "experts": _num_experts(family.arch_config(config)),
+        "full_head_dim": 2 * head_dim,
+        "full_kv_heads": 1 if original.get("full_kv_heads") == 1 else num_heads,
+        "layer_vocab": VOCAB + 2,
+        "layer_input": LAYER_INPUT,
         "positions": POSITIONS,
     }
     if "mixer_groups" in original:

@@ -48,7 +48,8 @@ class TensorLocation:
         factors = itertools.chain(*self.axis_map.leaf_dims)
         order = [factor.atom for factor in factors if factor.atom in names]
         tensor_view = atom_array.transpose([names.index(atom) for atom in order])
-        return tensor_view, leaf[self.leaf_index].reshape(tensor_view.shape)
+        # With the ellipsis, a leaf of one element per layer gives a view too, and no scalar.
+        return tensor_view, leaf[(*self.leaf_index, ...)].reshape(tensor_view.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,4 +266,5 @@ def split_into_atoms(row: AxisMap, tensor: np.ndarray) -> tuple[np.ndarray, list
         else:
             index.append(factor.fixed)
     values = part.reshape([factor.extent for factor in factors])
-    return values[tuple(index)], free_atoms
+    # With the ellipsis, a tensor of one element gives a view too.
+    return values[(*index, ...)], free_atoms

@@ -16,6 +16,8 @@ from prepcli.testing.tiny_transformers import Tensors
 from trainer.models.json_types import HFConfig
 
 REFERENCE_PACKAGES = ("torch", "transformers")
+# Config fields with the number of experts per token, in models with experts.
+TOP_K_FIELDS = ("num_experts_per_tok", "top_k_experts")
 INSTALL_HINT = "pip install 'prepcli[hf]' torch"
 
 
@@ -118,7 +120,7 @@ def _from_pretrained(model_class: Any, source: Path | None, **options: Any) -> A
     )
     if any(loading_info.values()):
         raise ValueError(f"not loaded: {loading_info}")
-    if hasattr(model.config, "num_experts_per_tok"):
+    if any(hasattr(model.config, field) for field in TOP_K_FIELDS):
         model.set_experts_implementation("eager")
     return model.eval()
 

@@ -458,7 +458,7 @@ def _begin_writing(
     if restart:
         # A lock, where the storage has them, excludes other starts. A kill after `clear` leaves a run without steps:
         # the next start begins at step 0.
-        checkpoints.clear()
+        checkpoints.remove_all_steps()
         remove_exports(run)
     # A kill between the save of a step and the end of its export leaves the step without one.
     if exports is not None:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.later_configs import GEMMA4
+
 FOLDER = Path(__file__).parent / "architectures"
 # Mixtures of experts, latent attention, state spaces, linear attention, an encoder and decoder, and towers.
 TYPES = (
@@ -107,6 +109,26 @@ WRITTEN_FIELDS = {
 # Ends of the names of sections.
 SECTION_ENDS = ("_config", "encoder", "decoder")
 DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+# Changes of the sizes of Gemma 4's text part, which a mesh does not divide.
+EVEN_SIZES = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+}
+TOWER_TOKENS = [
+    f"{name}_token_id" for name in ("image", "video", "audio", "boi", "eoi", "boa", "eoa")
+]
+GEMMA4_VISION = {
+    **{
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    },
+    **{"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+}
 # Sizes of a type that the rules above make inconsistent.
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -130,6 +152,12 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "cosmos3_edge_text": {"rope_parameters": DEFAULT_ROPE | {"mrope_section": [4, 2, 2]}},
     "hy_v4_vl_text": {"rope_parameters": DEFAULT_ROPE | {"mrope_section": [4, 2, 2]}},
     "granite4_vision": {"deepstack_layer_map": [[1, 0]], "downsample_rate": "1/2"},
+    "gemma4": {
+        "text_config": GEMMA4 | EVEN_SIZES,
+        "vision_config": GEMMA4_VISION,
+        "audio_config": None,
+        **dict.fromkeys(TOWER_TOKENS, 1),
+    },
     "gemma4_text": {"num_kv_shared_layers": 0},
     "gemma4_unified_text": {"num_kv_shared_layers": 0},
     "reformer": {

@@ -60,6 +60,7 @@ WITHOUT_DEFAULT: Mapping[str, dict[str, Any]] = {
     "llama4_text": {"num_local_experts": 4},
     "mellum": {"num_experts": 4},
     "phimoe": {"num_local_experts": 4},
+    "gemma4_text": {"num_hidden_layers": 6},
     "minimax_m2": {"num_local_experts": 4},
     "sarvam_mla": {"num_hidden_layers": 2, "n_routed_experts": 4},
     "sarvam_moe": {"num_hidden_layers": 2, "n_routed_experts": 4},

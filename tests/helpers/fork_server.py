@@ -1,8 +1,9 @@
 """Processes that run commands or scripts, forked from a process that has already imported prep.
 
 A new interpreter spends most of the time of a small command on imports. Use `start_prep` where the command is the
-subject of a test, and `subprocess` where the start of the interpreter is. The server imports neither huggingface_hub,
-which reads environment variables on import, nor jax, which starts threads.
+subject of a test, and `subprocess` where the start of the interpreter is. The server does not import huggingface_hub,
+which reads environment variables on import. A second server has imported JAX, which reads some variables on import too,
+but has not started its devices. It forks commands that train with the environment of the tests.
 """
 
 from __future__ import annotations
@@ -34,11 +35,20 @@ PRELOADED = (
     "prepcli.operations.push",
     "prepcli.operations.save_init",
     "prepcli.operations.verify",
+    "prepcli.rendering.conversions",
+    "prepcli.rendering.inspection",
+    "prepcli.rendering.verification",
     "pydantic.type_adapter",
     "zstandard",
 )
 # huggingface_hub imports these modules.
 PRELOADED_IF_INSTALLED = ("filelock", "httpx", "httpx2", "tqdm.auto", "truststore", "yaml")
+PRELOADED_WITH_JAX = (
+    "jax",
+    "trainer.training.loop",
+    "prepcli.operations.train",
+    "prepcli.training_runs.train",
+)
 PREP = "import sys; from prepcli.cli.main import main; sys.exit(main())"
 MAX_REQUEST_NBYTES = 1 << 17
 MAX_FD = 256
@@ -114,14 +124,23 @@ def start_python(
     *words: str,
     cwd: str | os.PathLike[str] = ".",
     env: Mapping[str, str] | None = None,
+    has_jax: bool = False,
 ) -> ForkedProcess:
-    """Start a script with the arguments `words` in a folder, like `python -c`."""
+    """Start a script with the arguments `words` in a folder, like `python -c`.
+
+    Args:
+        script: Code of the script.
+        *words: Its arguments.
+        cwd: Working folder.
+        env: Environment variables. None for those of the tests.
+        has_jax: Whether JAX is imported before, with the environment of the tests.
+    """
     variables = dict(os.environ if env is None else env)
     request = {"script": script, "words": words, "cwd": os.path.abspath(cwd), "env": variables}
     status, status_of_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     ends = (out_end, err_end, status_of_server.detach())
-    socket.send_fds(_connect(os.getpid()), [json.dumps(request).encode()], ends)
+    socket.send_fds(_connect(os.getpid(), has_jax), [json.dumps(request).encode()], ends)
     for end in ends:
         os.close(end)
     pid = int(status.recv(16))
@@ -133,9 +152,10 @@ def run_python(
     *words: str,
     cwd: str | os.PathLike[str] = ".",
     env: Mapping[str, str] | None = None,
+    has_jax: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as `start_python` does, and return its exit code and output."""
-    process = start_python(script, *words, cwd=cwd, env=env)
+    process = start_python(script, *words, cwd=cwd, env=env, has_jax=has_jax)
     out, err = process.communicate()
     return subprocess.CompletedProcess([*words], process.wait(), out.decode(), err.decode())
 
@@ -145,9 +165,11 @@ def start_prep(*words: str, cwd: str | os.PathLike[str]) -> ForkedProcess:
     return start_python(PREP, *words, cwd=cwd)
 
 
-def run_prep(*words: str, cwd: str | os.PathLike[str]) -> subprocess.CompletedProcess[str]:
+def run_prep(
+    *words: str, cwd: str | os.PathLike[str], has_jax: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Run `prep WORDS` in a folder, and return its exit code and output."""
-    return run_python(PREP, *words, cwd=cwd)
+    return run_python(PREP, *words, cwd=cwd, has_jax=has_jax)
 
 
 def run_two_processes(*words: str, cwd: str | os.PathLike[str]) -> list[int]:
@@ -161,13 +183,13 @@ def run_two_processes(*words: str, cwd: str | os.PathLike[str]) -> list[int]:
 
 
 @cache
-def _connect(pid: int) -> socket.socket:
-    """Return the connection of the process `pid` to its own server, which ends when that process does."""
+def _connect(pid: int, has_jax: bool) -> socket.socket:
+    """Return the connection of the process `pid` to a server of its own, which ends when that process does."""
     requests, requests_of_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with requests_of_server:
         fd = requests_of_server.fileno()
         server = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(fd)],
+            [sys.executable, "-P", __file__, str(fd), *(PRELOADED_WITH_JAX if has_jax else ())],
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
             pass_fds=(fd,),
             stdin=subprocess.DEVNULL,
@@ -189,10 +211,12 @@ def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module.partition(".")[0]) is not None
 
 
-def _serve(requests: socket.socket) -> None:
-    """Fork a process for each request, and report its process id and later its exit code."""
-    for name in (*PRELOADED, *filter(_is_installed, PRELOADED_IF_INSTALLED)):
+def _serve(requests: socket.socket, modules: Sequence[str]) -> None:
+    """Import modules, fork a process for each request, and report its process id and later its exit code."""
+    for name in (*PRELOADED, *filter(_is_installed, PRELOADED_IF_INSTALLED), *modules):
         importlib.import_module(name)
+    # Each command would build the options of all commands, which takes half the time of a small one.
+    importlib.import_module("prepcli.cli.root").command_group()
     # `select.select` would fail for descriptors above 1023, which a long test session may reach.
     selector = selectors.DefaultSelector()
     selector.register(requests, selectors.EVENT_READ)
@@ -239,4 +263,4 @@ def _send(fd: int, number: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

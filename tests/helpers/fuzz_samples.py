@@ -242,6 +242,13 @@ VALUES: Mapping[str, ValueSampler] = {
     "eos_token_id": one_of(0, 1, [0, 1], None),
     **dict.fromkeys(("layer_types", "layers_block_type"), family_layer_types),
     **dict.fromkeys(("full_attn_idxs", "attn_layer_indices"), random_layers),
+    "num_kv_shared_layers": one_of(0, 1, 2, 3),
+    "vocab_size_per_layer_input": one_of(29, 31, 31),
+    "hidden_size_per_layer_input": one_of(0, 4, 6),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), one_of(2, 4, 8, 12)),
+    "use_bidirectional_attention": one_of(None, "vision", "all"),
+    **dict.fromkeys(("enable_moe_block", "attention_k_eq_v", "use_double_wide_mlp"), FLAG),
+    "top_k_experts": one_of(1, 2),
     **dict.fromkeys(("conv_L_cache", "linear_conv_kernel_dim", "mamba_d_conv"), one_of(1, 2, 3, 4)),
     "conv_kernel": one_of(1, 2, 3, 4),
     "block_multiple_of": one_of(1, 8, 256),
@@ -409,7 +416,7 @@ def _change(config: dict[str, Any], name: str, rng: random.Random, family: str) 
         config.pop(name, None)
     elif rng.random() < WRONG_TYPE_SHARE:
         config[name] = copy.deepcopy(rng.choice(INVALID_VALUES))
-    elif name == "rope_parameters" and family in ("gemma3_text", "olmo3", "mellum"):
+    elif name == "rope_parameters" and family in ("gemma3_text", "gemma4_text", "olmo3", "mellum"):
         config[name] = random_nested_rope(rng, config)
     else:
         config[name] = VALUES.get(name, DROPOUT if "drop" in name else FLAG)(rng, config)

@@ -10,8 +10,19 @@ EXPERTS = LLAMA_LIKE | {"intermediate_size": 7, "num_experts_per_tok": 2}
 # DeepSeek's fields without the ones that only some families have.
 CORRECTED = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
 GROUPED = CORRECTED | {"num_key_value_heads": 1, "head_dim": 8}
+GEMMA4: dict[str, Any] = SMALL | {
+    "model_type": "gemma4_text", "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 12,
+    "intermediate_size": 10,
+    "vocab_size_per_layer_input": 31, "hidden_size_per_layer_input": 6, "rms_norm_eps": 0.1, "sliding_window": 5,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 9.0,
+}  # fmt: skip
+GEMMA4_EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8,
+}  # fmt: skip
 # Configs with a golden file of the results of transformers.
 LATER_FAMILIES: dict[str, dict[str, Any]] = {
+    "bitnet": LLAMA_LIKE | {"model_type": "bitnet"},
     "exaone": LLAMA_LIKE | {"model_type": "exaone", "mlp_bias": True},
     "exaone_moe": EXPERTS | {
         "model_type": "exaone_moe", "num_experts": 4, "num_shared_experts": 2, "sliding_window": 5,
@@ -21,6 +32,7 @@ LATER_FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "flint", "num_experts": 4, "moe_intermediate_size": 5, "shared_expert_intermediate_size": 10,
         "num_hidden_layers": 4, "mlp_only_layers": [0], "sliding_window": 5,
     },
+    "gemma4_text": GEMMA4,
     "granite_swa": LLAMA_LIKE | {
         "model_type": "granite_swa", "sliding_window": 5, "attention_multiplier": 0.3,
         "layer_rope_theta": [0, 300.0],
@@ -69,6 +81,9 @@ LATER_FAMILIES: dict[str, dict[str, Any]] = {
 FAMILIES = LATER_FAMILIES
 # Configs without a golden file. Tests compare them with the installed transformers.
 LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
+    "bitnet-biases": FAMILIES["bitnet"] | {
+        "attention_bias": True, "hidden_act": "silu", "rope_theta": 300.0, "tie_word_embeddings": True,
+    },
     "exaone-names": {key: value for key, value in FAMILIES["exaone"].items() if key != "num_hidden_layers"} | {
         "num_layers": 3, "layer_norm_epsilon": 0.1, "activation_function": "gelu_new", "attention_bias": True,
     },
@@ -79,6 +94,20 @@ LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
     "flint-listed": FAMILIES["flint"] | {
         "layer_types": ["sliding_attention", "full_attention"] * 2, "mlp_only_layers": [], "decoder_sparse_step": 2,
         "norm_topk_prob": False, "attention_bias": True,
+    },
+    "gemma4_text-keys-as-values": FAMILIES["gemma4_text"] | {
+        "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "attention_bias": True,
+        "num_global_key_value_heads": 3, "use_bidirectional_attention": "vision", "layer_types": None,
+        "num_hidden_layers": 7, "sliding_window": 3, "rms_norm_eps": 0.3,
+    },
+    "gemma4_text-experts": FAMILIES["gemma4_text"] | GEMMA4_EXPERTS | {"rms_norm_eps": 0.3},
+    "gemma4_text-saved": {key: value for key, value in GEMMA4.items() if key != "global_head_dim"} | {
+        "per_layer_config": {str(layer): {"head_dim": 10} for layer in range(4)}, "layer_types": ["full_attention"] * 4,
+        "num_kv_shared_layers": 3, "vocab_size_per_layer_input": 29,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 300.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
     },
     "granite_swa-plain": FAMILIES["granite_swa"] | {
         "layer_rope_theta": None, "mlp_bias": True, "attention_bias": True, "tie_word_embeddings": False,

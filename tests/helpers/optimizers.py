@@ -30,9 +30,9 @@ KEYS: Mapping[str, dict[str, Any]] = {
     "sgd": {"lr": 1e-1, "weight_decay": 0.1},
     "palm": {"lr": 1e-2},
 }
-# Steps of these are compiled by default. Freezing, rounding and saving are code of `Optimizer`, not of a rule.
-# SGD and Lion keep one of the moments of AdamW, and "palm" is Adafactor without factors.
-DISTINCT_RULES = ("adamw", "adafactor", "muon")
+# Whole steps of these are compiled by default. Freezing, rounding, saving and averages are code of
+# `Optimizer` and of the step, not of a rule.
+WHOLE_STEP_RULES = ("adamw",)
 # Most leaves are frozen, because each leaf takes time to compile. The others have one, two and four
 # axes.
 COMPACT: dict[str, Any] = {

@@ -168,7 +168,7 @@ class RenderLimits:
             num_fields += bool(name)
             for number in (width, precision):
                 if number == "*" or len(number) > MAX_WIDTH_DIGITS:
-                    raise _wide_field_error(number)
+                    raise _too_wide_error(number)
                 size += int(number or 0)
         self.check(size + max(1, num_fields) * self.count_chars(values))
 
@@ -188,7 +188,7 @@ class RenderLimits:
     def check_field(self, format_spec: str) -> None:
         """Check the widths of one field of a format."""
         if number := LARGE_NUMBER.search(format_spec):
-            raise _wide_field_error(number[0])
+            raise _too_wide_error(number[0])
 
     def check_replace(self, text: Any, old: Any, new: Any) -> None:
         """Check the size of a text in which parts are replaced."""
@@ -254,7 +254,7 @@ class RenderLimits:
         return "".join(parts)
 
 
-def _wide_field_error(number: str) -> TemplateLimitError:
+def _too_wide_error(number: str) -> TemplateLimitError:
     limit = 10**MAX_WIDTH_DIGITS - 1
     return TemplateLimitError(
         f"a format has the width or precision {number:.20}, the limit is {limit}"

@@ -187,13 +187,15 @@ def _assign_positions(counts: Sequence[int]) -> list[int]:
             slack * (count * position - period * done) for count, done in zip(counts, assigned)
         ]
         candidates = [source for source, lag in enumerate(behind) if lag >= period]
-        source = min(candidates, key=lambda i: _deadline(counts[i], assigned[i], period, slack))
+        source = min(
+            candidates, key=lambda i: _latest_position(counts[i], assigned[i], period, slack)
+        )
         assigned[source] += 1
         sources.append(source)
     return sources
 
 
-def _deadline(count: int, assigned: int, period: int, slack: int) -> int:
+def _latest_position(count: int, assigned: int, period: int, slack: int) -> int:
     """Return the first position at which a source lags by more than 1 - 1 / slack rows."""
     # The smallest whole t with count * t / period - assigned > 1 - 1 / slack.
     return (slack - 1 + slack * assigned) * period // (slack * count) + 1

@@ -73,15 +73,19 @@ class WatchSettings:
         timeout_s: Seconds without a heartbeat until a process is lost.
         step_timeout_s: Seconds after which an unfinished step is stuck. 0 means no limit.
         places: Host and process id of this process and of other known ones, by index.
+        beat_s: Seconds between two heartbeats of a process in a job of few processes.
+        grace_s: Seconds for the main thread to report its own error or signal.
     """
 
     timeout_s: float
     step_timeout_s: float
     places: Mapping[int, str]
+    beat_s: float = INTERVAL_S
+    grace_s: float = GRACE_S
 
     def interval_s(self, count: int) -> float:
         """Return the seconds between two heartbeats of each of `count` processes."""
-        return min(max(INTERVAL_S, count / PROCESSES_PER_S), self.timeout_s / BEATS_PER_TIMEOUT)
+        return min(max(self.beat_s, count / PROCESSES_PER_S), self.timeout_s / BEATS_PER_TIMEOUT)
 
 
 class Watchdog:
@@ -169,7 +173,7 @@ class Watchdog:
         Call this after a broken connection between devices. Its error does not name the lost process, but the
         watchdog finds the process by its missing heartbeats.
         """
-        self._closed.wait(self.settings.timeout_s + 2 * self.interval_s + GRACE_S)
+        self._closed.wait(self.settings.timeout_s + 2 * self.interval_s + self.settings.grace_s)
 
     def close(self) -> None:
         """Stop watching: all processes have completed their work, or this one reports its own error."""
@@ -276,7 +280,7 @@ class Watchdog:
         ):
             # The main thread of this process reports the error.
             return
-        if end.kind in ("failed", "stopped") and self._closed.wait(GRACE_S):
+        if end.kind in ("failed", "stopped") and self._closed.wait(self.settings.grace_s):
             # The main thread reports its own error.
             return
         if not self._closed.is_set():

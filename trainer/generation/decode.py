@@ -26,10 +26,14 @@ from trainer.nn.attention_mask import AttentionMask, EncoderOutput
 from trainer.nn.embedding import embed_tokens
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kv_cache import KVCache, empty_kv_cache
+from trainer.nn.layer_inputs import layer_inputs
 from trainer.nn.layer_stack import run_stack
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.position_encoding import rotary_cos_sin_at
 from trainer.nn.recurrent_cache import STATE, empty_recurrent_cache
+
+# End of the path of the projection of keys.
+KEYS = "attn.k.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +190,7 @@ def init_kv_cache(
     """Allocate an empty KV cache for tokens of shape [B, S]."""
     rows, slots = shape
     arch_config = model.arch_config
-    windows = [arch_config.sliding_windows[layer] for layer in arch_config.attention_layers]
+    windows = [arch_config.sliding_windows[layer] for layer in arch_config.caching_layers]
     options = (forward_config.dtype, forward_config.sharding)
     if model.arch_config.latent_key_dim:
         # The weights of the latent and of the shared keys are [C, D] and [P, D].
@@ -196,12 +200,31 @@ def init_kv_cache(
     if not windows:
         cache = KVCache({}, jnp.int32(0), slots)
     else:
-        kv_heads, head_dim, _ = _layer_shape(model, "attn.k.weight")
-        cache = empty_kv_cache(windows, (rows, slots, kv_heads, head_dim), *options)
+        kv_heads, head_dim, _ = _layer_shape(model, KEYS)
+        cache = empty_kv_cache(
+            windows,
+            (rows, slots, kv_heads, head_dim),
+            *options,
+            head_shapes=_head_shapes(model),
+        )
     if arch_config.mixer is None:
         return cache
     shapes = _recurrent_shapes(model, rows)
     return replace(cache, recurrent=empty_recurrent_cache(shapes, *options))
+
+
+def _head_shapes(model: ModelSpec) -> dict[int, tuple[int, int]]:
+    """Return window -> [K, E] of the keys of each group of layers with heads of another shape.
+
+    All layers of such a group have the same window.
+    """
+    arch_config = model.arch_config
+    shapes: dict[int, tuple[int, int]] = {}
+    for group, layers in arch_config.shape_groups:
+        if any(path.startswith(f"{group}.") and path.endswith(KEYS) for path in model.leaves):
+            kv_heads, head_dim, _ = _layer_shape(model, KEYS, group)
+            shapes[arch_config.sliding_windows[layers[0]]] = (kv_heads, head_dim)
+    return shapes
 
 
 def _recurrent_shapes(model: ModelSpec, rows: int) -> dict[str, tuple[int, ...]]:
@@ -220,12 +243,14 @@ def _recurrent_shapes(model: ModelSpec, rows: int) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def _layer_shape(model: ModelSpec, suffix: str) -> list[int]:
-    """Return the shape of a parameter in one decoder layer, by the end of its path."""
+def _layer_shape(model: ModelSpec, suffix: str, group: str = "") -> list[int]:
+    """Return the shape of a parameter in one decoder layer, by its group of layers and the end of its path."""
     leaf = next(
         leaf
         for leaf in model.leaves.values()
-        if leaf.path_pattern.endswith(suffix) and ENCODER not in leaf.path_pattern
+        if leaf.path_pattern.endswith(suffix)
+        and leaf.path_pattern.startswith(group)
+        and ENCODER not in leaf.path_pattern
     )
     # An axis of layers is somewhere in the leaf if it is stacked.
     extents = [*leaf.shape]
@@ -355,6 +380,7 @@ def decode_step(
         cos_sin_by_rope=cos_sin,
         encoder_output=encoder_output,
         document_positions=q_positions,
+        layer_inputs=layer_inputs(params, new_tokens, x, model, forward_config),
     )
     x, updated_cache = run_stack(x, params, context, kv_cache)
     x = transformer.lm_head_input(params, x, model, forward_config)

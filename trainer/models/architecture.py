@@ -37,7 +37,13 @@ NO_CHUNK = 0
 NO_SOFTCAP = 0.0
 NO_CLIP = 0.0
 # Residual connections and norms of a layer. `trainer.nn.block` has a function for each.
-BlockType = Literal["pre", "post", "parallel", "parallel_one_norm", "sandwich", "output_norm"]
+BlockType = Literal[
+    "pre", "post", "parallel", "parallel_one_norm", "sandwich", "sandwich_input", "output_norm"
+]
+# Keys and values of a layer: its own, its own that later layers attend to as well, or those of an earlier layer.
+KeyValueRole = Literal["own", "stored", "reused"]
+# Path of the factor of a layer's output in blocks of the type "sandwich_input". Transformers does not train it either.
+OUTPUT_SCALE = "layers.output.scale"
 # Longer than any sequence. Bounds the memory that an invalid config can ask for.
 MAX_RELATIVE_DISTANCE = 1 << 20
 # Values in `layer_types`.
@@ -148,11 +154,13 @@ class LayerKind(NamedTuple):
         rope: Rotary embedding, with `rotary_dim` 0 if only queries have a factor by position. None if neither queries
             nor keys depend on the position.
         chunk: Number of positions of a chunk, or NO_CHUNK.
+        key_values: Whether the layer has its own keys and values.
     """
 
     window: int
     rope: Rope | None
     chunk: int = NO_CHUNK
+    key_values: KeyValueRole = "own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +202,13 @@ class ArchConfig:
             together.
         rotates_before_qk_norm: Whether the norms of queries and keys follow their rotation.
         has_plain_qk_norm: Whether queries and keys with rotation have an RMS norm without a scale.
+        has_plain_value_norm: Whether the values of a head have an RMS norm without a scale (Gemma 4).
+        has_key_values: Whether a layer without a projection of values has its keys, before their norm and rotation,
+            as values (Gemma 4).
+        reusing_layers: Numbers of the layers that attend to the keys and values of the last earlier layer with their
+            window and keys and values of its own (cross-layer attention, arXiv:2405.12981).
+        shape_groups: Groups of layers with parameters of other shapes than other layers -> numbers of their layers.
+        has_layer_inputs: Whether each layer has an input from the tokens of its own (`trainer.nn.layer_inputs`).
         qkv_clip: Bound of the elements of queries, keys and values, or NO_CLIP.
         attn_logit_softcap: Bound c of attention scores as c * tanh(x / c), or NO_SOFTCAP.
         final_logit_softcap: Bound of the logits, in the same form.
@@ -241,6 +256,11 @@ class ArchConfig:
     qk_norm_axes: Literal["head", "all_heads"] = "head"
     rotates_before_qk_norm: bool = False
     has_plain_qk_norm: bool = False
+    has_plain_value_norm: bool = False
+    has_key_values: bool = False
+    reusing_layers: tuple[int, ...] = ()
+    shape_groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    has_layer_inputs: bool = False
     qkv_clip: float = NO_CLIP
     attn_logit_softcap: float = NO_SOFTCAP
     final_logit_softcap: float = NO_SOFTCAP
@@ -287,8 +307,20 @@ class ArchConfig:
             elif self.local_rope is not None and window != FULL_ATTENTION:
                 rope = self.local_rope
             chunk = self.attention_chunk if layer in self.chunked_layers else NO_CHUNK
-            kinds.append(LayerKind(window, rope, chunk))
+            kinds.append(LayerKind(window, rope, chunk, self._key_value_role(layer)))
         return tuple(kinds)
+
+    def _key_value_role(self, layer: int) -> KeyValueRole:
+        """Return the role of the keys and values of a layer."""
+        if layer in self.reusing_layers:
+            return "reused"
+        # The last layer with a window before all that reuse keys and values stores its own for them.
+        window = self.sliding_windows[layer]
+        later = range(layer + 1, len(self.sliding_windows))
+        same = [other for other in later if self.sliding_windows[other] == window]
+        if same and all(other in self.reusing_layers for other in same):
+            return "stored"
+        return "own"
 
     def _unrotated_rope(self) -> Rope | None:
         """Return the rotary embedding of layers without rotation. None if their queries have no factor either."""
@@ -302,6 +334,11 @@ class ArchConfig:
         return self._other_layers(self.mixer_layers)
 
     @property
+    def caching_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with keys and values of their own."""
+        return self._other_layers((*self.mixer_layers, *self.reusing_layers))
+
+    @property
     def layer_groups(self) -> dict[str, tuple[int, ...]]:
         """Groups of layers with parameters that other layers do not have -> numbers of their layers."""
         groups: dict[str, tuple[int, ...]] = {}
@@ -311,7 +348,7 @@ class ArchConfig:
         if self.mixer_layers and self.attention_layers:
             groups[ATTENTION_LAYERS] = self.attention_layers
             groups[MIXER_LAYERS] = self.mixer_layers
-        return groups
+        return groups | dict(self.shape_groups)
 
     def _other_layers(self, layers: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(layer for layer in range(len(self.sliding_windows)) if layer not in layers)

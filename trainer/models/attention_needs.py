@@ -9,7 +9,7 @@ from enum import StrEnum
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 from trainer.models.errors import Key, text, usage_error
-from trainer.models.param_tree import ParamLeaf, dim_extent
+from trainer.models.param_tree import KV_HEAD_DIMS, ParamLeaf, dim_extent
 from trainer.models.remat import SAVES_SCORES, RematPolicy
 
 
@@ -63,9 +63,9 @@ def required_attention_features(
     """
     num_heads = dim_extent(leaves, "heads")
     # Families without grouped heads have only `heads`.
-    num_kv_heads = dim_extent(leaves, "kv_heads") or num_heads
+    has_groups = any(dim_extent(leaves, dim) not in (0, num_heads) for dim in KV_HEAD_DIMS)
     return frozenset(_arch_features(arch_config)) | (
-        {AttentionFeature.GROUPED_HEADS} if num_kv_heads != num_heads else set()
+        {AttentionFeature.GROUPED_HEADS} if has_groups else set()
     )
 
 

@@ -41,6 +41,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from trainer.models.errors import Command, PrepError, text
 
@@ -60,8 +61,23 @@ SPARSE_LAYERS = "sparse_layers"
 # The two kinds of layers in a model with both attention layers and recurrent layers.
 ATTENTION_LAYERS = "attention_layers"
 MIXER_LAYERS = "mixer_layers"
+# Layers with a sliding window and with full attention, if their heads differ. Layers that attend to the keys and
+# values of an earlier layer have no weights for their own.
+SLIDING_LAYERS = "sliding_layers"
+FULL_LAYERS = "full_layers"
+REUSING_SLIDING_LAYERS = "reusing_sliding_layers"
+REUSING_FULL_LAYERS = "reusing_full_layers"
+# The two kinds of layers in a model with MLPs of two widths.
+NARROW_LAYERS = "narrow_layers"
+WIDE_LAYERS = "wide_layers"
+# All layers, in tensors outside of layers: their inputs from tokens.
+INPUT_LAYERS = "input_layers"
 # Axes that stack only the layers of one kind.
-GROUP_ATOMS = (DENSE_LAYERS, SPARSE_LAYERS, ATTENTION_LAYERS, MIXER_LAYERS)
+GROUP_ATOMS = (
+    *(DENSE_LAYERS, SPARSE_LAYERS, ATTENTION_LAYERS, MIXER_LAYERS),
+    *(SLIDING_LAYERS, FULL_LAYERS, REUSING_SLIDING_LAYERS, REUSING_FULL_LAYERS),
+    *(NARROW_LAYERS, WIDE_LAYERS),
+)
 # All axes that stack layers. A leaf has at most one of them.
 LAYER_ATOMS = (LAYERS, ENCODER_LAYERS, *GROUP_ATOMS)
 
@@ -275,6 +291,8 @@ def _merged_extent(factors: Iterable[SizedAxis]) -> int:
     return math.prod(f.extent for f in factors)
 
 
+# A command parses the rows of its family several times. Rows that are made for the tensors of one checkpoint are many.
+@lru_cache(maxsize=4096)
 def parse_row(text: str) -> ParsedAxisMap:
     """Parse `leaf dims <- name: tensor dims`.
 

@@ -218,7 +218,7 @@ class Text(str):
     parts: tuple[str | Reference, ...]
 
     def __new__(cls, *parts: str | Reference) -> Self:
-        """Return a text of pieces and references."""
+        """Return a text of words and references to options, recipe keys and commands."""
         instance = super().__new__(cls, _render(parts, TERMINAL))
         instance.parts = parts
         return instance
@@ -235,7 +235,7 @@ class Text(str):
         return Text(*pieces)
 
     def render(self, style: Style) -> str:
-        """Return the text for the readers of `style`."""
+        """Return the text as it stands in a terminal, in Python or in a recipe."""
         return _render(self.parts, style)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from trainer.models.architecture import NO_SOFTCAP, ArchConfig, BlockType
 from trainer.models.chunk_sizes import SCAN_CHUNK_SIZE, chunk_length, expert_block_length
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
-from trainer.models.param_tree import ParamLeaf
+from trainer.models.param_tree import HEAD_WIDTH_DIMS, KV_HEAD_DIMS, ParamLeaf
 from trainer.models.remat import OFFLOAD_NONE, SAVES_ALL, SAVES_DOTS, saved_activations
 
 # Outputs of experts, and their gradients.
@@ -42,9 +42,14 @@ ACTIVATION_ARRAYS = {
 }
 # Norms of a layer by `block_type`, and how many of them follow a projection.
 NORMS_PER_BLOCK: Mapping[BlockType, int] = {
-    "pre": 2, "post": 2, "parallel": 2, "parallel_one_norm": 1, "sandwich": 4, "output_norm": 2,
+    "pre": 2, "post": 2, "parallel": 2, "parallel_one_norm": 1, "sandwich": 4, "sandwich_input": 5, "output_norm": 2,
 }  # fmt: skip
-OUTPUT_NORMS_PER_BLOCK: Mapping[BlockType, int] = {"post": 2, "sandwich": 2, "output_norm": 2}
+OUTPUT_NORMS_PER_BLOCK: Mapping[BlockType, int] = {
+    "post": 2,
+    "sandwich": 2,
+    "sandwich_input": 3,
+    "output_norm": 2,
+}
 
 
 class ArrayCounts(NamedTuple):
@@ -103,6 +108,26 @@ class LayerStack:
         return len(self.arch_config.sliding_windows)
 
     @property
+    def head_dim(self) -> str:
+        """Logical dim of the elements of a head."""
+        return self._dim_of_layers(HEAD_WIDTH_DIMS)
+
+    @property
+    def kv_heads(self) -> str:
+        """Logical dim of the key and value heads."""
+        return self._dim_of_layers(KV_HEAD_DIMS)
+
+    @property
+    def local_value_dim(self) -> int:
+        """Width of the values of a head on one device. In latent attention it differs from the width of keys."""
+        return self.inputs.local_extent("value_dim") or self.inputs.local_extent(self.head_dim)
+
+    def _dim_of_layers(self, names: tuple[str, ...]) -> str:
+        """Return the first of some dims that a parameter of these layers has, or the first one."""
+        dims = {dim[0] for leaf in self.layer_leaves() for dim in leaf.dims if dim}
+        return next((name for name in names if name in dims), names[0])
+
+    @property
     def score_nbytes(self) -> int:
         """Bytes of the largest float32 scores of a layer."""
         return FLOAT32 * max(map(self._score_size, self.kv_lengths.values()), default=0)
@@ -129,7 +154,9 @@ class LayerStack:
         else:
             score_size = 0
         activations = sum(map(self._activation_nbytes, names)) + FLOAT32 * score_size
-        return self._input_nbytes() - self.offloaded_nbytes + activations
+        return (
+            self._input_nbytes() - self.offloaded_nbytes + self._token_input_nbytes() + activations
+        )
 
     @property
     def offloaded_nbytes(self) -> int:
@@ -221,7 +248,30 @@ class LayerStack:
             + self._norm_nbytes()
             + self._block_inputs_nbytes()
             + hidden
+            + self._layer_input_nbytes()
+            + self._inner_norm_nbytes()
         )
+
+    def _inner_norm_nbytes(self) -> int:
+        """Return the bytes that norms before the last matrices of attention and of the MLP read. 0 without them."""
+        ends = {leaf.path.rpartition(".")[0].rpartition(".")[2] for leaf in self.layer_leaves()}
+        size = self._output_size() if "o_norm" in ends else 0
+        if "down_norm" in ends:
+            size += self._saved_hidden_size()
+        return (2 * FLOAT32 + self.inputs.itemsize) * size
+
+    def _layer_input_nbytes(self) -> int:
+        """Return the bytes that the gate of a layer's input from tokens reads, and the input. 0 without one."""
+        if not self.arch_config.has_layer_inputs:
+            return 0
+        # Those of the activation, its product with the input, and the input.
+        num_arrays = ACTIVATION_ARRAYS[self.arch_config.activation] + 2
+        return num_arrays * self._token_input_nbytes()
+
+    def _token_input_nbytes(self) -> int:
+        """Return the bytes of the input of a layer from its tokens, [B, T, P]. 0 without one."""
+        num_tokens = self.inputs.local_batch_size * self.seq_length
+        return num_tokens * self.inputs.extent("layer_input") * self.inputs.itemsize
 
     def _mixer_nbytes(self) -> int:
         """Return the bytes that the backward pass of a recurrent mixer reads. 0 without one."""
@@ -368,7 +418,7 @@ class LayerStack:
         return (
             FLOAT32
             * self._query_size()
-            // self.inputs.local_extent("head_dim")
+            // self.inputs.local_extent(self.head_dim)
             * len(self.kv_lengths)
         )
 
@@ -402,7 +452,8 @@ class LayerStack:
         num_rows = expert_block_length(num_tokens, top_k, inputs.num_experts)
         rows = ROW_COPIES * num_tokens * top_k * inputs.embed_size * inputs.itemsize
         matrices = (2 * inputs.itemsize + FLOAT32) * self._gathered_size(of_expert=True)
-        return rows + matrices + self._mlp_nbytes(num_rows * inputs.local_extent("mlp"))
+        expert_mlp = inputs.local_extent("expert_mlp") or inputs.local_extent("mlp")
+        return rows + matrices + self._mlp_nbytes(num_rows * expert_mlp)
 
     def _mlp_nbytes(self, hidden_size: int) -> int:
         """Return the bytes that the backward pass of one MLP needs."""
@@ -467,21 +518,21 @@ class LayerStack:
 
     def _query_size(self) -> int:
         """Return the elements of queries [B, T, H, E]."""
-        heads_size = self.inputs.local_extent("heads") * self.inputs.local_extent("head_dim")
+        heads_size = self.inputs.local_extent("heads") * self.inputs.local_extent(self.head_dim)
         return self.inputs.local_batch_size * self.seq_length * heads_size
 
     def _output_size(self) -> int:
         """Return the elements of the output of attention [B, T, H, V]."""
-        heads_size = self.inputs.local_extent("heads") * self.inputs.local_value_dim
+        heads_size = self.inputs.local_extent("heads") * self.local_value_dim
         return self.inputs.local_batch_size * self.seq_length * heads_size
 
     def _kv_size(self) -> int:
         """Return the elements of keys and values, repeated per query head if the mesh splits query heads only."""
         inputs = self.inputs
-        is_repeated = inputs.num_shards("kv_heads") != inputs.num_shards("heads")
-        kv_heads = 0 if is_repeated else inputs.local_extent("kv_heads")
+        is_repeated = inputs.num_shards(self.kv_heads) != inputs.num_shards("heads")
+        kv_heads = 0 if is_repeated else inputs.local_extent(self.kv_heads)
         num_heads = kv_heads or inputs.local_extent("heads")
-        head_size = inputs.local_extent("head_dim") + inputs.local_value_dim
+        head_size = inputs.local_extent(self.head_dim) + self.local_value_dim
         return inputs.local_batch_size * self.seq_length * num_heads * head_size
 
     def _mlp_hidden_size(self) -> int:
@@ -491,7 +542,7 @@ class LayerStack:
 
     def _saved_hidden_size(self) -> int:
         """Return the elements of hidden units for all tokens: of a dense MLP or of shared experts."""
-        if not self.arch_config.experts_per_token:
+        if not self.arch_config.experts_per_token or self.inputs.extent("expert_mlp"):
             return self._mlp_hidden_size()
         num_tokens = self.inputs.local_batch_size * self._chunk_length()
         return num_tokens * self.inputs.local_extent("shared_mlp")

@@ -20,6 +20,7 @@ from trainer.models.param_tree import ParamLeaf
 HEAD_DIMS = frozenset(
     {
         *("heads", "kv_heads", "head_dim", "kv_dim", "value_dim"),
+        *("full_kv_heads", "full_head_dim"),
         *("mixer_groups", "group_heads", "mixer_head_dim", "mixer_state", "mixer_fused"),
     }
 )

@@ -44,6 +44,7 @@ The derivative of each operation determines the activations that the backward pa
     recurrent mixers     in place of heads: 5*B*T*C*c of a short convolution of C channels. Of a gated delta net
                          or of Mamba-2, B*T*C*(7*c + 4) for the C channels of its convolutions, B*T*V*(2*c + 24) for
                          the V elements of its output, and one state per chunk of tokens, float32
+    inputs from tokens   B*T*P*c of each layer with an input of P elements, and n + 1 such arrays of its gate
     experts              only the input, and the hidden units of shared experts as of an MLP. K outputs per token and
                          their gradients, 2*B*T*K*D*c, are transient, as are the matrices of one expert, gathered,
                          with their gradients, and a block of hidden units
@@ -70,7 +71,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from trainer.models.axis_map import DENSE_LAYERS, LAYERS, MIXER_LAYERS
+from trainer.models.axis_map import DENSE_LAYERS, LAYERS, MIXER_LAYERS, WIDE_LAYERS
 from trainer.models.chunk_sizes import chunk_length
 from trainer.models.layer_memory import LayerStack
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
@@ -161,9 +162,9 @@ def _first_layers_nbytes(inputs: MemoryInputs) -> int:
 
 
 def _other_layers_nbytes(inputs: MemoryInputs) -> int:
-    """Return the inputs of the other backward passes that overlap in a model with both attention and mixers."""
+    """Return the inputs of the other backward passes that overlap in a model with layers of several shapes."""
     arch_config = inputs.arch_config
-    if MIXER_LAYERS not in arch_config.layer_groups:
+    if MIXER_LAYERS not in arch_config.layer_groups and not arch_config.shape_groups:
         return 0
     nbytes_by_kind = {tuple(s.groups): s.backward_inputs_nbytes() for s in layer_stacks(inputs)}
     kinds = [tuple(arch_config.group_indices[layer]) for layer in _overlapping_layers(inputs)]
@@ -273,8 +274,17 @@ def _split_by_group(stack: LayerStack) -> Iterable[LayerStack]:
                 experts_per_token=0 if is_dense else arch_config.experts_per_token,
                 mixer=arch_config.mixer if has_mixer else None,
                 mixer_layers=tuple(range(len(layers))) if has_mixer else (),
+                reusing_layers=(),
+                shape_groups=(),
             ),
             kv_lengths={} if has_mixer else stack.kv_lengths,
             groups={group: members[group] for group in kind},
-            mlp_dim="dense_mlp" if is_dense else "mlp",
+            mlp_dim=_mlp_dim(kind),
         )
+
+
+def _mlp_dim(kind: tuple[str, ...]) -> str:
+    """Return the logical dim of the hidden units of layers, by their groups."""
+    if DENSE_LAYERS in kind:
+        return "dense_mlp"
+    return "wide_mlp" if WIDE_LAYERS in kind else "mlp"

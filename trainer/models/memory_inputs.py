@@ -131,11 +131,6 @@ class MemoryInputs:
         return self.extent("experts")
 
     @property
-    def local_value_dim(self) -> int:
-        """Width of the values of a head on one device. In latent attention it differs from `head_dim`."""
-        return self.local_extent("value_dim") or self.local_extent("head_dim")
-
-    @property
     def embed_size(self) -> int:
         """Width of the residual stream. The estimate does not split it over mesh axes."""
         return self.extent("embed")

@@ -28,7 +28,10 @@ class Router:
 
         (z_e - z_f) / max(|z_f|, z_e) <= mixing_range
 
-    b and c are parameters of some families. Normalized softmax weights of the k largest logits equal
+    With an own norm, z = (a * rms_norm(x) / sqrt(D)) W_router, where x is the residual stream of width D before the
+    norm of the experts' input. A factor per expert multiplies its weight after normalization (Gemma 4).
+
+    a, b, c and the factors are parameters of some families. Normalized softmax weights of the k largest logits equal
     the softmax of these logits alone.
 
     Attributes:
@@ -43,6 +46,7 @@ class Router:
         mixing_range: The range of SparseMixer.
         scales_input: Whether a weight multiplies the input of its expert instead of the output
             (Llama 4).
+        has_own_norm: Whether the router has a norm of its own input.
     """
 
     scores: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
@@ -55,6 +59,7 @@ class Router:
     weight_sum_offset: float = 0.0
     mixing_range: float = 0.0
     scales_input: bool = False
+    has_own_norm: bool = False
 
     def check_experts(self, num_experts: int, experts_per_token: int) -> None:
         """Check the groups against the number of experts.

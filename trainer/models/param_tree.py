@@ -13,6 +13,10 @@ from trainer.models.parameters import EMBEDDING_PATH_PARTS, Family, HFConfig, pa
 T = TypeVar("T")
 # Nested dicts. Every other value is a leaf.
 Tree = dict[str, Any]
+# Dims of the elements of a head. A model may have wider heads in layers with full attention.
+HEAD_WIDTH_DIMS = ("head_dim", "full_head_dim")
+# Dims of the key and value heads, likewise.
+KV_HEAD_DIMS = ("kv_heads", "full_kv_heads")
 Role = Literal["embedding", "matrix", "scale", "bias"]
 
 
@@ -66,6 +70,11 @@ def dim_extent(leaves: Mapping[str, ParamLeaf], dim_name: str) -> int:
         if any(dim[:1] == (dim_name,) for dim in leaf.dims):
             return leaf.extent(dim_name)
     return 0
+
+
+def widest_head(leaves: Mapping[str, ParamLeaf]) -> int:
+    """Return the number of elements of the widest attention head, or 0 without attention."""
+    return max(dim_extent(leaves, dim) for dim in HEAD_WIDTH_DIMS)
 
 
 def param_leaves(

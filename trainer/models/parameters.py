@@ -277,7 +277,7 @@ def parameter_rows(
 
 
 def _rows_of_layers(path: str, row: ParsedAxisMap, layer_path: str) -> dict[str, ParsedAxisMap]:
-    """Split the row of a stacked leaf into one row per layer, by path. The row lists the numbers of its layers."""
+    """Split the axis map of a stacked leaf into one per layer. Return leaf path -> axis map."""
     axis = stack_axis(row.leaf_dims)
     if axis is None:
         return {path: row}

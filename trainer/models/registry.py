@@ -11,6 +11,7 @@ from trainer.models.families import (
     arcee,
     bamba,
     biogpt,
+    bitnet,
     bloom,
     cohere,
     cohere2,
@@ -29,6 +30,7 @@ from trainer.models.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma4,
     glm,
     glm4,
     glm4_moe,
@@ -125,6 +127,7 @@ _FAMILY_MODULES = (
     *(llama4, flint, hy_v3, minicpm3, nanochat, phimoe),
     *(lfm2, lfm2_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text),
     *(mamba2, bamba, granitemoehybrid),
+    *(gemma4, bitnet),
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")

@@ -45,6 +45,7 @@ class Rope:
         yarn      a ramp from f to f / s over the pairs that turn between `beta_fast` and `beta_slow`
                   times in the original length (https://arxiv.org/abs/2309.00071, section 3.2)
         longrope  f / factor_i with one factor per pair (https://arxiv.org/abs/2402.13753)
+        proportional  f / s for the first pairs of a head, 0 for the others (p-RoPE, https://arxiv.org/abs/2410.06205)
 
     Attributes:
         rotary_dim: Number of rotated elements of a head. They are the first ones. 0 for layers
@@ -62,6 +63,7 @@ class Rope:
         long_factors: longrope: factor of each frequency in longer sequences.
         query_scale: Factor of queries. None means 1.
         is_reversed: Whether pairs turn by the negative angle (nanochat).
+        num_turning_pairs: Number of the pairs that turn in the type proportional.
 
     Raises:
         PrepError: A value is out of range.
@@ -80,6 +82,7 @@ class Rope:
     long_factors: tuple[float, ...] = ()
     query_scale: QueryScale | None = None
     is_reversed: bool = False
+    num_turning_pairs: int = 0
 
     def __post_init__(self) -> None:
         if self.rotary_dim == 0 and self.query_scale is not None:
@@ -271,6 +274,32 @@ def read_layer_rope(
         {"rope_theta": theta, "rope_parameters": merged | truncate},
         head_dim,
         max_positions=max_positions,
+    )
+
+
+def read_proportional_rope(scaling: HFConfig, head_dim: int, *, max_positions: int) -> Rope:
+    """Read a rotary embedding of the type proportional, which turns the first pairs of whole heads.
+
+    Args:
+        scaling: Object of the rope scaling.
+        head_dim: Number of elements of a head.
+        max_positions: `max_position_embeddings` of the model.
+
+    Raises:
+        PrepError: A number is invalid.
+    """
+    share = _read_number(scaling, "partial_rotary_factor", 1.0)
+    if not 0 <= share <= 1:
+        raise invalid_config_error(
+            f"partial_rotary_factor of the rope scaling is {share:g}, it must be from 0 to 1"
+        )
+    return Rope(
+        head_dim,
+        _read_number(scaling, "rope_theta"),
+        max_positions,
+        rope_type="proportional",
+        factor=_read_number(scaling, "factor", 1.0),
+        num_turning_pairs=int(share * head_dim // 2),
     )
 
 

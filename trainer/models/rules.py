@@ -37,6 +37,8 @@ PARAM_RULES: DimRules = {
     "experts": WHOLE,
     "heads": (("mp",),),
     "kv_heads": (("mp",), ()),
+    # Key and value heads of layers with full attention, if they differ from those of other layers.
+    "full_kv_heads": (("mp",), ()),
     # Heads of a recurrent mixer: groups of heads that share queries and keys, and the heads of a group.
     "mixer_groups": (("mp",), ()),
     "group_heads": (("mp",), ()),
@@ -44,6 +46,11 @@ PARAM_RULES: DimRules = {
     "mlp": (("mp",),),
     "dense_mlp": (("mp",),),
     "shared_mlp": (("mp",),),
+    "expert_mlp": (("mp",),),
+    "wide_mlp": (("mp",),),
+    # Embeddings of a token for each layer.
+    "layer_vocab": (("mp",), ()),
+    "layer_input": (("fsdp",), ()),
     "embed": (("fsdp",),),
     # The width of embeddings that are narrower than the layers. It is not split in a leaf with
     # `embed`.
@@ -54,7 +61,15 @@ PARAM_RULES: DimRules = {
     "sparse_layers": WHOLE,
     "attention_layers": WHOLE,
     "mixer_layers": WHOLE,
+    "sliding_layers": WHOLE,
+    "full_layers": WHOLE,
+    "reusing_sliding_layers": WHOLE,
+    "reusing_full_layers": WHOLE,
+    "narrow_layers": WHOLE,
+    "wide_layers": WHOLE,
+    "input_layers": WHOLE,
     "head_dim": WHOLE,
+    "full_head_dim": WHOLE,
     "value_dim": WHOLE,
     "kv_dim": WHOLE,
     "rope_dim": WHOLE,

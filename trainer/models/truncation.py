@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
-from trainer.models.axis_map import LAYER_ATOMS, bind_row
+from trainer.models.axis_map import INPUT_LAYERS, LAYER_ATOMS, bind_row
 from trainer.models.decimal_text import parse_decimal
 from trainer.models.errors import Option, PrepError, text
 from trainer.models.json_types import HFConfig, JsonObject, JsonValue
@@ -60,6 +60,8 @@ PER_LAYER_FIELDS = frozenset(
 PER_LAYER_SUFFIX = "_per_layer"
 # Number of layers for multi-token prediction.
 PREDICTION_FIELD = "num_nextn_predict_layers"
+# Number of the last layers that attend to the keys and values of earlier ones.
+REUSING_LAYERS_FIELD = "num_kv_shared_layers"
 # Settings of some layers, e.g. {"3": {...}}.
 LAYER_SECTIONS_FIELD = "per_layer_config"
 # Lists of the numbers of the layers with some property.
@@ -119,6 +121,8 @@ def truncate_config(
             truncated[field] = [[_first_entries(value, layers), 1]]
         elif field in LAYER_NUMBER_FIELDS and _are_layer_numbers(value):
             truncated[field] = [number for number in value if number < layers]
+        elif field == REUSING_LAYERS_FIELD and _is_count(value):
+            truncated[field] = max(0, value - _num_removed(config, layers))
         elif field == LAYER_SECTIONS_FIELD and isinstance(value, Mapping):
             truncated[field] = _first_sections(value, layers)
         elif _has_entry_per_layer(field) and isinstance(value, list | str):
@@ -140,6 +144,22 @@ def prediction_tensors(family: Family, config: HFConfig, names: Iterable[str]) -
         return _later_numbers(config, names, max(layer_counts(config)))
     prefixes = tuple(f"layers.{number}." for number in family.prediction_layers(config))
     return {name for name in names if name.startswith(prefixes)}
+
+
+def _num_removed(config: HFConfig, layers: int) -> int:
+    """Return the number of layers after the first ones."""
+    counts = [value for field in LAYER_FIELDS if _is_count(value := config.get(field))]
+    return max(0, max(counts, default=layers) - layers)
+
+
+def tensors_of_all_layers(family: Family, config: HFConfig) -> list[str]:
+    """Return the names of tensors with the values of all layers in one dim."""
+    sizes = family.sizes(config)
+    names: list[str] = []
+    for row in parameter_rows(family, config).values():
+        if any(dim == (INPUT_LAYERS,) for dim in row.leaf_dims):
+            names.extend(name for name, _ in bind_row(row, sizes).tensors())
+    return names
 
 
 def layer_counts(config: HFConfig) -> set[int]:

@@ -4,7 +4,8 @@ q = rotate(norm(clip(x W_q))), k = rotate(norm(clip(x W_k))), v = clip(x W_v)
 attention(x) = (sigmoid(x W_gate) * attend(q, k, v)) W_o
 
 Clipping (MPT, OLMo), norms (arXiv:2010.04245), rotation and the gate (arXiv:2505.06708) are optional. The norm may
-follow the rotation.
+follow the rotation. Gemma 4 has norms of values, and v = x W_k in some layers. Other layers attend to the keys and
+values of an earlier layer.
 `trainer.nn.latent_attention` has the form of DeepSeek.
 
 Axes: B rows of the batch, T queries, S keys, H query heads, K key and value heads, E head width,
@@ -63,7 +64,12 @@ def attention(
         return latent_attention(x, weights, context, input_norm=input_norm)
     kv_cache = context.kv_cache
     is_self = encoder_states is None
-    names = ("q", "k", "v") if is_self else ("q",)
+    window = context.mask.window
+    key_source = encoder_states
+    if context.key_values == "reused":
+        assert kv_cache is not None
+        key_source = kv_cache.shared[window]
+    names = ("q", "k", "v") if key_source is None else ("q",)
     if GATE in weights:
         names = (GATE, *names)
     # q and gate: [B, T, H, E], k and v: [B, T, K, E]
@@ -71,15 +77,17 @@ def attention(
     projected = project(x, _select_weights(weights, names, input_norm), rotary_tables(context))
     gate = projected.pop(0) if GATE in weights else None
     q, *own_kv = projected
-    if is_self:
+    if key_source is None:
         kv = KV(*own_kv)
-    elif isinstance(encoder_states, KV):
-        kv = encoder_states
+    elif isinstance(key_source, KV):
+        kv = key_source
     else:
-        kv = project_kv(encoder_states, weights, context)
+        kv = project_kv(key_source, weights, context)
     # Keys enter the cache normed and rotated, so that no later step rotates them again.
-    if kv_cache is not None:
-        kv_cache, kv = kv_cache.append(kv, context.mask.window, context.sharding)
+    if kv_cache is not None and context.key_values != "reused":
+        kv_cache, kv = kv_cache.append(kv, window, context.sharding)
+    if kv_cache is not None and context.key_values == "stored":
+        kv_cache = kv_cache.share(window, kv)
     site = DropoutSite.ATTENTION if is_self else DropoutSite.CROSS_ATTENTION
     output = attend_and_project(q, kv, weights, context, gate=gate, dropout_site=site)
     return output, kv_cache
@@ -118,7 +126,11 @@ def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: in
         x = sharding.constrain(x, "batch", "seq", "embed")
         projected: list[Array] = []
         for name in names:
-            heads = linear(x, weights[name], num_devices=sharding.num_devices)
+            projection = weights.get(name)
+            if projection is None and name == "v" and arch_config.has_key_values:
+                projection = weights["k"]
+            assert projection is not None
+            heads = linear(x, projection, num_devices=sharding.num_devices)
             head_axis = "heads" if name in ("q", GATE) else "kv_heads"
             heads = sharding.constrain(heads, "batch", "seq", head_axis, "head_dim")
             if arch_config.qkv_clip != NO_CLIP:
@@ -126,6 +138,8 @@ def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: in
             norm_weights = weights.get(f"{name}_norm")
             rotates = cos_sin is not None and cos_sin.cosine.shape[-1] > 0
             if arch_config.has_plain_qk_norm and name != "v" and rotates:
+                norm_weights = NO_PARAMETERS
+            if arch_config.has_plain_value_norm and name == "v":
                 norm_weights = NO_PARAMETERS
             if not arch_config.rotates_before_qk_norm:
                 heads = norm_heads(heads, norm_weights)

@@ -18,13 +18,16 @@ from trainer.nn.attention_mask import KV
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
 from trainer.nn.kernels import attend
-from trainer.nn.layer_weights import Leaves, Projections
+from trainer.nn.layer_weights import Projections
 from trainer.nn.linear import linear
+from trainer.nn.norms import norm
 from trainer.nn.position_encoding import CosSin
 from trainer.nn.token_chunks import over_token_chunks
 
 # Key in the weights of a chunk: the norm of the input, not of queries or keys.
 INPUT_NORM = "input"
+# Key of the norm of the input of the output projection.
+OUTPUT_NORM = "o_norm"
 
 
 def attend_and_project(
@@ -41,7 +44,7 @@ def attend_and_project(
     Args:
         q: Queries [B, T, H, E].
         kv: Keys [B, S, K, E] and values [B, S, K, V].
-        weights: Output projection `o`, and optional `sinks`.
+        weights: Output projection `o`, the optional norm `o_norm` of its input (BitNet), and optional `sinks`.
         context: Mask, sharding, kernel and dropout.
         gate: [B, T, H, V], the output of attention is multiplied by its sigmoid. None means no gate.
         dropout_site: Site of the dropout of probabilities.
@@ -67,12 +70,16 @@ def attend_and_project(
     )
     mixed = sharding.constrain(mixed, "batch", "seq", "heads", "head_dim")
 
-    def project_out(inputs: list[Array], weights: Leaves, constants: None) -> Array:
+    def project_out(inputs: list[Array], weights: Projections, constants: None) -> Array:
         mixed, *gates = inputs
         for gate in gates:
             mixed = mixed * nn.sigmoid(gate)
-        return linear(mixed, weights, num_devices=sharding.num_devices)
+        if OUTPUT_NORM in weights:
+            # Over the elements of all heads of a token.
+            mixed = norm(mixed, weights[OUTPUT_NORM], context.arch_config, axes=(-2, -1))
+        return linear(mixed, weights["o"], num_devices=sharding.num_devices)
 
+    output_weights = {name: weights[name] for name in ("o", OUTPUT_NORM) if name in weights}
     inputs = [mixed] if gate is None else [mixed, gate]
     # [B, T, H, V] -> [B, T, D]
     output = over_token_chunks(
@@ -80,7 +87,7 @@ def attend_and_project(
         mixed.shape[1],
         context.ffn_chunk_size,
         num_shards=sharding.sequence_parallel_size,
-    )(inputs, weights["o"], None)
+    )(inputs, output_weights, None)
     return name_activation(output, "o")
 
 

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import BlockType
@@ -21,6 +21,7 @@ from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
 from trainer.nn.feed_forward import feed_forward
+from trainer.nn.input_gate import input_update
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.layer_weights import NO_PARAMETERS, BlockWeights, Leaves
 from trainer.nn.mixer import recurrent_mixer
@@ -122,6 +123,7 @@ def sandwich_block(
 
     x = x + norm'(attention(norm(x)))
     x = x + norm'(mlp(norm(x)))
+    x = x + norm'(norm'(mlp(norm(x))) + norm'(experts(norm(x))))    with experts beside the MLP (Gemma 4)
     """
     assert "attn" in weights
     assert "mlp" in weights
@@ -133,9 +135,33 @@ def sandwich_block(
     x = shard_residual(x + attended, context.sharding)
     mlp_norm = weights.get("mlp_norm", NO_PARAMETERS)
     output = feed_forward(x, weights["mlp"], context, input_norm=mlp_norm)
+    experts = weights.get("moe")
+    if experts is not None:
+        output = norm(output, weights.get("mlp_branch_norm", NO_PARAMETERS), arch_config)
+        moe_norm = weights.get("moe_norm", NO_PARAMETERS)
+        mixed = feed_forward(x, experts, context, input_norm=moe_norm)
+        output = output + norm(mixed, weights.get("moe_post_norm", NO_PARAMETERS), arch_config)
     output = norm(output, weights.get("mlp_post_norm", NO_PARAMETERS), arch_config)
     output = context.residual_update(output, DropoutSite.MLP_RESIDUAL)
     return shard_residual(x + output, context.sharding), kv_cache
+
+
+def sandwich_input_block(
+    x: Array, weights: BlockWeights, context: LayerContext
+) -> tuple[Array, KVCache | None]:
+    """Add an input from the tokens to a sandwich block, and scale its output (Gemma 4).
+
+    x = sandwich_block(x)
+    x = x + input_update(x)     if the layer has an input from its tokens
+    x = scale * x               with one scale per layer, which is not trained
+    """
+    x, kv_cache = sandwich_block(x, weights, context)
+    if "layer_input_gate" in weights:
+        x = x + input_update(x, weights["layer_input_gate"], context)
+    output = weights.get("output")
+    assert output is not None, "the block scales its output"
+    scale = lax.stop_gradient(output["scale"])
+    return shard_residual(x * scale, context.sharding), kv_cache
 
 
 def output_norm_block(
@@ -165,6 +191,7 @@ BLOCKS: Mapping[BlockType, Block] = {
     "parallel": parallel_block,
     "parallel_one_norm": parallel_one_norm_block,
     "sandwich": sandwich_block,
+    "sandwich_input": sandwich_input_block,
     "output_norm": output_norm_block,
 }
 

@@ -13,7 +13,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import Alibi, ArchConfig, LayerKind, RelativePositionBias
+from trainer.models.architecture import (
+    Alibi,
+    ArchConfig,
+    KeyValueRole,
+    LayerKind,
+    RelativePositionBias,
+)
 from trainer.models.param_tree import Tree
 from trainer.models.rope_config import Rope
 from trainer.nn.attention_mask import AttentionMask, EncoderOutput
@@ -28,6 +34,7 @@ from trainer.nn.score_bias import ScoreBias
 # layers has to slice them as it slices the weights.
 LAYER_SCORE_SCALE = "layer_score_scale"
 LAYER_DROPOUT_KEYS = "layer_dropout_keys"
+LAYER_INPUT = "layer_input"
 # Key of the table of T5's biases in the weights of a stack, or of a layer.
 RELATIVE_POSITIONS = "relative_positions"
 
@@ -49,6 +56,8 @@ class LayerContext:
         document_positions: int32 [B, T], the position of each token in its document, for recurrent mixers. None if
             each row is one document.
         dropout: Random masks of the layer. None means no dropout.
+        key_values: Whether the layer has its own keys and values.
+        layer_input: [B, T, P], the input of the layer from its tokens. None if it has none.
     """
 
     arch_config: ArchConfig
@@ -60,6 +69,8 @@ class LayerContext:
     ffn_chunk_size: int = -1
     document_positions: Array | None = None
     dropout: LayerDropout | None = None
+    key_values: KeyValueRole = "own"
+    layer_input: Array | None = None
 
     def residual_update(self, output: Array, site: DropoutSite) -> Array:
         """Scale the output [B, T, D] of attention or MLP, and drop elements of it, if there is dropout."""
@@ -87,6 +98,7 @@ class StackContext:
         document_positions: int32 [B, T], the position of each token in its document. None if each row is one
             document.
         dropout: Random masks of the stack. None means no dropout.
+        layer_inputs: [layers, B, T, P], the inputs of each layer from its tokens. None if it has none.
     """
 
     name: str
@@ -98,13 +110,14 @@ class StackContext:
     encoder_output: EncoderOutput | None = None
     document_positions: Array | None = None
     dropout: Dropout | None = None
+    layer_inputs: Array | None = None
 
     def for_layer(self, kind: LayerKind, weights: Tree, kv_cache: KVCache | None) -> LayerContext:
         """Return the context of one layer.
 
         Args:
-            kind: Window and rotary embedding of the layer.
-            weights: Weights of the layer, with its score scale and dropout keys if it has them.
+            kind: Window, rotary embedding, and role of the keys and values of the layer.
+            weights: Weights of the layer, with its score scale, dropout keys and input if it has them.
             kv_cache: Cache that the layer appends to.
         """
         encoder_output = self.encoder_output
@@ -128,6 +141,8 @@ class StackContext:
             ffn_chunk_size=self.forward_config.ffn_chunk_size,
             document_positions=self.document_positions,
             dropout=dropout,
+            key_values=kind.key_values,
+            layer_input=weights.get(LAYER_INPUT),
         )
 
 

@@ -42,7 +42,7 @@ def embed_tokens(
     arch_config = model.arch_config
     x = jnp.take(
         params["embed"]["tokens"],
-        _lookup_indices(tokens, "embed.tokens", model, forward_config.sharding),
+        lookup_indices(tokens, "embed.tokens", model, forward_config.sharding),
         axis=0,
     )
     if arch_config.embed_scale != 1.0:
@@ -55,7 +55,7 @@ def embed_tokens(
         if positions is None:
             x = x + order_tokens(table[offset : offset + tokens.shape[1]], forward_config.sharding)
         else:
-            rows = _lookup_indices(positions, "embed.positions", model, forward_config.sharding)
+            rows = lookup_indices(positions, "embed.positions", model, forward_config.sharding)
             x = x + table[offset + rows]
     if arch_config.has_sinusoidal_positions:
         if positions is None:
@@ -67,9 +67,7 @@ def embed_tokens(
     return shard_residual(x, forward_config.sharding)
 
 
-def _lookup_indices(
-    indices: Array, path: str, model: ModelSpec, sharding: ShardingContext
-) -> Array:
+def lookup_indices(indices: Array, path: str, model: ModelSpec, sharding: ShardingContext) -> Array:
     """Return the indices of a table lookup in a sharding that XLA can compile.
 
     XLA (jax 0.10.2) cannot compile the lookup if one mesh axis splits both the tokens and the table. The indices are

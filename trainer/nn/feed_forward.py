@@ -42,8 +42,9 @@ def feed_forward(
     sharding = context.sharding
 
     def run_experts(x: Array, weights: MoeWeights, constants: None) -> Array:
-        x = chunk_input(x, weights, arch_config, sharding)
-        return moe_mlp(x, weights, arch_config, sharding)
+        normed = chunk_input(x, weights, arch_config, sharding)
+        router_input = x if arch_config.router.has_own_norm else normed
+        return moe_mlp(normed, weights, arch_config, sharding, router_input=router_input)
 
     # A model with experts may have dense layers too.
     if "router" in weights:

@@ -24,9 +24,12 @@ Sample = Callable[[Array, tuple[int, ...]], Array]
 # Ends of the paths of leaves of recurrent mixers.
 STEP_BIASES = "mixer.dt_bias.bias"
 DECAY_RATES = "mixer.a_log.weight"
-# End of a path -> initial values. The norm scales by its weight, also where other norms of the model scale by
-# 1 + weight.
-MIXER_CONSTANTS = {"mixer.norm.scale": 1.0, STEP_BIASES: 1.0, "mixer.d.weight": 1.0}
+# End of a path -> initial values. The norm of a mixer scales by its weight, also where other norms of the model scale
+# by 1 + weight.
+CONSTANTS = {
+    **{"mixer.norm.scale": 1.0, STEP_BIASES: 1.0, "mixer.d.weight": 1.0},
+    **{"router.input_scale.weight": 1.0, "router.expert_scale.weight": 1.0},
+}
 # Rates of gated delta nets, as in `Qwen3NextGatedDeltaNet` of transformers.
 MIN_DECAY_RATE = 0.01
 MAX_DECAY_RATE = 16.0
@@ -74,7 +77,7 @@ def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
     sample_mixer = _mixer_sample(leaf.path_pattern, arch_config.mixer)
     if sample_mixer is not None:
         return _random_leaf(leaf, key, sample_mixer)
-    for suffix, value in MIXER_CONSTANTS.items():
+    for suffix, value in CONSTANTS.items():
         if leaf.path_pattern.endswith(suffix):
             return jnp.full(leaf.shape, value, jnp.float32)
     if leaf.role in ("scale", "bias"):

@@ -3,6 +3,9 @@
 A layer with full attention has a slot for each token. A layer with a sliding window of W tokens has a ring of W slots:
 the token of slot i of the batch is in slot i % W of the ring, where it replaces a token that no later query attends to.
 
+Some layers attend to the keys and values of an earlier layer. The cache passes them on within a step, in training too.
+A cache without slots keeps nothing for later tokens.
+
 Multi-head latent attention has one head here: its latent takes the place of keys, and its shared part of the keys the
 place of values.
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -63,7 +66,7 @@ class KVStack(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["stacks", "length", "recurrent"],
+    data_fields=["stacks", "length", "recurrent", "shared"],
     meta_fields=["num_slots"],
 )
 @dataclass(frozen=True, slots=True)
@@ -73,16 +76,18 @@ class KVCache:
     `length` is an array, so that one compiled step serves all slots.
 
     Attributes:
-        stacks: The layers by their number of slots: `num_slots`, or the width of a shorter sliding window.
+        stacks: The layers by their sliding window. Each has `num_slots` slots, or as many as a shorter window.
         length: int32 [], the number of tokens per row so far.
-        num_slots: Maximum number of tokens per row.
+        num_slots: Maximum number of tokens per row. 0 if keys and values are not kept for later tokens.
         recurrent: States of layers with a recurrent mixer. None if the model has no such layers.
+        shared: Sliding window -> keys and values of an earlier layer of the step that layers with the window reuse.
     """
 
     stacks: Mapping[int, KVStack]
     length: Array
     num_slots: int
     recurrent: RecurrentCache | None = None
+    shared: Mapping[int, KV] = field(default_factory=dict[int, KV])
 
     @property
     def layer(self) -> Array:
@@ -101,6 +106,8 @@ class KVCache:
             The cache with its next layer advanced, and the keys and values that the queries of the tokens attend to:
             `new` itself in an empty cache, else all slots of the layer. `key_slots` has their slots.
         """
+        if not self.num_slots:
+            return self, new
         slots = layer_slots(window, self.num_slots)
         count = new.keys.shape[1]
         kept = new
@@ -112,11 +119,15 @@ class KVCache:
             slot = self.length % slots
         else:
             slot = jnp.int32(0)
-        stack, layer_kv = self.stacks[slots].write(kept, slot, sharding)
-        cache = dataclasses.replace(self, stacks={**self.stacks, slots: stack})
+        stack, layer_kv = self.stacks[window].write(kept, slot, sharding)
+        cache = dataclasses.replace(self, stacks={**self.stacks, window: stack})
         if count == 1:
             return cache, layer_kv
         return cache, new
+
+    def share(self, window: int, kv: KV) -> KVCache:
+        """Pass the keys and values of a layer on to later layers with the same window."""
+        return dataclasses.replace(self, shared={**self.shared, window: kv})
 
     def write_states(self, new: Mapping[str, Array], sharding: ShardingContext) -> KVCache:
         """Replace the states of the next recurrent layer."""
@@ -124,7 +135,9 @@ class KVCache:
         return dataclasses.replace(self, recurrent=self.recurrent.write(new, sharding))
 
     def key_slots(self, window: int, count: int) -> Array:
-        """Return the slot of the batch of each key that `append` returns for `count` tokens.
+        """Return the position of the token of each key that `append` returns for `count` tokens.
+
+        Positions count the slots of a row of the batch from 0, padding included.
 
         Returns:
             int32 [S]. Negative for a slot of a ring that has no token yet.
@@ -139,17 +152,15 @@ class KVCache:
         return self.length - (self.length - jnp.arange(slots)) % slots
 
     def advance(self, count: int) -> KVCache:
-        """Count `count` more tokens, and reset the next layer to the first one."""
+        """Count `count` more tokens, reset the next layer to the first one, and share nothing."""
         stacks = {
-            slots: stack._replace(layer=jnp.zeros_like(stack.layer))
-            for slots, stack in self.stacks.items()
+            window: stack._replace(layer=jnp.zeros_like(stack.layer))
+            for window, stack in self.stacks.items()
         }
         recurrent = self.recurrent
         if recurrent is not None:
             recurrent = recurrent.first_layer()
-        return dataclasses.replace(
-            self, stacks=stacks, length=self.length + count, recurrent=recurrent
-        )
+        return KVCache(stacks, self.length + count, self.num_slots, recurrent)
 
 
 def empty_kv_cache(
@@ -159,28 +170,31 @@ def empty_kv_cache(
     sharding: ShardingContext,
     *,
     value_dim: int | None = None,
+    head_shapes: Mapping[int, tuple[int, int]] | None = None,
 ) -> KVCache:
     """Allocate an empty cache.
 
     Args:
-        windows: Sliding window of each layer with attention.
+        windows: Sliding window of each layer with keys and values.
         shape: [B, S, K, E] of a layer with full attention.
         dtype: Dtype of keys and values.
         sharding: The device mesh and its rules.
         value_dim: Width of values, if it differs from E.
+        head_shapes: Window -> [K, E] of its layers, where they differ from those of `shape`.
     """
-    rows, num_slots, num_heads, key_dim = shape
-    layers = [layer_slots(window, num_slots) for window in windows]
+    rows, num_slots, *default_shape = shape
 
-    def allocate(slots: int) -> KVStack:
-        stack_shape = (layers.count(slots), rows, slots, num_heads)
+    def allocate(window: int) -> KVStack:
+        num_heads, key_dim = (head_shapes or {}).get(window, default_shape)
+        stack_shape = (windows.count(window), rows, layer_slots(window, num_slots), num_heads)
 
         def zeros(width: int) -> Array:
             return sharding.constrain(jnp.zeros((*stack_shape, width), dtype), *KV_CACHE_DIMS)
 
         return KVStack(zeros(key_dim), zeros(value_dim or key_dim), layer=jnp.int32(0))
 
-    return KVCache({slots: allocate(slots) for slots in sorted({*layers})}, jnp.int32(0), num_slots)
+    stacks = {window: allocate(window) for window in sorted({*windows})}
+    return KVCache(stacks, jnp.int32(0), num_slots)
 
 
 def layer_slots(window: int, num_slots: int) -> int:

@@ -21,8 +21,12 @@ from trainer.models.architecture import ArchConfig, LayerKind
 from trainer.models.axis_map import LAYERS
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn.block import BLOCKS
-from trainer.nn.context import LAYER_DROPOUT_KEYS, LAYER_SCORE_SCALE, StackContext
-from trainer.nn.dropout import Dropout
+from trainer.nn.context import (
+    LAYER_DROPOUT_KEYS,
+    LAYER_INPUT,
+    LAYER_SCORE_SCALE,
+    StackContext,
+)
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.layer_weights import BlockWeights
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, unscannable_error
@@ -59,12 +63,14 @@ def run_stack(
     forward_config = context.forward_config
     kinds = arch_config.layer_kinds
     weights = layer_weights(stack, context.name, arch_config, context.model, forward_config)
-    weights = _with_layer_inputs(weights, arch_config, context.dropout)
+    weights = _with_layer_inputs(weights, context)
     # One function per kind, not per layer: JAX traces each function once.
     run_by_kind: dict[LayerKind, LayerFunction] = {
         kind: with_remat(partial(run_layer, context, kind), forward_config) for kind in set(kinds)
     }
 
+    if kv_cache is None and arch_config.reusing_layers:
+        kv_cache = KVCache({}, jnp.int32(0), num_slots=0)
     carry: LayerCarry = (x, kv_cache)
     schedule = arch_config.layer_schedule
     scanned = range(0)
@@ -118,7 +124,8 @@ def _scan_layers(
 
     # With a KV cache there is no backward pass, so each step indexes the full stack. Slicing the
     # scanned part off first would copy the weights.
-    indexes_stack = carry[1] is not None
+    kv_cache = carry[1]
+    indexes_stack = kv_cache is not None and kv_cache.num_slots > 0
 
     def run_period(carry: LayerCarry, step: Any) -> tuple[LayerCarry, None]:
         for layer_fn, indices in zip(layer_fns, first_indices):
@@ -197,17 +204,19 @@ def _numbered_layer(groups: Mapping[str, Tree], indices: Mapping[str, int]) -> T
     return weights
 
 
-def _with_layer_inputs(
-    layers: LayerWeights, arch_config: ArchConfig, dropout: Dropout | None
-) -> LayerWeights:
-    """Add the inputs that differ between layers to their weights: score scales and dropout keys."""
-    num_layers = len(arch_config.sliding_windows)
+def _with_layer_inputs(layers: LayerWeights, context: StackContext) -> LayerWeights:
+    """Add the inputs that differ between layers to their weights: score scales, dropout keys, inputs from tokens."""
+    num_layers = len(context.arch_config.sliding_windows)
     inputs: Tree = {}
-    if arch_config.scale_attn_by_inverse_layer_idx:
+    if context.arch_config.scale_attn_by_inverse_layer_idx:
         scales = [1 / number for number in range(1, num_layers + 1)]
         inputs[LAYER_SCORE_SCALE] = jnp.asarray(scales, jnp.float32)
-    if dropout is not None and (keys := dropout.layer_keys(num_layers)) is not None:
-        inputs[LAYER_DROPOUT_KEYS] = keys
+    if context.dropout is not None:
+        keys = context.dropout.layer_keys(num_layers)
+        if keys is not None:
+            inputs[LAYER_DROPOUT_KEYS] = keys
+    if context.layer_inputs is not None:
+        inputs[LAYER_INPUT] = context.layer_inputs
     if isinstance(layers, list):
         return [{**weights, **_slice_tree(inputs, index)} for index, weights in enumerate(layers)]
     return {**layers, LAYERS: {**layers[LAYERS], **inputs}}

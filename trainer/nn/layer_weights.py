@@ -21,6 +21,8 @@ class RouterWeights(TypedDict):
     weight: Array
     bias: NotRequired[Array]
     correction: NotRequired[Leaves]
+    input_scale: NotRequired[Leaves]
+    expert_scale: NotRequired[Leaves]
 
 
 class MoeWeights(TypedDict):
@@ -38,8 +40,9 @@ class MoeWeights(TypedDict):
 class BlockWeights(TypedDict):
     """The weights of a layer. A norm without parameters is absent.
 
-    A layer with a recurrent mixer has `mixer` in place of `attn`. A layer of Mamba-2 has no `mlp` either.
-    Both have the block type "pre". Layers of other types have `attn` and `mlp`.
+    A layer with experts beside its MLP has `moe`. A layer with a recurrent mixer has `mixer` in place of `attn`. A
+    layer of Mamba-2 has no `mlp` either. Both layers with a mixer have the block type "pre". Layers of other types have
+    `attn` and `mlp`.
     """
 
     attn: NotRequired[Projections]
@@ -51,3 +54,9 @@ class BlockWeights(TypedDict):
     cross_norm: NotRequired[Leaves]
     mlp_norm: NotRequired[Leaves]
     mlp_post_norm: NotRequired[Leaves]
+    moe: NotRequired[MoeWeights]
+    moe_norm: NotRequired[Leaves]
+    moe_post_norm: NotRequired[Leaves]
+    mlp_branch_norm: NotRequired[Leaves]
+    layer_input_gate: NotRequired[Projections]
+    output: NotRequired[Leaves]

@@ -75,7 +75,7 @@ def _softcap_and_mask(logits: Array, head: LMHead) -> Array:
     vocab_rows = logits.shape[-1]
     if head.true_vocab_size == vocab_rows:
         return logits
-    return jnp.where(_is_true_token(logits, head), logits, MASKED_LOGIT)
+    return jnp.where(_is_unpadded_token(logits, head), logits, MASKED_LOGIT)
 
 
 def loss_sums(
@@ -342,7 +342,7 @@ def _cross_entropy(logits: Array, log_z: Array, target: Array, head: LMHead) -> 
     token_loss = log_z - jnp.where(_is_target(logits, target), logits, 0.0).sum(-1)
     if (smoothing := head.loss_terms.label_smoothing) > 0:
         # The cross entropy with the uniform distribution: log_z - mean(logits of true tokens).
-        true_logits = jnp.where(_is_true_token(logits, head), logits, 0.0)
+        true_logits = jnp.where(_is_unpadded_token(logits, head), logits, 0.0)
         uniform_loss = log_z - true_logits.sum(-1) / head.true_vocab_size
         token_loss = (1 - smoothing) * token_loss + smoothing * uniform_loss
     return token_loss
@@ -401,7 +401,7 @@ def _logit_gradients(
         probabilities = probabilities * (1.0 + 2.0 * terms.z_loss * log_z[..., None])
     dlogits = probabilities - (1 - terms.label_smoothing) * _is_target(logits, target)
     if terms.label_smoothing > 0:
-        dlogits = dlogits - terms.label_smoothing / head.true_vocab_size * _is_true_token(
+        dlogits = dlogits - terms.label_smoothing / head.true_vocab_size * _is_unpadded_token(
             logits, head
         )
     if head.logit_softcap != NO_SOFTCAP:
@@ -409,7 +409,7 @@ def _logit_gradients(
     return jnp.where(token_weight[..., None] > 0, dlogits * token_weight[..., None], 0.0)
 
 
-def _is_true_token(logits: Array, head: LMHead) -> Array:
+def _is_unpadded_token(logits: Array, head: LMHead) -> Array:
     """Return bool [V], false for padding."""
     return jnp.arange(logits.shape[-1]) < head.true_vocab_size
 

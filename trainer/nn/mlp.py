@@ -52,7 +52,8 @@ def mlp(
 
     Args:
         x: Input [B, T, D].
-        weights: Projections `up`, `down` and, if it is gated, `gate`. Optionally INPUT_NORM, the norm of `x`.
+        weights: Projections `up`, `down` and, if it is gated, `gate`. Optionally INPUT_NORM, the norm of `x`, and
+            `down_norm`, the norm of the hidden units (BitNet).
         constants: Unused. An MLP needs none.
         arch_config: The choices of the layers.
         sharding: The device mesh and its rules.
@@ -69,6 +70,8 @@ def mlp(
         gate = linear(x, weights["gate"], num_devices=num_devices)
     hidden = hidden_units(up, gate, arch_config)
     hidden = sharding.constrain(hidden, "batch", "seq", "mlp")
+    if "down_norm" in weights:
+        hidden = norm(hidden, weights["down_norm"], arch_config)
     return linear(hidden, weights["down"], num_devices=num_devices)
 
 

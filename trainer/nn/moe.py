@@ -31,7 +31,12 @@ DOWN_BIAS = "down.bias"
 
 
 def moe_mlp(
-    x: Array, weights: MoeWeights, arch_config: ArchConfig, sharding: ShardingContext
+    x: Array,
+    weights: MoeWeights,
+    arch_config: ArchConfig,
+    sharding: ShardingContext,
+    *,
+    router_input: Array | None = None,
 ) -> Array:
     """Compute the weighted sum of each token's experts. No token is dropped.
 
@@ -43,6 +48,7 @@ def moe_mlp(
             the MLP of the shared experts, and `shared_gate`.
         arch_config: The choices of the layers.
         sharding: The device mesh and its rules.
+        router_input: [B, T, D], the input of the router. None means `x`.
 
     Returns:
         [B, T, D].
@@ -50,7 +56,9 @@ def moe_mlp(
     experts = flatten_tree({name: weights[name] for name in EXPERT_PROJECTIONS})
     down_bias = experts.pop(DOWN_BIAS, None)
     shards = expert_sharding(x, experts, sharding)
-    routing = route(x, weights["router"], arch_config, shards)
+    if router_input is None:
+        router_input = x
+    routing = route(router_input, weights["router"], arch_config, shards)
     output: Array = _mix_experts(arch_config, shards, x, experts, routing)
     if down_bias is not None:
         output = output + _mix_biases(routing, down_bias).astype(x.dtype)

@@ -58,6 +58,9 @@ def inverse_frequencies(rope: Rope, length: int) -> np.ndarray:
             )
             scaled = np.array(factors, np.float32) * _theta_powers(rope.theta, rope.rotary_dim)
             return (np.float32(1.0) / scaled).astype(np.float32)
+        case "proportional":
+            turns = np.arange(len(default)) < rope.num_turning_pairs
+            return default * turns.astype(np.float32) / np.float32(rope.factor)
     return default
 
 

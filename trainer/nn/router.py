@@ -15,6 +15,7 @@ from trainer.models.moe_config import Router
 from trainer.nn.expert_blocks import Routing
 from trainer.nn.expert_sharding import ExpertSharding
 from trainer.nn.layer_weights import RouterWeights
+from trainer.nn.norms import plain_rms_norm
 
 
 def route(
@@ -24,11 +25,16 @@ def route(
 
     Args:
         x: Hidden states [B, T, D].
-        weights: `weight` [N, D], and optionally `bias` [N] and `correction.bias` [N].
+        weights: `weight` [N, D], and optionally `bias` [N], `correction.bias` [N], `input_scale` [D] of the norm and
+            `expert_scale` [N].
         arch_config: `experts_per_token` and `router`.
         shards: The mesh axes of tokens and experts. The compiler would gather the scores of all devices to sort them.
     """
     router = arch_config.router
+    input_scale = weights.get("input_scale")
+    if router.has_own_norm and input_scale is not None:
+        x = plain_rms_norm(x, arch_config.norm_eps) * input_scale["weight"]
+        x = x * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
     # [B, T, N] in float32: rounding to bfloat16 could change the order of two experts.
     logits = jnp.einsum("btd,nd->btn", x, weights["weight"], preferred_element_type=jnp.float32)
     if "bias" in weights:
@@ -51,8 +57,12 @@ def route(
         return Routing(_sparse_mixer(logits, experts, router), experts)
     # s at the selected experts, [B, T, K]. The product with one-hot rows takes the place of a gather:
     # its gradient is a product too, and no scatter.
-    selected = (scores[..., None, :] * nn.one_hot(experts, scores.shape[-1])).sum(-1)
-    return Routing(_normalize(selected, router) * router.scale, experts)
+    one_hot = nn.one_hot(experts, scores.shape[-1])
+    selected = (scores[..., None, :] * one_hot).sum(-1)
+    expert_weights = _normalize(selected, router) * router.scale
+    if "expert_scale" in weights:
+        expert_weights = expert_weights * (weights["expert_scale"]["weight"] * one_hot).sum(-1)
+    return Routing(expert_weights, experts)
 
 
 def _sparse_mixer(logits: Array, experts: Array, router: Router) -> Array:

@@ -34,6 +34,7 @@ from trainer.nn.attention_mask import (
 from trainer.nn.context import LayerContext, StackContext, with_score_bias
 from trainer.nn.dropout import Dropout, Stack
 from trainer.nn.embedding import embed_tokens, project_width
+from trainer.nn.layer_inputs import layer_inputs
 from trainer.nn.layer_stack import layer_weights, run_stack
 from trainer.nn.lm_head import LMHead
 from trainer.nn.loss_terms import NO_LOSS_TERMS, LossSums, LossTerms, TokenMetrics, TrainingSums
@@ -155,6 +156,7 @@ def hidden_states(
     positions = order_tokens(jnp.arange(length), forward_config.sharding)
     segment_positions = None if segments is None else segments.positions
     x = embed_tokens(params, tokens, model, forward_config, segment_positions)
+    inputs = layer_inputs(params, tokens, x, model, forward_config)
     mask = causal_mask(positions, segments)
     rotary_positions = positions if segment_positions is None else segment_positions
     if dropout is not None:
@@ -173,6 +175,7 @@ def hidden_states(
         encoder_output=encoder_output,
         document_positions=segment_positions,
         dropout=dropout,
+        layer_inputs=inputs,
     )
     x, _ = run_stack(x, params, context)
     return lm_head_input(params, x, model, forward_config)
@@ -222,6 +225,7 @@ def decoder_context(
     encoder_output: EncoderOutput | None = None,
     document_positions: Array | None = None,
     dropout: Dropout | None = None,
+    layer_inputs: Array | None = None,
 ) -> StackContext:
     """Return the inputs of all decoder layers.
 
@@ -235,6 +239,7 @@ def decoder_context(
         document_positions: int32 [B, T], the position of each token in its document. None if each row is one
             document.
         dropout: Random masks of the decoder. None means no dropout.
+        layer_inputs: [layers, B, T, P], the inputs of each layer from its tokens. None if it has none.
 
     Raises:
         ValueError: `encoder_output` is missing for a model with an encoder, or passed to one without.
@@ -256,6 +261,7 @@ def decoder_context(
         encoder_output,
         document_positions,
         dropout,
+        layer_inputs,
     )
 
 

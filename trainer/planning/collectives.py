@@ -155,9 +155,9 @@ def _ring_nbytes(inputs: MemoryInputs, stack: LayerStack) -> int:
         return 0
     # Keys and values [B, T, K, E] of the whole row pass each device once per pass. A rematerialized
     # layer repeats its forward pass. Their gradients are sent too, in float32.
-    kv_heads = inputs.local_extent("kv_heads") or inputs.local_extent("heads")
+    kv_heads = inputs.local_extent(stack.kv_heads) or inputs.local_extent("heads")
     num_passes = 2 if inputs.remat_policy in SAVES_ALL else 3
-    head_size = inputs.local_extent("head_dim") + inputs.local_value_dim
+    head_size = inputs.local_extent(stack.head_dim) + stack.local_value_dim
     kv_size = inputs.local_batch_size * length * kv_heads * head_size
     return stack.num_layers * kv_size * (num_passes * inputs.itemsize + FLOAT32)
 

@@ -123,7 +123,7 @@ def _count_stack(inputs: MemoryInputs, stack: LayerStack) -> _ForwardFlops:
     leaf_flops = {leaf.path: stack.share(leaf, _leaf_flops(inputs, stack, leaf)) for leaf in leaves}
     trained_flops = [flops for path, flops in leaf_flops.items() if path in trained]
     # q k^T and p v: 2 * H * E and 2 * H * V operations per pair of a query and a key.
-    head_dim = inputs.extent("head_dim")
+    head_dim = inputs.extent(stack.head_dim)
     value_dim = inputs.extent("value_dim") or head_dim
     pair_flops = 2 * num_sequences * inputs.extent("heads") * (head_dim + value_dim)
     full = causal = computed = 0

@@ -27,7 +27,7 @@ from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dro
 from trainer.models.errors import UsageError, text, usage_error
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.mesh import Mesh
-from trainer.models.param_tree import ParamLeaf, dim_extent
+from trainer.models.param_tree import ParamLeaf, widest_head
 from trainer.models.parameters import HFConfig
 from trainer.models.partition import num_batch_shards, num_sequence_shards
 from trainer.models.registry import family_of
@@ -199,7 +199,7 @@ def attention_needs(
         required_attention_features(model.arch_config, model.leaves) | features,
         dtype=recipe.model.dtype,
         # A model without attention can use any kernel, for heads of any width.
-        head_dim=max(1, dim_extent(model.leaves, "head_dim")),
+        head_dim=max(1, widest_head(model.leaves)),
     )
 
 

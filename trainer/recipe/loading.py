@@ -79,7 +79,7 @@ def complete_recipe(raw: RawRecipe, overrides: Sequence[str] = ()) -> LoadedReci
     diagnostics += [
         *unknown_key_diagnostics,
         *path_diagnostics,
-        *_missing_start(raw, intended_keys),
+        *_missing_model_path(raw, intended_keys),
     ]
     recipe = _validate(expanded, raw, intended_keys)
     if isinstance(recipe, Recipe):
@@ -124,7 +124,7 @@ def _check_unknown_keys(raw: RawRecipe) -> tuple[list[Diagnostic], set[str]]:
     return diagnostics, intended_keys - {""}
 
 
-def _missing_start(raw: RawRecipe, intended_keys: Collection[str]) -> list[Diagnostic]:
+def _missing_model_path(raw: RawRecipe, intended_keys: Collection[str]) -> list[Diagnostic]:
     """Return the diagnostic of a missing `model.path`. The key is not required with `model.init = "random"`."""
     key = "model.path"
     is_random = raw.has("model.init") and raw.get("model.init") == "random"

@@ -142,7 +142,7 @@ def warmup_decay(optimizer: OptimizerTable, n_steps: int) -> WarmupDecay:
             key = "warmup_steps"
         raise usage_error(
             f"`optimizer.{key}` leaves no steps for the decay",
-            f"warm-up takes {warmup_steps} steps, and {end}, counted from 0, warm-up included",
+            f"warm-up takes the first {warmup_steps} steps, and {end}, warm-up included",
             text("use fewer warm-up steps, or {}", _set_hint("optimizer.schedule", "constant")),
         )
     if optimizer.schedule != "wsd":

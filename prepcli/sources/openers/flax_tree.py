@@ -202,7 +202,7 @@ class FlaxFiles:
                 why = f"two leaves are named {name}"
                 raise PrepError(f"{display_name} has a leaf twice", why, GET_AGAIN_HINT)
             zeros = (0,) * len(array.shape)
-            locate_chunks = partial(_single_chunk, StridedPlacement(blob, offset, zeros, zeros))
+            locate_chunks = partial(_same_placement, StridedPlacement(blob, offset, zeros, zeros))
             # A chunk has at least one element in each dim, also in an empty array.
             chunk_shape = tuple(max(1, n) for n in array.shape)
             leaves[name] = StoredLeaf(array.shape, array.dtype, chunk_shape, locate_chunks)
@@ -241,7 +241,7 @@ def _join_split_arrays(document: MsgpackHeader) -> ConcatenatedBlob:
     return ConcatenatedBlob(document.path.name, tuple(ranges))
 
 
-def _single_chunk(placement: StridedPlacement, piece: LeafPiece) -> StridedPlacement:
+def _same_placement(placement: StridedPlacement, piece: LeafPiece) -> StridedPlacement:
     """Return the placement of a one-chunk leaf, for any piece of it."""
     return placement
 

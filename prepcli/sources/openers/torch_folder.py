@@ -13,7 +13,8 @@ from prepcli.sources.model_family import find_config_path, read_folder_model
 from prepcli.sources.source import Source, SourceTensor, file_stamps
 from prepcli.sources.source_hints import SourceHints
 
-# Tensors that may share one byte of a file: the file is opened once for each of them.
+# Several tensors may be views of the same bytes. A file with more of them on one byte is refused, because each
+# such tensor opens the file once more.
 MAX_SHARING_TENSORS = 64
 
 

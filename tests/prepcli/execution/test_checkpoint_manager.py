@@ -377,6 +377,6 @@ def test_save_names_a_step_it_cannot_remove(
 def test_clear_removes_all_steps(init: Path, params: TrainingState, run: Path):
     save_steps(run, init, {1: params, 2: params})
     with CheckpointManager(run, init, name="tuned") as store:
-        store.clear()
+        store.remove_all_steps()
         assert store.steps() == []
     assert [path.name for path in run.iterdir()] == [".lock"]

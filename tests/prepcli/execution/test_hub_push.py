@@ -20,6 +20,8 @@ from tests.helpers.push_server import TOKEN, FakePushHub, PushedRepo, serve_push
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import MAX_S
 
+pytestmark = pytest.mark.waits
+
 FILES = {"config.json": b"{}", "model.safetensors": bytes(1000)}
 TARGET = PushTarget("o/m", "side")
 STEPS = (

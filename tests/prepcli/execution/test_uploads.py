@@ -19,6 +19,8 @@ from prepcli.remote.object_store import ObjectStoreUrl
 from prepcli.remote.remote_files import RemoteFile
 from tests.helpers.object_server import serve_objects
 
+pytestmark = pytest.mark.waits
+
 
 def test_parse_out_url_accepts_a_path():
     assert parse_out_url(Path("gs://bucket/a/b")) == ObjectStoreUrl("gs", "bucket", "a/b")

@@ -49,7 +49,10 @@ pytestmark = pytest.mark.skipif(
 def start(script: str, folder: Path, *, out: str = "", flags: str = "") -> ForkedProcess:
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", FLAGS: f"{os.environ[FLAGS]} {flags}".strip()}
     return start_python(
-        f"out, overrides = {out!r}, {OVERRIDES!r}\n{script}", cwd=folder, env=variables
+        f"out, overrides = {out!r}, {OVERRIDES!r}\n{script}",
+        cwd=folder,
+        env=variables,
+        has_jax=True,
     )
 
 

@@ -26,6 +26,8 @@ from tests.helpers.killing import (
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import MAX_S
 
+pytestmark = pytest.mark.waits
+
 
 @pytest.mark.parametrize(
     "name", slow_except(["pad-vocab", "save-init", "verbatim"], ["save-init", "verbatim"])

@@ -25,6 +25,8 @@ from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import make_checkpoint
 from tests.helpers.waiting import wait_until
 
+pytestmark = pytest.mark.waits
+
 PREP_SCRIPT = """
 import sys
 from prepcli.remote import remote_files

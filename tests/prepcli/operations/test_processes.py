@@ -31,6 +31,8 @@ from tests.helpers.run_cli import run_failing
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import MAX_S, wait_until
 
+pytestmark = pytest.mark.waits
+
 
 def wait_for_exit(*processes: ForkedProcess, code: int = 0) -> list[tuple[str, str]]:
     """Wait until the processes have ended with the code, and return stdout and stderr of each."""

@@ -19,6 +19,8 @@ from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.waits
+
 
 @dataclass(frozen=True)
 class Runner:

@@ -14,6 +14,7 @@ from prepcli.cli.main import main
 from prepcli.errors import PrepError, UsageError
 from tests.helpers.quantized_folders import FORMATS, Arrays, make_mxfp4_experts, make_quantized
 from tests.helpers.run_cli import run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import read_tensors
 
 INVERTIBLE = ["fp8", "compressed-fp8", "int8", "compressed-nvfp4", "modelopt-nvfp4"]
@@ -39,10 +40,22 @@ def quantization_config(folder: str) -> dict[str, Any]:
     return json.loads(Path(folder, "config.json").read_text())["quantization_config"]
 
 
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"mesh": "1,2,2", "pad_vocab": "auto"},
+    {"scan": False},
+    {"layers": 2},
+]
+
+
+# Layouts move values, and formats encode them: each layout with one format, and each format with one layout.
 @pytest.mark.parametrize(
-    "layout", [{}, {"mesh": "1,2,2", "pad_vocab": "auto"}, {"scan": False}, {"layers": 2}]
+    ("name", "layout"),
+    slow_except(
+        [(name, layout) for name in INVERTIBLE for layout in LAYOUTS],
+        lambda case: case[0] == "fp8" or case[1] == LAYOUTS[1],
+    ),
 )
-@pytest.mark.parametrize("name", INVERTIBLE)
 def test_export_has_the_bytes_of_the_source(name: str, layout: dict[str, Any]):
     make_quantized(Path("m"), name)
     prep.save_init("./m", "init", quantized="dequantize", **layout)
@@ -109,8 +122,13 @@ def test_irreversible_export_hints_at_alternatives(name: str):
     assert not Path("exported").exists()
 
 
-@pytest.mark.parametrize("dtype", [None, "float32"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    slow_except(
+        [(name, dtype) for name in FORMATS for dtype in (None, "float32")],
+        lambda case: case[0] == "fp8" or case[1] is None,
+    ),
+)
 def test_quantized_source_supplies_the_bytes(name: str, dtype: Any):
     make_quantized(Path("m"), name)
     prep.save_init("./m", "init", quantized="dequantize", dtype=dtype)

@@ -22,6 +22,8 @@ from tests.helpers.range_server import FakeFileStore, FaultInjector, serve_range
 from tests.helpers.tiny_checkpoints import make_checkpoint
 from tests.helpers.waiting import wait_until
 
+pytestmark = pytest.mark.waits
+
 PREP_SCRIPT = """
 import sys
 from prepcli.remote import remote_files

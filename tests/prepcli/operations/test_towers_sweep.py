@@ -21,7 +21,7 @@ from trainer.models.text_part import MROPE_FIELDS, TEXT_FAMILIES, read_text_part
 
 # Types whose text part is computed as a family.
 TEXT_TYPES = (
-    "audioflamingo3", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "gemma3", "glm46v", "glm4v",
+    "audioflamingo3", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "gemma3", "gemma4", "glm46v", "glm4v",
     "glm4v_moe", "glm_ocr", "glmasr", "glmga", "got_ocr2", "granite_docling", "granite_speech",
     "granite_speech_plus", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "lfm2_vl",
     "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr",

@@ -13,9 +13,11 @@ import pytest
 from prepcli.testing.checkpoints import write_checkpoint
 from tests.golden.make_architectures import FOLDER
 from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.stored_tensors import StoredTensor, safetensors_bytes, write_safetensors
 from tests.helpers.tiny_checkpoints import (
     ALL_CONFIGS,
+    DENSE_CONFIGS,
     FAMILY_CONFIGS,
     checkpoint_tensors,
     make_checkpoint,
@@ -44,7 +46,16 @@ def num_layers_with_experts(config: dict[str, Any]) -> int:
     return 1 + next(layer for layer in range(len(dense) + 1) if layer not in dense)
 
 
-@pytest.mark.parametrize("config", ALL_CONFIGS, ids=lambda config: config["model_type"])
+# Equal layers, patterns and lists of layers, dense layers before experts, and two stacks. Tests below cut each kind of
+# list and section of a config.
+FAST_FAMILIES = ("gpt2", "gpt_neo", "gemma3_text", "mixtral", "deepseek_v3", "t5")
+
+
+@pytest.mark.parametrize(
+    "config",
+    slow_except(ALL_CONFIGS, lambda config: config["model_type"] in FAST_FAMILIES),
+    ids=lambda config: config["model_type"],
+)
 def test_family_keeps_its_first_layers(config: dict[str, Any]):
     make_checkpoint(Path("m"), config, legacy=False)
     num_layers = num_layers_with_experts(config)
@@ -94,6 +105,13 @@ def test_module_of_multi_token_prediction_keeps_its_count():
     run_ok("export", "m-init", "--out", "hf")
     assert "mtp.layers.0.enorm.weight" in safetensors_bytes(Path("hf"))
     assert json.loads(Path("hf/config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_model_with_tensors_of_all_layers_is_not_cut(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("m"), DENSE_CONFIGS["gemma4_text"], legacy=False)
+    message = run_failing(capsys, 1, "save-init", "./m", "--layers", "1")
+    assert "`--layers` is not supported for" in message
+    assert "embed_tokens_per_layer.weight has the values of all layers" in message
 
 
 def write_golden(model_type: str) -> dict[str, StoredTensor]:

@@ -18,6 +18,8 @@ from prepcli.remote.conditional_objects import publish_file
 from prepcli.remote.object_store import Bucket, parse_url
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 
+pytestmark = pytest.mark.waits
+
 LOCK = "bucket/out/.prep-lock"
 NEVER_S = 3600.0
 pytest.importorskip("obstore")

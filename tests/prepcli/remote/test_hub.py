@@ -19,6 +19,8 @@ from tests.helpers.adapters import ALPHA, RANK, make_adapter
 from tests.helpers.fork_server import run_python
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, hub_environment, serve_hub
 
+pytestmark = pytest.mark.waits
+
 WEIGHTS = save({"a": np.arange(3000, dtype=np.float32)})
 GOOD = {
     "config.json": b'{"model_type": "llama"}',

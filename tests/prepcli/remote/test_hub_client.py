@@ -25,6 +25,8 @@ from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
 from tests.helpers.loopback import STALL_KINDS
 from tests.helpers.waiting import MAX_S, wait_until
 
+pytestmark = pytest.mark.waits
+
 PREP = "import sys; from prepcli.cli.main import main; sys.exit(main())"
 MALFORMED_ANSWERS = {
     "html": b"<html>please log in</html>",

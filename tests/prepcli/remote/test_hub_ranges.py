@@ -26,6 +26,8 @@ from tests.helpers.range_server import (
 )
 from tests.helpers.slow_cases import slow_except
 
+pytestmark = pytest.mark.waits
+
 CONTENT = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8).tobytes()
 ZEROS = bytes(300_000)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

@@ -27,6 +27,8 @@ from tests.helpers.loopback import STALL_KINDS
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.range_server import FaultInjector
 
+pytestmark = pytest.mark.waits
+
 CONTENT = np.random.default_rng(2).integers(0, 256, 300_000, np.uint8).tobytes()
 
 

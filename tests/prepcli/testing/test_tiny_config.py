@@ -25,6 +25,8 @@ SIZES = (
     | {
         "dense_layers",
         "mixer_layers",
+        "reusing_layers",
+        "shape_groups",
         "latent_key_dim",
         "chunked_layers",
         "residual_scale",
@@ -33,9 +35,14 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize("num_heads", [3, 4])
 @pytest.mark.parametrize("config", [*CONFIGS.values(), *BARE.values()], ids=[*CONFIGS, *BARE])
-def test_scale_down_shrinks_sizes_and_keeps_choices(config: dict, num_heads: int):
+def test_scale_down_shrinks_sizes_and_keeps_choices(config: dict):
+    for num_heads in (3, 4):
+        check_scaled_down(config, num_heads)
+
+
+def check_scaled_down(config: dict, num_heads: int) -> None:
+    """Assert that a config is scaled down to small sizes with the same choices."""
     family, tiny = family_of(config), scale_down(config, num_heads)
     sizes, original = family.sizes(tiny), family.sizes(config)
     assert module._num_elements(family, tiny) <= module.MAX_SCALED_ELEMENTS
@@ -54,7 +61,7 @@ def test_scale_down_shrinks_sizes_and_keeps_choices(config: dict, num_heads: int
     choices, expected = dataclasses.asdict(arch), dataclasses.asdict(original_arch)
     different = {name for name, value in choices.items() if value != expected[name]}
     assert different <= SIZES
-    for name in ("dense_layers", "mixer_layers", "latent_key_dim"):
+    for name in ("dense_layers", "mixer_layers", "reusing_layers", "latent_key_dim"):
         assert bool(choices[name]) == bool(expected[name])
     for name in OPTIONAL_PARTS:
         assert (choices[name] is None) == (expected[name] is None)
@@ -80,6 +87,19 @@ def test_scale_down_keeps_each_kind_of_layer():
     tiny = scale_down(config | {"num_hidden_layers": 30})
     assert tiny["layer_types"] == ["sliding_attention", "full_attention"]
     assert tiny["num_hidden_layers"] == 2
+
+
+def test_scale_down_keeps_layers_with_keys_of_earlier_ones():
+    types = (["sliding_attention"] * 4 + ["full_attention"]) * 7
+    config = {
+        **{"model_type": "gemma4_text", "num_hidden_layers": 35, "layer_types": types},
+        **{"num_kv_shared_layers": 20, "use_double_wide_mlp": True},
+    }
+    tiny = scale_down(config)
+    assert tiny["layer_types"] == ["sliding_attention", "full_attention"] * 2
+    assert tiny["num_kv_shared_layers"] == 2
+    sizes = family_of(tiny).sizes(tiny)
+    assert (sizes["head_dim"], sizes["full_head_dim"], sizes["layer_input"]) == (24, 48, 6)
 
 
 QWEN3_NEXT = {"model_type": "qwen3_next", "full_attention_interval": 4, "mlp_only_layers": []}

@@ -215,6 +215,8 @@ def test_other_objects_are_not_a_run(store: FakeObjectStore, capsys: pytest.Capt
     assert list(store.objects) == [f"{PREFIX}photo.png"]
 
 
+# tests/prepcli/execution/test_bucket_storage.py saves from several processes. test_train_processes.py trains in two.
+@pytest.mark.slow
 def test_one_process_resumes_a_save_of_two_processes(store: FakeObjectStore):
     """The two processes have resumed a step of one process before."""
     assert train("--out", URL, "--stop-after", "1", "-q") == STOPPED

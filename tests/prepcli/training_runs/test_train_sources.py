@@ -22,9 +22,8 @@ from tests.helpers.processes import finish, start_processes
 from tests.helpers.range_server import serve_ranges
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
+from tests.helpers.tiny_checkpoints import read_tensors
 from tests.helpers.torch_checkpoints import to_torch, write_bin_folder
-from tests.helpers.training_folder import write_tokenizer
 from tests.prepcli.training_runs.test_train import (
     read_losses,
     read_step_files,
@@ -105,15 +104,14 @@ def test_exports_equal_exports_of_a_run_from_an_init():
 
 
 def test_resuming_does_not_need_the_source(capsys: pytest.CaptureFixture[str]):
-    make_checkpoint(Path("neo"), GPT_NEO)
-    write_tokenizer(Path("neo"))
-    words = ("--set", "model.path=neo", "--set", "train.steps=3")
+    shutil.copytree("tiny", "other")
+    words = ("--set", "model.path=other")
     assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *words]) == STOPPED
-    shutil.rmtree("neo")
+    shutil.rmtree("other")
     capsys.readouterr()
     code, report = train_json(capsys, *words)
-    assert (code, report["resumed_at"], report["step"]) == (OK, 1, 3)
-    assert Path("runs/recipe/3/state/hf/tokenizer.json").is_file()
+    assert (code, report["resumed_at"], report["step"]) == (OK, 1, 12)
+    assert Path("runs/recipe/12/state/hf/tokenizer.json").is_file()
     run_ok("inspect", "runs/recipe")
 
 

@@ -14,6 +14,8 @@ from prepcli.formats.run_steps import saved_steps
 from tests.helpers.fork_server import PREP, ForkedProcess, run_prep, start_python
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
+pytestmark = pytest.mark.waits
+
 WAIT_S = 240.0
 RUN = Path("runs/recipe")
 WORDS = ("train", "recipe.toml", "--set", "train.steps=6", "--set", "data.holdout=0")
@@ -40,7 +42,7 @@ train.prepare_run = prepare_later
 @contextmanager
 def waiting_start(*words: str) -> Iterator[ForkedProcess]:
     """Start `prep train`, and let it wait after it has read the steps of the run."""
-    process = start_python(WAITING_PREP, *WORDS, *words, cwd=".")
+    process = start_python(WAITING_PREP, *WORDS, *words, cwd=".", has_jax=True)
     deadline_s = time.monotonic() + WAIT_S
     try:
         while not Path("waiting").exists():
@@ -67,10 +69,10 @@ def logged_steps() -> list[int]:
 @pytest.mark.parametrize("stop_after", [0, 2], ids=["new", "resumed"])
 def test_second_start_of_a_run_is_refused_until_the_first_ends(work_dir: Path, stop_after: int):
     if stop_after:
-        stopped = run_prep(*WORDS, "--stop-after", str(stop_after), cwd=work_dir)
+        stopped = run_prep(*WORDS, "--stop-after", str(stop_after), cwd=work_dir, has_jax=True)
         assert stopped.returncode == STOPPED, stopped.stderr
     with waiting_start() as first:
-        second = run_prep(*WORDS, cwd=work_dir)
+        second = run_prep(*WORDS, cwd=work_dir, has_jax=True)
         assert second.returncode == FAILED
         assert "runs/recipe is locked" in second.stderr
         finish(first)
@@ -79,6 +81,6 @@ def test_second_start_of_a_run_is_refused_until_the_first_ends(work_dir: Path, s
 
 
 def test_failed_start_removes_its_lock(work_dir: Path):
-    failed = run_prep(*WORDS, "--set", "data.path=nothing.txt", cwd=work_dir)
+    failed = run_prep(*WORDS, "--set", "data.path=nothing.txt", cwd=work_dir, has_jax=True)
     assert failed.returncode == FAILED
     assert not Path("runs").exists()

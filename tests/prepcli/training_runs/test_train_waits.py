@@ -20,6 +20,8 @@ from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import MAX_S, wait_until
 
+pytestmark = pytest.mark.waits
+
 TERMINATED, INTERRUPT = (signal.SIGTERM, STOPPED), (signal.SIGINT, INTERRUPTED)
 WORDS = ("train", "recipe.toml", "--out", "run", "--json", "--set", "train.steps=3")
 # The first file of an export never reaches the disk, so that a signal arrives before the export is complete.
@@ -60,7 +62,7 @@ def test_signal_while_exports_are_awaited_is_reported(
     work_dir: Path, number: signal.Signals, code: int
 ):
     words = (*WORDS, "--set", "checkpoint.export_every=3")
-    process = start_python(PREP_ON_HANGING_DISK, *words)
+    process = start_python(PREP_ON_HANGING_DISK, *words, has_jax=True)
     wait_until(Path("run/exports/3.partial").is_dir, process)
     report = stop(process, number)
     assert process.returncode == code
@@ -80,14 +82,14 @@ def test_signal_during_the_push_is_reported(work_dir: Path, number: signal.Signa
     with serve_push_hub() as hub:
         environment = inherited | hub_environment(hub.url, work_dir / "home") | {"HF_TOKEN": TOKEN}
         hub.failing_requests, hub.stall = "PUT /lfs/", "silent"
-        process = start_python(PREP, *words, env=environment)
+        process = start_python(PREP, *words, env=environment, has_jax=True)
         wait_until(lambda: any(line.startswith("PUT /lfs/") for line in hub.requests), process)
         report = stop(process, number)
         assert process.returncode == code
         check_message(report, number, "not pushed to o/m")
         assert not hub.repos["o/m"].branches["main"]
         hub.failing_requests = "\0"
-        assert run_python(PREP, *words, env=environment).returncode == OK
+        assert run_python(PREP, *words, env=environment, has_jax=True).returncode == OK
         assert hub.repos["o/m"].branches["main"]
 
 
@@ -118,7 +120,7 @@ def test_signal_during_the_last_save_stops_the_wait(work_dir: Path):
         "    wait(self)\n"
         "Loop._wait_for_save = wait_with_signal\n" + PREP,
     )
-    process = start_python(script, *WORDS, "--set", "checkpoint.export_every=3")
+    process = start_python(script, *WORDS, "--set", "checkpoint.export_every=3", has_jax=True)
     out, _ = process.communicate(timeout=MAX_S)
     assert process.returncode == STOPPED
     check_message(json.loads(out), signal.SIGTERM, "not exported: step 3")

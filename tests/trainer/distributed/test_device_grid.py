@@ -157,7 +157,7 @@ def test_every_mesh_is_built_on_every_topology(topology: str):
 @pytest.mark.parametrize(
     "topology", ["v4:4x8x8", "v5e:4x8", "v5p:2x2x2", "v5p:4x4x8", "v6e:16x16", "tpu7x:4x4x4"]
 )
-def test_meshes_without_a_split_have_the_order_of_jax(topology: str):
+def test_devices_have_the_order_of_jax_if_it_supports_the_mesh(topology: str):
     devices, unsplit = cached_tpus(topology), 0
     for mesh in meshes_of(len(devices)):
         try:

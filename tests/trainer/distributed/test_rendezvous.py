@@ -16,6 +16,8 @@ from trainer.distributed.rendezvous import index_ranges, meet_processes
 from trainer.models.errors import PrepError
 from trainer.models.process_address import ProcessAddress
 
+pytestmark = pytest.mark.waits
+
 
 def meet(
     processes: Sequence[tuple[int, int]],

@@ -6,15 +6,21 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
+
 from tests.helpers.waiting import MAX_S
 from trainer.distributed.coordination import ConnectionBrokenError
 from trainer.distributed.heartbeat import JobEnd
 from trainer.distributed.watchdog import INTERVAL_S, Watchdog, WatchSettings
 
+pytestmark = pytest.mark.waits
+
 # Time limit of a job with a lost process.
 TIMEOUT_S = 1.0
 # Time limit of a job with two live processes beside a lost one.
 LIVE_TIMEOUT_S = 5.0
+# Time between two heartbeats.
+BEAT_S = 0.02
 
 
 @dataclass
@@ -76,7 +82,9 @@ def start_job(
             job.ends[index] = end
             job.reported[index].set()
 
-        settings = WatchSettings(timeout_s, 0.0, {index: f"host-{index}"})
+        settings = WatchSettings(
+            timeout_s, 0.0, {index: f"host-{index}"}, beat_s=BEAT_S, grace_s=BEAT_S
+        )
         job.dogs.append(
             Watchdog(
                 Texts(index, job.texts, job.is_up), settings, is_broken=is_broken, on_end=on_end
@@ -169,7 +177,8 @@ def test_watchdogs_stay_silent_after_close():
     job = start_job(timeout_s=TIMEOUT_S)
     job.close()
     job.is_up.clear()
-    assert not any(job.reported[index].wait(2 * TIMEOUT_S) for index in (0, 1, 2))
+    assert not job.reported[0].wait(2 * TIMEOUT_S)
+    assert not job.ends
 
 
 def test_interval_fits_the_timeout_and_the_number_of_processes():

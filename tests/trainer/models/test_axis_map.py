@@ -52,7 +52,7 @@ FORMS = {  # row -> (shape of the leaf, shape of a tensor, names of the tensors)
 
 
 @pytest.mark.parametrize("text", FORMS)
-def test_bind_row_returns_shapes_and_names_of_each_form(text: str):
+def test_bound_axis_map_has_shapes_and_tensor_names(text: str):
     leaf, source, names = FORMS[text]
     row = bind_row(parse_row(text), SIZES | {"local": [1, 4]})
     assert (row.leaf_shape, row.source_shape) == (leaf, source)

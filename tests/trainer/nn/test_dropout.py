@@ -46,16 +46,26 @@ def residual_mask(
     **options: Any,
 ) -> Any:
     """Return which elements of [B, T, D] a residual site keeps."""
-    masks = layer_dropout(make_dropout(**options).for_stack(stack), layer)
-    return np.asarray(masks.drop_residual(jnp.ones((ROWS, LENGTH, WIDTH)), site)) > 0
+
+    @jax.jit
+    def drop_ones() -> Array:
+        masks = layer_dropout(make_dropout(**options).for_stack(stack), layer)
+        return masks.drop_residual(jnp.ones((ROWS, LENGTH, WIDTH)), site)
+
+    return np.asarray(drop_ones()) > 0
 
 
 def attention_mask(site: DropoutSite = DropoutSite.ATTENTION, **options: Any) -> Any:
     """Return which probabilities [B, H, T, S] are kept."""
-    dropout = layer_dropout(make_dropout(**options).for_stack(Stack.DECODER)).attention(site, 4)
-    assert dropout is not None
-    ones, positions = jnp.ones((ROWS, 4, 1, LENGTH, LENGTH)), jnp.arange(LENGTH)
-    return np.asarray(dropout.for_queries(positions).apply(ones, positions))[:, :, 0] > 0
+
+    @jax.jit
+    def drop_ones() -> Array:
+        dropout = layer_dropout(make_dropout(**options).for_stack(Stack.DECODER)).attention(site, 4)
+        assert dropout is not None
+        ones, positions = jnp.ones((ROWS, 4, 1, LENGTH, LENGTH)), jnp.arange(LENGTH)
+        return dropout.for_queries(positions).apply(ones, positions)
+
+    return np.asarray(drop_ones())[:, :, 0] > 0
 
 
 def embedding_mask(**options: Any) -> Any:
@@ -72,6 +82,7 @@ def embedding_mask(**options: Any) -> Any:
 
 
 default_residual_mask = cache(residual_mask)
+default_attention_mask = cache(attention_mask)
 OTHER_MASKS = {
     "seed": lambda: residual_mask(seed=4),
     "step": lambda: residual_mask(step=6),
@@ -96,7 +107,7 @@ def test_masks_of_other_coordinates_are_not_correlated(name: str):
 
 
 def test_attention_masks_are_not_correlated():
-    mask = attention_mask().astype(float)
+    mask = default_attention_mask().astype(float)
     others = [
         attention_mask(DropoutSite.CROSS_ATTENTION),
         *(np.roll(mask, 1, axis=axis) for axis in range(4)),
@@ -109,7 +120,7 @@ def test_attention_masks_are_not_correlated():
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
 def test_counts_of_kept_probabilities_are_binomial(axis: int):
     """Chi-square of the counts along each axis: neither more nor less even than independent draws."""
-    mask = attention_mask()
+    mask = default_attention_mask()
     counts, draws = mask.sum(axis), mask.shape[axis]
     deviations = (counts - draws * (1 - RATE)) ** 2 / (draws * RATE * (1 - RATE))
     kurtosis = 3 + (1 - 6 * RATE * (1 - RATE)) / (draws * RATE * (1 - RATE))
@@ -153,7 +164,7 @@ def test_backward_pass_saves_no_mask():
 
 
 def test_rows_keep_their_masks_in_any_batch():
-    whole = residual_mask()
+    whole = default_residual_mask()
     part = make_dropout(rows=[3, 1]).for_stack(Stack.DECODER)
     mask = (
         layer_dropout(part).drop_residual(jnp.ones((2, LENGTH, WIDTH)), DropoutSite.MLP_RESIDUAL)
@@ -166,7 +177,7 @@ def test_positions_keep_their_masks_in_any_order():
     order = jnp.asarray(np.random.default_rng(0).permutation(LENGTH))
     masks = layer_dropout(make_dropout().for_stack(Stack.DECODER), positions=order)
     mask = masks.drop_residual(jnp.ones((ROWS, LENGTH, WIDTH)), DropoutSite.MLP_RESIDUAL) > 0
-    np.testing.assert_array_equal(mask, residual_mask()[:, order])
+    np.testing.assert_array_equal(mask, default_residual_mask()[:, order])
 
 
 def test_sites_with_rate_0_return_their_input():
@@ -185,10 +196,16 @@ def test_sites_with_rate_0_return_their_input():
 
 def remembered(ratio: tuple[float, float], rows: int = 512, length: int = 2048) -> np.ndarray:
     """Return the keys that forgetful causal masking leaves visible, bool [rows, length]."""
-    dropout = make_dropout(rows=range(rows), config=DropoutConfig(fcm_ratio=ratio)).for_stack(
-        Stack.DECODER
-    )
-    return np.asarray(dropout.remembered_keys(jnp.arange(length)))
+
+    @jax.jit
+    def compute_keys() -> Array:
+        config = DropoutConfig(fcm_ratio=ratio)
+        dropout = make_dropout(rows=range(rows), config=config).for_stack(Stack.DECODER)
+        keys = dropout.remembered_keys(jnp.arange(length))
+        assert keys is not None
+        return keys
+
+    return np.asarray(compute_keys())
 
 
 def test_forgetful_masking_never_hides_the_first_key():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from prepcli.testing.tiny_transformers import (
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
 from trainer.models.dropout_config import DropoutConfig
+from trainer.models.param_tree import Tree
 from trainer.nn import transformer
 from trainer.nn.attention import attention
 from trainer.nn.attention_mask import causal_mask
@@ -98,24 +99,24 @@ def test_block_drops_outputs_before_residual_additions(family: str):
     tiny, tensors = tiny_transformer(GOLDEN[family]), random_tensors(GOLDEN[family])
     model, arch_config = tiny.model, tiny.model.arch_config
     params = tiny.params_from_tensors(tensors)
-    layers = layer_weights(params, "", arch_config, model, ForwardConfig(scan_layers=False))
-    assert isinstance(layers, list)
     keys = first_layer_keys()
-    masks = LayerDropout(CONFIG, keys, jnp.arange(LENGTH))
-    cos_sin = rotary_cos_sin(arch_config.rope, jnp.arange(LENGTH)) if arch_config.rope else None
-    mask = dataclasses.replace(causal_mask(jnp.arange(LENGTH)), cos_sin=cos_sin)
-    context = LayerContext(arch_config, mask, dropout=masks, ffn_chunk_size=4)
     block = BLOCKS[arch_config.block_type]
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((ROWS, LENGTH, WIDTH)), jnp.float32)
-    no_dropout = dataclasses.replace(context, dropout=None)
+    x = np.random.default_rng(0).standard_normal((ROWS, LENGTH, WIDTH), np.float32)
 
     @jax.jit
-    def outputs(x: Array, layer: BlockWeights) -> tuple[Array, Array, Array]:
+    def outputs(x: Array, params: Tree) -> tuple[Array, Array, Array]:
+        layers = layer_weights(params, "", arch_config, model, ForwardConfig(scan_layers=False))
+        assert isinstance(layers, list)
+        layer = cast(BlockWeights, layers[0])
+        masks = LayerDropout(CONFIG, keys, jnp.arange(LENGTH))
+        cos_sin = rotary_cos_sin(arch_config.rope, jnp.arange(LENGTH)) if arch_config.rope else None
+        mask = dataclasses.replace(causal_mask(jnp.arange(LENGTH)), cos_sin=cos_sin)
+        context = LayerContext(arch_config, mask, dropout=masks, ffn_chunk_size=4)
         output = block(x, layer, context)[0]
-        without = block(x, layer, no_dropout)[0]
+        without = block(x, layer, dataclasses.replace(context, dropout=None))[0]
         return output, block_by_formula(x, layer, context), without
 
-    output, expected, without = outputs(x, layers[0])
+    output, expected, without = outputs(jnp.asarray(x), params)
     np.testing.assert_allclose(output, expected, atol=2e-5)
     assert relative_error(np.asarray(without), np.asarray(output)) > 0.05
 

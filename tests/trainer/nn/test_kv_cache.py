@@ -91,18 +91,36 @@ def test_kv_cache_keeps_layers_apart():
         np.testing.assert_array_equal(layer_kv.keys[:, :1], new.keys)
         np.testing.assert_array_equal(layer_kv.values[:, :1], new.values)
         assert not layer_kv.keys[:, 1:].any()
-    ring, full = cache.stacks[2], cache.stacks[T]
+    ring, full = cache.stacks[2], cache.stacks[FULL_ATTENTION]
     assert [float(layer.max()) for layer in (*ring.keys, *ring.values)] == [1, 3, 5, 10, 12, 14]
     assert [float(layer.max()) for layer in (*full.keys, *full.values)] == [2, 4, 11, 13]
 
 
 def test_windowed_layers_allocate_only_their_window():
     cache = make_cache(4, FULL_ATTENTION, 4, 2000, num_slots=1000)
-    shapes = {
-        slots: (stack.keys.shape, stack.values.shape) for slots, stack in cache.stacks.items()
-    }
-    assert shapes == {slots: ((2, 2, slots, 2, HEAD_DIM),) * 2 for slots in (4, 1000)}
+    assert cache.stacks.keys() == {4, FULL_ATTENTION, 2000}
+    for window, (layers, slots) in {4: (2, 4), FULL_ATTENTION: (1, 1000), 2000: (1, 1000)}.items():
+        stack = cache.stacks[window]
+        assert stack.keys.shape == stack.values.shape == (layers, 2, slots, 2, HEAD_DIM)
     nbytes = sum(
         array.nbytes for stack in cache.stacks.values() for array in (stack.keys, stack.values)
     )
     assert nbytes == 2 * 4 * (2 * 2 * HEAD_DIM) * (2 * 4 + 2 * 1000)
+
+
+def test_heads_of_windowed_layers_may_have_another_shape():
+    cache = empty_kv_cache(
+        (4, FULL_ATTENTION), (2, 3, 2, 8), "float32", UNSHARDED, head_shapes={4: (1, 6)}
+    )
+    assert cache.stacks[4].keys.shape == (1, 2, 3, 1, 6)
+    assert cache.stacks[FULL_ATTENTION].keys.shape == (1, 2, 3, 2, 8)
+
+
+def test_cache_without_slots_passes_keys_to_later_layers_only():
+    cache = KVCache({}, jnp.int32(0), num_slots=0)
+    new = KV(*(jnp.full((2, 5, 2, HEAD_DIM), value) for value in (1.0, 2.0)))
+    cache, kv = cache.append(new, 4, UNSHARDED)
+    assert kv is new
+    cache = cache.share(4, kv)
+    assert cache.shared[4] is new
+    assert cache.advance(5).shared == {}

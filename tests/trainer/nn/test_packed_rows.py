@@ -112,11 +112,16 @@ def test_logits_match_transformers_on_each_document(name: str):
         for packing in ("documents", "none")
     )
     forward_config = ForwardConfig(attention_options=KERNELS["blockwise"])
-    segments = Segments(packed["segment_ids"], packed["positions"])
-    x = transformer.hidden_states(
-        params, packed["tokens"], tiny.model, forward_config, segments=segments
-    )
-    logits = np.asarray(transformer.logits_from_hidden(params, x, tiny.model, forward_config))
+
+    @jax.jit
+    def compute_logits(params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
+        segments = Segments(batch["segment_ids"], batch["positions"])
+        x = transformer.hidden_states(
+            params, batch["tokens"], tiny.model, forward_config, segments=segments
+        )
+        return transformer.logits_from_hidden(params, x, tiny.model, forward_config)
+
+    logits = np.asarray(compute_logits(params, packed))
     expected = torch_logits(
         torch_model(config, random_tensors(config)), jax.device_get(padded), LENGTHS
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from prepcli.testing.torch_transformers import exact_log
 from trainer.models.architecture import RelativePositionBias, alibi_slopes
 from trainer.models.rope_config import QueryScale, Rope
 from trainer.nn.position_encoding import (
+    CosSin,
     alibi_bias,
     apply_rotary,
     inverse_frequencies,
@@ -30,10 +32,13 @@ X = np.random.default_rng(0).standard_normal((2, T, 3, HEAD_DIM))
 @pytest.mark.parametrize("is_interleaved", [False, True])
 def test_apply_rotary_matches_complex_rotation(rotary_dim: int, is_interleaved: bool):
     rope = Rope(rotary_dim, 100.0, T)
-    cos_sin = rotary_cos_sin(rope, jnp.arange(T))
-    rotated = np.asarray(
-        apply_rotary(jnp.asarray(X, jnp.float32), cos_sin.cosine, cos_sin.sine, is_interleaved)
-    )
+
+    @jax.jit
+    def rotate(x: jax.Array) -> jax.Array:
+        cos_sin = rotary_cos_sin(rope, jnp.arange(T))
+        return apply_rotary(x, cos_sin.cosine, cos_sin.sine, is_interleaved)
+
+    rotated = np.asarray(rotate(X.astype(np.float32)))
     half = rotary_dim // 2
     first, second = slice(half), slice(half, rotary_dim)
     if is_interleaved:
@@ -77,9 +82,14 @@ def test_rotary_cos_sin_at_uses_length_of_each_row(rope: Rope):
     """The rows have lengths below, at and beyond the original positions, and the maximum."""
     lengths = np.array([3, 16, 17, 40])
     positions = np.stack([np.arange(length - 3, length) for length in lengths])
-    cos_sin = rotary_cos_sin_at(rope, jnp.asarray(positions), jnp.asarray(lengths), 40)
-    for row, length in enumerate(lengths):
-        expected = rotary_cos_sin(rope, jnp.arange(length))
+
+    @jax.jit
+    def compute() -> tuple[CosSin, list[CosSin]]:
+        at_lengths = rotary_cos_sin_at(rope, jnp.asarray(positions), jnp.asarray(lengths), 40)
+        return at_lengths, [rotary_cos_sin(rope, jnp.arange(length)) for length in lengths]
+
+    cos_sin, expected_rows = compute()
+    for row, (length, expected) in enumerate(zip(lengths, expected_rows)):
         cosine, sine = expected.cosine[length - 3 :], expected.sine[length - 3 :]
         np.testing.assert_allclose(cos_sin.cosine[row], cosine, atol=1e-5)
         np.testing.assert_allclose(cos_sin.sine[row], sine, atol=1e-5)
@@ -191,17 +201,22 @@ def test_buckets_of_all_tables_match_transformers(num_buckets: int):
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_relative_position_bias_looks_up_bucket_of_distance(bidirectional: bool):
     config = RelativePositionBias(8, 11, bidirectional)
-    table = jnp.asarray(np.random.default_rng(0).standard_normal((8, 3)))
+    table = np.random.default_rng(0).standard_normal((8, 3), np.float32)
     buckets = relative_position_buckets(config)
-    q_positions, kv_positions = jnp.array([0, 5, 30]), jnp.arange(20)
-    bias = np.asarray(relative_position_bias(table, q_positions, kv_positions, config))
+    q_positions, kv_positions = np.array([0, 5, 30]), np.arange(20)
+
+    @jax.jit
+    def compute_bias(q_positions: jax.Array, kv_positions: jax.Array) -> jax.Array:
+        return relative_position_bias(jnp.asarray(table), q_positions, kv_positions, config)
+
+    bias = np.asarray(compute_bias(q_positions, kv_positions))
     assert bias.shape == (3, 3, 20)
     for t, query in enumerate(q_positions):
         for s, key in enumerate(kv_positions):
             expected = table[buckets[max(-11, min(11, int(key - query))) + 11]]
             np.testing.assert_array_equal(bias[:, t, s], expected)
-    shifted_q, shifted_kv = (jnp.stack([p, p + 1]) for p in (q_positions, kv_positions))
-    per_row = relative_position_bias(table, shifted_q, shifted_kv, config)
+    shifted_q, shifted_kv = (np.stack([p, p + 1]) for p in (q_positions, kv_positions))
+    per_row = compute_bias(shifted_q, shifted_kv)
     np.testing.assert_array_equal(per_row, np.stack([bias, bias]))
 
 

@@ -109,3 +109,25 @@ def test_correction_has_no_gradient():
 def test_check_experts_rejects_groups(router: Router, why: str):
     with pytest.raises(PrepError, match=why):
         router.check_experts(NUM_EXPERTS, TOP_K)
+
+
+def test_router_with_own_norm_scales_input_and_weights():
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((2, 3, WIDTH))
+    matrix = rng.standard_normal((NUM_EXPERTS, WIDTH))
+    input_scale = rng.standard_normal(WIDTH)
+    expert_scale = rng.standard_normal(NUM_EXPERTS)
+    arch_config = dataclasses.replace(make_moe_arch(TOP_K), router=Router(has_own_norm=True))
+    weights: RouterWeights = {
+        "weight": jnp.asarray(matrix, jnp.float32),
+        "input_scale": {"weight": jnp.asarray(input_scale, jnp.float32)},
+        "expert_scale": {"weight": jnp.asarray(expert_scale, jnp.float32)},
+    }
+    routing = route(jnp.asarray(x, jnp.float32), weights, arch_config, ExpertSharding())
+    root_mean_square = np.sqrt((x**2).mean(-1, keepdims=True) + arch_config.norm_eps)
+    logits = (x / root_mean_square * input_scale / np.sqrt(WIDTH)) @ matrix.T
+    best = np.argsort(logits)[..., ::-1][..., :TOP_K]
+    np.testing.assert_array_equal(routing.experts, best)
+    selected = np.exp(np.take_along_axis(logits, best, -1))
+    expected = selected / selected.sum(-1, keepdims=True) * expert_scale[best]
+    np.testing.assert_allclose(routing.weights, expected, rtol=1e-5)

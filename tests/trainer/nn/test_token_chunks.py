@@ -32,12 +32,15 @@ def test_chunks_change_neither_output_nor_gradients(chunk_size: int):
         output = over_token_chunks(feed_forward, x.shape[1], chunk_size)(x, weights, None)
         return jnp.square(output).sum(), output
 
-    gradients, output = jax.grad(loss, argnums=(0, 1), has_aux=True)(X, WEIGHTS)
-    expected, expected_output = jax.grad(
-        lambda x, weights: (jnp.square(feed_forward(x, weights)).sum(), feed_forward(x, weights)),
-        argnums=(0, 1),
-        has_aux=True,
-    )(X, WEIGHTS)
+    def whole_loss(x: Array, weights: Mapping[str, Array]) -> tuple[Array, Array]:
+        output = feed_forward(x, weights)
+        return jnp.square(output).sum(), output
+
+    @jax.jit
+    def differentiate(x: Array, weights: Mapping[str, Array]) -> Any:
+        return [jax.grad(f, argnums=(0, 1), has_aux=True)(x, weights) for f in (loss, whole_loss)]
+
+    (gradients, output), (expected, expected_output) = differentiate(X, WEIGHTS)
     np.testing.assert_allclose(output, expected_output, rtol=1e-5, atol=1e-5)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradients, expected

@@ -37,7 +37,7 @@ def resolve(model: Model, config: dict[str, Any], family: str = "gpt2") -> Dropo
     )
 
 
-def test_default_drops_nothing():
+def test_recipe_without_dropout_ignores_the_rates_of_the_config():
     assert resolve(load_model(), {"attn_pdrop": 0.5}) == NO_DROPOUT
     assert not NO_DROPOUT.is_active
 

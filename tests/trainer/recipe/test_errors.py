@@ -246,15 +246,15 @@ FILES = {
     ),
     "warm-up as long as the run": (
         replaced("lr = 1e-3", "lr = 1e-3\nwarmup_steps = 20"),
-        "x.toml:12: `optimizer.warmup_steps` leaves no steps for the decay - warm-up takes 20 steps, and the run has 20"
-        " steps, counted from 0, warm-up included - use fewer warm-up steps, or `--set optimizer.schedule=constant`",
+        "x.toml:12: `optimizer.warmup_steps` leaves no steps for the decay - warm-up takes the first 20 steps, and the "
+        "run has 20 steps, warm-up included - use fewer warm-up steps, or `--set optimizer.schedule=constant`",
     ),
     "decay before warm-up": (
         GOOD.replace("steps = 20", "epochs = 1").replace(
             "1e-3", "1e-3\nwarmup_steps = 9\ndecay_steps = 5"
         ),
-        "x.toml:12: `optimizer.warmup_steps` leaves no steps for the decay - warm-up takes 9 steps, and "
-        "`optimizer.decay_steps` is 5, counted from 0, warm-up included - use fewer warm-up steps, or "
+        "x.toml:12: `optimizer.warmup_steps` leaves no steps for the decay - warm-up takes the first 9 steps, and "
+        "`optimizer.decay_steps` is 5, warm-up included - use fewer warm-up steps, or "
         "`--set optimizer.schedule=constant`",
     ),
     "text without quotes": (

@@ -184,14 +184,28 @@ def test_profile_records_the_steps(tmp_path: Path):
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
-def test_profile_ends_with_the_run(tmp_path: Path):
+@pytest.fixture
+def profiler_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace the functions of JAX's profiler, and return the list of their calls.
+
+    tests/prepcli/training_runs/test_train_events.py writes a profile, which takes seconds.
+    """
+    calls = list[str]()
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    return calls
+
+
+def test_profile_ends_with_the_run(tmp_path: Path, profiler_calls: list[str]):
     profiler = StepProfiler(11, 30, tmp_path / "profile", raise_warning)
     run_loop(tmp_path, options={"profiler": profiler})
     assert not profiler.is_recording
-    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    assert profiler_calls == ["start", "stop"]
 
 
-def test_profile_ends_with_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_profile_ends_with_a_failed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profiler_calls: list[str]
+):
     profiler = StepProfiler(2, 30, tmp_path / "profile", raise_warning)
 
     def fail(step: int) -> None:
@@ -202,7 +216,7 @@ def test_profile_ends_with_a_failed_run(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         run_loop(tmp_path, options={"profiler": profiler})
     assert not profiler.is_recording
-    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    assert profiler_calls == ["start", "stop"]
 
 
 @pytest.mark.parametrize("function", ["start_trace", "stop_trace"])

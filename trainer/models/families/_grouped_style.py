@@ -42,6 +42,7 @@ def build_family(
     layer: Parameters,
     groups: Mapping[str, LayerGroup],
     tokens: str = "embed_tokens.weight",
+    shared: Parameters | None = None,
     final_norm: Parameters = _llama_style.FINAL_RMS_NORM,
     tied_by_default: bool = False,
     dropped: Mapping[str, str] = _llama_style.LEGACY_BUFFERS,
@@ -59,6 +60,7 @@ def build_family(
         layer: Parameters of every layer.
         groups: Path part and atom of a group -> its layers.
         tokens: Tensor of the token embeddings.
+        shared: Parameters outside of layers, other than the token embedding, the last norm and the head.
         final_norm: Parameters of the norm after the last layer.
         tied_by_default: Whether the head is tied if the config does not say.
         dropped: Pattern of tensors to ignore -> their description.
@@ -86,6 +88,7 @@ def build_family(
         arch_config=arch_config,
         parameters={
             **embedding("tokens", f"vocab embed <- {tokens}: vocab embed"),
+            **(shared or {}),
             **parameters,
             **final_norm,
             **_llama_style.HEAD,

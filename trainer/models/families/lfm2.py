@@ -91,7 +91,7 @@ def conv_arch_config(config: HFConfig, axis_sizes: dict[str, int]) -> ArchConfig
     is_tied = config.get("tie_word_embeddings", True)
     if config.get("tie_embedding", is_tied) != is_tied:
         why = f"tie_embedding is {config['tie_embedding']!r:.20}, and tie_word_embeddings {is_tied!r:.20}"
-        raise unsupported_config_error("two values of one choice are not supported", why)
+        raise unsupported_config_error("tie_embedding and tie_word_embeddings differ", why)
     layers = conv_layers(config)
     arch = _llama_style.arch_config(
         config,

@@ -324,15 +324,15 @@ def test_alibi_matches_reference(window: int):
     """Compare outputs and gradients with linear biases, computed in tiles and with all scores at once."""
     rng = np.random.default_rng(0)
     q, k, v, gradient = (
-        jnp.asarray(rng.standard_normal((2, 13, heads, 8)), jnp.float32) for heads in (4, 2, 2, 4)
+        rng.standard_normal((2, 13, heads, 8), np.float32) for heads in (4, 2, 2, 4)
     )
     slopes = alibi_slopes(4)
-    bias = ScoreBias(jnp.asarray([slopes], jnp.float32), Alibi(slopes))
-    mask = dataclasses.replace(causal_mask(jnp.arange(13)), bias=bias, window=window)
     options = AttentionOptions("blockwise", 4, 5)
 
     def run(kernel: AttentionKernel) -> list[Array]:
         def attend(q: Array, k: Array, v: Array) -> Array:
+            bias = ScoreBias(jnp.asarray([slopes], jnp.float32), Alibi(slopes))
+            mask = dataclasses.replace(causal_mask(jnp.arange(13)), bias=bias, window=window)
             return kernel(q, KV(k, v), make_arch(), mask, options)
 
         @jax.jit

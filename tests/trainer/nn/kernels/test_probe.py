@@ -63,7 +63,7 @@ def _without_cache() -> Iterator[None]:
         [("gemma2", "float32"), ("t5", "bfloat16"), ("llama, random masks", "float32")],
     ),
 )
-def test_blockwise_attention_passes(model: str, dtype: str):
+def test_probe_accepts_blockwise_attention(model: str, dtype: str):
     assert find_mismatch("blockwise", AttentionNeeds(MODELS[model], dtype, 16), CPU) == ""
 
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from tests.helpers import runs
 from tests.helpers.optimizers import (
-    DISTINCT_RULES,
     KEYS,
     compile_step,
     compiled_run,
@@ -91,7 +90,8 @@ def test_round_to_nearest_equals_a_cast_on_the_host(bits: list[int]):
     assert np.array_equal(actual.view(np.uint16)[~is_nan], expected.view(np.uint16)[~is_nan])
 
 
-@pytest.mark.parametrize("name", slow_except(KEYS, DISTINCT_RULES))
+# A rule never gets bfloat16. Adafactor has moments of other shapes than the parameters.
+@pytest.mark.parametrize("name", slow_except(KEYS, ("adafactor",)))
 def test_bfloat16_update_is_the_float32_update_rounded_once(name: str):
     optimizer = make_optimizer(name, ema=0.75)
     setup = runs.make_setup(runs.LLAMA, optimizer=optimizer, param_dtype="bfloat16")

@@ -9,8 +9,8 @@ import pytest
 from tests.helpers import runs
 from tests.helpers.optimizers import (
     COMPACT,
-    DISTINCT_RULES,
     KEYS,
+    WHOLE_STEP_RULES,
     compiled_run,
     make_optimizer,
     run_trajectory,
@@ -33,9 +33,10 @@ def save_and_restore(state: TrainState, setup: StepSetup) -> TrainState:
     return restore_state(runs.MemoryReader(arrays), setup)
 
 
+# test_state_moves_to_any_mesh restores the state of every rule.
 @pytest.mark.parametrize(
     ("name", "is_compact", "k"),
-    slow_except(CASES, [(name, True, 3) for name in DISTINCT_RULES]),
+    slow_except(CASES, [(name, True, 3) for name in WHOLE_STEP_RULES]),
 )
 def test_resume_equals_the_uninterrupted_run(name: str, is_compact: bool, k: int):
     setup, step = compiled_run(name, is_compact=is_compact)

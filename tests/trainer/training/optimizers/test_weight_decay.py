@@ -6,11 +6,14 @@ import pytest
 
 from prepcli.testing.tiny_transformers import tiny_transformer
 from tests.helpers.hybrid_configs import HYBRID_FAMILIES
+from tests.helpers.later_configs import GEMMA4_EXPERTS, LATER_FAMILIES
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA
 from trainer.models.param_tree import flatten_tree
 from trainer.training.optimizers.weight_decay import WeightDecay
 
-CONFIGS = {"llama": LLAMA, "gpt_neo": GPT_NEO, **FAMILY_CONFIGS, **HYBRID_FAMILIES}
+# Families with parameters that others do not have.
+LATER = {"gemma4_text": LATER_FAMILIES["gemma4_text"] | GEMMA4_EXPERTS}
+CONFIGS = {"llama": LLAMA, "gpt_neo": GPT_NEO, **FAMILY_CONFIGS, **HYBRID_FAMILIES, **LATER}
 # The Trainer finds norms by their names, and misses this one.
 UNRECOGNIZED_NORMS = {"backbone.norm_f.weight"}
 BIASES = {"encoder.relative_positions.weight", "decoder.relative_positions.weight"}
