@@ -19,7 +19,12 @@ from trainer.models.json_types import HFConfig
 from trainer.models.parameters import VERBATIM, Family
 from trainer.models.registry import FAMILIES, family_of
 from trainer.models.text_part import read_text_part, text_section
-from trainer.models.truncation import later_layers, tensors_of_all_layers, truncate_config
+from trainer.models.truncation import (
+    later_layers,
+    prediction_tensors,
+    tensors_of_all_layers,
+    truncate_config,
+)
 from trainer.models.verbatim import CANNOT_TRAIN, TensorTypes, split_numbers, verbatim_family
 
 
@@ -161,7 +166,9 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
         what = text("{} removes no layer", Option("layers", layers))
         why = f"{source.display_name} has no more layers"
         raise usage_error(what, why, text("use a smaller {}", Option("layers")))
-    config = truncate_config(source.config, layers)
+    prediction = prediction_tensors(source.family, source.config, names)
+    later |= prediction
+    config = truncate_config(source.config, layers, removes_prediction=bool(prediction))
     if not source.family.is_verbatim:
         _check_layers_have_own_tensors(source)
     if not source.family.is_verbatim and _has_later_layers(source, config, names, layers):

@@ -58,6 +58,8 @@ PER_LAYER_FIELDS = frozenset(
 )
 # End of the names of other such lists, e.g. num_attention_heads_per_layer.
 PER_LAYER_SUFFIX = "_per_layer"
+# Number of layers for multi-token prediction.
+PREDICTION_FIELD = "num_nextn_predict_layers"
 # Number of the last layers that attend to the keys and values of earlier ones.
 REUSING_LAYERS_FIELD = "num_kv_shared_layers"
 # Settings of some layers, e.g. {"3": {...}}.
@@ -92,7 +94,9 @@ DEPTH_FIELD = "depth"
 PATTERN_FIELD = "attention_types"
 
 
-def truncate_config(config: HFConfig, layers: int) -> JsonObject:
+def truncate_config(
+    config: HFConfig, layers: int, *, removes_prediction: bool = False
+) -> JsonObject:
     """Return the config of a model with the first layers only.
 
     Lists with one entry per layer get shorter as well. Other lists stay, also with as many entries as layers.
@@ -100,6 +104,7 @@ def truncate_config(config: HFConfig, layers: int) -> JsonObject:
     Args:
         config: Content of a config.json.
         layers: Number of layers to keep.
+        removes_prediction: Whether the layers for multi-token prediction are removed.
 
     >>> truncate_config({"num_hidden_layers": 3, "layer_types": ["a", "b", "a"]}, 2)
     {'num_hidden_layers': 2, 'layer_types': ['a', 'b']}
@@ -107,9 +112,11 @@ def truncate_config(config: HFConfig, layers: int) -> JsonObject:
     truncated = dict(config)
     for field, value in config.items():
         if field in LAYER_SECTIONS and isinstance(value, Mapping):
-            truncated[field] = truncate_config(value, layers)
+            truncated[field] = truncate_config(value, layers, removes_prediction=removes_prediction)
         elif field in LAYER_FIELDS and _is_count(value):
             truncated[field] = min(value, layers)
+        elif field == PREDICTION_FIELD and removes_prediction:
+            truncated[field] = 0
         elif field == PATTERN_FIELD and is_layer_pattern(value):
             truncated[field] = [[_first_entries(value, layers), 1]]
         elif field in LAYER_NUMBER_FIELDS and _are_layer_numbers(value):
@@ -121,6 +128,22 @@ def truncate_config(config: HFConfig, layers: int) -> JsonObject:
         elif _has_entry_per_layer(field) and isinstance(value, list | str):
             truncated[field] = value[:layers]
     return truncated
+
+
+def prediction_tensors(family: Family, config: HFConfig, names: Iterable[str]) -> set[str]:
+    """Return the names of the tensors of layers for multi-token prediction.
+
+    These layers follow the last layer of the model. For example, layer 61 of DeepSeek-V3 follows layers 0 to 60.
+
+    Args:
+        family: Family of the model.
+        config: Content of its config.json.
+        names: Names of its tensors, without the family's prefix.
+    """
+    if family.is_verbatim:
+        return _later_numbers(config, names, max(layer_counts(config)))
+    prefixes = tuple(f"layers.{number}." for number in family.prediction_layers(config))
+    return {name for name in names if name.startswith(prefixes)}
 
 
 def _num_removed(config: HFConfig, layers: int) -> int:

@@ -10,11 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prepcli.testing.checkpoints import write_checkpoint
 from tests.golden.make_architectures import FOLDER
 from tests.helpers.run_cli import run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.stored_tensors import StoredTensor, safetensors_bytes, write_safetensors
-from tests.helpers.tiny_checkpoints import ALL_CONFIGS, DENSE_CONFIGS, make_checkpoint
+from tests.helpers.tiny_checkpoints import (
+    ALL_CONFIGS,
+    DENSE_CONFIGS,
+    FAMILY_CONFIGS,
+    checkpoint_tensors,
+    make_checkpoint,
+)
+from tests.helpers.tiny_configs import DENSE_FAMILIES
 from trainer.models.json_types import JsonObject, JsonValue
 from trainer.models.registry import family_of
 from trainer.models.truncation import later_layers, truncate_config
@@ -70,6 +78,33 @@ def test_dense_layers_of_moe_model_are_not_a_model(capsys: pytest.CaptureFixture
     message = run_failing(capsys, 1, "save-init", "./m", "--layers", "1")
     assert "`--layers 1` leaves a model that is not supported" in message
     assert "all 1 layers are dense" in message
+
+
+@pytest.mark.parametrize("options", [(), ("--verbatim",)], ids=["family", "verbatim"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
+def test_layers_of_multi_token_prediction_are_removed(model_type: str, options: tuple[str, ...]):
+    """Layer 3 follows the 3 layers of the model, as layer 61 follows layer 60 in DeepSeek-V3."""
+    config = FAMILY_CONFIGS[model_type] | {"num_nextn_predict_layers": 1}
+    tensors = checkpoint_tensors(config, "float32", tied=False, legacy=False)
+    tensors["model.layers.3.enorm.weight"] = np.ones(8, np.float32)
+    write_checkpoint(Path("m"), config, tensors)
+    run_ok("save-init", "./m", "--layers", "2", *options)
+    run_ok("export", "m-init", "--out", "hf")
+    exported = json.loads(Path("hf/config.json").read_text())
+    assert exported == config | {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}
+    assert {layer_of(name) for name in safetensors_bytes(Path("hf"))} == {-1, 0, 1}
+
+
+def test_module_of_multi_token_prediction_keeps_its_count():
+    """A verbatim model keeps `mtp.*`, which is no layer."""
+    config = DENSE_FAMILIES["exaone_moe"] | {"num_nextn_predict_layers": 1}
+    tensors = checkpoint_tensors(config, "float32", tied=False, legacy=False)
+    tensors["mtp.layers.0.enorm.weight"] = np.ones(8, np.float32)
+    write_checkpoint(Path("m"), config, tensors)
+    run_ok("save-init", "./m", "--verbatim", "--layers", "2")
+    run_ok("export", "m-init", "--out", "hf")
+    assert "mtp.layers.0.enorm.weight" in safetensors_bytes(Path("hf"))
+    assert json.loads(Path("hf/config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
 def test_model_with_tensors_of_all_layers_is_not_cut(capsys: pytest.CaptureFixture[str]):

@@ -18,9 +18,8 @@ from prepcli.planning.tensor_match import (
     match_tensors,
     vocab_tensors,
 )
-from tests.helpers.hybrid_configs import HYBRID_FAMILIES
-from tests.helpers.later_configs import LATER_FAMILIES
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, GPT_NEO, LLAMA, checkpoint_tensors
+from tests.helpers.tiny_configs import DENSE_FAMILIES
 from trainer.models.parameters import parameter_rows
 from trainer.models.registry import family_of
 
@@ -209,21 +208,30 @@ def test_layers_of_multi_token_prediction_are_dropped(count: int):
         assert {d.name for d in match_model(config, tensors).dropped} == dropped
 
 
-PREDICTION_FAMILIES = {"mellum": LATER_FAMILIES["mellum"]} | {
-    name: HYBRID_FAMILIES[name] for name in ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+MTP_TENSORS = ("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight")
+ERNIE_MTP_TENSORS = (
+    "mtp_block.0.self_attn.q_proj.weight",
+    "mtp_emb_norm.0.weight",
+    "mtp_hidden_norm.0.weight",
+    "mtp_linear_proj.0.weight",
+)
+PREDICTION_TENSORS = {
+    **dict.fromkeys(
+        ("exaone_moe", "mellum", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), MTP_TENSORS
+    ),
+    "ernie4_5_moe": ERNIE_MTP_TENSORS,
 }
 
 
-@pytest.mark.parametrize("name", PREDICTION_FAMILIES)
-def test_modules_of_multi_token_prediction_are_dropped(name: str):
-    config = PREDICTION_FAMILIES[name]
-    modules = ["mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight"]
+@pytest.mark.parametrize(("name", "modules"), PREDICTION_TENSORS.items())
+def test_modules_of_multi_token_prediction_are_dropped(name: str, modules: tuple[str, ...]):
+    config = (FAMILY_CONFIGS | DENSE_FAMILIES)[name]
     extra = dict.fromkeys([*modules, "mtpx.fc.weight"], TensorInfo("float32", (3,), 12))
     tensors = stored_tensors(config) | extra
     why = match_model_error(config, tensors).why
     assert [tensor for tensor in extra if tensor in why] == ["mtpx.fc.weight"]
     del tensors["mtpx.fc.weight"]
-    assert [tensor.name for tensor in match_model(config, tensors).dropped] == modules
+    assert [tensor.name for tensor in match_model(config, tensors).dropped] == [*modules]
 
 
 def test_drop_never_drops_used_tensors():

@@ -33,9 +33,10 @@ def test_block_size_matches_gguf(name: str):
     assert size == (BLOCK_TYPES[name].values, BLOCK_TYPES[name].dtype.itemsize)
 
 
+# The values of 10,000 blocks fit into the caches of a CPU, so that 10^7 blocks take less than a minute.
 # test_every_value_of_every_byte_decodes_like_gguf has all values of single bytes.
 @pytest.mark.parametrize(
-    ("batches", "num_blocks"), slow_except([(1, 20_000), (100, 100_000)], [(1, 20_000)])
+    ("batches", "num_blocks"), slow_except([(1, 20_000), (1000, 10_000)], [(1, 20_000)])
 )
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_random_blocks_equal_gguf(name: str, batches: int, num_blocks: int):
