@@ -282,12 +282,8 @@ def _whole_model(source: Source) -> Source:
     model = as_verbatim(source)
     if source.wrapper is None:
         return model
-    towers = [replace(tensor, name=source.file_name(tensor)) for tensor in source.tower_tensors]
-    tensors = (*model.tensors, *towers)
     config = with_text_config(source.wrapper.config, source.wrapper.text_config, source.config)
-    return as_verbatim(
-        replace(model, tensors=tensors, config=config, wrapper=None, tower_tensors=())
-    )
+    return replace(model, config=config)
 
 
 def _find_weights(source: Source, scales: Mapping[str, SourceTensor]) -> list[_Weight]:
