@@ -54,7 +54,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
 def _read_rope(config: HFConfig, head_dim: int) -> Rope:
     """Read the rotary embedding. A config without a scaling has the one of ApertusConfig."""
     max_positions = read_size(config, "max_position_embeddings", MAX_POSITIONS)
-    if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
+    if config.get("rope_parameters") is None and not config.get("rope_scaling"):
         config = {**config, "rope_parameters": ROPE_PARAMETERS}
     return read_rope(config, head_dim, max_positions=max_positions, default_theta=ROPE_THETA)
 
