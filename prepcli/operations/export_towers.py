@@ -49,12 +49,15 @@ def select_parts(
             why = text("{} leaves them out", Option("text_only", True))
             raise no_effect_error(Option("towers", str(towers)), source, why)
         return text_model(source)
-    if not is_multimodal or source.wrapper is not None:
+    if not is_multimodal or source.tower_tensors:
         if towers is not None:
             why = "it has its own towers" if is_multimodal else NO_TOWERS
             raise no_effect_error(Option("towers", str(towers)), source, why)
         return source
-    assert recorded is not None
+    if towers is None and source.wrapper is not None:
+        # The model was saved without its towers.
+        return source
+    recorded = recorded or {}
     path = str(towers) if towers is not None else _recorded_path(source, recorded)
     other = _open_towers(source, path, access)
     if check_digest:
@@ -84,7 +87,7 @@ def _open_towers(source: Source, path: str, access: Access) -> Source:
         other = open_source(locate(path, access=access))
     except PrepError as error:
         raise PrepError(what, f"{error.what}: {error.why}", TOWERS_HINT) from error
-    if other.tower_tensors:
+    if other.wrapper is not None:
         return other
     raise PrepError(what, f"{path} has no towers", TOWERS_HINT)
 

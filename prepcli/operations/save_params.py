@@ -106,7 +106,7 @@ def _plan_item(
     # `_check_leaves` reports its shape.
     manifest = _manifest_fields(source, located.model_name, vocab_rows=(*tokens.shape, 1)[0])
     _check_leaves(shapes, source, manifest)
-    if source.tower_tensors:
+    if source.wrapper is not None:
         # The output has only the parameters.
         stored = stored_towers(source, like, located.local_files.commit)
         manifest["towers"] = {**manifest["towers"], **stored}

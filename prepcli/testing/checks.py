@@ -46,7 +46,7 @@ from prepcli.testing.torch_transformers import (
 from trainer.distributed.sharding import ShardingContext
 from trainer.generation.decode import GenerationConfig
 from trainer.generation.generator import Generator
-from trainer.models.architecture import OUTPUT_SCALE
+from trainer.models.architecture import OUTPUT_SCALE, XIELU_CONSTANTS
 from trainer.models.mesh import Mesh, parse_mesh
 from trainer.models.moe_config import CORRECTION
 from trainer.models.param_tree import flatten_tree, unflatten_tree
@@ -303,7 +303,7 @@ def check_step_on_mesh(subject: FamilyUnderTest) -> str:
         leaf_sharding = sharding.param_sharding(leaves[path])
         _require(np.isfinite(leaf).all(), f"{path} is not finite")
         has_changed = not np.array_equal(leaf, before[path])
-        is_constant = path == OUTPUT_SCALE or path.endswith(CORRECTION)
+        is_constant = path == OUTPUT_SCALE or path.endswith((CORRECTION, *XIELU_CONSTANTS))
         _require(has_changed or is_constant, f"{path} does not change")
         _require(
             leaf.sharding.is_equivalent_to(leaf_sharding, leaf.ndim), f"{path} is {leaf.sharding}"

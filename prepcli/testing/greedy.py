@@ -26,7 +26,7 @@ def with_small_embeddings(config: HFConfig, tensors: Tensors) -> Tensors:
     """Return the tensors with embeddings and heads multiplied by 0.1."""
     vocab = config["vocab_size"]
     return {
-        name: tensor * np.float32(0.1 if tensor.shape[0] == vocab else 1)
+        name: tensor * np.float32(0.1 if tensor.shape[:1] == (vocab,) else 1)
         for name, tensor in tensors.items()
     }
 

@@ -141,7 +141,7 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> JsonObject:
     # Raises for faults that scaling down would hide.
     family.arch_config(config)
     if _num_elements(family, config) <= MAX_TINY_ELEMENTS:
-        return _with_enough_positions(family, {**config})
+        return _with_enough_positions(family, _without_padding(family, config))
     original = _original_sizes(family, config)
     kinds = _layer_kinds(config)
     num_layers = max([2, *map(len, kinds.values())])
@@ -155,7 +155,8 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> JsonObject:
     tiny |= _mixer_fields(family, config, wanted) | _num_dense_fields(family, config)
     if has_reusing_layers:
         tiny[REUSING_FIELD] = num_layers // 2
-    tiny |= _token_ids(config) | _feature_fields(config, original, wanted)
+    tiny |= {name: 0 for name in config if name.endswith("_token_id")}
+    tiny |= _feature_fields(config, original, wanted)
     if _has_only_dense_layers(family, tiny):
         tiny |= ONE_DENSE_LAYER
     tiny = _with_valid_defaults(family, _replace_large_defaults(family, tiny, original, wanted))
@@ -164,7 +165,7 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> JsonObject:
         raise usage_error(
             "this config cannot be scaled down", why, "write a config with small sizes by hand"
         )
-    return _with_enough_positions(family, tiny)
+    return _with_enough_positions(family, _without_padding(family, tiny))
 
 
 def _original_sizes(family: Family, config: HFConfig) -> dict[str, int]:
@@ -459,15 +460,15 @@ def _layer_fields(
     return fields
 
 
-def _token_ids(config: HFConfig) -> JsonObject:
-    """Return the special tokens. Padding stays only in an encoder-decoder: its decoder starts with it.
+def _without_padding(family: Family, config: HFConfig) -> JsonObject:
+    """Return a config without a padding token. An encoder-decoder keeps it, because its decoder starts with it.
 
     torch computes no gradient for the embedding of a padding token, and the checks use every token.
     """
-    fields: JsonObject = {name: 0 for name in config if name.endswith("_token_id")}
-    if "pad_token_id" in config and "decoder_start_token_id" not in config:
-        fields["pad_token_id"] = None
-    return fields
+    if family.arch_config(config).encoder is not None:
+        return {**config}
+    # An absent field would have the default of the config class, e.g. 0 in Gemma4TextConfig.
+    return {**config, "pad_token_id": None}
 
 
 def _feature_fields(

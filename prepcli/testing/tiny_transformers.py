@@ -250,9 +250,9 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 def split_into_atoms(row: AxisMap, tensor: np.ndarray) -> tuple[np.ndarray, list[str]]:
     """Return the part of a tensor that an axis map uses, as a view with one dim per axis, and the names of the axes."""
-    part = tensor[
-        tuple(slice(dim.start, dim.start + dim.selected_extent) for dim in row.source_dims)
-    ]
+    parts = (slice(dim.start, dim.start + dim.selected_extent) for dim in row.source_dims)
+    # With the ellipsis, a tensor without dims or of one element gives a view too.
+    part = tensor[(*parts, ...)]
     factors: list[SizedAxis] = []
     for dim in row.source_dims:
         factors.extend(dim.factors)
@@ -266,5 +266,4 @@ def split_into_atoms(row: AxisMap, tensor: np.ndarray) -> tuple[np.ndarray, list
         else:
             index.append(factor.fixed)
     values = part.reshape([factor.extent for factor in factors])
-    # With the ellipsis, a tensor of one element gives a view too.
     return values[(*index, ...)], free_atoms

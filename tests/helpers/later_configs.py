@@ -22,6 +22,7 @@ GEMMA4_EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 # Configs with a golden file of the results of transformers.
 LATER_FAMILIES: dict[str, dict[str, Any]] = {
+    "apertus": LLAMA_LIKE | {"model_type": "apertus"},
     "bitnet": LLAMA_LIKE | {"model_type": "bitnet"},
     "exaone": LLAMA_LIKE | {"model_type": "exaone", "mlp_bias": True},
     "exaone_moe": EXPERTS | {
@@ -81,6 +82,10 @@ LATER_FAMILIES: dict[str, dict[str, Any]] = {
 FAMILIES = LATER_FAMILIES
 # Configs without a golden file. Tests compare them with the installed transformers.
 LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
+    "apertus-plain-rotation": FAMILIES["apertus"] | {
+        "attention_bias": True, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+    },
     "bitnet-biases": FAMILIES["bitnet"] | {
         "attention_bias": True, "hidden_act": "silu", "rope_theta": 300.0, "tie_word_embeddings": True,
     },

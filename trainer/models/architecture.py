@@ -28,6 +28,8 @@ ACTIVATIONS = (
     "relu",
     "relu2",
 )
+# Activation with parameters of its own. Only the families that have them support it.
+XIELU = "xielu"
 # A sliding window without a limit.
 FULL_ATTENTION = 0
 # Wider windows are reduced to this size. It fits into int32 and is longer than any sequence.
@@ -51,6 +53,8 @@ BlockType = Literal[
 KeyValueRole = Literal["own", "stored", "reused"]
 # Path of the factor of a layer's output in blocks of the type "sandwich_input". Transformers does not train it either.
 OUTPUT_SCALE = "layers.output.scale"
+# Ends of the paths of the constants of xIELU.
+XIELU_CONSTANTS = ("mlp.xielu_beta.scale", "mlp.xielu_eps.scale")
 # Longer than any sequence. Bounds the memory that an invalid config can ask for.
 MAX_RELATIVE_DISTANCE = 1 << 20
 # Values in `layer_types`.

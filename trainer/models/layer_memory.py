@@ -46,6 +46,7 @@ ACTIVATION_ARRAYS = {
     "swish": 4,
     "relu": 3,
     "relu2": 3,
+    "xielu": 7,
 }
 # Norms of a layer by `block_type`, and how many of them follow a projection.
 NORMS_PER_BLOCK: Mapping[BlockType, int] = {

@@ -8,6 +8,7 @@ from typing import Any
 from trainer.models.architecture import SEMANTIC_FIELDS
 from trainer.models.errors import Command, PrepError, text
 from trainer.models.families import (
+    apertus,
     arcee,
     bamba,
     biogpt,
@@ -131,7 +132,7 @@ _FAMILY_MODULES = (
     *(llama4, flint, hy_v3, minicpm3, nanochat, phimoe),
     *(lfm2, lfm2_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text),
     *(mamba2, bamba, granitemoehybrid, falcon_h1, nemotron_h, mamba, jamba),
-    *(gemma4, bitnet),
+    *(gemma4, bitnet, apertus),
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")

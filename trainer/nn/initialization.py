@@ -30,6 +30,10 @@ DECAY_RATES = "mixer.a_log.weight"
 CONSTANTS = {
     **{"mixer.norm.scale": 1.0, STEP_BIASES: 1.0, "mixer.d.weight": 1.0},
     **{"router.input_scale.weight": 1.0, "router.expert_scale.weight": 1.0},
+    # softplus gives 0.8 and 0.3, the initial factors of `XIELUActivation` in transformers.
+    "mlp.xielu_alpha_p.weight": math.log(math.expm1(0.8)),
+    "mlp.xielu_alpha_n.weight": math.log(math.expm1(0.3)),
+    **{"mlp.xielu_beta.scale": 0.5, "mlp.xielu_eps.scale": -1e-6},
 }
 # Rates of gated delta nets, as in `Qwen3NextGatedDeltaNet` of transformers.
 MIN_DECAY_RATE = 0.01

@@ -18,6 +18,7 @@ from trainer.nn.activation_names import name_activation
 from trainer.nn.layer_weights import MoeWeights, Projections
 from trainer.nn.linear import linear, scale_by
 from trainer.nn.norms import norm
+from trainer.nn.xielu import ALPHA_P, xielu
 
 # Key of the norm of the input among the weights of an MLP.
 INPUT_NORM = "input_norm"
@@ -53,7 +54,7 @@ def mlp(
     Args:
         x: Input [B, T, D].
         weights: Projections `up`, `down` and, if it is gated, `gate`. Optionally INPUT_NORM, the norm of `x`, and
-            `down_norm`, the norm of the hidden units (BitNet).
+            `down_norm`, the norm of the hidden units (BitNet), or the parameters of xIELU (Apertus).
         constants: Unused. An MLP needs none.
         arch_config: The choices of the layers.
         sharding: The device mesh and its rules.
@@ -68,7 +69,10 @@ def mlp(
     gate = None
     if arch_config.has_gated_mlp:
         gate = linear(x, weights["gate"], num_devices=num_devices)
-    hidden = hidden_units(up, gate, arch_config)
+    if ALPHA_P in weights:
+        hidden = xielu(name_activation(up, "mlp_hidden"), weights)
+    else:
+        hidden = hidden_units(up, gate, arch_config)
     hidden = sharding.constrain(hidden, "batch", "seq", "mlp")
     if "down_norm" in weights:
         hidden = norm(hidden, weights["down_norm"], arch_config)

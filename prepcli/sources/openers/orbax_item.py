@@ -121,9 +121,33 @@ def open_orbax(
         quantized=manifest.quantized,
         config_path=config_path if config_path.is_file() else None,
         left_files=left_files,
-        wrapper=Wrapper(read_config(config_path), config) if towers else None,
+        wrapper=_read_wrapper(config_path, config, manifest, has_towers=bool(towers)),
         tower_tensors=tuple(sorted(towers, key=file_position)),
     )
+
+
+def _read_wrapper(
+    config_path: Path, config: HFConfig, manifest: Manifest, *, has_towers: bool
+) -> Wrapper | None:
+    """Return the multimodal model in an item, or None if the item has only the text part.
+
+    Args:
+        config_path: Path of the item's config.json.
+        config: Config of the text part.
+        manifest: Manifest of the item.
+        has_towers: Whether the item has tensors of towers.
+    """
+    if has_towers:
+        return Wrapper(read_config(config_path), config)
+    # A multimodal model may have been saved without its towers. The item then still has its whole
+    # config, while a training step has the config of the text part.
+    recorded = manifest.towers
+    if recorded is None or "path" in recorded or not config_path.is_file():
+        return None
+    stored_config = read_config(config_path)
+    if stored_config.get("model_type") != recorded.get("model_type"):
+        return None
+    return Wrapper(stored_config, config)
 
 
 def _open_foreign_item(

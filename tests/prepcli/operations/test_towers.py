@@ -323,18 +323,53 @@ def test_saved_params_export_with_towers_of_like(like: str):
     assert read_json("hf/config.json") == read_json("m/config.json")
 
 
-def test_model_without_stored_towers_exports_with_named_ones(capsys: pytest.CaptureFixture[str]):
+def write_bare_model() -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """Write a model to `m` and a copy without towers to `bare`, and return the tensors of both."""
     tensors = write_model("llava")
     shutil.copytree("m", "bare")
     text = {name: t for name, t in tensors.items() if name.startswith("language_model.")}
     write_safetensors(Path("bare/model.safetensors"), text)
+    return tensors, text
+
+
+def test_model_without_stored_towers_round_trips():
+    _, text = write_bare_model()
+    run_ok("save-init", "./bare", "--mesh", "1,2,2")
+    run_ok("reshard", "bare-init", "--mesh", "1,4,1", "--no-scan", "--out", "other")
+    for checkpoint in ("bare-init", "other"):
+        run_ok("export", checkpoint, "--out", "hf", "--overwrite")
+        check_export("hf", text)
+        run_ok("verify", "hf", checkpoint)
+        run_ok("verify", checkpoint, "./bare")
+
+
+def test_model_without_stored_towers_exports_with_named_ones():
+    tensors, _ = write_bare_model()
     run_ok("save-init", "./bare")
-    lines = errors_of(capsys, "export", "bare-init", "--out", "hf")
-    assert lines[0] == "error: the manifest of bare-init does not name the model with the towers"
-    assert "--towers" in lines[-1]
-    assert "--text-only" in lines[-1]
     run_ok("export", "bare-init", "--towers", "./m", "--out", "hf")
     assert safetensors_bytes(Path("hf")) == tensors
+
+
+def test_saved_params_export_without_towers_of_bare_like():
+    _, text = write_bare_model()
+    run_ok("save-init", "./bare")
+    prep.save_params(prep.load_params("bare-init"), "saved", like="bare-init")
+    run_ok("export", "saved", "--out", "hf")
+    assert safetensors_bytes(Path("hf")) == text
+    assert read_json("hf/config.json") == read_json("m/config.json")
+
+
+def test_saved_params_without_path_name_no_towers(capsys: pytest.CaptureFixture[str]):
+    write_bare_model()
+    run_ok("save-init", "./bare")
+    prep.save_params(prep.load_params("bare-init"), "saved", like="bare-init")
+    # Older versions recorded no path for a model without towers.
+    with changed_manifest(Path("saved")) as manifest:
+        del manifest["towers"]["path"]
+    lines = errors_of(capsys, "export", "saved", "--out", "hf")
+    assert lines[0] == "error: the manifest of saved does not name the model with the towers"
+    assert "--towers" in lines[-1]
+    assert "--text-only" in lines[-1]
 
 
 def test_lock_approves_towers(capsys: pytest.CaptureFixture[str]):

@@ -69,7 +69,7 @@ def check_scaled_down(config: dict, num_heads: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2"])
 def test_scale_down_keeps_a_tiny_config(name: str):
-    assert scale_down(ODD_HEADS[name]) == ODD_HEADS[name]
+    assert scale_down(ODD_HEADS[name]) == {"pad_token_id": None} | ODD_HEADS[name]
 
 
 def test_scale_down_increases_too_few_learned_positions():
@@ -152,6 +152,19 @@ def test_scale_down_keeps_the_kinds_of_both_layer_lists():
 def test_scale_down_removes_large_token_ids():
     tiny = scale_down(CONFIGS["phi-4"])
     assert (tiny["bos_token_id"], tiny["eos_token_id"], tiny["pad_token_id"]) == (0, 0, None)
+
+
+def test_scale_down_removes_default_padding_of_config_class():
+    """Gemma4TextConfig has the default 0. Torch computes no gradient for the embedding of this token."""
+    tiny = dict(ODD_HEADS["gemma4_text"])
+    del tiny["pad_token_id"]
+    for config in (tiny, {"model_type": "gemma4_text"}, {"model_type": "gemma2"}):
+        assert scale_down(config)["pad_token_id"] is None
+
+
+def test_scale_down_keeps_padding_that_starts_a_decoder():
+    config = {"model_type": "t5", "pad_token_id": 0, "decoder_start_token_id": 0}
+    assert scale_down(config)["pad_token_id"] == 0
 
 
 def test_unknown_size_field_is_a_usage_error(monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,7 @@ from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import COMMIT, FakeRepo, serve_hub
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import error_lines, run_ok
-from tests.helpers.stored_tensors import safetensors_bytes
+from tests.helpers.stored_tensors import safetensors_bytes, write_safetensors
 from tests.helpers.towers import PROCESSOR, write_model
 from tests.helpers.training_folder import RECIPE, write_tokenizer
 
@@ -150,6 +150,24 @@ def test_run_starts_from_model_folder(trained: Path):
     run_ok("export", "runs/recipe", "--out", "a")
     run_ok("export", "runs/folder", "--out", "b")
     assert safetensors_bytes(Path("a")) == safetensors_bytes(Path("b"))
+
+
+def test_run_of_model_without_stored_towers_exports_without_them(trained: Path):
+    text = {
+        name: tensor
+        for name, tensor in safetensors_bytes(Path("m")).items()
+        if name.startswith(TEXT_NAMES)
+    }
+    shutil.copytree("m", "bare")
+    write_safetensors(Path("bare/model.safetensors"), text)
+    run_ok("save-init", "./bare")
+    recipe = Path("recipe.toml").read_text().replace("m-init", "bare-init")
+    Path("bare.toml").write_text(recipe)
+    run_ok("train", "bare.toml")
+    run_ok("export", "runs/bare", "--out", "hf")
+    assert safetensors_bytes(Path("hf")).keys() == text.keys()
+    whole_config = json.loads(Path("m/config.json").read_text())
+    assert json.loads(Path("hf/config.json").read_text()) == whole_config
 
 
 def test_changed_rope_theta_keeps_mrope_in_export(trained: Path):

@@ -70,7 +70,13 @@ WITHOUT_ROTATION = ("opt", "opt-350m", "biogpt", "xglm")
 # Their rotary frequencies depend on the number of tokens, so that padding changes logits.
 WITH_LENGTH_DEPENDENT_ROPE = ("llama-dynamic", "phi3-longrope")
 # Corrections of a router's scores, and factors of the outputs of layers, have no gradient.
-UNTRAINED_TENSORS = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+UNTRAINED_TENSORS = (
+    "e_score_correction_bias",
+    "expert_bias",
+    "layer_scalar",
+    "act_fn.beta",
+    "act_fn.eps",
+)
 
 load_cached = cache(load)
 

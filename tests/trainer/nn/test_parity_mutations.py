@@ -107,6 +107,7 @@ def swap_ropes(arch_config: ArchConfig) -> ArchConfig:
 # (golden file, mistake) -> the change of the architecture.
 MUTATIONS: dict[tuple[str, str], Mutation] = {
     ("gpt2", "unscaled scores"): change(attn_scale=1.0),
+    ("apertus", "queries without rotation"): change_rope(num_turning_pairs=0),
     ("bitnet", "plain rectifier"): change(activation="relu"),
     ("gemma4_text", "values without a norm"): change(has_plain_value_norm=False),
     ("gemma4_text", "rotation of whole heads"): change_rope(num_turning_pairs=6),

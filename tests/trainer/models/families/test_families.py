@@ -294,6 +294,19 @@ def test_bloom_ignores_the_mlp_width_of_its_config():
     assert FAMILIES["bloom"].sizes(config)["mlp"] == 64
 
 
+def test_apertus_without_a_scaling_has_the_one_of_its_class():
+    for fields in ({}, {"rope_scaling": {}}, {"rope_theta": 300.0}):
+        rope = FAMILIES["apertus"].arch_config({"model_type": "apertus", **fields}).rope
+        assert rope is not None
+        assert (rope.rope_type, rope.theta, rope.factor) == ("llama3", 12e6, 8.0)
+
+
+def test_apertus_rejects_another_activation():
+    with pytest.raises(PrepError) as caught:
+        FAMILIES["apertus"].arch_config({"model_type": "apertus", "hidden_act": "silu"})
+    assert caught.value.what == "activation `silu` is not supported"
+
+
 def test_bitnet_rejects_heads_without_the_width_of_their_norm():
     config = {"model_type": "bitnet", "hidden_size": 24, "num_attention_heads": 3, "head_dim": 10}
     with pytest.raises(PrepError) as caught:

@@ -12,7 +12,10 @@ from trainer.models.param_tree import flatten_tree
 from trainer.training.optimizers.weight_decay import WeightDecay
 
 # Families with parameters that others do not have.
-LATER = {"gemma4_text": LATER_FAMILIES["gemma4_text"] | GEMMA4_EXPERTS}
+LATER = {
+    "apertus": LATER_FAMILIES["apertus"],
+    "gemma4_text": LATER_FAMILIES["gemma4_text"] | GEMMA4_EXPERTS,
+}
 CONFIGS = {"llama": LLAMA, "gpt_neo": GPT_NEO, **FAMILY_CONFIGS, **HYBRID_FAMILIES, **LATER}
 # The Trainer finds norms by their names, and misses this one.
 UNRECOGNIZED_NORMS = {"backbone.norm_f.weight", "model.norm_f.weight"}
