@@ -286,7 +286,7 @@ def read_quantized(path: Path) -> str:
             continue
         tensors = [tensor for tensor in header.tensors if tensor.name.startswith(letter)]
         try:
-            weights = find_stored_weights(settings, tensors, [path])
+            weights = find_stored_weights(settings, tensors, [path], settings_file=path.name)
             blob = DequantizedBlob(path.name, weights.decoders, (path,))
             decoded.append(decode_start(blob))
         except PrepError as error:

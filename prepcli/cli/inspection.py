@@ -107,7 +107,7 @@ def roundtrip(
     """Convert a model to every layout and back, and certify that no bit changed.
 
     The certificate lists each way with its tensors, bytes and digest. The conversions are
-    temporary, in a folder beside it.
+    temporary, in a folder next to it.
 
     Examples:
       prep roundtrip gpt-neo-1.3B

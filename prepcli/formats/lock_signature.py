@@ -60,7 +60,7 @@ def sign(data: bytes, key_path: Path) -> bytes:
 
 
 def check_signature(lock: Path, data: bytes, key_path: Path) -> None:
-    """Check the signature beside a lock file.
+    """Check the signature next to a lock file.
 
     Args:
         lock: Path of the lock file.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,11 +21,7 @@ from prepcli.formats.safetensors import read_safetensors_folder
 from prepcli.formats.torch_dcp import read_dcp_folder
 from prepcli.formats.torch_files import read_torch_folder
 from prepcli.formats.zarr import ChunkIndex
-from prepcli.planning.chunk_placement import LeafPiece
-from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.plan import Contiguous, Locations, location_copies
-from prepcli.planning.state_names import PARAMS
-from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import FileTensor, array_bits, itemsize
 from prepcli.quantized.decoder import Decoder
 from prepcli.sources.decoded_arrays import DecodedArray
@@ -47,10 +42,8 @@ from prepcli.sources.openers.torch_folder import placement_of
 from prepcli.sources.opening import check_local_files
 from prepcli.sources.source import CONFIG, SourceTensor, read_config
 from prepcli.sources.source_hints import NO_HINTS, SourceHints
-from prepcli.sources.tree_tensors import StoredLeaf, match_foreign_tree
-from trainer.models.axis_map import ParsedAxisMap
 from trainer.models.json_types import HFConfig
-from trainer.models.parameters import VERBATIM, Family, parameter_rows
+from trainer.models.parameters import VERBATIM, Family
 from trainer.models.registry import FAMILIES
 from trainer.models.text_part import TextPart
 
@@ -542,64 +535,3 @@ READERS: Mapping[Kind, Callable[[Path, str], CheckpointContents]] = {
     "orbax": _read_orbax,
     "adapter": _read_adapter,
 }
-
-
-def nbytes_below(contents: CheckpointContents, root: str) -> int:
-    """Return the bytes of the entries below a root key, such as `opt_state`."""
-    return sum(entry.nbytes for entry in contents.entries if entry.path[0] == root)
-
-
-def count_parameters(contents: CheckpointContents) -> int | None:
-    """Count the values of the model's parameters, without buffers, tied duplicates and optimizer state.
-
-    Returns:
-        The number of values, or None if the family is unknown or the config is invalid.
-    """
-    family = contents.family
-    if family is None:
-        return None
-    if contents.kind == "orbax":
-        return sum(math.prod(entry.shape) for entry in contents.entries if entry.path[0] == PARAMS)
-    try:
-        return _count_parameters(family, contents)
-    except PrepError:
-        return None
-
-
-def _count_parameters(family: Family, contents: CheckpointContents) -> int:
-    if contents.kind in ("flax", "easylm"):
-        shapes = _tree_tensor_shapes(family, contents)
-    else:
-        stored_shapes = {entry.name: entry.shape for entry in contents.entries}
-        stored_shapes |= {decoder.name: decoder.shape for decoder in contents.decoders}
-        names = TensorNames(family)
-        shapes = {names.bare_name(name): shape for name, shape in stored_shapes.items()}
-    # A tied pair counts once, as the embedding. A file that has only the head keeps it.
-    if family.is_tied(contents.config, shapes) and family.tying.embedding_tensor in shapes:
-        shapes.pop(family.tying.head_tensor, None)
-    rows = parameter_rows(family, contents.config, tensors=shapes)
-    pattern = re.compile("|".join(_name_pattern(row) for row in rows.values()))
-    return sum(math.prod(shape) for name, shape in shapes.items() if pattern.fullmatch(name))
-
-
-def _tree_tensor_shapes(family: Family, contents: CheckpointContents) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the family's tensors in another library's tree, by bare name."""
-    leaves: dict[str, StoredLeaf] = {}
-    for entry in contents.entries:
-        chunk_shape = tuple(max(1, n) for n in entry.shape)
-        leaves[entry.name] = StoredLeaf(entry.shape, entry.dtype, chunk_shape, _no_placement)
-    tree = match_foreign_tree(leaves, family, contents.config, contents.display_name)
-    return {tensor.name: tensor.shape for tensor in tree.tensors}
-
-
-def _no_placement(piece: LeafPiece) -> StridedPlacement:
-    """Return a placeholder: only the shape of the chunk is used."""
-    zeros = (0,) * len(piece.grid.shape)
-    return StridedPlacement(0, 0, zeros, zeros)
-
-
-def _name_pattern(row: ParsedAxisMap) -> str:
-    """Return a regular expression for the tensor names of an axis-map row, with any layer number."""
-    return "".join(
-        re.escape(part) if isinstance(part, str) else "[0-9]+" for part in row.name_parts
-    )

@@ -16,8 +16,6 @@ from prepcli.inspection.contents import (
     AdapterSummary,
     CheckpointContents,
     TensorEntry,
-    count_parameters,
-    nbytes_below,
     read_contents,
 )
 from prepcli.inspection.gguf_contents import read_gguf_contents
@@ -27,6 +25,7 @@ from prepcli.inspection.logical_leaves import (
     logical_leaves,
     partition_rules,
 )
+from prepcli.inspection.parameter_count import count_parameters, nbytes_below
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.operations.inspection_options import SortKey, ViewOptions
 from prepcli.operations.operation import public

@@ -54,7 +54,7 @@ def plan_resized_folder(
         request: Its recorded command line.
         name: Name of the model in the manifest.
         init: Kind of new rows, for the manifest.
-        side_files: Files beside the weights and config.json.
+        side_files: Files other than the weights and config.json.
         settings: Further fields of the manifest.
     """
     # Other tensors that the family ignores, such as buffers, are copied. Only `--drop` removes a tensor here.

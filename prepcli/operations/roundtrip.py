@@ -102,7 +102,7 @@ def roundtrip(
 ) -> Roundtrip:
     """Convert a model to every layout and back to a Hugging Face folder, and certify that no bit changed.
 
-    The conversions are written to a temporary folder beside the certificate, one way after another.
+    The conversions are written to a temporary folder next to the certificate, one way after another.
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
@@ -262,7 +262,7 @@ def _digest(records: TensorRecords) -> str:
 
 @contextmanager
 def _temporary_folder(path: Path, name: str) -> Iterator[Path]:
-    """Create a folder beside the certificate, and remove it at the end of the block."""
+    """Create a folder next to the certificate, and remove it at the end of the block."""
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{name}-roundtrip-", dir=path.parent))
     except OSError as error:

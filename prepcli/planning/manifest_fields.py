@@ -88,8 +88,8 @@ class OriginRecord(TypedDict, total=False):
     """Identity of the source of an output.
 
     `manifest` is the digest of its manifest, and `commit` its commit on the hub. The start model of a training step
-    also has the `name` in the recipe, and without a manifest a `sample_digest` of its first rows. `is_random` stands
-    for random parameters, without a checkpoint.
+    also has the `name` in the recipe, and without a manifest a `sample_digest` of its first rows. `is_random` means
+    random parameters, without a checkpoint.
     """
 
     name: str

@@ -15,9 +15,9 @@ from prepcli.inspection.contents import (
     AdapterSummary,
     CheckpointContents,
     TensorEntry,
-    nbytes_below,
 )
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_fields, tree_rows
+from prepcli.inspection.parameter_count import nbytes_below
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map, summarize_sharding
 from prepcli.inspection.tensor_stats import TensorStats
 from prepcli.operations.inspect import (

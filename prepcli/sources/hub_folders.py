@@ -136,7 +136,7 @@ class HubFolder:
     def names(self) -> list[str]:
         """List the files at the top of the repository.
 
-        The metadata file of an Orbax item is left out, because items cannot be read from the hub.
+        The metadata file of an Orbax item is absent, because items cannot be read from the hub.
         """
         return [name for name in self.listing.siblings if "/" not in name and name != METADATA_FILE]
 

@@ -87,7 +87,7 @@ def find_source(source: RecordedSource, output: Path, search: Sequence[Path]) ->
 
 
 def _candidates(name: str, output: Path, search: Sequence[Path]) -> Iterator[Path]:
-    """Yield existing checkpoints of a name. A run stands for its steps, the last one first."""
+    """Yield existing checkpoints of a name. A run is replaced by its steps, the last one first."""
     if not name:
         return
     relative = Path(os.path.expanduser(name))

@@ -46,7 +46,7 @@ class Mixer:
         S_t       = exp(-exp(a_log) dt_t) S_(t-1) + k_t (dt_t v_t)^T
         mixer(x)  = rms_norm((S_t^T q_t + d v_t) * silu(x W_z)) W_o
 
-    The norm has its mean over the heads that share queries and keys. It follows the gate, precedes it, or is left out.
+    The norm has its mean over the heads that share queries and keys. It follows the gate, precedes it, or is absent.
 
     Falcon-H1 (arXiv:2507.22448, `FalconH1Mixer` of transformers) multiplies x by `input_scale`, the outputs of W_q,
     W_k, W_v, W_z and W_dt by a factor each, and the output of the mixer by `output_scale`.

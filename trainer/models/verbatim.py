@@ -79,7 +79,7 @@ class _Stack:
         return any(map(self.atom, range(len(self.numbers))))
 
     def path(self, layer: str = STACKED_NUMBER) -> str:
-        """Return the leaf's path as a template: `layer` stands for the stacked layer numbers."""
+        """Return the leaf's path as a template: `layer` in place of the stacked layer numbers."""
         path = escape_path(self.pieces[0])
         for position, piece in enumerate(self.pieces[1:]):
             number = str(self.numbers[position][0])

@@ -1,4 +1,4 @@
-"""Recurrent mixers: the sublayer of a layer in which tokens read earlier tokens, beside attention or in its place.
+"""Recurrent mixers: a sublayer in which tokens read earlier tokens, in addition to attention or in its place.
 
 `trainer.models.mixer_config.Mixer` has the equations of the mixers.
 
