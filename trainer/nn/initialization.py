@@ -128,7 +128,9 @@ def _sample_step_biases(key: Array, shape: tuple[int, ...], *, steps: InitialSte
     """Sample the biases b with softplus(b) = dt, for log-uniform steps dt."""
     bounds = (math.log(steps.minimum), math.log(steps.maximum))
     log_steps = jax.random.uniform(key, shape, minval=bounds[0], maxval=bounds[1])
-    dt = jnp.maximum(jnp.exp(log_steps), steps.floor)
+    # XLA flushes smaller numbers to 0, which would give a bias of -inf.
+    floor = max(steps.floor, float(jnp.finfo(jnp.float32).tiny))
+    dt = jnp.maximum(jnp.exp(log_steps), floor)
     # The inverse of softplus(b) = log(1 + exp(b)) is log(exp(dt) - 1).
     return dt + jnp.log(-jnp.expm1(-dt))
 
