@@ -446,7 +446,9 @@ class LayerStack:
         )
 
     def _transient_scores_nbytes(self) -> int:
-        """Return the bytes of scores that exist only during a layer's backward pass."""
+        """Return the bytes of scores that exist only during a layer's backward pass. 0 without attention."""
+        if not self.kv_lengths:
+            return 0
         if self.inputs.attention_tile is not None:
             tiled_copies = self.inputs.itemsize * (3 * self._query_size() + self._kv_size())
             num_copies = TILE_COPIES if self.inputs.blocks_overlap else FUSED_TILE_COPIES
