@@ -18,6 +18,7 @@ from trainer.models.manifest_fields import StepFields
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.registry import family_of
 from trainer.models.remat import saved_activations
+from trainer.models.rope_config import Rope
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, override_rope
 from trainer.models.rule_text import merge_rules
 from trainer.models.rules import Rules, check_leaf_rules
@@ -85,13 +86,22 @@ def _check_mrope(manifest: Mapping[str, Any], config: HFConfig, table: Model) ->
     towers = manifest.get("towers") or {}
     if not towers.get("mrope"):
         return
-    rope = family_of(config).arch_config(config).rope
-    if rope is None or rope.rope_type == "default":
+    before = _read_rope(manifest["config"])
+    rope = _read_rope(config)
+    if before is None or rope is None or rope.rope_type == "default":
+        return
+    # A checkpoint may have another type itself, and keeps it with a new theta.
+    if table.rope_overrides.scaling is None and replace(rope, theta=before.theta) == before:
         return
     key = "model.overrides" if table.rope_overrides.scaling is None else SCALING_KEY
     what = f"`{key}` of type {rope.rope_type} is not supported for {towers.get('model_type')}"
     why = "its rotary embedding has three positions per token (M-RoPE)"
     raise usage_error(what, why, f"set `{THETA_KEY}`, or remove `{key}`")
+
+
+def _read_rope(config: HFConfig) -> Rope | None:
+    """Return the rotary embedding of a config.json."""
+    return family_of(config).arch_config(config).rope
 
 
 def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> None:

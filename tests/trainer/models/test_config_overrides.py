@@ -121,6 +121,6 @@ def test_override_can_set_the_epsilon_of_lfm2(name: str):
 
 def test_override_can_set_a_field_by_its_alias():
     config = {"model_type": "granitemoehybrid", "num_hidden_layers": 2}
-    layer_types = ["mamba", "attention"]
+    layer_types: list[JsonValue] = ["mamba", "attention"]
     changed = override_fields(config, {"layers_block_type": layer_types})
     assert changed["layers_block_type"] == layer_types
