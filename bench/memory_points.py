@@ -36,6 +36,8 @@ CHUNKS = "--dtype float32 --ffn-chunk 1024 "
 TPU = "--topology v5p:8x8x4 --mesh 1,64,4 "
 INPUT = " --remat nothing_saveable"
 NO_REMAT = " --remat none"
+DOTS = " --remat dots_saveable"
+WEIGHT_DOTS = " --remat dots_with_no_batch_dims_saveable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,14 @@ RECURRENT_POINTS = whole_steps(
     (f"--size lfm2-first {DENSE}--rows 4 --tokens 1024{INPUT}", 2129),
     (f"--size qwen3_5-period {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 3086),
     (f"--size qwen3_5-period {DENSE}--rows 4 --tokens 1024{INPUT}", 2940),
+    (f"--size lfm2 {DENSE}--rows 4 --tokens 1024{DOTS}", 2503),
+    (f"--size lfm2 {DENSE}--rows 4 --tokens 1024{WEIGHT_DOTS}", 2273),
+    (f"--size mamba2 {DENSE}--rows 4 --tokens 1024{DOTS}", 2234),
+    (f"--size mamba2 {DENSE}--rows 4 --tokens 1024{WEIGHT_DOTS}", 1652),
+    (f"--size bamba {DENSE}--rows 4 --tokens 1024{DOTS}", 3733),
+    (f"--size bamba {DENSE}--rows 4 --tokens 1024{WEIGHT_DOTS}", 2981),
+    (f"--size qwen3_5 {DENSE}--rows 4 --tokens 1024{DOTS}", 3791),
+    (f"--size qwen3_5 {DENSE}--rows 4 --tokens 1024{WEIGHT_DOTS}", 3133),
     (f"--size lfm2 {CHUNKS}--rows 1 --tokens 8192{INPUT}", 1590),
     (f"--size qwen3_5 {CHUNKS}--rows 1 --tokens 8192{INPUT}", 2912),
     (f"--size mamba2 {CHUNKS}--rows 1 --tokens 8192{INPUT}", 1571),

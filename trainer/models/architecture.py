@@ -323,28 +323,34 @@ class ArchConfig:
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
+        layers_without_rope = frozenset(self.layers_without_rope)
+        chunked_layers = frozenset(self.chunked_layers)
+        roles = self._key_value_roles()
         kinds: list[LayerKind] = []
         for layer, window in enumerate(self.sliding_windows):
             rope = self.rope
-            if layer in self.layers_without_rope:
+            if layer in layers_without_rope:
                 rope = self._unrotated_rope()
             elif self.local_rope is not None and window != FULL_ATTENTION:
                 rope = self.local_rope
-            chunk = self.attention_chunk if layer in self.chunked_layers else NO_CHUNK
-            kinds.append(LayerKind(window, rope, chunk, self._key_value_role(layer)))
+            chunk = self.attention_chunk if layer in chunked_layers else NO_CHUNK
+            kinds.append(LayerKind(window, rope, chunk, roles.get(layer, "own")))
         return tuple(kinds)
 
-    def _key_value_role(self, layer: int) -> KeyValueRole:
-        """Return the role of the keys and values of a layer."""
-        if layer in self.reusing_layers:
-            return "reused"
+    def _key_value_roles(self) -> dict[int, KeyValueRole]:
+        """Return the roles of keys and values: layer -> role, without the layers of role "own"."""
+        roles: dict[int, KeyValueRole] = dict.fromkeys(self.reusing_layers, "reused")
+        last_layers: dict[int, int] = {}
+        last_own_layers: dict[int, int] = {}
+        for layer, window in enumerate(self.sliding_windows):
+            last_layers[window] = layer
+            if layer not in roles:
+                last_own_layers[window] = layer
         # The last layer with a window before all that reuse keys and values stores its own for them.
-        window = self.sliding_windows[layer]
-        later = range(layer + 1, len(self.sliding_windows))
-        same = [other for other in later if self.sliding_windows[other] == window]
-        if same and all(other in self.reusing_layers for other in same):
-            return "stored"
-        return "own"
+        for window, layer in last_own_layers.items():
+            if last_layers[window] != layer:
+                roles[layer] = "stored"
+        return roles
 
     def _unrotated_rope(self) -> Rope | None:
         """Return the rotary embedding of layers without rotation. None if their queries have no factor either."""
@@ -364,7 +370,8 @@ class ArchConfig:
         """Numbers of the layers that have experts in a model with experts."""
         if not self.feed_forward_layers:
             return self._remaining_layers(self.dense_layers)
-        return tuple(layer for layer in self.feed_forward_layers if layer not in self.dense_layers)
+        dense_layers = frozenset(self.dense_layers)
+        return tuple(layer for layer in self.feed_forward_layers if layer not in dense_layers)
 
     @property
     def caching_layers(self) -> tuple[int, ...]:
@@ -387,7 +394,8 @@ class ArchConfig:
         return partial | dict(self.shape_groups)
 
     def _remaining_layers(self, layers: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(layer for layer in range(len(self.sliding_windows)) if layer not in layers)
+        excluded = frozenset(layers)
+        return tuple(layer for layer in range(len(self.sliding_windows)) if layer not in excluded)
 
     @property
     def group_indices(self) -> tuple[dict[str, int], ...]:

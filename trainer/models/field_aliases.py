@@ -27,12 +27,13 @@ class AliasedConfig(Mapping[str, JsonValue]):
 
     def __getitem__(self, key: str) -> JsonValue:
         alias = self._aliases.get(key)
-        name = alias if alias is not None and alias in self._config else key
-        # `fields_read` of the registry records the calls of `get`.
-        value = self._config.get(name)
-        if value is None and name not in self._config:
-            raise KeyError(key)
-        return value
+        names = [key] if alias is None else [alias, key]
+        for name in names:
+            # `fields_read` of the registry records the calls of `get`, for aliases too.
+            value = self._config.get(name)
+            if value is not None or name in self._config:
+                return value
+        raise KeyError(key)
 
     def __iter__(self) -> Iterator[str]:
         names = dict.fromkeys(self._config)

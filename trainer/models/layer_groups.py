@@ -89,10 +89,11 @@ def group_indices(
         groups: Groups of some layers -> numbers of their layers. All layers are in `layers`.
     """
     counts = dict.fromkeys(groups, 0)
+    group_members = {group: frozenset(members) for group, members in groups.items()}
     indices: list[dict[str, int]] = []
     for layer in range(num_layers):
         layer_indices = {LAYERS: layer}
-        for group, members in groups.items():
+        for group, members in group_members.items():
             if layer in members:
                 layer_indices[group] = counts[group]
                 counts[group] += 1

@@ -8,16 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from trainer.models.architecture import NO_SOFTCAP, ArchConfig, BlockType
-from trainer.models.chunk_sizes import (
-    SCAN_CHUNK_SIZE,
-    SELECTIVE_SCAN_CHUNK_SIZE,
-    chunk_length,
-    expert_block_length,
-)
+from trainer.models.chunk_sizes import chunk_length, expert_block_length
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
+from trainer.models.mixer_memory import MixerMemory
 from trainer.models.param_tree import HEAD_WIDTH_DIMS, KV_HEAD_DIMS, ParamLeaf
 from trainer.models.remat import OFFLOAD_NONE, SAVES_ALL, SAVES_DOTS, saved_activations
 
@@ -29,11 +24,6 @@ TILE_COPIES = 4
 FUSED_TILE_COPIES = 1
 # Ring attention holds the current block of keys and values, and the next block while it is received.
 RING_COPIES = 2
-# Arrays [B, T, C] that the backward pass of a short convolution reads: three projections, and the input and the
-# output of the convolution.
-CONV_ARRAYS = 5
-# Arrays [B, L, C, N] of a chunk in the backward pass of a selective scan: decays, updates, states, and their gradients.
-STATE_ARRAYS = 6
 # Arrays [B, T, F] that the backward pass of an MLP without a gate reads. The numbers are fitted to
 # XLA's memory plans (`python -m bench.memory_points`).
 ACTIVATION_ARRAYS = {
@@ -59,32 +49,6 @@ OUTPUT_NORMS_PER_BLOCK: Mapping[BlockType, int] = {
     "sandwich_input": 3,
     "output_norm": 2,
 }
-
-
-class ArrayCounts(NamedTuple):
-    """Numbers of arrays of one shape.
-
-    Attributes:
-        plain: In the dtype of the computation.
-        float32: In float32.
-    """
-
-    plain: int
-    float32: int
-
-    def nbytes(self, size: int, itemsize: int) -> int:
-        """Return the bytes of all arrays, of `size` elements each."""
-        return size * (itemsize * self.plain + FLOAT32 * self.float32)
-
-
-# Arrays [B, T, C] and [B, T, V] of a mixer with a state, for the C channels of its convolutions and the V elements of
-# its output. The numbers are fitted to XLA's memory plans like those above.
-# Saved: the inputs and outputs of convolutions, the gate, and the inputs and the output of the recurrence.
-SAVED_CHANNEL_ARRAYS = ArrayCounts(plain=2, float32=1)
-SAVED_VALUE_ARRAYS = ArrayCounts(plain=2, float32=2)
-# Computed again: the shifted inputs of convolutions, their activation, and the norm of the output with its gate.
-RECOMPUTED_CHANNEL_ARRAYS = ArrayCounts(plain=5, float32=0)
-RECOMPUTED_VALUE_ARRAYS = ArrayCounts(plain=0, float32=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +127,8 @@ class LayerStack:
         else:
             score_size = 0
         activations = sum(map(self._activation_nbytes, names)) + FLOAT32 * score_size
+        if self._mixer is not None:
+            activations += self._mixer.products_nbytes
         return (
             self._input_nbytes() - self.offloaded_nbytes + self._token_input_nbytes() + activations
         )
@@ -282,75 +248,18 @@ class LayerStack:
         num_tokens = self.inputs.local_batch_size * self.seq_length
         return num_tokens * self.inputs.extent("layer_input") * self.inputs.itemsize
 
+    @property
+    def _mixer(self) -> MixerMemory | None:
+        """The memory of the recurrent mixer of these layers, if they have one."""
+        if self.arch_config.mixer is None:
+            return None
+        return MixerMemory(self.inputs, self.arch_config.mixer, self.seq_length)
+
     def _mixer_nbytes(self) -> int:
         """Return the bytes that the backward pass of a recurrent mixer reads. 0 without one."""
-        return self._saved_mixer_nbytes() + self._recomputed_mixer_nbytes()
-
-    def _saved_mixer_nbytes(self) -> int:
-        """Return the bytes that a recurrent mixer saves without rematerialization. 0 without one."""
-        mixer = self.arch_config.mixer
-        if mixer is None:
+        if self._mixer is None:
             return 0
-        inputs = self.inputs
-        if not mixer.has_state:
-            size = self._num_tokens() * inputs.local_extent("mixer_channels")
-            return CONV_ARRAYS * size * inputs.itemsize
-        if mixer.kind == "mamba":
-            return self._selective_scan_nbytes()
-        arrays = self._mixer_arrays_nbytes(SAVED_CHANNEL_ARRAYS, SAVED_VALUE_ARRAYS)
-        return arrays + self._mixer_states_nbytes()
-
-    def _recomputed_mixer_nbytes(self) -> int:
-        """Return the bytes of a mixer that every policy computes again."""
-        mixer = self.arch_config.mixer
-        if mixer is None or not mixer.has_state or mixer.kind == "mamba":
-            return 0
-        return self._mixer_arrays_nbytes(RECOMPUTED_CHANNEL_ARRAYS, RECOMPUTED_VALUE_ARRAYS)
-
-    def _mixer_arrays_nbytes(self, channels: ArrayCounts, values: ArrayCounts) -> int:
-        """Return the bytes of arrays [B, T, C] and [B, T, V] of a mixer with a state."""
-        itemsize = self.inputs.itemsize
-        channel_size = self._num_tokens() * self._conv_channels()
-        value_size = self._num_tokens() * self._mixer_values()
-        return channels.nbytes(channel_size, itemsize) + values.nbytes(value_size, itemsize)
-
-    def _mixer_states_nbytes(self) -> int:
-        """Return the bytes of the float32 states of a mixer, one per chunk of tokens."""
-        inputs = self.inputs
-        num_states = inputs.local_batch_size * math.ceil(self.seq_length / SCAN_CHUNK_SIZE)
-        return FLOAT32 * num_states * self._mixer_values() * inputs.extent("mixer_state")
-
-    def _conv_channels(self) -> int:
-        """Return the channels C of the convolutions of a mixer with a state: queries, keys and values."""
-        inputs = self.inputs
-        num_keys = inputs.local_extent("mixer_groups") * inputs.extent("mixer_state")
-        return 2 * num_keys + self._mixer_values()
-
-    def _mixer_values(self) -> int:
-        """Return the elements V of the output of a mixer with a state, per token."""
-        return self._mixer_heads() * self.inputs.extent("mixer_head_dim")
-
-    def _mixer_heads(self) -> int:
-        """Return the number of heads of a recurrent mixer on one device."""
-        inputs = self.inputs
-        num_heads = inputs.extent("mixer_groups") * inputs.extent("group_heads")
-        # A tensor uses a mesh axis once. E.g. mp 4 splits 8 groups of 16 heads into 32 heads per device, and
-        # one group of 128 heads too.
-        num_shards = max(inputs.num_shards("mixer_groups"), inputs.num_shards("group_heads"))
-        return num_heads // num_shards
-
-    def _selective_scan_nbytes(self) -> int:
-        """Return the bytes that the backward pass of Mamba reads.
-
-        They are arrays of all tokens, the states between chunks, and the states of the tokens of one chunk.
-        """
-        inputs = self.inputs
-        channels = inputs.local_batch_size * inputs.local_extent("mixer_channels")
-        state_size = channels * inputs.extent("mixer_state")
-        chunk_size = min(SELECTIVE_SCAN_CHUNK_SIZE, self.seq_length)
-        num_states = math.ceil(self.seq_length / chunk_size) + STATE_ARRAYS * chunk_size
-        arrays = self.seq_length * channels * (5 * inputs.itemsize + 3 * FLOAT32)
-        return arrays + FLOAT32 * num_states * state_size
+        return self._mixer.saved_nbytes + self._mixer.recomputed_nbytes
 
     def _block_inputs_nbytes(self) -> int:
         """Return the bytes of the inputs of the attentions (or of the recurrent mixer) and of the MLP, not sharded."""
@@ -379,7 +288,9 @@ class LayerStack:
 
         With chunks of tokens, only those of a mixer are among the inputs of the backward pass.
         """
-        mixer_nbytes = self._recomputed_mixer_nbytes()
+        mixer_nbytes = 0
+        if self._mixer is not None:
+            mixer_nbytes = self._mixer.recomputed_nbytes
         if self._chunk_length() != self.seq_length:
             return mixer_nbytes
         # The outputs of the up and gate projections are not among them, only activation functions
@@ -447,7 +358,9 @@ class LayerStack:
         )
 
     def _transient_scores_nbytes(self) -> int:
-        """Return the bytes of scores that exist only during a layer's backward pass."""
+        """Return the bytes of scores that exist only during a layer's backward pass. 0 without attention."""
+        if not self.kv_lengths:
+            return 0
         if self.inputs.attention_tile is not None:
             tiled_copies = self.inputs.itemsize * (3 * self._query_size() + self._kv_size())
             num_copies = TILE_COPIES if self.inputs.blocks_overlap else FUSED_TILE_COPIES
@@ -531,10 +444,6 @@ class LayerStack:
         if not path.startswith(self.prefix):
             return ""
         return path.removeprefix(self.prefix).partition(".")[0]
-
-    def _num_tokens(self) -> int:
-        """Return the tokens of a micro-batch on one device."""
-        return self.inputs.local_batch_size * self.seq_length
 
     def _residual_size(self) -> int:
         """Return the number of elements of [B, T, D] with this device's rows B, and T and D unsplit."""

@@ -27,6 +27,8 @@ HEAD_DIMS = frozenset(
 EXPERTS = "experts"
 # A parameter of a layer has one of these parts in its path.
 LAYER_PARTS = frozenset({LAYERS, *GROUP_ATOMS})
+# Decay rates of recurrent mixers. Mamba has one per channel and state, and multiplies no vector by them.
+DECAY_RATES = "mixer.a_log.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,9 @@ def _dim_groups(leaf: ParamLeaf, excluded: Collection[int]) -> list[list[int]]:
 def is_layer_matrix(leaf: ParamLeaf) -> bool:
     """Return whether a leaf is the weight matrix of a layer: no embedding, head, norm or bias."""
     is_in_layer = not LAYER_PARTS.isdisjoint(leaf.path.split("."))
-    return leaf.role == "matrix" and is_in_layer and matrix_axes(leaf) is not None
+    if not is_in_layer or leaf.path.endswith(DECAY_RATES):
+        return False
+    return leaf.role == "matrix" and matrix_axes(leaf) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,8 +194,7 @@ def fields_read(family: Family) -> set[str]:
     # An empty config gives each field its default, so no family can fail on a value.
     config = _RecordingConfig()
     family.arch_config(config)
-    # A size or an activation without a field of its own has "" as its field.
-    return config.fields - {""}
+    return config.fields
 
 
 class _RecordingConfig(dict[str, Any]):

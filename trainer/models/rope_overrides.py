@@ -107,7 +107,7 @@ def check_rope_scaling(scaling: HFConfig) -> None:
 
 
 def _read_scaling_type(scaling: HFConfig) -> str:
-    """Return the `rope_type` of a recipe. Raise PrepError if prep does not support it."""
+    """Return the `rope_type` of a recipe. Raise UsageError if prep does not support it."""
     rope_type = scaling.get("rope_type", scaling.get("type"))
     if isinstance(rope_type, str) and rope_type in ROPE_TYPES:
         return rope_type
@@ -195,9 +195,11 @@ def override_rope(config: HFConfig, overrides: RopeOverrides) -> HFConfig:
 
 
 def _check_one_rope(arch_config: ArchConfig, family_name: str, key: str) -> None:
-    """Raise PrepError if the model has no rotary embedding, or more than one."""
+    """Raise UsageError if the model has no rotary embedding, or more than one."""
     if arch_config.rope is None:
-        if arch_config.has_learned_positions:
+        if arch_config.mixer is not None:
+            kind = "recurrent mixers"
+        elif arch_config.has_learned_positions:
             kind = "learned positions"
         elif arch_config.has_sinusoidal_positions:
             kind = "sinusoidal positions"
@@ -273,7 +275,7 @@ def _write_positions(config: JsonObject, positions: int | None) -> JsonObject:
 
 
 def _check_dynamic(before: ArchConfig, after: ArchConfig) -> None:
-    """Raise PrepError if dynamic scaling is combined with more positions."""
+    """Raise UsageError if dynamic scaling is combined with more positions."""
     if _required_rope(after).rope_type == "dynamic" and after.max_positions > before.max_positions:
         why = f"dynamic scaling begins after these positions: {before.max_positions:,} in the checkpoint"
         raise usage_error(

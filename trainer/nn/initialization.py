@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from trainer.models.architecture import ArchConfig
+from trainer.models.leaf_matrices import DECAY_RATES
 from trainer.models.lora import LORA_B
 from trainer.models.mixer_config import InitialSteps, Mixer
 from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
@@ -24,7 +25,6 @@ Sample = Callable[[Array, tuple[int, ...]], Array]
 # Ends of the paths of leaves of recurrent mixers.
 STEP_BIASES = "mixer.dt_bias.bias"
 MAMBA_STEP_BIASES = "mixer.dt_up.bias"
-DECAY_RATES = "mixer.a_log.weight"
 # End of a path -> initial values. The norm of a mixer scales by its weight, also where other norms of the model scale
 # by 1 + weight.
 CONSTANTS = {
@@ -132,7 +132,9 @@ def _sample_step_biases(key: Array, shape: tuple[int, ...], *, steps: InitialSte
     """Sample the biases b with softplus(b) = dt, for log-uniform steps dt."""
     bounds = (math.log(steps.minimum), math.log(steps.maximum))
     log_steps = jax.random.uniform(key, shape, minval=bounds[0], maxval=bounds[1])
-    dt = jnp.maximum(jnp.exp(log_steps), steps.floor)
+    # XLA flushes smaller numbers to 0, which would give a bias of -inf.
+    floor = max(steps.floor, float(jnp.finfo(jnp.float32).tiny))
+    dt = jnp.maximum(jnp.exp(log_steps), floor)
     # The inverse of softplus(b) = log(1 + exp(b)) is log(exp(dt) - 1).
     return dt + jnp.log(-jnp.expm1(-dt))
 

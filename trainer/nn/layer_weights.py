@@ -41,8 +41,8 @@ class BlockWeights(TypedDict):
     """The weights of a layer. A norm without parameters is absent.
 
     A layer with experts beside its MLP has `moe`. A layer with a recurrent mixer has `mixer` in place of `attn` or
-    beside it. A layer of Mamba-2 has no `mlp` either. A layer of one sublayer has `norm` and one of `attn`, `mixer` and
-    `mlp`. Layers of other block types have `attn` and `mlp`.
+    beside it. A layer of the family mamba2 has no `mlp` either. A layer of one sublayer has `norm` and one of
+    `attn`, `mixer` and `mlp`. Layers of other block types have `attn` and `mlp`.
     """
 
     attn: NotRequired[Projections]

@@ -89,7 +89,7 @@ def document_starts(context: LayerContext, shape: tuple[int, ...]) -> Array:
 
 
 def over_chunks(function: TokenFunction, num_tokens: int, context: LayerContext) -> TokenFunction:
-    """Apply the function of an FFN to chunks of tokens, each of the configured size."""
+    """Return a function that applies `function` to chunks of `ffn_chunk_size` tokens."""
     return over_token_chunks(
         function,
         num_tokens,

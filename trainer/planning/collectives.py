@@ -34,6 +34,8 @@ from trainer.planning.step_flops import row_length
 WEIGHT_GATHERS = 2
 # Blocks with one gather and one scatter of the residual stream, for attention and MLP together.
 ONE_STEP_BLOCKS = ("parallel", "parallel_one_norm", "single")
+# Part of the paths of an MLP or experts.
+MLP_PART = ".mlp."
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,11 @@ def _mp_nbytes(inputs: MemoryInputs) -> int:
 
 def _mp_residuals(inputs: MemoryInputs, stack: LayerStack) -> int:
     """Return the elements that the layers of a stack gather and scatter."""
-    num_blocks = 1 if stack.arch_config.block_type in ONE_STEP_BLOCKS else 1 + stack.num_mixings
+    num_blocks = stack.num_mixings
+    if stack.arch_config.block_type in ONE_STEP_BLOCKS:
+        num_blocks = 1
+    elif any(MLP_PART in leaf.path for leaf in stack.layer_leaves()):
+        num_blocks += 1
     # Passes: forward, backward, and the forward pass again if the layer is rematerialized. Each has a
     # gather and a scatter per block.
     num_passes = 2 if inputs.remat_policy in SAVES_ALL else 3

@@ -83,9 +83,7 @@ def _check_files(files: Sequence[Path | DataFile], data_type: DataType) -> None:
 
 
 def run_warnings(recipe: Recipe, config: LoopConfig, *, last_step: int = 0) -> Iterator[str]:
-    """Yield a warning for each setting in conflict with the data or the number of steps, e.g.
-
-    an interval.
+    """Yield a warning for each setting in conflict with the data or the number of steps.
 
     Args:
         recipe: The recipe.

@@ -12,12 +12,14 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.attention_kernels import DeviceKind
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 from trainer.models.errors import Command, Key, Option, PrepError, text, usage_error
+from trainer.models.json_types import HFConfig
 from trainer.models.lora import lora_from_manifest
 from trainer.models.manifest_fields import StepFields
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.registry import family_of
 from trainer.models.remat import saved_activations
-from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, RopeOverrides, override_rope
+from trainer.models.rope_config import Rope
+from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, override_rope
 from trainer.models.rule_text import merge_rules
 from trainer.models.rules import Rules, check_leaf_rules
 from trainer.nn.kernels.options import AttentionOptions
@@ -31,7 +33,7 @@ from trainer.planning.step_flops import count_step_flops
 from trainer.planning.step_inputs import ModelShapes, chunk_sizes, step_inputs, with_adapters
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
-from trainer.recipe.tables import Data
+from trainer.recipe.tables import Data, Model
 from trainer.training.loop import Interval, LoopConfig
 from trainer.training.loss_scale import LossScale
 from trainer.training.optimizers import build_optimizer
@@ -66,26 +68,40 @@ def override_config(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, An
         PrepError: The model does not support the recipe's rotary embedding, or a field or its value is invalid.
     """
     table = recipe.model
-    _check_mrope(manifest, table.rope_overrides)
     if table.is_random:
         # The config has the recipe's other overrides already, and its vocabulary may have been padded since.
-        return {**manifest, "config": override_rope(manifest["config"], table.rope_overrides)}
-    return {**manifest, "config": recipe_config(manifest["config"], table)}
+        config = override_rope(manifest["config"], table.rope_overrides)
+    else:
+        config = recipe_config(manifest["config"], table)
+    _check_mrope(manifest, config, table)
+    return {**manifest, "config": config}
 
 
-def _check_mrope(manifest: Mapping[str, Any], overrides: RopeOverrides) -> None:
+def _check_mrope(manifest: Mapping[str, Any], config: HFConfig, table: Model) -> None:
     """Raise UsageError for another rope type of a multimodal model with M-RoPE.
 
-    M-RoPE has positions for time, height and width. A run of the text part tests only equal ones.
+    M-RoPE has positions for time, height and width. Text has three equal positions per token, so training does not
+    test the other cases.
     """
     towers = manifest.get("towers") or {}
-    scaling = overrides.scaling or {}
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    if not towers.get("mrope") or rope_type == "default":
+    if not towers.get("mrope"):
         return
-    what = f"`{SCALING_KEY}` of type {rope_type} is not supported for {towers.get('model_type')}"
+    before = _read_rope(manifest["config"])
+    rope = _read_rope(config)
+    if before is None or rope is None or rope.rope_type == "default":
+        return
+    # A checkpoint may have another type itself, and keeps it with a new theta.
+    if table.rope_overrides.scaling is None and replace(rope, theta=before.theta) == before:
+        return
+    key = "model.overrides" if table.rope_overrides.scaling is None else SCALING_KEY
+    what = f"`{key}` of type {rope.rope_type} is not supported for {towers.get('model_type')}"
     why = "its rotary embedding has three positions per token (M-RoPE)"
-    raise usage_error(what, why, f"set `{THETA_KEY}`, or remove `{SCALING_KEY}`")
+    raise usage_error(what, why, f"set `{THETA_KEY}`, or remove `{key}`")
+
+
+def _read_rope(config: HFConfig) -> Rope | None:
+    """Return the rotary embedding of a config.json."""
+    return family_of(config).arch_config(config).rope
 
 
 def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> None:

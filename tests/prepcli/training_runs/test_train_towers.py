@@ -193,6 +193,18 @@ def test_other_rope_type_is_refused_with_mrope(
     assert not Path("runs/rope").exists()
 
 
+def test_override_of_rope_type_is_refused_with_mrope(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+):
+    scaling = 'overrides = {rope_scaling = {rope_type = "yarn", factor = 4.0}}'
+    recipe = Path("recipe.toml").read_text()
+    Path("rope.toml").write_text(recipe.replace("[model]", f"[model]\n{scaling}"))
+    capsys.readouterr()
+    lines = error_lines(capsys, "train", "rope.toml")
+    assert lines[0] == "error: `model.overrides` of type yarn is not supported for qwen3_vl"
+    assert not Path("runs/rope").exists()
+
+
 def test_adapter_merges_into_multimodal_model(trained: Path):
     before = safetensors_bytes(Path("m"))
     recipe = Path("recipe.toml").read_text()

@@ -117,3 +117,10 @@ def test_families_read_no_field_without_a_name(family: Family):
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
 def test_override_can_set_the_epsilon_of_lfm2(name: str):
     assert override_fields({"model_type": name}, {"norm_eps": 1e-6})["norm_eps"] == 1e-6
+
+
+def test_override_can_set_a_field_by_its_alias():
+    config = {"model_type": "granitemoehybrid", "num_hidden_layers": 2}
+    layer_types: list[JsonValue] = ["mamba", "attention"]
+    changed = override_fields(config, {"layers_block_type": layer_types})
+    assert changed["layers_block_type"] == layer_types

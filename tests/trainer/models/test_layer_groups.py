@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,8 @@ from trainer.models.layer_groups import (
     layer_schedule,
     repeating_period,
 )
+from trainer.models.param_tree import param_leaves
+from trainer.models.registry import FAMILIES
 
 
 @given(st.lists(st.sampled_from([0, 3]), min_size=1, max_size=9))
@@ -64,3 +69,27 @@ def test_group_indices_allow_a_layer_in_two_groups_or_in_none():
         {"layers": 1, "attention_layers": 0, "sparse_layers": 0},
         {"layers": 2, "sparse_layers": 1},
     )
+
+
+# A search through all layers for each layer takes several times as long as this.
+MAX_CPU_S = 2.0
+MANY_LAYERS: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 16000},
+    "deepseek_v3": {"num_hidden_layers": 16000, "first_k_dense_replace": 8000},
+}
+
+
+@pytest.mark.parametrize("name", MANY_LAYERS)
+def test_time_to_read_layers_is_linear(name: str):
+    start = time.process_time()
+    arch_config = FAMILIES[name].arch_config(MANY_LAYERS[name])
+    assert len(arch_config.layer_kinds) == 16000
+    assert len(arch_config.group_indices) == 16000
+    assert time.process_time() - start < MAX_CPU_S
+
+
+def test_time_to_count_sparse_layers_is_linear():
+    start = time.process_time()
+    config = MANY_LAYERS["deepseek_v3"]
+    param_leaves(FAMILIES["deepseek_v3"], config, tied=False)
+    assert time.process_time() - start < MAX_CPU_S

@@ -75,3 +75,8 @@ def test_reduced_axes_reverse_reduce_leaf():
     assert reduced_axes(QUERY.shape, QUERY.shape) == ()
     assert reduced_axes((3, 4, 8), QUERY.shape) is None
     assert reduced_axes((3, 4, 8, 2), QUERY.shape) is None
+
+
+def test_decay_rates_of_mamba_are_no_matrix():
+    rates = leaf("layers.mixer.a_log.weight", "layers mixer_channels mixer_state", 2, 8, 4)
+    assert not is_layer_matrix(rates)

@@ -51,6 +51,15 @@ def test_estimate_is_close_to_xla_plan(point: MemoryPoint):
     assert point.estimated_nbytes / MIB == pytest.approx(point.recorded_mib, rel=0.15)
 
 
+def test_attention_kernel_does_not_change_layers_without_attention():
+    flags = "--size mamba2 --rows 4 --tokens 1024 --remat nothing_saveable --ffn-chunk -1 --dtype float32"
+    reference, blockwise = (
+        MemoryPoint(f"{flags} --kernel {kernel}", 0).estimate
+        for kernel in ("reference", "blockwise")
+    )
+    assert blockwise.layer == reference.layer
+
+
 @pytest.mark.parametrize(
     ("family", "config", "name", "num_arrays"),
     [

@@ -163,6 +163,12 @@ REJECTED: dict[str, tuple[dict[str, Any], RopeOverrides, str, str]] = {
         "`model.rope_theta` cannot be applied to t5",
         "it has a relative position bias instead of a rotary embedding",
     ),
+    "recurrent mixer": (
+        {"model_type": "mamba2", "num_hidden_layers": 2},
+        RopeOverrides(theta=5e5),
+        "`model.rope_theta` cannot be applied to mamba2",
+        "it has recurrent mixers instead of a rotary embedding",
+    ),
     "two rotary embeddings": (
         GEMMA3,
         RopeOverrides(YARN),

@@ -10,6 +10,7 @@ import pytest
 from prepcli.testing.tiny_transformers import tiny_transformer
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
+from trainer.models.errors import PrepError
 from trainer.models.param_tree import flatten_tree
 from trainer.nn.initialization import init_params
 
@@ -111,3 +112,15 @@ def test_mamba2_starts_with_log_uniform_steps():
     assert is_floor.mean() == pytest.approx(0.29, abs=0.05)
     # Above the floor, the median is the geometric mean of the floor and the maximum.
     assert np.median(initial[~is_floor]) == pytest.approx((0.01 * 0.5) ** 0.5, rel=0.2)
+
+
+def test_mamba2_steps_start_finite_without_a_floor():
+    steps = {"time_step_min": 1e-45, "time_step_max": 1e-44, "time_step_floor": 0.0}
+    biases = mixer_leaves(GOLDEN["mamba2"] | steps)["dt_bias.bias"]
+    assert np.isfinite(biases).all()
+
+
+def test_largest_initial_step_is_not_below_the_smallest():
+    steps = {"time_step_min": 0.5, "time_step_max": 0.1}
+    with pytest.raises(PrepError, match=r"time_step_min is 0\.5, it must be at most time_step_max"):
+        mixer_leaves(GOLDEN["mamba2"] | steps)

@@ -100,3 +100,14 @@ def test_sp_rotates_keys_and_values_only_if_it_splits_them(monkeypatch: pytest.M
 
 def test_axis_strides_follow_the_device_order():
     assert dict(axis_strides(inputs_7b("2,4,8"))) == {"mp": 1, "fsdp": 8, "dp": 32}
+
+
+def test_mp_counts_one_block_for_layers_without_mlp():
+    config = MODEL_CONFIGS["mamba2"]
+    sizes = {"micro_batch_size": 2, "seq_length": 64, "itemsize": 2}
+    inputs = make_inputs("mamba2", config, "1,1,8", remat_policy="none", **sizes)
+    (axis,) = axis_traffic(inputs)
+    residual = 2 * 64 * config["hidden_size"] * 2
+    # Forward and backward pass: a gather and a scatter each.
+    per_layer = 2 * 2
+    assert axis.nbytes == (per_layer * config["num_hidden_layers"] + 4) * residual * 7 // 8

@@ -16,7 +16,7 @@ from trainer.models.registry import family_of
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.model_spec import ForwardConfig, build_model
 from trainer.recipe import load_recipe
-from trainer.training.setup import build_step_setup, check_model_layout
+from trainer.training.setup import build_step_setup, check_model_layout, override_config
 
 SHARDING = ShardingContext(parse_mesh("1,1,1"))
 
@@ -39,6 +39,17 @@ def test_check_model_layout_rejects_hidden_units_of_experts(tmp_path: Path, poli
         str(caught.value)
         == f"`model.remat_policy` has mlp_hidden - {why} - remove it from the list"
     )
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def test_stored_rope_type_is_kept_with_mrope(tmp_path: Path):
+    config = {**LLAMA, "rope_scaling": YARN}
+    manifest = {"config": config, "towers": {"mrope": True, "model_type": "qwen2_vl"}}
+    (tmp_path / "x.toml").write_text(RECIPE)
+    recipe = load_recipe(tmp_path / "x.toml", ["model.rope_theta=2e4"]).recipe
+    assert override_config(manifest, recipe)["config"]["rope_scaling"] == YARN | {"rope_theta": 2e4}
 
 
 def build_forward_config(

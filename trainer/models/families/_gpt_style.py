@@ -36,7 +36,8 @@ def sizes(
         layers: Number of layers.
         heads: Number of attention heads.
         mlp: Width of the MLP. None is four times `embed`.
-        field_names: Atom -> name of its field in the config class.
+        field_names: Atom -> name of its field in the config class. Without `mlp`, no field sets the width of the
+            MLP.
 
     Raises:
         PrepError: A size is invalid, or the heads do not divide the width.
@@ -52,6 +53,9 @@ def sizes(
     heads = read("heads", "num_attention_heads", heads)
     if embed % heads:
         raise invalid_config_error(f"{heads} attention heads do not divide the width {embed}")
+    mlp = mlp or 4 * embed
+    if "mlp" in field_names:
+        mlp = read_size(config, field_names["mlp"], mlp)
     return {
         "vocab": read_size(config, "vocab_size", vocab),
         "positions": read("positions", "max_position_embeddings", positions),
@@ -62,7 +66,7 @@ def sizes(
         "qkv": 3,
         "heads": heads,
         "head_dim": embed // heads,
-        "mlp": read_size(config, field_names["mlp"], mlp or 4 * embed),
+        "mlp": mlp,
     }
 
 
@@ -77,19 +81,21 @@ def check_n_embed(config: HFConfig) -> None:
 def arch_config(
     config: HFConfig,
     axis_sizes: Mapping[str, int],
-    activation: tuple[str, str] = ("activation_function", "gelu_new"),
+    activation: tuple[str, str] | str = ("activation_function", "gelu_new"),
 ) -> ArchConfig:
     """Return the architecture of GPT-2.
 
     Args:
         config: Content of a config.json.
         axis_sizes: Size of each named axis (atom), e.g. `{"embed": 768}`.
-        activation: Config field of the activation, and its default.
+        activation: Config field of the activation, and its default. Or an activation without a field.
     """
+    if isinstance(activation, tuple):
+        activation = read_activation(config, *activation)
     return ArchConfig(
         norm="layer",
         norm_eps=read_positive(config, "layer_norm_epsilon", 1e-5),
-        activation=read_activation(config, *activation),
+        activation=activation,
         has_gated_mlp=False,
         attn_scale=axis_sizes["head_dim"] ** -0.5,
         sliding_windows=(FULL_ATTENTION,) * axis_sizes["layers"],

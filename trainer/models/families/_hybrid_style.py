@@ -1,4 +1,4 @@
-"""Parts that families with recurrent mixers share: groups of layers, layer types, rows of mixers. No I/O, no jax."""
+"""Parts that families with recurrent mixers share: layer types, rows of mixers. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -199,12 +199,23 @@ def read_mamba_sizes(
 
 
 def read_initial_steps(config: HFConfig) -> InitialSteps:
-    """Return the initial steps of Mamba or Mamba-2."""
-    return InitialSteps(
-        minimum=read_positive(config, "time_step_min", 0.001),
-        maximum=read_positive(config, "time_step_max", 0.1),
-        floor=read_positive(config, "time_step_floor", 1e-4),
-    )
+    """Return the initial steps of Mamba or Mamba-2.
+
+    Raises:
+        PrepError: A bound is not a positive number, the floor is negative, or the bounds are in the wrong order.
+    """
+    minimum = read_positive(config, "time_step_min", 0.001)
+    maximum = read_positive(config, "time_step_max", 0.1)
+    if minimum > maximum:
+        why = (
+            f"time_step_min is {minimum:g}, it must be at most time_step_max, which is {maximum:g}"
+        )
+        raise invalid_config_error(why)
+    floor = 0.0
+    # A floor of 0 means no floor.
+    if config.get("time_step_floor") != 0:
+        floor = read_positive(config, "time_step_floor", 1e-4)
+    return InitialSteps(minimum=minimum, maximum=maximum, floor=floor)
 
 
 def reject_rescaled_outputs(config: HFConfig) -> None:

@@ -84,7 +84,7 @@ def build_family(
 
 def _sparse_layers(sizes: Sizes, dense_layers: LayerNumbers, config: HFConfig) -> tuple[int, ...]:
     """Return the numbers of the layers with experts."""
-    dense = dense_layers(config)
+    dense = frozenset(dense_layers(config))
     return tuple(layer for layer in range(sizes(config)[LAYERS]) if layer not in dense)
 
 

@@ -39,7 +39,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
         embed=64,
         layers=2,
         heads=8,
-        field_names={"embed": "n_embed", "layers": "n_layer", "heads": "n_head", "mlp": ""},
+        field_names={"embed": "n_embed", "layers": "n_layer", "heads": "n_head"},
     )
 
 
@@ -54,7 +54,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     axis_sizes = sizes(config)
     return dataclasses.replace(
         # No field sets the activation: it is the tanh form of GELU.
-        _gpt_style.arch_config(config, axis_sizes, activation=("", "gelu_new")),
+        _gpt_style.arch_config(config, axis_sizes, activation="gelu_new"),
         score_bias=Alibi(alibi_slopes(axis_sizes["heads"])),
     )
 

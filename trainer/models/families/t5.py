@@ -56,11 +56,10 @@ def read_sizes(config: HFConfig, fields: Mapping[str, tuple[str, int]]) -> dict[
     field_sizes = {
         atom: read_size(config, field, default) for atom, (field, default) in fields.items()
     }
-    axis_sizes = {
-        # An atom without an alias reads the field "", which no config has, and keeps its value.
-        atom: read_size(config, FIELD_ALIASES.get(atom, ""), value)
-        for atom, value in field_sizes.items()
+    aliased_sizes = {
+        atom: read_size(config, alias, field_sizes[atom]) for atom, alias in FIELD_ALIASES.items()
     }
+    axis_sizes = field_sizes | aliased_sizes
     # A check only: layers have a lower limit than other sizes, and the loops above use one limit.
     read_size(axis_sizes, "encoder_layers", 1, MAX_LAYERS)
     # The default is `num_layers`, not its alias: T5Config of transformers 4 sets it before the alias.
