@@ -111,7 +111,7 @@ def roundtrip(
 
     Examples:
       prep roundtrip gpt-neo-1.3B
-      prep roundtrip gpt-neo-1.3B --layout init --layout easylm --out certificate.json
+      prep roundtrip gpt-neo-1.3B --layout init --layout easylm --out proof.json
     """
     from prepcli.operations.roundtrip import roundtrip as run
     from prepcli.rendering.roundtrip import roundtrip_report

@@ -374,7 +374,7 @@ def _special_token(
     metadata: Mapping[str, Any], tokens: Sequence[str], key: str, is_added: bool
 ) -> str:
     """Return the BOS or EOS token if it is added to texts, or an empty string."""
-    if not metadata.get(f"{TOKENIZER_PREFIX}.add_{key}_metadata_token", is_added):
+    if not metadata.get(f"{TOKENIZER_PREFIX}.add_{key}_token", is_added):
         return ""
     return _metadata_token(metadata, tokens, key)
 

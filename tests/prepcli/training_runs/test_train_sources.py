@@ -61,10 +61,12 @@ def train_two_steps(model: str, *words: str) -> dict[str, bytes]:
 
 
 def comparable(files: dict[str, bytes]) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Split the files of a step into data files, and its manifest without times of files and the model's path."""
+    """Split the files of a step into data files, and its manifest without file times and the start's identity."""
     manifest = json.loads(files.pop("prep-manifest.json"))
     return files, {
-        key: value for key, value in manifest.items() if key not in ("plan", "recipe", "digest")
+        key: value
+        for key, value in manifest.items()
+        if key not in ("plan", "recipe", "digest", "origin")
     }
 
 

@@ -136,5 +136,7 @@ def test_warmup_decay_resolves_steps_of_both_phases(keys: dict[str, Any], schedu
 
 
 def test_warmup_decay_rejects_warmup_as_long_as_run():
-    with pytest.raises(PrepError, match="warm-up takes 1000 steps, and the run has 1000 steps"):
+    with pytest.raises(
+        PrepError, match="warm-up takes the first 1000 steps, and the run has 1000 steps"
+    ):
         warmup_decay(AdamWTable.model_validate({"lr": 1.0, "warmup_ratio": 1.0}), 1000)
