@@ -172,7 +172,6 @@ def plan_add_tokens(
         notes=_notes(options["init"], vocabulary, added),
         fields={"added_tokens": added},
         next_command=f"prep pad-vocab {OUT_PLACEHOLDER}",
-        checks_parts=True,
     )
 
 

@@ -142,7 +142,6 @@ def plan_remove_tokens(
         notes=_notes(source, addition),
         fields={"removed_tokens": {"count": len(removed), "tokens": removed}},
         next_command=f"prep verify {OUT_PLACEHOLDER}",
-        checks_parts=True,
     )
 
 

@@ -277,19 +277,41 @@ def test_tokens_survive_init_and_export(capsys: pytest.CaptureFixture[str]):
     assert side_files(Path("removed")) == side_files(Path("m"))
 
 
+def flip_bit_of_row(folder: Path, row: int) -> None:
+    """Change a bit in a row of the embedding in the only file of a folder."""
+    path = next(folder.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[data.index(read_tensors(folder)[EMBEDDING][row].tobytes())] ^= 1
+    path.write_bytes(data)
+
+
 def test_damaged_rows_are_found_though_read_in_part(capsys: pytest.CaptureFixture[str]):
     write_model(Path("m"), files=1)
     run_ok("add-tokens", "./m", "--tokens", "tokens.json", "--out", "more")
     run_ok("save-init", "./more", "--out", "init")
     run_ok("export", "init", "--out", "added")
-    path = next(Path("added").glob("*.safetensors"))
-    data = bytearray(path.read_bytes())
-    row = read_tensors(Path("added"))[EMBEDDING][3].tobytes()
-    data[data.index(row)] ^= 1
-    path.write_bytes(data)
+    flip_bit_of_row(Path("added"), 3)
     err = run_failing(capsys, FAILED, "remove-tokens", "./added", "--out", "removed")
     assert "is damaged" in err
     assert not Path("removed").exists()
+
+
+# The manifest of `added` has two digests of a vocabulary tensor: old rows and new rows. These commands read it at once.
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["pad-vocab", "./added", "--multiple", "64"],
+        ["save-init", "./added"],
+        ["export", "./added", "--dtype", "bfloat16"],
+    ],
+)
+def test_damaged_output_is_not_converted(words: list[str], capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"), files=1)
+    add()
+    flip_bit_of_row(Path("added"), 3)
+    err = run_failing(capsys, FAILED, *words, "--out", "out")
+    assert "is damaged" in err
+    assert not Path("out").exists()
 
 
 def test_normal_rows_do_not_depend_on_the_budget():
