@@ -452,6 +452,24 @@ def test_damaged_record_is_one_error(content: bytes, capsys: pytest.CaptureFixtu
     assert "is not a record of this prep" in lines[0]
 
 
+# A range that ends before its start doubles the text. One after the end removes no byte.
+@pytest.mark.parametrize("inserted", [[[10**18, 0]] * 40, [[5, 10**18]]])
+def test_record_with_impossible_ranges_is_damaged(
+    inserted: list[list[int]], capsys: pytest.CaptureFixture[str]
+):
+    write_model(Path("m"))
+    add()
+    Path("added/prep-manifest.json").unlink()
+    record = json.loads(Path("added/prep-added-tokens.json").read_text())
+    record["additions"][0]["files"]["tokenizer.json"]["inserted"] = inserted
+    write_json(Path("added/prep-added-tokens.json"), record)
+    capsys.readouterr()
+    code, lines = run_failing_unchanged(capsys, "remove-tokens", "./added")
+    assert code == FAILED
+    assert "the record of tokenizer.json is damaged" in lines[0]
+    assert "byte range" in " ".join(lines)
+
+
 @pytest.mark.parametrize("kind", ["adapter", "quantized"])
 def test_adapters_and_quantized_models_are_refused(kind: str, capsys: pytest.CaptureFixture[str]):
     if kind == "adapter":
