@@ -40,7 +40,7 @@ from prepcli.operations.token_options import AddTokensOptions
 from prepcli.option_spec import REQUIRED, PathLike, format_command_line
 from prepcli.planning.manifest_fields import AddedTokensRecord
 from prepcli.planning.plan import Fill, SmallFile
-from prepcli.planning.tensor_match import vocab_tensors
+from prepcli.planning.tensor_match import TensorMatch, layer_vocab_tensors, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.json_tokenizer import JsonTokenizer, parse_tokenizer
 from prepcli.sources.locate import LocatedCheckpoint
@@ -129,6 +129,7 @@ def plan_add_tokens(
     first_id = vocabulary.true_size
     size = check_padded_size(first_id + len(tokens), Option("tokens", str(options["tokens"])))
     match = match_source_tensors(source, source_axis_maps(source), make_match_options(options))
+    _check_layer_embeddings(source, match)
     resize = VocabResize(
         vocabulary,
         vocab_tensors(match),
@@ -253,6 +254,15 @@ def _check_sizes(source: Source, tokenizer: JsonTokenizer, vocabulary: Vocabular
     if size <= vocabulary.stored_size:
         hint = text("{}, if the rows after it are padding", Option("true_vocab", size))
     raise usage_error(what, why, hint)
+
+
+def _check_layer_embeddings(source: Source, match: TensorMatch) -> None:
+    """Raise UsageError for embeddings per layer: new tokens would have no row in them."""
+    names = layer_vocab_tensors(match)
+    if names:
+        what = f"{source.display_name} has embeddings per layer, which is not supported"
+        why = f"new tokens would have no rows in {join_names(sorted(names))}"
+        raise usage_error(what, why, "use a model without `hidden_size_per_layer_input`")
 
 
 def _check_new(source: Source, tokenizer: JsonTokenizer, tokens: Sequence[AddedToken]) -> None:

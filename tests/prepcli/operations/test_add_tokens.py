@@ -17,6 +17,7 @@ from prepcli.cli.main import main
 from prepcli.errors import FAILED, USAGE
 from tests.helpers import towers
 from tests.helpers.adapters import make_adapter
+from tests.helpers.later_configs import LATER_FAMILIES
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import run_failing, run_failing_unchanged, run_json, run_ok
 from tests.helpers.slow_cases import slow_except
@@ -479,6 +480,14 @@ def test_adapters_and_quantized_models_are_refused(kind: str, capsys: pytest.Cap
     code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
     assert code in (FAILED, USAGE)
     assert kind in " ".join(lines).replace("quantised", "quantized")
+
+
+def test_embeddings_per_layer_are_refused(capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"), base=LATER_FAMILIES["gemma4_text"])
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == USAGE
+    assert "has embeddings per layer, which is not supported" in lines[0]
+    assert "embed_tokens_per_layer.weight" in " ".join(lines)
 
 
 def test_multimodal_models_are_refused(capsys: pytest.CaptureFixture[str]):
