@@ -268,15 +268,31 @@ def _check_layer_embeddings(source: Source, match: TensorMatch) -> None:
 def _check_new(source: Source, tokenizer: JsonTokenizer, tokens: Sequence[AddedToken]) -> None:
     """Raise UsageError for tokens in the vocabulary, and for overlaps with its added tokens."""
     contents = [token["content"] for token in tokens]
-    known = [content for content in contents if tokenizer.token_id(content) is not None]
+    searched = _searched_texts(tokenizer, tokens)
+    texts = dict.fromkeys([*contents, *searched])
+    known = [content for content in texts if tokenizer.token_id(content) is not None]
     if known:
         names = join_names([repr(content) for content in known])
         what = f"{source.display_name} has these tokens already: {names}"
-        raise usage_error(what, "a token has one id", "remove them from the list")
-    if overlaps := overlapping_texts(contents, tokenizer.added_contents):
-        what = f"tokens overlap with added tokens of {source.display_name}"
+        why = "a token has one id, also with its normalized text"
+        hint = 'remove them from the list, or set "normalized" to false in a JSON list'
+        raise usage_error(what, why, hint)
+    old = tokenizer.added_contents
+    overlaps = overlapping_texts(contents, old) or overlapping_texts(searched, [*searched, *old])
+    if overlaps:
+        what = f"tokens overlap with each other or with added tokens of {source.display_name}"
         hint = "choose texts that do not contain each other"
         raise usage_error(what, join_names(overlaps), hint)
+
+
+def _searched_texts(tokenizer: JsonTokenizer, tokens: Sequence[AddedToken]) -> list[str]:
+    """Return the text of each token, normalized for a token with `normalized`."""
+    # A lowercasing tokenizer searches `Tool` as `tool`, so that the new token would hide an old token `tool`.
+    texts: list[str] = []
+    for token in tokens:
+        content = token["content"]
+        texts.append(tokenizer.normalize(content) if token["normalized"] else content)
+    return texts
 
 
 def _check_tokenizer(

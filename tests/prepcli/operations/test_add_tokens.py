@@ -364,6 +364,32 @@ def test_tokens_with_one_normalized_text_are_refused(capsys: pytest.CaptureFixtu
     assert "would not use the new tokens" in lines[0]
 
 
+def vocabulary_word(tokenizer: Tokenizer) -> str:
+    """Return a token of ASCII letters that is a whole word."""
+    words = sorted(tokenizer.get_vocab())
+    return next(word for word in words if word.isascii() and word.isalpha() and len(word) > 2)
+
+
+def test_normalized_token_may_not_hide_an_old_one(capsys: pytest.CaptureFixture[str]):
+    word = vocabulary_word(write_model(Path("m"), "wordpiece"))
+    write_json(Path("tokens.json"), [word.upper()])
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == USAGE
+    assert f"has these tokens already: {word!r}" in lines[0]
+    write_json(Path("tokens.json"), [{"content": word.upper(), "normalized": False}])
+    add()
+    before = Tokenizer.from_file("m/tokenizer.json")
+    assert Tokenizer.from_file("added/tokenizer.json").encode(word).ids == before.encode(word).ids
+
+
+def test_normalized_tokens_may_not_overlap(capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"), "wordpiece")
+    write_json(Path("tokens.json"), ["Zzz", "xzzZ"])
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == USAGE
+    assert "'xzzz' contains 'zzz'" in " ".join(lines)
+
+
 def test_tokens_without_pieces_need_another_init(capsys: pytest.CaptureFixture[str]):
     write_model(Path("m"), "byte-level")
     document = json.loads(Path("m/tokenizer.json").read_text())
