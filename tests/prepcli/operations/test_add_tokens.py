@@ -430,6 +430,21 @@ def test_other_tokenizers_are_refused(name: str, message: str, capsys: pytest.Ca
     assert message in lines[0]
 
 
+@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer_config.json"])
+def test_settings_with_a_new_token_are_refused(name: str, capsys: pytest.CaptureFixture[str]):
+    size = write_model(Path("m")).get_vocab_size()
+    document = json.loads(Path("m", name).read_text())
+    if name == "added_tokens.json":
+        document["<tool>"] = 3
+    else:
+        document["added_tokens_decoder"][str(size)] = {"content": "old"}
+    write_json(Path("m", name), document)
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == FAILED
+    assert f"{name} is not supported" in lines[0]
+    assert "already" in " ".join(lines)
+
+
 def test_broken_tokenizer_is_one_error(capsys: pytest.CaptureFixture[str]):
     write_model(Path("m"))
     Path("m/tokenizer.json").write_text('{"added_tokens": [}')
