@@ -177,7 +177,7 @@ def plan_add_tokens(
 
 
 def check_folder(source: Source, command: str) -> None:
-    """Raise UsageError unless the source is a Hugging Face folder of a text model with weights of floats."""
+    """Raise UsageError unless the source is a Hugging Face folder of a text model."""
     why = f"{command} changes Hugging Face folders of text models"
     if not source.tensor_file_names:
         hint = text("{} writes a Hugging Face folder", Command("export"))

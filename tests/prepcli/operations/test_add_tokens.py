@@ -253,6 +253,15 @@ def test_true_vocab_names_the_padding_of_a_published_model():
     assert json.loads(Path("added/config.json").read_text())["true_vocab_size"] == size + 4
 
 
+@pytest.mark.parametrize("folder", ["./added", "./wide"])
+def test_removal_names_the_dropped_rows(folder: str, capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"))
+    add()
+    run_ok("pad-vocab", "./added", "--multiple", "64", "--out", "wide")
+    assert main(["remove-tokens", folder, "--dry-run"]) == 0
+    assert "also where training changed them" in capsys.readouterr().err
+
+
 def test_second_addition_is_removed_first():
     write_model(Path("m"))
     tensors = read_tensors(Path("m"))
