@@ -195,9 +195,17 @@ class _PieceRows:
 
     def mean(self, new_row: int, dtype: np.dtype) -> np.ndarray:
         """Return a new row in a dtype: the mean of its pieces, computed in float64 and rounded once."""
-        indices = [self._index_of_row[row] for row in self._pieces[new_row]]
-        rows = self._rows[indices].view(self._dtype)
-        return round_to_dtype(rows.astype(np.float64).mean(axis=0), dtype)
+        pieces = self._pieces[new_row]
+        # One row after another: the pieces of a long token may repeat, and their copies would exceed the memory limit.
+        # The sum begins with a row, because 0.0 + -0.0 has another sign than -0.0.
+        total = self._values(pieces[0])
+        for row in pieces[1:]:
+            total += self._values(row)
+        return round_to_dtype(total / len(pieces), dtype)
+
+    def _values(self, row: int) -> np.ndarray:
+        """Return a new array with the values of a row in float64."""
+        return self._rows[self._index_of_row[row]].view(self._dtype).astype(np.float64)
 
 
 class _RowMean:

@@ -10,11 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.planning.manifest_fields import MAX_ROWS
 
 # Beside the tokenizer, so that later commands copy it with the files of the model.
 RECORD_FILE = "prep-added-tokens.json"
@@ -72,6 +81,20 @@ class Addition(BaseModel):
     def new_vocab_size(self) -> int:
         """Number of tokens after the addition."""
         return self.true_vocab_size + len(self.tokens)
+
+    @model_validator(mode="after")
+    def _check_sizes_and_ids(self) -> Self:
+        """Raise ValueError unless the sizes are ordered and the tokens follow the old vocabulary."""
+        if not self.true_vocab_size <= self.padded_vocab_size <= MAX_ROWS:
+            raise ValueError(
+                f"{self.true_vocab_size} tokens do not fit {self.padded_vocab_size} rows"
+            )
+        for token_id, token in enumerate(self.tokens, self.true_vocab_size):
+            if token.id != token_id:
+                raise ValueError(
+                    f"the token {token.content!r:.60} has id {token.id}, not {token_id}"
+                )
+        return self
 
 
 class AddedTokens(BaseModel):

@@ -28,7 +28,7 @@ def insert_members(
         The new text, and the byte range of the insertion in it.
 
     Raises:
-        ValueError: There is no such object or list.
+        ValueError: There is no such object or list, or the object has one of the members.
 
     >>> insert_members(b'{"a": [1], "b": 2}', ("a",), [3, 4])
     (b'{"a": [1,3,4], "b": 2}', (8, 12))
@@ -40,6 +40,8 @@ def insert_members(
         raise ValueError(
             f"{'.'.join(keys)} is not {'an object' if isinstance(members, dict) else 'a list'}"
         )
+    if isinstance(members, dict):
+        _check_new_keys(".".join(keys) or "the object", json.loads(text[start:stop]), members)
     body = text[start + 1 : stop - 1]
     last_stop = start + 1 + len(body.rstrip(_SPACE))
     is_empty = last_stop == start + 1
@@ -54,6 +56,13 @@ def insert_members(
     insertion = inserted.encode()
     new_data = data[:offset] + insertion + data[offset:]
     return new_data, (offset, offset + len(insertion))
+
+
+def _check_new_keys(name: str, old: JsonObject, new: JsonObject) -> None:
+    """Raise ValueError for a key in both objects: readers of JSON disagree about doubled keys."""
+    for key in new:
+        if key in old:
+            raise ValueError(f"{name} has {key!r:.60} already")
 
 
 def remove_insertion(data: bytes, insertion: Range) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -90,7 +91,8 @@ def _contained_pairs(texts: Iterable[str], parts: Collection[str]) -> Iterator[t
 
 def _lines(path: Path, data: bytes) -> list[str]:
     try:
-        lines = data.decode().split("\n")
+        # Some editors write a byte order mark.
+        lines = data.removeprefix(codecs.BOM_UTF8).decode().split("\n")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise _list_error(path, f"line {line} is not UTF-8") from None

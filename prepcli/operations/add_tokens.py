@@ -40,7 +40,7 @@ from prepcli.operations.token_options import AddTokensOptions
 from prepcli.option_spec import REQUIRED, PathLike, format_command_line
 from prepcli.planning.manifest_fields import AddedTokensRecord
 from prepcli.planning.plan import Fill, SmallFile
-from prepcli.planning.tensor_match import vocab_tensors
+from prepcli.planning.tensor_match import TensorMatch, layer_vocab_tensors, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.json_tokenizer import JsonTokenizer, parse_tokenizer
 from prepcli.sources.locate import LocatedCheckpoint
@@ -129,6 +129,7 @@ def plan_add_tokens(
     first_id = vocabulary.true_size
     size = check_padded_size(first_id + len(tokens), Option("tokens", str(options["tokens"])))
     match = match_source_tensors(source, source_axis_maps(source), make_match_options(options))
+    _check_layer_embeddings(source, match)
     resize = VocabResize(
         vocabulary,
         vocab_tensors(match),
@@ -172,12 +173,11 @@ def plan_add_tokens(
         notes=_notes(options["init"], vocabulary, added),
         fields={"added_tokens": added},
         next_command=f"prep pad-vocab {OUT_PLACEHOLDER}",
-        checks_parts=True,
     )
 
 
 def check_folder(source: Source, command: str) -> None:
-    """Raise UsageError unless the source is a Hugging Face folder of a text model with weights of floats."""
+    """Raise UsageError unless the source is a Hugging Face folder of a text model."""
     why = f"{command} changes Hugging Face folders of text models"
     if not source.tensor_file_names:
         hint = text("{} writes a Hugging Face folder", Command("export"))
@@ -256,18 +256,43 @@ def _check_sizes(source: Source, tokenizer: JsonTokenizer, vocabulary: Vocabular
     raise usage_error(what, why, hint)
 
 
+def _check_layer_embeddings(source: Source, match: TensorMatch) -> None:
+    """Raise UsageError for embeddings per layer: new tokens would have no row in them."""
+    names = layer_vocab_tensors(match)
+    if names:
+        what = f"{source.display_name} has embeddings per layer, which is not supported"
+        why = f"new tokens would have no rows in {join_names(sorted(names))}"
+        raise usage_error(what, why, "use a model without `hidden_size_per_layer_input`")
+
+
 def _check_new(source: Source, tokenizer: JsonTokenizer, tokens: Sequence[AddedToken]) -> None:
     """Raise UsageError for tokens in the vocabulary, and for overlaps with its added tokens."""
     contents = [token["content"] for token in tokens]
-    known = [content for content in contents if tokenizer.token_id(content) is not None]
+    searched = _searched_texts(tokenizer, tokens)
+    texts = dict.fromkeys([*contents, *searched])
+    known = [content for content in texts if tokenizer.token_id(content) is not None]
     if known:
         names = join_names([repr(content) for content in known])
         what = f"{source.display_name} has these tokens already: {names}"
-        raise usage_error(what, "a token has one id", "remove them from the list")
-    if overlaps := overlapping_texts(contents, tokenizer.added_contents):
-        what = f"tokens overlap with added tokens of {source.display_name}"
+        why = "a token has one id, also with its normalized text"
+        hint = 'remove them from the list, or set "normalized" to false in a JSON list'
+        raise usage_error(what, why, hint)
+    old = tokenizer.added_contents
+    overlaps = overlapping_texts(contents, old) or overlapping_texts(searched, [*searched, *old])
+    if overlaps:
+        what = f"tokens overlap with each other or with added tokens of {source.display_name}"
         hint = "choose texts that do not contain each other"
         raise usage_error(what, join_names(overlaps), hint)
+
+
+def _searched_texts(tokenizer: JsonTokenizer, tokens: Sequence[AddedToken]) -> list[str]:
+    """Return the text of each token, normalized for a token with `normalized`."""
+    # A lowercasing tokenizer searches `Tool` as `tool`, so that the new token would hide an old token `tool`.
+    texts: list[str] = []
+    for token in tokens:
+        content = token["content"]
+        texts.append(tokenizer.normalize(content) if token["normalized"] else content)
+    return texts
 
 
 def _check_tokenizer(

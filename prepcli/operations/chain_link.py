@@ -14,6 +14,7 @@ from prepcli.engine.digest import digest_of_zeros
 from prepcli.formats.file_records import is_settings_file, record_file
 from prepcli.formats.manifest import NO_MANIFEST, XXH3_KEY, Manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
+from prepcli.operations.chain_tokens import ADD, TokenChange
 from prepcli.operations.conversion import PlannedConversion
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
@@ -78,7 +79,13 @@ class _Piece:
 
 
 def compare_values(
-    output: Source, source: Source, memory_nbytes: int, progress: Progress, report: LinkReport
+    output: Source,
+    source: Source,
+    memory_nbytes: int,
+    progress: Progress,
+    report: LinkReport,
+    *,
+    change: TokenChange | None = None,
 ) -> None:
     """Compare the recorded digests of an output's tensors with the tensors of its source.
 
@@ -91,6 +98,7 @@ def compare_values(
         memory_nbytes: Memory limit.
         progress: Receives the bytes read.
         report: Receives the result.
+        change: Added or removed tokens, or None.
     """
     manifest = output.manifest or NO_MANIFEST
     num_unproven = len(report.unproven)
@@ -98,6 +106,7 @@ def compare_values(
     source_tensors = _tensors_by_name(source)
     pieces: list[_Piece] = []
     new_rows = 0
+    token_rows = 0
     for name, tensor in _digested_tensors(output, memory_nbytes, progress).items():
         source_tensor = source_tensors.get(name)
         if source_tensor is None:
@@ -107,9 +116,18 @@ def compare_values(
             shapes = f"{list(tensor.shape)}, not {list(source_tensor.shape)}"
             report.differences.append(f"{name} has the shape {shapes}")
             continue
+        num_common = num_rows(source_tensor)
+        added_rows: Range = (num_common, num_common)
+        # Only a vocabulary tensor has several digests. Its rows after the common tokens are made by the command, also
+        # where the source has other rows.
+        if change and num_rows(tensor) == change.vocab_rows and len(tensor.digests) > 1:
+            added_rows = change.added_rows
+            num_common = added_rows[0]
         for low, high, digest in tensor.digests:
-            if low < num_rows(source_tensor) or low == high:
+            if low < num_common or low == high:
                 pieces.append(_Piece(name, (low, high), digest, tensor.dtype, source_tensor))
+            elif (low, high) == added_rows:
+                token_rows += high - low
             elif _is_filled_as_recorded(tensor, (low, high), digest, manifest):
                 new_rows += high - low
             else:
@@ -122,6 +140,8 @@ def compare_values(
         report.is_identified = True
     num_equal = len({piece.name for piece in pieces} - changed)
     report.proven.append(f"{num_equal} tensors")
+    if token_rows:
+        report.proven.append(f"{token_rows} rows made for new tokens")
     if new_rows:
         report.proven.append(f"{new_rows} rows of padding")
 
@@ -223,7 +243,8 @@ def _is_filled_as_recorded(
     tensor: SourceTensor, rows: Range, digest: str, manifest: Manifest
 ) -> bool:
     """Return whether new rows of a vocabulary are zeros, unless the request has other new rows."""
-    if "--init" in _requested_options(manifest):
+    # `--init` of add-tokens is for the rows of tokens. Its padding is zeros.
+    if "--init" in _requested_options(manifest) and manifest.command != ADD:
         return True
     return digest == digest_of_zeros(row_stream(tensor, rows).nbytes)
 
@@ -262,12 +283,16 @@ def _changed_names(
     return changed
 
 
-def compare_files(output: Source, source: Source, report: LinkReport) -> None:
+def compare_files(
+    output: Source, source: Source, report: LinkReport, *, change: TokenChange | None = None
+) -> None:
     """Compare the recorded digests of an output's tokenizer and other small files with the files of its source.
 
-    Another file is a difference, unless the recipe or an adapter brings its own tokenizer.
+    Another file is a difference, unless the recipe or an adapter brings its own tokenizer, or only tokens were added or
+    removed.
     """
     manifest = output.manifest or NO_MANIFEST
+    token_files = change.files if change is not None else frozenset[str]()
     source_files = {path.name: path for path in source.small_files}
     num_equal = 0
     for path, record in manifest.files.items():
@@ -275,7 +300,9 @@ def compare_files(output: Source, source: Source, report: LinkReport) -> None:
         is_made = name in (CONFIG, INDEX_FILE, ADAPTER_CONFIG) or not is_settings_file(path)
         if XXH3_KEY not in record or is_made:
             continue
-        if name not in source_files:
+        if name in token_files:
+            num_equal += 1
+        elif name not in source_files:
             report.unproven.append(name)
         elif record_file(source_files[name]).get(XXH3_KEY) == record[XXH3_KEY]:
             num_equal += 1

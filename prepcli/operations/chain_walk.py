@@ -20,6 +20,7 @@ from prepcli.operations.chain_link import (
     compare_sums,
     compare_values,
 )
+from prepcli.operations.chain_tokens import token_change
 from prepcli.operations.conversion import CommonOptions, open_checkpoint
 from prepcli.operations.export_towers import select_parts
 from prepcli.operations.merge import plan_merge
@@ -246,7 +247,8 @@ class ChainWalk:
                 report.proven.append("the sums with the base")
             return
         compare_config(output.source, source.source, report)
-        compare_files(output.source, source.source, report)
+        change = token_change(output.source, source.source)
+        compare_files(output.source, source.source, report, change=change)
         if output.manifest.command == MERGE:
             self._compare_merge(output, source, report)
         elif output.manifest.command != TRAIN:
@@ -256,6 +258,7 @@ class ChainWalk:
                 self.common.memory_nbytes,
                 self.observer.progress(),
                 report,
+                change=change,
             )
 
     def _with_towers(self, output: ChainCheckpoint, source: ChainCheckpoint) -> Source:

@@ -131,7 +131,6 @@ class PlannedConversion:
         fields: Fields for JSON.
         next_command: The command that usually follows, with OUT_PLACEHOLDER for the output's path.
         source_view: Source of the plan, if it differs from the opened one.
-        checks_parts: Whether tensors that are read in part are compared with their digests before.
     """
 
     plan: Plan
@@ -140,7 +139,6 @@ class PlannedConversion:
     fields: Mapping[str, object]
     next_command: str
     source_view: Source | None = None
-    checks_parts: bool = False
 
 
 def common_options(
@@ -382,8 +380,7 @@ def _convert_to_folder(
         details = {"output": str(out), "dry_run": True, **details}
     else:
         share = _process_share(common, observer)
-        if source.is_locked or planned.checks_parts:
-            check_partly_read(planned.source_view or source, planned.plan, observer.progress())
+        check_partly_read(planned.source_view or source, planned.plan, observer.progress())
         with WorkerPool(
             common.process_options,
             share,

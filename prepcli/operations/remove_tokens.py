@@ -35,9 +35,6 @@ from prepcli.sources.source import Source, match_source_tensors, source_axis_map
 from prepcli.targets.streams import VocabResize
 from prepcli.targets.token_files import files_without_tokens
 
-# Commands that write the rows of added tokens as `add-tokens` filled them.
-UNTRAINED_COMMANDS = ("add-tokens", "pad-vocab")
-
 
 @public
 def remove_tokens(
@@ -139,10 +136,9 @@ def plan_remove_tokens(
     return PlannedConversion(
         plan,
         name,
-        notes=_notes(source, addition),
+        notes=_notes(addition),
         fields={"removed_tokens": {"count": len(removed), "tokens": removed}},
         next_command=f"prep verify {OUT_PLACEHOLDER}",
-        checks_parts=True,
     )
 
 
@@ -157,13 +153,13 @@ def _check_vocabulary(source: Source, addition: Addition) -> None:
     raise PrepError(what, why, hint)
 
 
-def _notes(source: Source, addition: Addition) -> tuple[str, ...]:
+def _notes(addition: Addition) -> tuple[str, ...]:
     first = addition.true_vocab_size
     last = addition.new_vocab_size - 1
-    notes = [f"{len(addition.tokens)} tokens removed: ids {first} to {last}"]
-    command = source.manifest.command if source.manifest else None
-    if command not in UNTRAINED_COMMANDS:
-        notes.append("their rows are dropped, also where training changed them")
+    notes = [
+        f"{len(addition.tokens)} tokens removed: ids {first} to {last}",
+        "their rows are dropped, also where training changed them",
+    ]
     padding = addition.padded_vocab_size - first
     if padding:
         notes.append(f"{padding} rows of padding are zeros, as padding of prep is by default")

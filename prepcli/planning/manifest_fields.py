@@ -62,6 +62,10 @@ class VocabularyRecord(TypedDict):
     init: NotRequired[str]
 
 
+# Rows of a vocabulary: token ids are 32-bit integers.
+MAX_ROWS = (1 << 31) - 1
+
+
 class TokenRecord(TypedDict):
     """An added token."""
 

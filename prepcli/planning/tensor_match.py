@@ -28,6 +28,7 @@ from trainer.models.json_types import HFConfig
 from trainer.models.parameters import Family, dropped_patterns
 
 VOCAB_ATOM = "vocab"
+LAYER_VOCAB_ATOM = "layer_vocab"
 # Rule of the tensors that a user drops, as plans and JSON objects name it.
 DROP_RULE = "--drop"
 # Far above any real model. The limit bounds the memory taken by an invalid config.
@@ -203,11 +204,21 @@ def _find_embedding_alias(family: Family, config: HFConfig, bare_names: Collecti
 
 def vocab_tensors(match: TensorMatch) -> set[str]:
     """Return the names of tensors with one row per token, including duplicates of the embedding."""
-    names = {check.name for check in match.checks}
+    return {check.name for check in match.checks} | _tensors_with_rows(match, VOCAB_ATOM)
+
+
+def layer_vocab_tensors(match: TensorMatch) -> set[str]:
+    """Return the names of embeddings per layer, which have one row per token and a size of their own."""
+    return _tensors_with_rows(match, LAYER_VOCAB_ATOM)
+
+
+def _tensors_with_rows(match: TensorMatch, atom: str) -> set[str]:
+    """Return the names of tensors with the size `atom` in their first dimension."""
+    names: set[str] = set()
     for name, uses in match.uses.items():
         for use in uses:
             first_dims = use.axis_map.source_dims[:1]
-            if any(factor.atom == VOCAB_ATOM for dim in first_dims for factor in dim.factors):
+            if any(factor.atom == atom for dim in first_dims for factor in dim.factors):
                 names.add(name)
     return names
 

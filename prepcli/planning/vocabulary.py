@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.planning.manifest_fields import MAX_ROWS
 from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.parameters import read_size
 
 VOCAB_SIZE_KEY = "vocab_size"
 TRUE_VOCAB_SIZE_KEY = "true_vocab_size"
-# Token ids are 32-bit integers.
-MAX_ROWS = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)

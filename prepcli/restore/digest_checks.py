@@ -93,7 +93,8 @@ def check_partly_read(source: Source, plan: Plan, progress: Progress) -> None:
     """Check the tensors that a plan reads in other row ranges than those with a recorded digest.
 
     E.g. a plan without padding reads rows 0 to 5 of a tensor [8, 4], and the digest of a lock covers rows 0 to 8. The
-    digest of the stream cannot be compared with it, so that the tensor is read once more.
+    digest of the stream cannot be compared with it, so that the tensor is read once more. Other tensors are not read:
+    the digests of their streams are compared while they are written.
 
     Raises:
         PrepError: A tensor differs from a digest.

@@ -46,6 +46,19 @@ class JsonTokenizer:
         """Return the id of a token, or None for an unknown text."""
         return self.tokenizer.token_to_id(content)
 
+    def normalize(self, content: str) -> str:
+        """Return the text of a token as it is searched if it has `normalized`.
+
+        Raises:
+            PrepError: The normalizer fails.
+        """
+        normalizer = self.tokenizer.normalizer
+        if normalizer is None:
+            return content
+        check_normalizer_growth(self.growth, len(content), str(self.path), ANOTHER_TOKENIZER_HINT)
+        with library_errors(f"{self.path} cannot normalize the tokens", ANOTHER_TOKENIZER_HINT):
+            return normalizer.normalize_str(content)
+
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the ids of each text, without adding special tokens.
 

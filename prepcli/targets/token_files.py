@@ -99,6 +99,10 @@ def files_without_tokens(source: Source, addition: Addition) -> dict[str, bytes]
             why = text("tokens can only be removed from the file that {} wrote", command)
             raise PrepError(what, why, "put back the file, or start from the model without tokens")
         for low, high in reversed(edit.inserted):
+            # A hostile record could double the text with each range that ends before its start.
+            if not low <= high <= len(data):
+                why = f"it has the byte range {low}:{high} of {len(data):,} bytes"
+                raise DamagedError(f"the record of {name} is damaged", why, GET_AGAIN_HINT)
             data = remove_insertion(data, (low, high))
         if digest(data) != edit.before:
             why = "without the added tokens, its digest differs from the recorded one"

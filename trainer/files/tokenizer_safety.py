@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from trainer.files.charsmap import charsmap_growth
 from trainer.models.errors import PrepError
 from trainer.models.json_types import JsonObject, JsonValue
 
@@ -54,7 +55,8 @@ MAX_GROWN_NBYTES = 1 << 28
 def normalizer_growth(tokenizer_json: bytes) -> float:
     """Return an upper bound of the normalized bytes per byte of text, for a valid tokenizer.json.
 
-    Changes by Unicode tables are not counted: they are small, and no file can change them.
+    Changes by the Unicode tables of the library are not counted: they are small, and no file can change them. A
+    `Precompiled` normalizer has its own table, which is counted.
     """
     return _max_growth(json.loads(tokenizer_json).get("normalizer"))
 
@@ -87,6 +89,11 @@ def _max_growth(normalizer: JsonValue) -> float:
             for step in steps:
                 growth *= _max_growth(step)
         return growth
+    if normalizer.get("type") == "Precompiled":
+        encoded = normalizer.get("precompiled_charsmap")
+        if not isinstance(encoded, str):
+            return 1.0
+        return charsmap_growth(encoded)
     if normalizer.get("type") == "Prepend":
         return 1.0 + _text_nbytes(normalizer.get("prepend"))
     if normalizer.get("type") == "Replace":

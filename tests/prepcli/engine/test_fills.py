@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -264,3 +265,37 @@ def test_piece_nbytes_counts_each_row_once():
     streams = padded_streams("float32", 9, 12, 4, Fill("pieces", pieces=((1, 2), (2,), (8, 1, 1))))
     assert piece_nbytes(streams) == 3 * 4 * 4
     assert piece_nbytes(streams[:1]) == 0
+
+
+def test_mean_of_repeated_pieces_takes_little_memory():
+    num_columns = 1024
+    fill = Fill("pieces", pieces=((1,) * 20_000,))
+    streams = padded_streams("float32", 2, 3, num_columns, fill)
+    table = np.full((2, num_columns), 0.5, np.float32)
+    tracemalloc.start()
+    try:
+        rows = generate_rows(streams, table, [])
+        peak_nbytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (rows == 0.5).all()
+    assert peak_nbytes < 1 << 20
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_columns", [1, 3])
+def test_mean_adds_the_pieces_in_order(dtype: str, num_columns: int):
+    numpy_type = numpy_dtype(dtype)
+    table = np.random.default_rng(0).standard_normal((40, num_columns)).astype(numpy_type)
+    fill = Fill("pieces", pieces=(tuple(range(40)),))
+    rows = generate_rows(padded_streams(dtype, 40, 41, num_columns, fill), table, [])
+    total = np.zeros(num_columns)
+    for row in table:
+        total += row.astype(np.float64)
+    assert rows.tobytes() == round_to_dtype(total / 40, numpy_type).tobytes()
+
+
+def test_mean_of_one_piece_keeps_its_bits():
+    table = np.array([[-0.0, 0.0, 3e-40]], np.float32)
+    streams = padded_streams("float32", 1, 2, 3, Fill("pieces", pieces=((0,),)))
+    assert generate_rows(streams, table, []).tobytes() == table.tobytes()

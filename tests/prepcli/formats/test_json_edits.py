@@ -41,6 +41,11 @@ def test_insert_adds_members_and_removal_undoes_it(
     assert remove_insertion(changed, inserted) == text
 
 
+def test_insert_refuses_a_key_of_the_object():
+    with pytest.raises(ValueError, match=r"ids has 'b' already"):
+        insert_members(b'{"ids": {"a": 1, "\\u0062": 2}}', ("ids",), {"c": 3, "b": 4})
+
+
 def test_insert_keeps_the_indentation_of_a_list():
     text = json.dumps({"a": [{"id": 1}]}, indent=2).encode()
     changed, _ = insert_members(text, ("a",), [{"id": 2}])

@@ -27,6 +27,13 @@ def test_lines_are_tokens_with_their_spaces(tmp_path: Path, data: bytes):
     assert [token["content"] for token in tokens] == ["<a>", " b"]
 
 
+@pytest.mark.parametrize("name", ["t.txt", "t.json"])
+def test_byte_order_mark_is_no_part_of_a_token(tmp_path: Path, name: str):
+    content = '["<a>"]' if name == "t.json" else "<a>\n"
+    tokens = read_token_list(write_list(tmp_path, name, content.encode("utf-8-sig")))
+    assert [token["content"] for token in tokens] == ["<a>"]
+
+
 def test_json_lists_have_strings_and_objects(tmp_path: Path):
     items = ["<a>", {"content": "é", "special": True, "lstrip": True}]
     tokens = read_token_list(write_list(tmp_path, "t.json", json.dumps(items).encode()))

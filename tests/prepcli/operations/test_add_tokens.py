@@ -17,6 +17,7 @@ from prepcli.cli.main import main
 from prepcli.errors import FAILED, USAGE
 from tests.helpers import towers
 from tests.helpers.adapters import make_adapter
+from tests.helpers.later_configs import LATER_FAMILIES
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import run_failing, run_failing_unchanged, run_json, run_ok
 from tests.helpers.slow_cases import slow_except
@@ -252,6 +253,15 @@ def test_true_vocab_names_the_padding_of_a_published_model():
     assert json.loads(Path("added/config.json").read_text())["true_vocab_size"] == size + 4
 
 
+@pytest.mark.parametrize("folder", ["./added", "./wide"])
+def test_removal_names_the_dropped_rows(folder: str, capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"))
+    add()
+    run_ok("pad-vocab", "./added", "--multiple", "64", "--out", "wide")
+    assert main(["remove-tokens", folder, "--dry-run"]) == 0
+    assert "also where training changed them" in capsys.readouterr().err
+
+
 def test_second_addition_is_removed_first():
     write_model(Path("m"))
     tensors = read_tensors(Path("m"))
@@ -277,19 +287,41 @@ def test_tokens_survive_init_and_export(capsys: pytest.CaptureFixture[str]):
     assert side_files(Path("removed")) == side_files(Path("m"))
 
 
+def flip_bit_of_row(folder: Path, row: int) -> None:
+    """Change a bit in a row of the embedding in the only file of a folder."""
+    path = next(folder.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[data.index(read_tensors(folder)[EMBEDDING][row].tobytes())] ^= 1
+    path.write_bytes(data)
+
+
 def test_damaged_rows_are_found_though_read_in_part(capsys: pytest.CaptureFixture[str]):
     write_model(Path("m"), files=1)
     run_ok("add-tokens", "./m", "--tokens", "tokens.json", "--out", "more")
     run_ok("save-init", "./more", "--out", "init")
     run_ok("export", "init", "--out", "added")
-    path = next(Path("added").glob("*.safetensors"))
-    data = bytearray(path.read_bytes())
-    row = read_tensors(Path("added"))[EMBEDDING][3].tobytes()
-    data[data.index(row)] ^= 1
-    path.write_bytes(data)
+    flip_bit_of_row(Path("added"), 3)
     err = run_failing(capsys, FAILED, "remove-tokens", "./added", "--out", "removed")
     assert "is damaged" in err
     assert not Path("removed").exists()
+
+
+# The manifest of `added` has two digests of a vocabulary tensor: old rows and new rows. These commands read it at once.
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["pad-vocab", "./added", "--multiple", "64"],
+        ["save-init", "./added"],
+        ["export", "./added", "--dtype", "bfloat16"],
+    ],
+)
+def test_damaged_output_is_not_converted(words: list[str], capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"), files=1)
+    add()
+    flip_bit_of_row(Path("added"), 3)
+    err = run_failing(capsys, FAILED, *words, "--out", "out")
+    assert "is damaged" in err
+    assert not Path("out").exists()
 
 
 def test_normal_rows_do_not_depend_on_the_budget():
@@ -341,6 +373,32 @@ def test_tokens_with_one_normalized_text_are_refused(capsys: pytest.CaptureFixtu
     assert "would not use the new tokens" in lines[0]
 
 
+def vocabulary_word(tokenizer: Tokenizer) -> str:
+    """Return a token of ASCII letters that is a whole word."""
+    words = sorted(tokenizer.get_vocab())
+    return next(word for word in words if word.isascii() and word.isalpha() and len(word) > 2)
+
+
+def test_normalized_token_may_not_hide_an_old_one(capsys: pytest.CaptureFixture[str]):
+    word = vocabulary_word(write_model(Path("m"), "wordpiece"))
+    write_json(Path("tokens.json"), [word.upper()])
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == USAGE
+    assert f"has these tokens already: {word!r}" in lines[0]
+    write_json(Path("tokens.json"), [{"content": word.upper(), "normalized": False}])
+    add()
+    before = Tokenizer.from_file("m/tokenizer.json")
+    assert Tokenizer.from_file("added/tokenizer.json").encode(word).ids == before.encode(word).ids
+
+
+def test_normalized_tokens_may_not_overlap(capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"), "wordpiece")
+    write_json(Path("tokens.json"), ["Zzz", "xzzZ"])
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == USAGE
+    assert "'xzzz' contains 'zzz'" in " ".join(lines)
+
+
 def test_tokens_without_pieces_need_another_init(capsys: pytest.CaptureFixture[str]):
     write_model(Path("m"), "byte-level")
     document = json.loads(Path("m/tokenizer.json").read_text())
@@ -379,6 +437,21 @@ def test_other_tokenizers_are_refused(name: str, message: str, capsys: pytest.Ca
     code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
     assert code == USAGE
     assert message in lines[0]
+
+
+@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer_config.json"])
+def test_settings_with_a_new_token_are_refused(name: str, capsys: pytest.CaptureFixture[str]):
+    size = write_model(Path("m")).get_vocab_size()
+    document = json.loads(Path("m", name).read_text())
+    if name == "added_tokens.json":
+        document["<tool>"] = 3
+    else:
+        document["added_tokens_decoder"][str(size)] = {"content": "old"}
+    write_json(Path("m", name), document)
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == FAILED
+    assert f"{name} is not supported" in lines[0]
+    assert "already" in " ".join(lines)
 
 
 def test_broken_tokenizer_is_one_error(capsys: pytest.CaptureFixture[str]):
@@ -430,6 +503,24 @@ def test_damaged_record_is_one_error(content: bytes, capsys: pytest.CaptureFixtu
     assert "is not a record of this prep" in lines[0]
 
 
+# A range that ends before its start doubles the text. One after the end removes no byte.
+@pytest.mark.parametrize("inserted", [[[10**18, 0]] * 40, [[5, 10**18]]])
+def test_record_with_impossible_ranges_is_damaged(
+    inserted: list[list[int]], capsys: pytest.CaptureFixture[str]
+):
+    write_model(Path("m"))
+    add()
+    Path("added/prep-manifest.json").unlink()
+    record = json.loads(Path("added/prep-added-tokens.json").read_text())
+    record["additions"][0]["files"]["tokenizer.json"]["inserted"] = inserted
+    write_json(Path("added/prep-added-tokens.json"), record)
+    capsys.readouterr()
+    code, lines = run_failing_unchanged(capsys, "remove-tokens", "./added")
+    assert code == FAILED
+    assert "the record of tokenizer.json is damaged" in lines[0]
+    assert "byte range" in " ".join(lines)
+
+
 @pytest.mark.parametrize("kind", ["adapter", "quantized"])
 def test_adapters_and_quantized_models_are_refused(kind: str, capsys: pytest.CaptureFixture[str]):
     if kind == "adapter":
@@ -439,6 +530,14 @@ def test_adapters_and_quantized_models_are_refused(kind: str, capsys: pytest.Cap
     code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
     assert code in (FAILED, USAGE)
     assert kind in " ".join(lines).replace("quantised", "quantized")
+
+
+def test_embeddings_per_layer_are_refused(capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"), base=LATER_FAMILIES["gemma4_text"])
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == USAGE
+    assert "has embeddings per layer, which is not supported" in lines[0]
+    assert "embed_tokens_per_layer.weight" in " ".join(lines)
 
 
 def test_multimodal_models_are_refused(capsys: pytest.CaptureFixture[str]):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import socket
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from prepcli.errors import FAILED
 from prepcli.operations.prompts import read_prompts
 from tests.helpers.corpus import make_tokenizer
 from trainer.data.tokenizer import load_tokenizer
+from trainer.files.tokenizer_safety import MAX_GROWTH, normalizer_growth
 from trainer.models.errors import PrepError
 
 BROKEN_MAP = base64.b64encode(b"\x10\0\0\0" + b"\xff" * 16 + b"abc").decode()
@@ -97,7 +100,20 @@ def test_interrupt_in_the_library_stays_an_interrupt(
         tokenizer.encode_prompt("a")
 
 
+def charsmap(texts: bytes) -> dict[str, Any]:
+    """Return a normalizer with a map that replaces `a` by the first text."""
+    units = [0] * 256
+    # `a` is 97. Its unit has the offset 3, so that its leaf is the unit 97 ^ 3 = 98, with the start of the text.
+    units[97] = 3 << 10 | 1 << 8 | 97
+    units[98] = 1 << 31
+    data = struct.pack("<I256I", 4 * len(units), *units) + texts
+    encoded = base64.b64encode(data).decode()
+    return {"type": "Precompiled", "precompiled_charsmap": encoded}
+
+
+LONG_MAP = charsmap(b"a" * 1000 + b"\0")
 GROWTH = {
+    "precompiled maps": {"type": "Sequence", "normalizers": [LONG_MAP, LONG_MAP]},
     "long replacement": replace_by({"String": "a"}, "x" * 1_000_000),
     "long replacement of a pattern": replace_by({"Regex": "."}, "x" * 1_000_000),
     "sequence": {
@@ -205,3 +221,34 @@ def test_prompts_are_read_from_regular_files_only(tmp_path: Path, make: Any):
 def test_tokenizer_of_a_model_still_loads(tmp_path: Path):
     path = make_tokenizer(tmp_path / "tokenizer.json")
     assert load_tokenizer(path).decode(load_tokenizer(path).encode_prompt("the cat")) == "the cat"
+
+
+def test_growth_of_a_map_is_the_one_of_the_library(tmp_path: Path):
+    path = write_parts(tmp_path, {"normalizer": LONG_MAP})
+    normalizer = Tokenizer.from_file(str(path)).normalizer
+    assert normalizer is not None
+    assert normalizer_growth(path.read_bytes()) == len(normalizer.normalize_str("a")) == 1000
+
+
+def test_ordinary_maps_take_long_texts(tmp_path: Path):
+    """The map nmt_nfkc, which T5 and XLM-R use: U+FDFA of 3 bytes becomes 33 bytes."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model_pb2 = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    stream = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a b c", "b c a"]),
+        model_writer=stream,
+        vocab_size=8,
+        hard_vocab_limit=False,
+        normalization_rule_name="nmt_nfkc",
+        minloglevel=2,
+    )
+    model = model_pb2.ModelProto.FromString(stream.getvalue())
+    encoded = base64.b64encode(model.normalizer_spec.precompiled_charsmap).decode()
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": encoded}
+    path = write_parts(tmp_path, {"normalizer": normalizer})
+    growth = normalizer_growth(path.read_bytes())
+    library = Tokenizer.from_file(str(path)).normalizer
+    assert library is not None
+    assert len(library.normalize_str("\ufdfa").encode()) == 33
+    assert 33 / 3 <= growth <= MAX_GROWTH

@@ -1,0 +1,66 @@
+"""The changes of `add-tokens` and `remove-tokens` between an output and its source, for `verify_chain`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prepcli.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.formats.added_tokens import RECORD_FILE
+from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.operations.add_tokens import recorded_additions
+from prepcli.sources.source import Source
+from prepcli.targets.token_files import files_without_tokens, read_side_file
+from trainer.models.boxes import Range
+
+ADD = "add-tokens"
+REMOVE = "remove-tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChange:
+    """The rows and files that differ between an output and its source, because tokens were added or removed.
+
+    Attributes:
+        added_rows: Rows of the added tokens in the output. Empty after a removal. Later rows are padding.
+        vocab_rows: Rows of the output's vocabulary.
+        files: Names of the files that are equal without the tokens.
+    """
+
+    added_rows: Range
+    vocab_rows: int
+    files: frozenset[str]
+
+
+def token_change(output: Source, source: Source) -> TokenChange | None:
+    """Return the change of tokens between an output and its source, or None for an output of another command.
+
+    Raises:
+        PrepError: The record of the tokens is missing or damaged, or a file was changed since.
+    """
+    command = (output.manifest or NO_MANIFEST).command
+    if command == ADD:
+        larger = output
+        smaller = source
+    elif command == REMOVE:
+        larger = source
+        smaller = output
+    else:
+        return None
+    additions = recorded_additions(larger)
+    if not additions:
+        why = f"it has no {RECORD_FILE}"
+        raise DamagedError(f"{larger.display_name} records no added tokens", why, GET_AGAIN_HINT)
+    addition = additions[-1]
+    equal_files: set[str] = set()
+    for name, content in files_without_tokens(larger, addition).items():
+        if read_side_file(smaller, name) == content:
+            equal_files.add(name)
+    if recorded_additions(smaller) == additions[:-1]:
+        equal_files.add(RECORD_FILE)
+    first_row = addition.true_vocab_size
+    num_added = len(addition.tokens) if command == ADD else 0
+    return TokenChange(
+        added_rows=(first_row, first_row + num_added),
+        vocab_rows=output.vocabulary().stored_size,
+        files=frozenset(equal_files),
+    )
