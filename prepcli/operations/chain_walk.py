@@ -65,6 +65,11 @@ class ChainCheckpoint:
         return self.source.display_name
 
     @property
+    def root(self) -> Path:
+        """Its folder or file, without symbolic links."""
+        return self.source.root.resolve()
+
+    @property
     def manifest(self) -> Manifest:
         """Its manifest. Empty for a checkpoint that prep did not write."""
         return self.source.manifest or NO_MANIFEST
@@ -84,6 +89,8 @@ class ChainWalk:
         origins: The first checkpoints so far.
         merged_adapters: Folders of adapters with proven sums.
         checked: Roots of the checkpoints with compared digests.
+        source_roots: Root of each output -> the roots of its sources.
+        has_locked_origin: Whether a first checkpoint was compared with the lock.
     """
 
     common: CommonOptions
@@ -95,6 +102,8 @@ class ChainWalk:
     origins: list[str] = field(default_factory=list)
     merged_adapters: set[Path] = field(default_factory=set)
     checked: set[Path] = field(default_factory=set)
+    source_roots: dict[Path, set[Path]] = field(default_factory=dict)
+    has_locked_origin: bool = False
 
     def follow(self, checkpoint: ChainCheckpoint) -> None:
         """Check the links of an output, and then the ones of its sources. End at the first failed link."""
@@ -103,6 +112,7 @@ class ChainWalk:
             waiting = [checkpoint]
             while waiting:
                 waiting += self._check_sources(waiting.pop(0))
+            self._check_lock(checkpoint)
 
     def _check_sources(self, output: ChainCheckpoint) -> list[ChainCheckpoint]:
         """Check the links of an output to its sources. Return its new sources."""
@@ -113,14 +123,39 @@ class ChainWalk:
             if source is None:
                 continue
             pairs.append((recorded, source))
+            self._check_cycle(output, source)
             # The base of an adapter is also the source of the merged model.
-            if source.source.root.resolve() not in self.checked:
+            if source.root not in self.checked:
                 self._check_bytes(source)
                 new_sources.append(source)
         # The sums of a merge are compared when the bytes of both of its sources are known to be the recorded ones.
         for recorded, source in pairs:
             self._check_link(output, source, recorded)
         return new_sources
+
+    def _check_cycle(self, output: ChainCheckpoint, source: ChainCheckpoint) -> None:
+        """Add a failed link if a source was made from its own output."""
+        self.source_roots.setdefault(output.root, set()).add(source.root)
+        # A cycle has no first checkpoint, so nothing would be compared with the lock.
+        reached: set[Path] = set()
+        waiting = [source.root]
+        while waiting:
+            root = waiting.pop()
+            if root not in reached:
+                reached.add(root)
+                waiting += self.source_roots.get(root, ())
+        if output.root in reached:
+            link = _make_link(output, source.name)
+            reason = f"{output.name} records itself as source"
+            if source.root != output.root:
+                reason += f", through {source.name}"
+            self._add(replace(link, status="failed", reason=reason))
+
+    def _check_lock(self, output: ChainCheckpoint) -> None:
+        """Add a failed link if no first checkpoint was compared with the lock."""
+        if self.lock is not None and not self.has_locked_origin:
+            reason = "the lock was compared with no checkpoint"
+            self._add(replace(_make_link(output, ""), status="failed", reason=reason))
 
     def _add(self, link: ChainLink) -> None:
         """Append a link. Raise BrokenChainError if it failed."""
@@ -130,7 +165,7 @@ class ChainWalk:
 
     def _check_bytes(self, checkpoint: ChainCheckpoint) -> None:
         """Compare a checkpoint with the digests of its manifest, and a first checkpoint with the lock."""
-        self.checked.add(checkpoint.source.root.resolve())
+        self.checked.add(checkpoint.root)
         try:
             source = checkpoint.source
             if not recorded_sources(checkpoint.manifest):
@@ -150,6 +185,7 @@ class ChainWalk:
         source = checkpoint.source
         if self.lock is None or source.family is ADAPTER_FAMILY:
             return source
+        self.has_locked_origin = True
         return apply_lock(source, self.lock, self.lock_name, commit)
 
     def _check_digests(self, source: Source) -> None:
