@@ -19,9 +19,10 @@ from prepcli.operations.chain_link import (
     compare_files,
     compare_sums,
     compare_values,
+    requested_options,
 )
 from prepcli.operations.conversion import CommonOptions, open_checkpoint
-from prepcli.operations.export_towers import select_parts
+from prepcli.operations.export_towers import UnreadableTowersError, select_parts
 from prepcli.operations.merge import plan_merge
 from prepcli.operations.options import ExportOptions, MergeOptions
 from prepcli.operations.results import ChainLink
@@ -32,6 +33,7 @@ from prepcli.restore.digest_checks import damaged_error, num_rows, sample_digest
 from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.locked import apply_lock
+from prepcli.sources.model_family import truncate_layers
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY, is_adapter
 from prepcli.sources.recorded_sources import (
     MERGE,
@@ -246,7 +248,7 @@ class ChainWalk:
         if report.unproven:
             reason = f"not compared: {join_names(report.unproven, max_names=MAX_PARTS)}"
             link = replace(link, reason=reason)
-        if report.is_identified:
+        elif report.is_identified:
             link = replace(link, status="proven")
         self._add(link)
 
@@ -281,6 +283,7 @@ class ChainWalk:
                 report.is_identified = True
                 report.proven.append("the sums with the base")
             return
+        source = _with_requested_layers(output, source, report)
         compare_config(output.source, source.source, report)
         compare_files(output.source, source.source, report)
         if output.manifest.command == MERGE:
@@ -305,7 +308,7 @@ class ChainWalk:
             return select_parts(
                 with_defaults(ExportOptions, {}), source.source, self._access(), check_digest=True
             )
-        except PrepError:
+        except UnreadableTowersError:
             return source.source
 
     def _access(self) -> Access:
@@ -356,6 +359,22 @@ def _covers_rows(tensor: SourceTensor) -> bool:
             return False
         next_row = stop
     return next_row == num_rows(tensor) or tensor.nbytes == 0
+
+
+def _with_requested_layers(
+    output: ChainCheckpoint, source: ChainCheckpoint, report: LinkReport
+) -> ChainCheckpoint:
+    """Return a source with the layers that the output was requested to have."""
+    options = requested_options(output.manifest)
+    if "--layers" not in options:
+        return source
+    words = options[options.index("--layers") + 1 :]
+    if not words or not words[0].isdecimal():
+        report.unproven.append("the layers")
+        return source
+    truncated, _ = truncate_layers(source.source, int(words[0]))
+    report.proven.append(f"the first {words[0]} layers")
+    return replace(source, source=truncated)
 
 
 def _compare_identity(source: ChainCheckpoint, origin: OriginRecord, report: LinkReport) -> None:
