@@ -359,7 +359,7 @@ def _brings_tokenizer(manifest: Manifest) -> bool:
     return isinstance(data, dict) and "tokenizer" in data
 
 
-def _config_of(source: Source) -> HFConfig:
+def config_of(source: Source) -> HFConfig:
     """Return the config for readers of a checkpoint."""
     # Other programs read the config.json of a Hugging Face folder, and prep reads the manifest of its other outputs.
     # An adapter has only the config of its base, in the manifest.
@@ -370,8 +370,8 @@ def _config_of(source: Source) -> HFConfig:
 
 def compare_config(output: Source, source: Source, report: LinkReport) -> None:
     """Compare the config of an output with the one of its source, without the keys that its command writes."""
-    config = _config_of(output)
-    source_config = _config_of(source)
+    config = config_of(output)
+    source_config = config_of(source)
     if output.family.is_verbatim and source.wrapper is not None:
         # A verbatim output has the towers in one tree with the text part.
         source_config = source.wrapper.config
@@ -415,7 +415,7 @@ def _written_keys(output: Source, source: Source) -> set[str]:
         keys.add(QUANTIZATION_KEY)
     tying = output.family.tying
     has_head = any(tensor.name == tying.head_tensor for tensor in output.tensors)
-    if has_head and _config_of(output).get(TYING_KEY) is False:
+    if has_head and config_of(output).get(TYING_KEY) is False:
         # A config of tied weights is corrected for a model with a head of its own.
         keys |= {TYING_KEY, *tying.untied_fields(source.config)}
     return keys
