@@ -10,7 +10,7 @@ from pathlib import Path
 from prepcli.console.lists import join_names
 from prepcli.console.progress import Progress
 from prepcli.engine.casts import parse_stream_digest
-from prepcli.engine.digest import digest_of_zeros
+from prepcli.engine.digest import digest_of_zeros, digest_pieces
 from prepcli.formats.file_records import is_settings_file, record_file
 from prepcli.formats.manifest import NO_MANIFEST, XXH3_KEY, Manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
@@ -321,9 +321,7 @@ def compare_files(output: Source, source: Source, report: LinkReport) -> None:
     Another file is a difference, unless the recipe or an adapter brings its own tokenizer.
     """
     manifest = output.manifest or NO_MANIFEST
-    source_files = {path.name: path for path in source.small_files}
-    for name in MADE_FILES:
-        source_files.pop(name, None)
+    source_digests = _file_digests(source)
     output_files: set[str] = set()
     num_equal = 0
     for path, record in manifest.files.items():
@@ -331,20 +329,32 @@ def compare_files(output: Source, source: Source, report: LinkReport) -> None:
         if XXH3_KEY not in record or name in MADE_FILES or not is_settings_file(path):
             continue
         output_files.add(name)
-        if name not in source_files:
+        if name not in source_digests:
             report.unproven.append(name)
-        elif record_file(source_files[name]).get(XXH3_KEY) == record[XXH3_KEY]:
+        elif source_digests[name] == record[XXH3_KEY]:
             num_equal += 1
         elif _brings_tokenizer(manifest):
             report.unproven.append(name)
         else:
-            report.differences.append(f"{name} differs from {source_files[name]}")
+            report.differences.append(f"{name} differs from the one of {source.display_name}")
     # An adapter has no files but its own.
     if output.family is not ADAPTER_FAMILY and not _brings_tokenizer(manifest):
-        for name in sorted(source_files.keys() - output_files):
+        for name in sorted(source_digests.keys() - output_files):
             report.differences.append(f"{name} of {source.display_name} is missing")
     if num_equal:
         report.proven.append(f"{num_equal} files")
+
+
+def _file_digests(source: Source) -> dict[str, str]:
+    """Return the XXH3-128 of the small files that conversions copy from a source, by name."""
+    digests: dict[str, str] = {}
+    for path in source.small_files:
+        if path.name not in MADE_FILES:
+            digests[path.name] = record_file(path).get(XXH3_KEY, "")
+    # A GGUF file has its tokenizer in the metadata.
+    for file in source.made_files:
+        digests[Path(file.path).name] = digest_pieces([file.content])
+    return digests
 
 
 def _brings_tokenizer(manifest: Manifest) -> bool:
