@@ -17,7 +17,7 @@ from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
 from prepcli.operations.conversion import PlannedConversion
 from prepcli.option_spec import recorded_words
 from prepcli.planning.plan import Stream
-from prepcli.planning.state_names import TOWERS, split_name
+from prepcli.planning.state_names import split_name
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.planning.vocabulary import TRUE_VOCAB_SIZE_KEY, VOCAB_SIZE_KEY
 from prepcli.restore.digest_checks import num_rows, row_stream, stream_digests, tensor_digests
@@ -239,7 +239,6 @@ def _compare_names(
 ) -> None:
     """Add the tensors of a source to the report that its output lacks."""
     dropped = _dropped_names(manifest)
-    is_text_only = "--text-only" in requested_options(manifest)
     display_names = source.display_names()
     missing: list[str] = []
     num_dropped = 0
@@ -248,8 +247,6 @@ def _compare_names(
             continue
         display_name = display_names[tensor.name]
         slot, state_name = split_name(tensor.name)
-        if is_text_only and slot == TOWERS:
-            continue
         # A state is recorded by its slots, e.g. `opt_state.0.mu`.
         if dropped.isdisjoint({display_name, slot or state_name}):
             missing.append(display_name)

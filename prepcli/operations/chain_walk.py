@@ -34,6 +34,7 @@ from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.locked import apply_lock
 from prepcli.sources.model_family import truncate_layers
+from prepcli.sources.multimodal import text_model
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY, is_adapter
 from prepcli.sources.recorded_sources import (
     MERGE,
@@ -283,7 +284,7 @@ class ChainWalk:
                 report.is_identified = True
                 report.proven.append("the sums with the base")
             return
-        source = _with_requested_layers(output, source, report)
+        source = _with_requested_parts(output, source, report)
         compare_config(output.source, source.source, report)
         compare_files(output.source, source.source, report)
         if output.manifest.command == MERGE:
@@ -361,11 +362,14 @@ def _covers_rows(tensor: SourceTensor) -> bool:
     return next_row == num_rows(tensor) or tensor.nbytes == 0
 
 
-def _with_requested_layers(
+def _with_requested_parts(
     output: ChainCheckpoint, source: ChainCheckpoint, report: LinkReport
 ) -> ChainCheckpoint:
-    """Return a source with the layers that the output was requested to have."""
+    """Return a source with the requested parts: its text part alone, or its first layers."""
     options = requested_options(output.manifest)
+    if "--text-only" in options and source.source.wrapper is not None:
+        report.proven.append("the text part")
+        return replace(source, source=text_model(source.source))
     if "--layers" not in options:
         return source
     words = options[options.index("--layers") + 1 :]

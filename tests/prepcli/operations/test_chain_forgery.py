@@ -159,6 +159,17 @@ def test_towers_that_were_not_compared_are_not_proven(model: Path, is_moved: boo
     assert "towers" in link.reason or "tower " in link.reason
 
 
+def test_text_part_is_compared_with_the_text_part(model: Path):
+    write_model("llava", Path("start"))
+    prep.export("start", "text", text_only=True)
+    link = only_link("text")
+    assert (link.status, link.reason) == ("proven", "")
+    assert link.proof.startswith("the text part, config, ")
+    with changed_manifest(Path("text")) as manifest:
+        manifest["request"] = "prep export start"
+    assert only_link("text").status == "failed"
+
+
 def test_options_are_found_behind_a_name_with_a_quote(model: Path):
     shutil.copytree(model, "o'brien --init x")
     prep.pad_vocab("o'brien --init x", "zeros", multiple=8)
