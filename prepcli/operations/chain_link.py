@@ -319,6 +319,8 @@ def compare_files(output: Source, source: Source, report: LinkReport) -> None:
     """
     manifest = output.manifest or NO_MANIFEST
     source_digests = _file_digests(source)
+    # `--copy` adds them to an output.
+    other_files = {path.name: path for path in source.left_files}
     output_files: set[str] = set()
     num_equal = 0
     for path, record in manifest.files.items():
@@ -326,9 +328,12 @@ def compare_files(output: Source, source: Source, report: LinkReport) -> None:
         if XXH3_KEY not in record or name in MADE_FILES or not is_settings_file(path):
             continue
         output_files.add(name)
-        if name not in source_digests:
+        digest = source_digests.get(name)
+        if digest is None and name in other_files:
+            digest = record_file(other_files[name]).get(XXH3_KEY)
+        if digest is None:
             report.unproven.append(name)
-        elif source_digests[name] == record[XXH3_KEY]:
+        elif digest == record[XXH3_KEY]:
             num_equal += 1
         elif _brings_tokenizer(manifest):
             report.unproven.append(name)

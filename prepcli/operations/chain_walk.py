@@ -367,7 +367,8 @@ def _with_requested_parts(
 ) -> ChainCheckpoint:
     """Return a source with the requested parts: its text part alone, or its first layers."""
     options = requested_options(output.manifest)
-    if "--text-only" in options and source.source.wrapper is not None:
+    is_multimodal = source.source.wrapper is not None or source.manifest.towers is not None
+    if "--text-only" in options and is_multimodal and not source.source.family.is_verbatim:
         report.proven.append("the text part")
         return replace(source, source=text_model(source.source))
     if "--layers" not in options:

@@ -97,6 +97,14 @@ def test_added_file_is_not_proven(model: Path):
     assert link.reason == "not compared: chat_template.jinja"
 
 
+def test_copied_file_is_compared(model: Path):
+    Path("m/modeling.py").write_text("x = 1")
+    prep.save_init(model, "out", copy=["*.py"])
+    assert only_link("out").status == "proven"
+    Path("m/modeling.py").write_text("x = 2")
+    assert "modeling.py differs" in only_link("out").reason
+
+
 def test_lost_file_is_a_difference(model: Path):
     prep.pad_vocab(model, "out", multiple=8)
     Path("out/tokenizer.json").unlink()

@@ -82,6 +82,12 @@ def test_chain_names_towers_without_their_start_model(trained: Path):
     assert link.reason.startswith("not compared: tower ")
 
 
+def test_chain_proves_the_text_part_of_a_step(trained: Path):
+    run_ok("export", "runs/recipe", "--text-only", "--out", "text")
+    link = prep.verify_chain("text").links[0]
+    assert (link.status, link.reason) == ("proven", "")
+
+
 def test_export_of_step_has_towers_of_start_model(trained: Path):
     before = safetensors_bytes(Path("m"))
     run_ok("export", "runs/recipe", "--out", "hf")
