@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -235,17 +235,24 @@ def _add_unmatched(
 
 
 def _compare_names(
-    output_tensors: Collection[str], source: Source, manifest: Manifest, report: LinkReport
+    output_tensors: Mapping[str, SourceTensor],
+    source: Source,
+    manifest: Manifest,
+    report: LinkReport,
 ) -> None:
-    """Add the tensors of a source to the report that its output lacks."""
-    dropped = _dropped_names(manifest)
+    """Add the tensors and rows of a source to the report that its output lacks."""
+    dropped = _dropped_names(manifest, has_rows=False)
+    shortened = _dropped_names(manifest, has_rows=True)
     display_names = source.display_names()
     missing: list[str] = []
     num_dropped = 0
     for tensor in source.all_tensors:
-        if tensor.name in output_tensors:
-            continue
         display_name = display_names[tensor.name]
+        if tensor.name in output_tensors:
+            first = num_rows(output_tensors[tensor.name])
+            if first < num_rows(tensor) and display_name not in shortened:
+                report.unproven.append(f"{display_name} rows {first}:{num_rows(tensor)}")
+            continue
         slot, state_name = split_name(tensor.name)
         # A state is recorded by its slots, e.g. `opt_state.0.mu`.
         if dropped.isdisjoint({display_name, slot or state_name}):
@@ -259,12 +266,12 @@ def _compare_names(
         report.proven.append(f"{num_dropped} tensors left out")
 
 
-def _dropped_names(manifest: Manifest) -> set[str]:
-    """Return the names of the whole tensors and state slots that a manifest records as dropped."""
+def _dropped_names(manifest: Manifest, *, has_rows: bool) -> set[str]:
+    """Return the recorded names of dropped tensors and state slots, or of tensors with dropped rows."""
     names: set[str] = set()
     for entry in manifest.dropped:
         name = entry.get("name")
-        if isinstance(name, str) and entry.get("rows") is None:
+        if isinstance(name, str) and (entry.get("rows") is not None) == has_rows:
             names.add(name)
     return names
 

@@ -128,6 +128,17 @@ def test_lost_tensor_is_a_difference_unless_recorded(model: Path):
     assert link.reason.startswith("tensors of old are missing: ")
 
 
+def test_lost_rows_are_not_proven_unless_recorded(model: Path):
+    prep.pad_vocab(model, "padded", multiple=8)
+    prep.export("padded", "out")
+    assert prep.verify_chain("out")
+    with changed_manifest(Path("out")) as manifest:
+        manifest["dropped"] = []
+    link = prep.verify_chain("out").links[0]
+    assert link.status == "not proven"
+    assert "lm_head.weight rows 131:136" in link.reason
+
+
 @pytest.mark.parametrize("key", ["true_vocab_size", "dtype", "tie_word_embeddings"])
 def test_changed_key_of_the_config_is_a_difference(model: Path, key: str):
     """No option of this command writes these keys."""
