@@ -124,6 +124,25 @@ def format_command_line(
     return " ".join(words)
 
 
+def recorded_words(line: str, command: str, source_name: str) -> list[str]:
+    """Return the options of a recorded command line as words. Empty if it has another command or source.
+
+    The line is not quoted, so the name of the source is no part of the words.
+
+    Args:
+        line: Result of `format_command_line`.
+        command: Name of the command.
+        source_name: The checkpoint, as the line names it.
+
+    >>> recorded_words("prep pad-vocab my model --size 8", "pad-vocab", "my model")
+    ['--size', '8']
+    """
+    prefix = f"prep {command} {source_name}"
+    if line != prefix and not line.startswith(f"{prefix} "):
+        return []
+    return line.removeprefix(prefix).split()
+
+
 def _option_words(flag: str, value: object) -> list[str]:
     """Return the words that set an option, e.g. `--scan/--no-scan`, False -> `--no-scan`."""
     on, _, off = flag.partition("/")

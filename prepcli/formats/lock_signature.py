@@ -77,7 +77,27 @@ def check_signature(lock: Path, data: bytes, key_path: Path) -> None:
     hint = text("{} signs it", Command("lock", "MODEL", Option("sign", "KEY")))
     if not path.is_file():
         raise DamagedError(f"{lock} is not signed", f"{path} does not exist", hint)
-    signature = read_small_file(path, MAX_SIGNATURE_NBYTES)
+    if not _is_valid(read_small_file(path, MAX_SIGNATURE_NBYTES), data, key):
+        why = f"{key_path} did not sign these bytes, or {path} was changed"
+        hint = "get the lock and its signature again, or name the key of their author"
+        raise DamagedError(f"{lock} has a wrong signature", why, hint)
+
+
+def is_signed_with(signature: Path, data: bytes, key_path: Path) -> bool:
+    """Return whether a file is a signature of the bytes by a private key.
+
+    Signatures by ECDSA keys are random, so the bytes of two signatures cannot be compared.
+
+    Raises:
+        UsageError: `key_path` has no private key.
+        PrepError: The signature cannot be read, or the extra `signing` is not installed.
+    """
+    key = _read_private_key(key_path).public_key()
+    return _is_valid(read_small_file(signature, MAX_SIGNATURE_NBYTES), data, key)
+
+
+def _is_valid(signature: bytes, data: bytes, key: PublicKey) -> bool:
+    """Return whether a key made a signature for these bytes."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -88,10 +108,9 @@ def check_signature(lock: Path, data: bytes, key_path: Path) -> None:
             key.verify(signature, data)
         else:
             key.verify(signature, data, ECDSA(SHA256()))
-    except InvalidSignature as error:
-        why = f"{key_path} did not sign these bytes, or {path} was changed"
-        hint = "get the lock and its signature again, or name the key of their author"
-        raise DamagedError(f"{lock} has a wrong signature", why, hint) from error
+    except InvalidSignature:
+        return False
+    return True
 
 
 def _read_private_key(path: Path) -> PrivateKey:

@@ -267,6 +267,14 @@ class Manifest:
         return self.fields.get(QUANTIZED_KEY, {})
 
     @property
+    def dropped(self) -> Sequence[Mapping[str, object]]:
+        """Records of the tensors, rows and state slots of the source that are not in the output."""
+        dropped = self.fields.get("dropped", ())
+        if not isinstance(dropped, list):
+            return ()
+        return [entry for entry in dropped if isinstance(entry, dict)]
+
+    @property
     def source_name(self) -> str:
         """Name of the source of a conversion, as the user named it. Empty if it is not recorded."""
         source = self.fields.get("source")

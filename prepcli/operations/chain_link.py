@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import shlex
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from prepcli.console.lists import join_names
 from prepcli.console.progress import Progress
 from prepcli.engine.casts import parse_stream_digest
-from prepcli.engine.digest import digest_of_zeros
+from prepcli.engine.digest import digest_of_zeros, digest_pieces
 from prepcli.formats.file_records import is_settings_file, record_file
 from prepcli.formats.manifest import NO_MANIFEST, XXH3_KEY, Manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
 from prepcli.operations.chain_tokens import ADD, TokenChange
 from prepcli.operations.conversion import PlannedConversion
+from prepcli.option_spec import recorded_words
 from prepcli.planning.plan import Stream
+from prepcli.planning.state_names import split_name
 from prepcli.planning.tensors import FLOAT_DTYPES
+from prepcli.planning.vocabulary import TRUE_VOCAB_SIZE_KEY, VOCAB_SIZE_KEY
 from prepcli.restore.digest_checks import num_rows, row_stream, stream_digests, tensor_digests
 from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.dequantized import decode_alike
@@ -27,14 +30,23 @@ from prepcli.sources.source import CONFIG, Source, SourceTensor
 from trainer.models.boxes import Range
 from trainer.models.json_types import HFConfig
 
-# Keys of config.json set by conversions: the vocabulary, the dtype and the tying of the written tensors.
-WRITTEN_CONFIG_KEYS = {
-    "vocab_size",
-    "true_vocab_size",
-    "dtype",
-    "torch_dtype",
-    "tie_word_embeddings",
-    "quantization_config",
+DTYPE_KEY = "dtype"
+# Its name before version 5 of transformers.
+OLD_DTYPE_KEY = "torch_dtype"
+VOCABULARY_KEYS = {VOCAB_SIZE_KEY, TRUE_VOCAB_SIZE_KEY}
+TYING_KEY = "tie_word_embeddings"
+QUANTIZATION_KEY = "quantization_config"
+# Keys of config.json by the command or option that writes them. An export takes off the padding of the vocabulary.
+WRITTEN_CONFIG_KEYS: dict[str, set[str]] = {
+    "pad-vocab": VOCABULARY_KEYS,
+    "add-tokens": VOCABULARY_KEYS,
+    "remove-tokens": VOCABULARY_KEYS,
+    "export": VOCABULARY_KEYS,
+    "train": {DTYPE_KEY},
+    "--pad-vocab": VOCABULARY_KEYS,
+    "--true-vocab": VOCABULARY_KEYS,
+    "--dtype": {DTYPE_KEY},
+    "--quantized": {QUANTIZATION_KEY},
 }
 # Keys that a recipe may change.
 RECIPE_CONFIG_KEYS = {
@@ -43,10 +55,11 @@ RECIPE_CONFIG_KEYS = {
     "rope_parameters",
     "max_position_embeddings",
 }
+# They change the tokenizer. The new rows depend on its old tokens.
+# Files with other content in each output.
+MADE_FILES = (CONFIG, INDEX_FILE, ADAPTER_CONFIG)
 # Tensors in a reason.
 MAX_NAMES = 3
-# Options that change the config, or replace it.
-CONFIG_OPTIONS = ("--config", "--layers")
 
 
 @dataclass(slots=True)
@@ -54,10 +67,10 @@ class LinkReport:
     """What the comparison of an output with its source has found.
 
     Attributes:
-        is_identified: Whether all of the source is known to be the recorded one, by its manifest, its commit, or by the
-            values of all tensors.
+        is_identified: Whether the source is known to be the recorded one, by its manifest, its commit, or by the values
+            of all tensors.
         proven: Compared and equal parts, e.g. `21 tensors`.
-        unproven: Parts without a digest to compare, with the reason.
+        unproven: Parts that were not compared. A link with such a part is not proven.
         differences: Different parts.
     """
 
@@ -107,7 +120,8 @@ def compare_values(
     pieces: list[_Piece] = []
     new_rows = 0
     token_rows = 0
-    for name, tensor in _digested_tensors(output, memory_nbytes, progress).items():
+    output_tensors = _digested_tensors(output, memory_nbytes, progress)
+    for name, tensor in output_tensors.items():
         source_tensor = source_tensors.get(name)
         if source_tensor is None:
             _add_unmatched(output, source, tensor, name, report)
@@ -136,6 +150,7 @@ def compare_values(
     if changed:
         names = join_names(sorted(changed), max_names=MAX_NAMES)
         report.differences.append(f"other values than in {source.display_name}: {names}")
+    _compare_names(output_tensors, source, manifest, report)
     if len(report.unproven) == num_unproven:
         report.is_identified = True
     num_equal = len({piece.name for piece in pieces} - changed)
@@ -188,7 +203,7 @@ def compare_sums(
 
 def _with_common_names(output: Source, source: Source, manifest: Manifest) -> tuple[Source, Source]:
     """Return an output and its source with equal names of equal tensors, and with values of the same kind."""
-    if "--ema" in _requested_options(manifest):
+    if "--ema" in requested_options(manifest):
         source = use_averaged_params(source)
     output, source = decode_alike(output, source)
     # The families of an adapter and of a run with LoRA have other bare names.
@@ -199,12 +214,9 @@ def _with_common_names(output: Source, source: Source, manifest: Manifest) -> tu
     return output, source
 
 
-def _requested_options(manifest: Manifest) -> set[str]:
-    """Return the words of the command line that made an output. Empty if it is malformed."""
-    try:
-        return {*shlex.split(manifest.request)}
-    except ValueError:
-        return set()
+def requested_options(manifest: Manifest) -> list[str]:
+    """Return the options of the command that made an output, as words. Empty if they are malformed."""
+    return recorded_words(manifest.request, manifest.command or "", manifest.source_name)
 
 
 def _digested_tensors(
@@ -239,12 +251,54 @@ def _add_unmatched(
         report.differences.append(f"{name} is not in {source.display_name}")
 
 
+def _compare_names(
+    output_tensors: Mapping[str, SourceTensor],
+    source: Source,
+    manifest: Manifest,
+    report: LinkReport,
+) -> None:
+    """Add the tensors and rows of a source to the report that its output lacks."""
+    dropped = _dropped_names(manifest, has_rows=False)
+    shortened = _dropped_names(manifest, has_rows=True)
+    display_names = source.display_names()
+    missing: list[str] = []
+    num_dropped = 0
+    for tensor in source.all_tensors:
+        display_name = display_names[tensor.name]
+        if tensor.name in output_tensors:
+            first = num_rows(output_tensors[tensor.name])
+            if first < num_rows(tensor) and display_name not in shortened:
+                report.unproven.append(f"{display_name} rows {first}:{num_rows(tensor)}")
+            continue
+        slot, state_name = split_name(tensor.name)
+        # A state is recorded by its slots, e.g. `opt_state.0.mu`.
+        if dropped.isdisjoint({display_name, slot or state_name}):
+            missing.append(display_name)
+        else:
+            num_dropped += 1
+    if missing:
+        names = join_names(sorted(missing), max_names=MAX_NAMES)
+        report.differences.append(f"tensors of {source.display_name} are missing: {names}")
+    if num_dropped:
+        report.proven.append(f"{num_dropped} tensors left out")
+
+
+def _dropped_names(manifest: Manifest, *, has_rows: bool) -> set[str]:
+    """Return the recorded names of dropped tensors and state slots, or of tensors with dropped rows."""
+    names: set[str] = set()
+    for entry in manifest.dropped:
+        name = entry.get("name")
+        if isinstance(name, str) and (entry.get("rows") is not None) == has_rows:
+            names.add(name)
+    return names
+
+
 def _is_filled_as_recorded(
     tensor: SourceTensor, rows: Range, digest: str, manifest: Manifest
 ) -> bool:
     """Return whether new rows of a vocabulary are zeros, unless the request has other new rows."""
     # `--init` of add-tokens is for the rows of tokens. Its padding is zeros.
-    if "--init" in _requested_options(manifest) and manifest.command != ADD:
+    if "--init" in requested_options(manifest) and manifest.command != ADD:
         return True
     return digest == digest_of_zeros(row_stream(tensor, rows).nbytes)
 
@@ -293,25 +347,48 @@ def compare_files(
     """
     manifest = output.manifest or NO_MANIFEST
     token_files = change.files if change is not None else frozenset[str]()
-    source_files = {path.name: path for path in source.small_files}
+    source_digests = _file_digests(source)
+    # `--copy` adds them to an output.
+    other_files = {path.name: path for path in source.left_files}
+    output_files: set[str] = set()
     num_equal = 0
     for path, record in manifest.files.items():
         name = Path(path).name
-        is_made = name in (CONFIG, INDEX_FILE, ADAPTER_CONFIG) or not is_settings_file(path)
-        if XXH3_KEY not in record or is_made:
+        if XXH3_KEY not in record or name in MADE_FILES or not is_settings_file(path):
             continue
+        output_files.add(name)
         if name in token_files:
             num_equal += 1
-        elif name not in source_files:
+            continue
+        digest = source_digests.get(name)
+        if digest is None and name in other_files:
+            digest = record_file(other_files[name]).get(XXH3_KEY)
+        if digest is None:
             report.unproven.append(name)
-        elif record_file(source_files[name]).get(XXH3_KEY) == record[XXH3_KEY]:
+        elif digest == record[XXH3_KEY]:
             num_equal += 1
         elif _brings_tokenizer(manifest):
             report.unproven.append(name)
         else:
-            report.differences.append(f"{name} differs from {source_files[name]}")
+            report.differences.append(f"{name} differs from the one of {source.display_name}")
+    # An adapter has no files but its own.
+    if output.family is not ADAPTER_FAMILY and not _brings_tokenizer(manifest):
+        for name in sorted(source_digests.keys() - output_files):
+            report.differences.append(f"{name} of {source.display_name} is missing")
     if num_equal:
         report.proven.append(f"{num_equal} files")
+
+
+def _file_digests(source: Source) -> dict[str, str]:
+    """Return the XXH3-128 of the small files that conversions copy from a source, by name."""
+    digests: dict[str, str] = {}
+    for path in source.small_files:
+        if path.name not in MADE_FILES:
+            digests[path.name] = record_file(path).get(XXH3_KEY, "")
+    # A GGUF file has its tokenizer in the metadata.
+    for file in source.made_files:
+        digests[Path(file.path).name] = digest_pieces([file.content])
+    return digests
 
 
 def _brings_tokenizer(manifest: Manifest) -> bool:
@@ -326,7 +403,7 @@ def _brings_tokenizer(manifest: Manifest) -> bool:
     return isinstance(data, dict) and "tokenizer" in data
 
 
-def _config_of(source: Source) -> HFConfig:
+def config_of(source: Source) -> HFConfig:
     """Return the config for readers of a checkpoint."""
     # Other programs read the config.json of a Hugging Face folder, and prep reads the manifest of its other outputs.
     # An adapter has only the config of its base, in the manifest.
@@ -336,21 +413,53 @@ def _config_of(source: Source) -> HFConfig:
 
 
 def compare_config(output: Source, source: Source, report: LinkReport) -> None:
-    """Compare the config of an output with the one of its source, except for keys written by conversions."""
-    manifest = output.manifest or NO_MANIFEST
-    options = _requested_options(manifest)
-    if not options.isdisjoint(CONFIG_OPTIONS):
-        report.unproven.append("config")
-        return
-    changeable = WRITTEN_CONFIG_KEYS
-    if manifest.is_training_step:
-        changeable = changeable | RECIPE_CONFIG_KEYS
-    config = _config_of(output)
-    source_config = _config_of(source)
+    """Compare the config of an output with the one of its source, without the keys that its command writes."""
+    config = config_of(output)
+    source_config = config_of(source)
     if output.family.is_verbatim and source.wrapper is not None:
         # A verbatim output has the towers in one tree with the text part.
         source_config = source.wrapper.config
-    for key in sorted({*config, *source_config} - changeable):
-        if config.get(key) != source_config.get(key):
-            report.differences.append(f"config.json has another `{key}` than {source.display_name}")
+    differing = differing_keys(config, source_config) - _written_keys(output, source)
+    if differing and "--config" in requested_options(output.manifest or NO_MANIFEST):
+        keys = join_names([f"`{key}`" for key in sorted(differing)], max_names=MAX_NAMES)
+        report.unproven.append(f"{keys} of the other config")
+        return
+    for key in sorted(differing):
+        report.differences.append(f"config.json has another `{key}` than {source.display_name}")
     report.proven.append("config")
+
+
+def differing_keys(config: HFConfig, source_config: HFConfig) -> set[str]:
+    """Return the keys with other values in two configs. `torch_dtype` is the same key as `dtype`."""
+    config = _with_new_dtype_key(config)
+    source_config = _with_new_dtype_key(source_config)
+    keys = {*config, *source_config}
+    return {key for key in keys if config.get(key) != source_config.get(key)}
+
+
+def _with_new_dtype_key(config: HFConfig) -> HFConfig:
+    if OLD_DTYPE_KEY not in config:
+        return config
+    renamed = dict(config)
+    dtype = renamed.pop(OLD_DTYPE_KEY)
+    renamed.setdefault(DTYPE_KEY, dtype)
+    return renamed
+
+
+def _written_keys(output: Source, source: Source) -> set[str]:
+    """Return the keys of config.json that the command of an output writes."""
+    manifest = output.manifest or NO_MANIFEST
+    keys: set[str] = set()
+    for word in (manifest.command or "", *requested_options(manifest)):
+        keys |= WRITTEN_CONFIG_KEYS.get(word, set())
+    if manifest.is_training_step:
+        keys |= RECIPE_CONFIG_KEYS
+    if source.quantization or source.tree_manifest.quantization:
+        # Decoded weights have no such key, and the export of an init gives it back.
+        keys.add(QUANTIZATION_KEY)
+    tying = output.family.tying
+    has_head = any(tensor.name == tying.head_tensor for tensor in output.tensors)
+    if has_head and config_of(output).get(TYING_KEY) is False:
+        # A config of tied weights is corrected for a model with a head of its own.
+        keys |= {TYING_KEY, *tying.untied_fields(source.config)}
+    return keys

@@ -19,10 +19,11 @@ from prepcli.operations.chain_link import (
     compare_files,
     compare_sums,
     compare_values,
+    requested_options,
 )
 from prepcli.operations.chain_tokens import token_change
 from prepcli.operations.conversion import CommonOptions, open_checkpoint
-from prepcli.operations.export_towers import select_parts
+from prepcli.operations.export_towers import UnreadableTowersError, select_parts
 from prepcli.operations.merge import plan_merge
 from prepcli.operations.options import ExportOptions, MergeOptions
 from prepcli.operations.results import ChainLink
@@ -33,6 +34,8 @@ from prepcli.restore.digest_checks import damaged_error, num_rows, sample_digest
 from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.locked import apply_lock
+from prepcli.sources.model_family import truncate_layers
+from prepcli.sources.multimodal import text_model
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY, is_adapter
 from prepcli.sources.recorded_sources import (
     MERGE,
@@ -66,6 +69,11 @@ class ChainCheckpoint:
         return self.source.display_name
 
     @property
+    def root(self) -> Path:
+        """Its folder or file, without symbolic links."""
+        return self.source.root.resolve()
+
+    @property
     def manifest(self) -> Manifest:
         """Its manifest. Empty for a checkpoint that prep did not write."""
         return self.source.manifest or NO_MANIFEST
@@ -85,6 +93,8 @@ class ChainWalk:
         origins: The first checkpoints so far.
         merged_adapters: Folders of adapters with proven sums.
         checked: Roots of the checkpoints with compared digests.
+        source_roots: Root of each output -> the roots of its sources.
+        has_locked_origin: Whether a first checkpoint was compared with the lock.
     """
 
     common: CommonOptions
@@ -96,6 +106,8 @@ class ChainWalk:
     origins: list[str] = field(default_factory=list)
     merged_adapters: set[Path] = field(default_factory=set)
     checked: set[Path] = field(default_factory=set)
+    source_roots: dict[Path, set[Path]] = field(default_factory=dict)
+    has_locked_origin: bool = False
 
     def follow(self, checkpoint: ChainCheckpoint) -> None:
         """Check the links of an output, and then the ones of its sources. End at the first failed link."""
@@ -104,6 +116,7 @@ class ChainWalk:
             waiting = [checkpoint]
             while waiting:
                 waiting += self._check_sources(waiting.pop(0))
+            self._check_lock(checkpoint)
 
     def _check_sources(self, output: ChainCheckpoint) -> list[ChainCheckpoint]:
         """Check the links of an output to its sources. Return its new sources."""
@@ -114,14 +127,39 @@ class ChainWalk:
             if source is None:
                 continue
             pairs.append((recorded, source))
+            self._check_cycle(output, source)
             # The base of an adapter is also the source of the merged model.
-            if source.source.root.resolve() not in self.checked:
+            if source.root not in self.checked:
                 self._check_bytes(source)
                 new_sources.append(source)
         # The sums of a merge are compared when the bytes of both of its sources are known to be the recorded ones.
         for recorded, source in pairs:
             self._check_link(output, source, recorded)
         return new_sources
+
+    def _check_cycle(self, output: ChainCheckpoint, source: ChainCheckpoint) -> None:
+        """Add a failed link if a source was made from its own output."""
+        self.source_roots.setdefault(output.root, set()).add(source.root)
+        # A cycle has no first checkpoint, so nothing would be compared with the lock.
+        reached: set[Path] = set()
+        waiting = [source.root]
+        while waiting:
+            root = waiting.pop()
+            if root not in reached:
+                reached.add(root)
+                waiting += self.source_roots.get(root, ())
+        if output.root in reached:
+            link = _make_link(output, source.name)
+            reason = f"{output.name} records itself as source"
+            if source.root != output.root:
+                reason += f", through {source.name}"
+            self._add(replace(link, status="failed", reason=reason))
+
+    def _check_lock(self, output: ChainCheckpoint) -> None:
+        """Add a failed link if no first checkpoint was compared with the lock."""
+        if self.lock is not None and not self.has_locked_origin:
+            reason = "the lock was compared with no checkpoint"
+            self._add(replace(_make_link(output, ""), status="failed", reason=reason))
 
     def _add(self, link: ChainLink) -> None:
         """Append a link. Raise BrokenChainError if it failed."""
@@ -131,7 +169,7 @@ class ChainWalk:
 
     def _check_bytes(self, checkpoint: ChainCheckpoint) -> None:
         """Compare a checkpoint with the digests of its manifest, and a first checkpoint with the lock."""
-        self.checked.add(checkpoint.source.root.resolve())
+        self.checked.add(checkpoint.root)
         try:
             source = checkpoint.source
             if not recorded_sources(checkpoint.manifest):
@@ -151,6 +189,7 @@ class ChainWalk:
         source = checkpoint.source
         if self.lock is None or source.family is ADAPTER_FAMILY:
             return source
+        self.has_locked_origin = True
         return apply_lock(source, self.lock, self.lock_name, commit)
 
     def _check_digests(self, source: Source) -> None:
@@ -211,7 +250,7 @@ class ChainWalk:
         if report.unproven:
             reason = f"not compared: {join_names(report.unproven, max_names=MAX_PARTS)}"
             link = replace(link, reason=reason)
-        if report.is_identified:
+        elif report.is_identified:
             link = replace(link, status="proven")
         self._add(link)
 
@@ -246,6 +285,7 @@ class ChainWalk:
                 report.is_identified = True
                 report.proven.append("the sums with the base")
             return
+        source = _with_requested_parts(output, source, report)
         compare_config(output.source, source.source, report)
         change = token_change(output.source, source.source)
         compare_files(output.source, source.source, report, change=change)
@@ -272,7 +312,7 @@ class ChainWalk:
             return select_parts(
                 with_defaults(ExportOptions, {}), source.source, self._access(), check_digest=True
             )
-        except PrepError:
+        except UnreadableTowersError:
             return source.source
 
     def _access(self) -> Access:
@@ -323,6 +363,26 @@ def _covers_rows(tensor: SourceTensor) -> bool:
             return False
         next_row = stop
     return next_row == num_rows(tensor) or tensor.nbytes == 0
+
+
+def _with_requested_parts(
+    output: ChainCheckpoint, source: ChainCheckpoint, report: LinkReport
+) -> ChainCheckpoint:
+    """Return a source with the requested parts: its text part alone, or its first layers."""
+    options = requested_options(output.manifest)
+    is_multimodal = source.source.wrapper is not None or source.manifest.towers is not None
+    if "--text-only" in options and is_multimodal and not source.source.family.is_verbatim:
+        report.proven.append("the text part")
+        return replace(source, source=text_model(source.source))
+    if "--layers" not in options:
+        return source
+    words = options[options.index("--layers") + 1 :]
+    if not words or not words[0].isdecimal():
+        report.unproven.append("the layers")
+        return source
+    truncated, _ = truncate_layers(source.source, int(words[0]))
+    report.proven.append(f"the first {words[0]} layers")
+    return replace(source, source=truncated)
 
 
 def _compare_identity(source: ChainCheckpoint, origin: OriginRecord, report: LinkReport) -> None:

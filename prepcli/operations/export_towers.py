@@ -16,6 +16,11 @@ from prepcli.sources.multimodal import text_model, with_towers
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import Source
 
+
+class UnreadableTowersError(PrepError):
+    """The model with the towers of a training step is not recorded, or cannot be read."""
+
+
 # A tower is the image or audio encoder of a multimodal model.
 NO_TOWERS = "it has no vision or audio towers"
 TOWERS_HINT = text(
@@ -77,7 +82,7 @@ def _recorded_path(source: Source, recorded: Any) -> str:
     if isinstance(path, str):
         return path
     what = f"the manifest of {source.display_name} does not name the model with the towers"
-    raise PrepError(what, "its `towers` entry has no `path`", TOWERS_HINT)
+    raise UnreadableTowersError(what, "its `towers` entry has no `path`", TOWERS_HINT)
 
 
 def _open_towers(source: Source, path: str, access: Access) -> Source:
@@ -86,10 +91,11 @@ def _open_towers(source: Source, path: str, access: Access) -> Source:
     try:
         other = open_source(locate(path, access=access))
     except PrepError as error:
-        raise PrepError(what, f"{error.what}: {error.why}", TOWERS_HINT) from error
+        why = f"{error.what}: {error.why}"
+        raise UnreadableTowersError(what, why, TOWERS_HINT) from error
     if other.wrapper is not None:
         return other
-    raise PrepError(what, f"{path} has no towers", TOWERS_HINT)
+    raise UnreadableTowersError(what, f"{path} has no towers", TOWERS_HINT)
 
 
 def _check_digest(source: Source, other: Source, recorded: Any) -> None:

@@ -14,18 +14,17 @@ from prepcli.console.progress import Progress
 from prepcli.engine.files import io_error
 from prepcli.errors import GET_AGAIN_HINT, Option, OutputExistsError, text
 from prepcli.formats.lock_file import encode_lock
-from prepcli.formats.lock_signature import sign, signature_path
-from prepcli.formats.untrusted import read_small_file
+from prepcli.formats.lock_signature import is_signed_with, sign, signature_path
 from prepcli.operations.conversion import common_options, open_checkpoint, source_line
 from prepcli.operations.inspection_options import LockOptions
 from prepcli.operations.operation import public
+from prepcli.operations.result_files import check_result_path, has_content, write_result_file
 from prepcli.operations.results import LockedModel
 from prepcli.option_spec import PathLike
 from prepcli.restore.digest_checks import damaged_error, num_rows, tensor_digests
 from prepcli.sources.locate import check_stream
 from prepcli.sources.locked import RowDigests, make_lock
 from prepcli.sources.source import Source, SourceTensor
-from trainer.files.writing import write_file
 from trainer.models.boxes import Range
 
 LOCK_SUFFIX = ".lock.json"
@@ -54,7 +53,7 @@ def lock(
 
     Raises:
         UsageError: An argument is invalid.
-        OutputExistsError: `out` exists with other content.
+        OutputExistsError: `out` exists with other content, or its signature is by another key.
         DamagedError: A tensor differs from the digest that the checkpoint's manifest records.
         PrepError: The checkpoint cannot be read, or the extra `signing` is missing.
 
@@ -77,6 +76,8 @@ def lock(
     # The name of the folder, e.g. `m-init`, and not the one of the model in its manifest.
     name = Path(source.display_name).name or located.model_name
     is_local = located.local_files.remote is None and located.local_files.commit is None
+    path = Path(out) if out is not None else Path(f"{name}{LOCK_SUFFIX}")
+    check_result_path(path)
     content = make_lock(
         source,
         # However the path of a folder is spelled, equal content has an equal lock.
@@ -85,13 +86,7 @@ def lock(
         digests=_digest_tensors(source, common.memory_nbytes, observer.progress()),
         progress=observer.progress(),
     )
-    path = Path(out) if out is not None else Path(f"{name}{LOCK_SUFFIX}")
-    data = encode_lock(content)
-    already_done = _write_lock(path, data, overwrite=options["overwrite"])
-    signature: Path | None = None
-    if key is not None:
-        signature = signature_path(path)
-        _write_file(signature, sign(data, key))
+    already_done = _write_lock(path, encode_lock(content), key, overwrite=options["overwrite"])
     return LockedModel(
         path=path,
         source=content.source,
@@ -101,7 +96,7 @@ def lock(
         nbytes=sum(file.bytes for file in content.files.values()),
         seconds=time.monotonic() - started_s,
         already_done=already_done,
-        signature=signature,
+        signature=None if key is None else signature_path(path),
     )
 
 
@@ -134,25 +129,41 @@ def _digest_tensors(
     return {name: tuple(ranges) for name, ranges in digests.items()}
 
 
-def _write_lock(path: Path, data: bytes, *, overwrite: bool) -> bool:
-    """Write a lock file, and return whether an equal one exists already.
+def _write_lock(path: Path, data: bytes, key: Path | None, *, overwrite: bool) -> bool:
+    """Write a lock file and its signature, and return whether an equal lock exists already.
+
+    Args:
+        path: The lock file.
+        data: Its content.
+        key: Private key to sign with, or None.
+        overwrite: Whether another lock and the signature by another key may be replaced.
 
     Raises:
-        OutputExistsError: Another file exists.
+        OutputExistsError: Another lock exists, or a signature by another key.
     """
-    if path.exists():
-        if read_small_file(path, max_nbytes=max(len(data), path.stat().st_size)) == data:
-            return True
-        if not overwrite:
-            why = "its content differs from the lock of the present checkpoint"
-            hint = text("{} approves the present checkpoint", Option("overwrite", True))
-            raise OutputExistsError(f"{path} already exists", why, hint)
-    _write_file(path, data)
-    return False
+    signature = signature_path(path)
+    why = "its content differs from the lock of the present checkpoint"
+    hint = text("{} approves the present checkpoint", Option("overwrite", True))
+    already_done = has_content(path, data, overwrite=overwrite, why=why, hint=hint)
+    is_signed = False
+    if key is not None and signature.exists():
+        is_signed = is_signed_with(signature, data, key)
+        if not is_signed and not overwrite:
+            why = f"it is not a signature of this lock by {key}"
+            hint = text("{} replaces it", Option("overwrite", True))
+            raise OutputExistsError(f"{signature} already exists", why, hint)
+    if not already_done:
+        if path.exists() and not is_signed:
+            # First: after a kill, the new lock has no signature instead of a wrong one.
+            _remove_signature(signature)
+        write_result_file(path, data)
+    if key is not None and not is_signed:
+        write_result_file(signature, sign(data, key))
+    return already_done
 
 
-def _write_file(path: Path, data: bytes) -> None:
+def _remove_signature(path: Path) -> None:
     try:
-        write_file(path, data)
+        path.unlink(missing_ok=True)
     except OSError as error:
         raise io_error(path, error) from error

@@ -175,7 +175,7 @@ class ChainLink:
         command: The command that made the output, such as "export".
         status: "proven", "not proven" or "failed".
         proof: The compared and equal parts.
-        reason: Why a link failed or is not proven. For a proven one, the parts without a digest to compare.
+        reason: Why a link failed or is not proven. Empty for a proven one.
     """
 
     output: str

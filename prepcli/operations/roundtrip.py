@@ -24,24 +24,26 @@ from prepcli.console.progress import Progress
 from prepcli.console.ui import version
 from prepcli.engine.digest import digest_pieces
 from prepcli.engine.files import io_error
-from prepcli.errors import TERMINAL, Option, OutputExistsError, PrepError, text, usage_error
+from prepcli.errors import TERMINAL, DamagedError, Option, PrepError, text, usage_error
 from prepcli.formats.manifest import NO_MANIFEST, read_manifest
-from prepcli.operations.chain_link import LinkReport, compare_config, compare_files
+from prepcli.operations.chain_link import LinkReport, compare_files, config_of, differing_keys
 from prepcli.operations.conversion import CommonOptions, common_options, open_checkpoint
 from prepcli.operations.export import export
 from prepcli.operations.inspection_options import RoundtripOptions
 from prepcli.operations.operation import public
 from prepcli.operations.options import SourceOptions
 from prepcli.operations.pad_vocab import pad_vocab
+from prepcli.operations.result_files import check_result_path, has_content, write_result_file
 from prepcli.operations.results import Conversion, Roundtrip, RoundtripWay
 from prepcli.operations.save_init import reshard, save_init
 from prepcli.operations.verify import verify
 from prepcli.option_spec import PathLike
 from prepcli.planning.manifest_fields import TensorRecord, TensorRecords
 from prepcli.planning.tensors import array_bits
+from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.sources.locate import check_stream
 from prepcli.sources.source import Source
-from trainer.files.writing import write_file
+from trainer.models.json_types import HFConfig
 from trainer.models.suggest import did_you_mean
 
 CERTIFICATE_SUFFIX = ".roundtrip.json"
@@ -135,6 +137,7 @@ def roundtrip(
     check_stream(common.stream, located)
     model_name = Path(located.model_name).name
     path = Path(out) if out is not None else Path(f"{model_name}{CERTIFICATE_SUFFIX}")
+    check_result_path(path)
     trip = _Trip(
         checkpoint=str(checkpoint),
         common=common,
@@ -198,6 +201,8 @@ class _Trip:
         try:
             self._convert(self.checkpoint, folder / "0", steps[0], is_first=True, dry_run=True)
         except PrepError as error:
+            if _is_damaged_or_unread(error):
+                raise
             # Not every family has every layout, and not every mesh divides a model.
             return replace(way, reason=f"{error.what}: {error.why}")
         current = self.checkpoint
@@ -233,9 +238,12 @@ class _Trip:
         common = replace(self.common, checkpoint=back, revision=None, step=None, config=None)
         _, returned = open_checkpoint(replace(common, lock=None), observer)
         report = LinkReport()
-        compare_config(returned, self.source, report)
         compare_files(returned, self.source, report)
         differences += report.differences
+        differences += [f"{name} is not in {self.source.display_name}" for name in report.unproven]
+        for key in sorted(differing_keys(config_of(returned), _unpadded_config(self.source))):
+            name = self.source.display_name
+            differences.append(f"config.json has another `{key}` than {name}")
         records = (read_manifest(Path(back)) or NO_MANIFEST).tensors
         return replace(
             way,
@@ -245,6 +253,27 @@ class _Trip:
             digest=_digest(records),
             reason=join_names(differences, max_names=MAX_DIFFERENCES, separator="; "),
         )
+
+
+def _is_damaged_or_unread(error: PrepError) -> bool:
+    """Return whether an error is about the bytes of a model, and not about an unsupported conversion."""
+    if isinstance(error, DamagedError):
+        return True
+    cause = error.__cause__
+    while cause is not None:
+        if isinstance(cause, OSError | DamagedError):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def _unpadded_config(source: Source) -> HFConfig:
+    """Return the config of a model without the padding of its vocabulary, which exports take off."""
+    config = config_of(source)
+    vocabulary = source.vocabulary()
+    if vocabulary.true_size == vocabulary.stored_size:
+        return config
+    return with_vocabulary(config, Vocabulary(vocabulary.true_size, vocabulary.true_size))
 
 
 def _nbytes(record: TensorRecord) -> int:
@@ -282,10 +311,7 @@ def _write_certificate(result: Roundtrip, *, overwrite: bool) -> None:
     content = {"format": FORMAT_VERSION, **asdict(result)}
     del content["path"], content["seconds"]
     data = json.dumps(content, indent=1).encode() + b"\n"
-    if result.path.exists() and not overwrite and result.path.read_bytes() != data:
-        hint = text("{} replaces it", Option("overwrite", True))
-        raise OutputExistsError(f"{result.path} already exists", "its content differs", hint)
-    try:
-        write_file(result.path, data)
-    except OSError as error:
-        raise io_error(result.path, error) from error
+    hint = text("{} replaces it", Option("overwrite", True))
+    why = "its content differs"
+    if not has_content(result.path, data, overwrite=overwrite, why=why, hint=hint):
+        write_result_file(result.path, data)

@@ -91,7 +91,7 @@ class KVCache:
 
     @property
     def layer(self) -> Array:
-        """The layer of the model that `append` writes to next, int32 []."""
+        """Number of layers with keys and values written in this step, int32 []."""
         return sum((stack.layer for stack in self.stacks.values()), jnp.int32(0))
 
     def append(self, new: KV, window: int, sharding: ShardingContext) -> tuple[KVCache, KV]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import prepcli as prep
-from prepcli.errors import DamagedError, PrepError, UsageError
+from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
 from tests.helpers.run_cli import run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 
@@ -91,11 +91,32 @@ def test_signature_of_another_key_is_refused(model: Path):
         prep.verify(model, lock=LOCK, public_key="k.pub")
 
 
-def test_new_lock_makes_the_old_signature_wrong(model: Path):
+@pytest.mark.parametrize("kind", ["ed25519", "p256"])
+def test_signature_by_another_key_needs_overwrite(model: Path, kind: str):
+    make_key("first", kind)
+    make_key("second", kind)
+    prep.lock(model, sign="first.pem")
+    before = SIGNATURE.read_bytes()
+    prep.lock(model, sign="first.pem")
+    with pytest.raises(OutputExistsError, match=r"m\.lock\.json\.sig already exists"):
+        prep.lock(model, sign="second.pem")
+    assert SIGNATURE.read_bytes() == before
+    prep.lock(model, sign="second.pem", overwrite=True)
+    assert prep.verify(model, lock=LOCK, public_key="second.pub")
+
+
+def test_folder_in_place_of_the_lock_is_refused(model: Path):
+    LOCK.mkdir()
+    with pytest.raises(PrepError, match=r"m\.lock\.json is not a file"):
+        prep.lock(model, overwrite=True)
+
+
+def test_new_lock_removes_the_old_signature(model: Path):
     prep.lock(model, sign="k.pem")
     Path("m/generation_config.json").write_text("{}")
     prep.lock(model, overwrite=True)
-    with pytest.raises(DamagedError, match="has a wrong signature"):
+    assert not SIGNATURE.exists()
+    with pytest.raises(DamagedError, match="is not signed"):
         prep.verify(model, lock=LOCK, public_key="k.pub")
 
 

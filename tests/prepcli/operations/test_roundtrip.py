@@ -14,8 +14,10 @@ import safetensors.numpy
 import xxhash
 
 import prepcli as prep
-from prepcli.errors import FAILED, USAGE, OutputExistsError, PrepError, UsageError
+from prepcli.errors import FAILED, USAGE, DamagedError, OutputExistsError, PrepError, UsageError
+from prepcli.formats.file_records import record_file
 from prepcli.operations import roundtrip as module
+from tests.helpers.manifests import changed_manifest
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import run_failing, run_json
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, same_bits
@@ -136,6 +138,64 @@ def test_changed_config_is_a_difference(model: Path, monkeypatch: pytest.MonkeyP
     (way,) = prep.roundtrip("m", layout=["init"]).ways
     assert way.status == "different"
     assert way.reason == "config.json has another `rms_norm_eps` than m"
+
+
+@pytest.mark.parametrize("key", ["true_vocab_size", "torch_dtype", "tie_word_embeddings"])
+def test_every_changed_key_of_the_config_is_a_difference(
+    model: Path, monkeypatch: pytest.MonkeyPatch, key: str
+):
+    values = {"true_vocab_size": 130, "torch_dtype": "float16", "tie_word_embeddings": 0}
+
+    def change_config(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), key: values[key]}))
+        with changed_manifest(folder) as manifest:
+            manifest["files"]["config.json"] = record_file(path)
+
+    wrap_export(monkeypatch, change_config)
+    (way,) = prep.roundtrip("m", layout=["init"]).ways
+    assert way.status == "different"
+    assert f"`{key.removeprefix('torch_')}`" in way.reason
+
+
+def test_lost_and_added_files_are_differences(model: Path, monkeypatch: pytest.MonkeyPatch):
+    def change_files(folder: Path) -> None:
+        (folder / "tokenizer.json").unlink()
+        added = folder / "chat_template.jinja"
+        added.write_text("{{ messages }}")
+        with changed_manifest(folder) as manifest:
+            del manifest["files"]["tokenizer.json"]
+            manifest["files"][added.name] = record_file(added)
+
+    wrap_export(monkeypatch, change_files)
+    (way,) = prep.roundtrip("m", layout=["init"]).ways
+    assert way.status == "different"
+    assert "tokenizer.json of m is missing" in way.reason
+    assert "chat_template.jinja is not in m" in way.reason
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_model_that_cannot_be_read_is_an_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+):
+    def fail(checkpoint: str, out: Path, **options: Any) -> prep.Conversion:
+        if is_damaged:
+            raise DamagedError("m is damaged")
+        raise PrepError("m cannot be read") from OSError("input/output error")
+
+    monkeypatch.setitem(module.CONVERSIONS, "pad-vocab", fail)
+    with pytest.raises(PrepError, match=r"^m "):
+        prep.roundtrip("m", layout=["init", "pad"])
+    assert not Path("m.roundtrip.json").exists()
+
+
+def test_folder_in_place_of_the_certificate_is_refused_early(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    Path("certificates").mkdir()
+    monkeypatch.setattr(module, "CONVERSIONS", {})
+    with pytest.raises(PrepError, match="certificates is not a file"):
+        prep.roundtrip("m", "certificates", overwrite=True)
 
 
 def test_way_without_a_layout_is_not_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,9 +10,11 @@ import pytest
 
 import prepcli as prep
 from prepcli.cli.main import main
+from prepcli.formats.file_records import record_file
 from prepcli.sources.gguf_tokenizer import tokenizer_files
 from tests.helpers.gguf_files import make_gguf
 from tests.helpers.lazy_modules import lazy_module
+from tests.helpers.manifests import changed_manifest
 
 gguf = lazy_module("gguf")
 tokenizers = lazy_module("tokenizers")
@@ -151,6 +153,19 @@ def test_metadata_decides_on_bos(pre: str, adds_bos: bool):
     ids = tokenizer.encode("x").ids
     assert (ids[0] == len(vocab)) == adds_bos
     assert ids[-1] == len(vocab) + 1
+
+
+def test_chain_compares_the_tokenizer_of_the_metadata():
+    convert("gpt-2")
+    (link,) = prep.verify_chain("init").links
+    assert (link.status, link.reason) == ("proven", "")
+    path = Path("init/hf/tokenizer.json")
+    path.write_text(path.read_text() + " ")
+    with changed_manifest(Path("init")) as manifest:
+        manifest["files"]["hf/tokenizer.json"] = record_file(path)
+    (link,) = prep.verify_chain("init").links
+    assert link.status == "failed"
+    assert "tokenizer.json differs" in link.reason
 
 
 def test_unknown_pre_tokenizer_is_named(capsys: pytest.CaptureFixture[str]):

@@ -78,8 +78,14 @@ def test_chain_names_towers_without_their_start_model(trained: Path):
         manifest["towers"]["path"] = "moved"
     run_ok("export", "runs/recipe", "--towers", "m-init", "--out", "hf")
     link = prep.verify_chain("hf").links[0]
-    assert link.status == "proven"
+    assert link.status == "not proven"
     assert link.reason.startswith("not compared: tower ")
+
+
+def test_chain_proves_the_text_part_of_a_step(trained: Path):
+    run_ok("export", "runs/recipe", "--text-only", "--out", "text")
+    link = prep.verify_chain("text").links[0]
+    assert (link.status, link.reason) == ("proven", "")
 
 
 def test_export_of_step_has_towers_of_start_model(trained: Path):

@@ -1,0 +1,207 @@
+"""`prep verify --chain` proves no link with a part that was not compared, and no manifest avoids the lock."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import prepcli as prep
+from prepcli.formats.file_records import record_file
+from prepcli.restore.digest_checks import towers_digest
+from prepcli.sources.folders import Access
+from prepcli.sources.locate import locate
+from prepcli.sources.opening import open_source
+from tests.helpers.manifests import changed_manifest
+from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
+from tests.helpers.towers import write_model
+from tests.helpers.training_folder import write_tokenizer
+
+LOCK = "m.lock.json"
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a model `m` with a tokenizer to the working folder."""
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(Path("m"), LLAMA)
+    write_tokenizer(Path("m"))
+    return Path("m")
+
+
+def set_source(folder: str, source: str) -> None:
+    """Change the recorded source of an output, without its identity."""
+    with changed_manifest(Path(folder)) as manifest:
+        manifest["source"]["name"] = source
+        manifest.pop("origin", None)
+
+
+def only_link(output: str) -> prep.ChainLink:
+    (link,) = prep.verify_chain(output).links
+    return link
+
+
+@pytest.mark.parametrize("source", ["out", "other"], ids=["itself", "each-other"])
+def test_output_that_is_its_own_source_fails(model: Path, source: str):
+    prep.lock(model)
+    prep.pad_vocab(model, "out", multiple=8)
+    shutil.copytree("out", "other")
+    set_source("out", source)
+    set_source("other", "out")
+    broken = prep.verify_chain("out", lock=LOCK).broken_link
+    assert broken is not None
+    assert broken.status == "failed"
+    assert "records itself as source" in broken.reason
+
+
+def test_lock_without_a_compared_checkpoint_fails(model: Path):
+    prep.lock(model)
+    prep.pad_vocab(model, "out", multiple=8)
+    model.rename("moved")
+    broken = prep.verify_chain("out", lock=LOCK, allow_unproven=True).broken_link
+    assert broken is not None
+    assert broken.status == "failed"
+    assert broken.reason == "the lock was compared with no checkpoint"
+
+
+def test_first_layers_are_compared_with_the_first_layers(model: Path):
+    prep.save_init(model, "one", layers=1)
+    link = only_link("one")
+    assert (link.status, link.reason) == ("proven", "")
+    assert "the first 1 layers" in link.proof
+    with changed_manifest(Path("one")) as manifest:
+        manifest["config"]["rms_norm_eps"] = 0.5
+    assert "`rms_norm_eps`" in only_link("one").reason
+
+
+def test_replaced_config_is_not_proven(model: Path):
+    config = json.loads(Path("m/config.json").read_text())
+    Path("other.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    prep.save_init(model, "out", config="other.json")
+    link = only_link("out")
+    assert link.status == "not proven"
+    assert link.reason == "not compared: `rms_norm_eps` of the other config"
+
+
+def test_added_file_is_not_proven(model: Path):
+    prep.pad_vocab(model, "out", multiple=8)
+    path = Path("out/chat_template.jinja")
+    path.write_text("{{ messages }}")
+    with changed_manifest(Path("out")) as manifest:
+        manifest["files"][path.name] = record_file(path)
+    link = only_link("out")
+    assert link.status == "not proven"
+    assert link.reason == "not compared: chat_template.jinja"
+
+
+def test_copied_file_is_compared(model: Path):
+    Path("m/modeling.py").write_text("x = 1")
+    prep.save_init(model, "out", copy=["*.py"])
+    assert only_link("out").status == "proven"
+    Path("m/modeling.py").write_text("x = 2")
+    assert "modeling.py differs" in only_link("out").reason
+
+
+def test_lost_file_is_a_difference(model: Path):
+    prep.pad_vocab(model, "out", multiple=8)
+    Path("out/tokenizer.json").unlink()
+    with changed_manifest(Path("out")) as manifest:
+        del manifest["files"]["tokenizer.json"]
+    link = only_link("out")
+    assert link.status == "failed"
+    assert link.reason == "tokenizer.json of m is missing"
+
+
+def test_lost_tensor_is_a_difference_unless_recorded(model: Path):
+    make_checkpoint(Path("old"), GPT_NEO, legacy=True)
+    prep.save_init("old", "out")
+    link = only_link("out")
+    assert link.status == "proven"
+    assert "tensors left out" in link.proof
+    with changed_manifest(Path("out")) as manifest:
+        manifest["dropped"] = []
+    link = only_link("out")
+    assert link.status == "failed"
+    assert link.reason.startswith("tensors of old are missing: ")
+
+
+def test_lost_rows_are_not_proven_unless_recorded(model: Path):
+    prep.pad_vocab(model, "padded", multiple=8)
+    prep.export("padded", "out")
+    assert prep.verify_chain("out")
+    with changed_manifest(Path("out")) as manifest:
+        manifest["dropped"] = []
+    link = prep.verify_chain("out").links[0]
+    assert link.status == "not proven"
+    assert "lm_head.weight rows 131:136" in link.reason
+
+
+@pytest.mark.parametrize("key", ["true_vocab_size", "dtype", "tie_word_embeddings"])
+def test_changed_key_of_the_config_is_a_difference(model: Path, key: str):
+    """No option of this command writes these keys."""
+    prep.save_init(model, "out")
+    with changed_manifest(Path("out")) as manifest:
+        manifest["config"][key] = 130
+    link = only_link("out")
+    assert link.status == "failed"
+    assert f"`{key}`" in link.reason
+
+
+@pytest.mark.parametrize("is_moved", [False, True], ids=["changed", "moved"])
+def test_towers_that_were_not_compared_are_not_proven(model: Path, is_moved: bool):
+    """A training step has no towers. Its export reads them from the start model."""
+    write_model("llava", Path("start"))
+    prep.save_init("start", "init")
+    towers = json.loads(Path("init/prep-manifest.json").read_text())["towers"]
+    prep.export("start", "text", text_only=True)
+    prep.save_init("text", "step")
+    with changed_manifest(Path("step")) as manifest:
+        records = manifest["tensors"]
+        manifest["tensors"] = {f"language_model.{name}": records[name] for name in records}
+        start = open_source(locate("start", access=Access()))
+        manifest["towers"] = {**towers, "path": "start", "digest": towers_digest(start)}
+    prep.export("step", "hf")
+    assert prep.verify_chain("hf").links[0].status == "proven"
+    if is_moved:
+        Path("start").rename("moved")
+    else:
+        path = Path("start/model.safetensors")
+        tensors = load_file(path)
+        name = next(name for name in tensors if "vision" in name)
+        tensors[name] = tensors[name] + 1
+        save_file(tensors, path)
+    link = prep.verify_chain("hf").links[0]
+    assert link.status == ("not proven" if is_moved else "failed")
+    assert "towers" in link.reason or "tower " in link.reason
+
+
+def test_text_part_is_compared_with_the_text_part(model: Path):
+    write_model("llava", Path("start"))
+    prep.export("start", "text", text_only=True)
+    link = only_link("text")
+    assert (link.status, link.reason) == ("proven", "")
+    assert link.proof.startswith("the text part, config, ")
+    with changed_manifest(Path("text")) as manifest:
+        manifest["request"] = "prep export start"
+    assert only_link("text").status == "failed"
+
+
+def test_options_are_found_behind_a_name_with_a_quote(model: Path):
+    shutil.copytree(model, "o'brien --init x")
+    prep.pad_vocab("o'brien --init x", "zeros", multiple=8)
+    prep.pad_vocab("o'brien --init x", "mean", multiple=8, init="mean")
+    assert only_link("zeros").status == "proven"
+    assert only_link("mean").status == "proven"
+
+
+def test_added_tokens_are_not_proven(model: Path):
+    Path("tokens.txt").write_text("new\n")
+    prep.add_tokens(model, "more", tokens="tokens.txt")
+    prep.remove_tokens("more", "less")
+    links = prep.verify_chain("less").links
+    assert [link.status for link in links] == ["not proven", "not proven"]
+    assert links[0].reason == "not compared: tokenizer.json"
+    assert "embed_tokens.weight rows 131:132" in links[1].reason
