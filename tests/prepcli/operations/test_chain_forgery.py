@@ -195,13 +195,3 @@ def test_options_are_found_behind_a_name_with_a_quote(model: Path):
     prep.pad_vocab("o'brien --init x", "mean", multiple=8, init="mean")
     assert only_link("zeros").status == "proven"
     assert only_link("mean").status == "proven"
-
-
-def test_added_tokens_are_not_proven(model: Path):
-    Path("tokens.txt").write_text("new\n")
-    prep.add_tokens(model, "more", tokens="tokens.txt")
-    prep.remove_tokens("more", "less")
-    links = prep.verify_chain("less").links
-    assert [link.status for link in links] == ["not proven", "not proven"]
-    assert links[0].reason == "not compared: tokenizer.json"
-    assert "embed_tokens.weight rows 131:132" in links[1].reason
