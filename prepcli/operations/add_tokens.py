@@ -47,10 +47,13 @@ from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
 from prepcli.targets.hf_folder import copied_small_files
 from prepcli.targets.streams import VocabResize
-from prepcli.targets.token_files import TOKENIZER, files_with_tokens, read_side_file
+from prepcli.targets.token_files import files_with_tokens, read_side_file
+from trainer.files.tokenizer_names import (
+    SENTENCEPIECE_SUFFIX,
+    TOKENIZER_FILE,
+    VOCABULARY_FILES,
+)
 
-SENTENCEPIECE_SUFFIX = ".model"
-VOCABULARY_FILES = ("vocab.json", "vocab.txt")
 OTHER_TOKENIZER_HINT = (
     "save it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 )
@@ -140,7 +143,7 @@ def plan_add_tokens(
         dropped_rule="padding replaced",
     )
     contents, edits = files_with_tokens(source, tokens, first_id)
-    _check_tokenizer(source, contents[TOKENIZER], tokens, first_id)
+    _check_tokenizer(source, contents[TOKENIZER_FILE], tokens, first_id)
     recorded = [
         RecordedToken(id=token_id, content=token["content"])
         for token_id, token in enumerate(tokens, first_id)
@@ -224,19 +227,21 @@ def _addition(
 
 def _open_tokenizer(source: Source) -> JsonTokenizer:
     """Load the tokenizer.json of a source."""
-    data = read_side_file(source, TOKENIZER)
+    data = read_side_file(source, TOKENIZER_FILE)
     if data is not None:
-        return parse_tokenizer(source.root / TOKENIZER, data)
+        return parse_tokenizer(source.root / TOKENIZER_FILE, data)
     names = [path.name for path in source.small_files]
     others = [
         name for name in names if name.endswith(SENTENCEPIECE_SUFFIX) or name in VOCABULARY_FILES
     ]
     if others:
         what = f"the tokenizer of {source.display_name} is not supported"
-        why = f"it has {join_names(others)}; add-tokens changes only a {TOKENIZER}"
+        why = f"it has {join_names(others)}; add-tokens changes only a {TOKENIZER_FILE}"
         raise usage_error(what, why, OTHER_TOKENIZER_HINT)
     what = f"{source.display_name} has no tokenizer"
-    raise usage_error(what, f"add-tokens changes a {TOKENIZER}", "copy the model's into its folder")
+    raise usage_error(
+        what, f"add-tokens changes a {TOKENIZER_FILE}", "copy the model's into its folder"
+    )
 
 
 def _check_sizes(source: Source, tokenizer: JsonTokenizer, vocabulary: Vocabulary) -> None:
@@ -299,7 +304,7 @@ def _check_tokenizer(
     source: Source, data: bytes, tokens: Sequence[AddedToken], first_id: int
 ) -> None:
     """Raise PrepError unless the changed tokenizer encodes each new token as its id."""
-    tokenizer = parse_tokenizer(source.root / TOKENIZER, data)
+    tokenizer = parse_tokenizer(source.root / TOKENIZER_FILE, data)
     contents = [token["content"] for token in tokens]
     wrong: list[str] = []
     for token_id, ids in enumerate(tokenizer.encode(contents), first_id):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from prepcli.errors import GET_AGAIN_HINT, PrepError
+from prepcli.errors import GET_AGAIN_HINT
+from trainer.files.fast_tokenizer import load_fast_tokenizer
 from trainer.files.tokenizer_safety import (
     check_normalizer_growth,
     library_errors,
@@ -83,14 +84,6 @@ def parse_tokenizer(path: Path, data: bytes) -> JsonTokenizer:
         PrepError: The bytes are no tokenizer, or its ids differ from run to run.
     """
     with library_errors(f"{path} is not a valid tokenizer", GET_AGAIN_HINT):
-        tokenizer = Tokenizer.from_buffer(data)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        tokenizer = load_fast_tokenizer(path, data)
         growth = normalizer_growth(data)
-    dropout = getattr(tokenizer.model, "dropout", None)
-    if dropout:
-        why = f"its model has dropout {dropout:g}, so that ids would differ from run to run"
-        raise PrepError(
-            f"{path} is not deterministic", why, f"set `model.dropout` to null in {path}"
-        )
     return JsonTokenizer(path, tokenizer, growth)

@@ -18,16 +18,13 @@ from prepcli.formats.untrusted import parse_json
 from prepcli.sources.source import Source
 from prepcli.sources.symlinks import resolve_small_file
 from trainer.files.reading import read_regular_file
+from trainer.files.tokenizer_names import MAX_TOKENIZER_NBYTES, SETTINGS_FILE, TOKENIZER_FILE
 from trainer.models.json_types import JsonObject, JsonValue
 
-TOKENIZER = "tokenizer.json"
-SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 TOKEN_IDS = "added_tokens.json"
 # Keys with a list of special tokens: transformers 4 and 5.
 SPECIAL_KEYS = ("additional_special_tokens", "extra_special_tokens")
-# Far above any tokenizer, and below what a small machine can hold.
-MAX_FILE_NBYTES = 1_000_000_000
 
 # Keys from the root to an object or list, and its new members.
 Insertion = tuple[tuple[str, ...], JsonObject | list[JsonValue]]
@@ -45,7 +42,7 @@ def read_side_file(source: Source, name: str) -> bytes | None:
         return None
     real_path = resolve_small_file(path, source.root)
     try:
-        data = read_regular_file(real_path, MAX_FILE_NBYTES)
+        data = read_regular_file(real_path, MAX_TOKENIZER_NBYTES)
     except OSError as error:
         raise io_error(real_path, error) from error
     recorded = recorded_xxh3(path, source.root, source.manifest or NO_MANIFEST)
@@ -73,7 +70,7 @@ def files_with_tokens(
     """
     contents: dict[str, bytes] = {}
     edits: dict[str, FileEdit] = {}
-    for name in (TOKENIZER, SETTINGS, SPECIAL_TOKENS, TOKEN_IDS):
+    for name in (TOKENIZER_FILE, SETTINGS_FILE, SPECIAL_TOKENS, TOKEN_IDS):
         data = read_side_file(source, name)
         if data is None:
             continue

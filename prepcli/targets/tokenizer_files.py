@@ -13,13 +13,13 @@ from prepcli.planning.plan import SmallFile
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
 from prepcli.sources.source import HF_FOLDER, Source
 from prepcli.targets.hf_folder import copied_files
+from trainer.files.tokenizer_names import TOKENIZER_FILE
 from trainer.recipe import Recipe
 
-JSON_TOKENIZER = "tokenizer.json"
 SENTENCEPIECE_TOKENIZER = "tokenizer.model"
 # In order of precedence: the first one in a folder is loaded.
 SINGLE_FILES = (
-    JSON_TOKENIZER,
+    TOKENIZER_FILE,
     SENTENCEPIECE_TOKENIZER,
     "spiece.model",
 )
@@ -140,7 +140,7 @@ def _tokenizer_files(recipe: Recipe) -> tuple[SmallFile, ...]:
     name = (
         SENTENCEPIECE_TOKENIZER
         if named.suffix == Path(SENTENCEPIECE_TOKENIZER).suffix
-        else JSON_TOKENIZER
+        else TOKENIZER_FILE
     )
     return (replace(tokenizer, path=PATH_PREFIX + name), *_copied_files(folder, TOKENIZER_SETTINGS))
 

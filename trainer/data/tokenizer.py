@@ -16,7 +16,6 @@ from typing import TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from tokenizers import Tokenizer
 
 from trainer.data import text_cuts
 from trainer.data.codecs import (
@@ -27,8 +26,16 @@ from trainer.data.codecs import (
 )
 from trainer.data.examples import TokenIds
 from trainer.data.files import io_error
+from trainer.files.fast_tokenizer import load_fast_tokenizer
 from trainer.files.json_values import load_json
 from trainer.files.reading import not_regular_error, read_regular_file
+from trainer.files.tokenizer_names import (
+    MAX_TOKENIZER_NBYTES,
+    SENTENCEPIECE_SUFFIX,
+    SETTINGS_FILE,
+    TOKENIZER_FILE,
+    VOCABULARY_FILES,
+)
 from trainer.files.tokenizer_safety import (
     check_normalizer_growth,
     library_errors,
@@ -37,21 +44,14 @@ from trainer.files.tokenizer_safety import (
 from trainer.models.errors import Key, Option, PrepError, Text
 from trainer.models.json_types import JsonObject
 
-TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_HINT = Text(Key("data.tokenizer", "PATH", is_override=True))
 FILE_HINT = "correct it, or get the files of the tokenizer again"
-# Far above any tokenizer, and below what a small machine can hold.
-MAX_TOKENIZER_NBYTES = 1_000_000_000
-SENTENCEPIECE_SUFFIX = ".model"
 # Files with the ids of the library. Under other names, e.g. `sentencepiece.bpe.model` of XLM-R,
 # transformers shifts the ids of the library by one.
 SENTENCEPIECE_FILES = (
     "tokenizer.model",
     "spiece.model",
 )
-SETTINGS_FILE = "tokenizer_config.json"
-# Vocabularies of tokenizers that transformers builds.
-VOCABULARY_FILES = ("vocab.json", "vocab.txt")
 # Files that decide the ids of a tokenizer that transformers builds
 TRANSFORMERS_FILES = (
     *(SETTINGS_FILE, *VOCABULARY_FILES, "merges.txt"),
@@ -221,7 +221,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
             codec = sentencepiece_codec(found, data, settings)
             return TextTokenizer(found, xxhash.xxh3_128_hexdigest(data), codec.max_id, codec)
     with library_errors(f"{found} is not a valid tokenizer", TOKENIZER_HINT):
-        codec = _load_fast(found, data)
+        codec = FastCodec(load_fast_tokenizer(found, data))
         digest = xxhash.xxh3_128_hexdigest(data)
         return TextTokenizer(
             found,
@@ -257,14 +257,6 @@ def check_tokenizer_exists(path: Path) -> None:
         raise _missing_tokenizer_error(path)
 
 
-def _load_fast(file: Path, data: bytes) -> FastCodec:
-    tokenizer = Tokenizer.from_buffer(data)
-    _check_deterministic(file, tokenizer)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return FastCodec(tokenizer)
-
-
 def _load_from_transformers(folder: Path) -> TextTokenizer:
     """Load the tokenizer that transformers builds.
 
@@ -283,15 +275,6 @@ def _load_from_transformers(folder: Path) -> TextTokenizer:
             data = read_regular_file(folder / name, MAX_TOKENIZER_NBYTES)
             digest.update(f"{name} {len(data)} ".encode() + data)
     return TextTokenizer(folder, digest.hexdigest(), codec.max_id, codec)
-
-
-def _check_deterministic(file: Path, tokenizer: Tokenizer) -> None:
-    dropout = getattr(tokenizer.model, "dropout", None)
-    if dropout:
-        why = f"its model has dropout {dropout:g}, so that ids would differ from run to run"
-        raise PrepError(
-            f"{file} is not deterministic", why, f"set `model.dropout` to null in {file}"
-        )
 
 
 def _missing_tokenizer_error(path: Path) -> PrepError:

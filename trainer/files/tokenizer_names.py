@@ -1,0 +1,9 @@
+"""Names and limits of the files of a tokenizer."""
+
+TOKENIZER_FILE = "tokenizer.json"
+SETTINGS_FILE = "tokenizer_config.json"
+SENTENCEPIECE_SUFFIX = ".model"
+# Vocabularies of tokenizers that transformers builds.
+VOCABULARY_FILES = ("vocab.json", "vocab.txt")
+# Far above any tokenizer, and below what a small machine can hold.
+MAX_TOKENIZER_NBYTES = 1_000_000_000
