@@ -260,6 +260,15 @@ class DropOptions(TypedDict, total=False):
     ]
 
 
+SEED_SPEC = OptionSpec(
+    "N",
+    "Set the seed of --init normal. Default: 0.",
+    'Seed of "normal", below 2**64. Default: 0.',
+    position=12,
+    record=21,
+)
+
+
 class NewRowOptions(TypedDict, total=False):
     """Values of padding rows."""
 
@@ -276,16 +285,7 @@ class NewRowOptions(TypedDict, total=False):
             record=20,
         ),
     ]
-    seed: Annotated[
-        NonNegativeInt | None,
-        OptionSpec(
-            "N",
-            "Set the seed of --init normal. Default: 0.",
-            'Seed of "normal", below 2**64. Default: 0.',
-            position=12,
-            record=21,
-        ),
-    ]
+    seed: Annotated[NonNegativeInt | None, SEED_SPEC]
 
 
 class PadVocabOptions(ConversionOptions, DropOptions, NewRowOptions, total=False):

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from prepcli.operations.options import ConversionOptions, DropOptions, RerunOptions, SourceOptions
+from prepcli.operations.options import (
+    SEED_SPEC,
+    ConversionOptions,
+    DropOptions,
+    RerunOptions,
+    SourceOptions,
+)
 from prepcli.option_spec import REQUIRED, NonNegativeInt, OptionSpec, PathLike
 
 
@@ -38,16 +44,7 @@ class AddTokensOptions(ConversionOptions, DropOptions, total=False):
             record=20,
         ),
     ]
-    seed: Annotated[
-        NonNegativeInt | None,
-        OptionSpec(
-            "N",
-            "Set the seed of --init normal. Default: 0.",
-            'Seed of "normal", below 2**64. Default: 0.',
-            position=12,
-            record=21,
-        ),
-    ]
+    seed: Annotated[NonNegativeInt | None, SEED_SPEC]
 
 
 class RemoveTokensOptions(SourceOptions, RerunOptions, DropOptions, total=False):
