@@ -8,6 +8,7 @@ The file has the bytes of the signature alone, so that openssl checks it too:
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,13 +151,11 @@ def _read_public_key(path: Path) -> PublicKey:
 
 def _read_key(path: Path) -> bytes:
     """Read the file of a key. Raise PrepError without the extra, or if the file cannot be read."""
-    try:
-        import cryptography  # noqa: F401
-    except ModuleNotFoundError as error:
+    if find_spec("cryptography") is None:
         why = "cryptography is not installed"
         raise PrepError(
             "locks cannot be signed or checked", why, "`pip install 'prepcli[signing]'`"
-        ) from error
+        )
     return read_small_file(path, MAX_KEY_NBYTES)
 
 

@@ -22,7 +22,11 @@ from prepcli.operations.chain_link import (
     requested_options,
 )
 from prepcli.operations.chain_tokens import token_change
-from prepcli.operations.conversion import CommonOptions, open_checkpoint
+from prepcli.operations.conversion import (
+    CommonOptions,
+    checkpoint_access,
+    open_checkpoint,
+)
 from prepcli.operations.export_towers import UnreadableTowersError, select_parts
 from prepcli.operations.merge import plan_merge
 from prepcli.operations.options import ExportOptions, MergeOptions
@@ -31,7 +35,6 @@ from prepcli.option_spec import with_defaults
 from prepcli.planning.manifest_fields import OriginRecord
 from prepcli.remote.object_store import is_url
 from prepcli.restore.digest_checks import damaged_error, num_rows, sample_digest, tensor_digests
-from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.locked import apply_lock
 from prepcli.sources.model_family import truncate_layers
@@ -310,19 +313,13 @@ class ChainWalk:
             return source.source
         try:
             return select_parts(
-                with_defaults(ExportOptions, {}), source.source, self._access(), check_digest=True
+                with_defaults(ExportOptions, {}),
+                source.source,
+                checkpoint_access(self.common, self.observer),
+                check_digest=True,
             )
         except UnreadableTowersError:
             return source.source
-
-    def _access(self) -> Access:
-        """Return the access to checkpoints for the plans of other operations."""
-        return make_access(
-            self.observer,
-            offline=self.common.offline,
-            stream=self.common.stream,
-            allow_urls=True,
-        )
 
     def _compare_merge(
         self, output: ChainCheckpoint, base: ChainCheckpoint, report: LinkReport
@@ -341,7 +338,7 @@ class ChainWalk:
             base.source,
             base.located,
             with_defaults(MergeOptions, {}),
-            access=self._access(),
+            access=checkpoint_access(self.common, self.observer),
             check_base=False,
         )
         compare_sums(

@@ -33,12 +33,8 @@ from prepcli.planning.tensor_match import vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
-from prepcli.targets.hf_folder import (
-    copied_small_files,
-)
-from prepcli.targets.streams import (
-    VocabResize,
-)
+from prepcli.targets.hf_folder import copied_small_files
+from prepcli.targets.streams import VocabResize
 from trainer.models.mesh import parse_mesh
 from trainer.models.rules import PARAM_RULES, format_rule
 from trainer.models.suggest import did_you_mean
