@@ -87,7 +87,8 @@ def list_folder(folder: Path) -> list[str]:
 
 def unreadable_error(path: Path, error: OSError) -> PrepError:
     """Return the error for a file or folder that cannot be read."""
-    return PrepError(f"cannot read {path}", error.strerror or str(error), ACCESS_HINT)
+    hint = "check the name" if isinstance(error, FileNotFoundError) else ACCESS_HINT
+    return PrepError(f"cannot read {path}", error.strerror or str(error), hint)
 
 
 def _unique_object(pairs: list[tuple[str, JsonValue]]) -> JsonObject:

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +25,8 @@ from prepcli.console.ui import version
 from prepcli.engine.digest import digest_pieces
 from prepcli.engine.files import io_error
 from prepcli.errors import TERMINAL, DamagedError, Option, PrepError, text, usage_error
+from prepcli.execution.locks import acquire_lock
+from prepcli.execution.paths import remove_path
 from prepcli.formats.manifest import NO_MANIFEST, read_manifest
 from prepcli.operations.chain_link import LinkReport, compare_files, config_of, differing_keys
 from prepcli.operations.conversion import CommonOptions, common_options, open_checkpoint
@@ -46,6 +48,7 @@ from prepcli.sources.source import Source
 from trainer.models.json_types import HFConfig
 from trainer.models.suggest import did_you_mean
 
+LOCK = "lock"
 CERTIFICATE_SUFFIX = ".roundtrip.json"
 FORMAT_VERSION = 1
 # Differences in a certificate.
@@ -146,11 +149,14 @@ def roundtrip(
         source=source,
     )
     ways: list[RoundtripWay] = []
-    for name in names:
-        with _temporary_folder(path, model_name) as folder:
-            way = trip.take(name, _steps(name, source), folder)
-        observer.note(f"{way.name}: {way.status}")
-        ways.append(way)
+    with _working_folder(path) as folder:
+        for name in names:
+            way_folder = folder / name
+            way_folder.mkdir()
+            way = trip.take(name, _steps(name, source), way_folder)
+            shutil.rmtree(way_folder)
+            observer.note(f"{way.name}: {way.status}")
+            ways.append(way)
     if all(way.status == "not available" for way in ways):
         hint = text("take other ways with {}", Option("layout", "WAY"))
         raise PrepError(f"{source.display_name} has no way back", ways[0].reason, hint)
@@ -290,16 +296,31 @@ def _digest(records: TensorRecords) -> str:
 
 
 @contextmanager
-def _temporary_folder(path: Path, name: str) -> Iterator[Path]:
-    """Create a folder next to the certificate, and remove it at the end of the block."""
+def _working_folder(path: Path) -> Iterator[Path]:
+    """Create a folder next to the certificate, and remove it at the end of the block.
+
+    Raises:
+        PrepError: Another process works there, or the folder is not one of a killed run.
+    """
+    folder = path.parent / f".{path.name}.work"
+    lock_path = folder / LOCK
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{name}-roundtrip-", dir=path.parent))
+        if folder.is_symlink() or (folder.exists() and not lock_path.is_file()):
+            why = "it was not made by this command"
+            raise PrepError(f"{folder} exists", why, "move it away")
+        folder.mkdir(exist_ok=True)
+        lock = acquire_lock(lock_path, path)
     except OSError as error:
-        raise io_error(path.parent, error) from error
+        raise io_error(folder, error) from error
     try:
+        # A killed run has left its conversions.
+        for entry in folder.iterdir():
+            if entry != lock_path:
+                remove_path(entry)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def _write_certificate(result: Roundtrip, *, overwrite: bool) -> None:

@@ -47,8 +47,11 @@ def _link_text(link: ChainLink) -> str:
 
 
 def _proof_text(link: ChainLink) -> str:
-    parts = [part for part in (link.proof, link.reason) if part]
-    return "; ".join(parts)
+    # The error below the table has the reason of a failed link.
+    parts = [link.proof]
+    if link.status != "failed":
+        parts.append(link.reason)
+    return "; ".join(filter(None, parts))
 
 
 def _broken_error(link: ChainLink) -> PrepError:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +111,46 @@ def test_no_temporary_file_remains(model: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(PrepError, match="the disk is full"):
         prep.roundtrip("m", layout=["init"])
     assert [path.name for path in Path().iterdir()] == ["m"]
+
+
+def test_work_of_a_killed_run_is_removed_by_the_next_one(model: Path):
+    script = """
+import os, signal
+from pathlib import Path
+import prepcli as prep
+from prepcli.operations import roundtrip
+
+def kill(*args, **options):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+roundtrip.CONVERSIONS["export"] = kill
+prep.roundtrip("m", "out.json", layout=["mesh"])
+"""
+    killed = subprocess.run([sys.executable, "-c", script], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(Path().iterdir())) == 2
+    prep.roundtrip("m", "out.json", layout=["mesh"])
+    assert sorted(path.name for path in Path().iterdir()) == ["m", "out.json"]
+
+
+def test_folder_in_place_of_the_work_is_kept(model: Path):
+    work = Path(".out.json.work")
+    work.mkdir()
+    (work / "mine").write_text("x")
+    with pytest.raises(PrepError, match=r"out\.json\.work exists"):
+        prep.roundtrip("m", "out.json", layout=["mesh"])
+    assert (work / "mine").read_text() == "x"
+
+
+def test_two_runs_with_one_certificate_do_not_share_their_work(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def start_another(folder: Path) -> None:
+        prep.roundtrip("m", "out.json", layout=["mesh"])
+
+    wrap_export(monkeypatch, start_another)
+    with pytest.raises(PrepError, match=r"out\.json"):
+        prep.roundtrip("m", "out.json", layout=["init"])
 
 
 def test_changed_bit_is_a_difference(
