@@ -1,4 +1,4 @@
-"""Parts that families with recurrent mixers share: layer types, rows of mixers. No I/O, no jax."""
+"""Parts that families with recurrent mixers share: layer types, rows of mixers, whole models. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.models import rows
-from trainer.models.architecture import read_positive
+from trainer.models.architecture import (
+    FULL_ATTENTION,
+    ArchConfig,
+    read_activation,
+    read_positive,
+    reject_unsupported_fields,
+)
 from trainer.models.errors import invalid_config_error, unsupported_config_error
+from trainer.models.families import _llama_style
 from trainer.models.mixer_config import InitialSteps, Mixer
-from trainer.models.parameters import HFConfig, Parameter, read_size
-from trainer.models.rows import Parameters, linear
+from trainer.models.parameters import Family, HFConfig, Parameter, read_size
+from trainer.models.rows import Parameters, embedding, linear, rms_norm, stack
 
 # Types of layers: with a recurrent mixer, and with attention.
 LINEAR = "linear_attention"
@@ -296,3 +303,65 @@ def read_mamba2(config: HFConfig) -> Mixer:
     if len(limits) != 2 or not all(type(limit) in (int, float) for limit in limits):
         raise invalid_config_error(f"time_step_limit is {stored!r:.60}, it must be two numbers")
     return Mixer("mamba2", dt_limits=(float(limits[0]), float(limits[1])))
+
+
+def mixer_arch_config(config: HFConfig, layers: int, mixer: Mixer) -> ArchConfig:
+    """Return the architecture of a model with only recurrent mixers (Mamba, Mamba-2).
+
+    Args:
+        config: Content of a config.json.
+        layers: Number of layers.
+        mixer: The mixer of each layer.
+
+    Raises:
+        PrepError: The config is invalid or not supported.
+    """
+    reject_unsupported_fields(config)
+    reject_rescaled_outputs(config)
+    return ArchConfig(
+        norm="rms",
+        norm_eps=read_positive(config, "layer_norm_epsilon", 1e-5),
+        activation=read_activation(config, "hidden_act", "silu"),
+        has_gated_mlp=False,
+        attn_scale=1.0,
+        sliding_windows=(FULL_ATTENTION,) * layers,
+        rope=None,
+        max_positions=0,
+        init_std=read_positive(config, "initializer_range", 0.1),
+        mixer=mixer,
+        mixer_layers=tuple(range(layers)),
+    )
+
+
+def build_mixer_family(
+    name: str,
+    sizes: Callable[[HFConfig], dict[str, int]],
+    arch_config: Callable[[HFConfig], ArchConfig],
+    *,
+    mixer: Parameters,
+    tied_by_default: bool,
+) -> Family:
+    """Return a family of models with only recurrent mixers.
+
+    Args:
+        name: `model_type` of its config.json.
+        sizes: Axis name -> extent.
+        arch_config: The architecture.
+        mixer: Parameters of the mixer of a layer.
+        tied_by_default: Whether the head is tied if the config does not say.
+    """
+    layer = {**rms_norm("attn_norm", "embed <- norm.weight: embed"), **mixer}
+    return rows.build_family(
+        name=name,
+        prefix="backbone.",
+        sizes=sizes,
+        arch_config=arch_config,
+        parameters={
+            **embedding("tokens", "vocab embed <- embeddings.weight: vocab embed"),
+            **stack("layers", "layers.{layers}", layer),
+            **rms_norm("final_norm", "embed <- norm_f.weight: embed"),
+            **_llama_style.HEAD,
+        },
+        tied_by_default=tied_by_default,
+        dropped={},
+    )

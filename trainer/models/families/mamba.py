@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from trainer.models import rows
-from trainer.models.architecture import (
-    FULL_ATTENTION,
-    ArchConfig,
-    read_activation,
-    read_positive,
-    reject_unsupported_fields,
-)
-from trainer.models.families import _hybrid_style, _llama_style
+from trainer.models.architecture import ArchConfig
+from trainer.models.families import _hybrid_style
 from trainer.models.mixer_config import Mixer
 from trainer.models.parameters import MAX_LAYERS, HFConfig, if_set, read_size
-from trainer.models.rows import embedding, rms_norm, stack, unless_false
+from trainer.models.rows import unless_false
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
@@ -37,44 +30,16 @@ def sizes(config: HFConfig) -> dict[str, int]:
 
 def arch_config(config: HFConfig) -> ArchConfig:
     """Return the architecture. Raise PrepError if the config is invalid or not supported."""
-    reject_unsupported_fields(config)
-    _hybrid_style.reject_rescaled_outputs(config)
-    layers = sizes(config)["layers"]
-    return ArchConfig(
-        norm="rms",
-        norm_eps=read_positive(config, "layer_norm_epsilon", 1e-5),
-        activation=read_activation(config, "hidden_act", "silu"),
-        has_gated_mlp=False,
-        attn_scale=1.0,
-        sliding_windows=(FULL_ATTENTION,) * layers,
-        rope=None,
-        max_positions=0,
-        init_std=read_positive(config, "initializer_range", 0.1),
-        mixer=Mixer("mamba", initial_steps=_hybrid_style.read_initial_steps(config)),
-        mixer_layers=tuple(range(layers)),
-    )
+    mixer = Mixer("mamba", initial_steps=_hybrid_style.read_initial_steps(config))
+    return _hybrid_style.mixer_arch_config(config, sizes(config)["layers"], mixer)
 
 
-FAMILY = rows.build_family(
+FAMILY = _hybrid_style.build_mixer_family(
     name="mamba",
-    prefix="backbone.",
     sizes=sizes,
     arch_config=arch_config,
-    parameters={
-        **embedding("tokens", "vocab embed <- embeddings.weight: vocab embed"),
-        **stack(
-            "layers",
-            "layers.{layers}",
-            {
-                **rms_norm("attn_norm", "embed <- norm.weight: embed"),
-                **_hybrid_style.mamba(
-                    "mixer", bias=if_set("use_bias"), conv_bias=unless_false("use_conv_bias")
-                ),
-            },
-        ),
-        **rms_norm("final_norm", "embed <- norm_f.weight: embed"),
-        **_llama_style.HEAD,
-    },
+    mixer=_hybrid_style.mamba(
+        "mixer", bias=if_set("use_bias"), conv_bias=unless_false("use_conv_bias")
+    ),
     tied_by_default=True,
-    dropped={},
 )

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from trainer.models import rows
-from trainer.models.architecture import (
-    FULL_ATTENTION,
-    ArchConfig,
-    read_activation,
-    read_positive,
-    reject_unsupported_fields,
-)
-from trainer.models.families import _hybrid_style, _llama_style
+from trainer.models.architecture import ArchConfig
+from trainer.models.families import _hybrid_style
 from trainer.models.parameters import MAX_LAYERS, HFConfig, if_set, read_size
-from trainer.models.rows import embedding, rms_norm, stack, unless_false
+from trainer.models.rows import unless_false
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
@@ -38,48 +31,20 @@ def sizes(config: HFConfig) -> dict[str, int]:
 
 def arch_config(config: HFConfig) -> ArchConfig:
     """Return the architecture. Raise PrepError if the config is invalid or not supported."""
-    reject_unsupported_fields(config)
-    _hybrid_style.reject_rescaled_outputs(config)
-    layers = sizes(config)["layers"]
     steps = _hybrid_style.read_initial_steps(config)
-    return ArchConfig(
-        norm="rms",
-        norm_eps=read_positive(config, "layer_norm_epsilon", 1e-5),
-        activation=read_activation(config, "hidden_act", "silu"),
-        has_gated_mlp=False,
-        attn_scale=1.0,
-        sliding_windows=(FULL_ATTENTION,) * layers,
-        rope=None,
-        max_positions=0,
-        init_std=read_positive(config, "initializer_range", 0.1),
-        mixer=dataclasses.replace(_hybrid_style.read_mamba2(config), initial_steps=steps),
-        mixer_layers=tuple(range(layers)),
-    )
+    mixer = dataclasses.replace(_hybrid_style.read_mamba2(config), initial_steps=steps)
+    return _hybrid_style.mixer_arch_config(config, sizes(config)["layers"], mixer)
 
 
-FAMILY = rows.build_family(
+FAMILY = _hybrid_style.build_mixer_family(
     name="mamba2",
-    prefix="backbone.",
     sizes=sizes,
     arch_config=arch_config,
-    parameters={
-        **embedding("tokens", "vocab embed <- embeddings.weight: vocab embed"),
-        **stack(
-            "layers",
-            "layers.{layers}",
-            {
-                **rms_norm("attn_norm", "embed <- norm.weight: embed"),
-                **_hybrid_style.mamba2(
-                    "mixer",
-                    bias=if_set("use_bias"),
-                    out_bias=if_set("use_bias"),
-                    conv_bias=unless_false("use_conv_bias"),
-                ),
-            },
-        ),
-        **rms_norm("final_norm", "embed <- norm_f.weight: embed"),
-        **_llama_style.HEAD,
-    },
+    mixer=_hybrid_style.mamba2(
+        "mixer",
+        bias=if_set("use_bias"),
+        out_bias=if_set("use_bias"),
+        conv_bias=unless_false("use_conv_bias"),
+    ),
     tied_by_default=False,
-    dropped={},
 )
