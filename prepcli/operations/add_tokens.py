@@ -13,7 +13,7 @@ from typing import Unpack
 from prepcli.console.lists import join_names
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
-from prepcli.errors import Command, Option, PrepError, text, usage_error
+from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.added_tokens import (
     RECORD_FILE,
@@ -21,7 +21,6 @@ from prepcli.formats.added_tokens import (
     FileEdit,
     RecordedToken,
     encode_record,
-    parse_record,
 )
 from prepcli.formats.token_list import AddedToken, overlapping_texts, read_token_list
 from prepcli.operations.conversion import (
@@ -36,16 +35,16 @@ from prepcli.operations.operation import public
 from prepcli.operations.pad_vocab import check_seed, make_fill
 from prepcli.operations.resized_folder import plan_resized_folder
 from prepcli.operations.results import Conversion
+from prepcli.operations.token_folder import check_folder, recorded_additions, replaced_files
 from prepcli.operations.token_options import AddTokensOptions
 from prepcli.option_spec import REQUIRED, PathLike, format_command_line
 from prepcli.planning.manifest_fields import AddedTokensRecord
-from prepcli.planning.plan import Fill, SmallFile
+from prepcli.planning.plan import Fill
 from prepcli.planning.tensor_match import TensorMatch, layer_vocab_tensors, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.json_tokenizer import JsonTokenizer, parse_tokenizer
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
-from prepcli.targets.hf_folder import copied_small_files
 from prepcli.targets.streams import VocabResize
 from prepcli.targets.token_files import files_with_tokens, read_side_file
 from trainer.files.tokenizer_names import (
@@ -177,37 +176,6 @@ def plan_add_tokens(
         fields={"added_tokens": added},
         next_command=f"prep pad-vocab {OUT_PLACEHOLDER}",
     )
-
-
-def check_folder(source: Source, command: str) -> None:
-    """Raise UsageError unless the source is a Hugging Face folder of a text model."""
-    why = f"{command} changes Hugging Face folders of text models"
-    if not source.tensor_file_names:
-        hint = text("{} writes a Hugging Face folder", Command("export"))
-        raise usage_error(f"{source.display_name} is not a Hugging Face folder", why, hint)
-    if source.wrapper is not None:
-        what = f"{source.display_name} is a multimodal model, which is not supported"
-        hint = text("{} writes its text model", Command("export", Option("text_only", True)))
-        raise usage_error(what, why, hint)
-
-
-def recorded_additions(source: Source) -> tuple[Addition, ...]:
-    """Return the additions that a source records.
-
-    Raises:
-        DamagedError: The record is damaged.
-    """
-    data = read_side_file(source, RECORD_FILE)
-    if data is None:
-        return ()
-    return parse_record(source.root / RECORD_FILE, data)
-
-
-def replaced_files(source: Source, contents: Mapping[str, bytes]) -> tuple[SmallFile, ...]:
-    """Return the small files of a source, some of them with another content."""
-    copied = [file for file in copied_small_files(source) if file.path not in contents]
-    written = [SmallFile(name, content) for name, content in contents.items()]
-    return (*copied, *written)
 
 
 def _addition(

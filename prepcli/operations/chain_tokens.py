@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.added_tokens import RECORD_FILE
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.operations.add_tokens import recorded_additions
+from prepcli.operations.token_folder import recorded_additions
 from prepcli.sources.source import Source
 from prepcli.targets.token_files import files_without_tokens, read_side_file
 from trainer.models.boxes import Range

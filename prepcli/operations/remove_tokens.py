@@ -13,7 +13,6 @@ from prepcli.console.progress import Progress
 from prepcli.errors import Command, PrepError, text, usage_error
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.added_tokens import RECORD_FILE, Addition, encode_record
-from prepcli.operations.add_tokens import check_folder, recorded_additions, replaced_files
 from prepcli.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
@@ -25,6 +24,7 @@ from prepcli.operations.conversion import (
 from prepcli.operations.operation import public
 from prepcli.operations.resized_folder import plan_resized_folder
 from prepcli.operations.results import Conversion
+from prepcli.operations.token_folder import check_folder, recorded_additions, replaced_files
 from prepcli.operations.token_options import RemoveTokensOptions
 from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.plan import Fill

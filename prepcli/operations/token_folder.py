@@ -1,0 +1,43 @@
+"""Hugging Face folders with a record of added tokens, as add-tokens and remove-tokens read and write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prepcli.errors import Command, Option, text, usage_error
+from prepcli.formats.added_tokens import RECORD_FILE, Addition, parse_record
+from prepcli.planning.plan import SmallFile
+from prepcli.sources.source import Source
+from prepcli.targets.hf_folder import copied_small_files
+from prepcli.targets.token_files import read_side_file
+
+
+def check_folder(source: Source, command: str) -> None:
+    """Raise UsageError unless the source is a Hugging Face folder of a text model."""
+    why = f"{command} changes Hugging Face folders of text models"
+    if not source.tensor_file_names:
+        hint = text("{} writes a Hugging Face folder", Command("export"))
+        raise usage_error(f"{source.display_name} is not a Hugging Face folder", why, hint)
+    if source.wrapper is not None:
+        what = f"{source.display_name} is a multimodal model, which is not supported"
+        hint = text("{} writes its text model", Command("export", Option("text_only", True)))
+        raise usage_error(what, why, hint)
+
+
+def recorded_additions(source: Source) -> tuple[Addition, ...]:
+    """Return the additions that a source records.
+
+    Raises:
+        DamagedError: The record is damaged.
+    """
+    data = read_side_file(source, RECORD_FILE)
+    if data is None:
+        return ()
+    return parse_record(source.root / RECORD_FILE, data)
+
+
+def replaced_files(source: Source, contents: Mapping[str, bytes]) -> tuple[SmallFile, ...]:
+    """Return the small files of a source, some of them with another content."""
+    copied = [file for file in copied_small_files(source) if file.path not in contents]
+    written = [SmallFile(name, content) for name, content in contents.items()]
+    return (*copied, *written)
