@@ -64,7 +64,11 @@ class BackgroundSync:
         self._ended_s = clock()
 
     def is_due(self, unsynced_nbytes: int) -> bool:
-        """Whether to submit a point now, with `unsynced_nbytes` bytes written since the last one."""
+        """Return whether the writer should call `submit` now.
+
+        Args:
+            unsynced_nbytes: Number of bytes written since the last sync point.
+        """
         if unsynced_nbytes >= self._max_unsynced_nbytes:
             return True
         if not unsynced_nbytes:
@@ -74,7 +78,7 @@ class BackgroundSync:
         return is_idle and self._clock() - self._ended_s >= SYNC_INTERVAL_S
 
     def submit(self, point: SyncPoint) -> None:
-        """Start to sync a point after the previous point is durable. Raises the error of the previous sync."""
+        """Wait for the previous sync and raise its error. Then start to sync `point` in the background."""
         self._wait_for_sync()
         self._running = self._thread.submit(self._sync_and_record, point)
 

@@ -268,10 +268,10 @@ class Pipeline:
         has_copies = needs_permute(slab.reads) or slab.changes_values or is_gathered
         buffers = self.buffers.acquire(2 if has_copies else 1)
         data = np.empty(0, np.uint8)
-        return _SlabTask(slab, self._new_nbytes(slab), is_gathered, buffers, data)
+        return _SlabTask(slab, self._not_durable_nbytes(slab), is_gathered, buffers, data)
 
-    def _new_nbytes(self, slab: Slab) -> int:
-        """Return the number of a slab's bytes not durable from an earlier run."""
+    def _not_durable_nbytes(self, slab: Slab) -> int:
+        """Return the number of bytes of a slab still to be made durable."""
         if slab.stream_number in self.durable_numbers:
             return 0
         durable_nbytes = 0

@@ -12,11 +12,11 @@ from trainer.distributed.process_group import ProcessGroup
 
 @contextlib.contextmanager
 def joint_work(group: ProcessGroup, name: str) -> Iterator[None]:
-    """Run the block in all processes, and wait until all have left it.
+    """Wait at the end of a `with` block for all processes. Raise in each one if the block failed in any of them.
 
     Args:
         group: The processes.
-        name: Name of the work, unique among the threads of this process.
+        name: Name of the block, the same in all processes and unique among the threads of a process.
 
     Raises:
         PrepError: The block raised in another process.

@@ -115,7 +115,7 @@ def read_item(folder: Path) -> OrbaxItem:
     store = OrbaxStore(folder, names, uses_ocdbt, bool(tree.get("use_zarr3")))
     documents = [store.pop_document(name) for name in names]
     zarrs = [
-        parse_zarr_document(quote_name(name), store.document_name, text)
+        parse_zarr_document(quote_name(name), store.metadata_file_name, text)
         for name, text in zip(names, documents)
     ]
     # By default TensorStore omits chunks that equal the fill value. With this key it stores all of

@@ -126,8 +126,8 @@ class OrbaxStore:
             raise broken_document_error(quote_name(name), self._document, str(error)) from error
 
     @property
-    def document_name(self) -> str:
-        """Return the file name of metadata documents."""
+    def metadata_file_name(self) -> str:
+        """File name of an array's metadata document: `zarr.json` or `.zarray`."""
         return self._document
 
     def read_value(self, value: StoredValue, max_nbytes: int) -> bytes:

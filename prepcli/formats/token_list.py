@@ -121,7 +121,7 @@ def _json_token(path: Path, number: int, item: JsonValue) -> AddedToken:
     for key, value in flags.items():
         if key not in FLAGS:
             why = f"item {number} has the unknown key {key!r:.60}"
-            raise _list_error(path, why, f"an object has content, {', '.join(FLAGS)}")
+            raise _list_error(path, why, f"supported keys: content, {', '.join(FLAGS)}")
         if not isinstance(value, bool):
             raise _list_error(path, f"`{key}` of item {number} is {value!r:.60}, not true or false")
     return make_token(cast(str, item["content"]), flags)
@@ -137,8 +137,8 @@ def _check_texts(path: Path, contents: list[str]) -> None:
     if doubled:
         raise _list_error(path, f"it has tokens twice: {join_names(doubled)}")
     if overlaps := overlapping_texts(contents, contents):
-        why = f"tokens overlap: {join_names(overlaps)}"
-        raise _list_error(path, why, "a text with the longer one would be split in two ways")
+        why = f"tokens overlap: {join_names(overlaps)}, so a text with the longer one has two tokenizations"
+        raise _list_error(path, why, "remove one token of each pair")
 
 
 def _list_error(path: Path, why: str, hint: str = LIST_HINT) -> UsageError:

@@ -53,7 +53,7 @@ class Training:
         return None if -1 in self.mesh.sizes else self.mesh.n_devices
 
     @property
-    def slice_devices(self) -> int | None:
+    def devices_per_slice(self) -> int | None:
         """Number of devices of each slice. None if an axis of the mesh has size -1."""
         return None if self.num_devices is None else self.num_devices // num_slices(self.slices)
 
@@ -67,14 +67,14 @@ class Hardware:
         nodes: Number of nodes.
         node_devices: Number of devices in JAX of each node, or None if it is unknown.
         max_slices: Largest possible number of slices. None means no limit.
-        fitting: Options that fit the mesh, empty if there are none.
+        fitting_options: Command-line options for hardware of the mesh's size, for a hint. Empty if there are none.
     """
 
     name: str
     nodes: int
     node_devices: int | None = None
     max_slices: int | None = None
-    fitting: str = ""
+    fitting_options: str = ""
 
 
 def check_training(training: Training, hardware: Hardware) -> None:
@@ -122,7 +122,7 @@ def _check_mesh(training: Training, hardware: Hardware, node_devices: int) -> No
     try:
         mesh = resolve_mesh(training.mesh, hardware.nodes * node_devices, hardware.name)
     except PrepError as error:
-        hints = [hint for hint in (hardware.fitting, error.hint) if hint]
+        hints = [hint for hint in (hardware.fitting_options, error.hint) if hint]
         raise usage_error(error.what, error.why, join_texts(", or ", hints)) from None
     check_slices(mesh, training.slices)
 
@@ -180,7 +180,7 @@ def tpu_vm_hardware(accelerator: str, training: Training) -> Hardware | None:
         # v5p-256 counts cores: 256 / 2 = 128 chips on 32 hosts, each with 4 devices of one chip.
         node_devices=chips * generation.devices_per_chip // hosts,
         max_slices=1,
-        fitting=_accelerator_option(generation, training.num_devices),
+        fitting_options=_accelerator_option(generation, training.num_devices),
     )
 
 
@@ -252,17 +252,17 @@ def _tpu_pod_hardware(
     """Return the hardware of TPU slices with several nodes. Raise PrepError if the options contradict them."""
     slices = num_slices(training.slices)
     topology = options["topology"]
-    fitting = _fitting_topology(generation, training.slice_devices)
+    fitting_topology = _fitting_topology(generation, training.devices_per_slice)
     if topology is None:
         why = "GKE finds the nodes of a slice by its topology"
-        example = Option("topology", fitting or generation.slices[-1])
+        example = Option("topology", fitting_topology or generation.slices[-1])
         raise usage_error(text("{} is missing", Option("topology")), why, text("{}", example))
     if not generation.has_slice(topology):
-        known = fitting or ", ".join(generation.slices)
+        known = fitting_topology or ", ".join(generation.slices)
         what = text("{} is invalid", Option("topology", topology))
         hint = text("use {} with one of: {}", Option("topology"), known)
-        if fitting:
-            hint = text("{}", Option("topology", fitting))
+        if fitting_topology:
+            hint = text("{}", Option("topology", fitting_topology))
         raise usage_error(what, f"no slice of {generation.name} has this topology", hint)
     sizes = generation.node_sizes(topology)
     if options["devices_per_node"] is None:
@@ -284,7 +284,7 @@ def _tpu_pod_hardware(
         name=f"{_count_with_noun(slices, 'slice', 'slices')} of {generation.name}:{topology}",
         nodes=nodes,
         node_devices=options["devices_per_node"] * generation.devices_per_chip,
-        fitting=_slice_options(generation, fitting, slices),
+        fitting_options=_slice_options(generation, fitting_topology, slices),
     )
 
 

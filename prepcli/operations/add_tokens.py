@@ -138,7 +138,7 @@ def plan_add_tokens(
         Fill("zeros"),
         keeps_padding=False,
         added_count=len(tokens),
-        added_fill=_make_fill(options, source, tokenizer, tokens),
+        added_fill=_make_added_fill(options, source, tokenizer, tokens),
         dropped_rule="padding replaced",
     )
     contents, edits = files_with_tokens(source, tokens, first_id)
@@ -284,13 +284,13 @@ def _check_tokenizer(
         raise PrepError(what, why, 'set "normalized" to false in a JSON list, or use another text')
 
 
-def _make_fill(
+def _make_added_fill(
     options: AddTokensOptions,
     source: Source,
     tokenizer: JsonTokenizer,
     tokens: Sequence[AddedToken],
 ) -> Fill:
-    """Return the fill of the new rows."""
+    """Return the initialization of the embedding rows of the added tokens (`--init`)."""
     if options["init"] != "mean":
         return make_fill(options["init"], options["seed"], source)
     contents = [token["content"] for token in tokens]

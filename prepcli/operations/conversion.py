@@ -54,7 +54,7 @@ from prepcli.planning.plan import Plan
 from prepcli.planning.shares import Share, requested_share
 from prepcli.planning.tensor_match import MatchOptions
 from prepcli.restore.digest_checks import check_partly_read
-from prepcli.restore.earlier_checkpoints import note_unrecorded
+from prepcli.restore.earlier_checkpoints import note_missing_file_digests
 from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.folders import Access, make_access
@@ -265,7 +265,7 @@ def open_checkpoint(
         why = f"{source.display_name} was already converted with the tensor names of family {source.family.name}"
         hint = text("remove {}, or convert the original model", option)
         raise usage_error(text("{} has no effect", option), why, hint)
-    note_unrecorded(source.display_name, source.manifest, observer)
+    note_missing_file_digests(source.display_name, source.manifest, observer)
     if lock is not None:
         source = apply_lock(source, lock, str(common.lock), located.local_files.commit)
     return located, use_averaged_params(source) if common.ema else source

@@ -91,7 +91,7 @@ def save_params(
 def _plan_item(
     shapes: Mapping[str, LeafSpec], source: Source, located: LocatedCheckpoint, *, like: str
 ) -> Plan:
-    """Return the plan of an Orbax checkpoint of leaves, i.e. of a training step without a state.
+    """Plan an Orbax checkpoint of parameters: a training step without optimizer state.
 
     Args:
         shapes: Shapes and dtypes of the leaves.

@@ -79,7 +79,7 @@ def place_chunks(pieces: Iterable[LeafPiece]) -> ChunkLayout:
         first, stop = chunk_group(piece)
         key = (piece.leaf_name, first)
         if key not in placements:
-            placements[key] = _place_group(layout, piece, first, stop)
+            placements[key] = _place_chunk_group(layout, piece, first, stop)
             group = PlacedChunks(first, stop, placements[key])
             layout.placed_chunks.setdefault(piece.leaf_name, []).append(group)
         layout.regions.append(_make_region(piece, placements[key]))
@@ -114,10 +114,10 @@ def chunk_group(piece: LeafPiece) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(first), tuple(stop)
 
 
-def _place_group(
+def _place_chunk_group(
     layout: ChunkLayout, piece: LeafPiece, first: tuple[int, ...], stop: tuple[int, ...]
 ) -> StridedPlacement:
-    """Append a box of chunks to the last data file, or to a new one if the last is full."""
+    """Append the chunks of a group (`chunk_group`) to the last data file, or to a new file if the last is full."""
     if layout.file_sizes[-1] >= FILE_NBYTES:
         layout.file_sizes.append(0)
     # A chunk at the edge of the leaf is stored in full size, as zarr defines it, so that all chunks of

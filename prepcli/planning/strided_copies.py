@@ -406,10 +406,11 @@ def _make_copy(
     Returns:
         The copy.
     """
-    # In the example of the module, for the whole tensor: the piece of dim b has the loops
-    # (count 3, chunk_step 1) and (count 1, element_step 1), the piece of dim a the loop
-    # (count 2, element_step 1). `element_strides` are (8, 4) and `chunk_strides` (8, 8), so that the
-    # file strides are 1 * 8, 1 * 8 and 1 * 4. The tensor strides of b and a are 4 and 12.
+    # E.g. the float32 tensor [a=2, b=3] becomes the leaf [b=3, a=2] in 3 chunks [1, 2] of 8 bytes.
+    # The piece of dim b has 3 chunks of one index: the loops (count 3, chunk_step 1) and
+    # (count 1, element_step 1). The piece of dim a has 2 indices: the loop (count 2, element_step 1).
+    # With `element_strides` (8, 4) and `chunk_strides` (8, 8), the file strides of the loops are
+    # 1 * 8, 1 * 8 and 1 * 4. The tensor strides are 3 * 4 = 12 bytes for a and 4 bytes for b.
     atom_starts = {atom: start for atom, (start, _) in atom_ranges.items()}
     for piece in dim_pieces:
         atom_starts.update(piece.atom_starts)

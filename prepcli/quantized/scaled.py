@@ -95,7 +95,7 @@ class ScaledDecoder(InvertibleDecoder):
         if codes.dtype == np.int8:
             values = codes.astype(np.float32)
         else:
-            values = lookup(fp8_pairs(self._weight.tensor.dtype), codes.view(np.uint8))
+            values = lookup(fp8_code_pairs(self._weight.tensor.dtype), codes.view(np.uint8))
         grid_rows = self._grid_rows_of(rows)
         first = int(grid_rows[0])
         grid_range = (first, int(grid_rows[-1]) + 1)
@@ -206,6 +206,6 @@ def read_scales(scales: np.ndarray) -> FloatArray:
 
 
 @functools.cache
-def fp8_pairs(dtype: str) -> PairTable:
-    """Return the table of `lookup` for an fp8 dtype."""
+def fp8_code_pairs(dtype: str) -> PairTable:
+    """Return the decoded values of each pair of fp8 codes, for `lookup`."""
     return code_pairs(CODES.view(numpy_dtype(dtype)).astype(np.float32))

@@ -13,8 +13,10 @@ from prepcli.restore.digest_checks import RECREATE_HINT, check_tensors
 from prepcli.sources.source import Source, SourceTensor
 
 
-def note_unrecorded(display_name: str, manifest: Manifest | None, observer: Observer) -> None:
-    """Print a note if a checkpoint's manifest has no digests of its settings and tokenizer."""
+def note_missing_file_digests(
+    display_name: str, manifest: Manifest | None, observer: Observer
+) -> None:
+    """Print a note if a manifest has no digests of the checkpoint's settings and tokenizer files."""
     if manifest and not manifest.has_file_records:
         unchecked = "its settings and tokenizer files are not checked"
         observer.note(f"{display_name} was written by an earlier prep: {unchecked}")

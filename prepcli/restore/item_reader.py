@@ -335,7 +335,11 @@ def _check_arrays(meta: ArrayMeta, arrays: BoxArrays) -> None:
 def _split_into_jobs(
     blob: DecodedArray, arrays: BoxArrays, is_checked: bool
 ) -> Iterator[_PieceJob | _ChunkJob]:
-    """Yield one job per piece if pieces can be read directly, else one job per chunk."""
+    """Yield the jobs that fill the arrays of a leaf.
+
+    A chunk is a unit of storage, a piece is a contiguous part of a chunk. Uncompressed chunks have one job per piece.
+    Other chunks are decoded as a whole, so they have one job per chunk.
+    """
     is_direct = is_read_directly(blob.item, blob.array_number)
     for index, pieces in _touched_chunks(blob, arrays, is_direct=is_direct, is_checked=is_checked):
         if is_direct:
@@ -488,21 +492,30 @@ def _block_pieces(boxes: Sequence[Box], meta: ArrayMeta) -> Iterator[Box]:
         for box in boxes:
             if all(low <= i < high for i, (low, high) in zip(outer, box)):
                 spans.append(box[axis])
-        for low, high in _block_spans(spans, blocks.rows, meta.chunk_shape[axis]):
+        for low, high in _whole_block_spans(spans, blocks.rows, meta.chunk_shape[axis]):
             for first in range(low, high, length):
                 span = (first, min(first + length, high))
                 yield (*_single_index_box(outer), span, *inner_box)
 
 
-def _block_spans(
-    spans: Iterable[tuple[int, int]], rows: int, extent: int
+def _whole_block_spans(
+    spans: Iterable[tuple[int, int]], block_rows: int, num_rows: int
 ) -> Iterator[tuple[int, int]]:
-    """Widen spans of rows to whole blocks. Yield the union as disjoint spans, ascending."""
-    # E.g. rows 1:3, 6:7 and 9:10 in blocks of 4: 0:4, 4:8 and 8:10 (the end) -> 0:10.
+    """Widen spans of rows to whole checksum blocks. Yield the union as disjoint spans, ascending.
+
+    Args:
+        spans: First row and end of each span.
+        block_rows: Number of rows per block. The last block may have fewer.
+        num_rows: Number of rows of the chunk.
+    """
+    # E.g. a chunk of 10 rows in blocks of 4: the spans 1:3, 6:7 and 9:10 become 0:4, 4:8 and 8:10,
+    # and their union is 0:10.
     widened: list[tuple[int, int]] = []
     for low, high in spans:
         if low < high:
-            widened.append((low // rows * rows, min(extent, -(-high // rows) * rows)))
+            first = low // block_rows * block_rows
+            stop = min(num_rows, -(-high // block_rows) * block_rows)
+            widened.append((first, stop))
     widened.sort()
     union: list[tuple[int, int]] = []
     for low, high in widened:

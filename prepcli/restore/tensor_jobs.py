@@ -94,11 +94,15 @@ class TensorRead:
 
 
 class UnequalDuplicateError(Exception):
-    """A window of a tensor that differs from the same window of a duplicate."""
+    """A window of a tensor differs from the same window of a duplicate tensor.
 
-    def __init__(self, duplicate: SourceTensor) -> None:
-        super().__init__(duplicate.name)
-        self.duplicate = duplicate
+    Attributes:
+        duplicate_tensor: The duplicate tensor.
+    """
+
+    def __init__(self, duplicate_tensor: SourceTensor) -> None:
+        super().__init__(duplicate_tensor.name)
+        self.duplicate_tensor = duplicate_tensor
 
 
 def tensor_jobs(

@@ -199,9 +199,9 @@ class WeightsReader:
             )
         except UnequalDuplicateError as error:
             # Raises the error for unequal tensors. If they are equal now, a file changed meanwhile.
-            check_equal(self.source, EqualityCheck(error.duplicate.name, job.tensor.name))
+            check_equal(self.source, EqualityCheck(error.duplicate_tensor.name, job.tensor.name))
             what = f"{self.source.display_name} changed while it was read"
-            why = f"{error.duplicate.name} and {job.tensor.name} differed, and are equal now"
+            why = f"{error.duplicate_tensor.name} and {job.tensor.name} differed, and are equal now"
             raise PrepError(what, why, RERUN_HINT) from error
 
 

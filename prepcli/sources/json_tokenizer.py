@@ -26,7 +26,7 @@ class JsonTokenizer:
     Attributes:
         path: Its file.
         tokenizer: The tokenizer.
-        growth: Bytes that its normalizer makes of one byte at most.
+        growth: Maximum number of output bytes per input byte of the normalizer.
     """
 
     path: Path

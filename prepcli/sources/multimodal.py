@@ -80,7 +80,7 @@ def towers_entry(source: Source) -> ManifestFields:
         "head_prefix": source.family.head_prefix,
     }
     if uses_mrope(source.wrapper.config):
-        # A recipe can change the rope type of other models.
+        # Training reads this entry: a recipe must not change the rope type of a model with M-RoPE.
         entry["mrope"] = True
     return {TOWERS_KEY: entry}
 

@@ -36,10 +36,10 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 
 @dataclass(frozen=True, slots=True)
 class StartModel:
-    """The start model of a run without an Orbax checkpoint of prep.
+    """The start model of a run without an Orbax checkpoint of prep, e.g. a Hugging Face folder.
 
     Attributes:
-        manifest: The manifest that an init of the model would have.
+        manifest: Manifest for the model, as `prep save-init` would write it.
         small_files: Tokenizer and other files to copy to each step.
     """
 

@@ -237,7 +237,7 @@ def check_gradients(subject: FamilyUnderTest) -> str:
         _require(not gradients[name][rows:].any(), f"padding of {name} has gradients")
         errors[name] = relative_error(gradients[name][:rows], gradient)
     worst = max(errors, key=lambda name: errors[name])
-    return _check_error(errors[worst], GRADIENTS_RTOL, worst)
+    return _check_tolerance(errors[worst], GRADIENTS_RTOL, worst)
 
 
 def check_bfloat16_storage(subject: FamilyUnderTest) -> str:
@@ -248,7 +248,7 @@ def check_bfloat16_storage(subject: FamilyUnderTest) -> str:
     batch = subject.batch(1, 9)
     logits = model_logits(subject.tiny_model.model, load_params(init), batch)
     expected = torch_logits(load_torch_model(saved), batch, (9,))
-    return _check_error(float(abs(logits - expected).max()), LOGITS_ATOL)
+    return _check_tolerance(float(abs(logits - expected).max()), LOGITS_ATOL)
 
 
 def check_padded_vocabulary(subject: FamilyUnderTest) -> str:
@@ -308,7 +308,7 @@ def check_step_on_mesh(subject: FamilyUnderTest) -> str:
         _require(
             leaf.sharding.is_equivalent_to(leaf_sharding, leaf.ndim), f"{path} is {leaf.sharding}"
         )
-    return f"{mesh}: {_check_error(error, LOSS_RTOL)}"
+    return f"{mesh}: {_check_tolerance(error, LOSS_RTOL)}"
 
 
 def check_greedy_tokens(subject: FamilyUnderTest) -> str:
@@ -381,7 +381,7 @@ def _check_logits(subject: FamilyUnderTest, lengths: Sequence[int]) -> str:
         float(abs(logits[row, :length] - expected[row, :length]).max())
         for row, length in enumerate(lengths)
     )
-    return _check_error(error, LOGITS_ATOL)
+    return _check_tolerance(error, LOGITS_ATOL)
 
 
 def _check_same_checkpoint(saved: Path, exported: Path) -> str:
@@ -403,7 +403,8 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def _check_error(error: float, tolerance: float, name: str = "") -> str:
+def _check_tolerance(error: float, tolerance: float, name: str = "") -> str:
+    """Check that an error is at most `tolerance`, and return it as text. `name` is the tensor with the error."""
     _require(
         error <= tolerance, f"error {error:.1e}{name and f' in {name}'}; allowed: {tolerance:.0e}"
     )

@@ -34,7 +34,7 @@ from prepcli.planning.manifest_fields import ManifestFields, OriginRecord
 from prepcli.remote.object_store import is_url, parse_url
 from prepcli.remote.placeholders import rename_in_errors
 from prepcli.restore.digest_checks import RECREATE_HINT, sample_digest, towers_digest
-from prepcli.restore.earlier_checkpoints import check_without_checksums, note_unrecorded
+from prepcli.restore.earlier_checkpoints import check_without_checksums, note_missing_file_digests
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.params import check_lock_verified, open_weights
 from prepcli.restore.weights_reader import WeightsReader
@@ -166,12 +166,12 @@ class StartCheckpoint:
             PrepError: A tensor is damaged.
         """
         if isinstance(self.model_reader, WeightsReader):
-            note_unrecorded(
+            note_missing_file_digests(
                 self.model_reader.source.display_name, self.model_reader.source.manifest, observer
             )
         if isinstance(self.model_reader, ItemReader):
             name = self.name or str(self.model_reader.folder)
-            note_unrecorded(name, Manifest(self.model_reader.manifest), observer)
+            note_missing_file_digests(name, Manifest(self.model_reader.manifest), observer)
         if not isinstance(self.model_reader, ItemReader) or self.model_reader.is_checked:
             return
         source = self._open_source(self.model_reader)
@@ -181,10 +181,10 @@ class StartCheckpoint:
         check_without_checksums(source, tensors, observer, hint=self.hint)
 
     def sample_digest(self) -> str:
-        """Return a digest of the first rows of each parameter on disk. See `digest_checks.sample_digest`.
+        """Return a digest of the first rows of each parameter of the start model. See `digest_checks.sample_digest`.
 
         Raises:
-            PrepError: They cannot be read.
+            PrepError: A parameter is missing, or the checkpoint cannot be read.
         """
         if isinstance(self.model_reader, ItemReader):
             return sample_digest(self._open_source(self.model_reader))

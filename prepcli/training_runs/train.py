@@ -360,14 +360,14 @@ def _load_train_state(prepared: PreparedRun) -> TrainState:
             start.adapter_reader,
             on_rounding=lambda counts: run.observer.note(rounding_text(counts)),
         )
-    _check_exact_state(prepared)
+    _check_resumable_step(prepared)
     if start.adapter_reader is None:
         return restore_state(start.model_reader, setup, None)
     return restore_state(start.adapter_reader, setup, start.model_reader)
 
 
-def _check_exact_state(prepared: PreparedRun) -> None:
-    """Check that the step to resume from has the whole state, without a cast.
+def _check_resumable_step(prepared: PreparedRun) -> None:
+    """Check that the step to resume from has the optimizer state, and parameters in the run's dtype.
 
     Raises:
         PrepError: It has no optimizer state, or its parameters were cast.

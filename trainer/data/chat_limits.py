@@ -208,7 +208,9 @@ class RenderLimits:
     def check_width(self, text: Any, width: Any) -> None:
         """Check the size of a text with `width` more characters in each line.
 
-        `width` may be a text.
+        Args:
+            text: The text.
+            width: Number of characters, or the characters themselves, e.g. `indent(">>")` in a template.
         """
         if isinstance(width, str):
             width = len(width)

@@ -36,7 +36,7 @@ FIELDS_HINT = 'such as "[question], answer"'
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a document that makes a segment of each record.
+    """A part of a document. It turns each record into one segment.
 
     Attributes:
         weight: Loss weight of its tokens.
@@ -51,7 +51,7 @@ class _Part:
 
 
 def _text_part(columns: tuple[str, ...], separator: str, *, prefix: str, weight: int) -> _Part:
-    """Return a part that joins the texts of columns."""
+    """Return the part for the joined texts of columns."""
 
     def segment(record: Record) -> Segment:
         texts = [text_value(record, column) for column in columns]
@@ -61,7 +61,7 @@ def _text_part(columns: tuple[str, ...], separator: str, *, prefix: str, weight:
 
 
 def _ids_part(column: str, vocab: int, weight: int) -> _Part:
-    """Return a part that reads the token ids of a column."""
+    """Return the part for a column of token ids. Ids must be less than `vocab`."""
 
     def segment(record: Record) -> Segment:
         return Segment(ids_value(record, column, vocab), weight)

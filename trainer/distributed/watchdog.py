@@ -227,10 +227,10 @@ class Watchdog:
             self._beats, self.settings.places[self.texts.index], self._phase, self._num_phases
         )
         self.texts.publish(f"heartbeat/{self.texts.index}", beat.to_json())
-        return self._decide_end(beat) if self.texts.index == 0 else self._read_decision()
+        return self._publish_decision(beat) if self.texts.index == 0 else self._read_decision()
 
-    def _decide_end(self, beat: Heartbeat) -> JobEnd | None:
-        """Decide as process 0 whether the job ends. Publish and return its end, or None."""
+    def _publish_decision(self, beat: Heartbeat) -> JobEnd | None:
+        """Decide in process 0 whether the job ends, and publish the decision. Return None if the job continues."""
         ended = self.texts.read_by_index("ended")
         beats = {
             index: Heartbeat.from_json(text)

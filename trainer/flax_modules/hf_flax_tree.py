@@ -147,9 +147,10 @@ def _check_tied(tensors: Tensors, head_tensor: str, embedding_tensor: str) -> No
     """Raise PrepError if the head of a model with tied embeddings is not the embedding."""
     head = tensors.get(head_tensor)
     if head is not None and not bool(jnp.array_equal(head, tensors[embedding_tensor])):
-        why = "the config says `tie_word_embeddings`"
         raise PrepError(
-            f"{head_tensor} differs from {embedding_tensor}", why, "set it to false in the config"
+            f"{head_tensor} differs from {embedding_tensor}",
+            "the config ties the head to the embedding",
+            "set `tie_word_embeddings` to false in the config",
         )
 
 

@@ -179,13 +179,16 @@ class Generator:
                 on_tokens(output.fetch(state, sharding))
 
         is_paced = on_tokens is not None and _shared_sharding(sharding) is None
-        next_steps = _steps_between_checks
+        choose_num_steps = _steps_between_checks
         # Processes of a job must choose the same steps, so only a single process may go by the clock.
         if is_paced:
-            next_steps = _StreamPace().next_steps
+            choose_num_steps = _StreamPace().choose_num_steps
         # The prefill samples the token of slot `slots`, so 3 new tokens in slots 64 to 66 need 2 more steps.
         stops = _decode_stops(
-            slots, slots + max_new_tokens - 1, self._recompute_slots(prompts, slots), next_steps
+            slots,
+            slots + max_new_tokens - 1,
+            self._recompute_slots(prompts, slots),
+            choose_num_steps,
         )
         for slot, is_recomputed in stops:
             report_progress()
@@ -231,7 +234,7 @@ class _OutputRows:
     """
 
     def __init__(self, num_prompts: int, first_slot: int, eos_token_ids: Sequence[int]) -> None:
-        """Start before the first token, which is in slot `first_slot`."""
+        """Create an empty row per prompt. Slot `first_slot` has the first new token."""
         self.rows: list[list[int]] = [[] for _ in range(num_prompts)]
         self._next_slot = first_slot
         self._eos_token_ids = eos_token_ids
@@ -395,13 +398,13 @@ class _StreamPace:
     """
 
     def __init__(self) -> None:
-        """Start before the first call."""
+        """Begin with one step in the first call."""
         self._steps = 1
         # The first duration is infinite, so the first call has one step, however fast the devices are.
         self._called_s = -math.inf
 
-    def next_steps(self) -> int:
-        """Return how many steps the next call takes, from the duration of the last call."""
+    def choose_num_steps(self) -> int:
+        """Choose the number of decoding steps of the next call from the duration of the last call."""
         duration_s = time.monotonic() - self._called_s
         if duration_s < MAX_STREAM_DELAY_S / 2:
             self._steps = min(2 * self._steps, STEPS_PER_CHECK)
@@ -412,7 +415,10 @@ class _StreamPace:
 
 
 def _decode_stops(
-    first_slot: int, last_slot: int, recompute_slots: Iterable[int], next_steps: Callable[[], int]
+    first_slot: int,
+    last_slot: int,
+    recompute_slots: Iterable[int],
+    choose_num_steps: Callable[[], int],
 ) -> Iterator[tuple[int, bool]]:
     """Yield the slots at which decoding returns to the host, and whether the cache is recomputed up to the slot."""
     slot = first_slot
@@ -423,7 +429,7 @@ def _decode_stops(
         # A prefill of 87 slots reads the tokens of slots 0 to 86, so decoding stops when slot 86 is filled.
         last_decoded = last_slot if recompute_slot is None else recompute_slot - 1
         while slot < last_decoded:
-            slot = min(slot + next_steps(), last_decoded)
+            slot = min(slot + choose_num_steps(), last_decoded)
             yield slot, False
         if recompute_slot is not None:
             slot = recompute_slot

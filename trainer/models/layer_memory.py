@@ -53,7 +53,7 @@ OUTPUT_NORMS_PER_BLOCK: Mapping[BlockType, int] = {
 
 @dataclass(frozen=True, slots=True)
 class LayerStack:
-    """The layers of a decoder or an encoder, or its dense or MoE layers alone if it has both.
+    """Layers of the same kind in a decoder or an encoder, e.g. its dense layers or its MoE layers.
 
     Sizes (`_size`) are in elements on one device, `_nbytes` in bytes.
 
@@ -63,7 +63,8 @@ class LayerStack:
         prefix: Prefix of their paths.
         seq_length: Number of queries.
         kv_lengths: Number of keys of each attention of a layer, by name. Empty for layers with a recurrent mixer.
-        groups: Groups of layers with the weights of these layers -> number of layers of the group.
+        groups: Number of layers in each layer group with weights of these layers, by the group's dim. E.g.
+            `{"layers": 32}` for 32 equal layers.
         mlp_dim: Logical dim of the hidden units.
     """
 
@@ -144,8 +145,8 @@ class LayerStack:
     def working_set_nbytes(self) -> int:
         """Bytes of the working set of a layer's backward pass.
 
-        While attention holds its transient scores, the norms and activation functions that the
-        backward pass computes again do not exist yet.
+        The peak is in the attention or in the MLP. Recomputed norms and activation functions are not in memory while
+        attention holds its transient scores, so their bytes are subtracted.
         """
         attention_nbytes = self._transient_scores_nbytes() - self._recomputed_nbytes()
         return (

@@ -168,14 +168,14 @@ class Projection:
     is_transposed: bool
 
     @property
-    def row_a(self) -> str:
-        """Axis-map row of A."""
+    def lora_a_row(self) -> str:
+        """Axis map of the LoRA matrix A."""
         leaf = " ".join((self.stack, RANK_ATOM, *self.in_atoms))
         return f"{leaf} <- {self.module}.lora_A.weight: {RANK_ATOM} {self.in_dim}"
 
     @property
-    def row_b(self) -> str:
-        """Axis-map row of B."""
+    def lora_b_row(self) -> str:
+        """Axis map of the LoRA matrix B."""
         leaf = " ".join((self.stack, *self.out_atoms, RANK_ATOM))
         return f"{leaf} <- {self.module}.lora_B.weight: {self.out_dim} {RANK_ATOM}"
 
@@ -258,9 +258,9 @@ def lora_family(family: Family, config: HFConfig, lora: LoraConfig) -> Family:
     for projection in select_targets(family, config, lora.targets):
         # Queries, keys and values of one tensor are one module of PEFT: one A, and the rows of one B.
         if projection.module not in modules:
-            parameters[f"{projection.path}.{LORA_A}"] = Parameter(projection.row_a)
+            parameters[f"{projection.path}.{LORA_A}"] = Parameter(projection.lora_a_row)
         modules.add(projection.module)
-        parameters[f"{projection.path}.{LORA_B}"] = Parameter(projection.row_b)
+        parameters[f"{projection.path}.{LORA_B}"] = Parameter(projection.lora_b_row)
     return dataclasses.replace(
         family,
         prefix=PEFT_PREFIX + family.prefix,

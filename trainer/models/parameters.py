@@ -277,7 +277,13 @@ def parameter_rows(
 
 
 def _rows_of_layers(path: str, row: ParsedAxisMap, layer_path: str) -> dict[str, ParsedAxisMap]:
-    """Split the axis map of a stacked leaf into one per layer. Return leaf path -> axis map."""
+    """Split the axis map of a stacked leaf into one axis map per layer.
+
+    An axis map relates the dims of a leaf to the dims of its tensors, e.g. `a b <- w: b a` for a transposed tensor.
+
+    Returns:
+        Path of each layer's leaf -> its axis map. A leaf without a stack axis keeps its path and axis map.
+    """
     axis = stack_axis(row.leaf_dims)
     if axis is None:
         return {path: row}

@@ -145,8 +145,8 @@ class ReadPlan:
         return self.leaf.shape[self.row_dim]
 
     @property
-    def num_units(self) -> int:
-        """Number of units to divide into slabs."""
+    def num_row_units(self) -> int:
+        """Number of units of `unit_rows` rows. A slab has whole units."""
         return -(-self.num_rows // self.unit_rows)
 
     def min_slab_nbytes(self, itemsize: int) -> int:
@@ -165,8 +165,8 @@ class ReadPlan:
         # Units of each reader per slab. The number of slabs is rounded up first, then the units are
         # spread evenly over them, so that the last slab is not a small rest.
         max_units = max(1, SLAB_NBYTES // self.min_slab_nbytes(itemsize))
-        num_slabs = -(-self.num_units // (self.num_readers * max_units))
-        units = -(-self.num_units // (self.num_readers * num_slabs))
+        num_slabs = -(-self.num_row_units // (self.num_readers * max_units))
+        units = -(-self.num_row_units // (self.num_readers * num_slabs))
         step = units * self.num_readers * self.unit_rows
         outer = [
             range(self.leaf.shard_extent(dim)) if dim in self.outer_dims else range(1)
@@ -242,7 +242,9 @@ def choose_read_plan(leaf: ShardedLeaf, unit: Sequence[int], itemsize: int) -> R
     def cost(plan: ReadPlan) -> tuple[bool, bool, bool, int]:
         nbytes = plan.min_slab_nbytes(itemsize)
         # With 4 or more units per reader the largest share is less than a quarter above the mean.
-        is_even = plan.num_units % plan.num_readers == 0 or plan.num_units >= 4 * plan.num_readers
+        is_even = (
+            plan.num_row_units % plan.num_readers == 0 or plan.num_row_units >= 4 * plan.num_readers
+        )
         is_small = nbytes <= MAX_SLAB_NBYTES
         # False sorts before True: small slabs first, then even ones, then plans that keep rows.
         return (not is_small, not is_even, not plan.keeps_rows, 0 if is_small else nbytes)

@@ -15,7 +15,8 @@ AUTO = "auto"
 _MODEL: AxisChoices = (("mp",),)
 _MODEL_OR_WHOLE: AxisChoices = (("mp",), ())
 _TENSOR_DIMS = ("vocab", "heads", "kv_heads", "mlp")
-# Dims of activations and of parameters -> choices of `embed` of parameters, the dim that only 2D partitioning splits.
+# (split dims of activations, split dims of parameters) -> choices of mesh axes for the dim `embed` of parameters.
+# `embed` is split only if one of the two numbers is 2.
 _EMBED_CHOICES: dict[tuple[int, int], AxisChoices] = {
     (1, 1): WHOLE,
     (2, 1): _MODEL,

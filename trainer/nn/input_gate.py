@@ -1,8 +1,8 @@
-"""The gate by which a layer adds its input from tokens to the residual stream (Gemma 3n, Gemma 4).
+"""The gated per-layer embedding of Gemma 3n and Gemma 4: an input of each layer beside the residual stream.
 
-update = norm(W_out (activation(W_gate x) * input))
+update = norm(W_out (activation(W_gate x) * per_layer_embedding))
 
-Axes: B rows of the batch, T tokens, D model width, P width of the input.
+Axes: B rows of the batch, T tokens, D model width, P width of the per-layer embedding.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from trainer.nn.token_chunks import over_token_chunks
 
 
 def input_update(x: Array, weights: Projections, context: LayerContext) -> Array:
-    """Compute the update [B, T, D] of the residual stream by the layer's input from its tokens.
+    """Compute the update [B, T, D] of the residual stream from the per-layer embeddings of the tokens.
 
     Args:
         x: Residual stream [B, T, D].
         weights: Projections `gate` [P, D] and `output` [D, P], and the norm `output_norm`.
-        context: Architecture and sharding of the layer, and its input [B, T, P].
+        context: Architecture and sharding of the layer. `layer_input` has the per-layer embeddings [B, T, P].
     """
     arch_config = context.arch_config
     sharding = context.sharding

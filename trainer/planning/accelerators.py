@@ -61,14 +61,16 @@ class Accelerator:
     def axis_bandwidth(self, size: int, stride: int) -> float:
         """Return the bytes per second that a device sends in a ring over a mesh axis.
 
-        A ring that leaves the domain uses the network of all its devices in the domain.
+        A ring inside one domain uses the links. A ring over several domains uses the network connections of all its
+        devices in a domain.
 
         Args:
             size: Devices along the axis.
             stride: Distance of neighbours along the axis, in devices.
         """
-        # With 8 GPUs per node, an axis of 16 with stride 1 leaves the node: its ring has
-        # 8 // 1 network cards per node. With stride 4 two rows of GPUs share them: 8 // 4 = 2.
+        # E.g. nodes of 8 GPUs with a network card each, and an axis of 16 devices. With stride 1 a ring
+        # has all 8 GPUs of a node, and their 8 // 1 = 8 cards. With stride 4 a ring has 2 GPUs of a
+        # node, such as 0 and 4, and their 8 // 4 = 2 cards.
         if size * stride <= self.domain_size:
             return self.link_bandwidth
         return min(self.link_bandwidth, self.network_bandwidth * max(1, self.domain_size // stride))

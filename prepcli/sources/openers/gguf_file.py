@@ -50,9 +50,16 @@ _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)")
 
 @dataclass(frozen=True, slots=True)
 class _NamedDecoder:
-    """A decoder with the names of the tensors that its rows are divided into, of equal shapes.
+    """A decoder of a GGUF tensor, and the names of the tensors in its output.
 
-    `axis_map` maps the one tensor to the stored one, if it is not the same array.
+    The output of most decoders is one tensor. A stack of experts is decoded into one tensor per expert.
+
+    Attributes:
+        decoder: The decoder.
+        names: Names of the tensors, in the order of the output.
+        shape: Shape of each tensor.
+        axis_map: Relates the only tensor in `names` to the output. None if the output has the tensors' elements in
+            C order.
     """
 
     decoder: GgufDecoder

@@ -75,6 +75,19 @@ def test_invalid_lists_are_refused(tmp_path: Path, name: str, data: bytes, messa
     assert "t." in caught.value.what
 
 
+@pytest.mark.parametrize(
+    ("name", "data", "hint"),
+    [
+        ("t.txt", b"<a>\n<a>b\n", "remove one token of each pair"),
+        ("t.json", b'[{"content": "a", "id": 3}]', "supported keys: content, "),
+    ],
+)
+def test_invalid_lists_have_a_hint(tmp_path: Path, name: str, data: bytes, hint: str):
+    with pytest.raises(UsageError) as caught:
+        read_token_list(write_list(tmp_path, name, data))
+    assert caught.value.hint.startswith(hint)
+
+
 TEXTS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=5, unique=True)
 
 

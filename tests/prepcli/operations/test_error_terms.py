@@ -165,6 +165,6 @@ def test_warning_of_a_conversion_names_arguments(
         rule = Option("rules", "kv_heads=none")
         observer.warn(text("not split: {}, then {}", rule, Command("verify", "init")))
 
-    monkeypatch.setattr(conversion, "note_unrecorded", warn)
+    monkeypatch.setattr(conversion, "note_missing_file_digests", warn)
     (warning,) = prep.save_init(model, tmp_path / "init").warnings
     assert warning == 'not split: `rules="kv_heads=none"`, then `prep.verify("init")`'

@@ -185,6 +185,15 @@ def test_hf_flax_trees_of_another_model_are_errors(model: Path):
         prep.to_hf_flax(params, {"model_type": "gpt_neox"})
 
 
+def test_from_hf_flax_refuses_another_head_if_tied(model: Path):
+    tree = prep.to_hf_flax(prep.load_params(model), model)
+    embedding = tree["transformer"]["wte"]["embedding"]
+    tree["lm_head"] = {"kernel": 2 * embedding.T}
+    with pytest.raises(prep.PrepError, match="differs from") as caught:
+        prep.from_hf_flax(tree, model)
+    assert caught.value.hint == "set `tie_word_embeddings` to false in the config"
+
+
 def test_modules_reject_unusable_arguments(model: Path):
     options: dict[str, Any] = {"dropout": 0.1}
     pytest.importorskip("flax")

@@ -196,7 +196,7 @@ def test_manifest_names_the_family_and_the_numbers():
     assert "params.model.empty" not in manifest["leaves"]
 
 
-def test_commands_say_that_prep_cannot_train_it(capsys: pytest.CaptureFixture[str]):
+def test_commands_note_untrainable_verbatim_models(capsys: pytest.CaptureFixture[str]):
     write_folder(Path("m"), layered_model(), CONFIG)
     for command in (
         ["save-init", "./m"],

@@ -133,7 +133,7 @@ def test_columns_are_read_without_other_bytes_if_all_or_long(wide: Path):
 
 
 @pytest.mark.parametrize("kind", ["hf", "bin", "hf-flax", "easylm"])
-def test_shard_of_long_runs_in_the_file_is_read_once(formats, kind: str):
+def test_shard_with_long_runs_is_read_without_other_bytes(formats, kind: str):
     with open_weights(formats(kind), verify=False) as reader:
         layers, mlp, embed = reader.leaves[UP].shape
         is_transposed = kind in ("hf-flax", "easylm")  # stored as [embed, mlp]

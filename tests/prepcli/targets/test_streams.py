@@ -90,7 +90,8 @@ def test_build_streams_splits_padding_by_digest():
     assert [stream.rows for stream in fewer] == [(0, 9), (9, 12), (12, 14)]
 
 
-def test_build_streams_splits_compared_tensors_at_padding():
+def test_build_streams_splits_tensors_read_for_comparison():
+    # `head` is read only to be compared with `wte`. The output drops rows 9 to 12, the padding.
     source = source_of(tensor("wte", 12, 4), tensor("head", 12, 4))
     streams = build_streams(source, {"wte": to(9)}, resize=cut(9, 12), compared={"head"})
     assert [(stream.name, stream.rows, bool(stream.writes)) for stream in streams] == [

@@ -94,7 +94,7 @@ def test_devices_read_equal_shares_within_a_unit_per_slab(
     plan = choose_read_plan(leaf, unit, 4)
     if (
         plan is not None
-        and plan.num_units % plan.num_readers == 0
+        and plan.num_row_units % plan.num_readers == 0
         and plan.num_rows % plan.unit_rows == 0
     ):
         _, volumes = count_reads(plan)

@@ -118,7 +118,7 @@ def test_failed_run_has_an_exit_code(wandb: FakeWandb, tmp_path: Path):
     assert wandb.exit_codes == [1]
 
 
-def test_run_that_begins_to_use_wandb_logs_from_its_step(wandb: FakeWandb, tmp_path: Path):
+def test_wandb_enabled_on_resume_logs_from_resumed_step(wandb: FakeWandb, tmp_path: Path):
     open_log(tmp_path, 6, logged=8).write({"step": 7, "loss": 1.0})
     assert (wandb.inits[-1]["id"], [step for step, _ in wandb.logged]) == (None, [7])
 

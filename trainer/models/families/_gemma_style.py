@@ -9,13 +9,13 @@ from trainer.models.families import _grouped_style
 from trainer.models.parameters import ALWAYS, HFConfig, Parameter, read_size
 from trainer.models.rows import Condition, Parameters, linear, matrix, rms_norm
 
-# Defaults of the config classes for the embeddings of a token for each layer.
+# Defaults of the config classes for per-layer embeddings: each layer has its own embedding of a token.
 LAYER_VOCAB = 262144
 LAYER_INPUT = 256
 
 
 def layer_input_sizes(config: HFConfig, layers: int) -> dict[str, int]:
-    """Return the extents of the atoms of layer inputs.
+    """Return the sizes of the per-layer embeddings (layer inputs), by axis name.
 
     Raises:
         PrepError: A size is invalid.
@@ -62,7 +62,7 @@ def layer_input_gate(condition: Condition = ALWAYS) -> Parameters:
 
 
 def queries(bias: Condition, head_dim: str = "head_dim") -> Parameters:
-    """Return the parameters of queries, their norm and the output projection.
+    """Return the parameters of the query projection, the query norm and the output projection.
 
     Args:
         bias: When projections have a bias.
@@ -83,7 +83,7 @@ def keys_and_values(
     head_dim: str = "head_dim",
     has_values: Callable[[HFConfig], bool] | None = None,
 ) -> Parameters:
-    """Return the parameters of keys, their norm, and values.
+    """Return the parameters of the key projection, the key norm and the value projection.
 
     Args:
         bias: When projections have a bias.
