@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prepcli.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
@@ -150,14 +150,34 @@ def make_item(
         PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a
             dim.
     """
+    # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
+    # Moments and other state keep their dtypes.
+    source = source.cast(dtype)
+    return lay_out_uses(source, _leaf_uses(source, match, axis_maps, vocab_size), partitioning)
+
+
+def lay_out_uses(
+    source: Source, uses: Iterable[LeafUse], partitioning: Partitioning
+) -> OrbaxItemLayout:
+    """Lay out the leaves of an item.
+
+    Args:
+        source: The opened source, with the dtypes of the output.
+        uses: Each tensor with its leaf.
+        partitioning: Mesh and rules that determine the chunks.
+
+    Returns:
+        The layout of the item.
+
+    Raises:
+        PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a
+            dim.
+    """
     leaves: dict[str, _LeafLayout] = {}
     # The first tensor of each leaf. It sets the leaf's dtype.
     first_tensors: dict[str, SourceTensor] = {}
     pieces: list[tuple[str, LeafPiece]] = []
-    # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
-    # Moments and other state keep their dtypes.
-    source = source.cast(dtype)
-    for use in _leaf_uses(source, match, axis_maps, vocab_size):
+    for use in uses:
         tensor = use.tensor
         name = use.name
         if name not in leaves:
@@ -265,7 +285,7 @@ def _mixed_dtypes_error(
 
 
 @dataclass(frozen=True, slots=True)
-class _LeafUse:
+class LeafUse:
     """A tensor and the leaf that stores it. A leaf may stack the tensors of several layers or experts.
 
     Attributes:
@@ -293,7 +313,7 @@ def _leaf_uses(
     match: TensorMatch,
     axis_maps: Mapping[str, ParsedAxisMap],
     vocab_size: int,
-) -> Iterator[_LeafUse]:
+) -> Iterator[LeafUse]:
     """Yield each tensor with its leaf. Moments use the axis maps of their parameters, other state is unchanged."""
     sizes = source.family.sizes(source.config) | {"vocab": vocab_size}
     bound = {path: bind_row(axis_map, sizes) for path, axis_map in axis_maps.items()}
@@ -301,7 +321,7 @@ def _leaf_uses(
         if 0 not in tensor.shape:
             leaf = tower_leaf(tensor)
             axis_map = identity_axis_map(leaf, tensor.shape)
-            yield _LeafUse(tensor, leaf, axis_map, path=leaf, is_tower=True)
+            yield LeafUse(tensor, leaf, axis_map, path=leaf, is_tower=True)
     tensors = [(tensor, PARAMS, tensor.name) for tensor in source.tensors]
     tensors += [(tensor, *split_name(tensor.name)) for tensor in source.state_tensors]
     leaf_by_name: dict[str, tuple[str, AxisMap, StackedIndices]] = {}
@@ -313,19 +333,19 @@ def _leaf_uses(
             continue
         # State outside of slots, e.g. the step count, belongs to no parameter and is one leaf as it is.
         if not slot:
-            yield _LeafUse(tensor, name, identity_axis_map(name, tensor.shape))
+            yield LeafUse(tensor, name, identity_axis_map(name, tensor.shape))
             continue
         if slot != PARAMS and is_leaf_path(name):
             path, parameter_map, indices = leaf_by_name[name]
             state_shape = shape_in_leaf(parameter_map, tensor.shape)
             axis_map = state_axis_map(path, parameter_map, state_shape)
-            yield _LeafUse(tensor, f"{slot}.{path}", axis_map, indices, path, parameter_map)
+            yield LeafUse(tensor, f"{slot}.{path}", axis_map, indices, path, parameter_map)
         for use in match.uses.get(name, ()):
             leaf = f"{slot}.{use.path}"
-            yield _LeafUse(tensor, leaf, bound[use.parameter], use.stacked_indices, use.path)
+            yield LeafUse(tensor, leaf, bound[use.parameter], use.stacked_indices, use.path)
 
 
-def _quantization_uses(source: Source) -> Iterator[_LeafUse]:
+def _quantization_uses(source: Source) -> Iterator[LeafUse]:
     """Yield the scales of dequantised weights with their leaves."""
     tensors: dict[str, SourceTensor] = {}
     for tensor in source.state_tensors:
@@ -333,10 +353,10 @@ def _quantization_uses(source: Source) -> Iterator[_LeafUse]:
             tensors[split_name(tensor.name)[1]] = tensor
     types = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     for name, leaf, axis_map, indices in quantization_leaves(types):
-        yield _LeafUse(tensors[name], leaf, axis_map, indices)
+        yield LeafUse(tensors[name], leaf, axis_map, indices)
 
 
-def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _LeafLayout:
+def _leaf_layout(source: Source, use: LeafUse, partitioning: Partitioning) -> _LeafLayout:
     """Return how a leaf is split into chunks, and its spec if there is a mesh."""
     axis_map = use.axis_map
     dtype = use.tensor.dtype
