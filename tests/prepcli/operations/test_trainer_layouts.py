@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax import serialization
 
 import prepcli as prep
 from prepcli.execution import execute
@@ -224,6 +223,7 @@ def test_trained_queries_are_multiplied_back():
 
 
 def test_flax_file_with_a_scale_is_refused(capsys: pytest.CaptureFixture[str]):
+    serialization = pytest.importorskip("flax.serialization")
     tensors = make_checkpoint(Path("model"), LLAMA)
     tree: dict[str, Any] = {}
     for name, leaf in TREES["maxtext"](tensors, LLAMA).items():
