@@ -35,12 +35,12 @@ OUTPUT_OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints, Manifest | None]
     "easylm": open_easylm,
     "orbax": open_orbax,
     "adapter": open_adapter_alone,
+    "dcp": open_dcp,
 }
 # Openers of the formats that prep only reads.
 FOREIGN_OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints], Source]] = {
     "torch": open_torch,
     "meta": open_meta,
-    "dcp": open_dcp,
     "gguf": open_gguf,
 }
 
