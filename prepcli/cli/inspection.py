@@ -144,6 +144,7 @@ def inspect(
       prep inspect gpt-neo-1.3B-init --tree
       prep inspect ./llama-13b '*.q_proj.*' --stats
       prep inspect gpt-neo-1.3B-init --shards embed.tokens --mesh 1,2,4
+      prep inspect gpt-neo-1.3B-init --html page.html
     """
     from prepcli.operations.inspect import (
         check_view,
@@ -152,6 +153,7 @@ def inspect(
         shard_leaf,
     )
     from prepcli.rendering.inspection import (
+        page_report,
         shape_comparison_report,
         shards_report,
         tensors_report,
@@ -159,6 +161,12 @@ def inspect(
 
     ui = output_options.open_console("inspect", progress)
     check_view(pattern, view)
+    if view["html"] is not None:
+        from prepcli.operations.inspect_page import write_page
+
+        page = Path(view["html"])
+        written = write_page(checkpoint, page, ui, options, pattern=pattern, view=view)
+        return ui.finish(page_report(written, ui))
     if view["shards"] is not None:
         leaf = shard_leaf(checkpoint, ui, options, leaf_name=view["shards"], mesh_text=view["mesh"])
         return ui.finish(shards_report(leaf))

@@ -179,11 +179,13 @@ def check_view(pattern: str | None, view: ViewOptions) -> None:
         view: The view.
     """
     shards = Option("shards")
-    views = [
-        Option(name, view[name])
-        for name in ("tree", "stats", "shards", "diff")
-        if view[name] not in (None, False)
-    ]
+    views = []
+    for name in ("tree", "stats", "shards", "diff"):
+        if view[name] not in (None, False):
+            views.append(Option(name, view[name]))
+    if view["html"] is not None:
+        _check_page_view(view)
+        return
     if len(views) > 1:
         names = join_texts(" and ", [text("{}", option) for option in views])
         raise usage_error(
@@ -193,8 +195,8 @@ def check_view(pattern: str | None, view: ViewOptions) -> None:
         )
     if view["mesh"] is not None and view["shards"] is None:
         raise usage_error(
-            text("{} requires {}", Option("mesh"), shards),
-            "it sets the mesh that splits the leaf",
+            text("{} requires {} or {}", Option("mesh"), shards, Option("html")),
+            "it sets the mesh that splits the leaves",
             text("{}", Option("shards", "LEAF")),
         )
     if view["sort"] != "file" and (view["shards"] is not None or view["diff"] is not None):
@@ -206,6 +208,15 @@ def check_view(pattern: str | None, view: ViewOptions) -> None:
             text("{} already names the leaf", shards),
             f"remove `{pattern}`",
         )
+
+
+def _check_page_view(view: ViewOptions) -> None:
+    """Raise UsageError for views without effect on a page, which has them anyway."""
+    for name in ("tree", "shards"):
+        if view[name] not in (None, False):
+            what = text("{} has no effect with {}", Option(name), Option("html"))
+            why = "the page has the tree and the shards of all leaves"
+            raise usage_error(what, why, text("remove {}", Option(name)))
 
 
 def select_tensors(
