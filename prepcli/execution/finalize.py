@@ -186,7 +186,7 @@ def _write_small_file(file: SmallFile, path: Path) -> None:
             why = "its bytes differ from the digest that its manifest records"
             raise DamagedError(f"{file.copied_from} is damaged", why, GET_AGAIN_HINT)
     else:
-        write_no_follow(path, file.content)
+        write_no_follow(path, file.read_content())
 
 
 def _open_without_links(path: str, flags: int) -> int:

@@ -385,8 +385,8 @@ def _file_digests(source: Source) -> dict[str, str]:
         if path.name not in MADE_FILES:
             digests[path.name] = record_file(path).get(XXH3_KEY, "")
     # A GGUF file has its tokenizer in the metadata.
-    for file in source.made_files:
-        digests[Path(file.path).name] = digest_pieces([file.content])
+    for file in source.made_files.files:
+        digests[Path(file.path).name] = digest_pieces([file.read_content()])
     return digests
 
 
