@@ -31,6 +31,7 @@ from prepcli.sources.dequantized import (
     quantization_file,
 )
 from prepcli.sources.folders import Kind
+from prepcli.sources.left_over_settings import left_over_remark
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, find_text_part
 from prepcli.sources.openers.dcp_folder import box_locations
@@ -206,6 +207,8 @@ def _with_text_part(contents: CheckpointContents) -> CheckpointContents:
 def _with_decoders(contents: CheckpointContents) -> CheckpointContents:
     """Return the contents with the decoders of quantised weights. A fault becomes one of `non_arrays`."""
     settings = model_quantization(contents.config, contents.folder)
+    if not settings and (remark := left_over_remark(contents.folder)):
+        return replace(contents, non_arrays=(*contents.non_arrays, remark))
     if not settings or contents.kind != "safetensors":
         return contents
     tensors: list[FileTensor] = []

@@ -38,7 +38,11 @@ from prepcli.quantized.find_weights import (
     quantization_config_of_file,
     quantization_settings,
 )
-from prepcli.quantized.stored_weights import is_quantized_weight
+from prepcli.sources.left_over_settings import (
+    find_settings_file,
+    has_quantized_tensors,
+    left_over_remark,
+)
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.multimodal import split_text_part
 from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
@@ -207,7 +211,7 @@ class DequantizedReader:
 
 
 def is_quantized(folder: Path) -> bool:
-    """Return whether the settings files of a model describe quantised weights."""
+    """Return whether a model has quantised weights, by its settings and the dtypes of its tensors."""
     config: HFConfig = {}
     if (folder / CONFIG).is_file():
         config = read_json_object(folder / CONFIG)
@@ -230,12 +234,15 @@ def model_quantization(config: HFConfig, folder: Path) -> Mapping[str, Any]:
 
 
 def quantization_file(config: HFConfig, folder: Path) -> str:
-    """Return the name of the file with the quantisation config of a model, or an empty string."""
+    """Return the name of the file with the quantisation config of a model, or an empty string.
+
+    A settings file next to config.json counts only if a tensor has quantised values.
+    """
     if quantization_settings(config):
         return CONFIG
-    for name in QUANTIZATION_FILES:
-        if (folder / name).is_file():
-            return name
+    name = find_settings_file(folder)
+    if name and has_quantized_tensors(folder):
+        return name
     return ""
 
 
@@ -283,24 +290,13 @@ def decode_alike(source: Source, other: Source) -> tuple[Source, Source]:
 def _decode_to_dtype_of(source: Source, decoded: Source) -> Source:
     """Return a quantised source with its weights decoded to the dtype of `decoded`, or `source` unchanged."""
     is_stored = not source.quantized and not source.quantization
-    if decoded.quantized and is_stored and _has_quantized_weights(source):
+    if decoded.quantized and is_stored and quantization_file(source.config, source.root):
         source = dequantize_source(source)
         if decoded.wrapper is not None:
             source = split_text_part(source)
     if not source.quantization or not decoded.tree_manifest:
         return source
     return cast_decoded(source, _parameter_dtype(source, decoded))
-
-
-def _has_quantized_weights(source: Source) -> bool:
-    """Return whether a model is quantised.
-
-    A settings file next to config.json may be left over from the model before it was decoded.
-    """
-    name = quantization_file(source.config, source.root)
-    if name in ("", CONFIG):
-        return bool(name)
-    return any(is_quantized_weight(tensor.name, tensor.dtype) for tensor in source.tensors)
 
 
 def _parameter_dtype(source: Source, other: Source) -> str:
@@ -399,9 +395,13 @@ def _quantization_settings(source: Source) -> Mapping[str, Any]:
     settings = model_quantization(source.config, source.root)
     if not settings:
         option = Option("quantized", "dequantize")
+        why = f"{source.display_name} is not quantised"
+        remark = left_over_remark(source.root)
+        if remark:
+            why = f"{why} ({remark})"
         raise usage_error(
             text("{} has no effect", option),
-            f"{source.display_name} is not quantised",
+            why,
             text("remove {}", option),
         )
     return settings
