@@ -25,6 +25,8 @@ SAMPLE_MEMORY_NBYTES = 32 << 20
 # The first rows of each tensor distinguish models in milliseconds. True rows of a vocabulary come
 # first, so that padding does not change them.
 SAMPLE_ROWS = 4
+# Characters of a recorded command in a message. A manifest may come from anywhere.
+MAX_REQUEST_LENGTH = 300
 RECREATE_HINT = "create the checkpoint again, or use an earlier one"
 
 
@@ -111,7 +113,15 @@ def check_partly_read(source: Source, plan: Plan, progress: Progress) -> None:
         if tensor.name in partly_read and tensor.digests:
             tensors.append(tensor)
     if tensors:
-        check_tensors(source, tensors, progress, GET_AGAIN_HINT)
+        check_tensors(source, tensors, progress, _again_hint(source))
+
+
+def _again_hint(source: Source) -> str:
+    """Return how to replace a damaged source. Its manifest has the command that made it."""
+    if source.manifest is None:
+        return GET_AGAIN_HINT
+    request = " ".join(source.manifest.request.split())
+    return f"make it again: `{request:.{MAX_REQUEST_LENGTH}}`"
 
 
 def tensor_digests(
