@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prepcli.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
+from prepcli.formats.ocdbt_read import MAX_ENTRIES
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
 from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
@@ -37,7 +38,7 @@ from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, itemsize
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, output_rows
 from trainer.models.axis_map import AxisMap, ParsedAxisMap, bind_row
-from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape
+from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape, join_experts
 from trainer.models.host_reads import HostReads, read_amplification, reads_per_host
 from trainer.models.leaf_matrices import reduced_axes
 from trainer.models.mesh import Mesh
@@ -108,11 +109,13 @@ class Partitioning:
         rules: Partition rules.
         min_split_nbytes: A leaf with a smaller size per layer is one chunk per layer, on every
             mesh.
+        has_joined_experts: Whether a chunk may have several experts. See `join_experts`.
     """
 
     mesh: Mesh | None
     rules: Rules
     min_split_nbytes: int = MIN_SPLIT_NBYTES
+    has_joined_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,22 +153,22 @@ def make_item(
         PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a
             dim.
     """
-    leaves: dict[str, _LeafLayout] = {}
-    # The first tensor of each leaf. It sets the leaf's dtype.
-    first_tensors: dict[str, SourceTensor] = {}
     pieces: list[tuple[str, LeafPiece]] = []
     # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
     # Moments and other state keep their dtypes.
     source = source.cast(dtype)
-    for use in _leaf_uses(source, match, axis_maps, vocab_size):
+    uses = [*_leaf_uses(source, match, axis_maps, vocab_size)]
+    # The first tensor of each leaf sets the leaf's dtype.
+    first_uses: dict[str, _LeafUse] = {}
+    for use in uses:
+        first_uses.setdefault(use.name, use)
+    leaves = _leaf_layouts(source, first_uses.values(), partitioning)
+    for use in uses:
         tensor = use.tensor
         name = use.name
-        if name not in leaves:
-            leaves[name] = _leaf_layout(source, use, partitioning)
-            first_tensors[name] = tensor
         leaf = leaves[name]
         if leaf.dtype != tensor.dtype:
-            raise _mixed_dtypes_error(source, name, first_tensors[name], tensor)
+            raise _mixed_dtypes_error(source, name, first_uses[name].tensor, tensor)
         # Only a contiguous tensor is copied in whole pages, for which source and output need equal page offsets.
         first_placement = tensor.placement[0]
         source_offset = 0
@@ -336,6 +339,20 @@ def _quantization_uses(source: Source) -> Iterator[_LeafUse]:
         yield _LeafUse(tensors[name], leaf, axis_map, indices)
 
 
+def _leaf_layouts(
+    source: Source, uses: Collection[_LeafUse], partitioning: Partitioning
+) -> dict[str, _LeafLayout]:
+    """Return the layout of each leaf, given its first tensor.
+
+    Chunks have one expert, unless the index would have too many entries: 11 million for DeepSeek-V3 on mesh 1,64,4.
+    """
+    layouts = {use.name: _leaf_layout(source, use, partitioning) for use in uses}
+    num_chunks = sum(math.prod(layout.grid.chunk_counts) for layout in layouts.values())
+    if num_chunks + len(layouts) <= MAX_ENTRIES or partitioning.has_joined_experts:
+        return layouts
+    return _leaf_layouts(source, uses, replace(partitioning, has_joined_experts=True))
+
+
 def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _LeafLayout:
     """Return how a leaf is split into chunks, and its spec if there is a mesh."""
     axis_map = use.axis_map
@@ -382,6 +399,10 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
         itemsize=itemsize(dtype),
         min_split_bytes=partitioning.min_split_nbytes,
     )
+    if partitioning.has_joined_experts:
+        chunk = join_experts(
+            chunk, _dim_names(axis_map), axis_map.leaf_shape, spec=spec, itemsize=itemsize(dtype)
+        )
     # zarr has no chunk of extent 0: a leaf [0, 8] has chunks [1, 8].
     grid = ChunkGrid(axis_map.leaf_shape, tuple(max(1, length) for length in chunk))
     return _LeafLayout(dtype, grid, spec)
