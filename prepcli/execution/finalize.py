@@ -240,7 +240,10 @@ def _build_manifest(
     dropped: list[dict[str, object]] = []
     for tensor in plan.dropped:
         name = plan.display_names.get(tensor.name, tensor.name)
-        dropped.append({**asdict(tensor), "name": name})
+        record = {**asdict(tensor), "name": name}
+        if tensor.columns is None:
+            del record["columns"]
+        dropped.append(record)
     manifest: dict[str, object] = {
         **run_identity,
         "command": plan.command,

@@ -269,19 +269,21 @@ class OutputLeaf:
 
 @dataclass(frozen=True, slots=True)
 class DroppedTensor:
-    """A source tensor, or rows of one, dropped from the output.
+    """A source tensor, or rows or columns of one, dropped from the output.
 
     Attributes:
         name: Bare name of the tensor.
         nbytes: Size in bytes.
         rule: The rule that drops it.
-        rows: Range of dropped rows, or None for the whole tensor.
+        rows: Range of dropped rows.
+        columns: Range of dropped columns. Without rows and columns the whole tensor is dropped.
     """
 
     name: str
     nbytes: int
     rule: str
     rows: Range | None = None
+    columns: Range | None = None
 
 
 @dataclass(frozen=True, slots=True)

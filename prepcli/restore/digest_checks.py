@@ -92,7 +92,7 @@ def check_tensors(
 
 
 def check_partly_read(source: Source, plan: Plan, progress: Progress) -> None:
-    """Check the tensors that a plan reads in other row ranges than those with a recorded digest.
+    """Check the tensors that a plan reads in other rows or columns than those with a recorded digest.
 
     E.g. a plan without padding reads rows 0 to 5 of a tensor [8, 4], and the digest of a lock covers rows 0 to 8. The
     digest of the stream cannot be compared with it, so that the tensor is read once more. Other tensors are not read:
@@ -101,12 +101,14 @@ def check_partly_read(source: Source, plan: Plan, progress: Progress) -> None:
     Raises:
         PrepError: A tensor differs from a digest.
     """
-    digested_rows: dict[str, set[Range]] = {}
+    digested: dict[str, set[tuple[tuple[int, ...], Range]]] = {}
     for tensor in source.all_tensors:
-        digested_rows[tensor.name] = {(first, stop) for first, stop, _ in tensor.digests}
+        columns = tensor.shape[1:]
+        digested[tensor.name] = {(columns, (first, stop)) for first, stop, _ in tensor.digests}
     partly_read: set[str] = set()
     for stream in plan.streams:
-        if stream.reads and stream.rows not in digested_rows.get(stream.name, ()):
+        part = (stream.shape[1:], stream.rows)
+        if stream.reads and part not in digested.get(stream.name, ()):
             partly_read.add(stream.name)
     tensors: list[SourceTensor] = []
     for tensor in source.all_tensors:
