@@ -264,7 +264,7 @@ def dequantize_source(source: Source) -> Source:
     method = str(settings.get("quant_method"))
     decoded = replace(
         decoded,
-        config=_without_quantization(source.config),
+        config=without_quantization(source.config),
         small_files=tuple(
             file for file in source.small_files if file.name not in QUANTIZATION_FILES
         ),
@@ -394,17 +394,27 @@ def _quantization_settings(source: Source) -> Mapping[str, Any]:
     """Return the quantisation config of a model. Raise UsageError if it has none."""
     settings = model_quantization(source.config, source.root)
     if not settings:
-        option = Option("quantized", "dequantize")
-        why = f"{source.display_name} is not quantised"
-        remark = left_over_remark(source.root)
-        if remark:
-            why = f"{why} ({remark})"
-        raise usage_error(
-            text("{} has no effect", option),
-            why,
-            text("remove {}", option),
-        )
+        raise not_quantized_error(source.display_name, source.root)
     return settings
+
+
+def not_quantized_error(display_name: str, folder: Path) -> PrepError:
+    """Return the error for a request to decode a model without quantised weights."""
+    option = Option("quantized", "dequantize")
+    why = f"{display_name} is not quantised"
+    remark = left_over_remark(folder)
+    if remark:
+        why = f"{why} ({remark})"
+    return usage_error(text("{} has no effect", option), why, text("remove {}", option))
+
+
+def not_decodable_error(display_name: str) -> PrepError:
+    """Return the error for quantised weights in other files than safetensors."""
+    return PrepError(
+        f"{display_name} cannot be decoded",
+        "quantised weights are read from safetensors files",
+        "save the model as safetensors",
+    )
 
 
 def find_stored_weights(
@@ -435,11 +445,7 @@ def _file_tensor(source: Source, tensor: SourceTensor) -> FileTensor:
     """Return a tensor of the source by its name in the files."""
     location = tensor.placement[0]
     if not isinstance(location, Contiguous):
-        raise PrepError(
-            f"{source.display_name} cannot be decoded",
-            "quantised weights are read from safetensors files",
-            "save the model as safetensors",
-        )
+        raise not_decodable_error(source.display_name)
     return FileTensor(
         source.names.stored_name(tensor.name),
         tensor.dtype,
@@ -508,10 +514,10 @@ def quantized_record(decoder: Decoder, method: str) -> QuantizedRecord:
     }
 
 
-def _without_quantization(config: HFConfig) -> JsonObject:
+def without_quantization(config: HFConfig) -> JsonObject:
     """Return a config.json without its quantisation config."""
     kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     text_config = kept.get("text_config")
     if isinstance(text_config, Mapping):
-        kept["text_config"] = _without_quantization(text_config)
+        kept["text_config"] = without_quantization(text_config)
     return kept

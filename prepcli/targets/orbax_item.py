@@ -43,7 +43,7 @@ from trainer.models.host_reads import HostReads, read_amplification, reads_per_h
 from trainer.models.leaf_matrices import reduced_axes
 from trainer.models.mesh import Mesh
 from trainer.models.partition import Spec, leaf_spec, partition_spec
-from trainer.models.rules import Rules
+from trainer.models.rules import LeafDims, Rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +246,11 @@ def tower_leaf(tensor: SourceTensor) -> str:
     return f"{TOWERS}.{name}"
 
 
+def is_tower_leaf(name: str) -> bool:
+    """Return whether a leaf belongs to a tower."""
+    return name.startswith(f"{TOWERS}.")
+
+
 def _mixed_dtypes_error(
     source: Source, leaf: str, first: SourceTensor, later: SourceTensor
 ) -> PrepError:
@@ -279,7 +284,6 @@ class _LeafUse:
         path: Path of the parameter that the leaf belongs to, or name of the leaf of a tower. None for other state,
             e.g. the step count.
         parameter_map: Axis map of the parameter. Only for leaves with some of its axes, e.g. factored moments.
-        is_tower: Whether the tensor belongs to a tower of a multimodal model.
     """
 
     tensor: SourceTensor
@@ -288,7 +292,6 @@ class _LeafUse:
     stacked_indices: tuple[tuple[str, int], ...] = ()
     path: str | None = None
     parameter_map: AxisMap | None = None
-    is_tower: bool = False
 
 
 def _leaf_uses(
@@ -304,7 +307,7 @@ def _leaf_uses(
         if 0 not in tensor.shape:
             leaf = tower_leaf(tensor)
             axis_map = identity_axis_map(leaf, tensor.shape)
-            yield _LeafUse(tensor, leaf, axis_map, path=leaf, is_tower=True)
+            yield _LeafUse(tensor, leaf, axis_map, path=leaf)
     tensors = [(tensor, PARAMS, tensor.name) for tensor in source.tensors]
     tensors += [(tensor, *split_name(tensor.name)) for tensor in source.state_tensors]
     leaf_by_name: dict[str, tuple[str, AxisMap, StackedIndices]] = {}
@@ -364,28 +367,16 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
             "use a checkpoint of the model in bfloat16",
         )
     spec = None
-    if partitioning.mesh and is_quantization_leaf(use.name):
-        # Every device may need all scales. They are small.
-        spec = partition_spec(
-            _dim_names(axis_map),
-            axis_map.leaf_shape,
-            partitioning.mesh,
-            {},
-            source.display_name,
-        )
-    elif partitioning.mesh:
+    if partitioning.mesh:
         # A leaf with some axes of a parameter is split like the parameter along these axes.
         parameter = use.parameter_map or axis_map
-        rules = partitioning.rules
-        if use.is_tower:
-            # The dims of a tower have no names, so that no rule of a named dim applies.
-            rules = replace(rules, by_size=True)
-        parameter_spec = leaf_spec(
+        parameter_spec = item_leaf_spec(
+            use.name,
             use.path,
             _dim_names(parameter),
             parameter.leaf_shape,
             mesh=partitioning.mesh,
-            rules=rules,
+            rules=partitioning.rules,
             checkpoint=source.display_name,
         )
         # E.g. a row mean [12, 1, 64] of a parameter [12, 32, 64]: axis 1 has extent 1 and stays whole,
@@ -406,6 +397,36 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
     # zarr has no chunk of extent 0: a leaf [0, 8] has chunks [1, 8].
     grid = ChunkGrid(axis_map.leaf_shape, tuple(max(1, length) for length in chunk))
     return _LeafLayout(dtype, grid, spec)
+
+
+def item_leaf_spec(
+    name: str,
+    path: str | None,
+    dims: LeafDims,
+    shape: Sequence[int],
+    *,
+    mesh: Mesh,
+    rules: Rules,
+    checkpoint: str,
+) -> Spec:
+    """Return the sharding of a leaf of an item. Scales of quantised weights are whole on each device.
+
+    Args:
+        name: Dotted name of the leaf.
+        path: Path of its parameter, or name of the leaf of a tower. None for other state.
+        dims: Named axes (atoms) of each dim.
+        shape: Shape of the leaf.
+        mesh: Device mesh.
+        rules: Partition rules.
+        checkpoint: The checkpoint as the user typed it, for the hint of an error.
+    """
+    if is_quantization_leaf(name):
+        # Every device may need all scales. They are small.
+        return partition_spec(dims, shape, mesh, {}, checkpoint)
+    if is_tower_leaf(name):
+        # The dims of a tower have no names, so that no rule of a named dim applies.
+        rules = replace(rules, by_size=True)
+    return leaf_spec(path, dims, shape, mesh=mesh, rules=rules, checkpoint=checkpoint)
 
 
 def _dim_names(axis_map: AxisMap) -> list[tuple[str, ...]]:
