@@ -168,13 +168,26 @@ def inspect(
         written = write_page(checkpoint, page, ui, options, pattern=pattern, view=view)
         return ui.finish(page_report(written, ui))
     if view["shards"] is not None:
-        leaf = shard_leaf(checkpoint, ui, options, leaf_name=view["shards"], mesh_text=view["mesh"])
+        leaf = shard_leaf(
+            checkpoint,
+            ui,
+            options,
+            leaf_name=view["shards"],
+            mesh_text=view["mesh"],
+            dequantize=view["quantized"] == "dequantize",
+        )
         return ui.finish(shards_report(leaf))
     if view["diff"] is not None:
         comparison = compare_shapes(checkpoint, view["diff"], ui, options, pattern=pattern)
         return ui.finish(shape_comparison_report(comparison, ui))
     selected = select_tensors(
-        checkpoint, ui, options, pattern=pattern, sort=view["sort"], stats=view["stats"]
+        checkpoint,
+        ui,
+        options,
+        pattern=pattern,
+        sort=view["sort"],
+        stats=view["stats"],
+        dequantize=view["quantized"] == "dequantize",
     )
     return ui.finish(tensors_report(selected, ui, tree=view["tree"]))
 

@@ -186,7 +186,7 @@ def _write_small_file(file: SmallFile, path: Path) -> None:
             why = "its bytes differ from the digest that its manifest records"
             raise DamagedError(f"{file.copied_from} is damaged", why, GET_AGAIN_HINT)
     else:
-        write_no_follow(path, file.content)
+        write_no_follow(path, file.read_content())
 
 
 def _open_without_links(path: str, flags: int) -> int:
@@ -240,7 +240,10 @@ def _build_manifest(
     dropped: list[dict[str, object]] = []
     for tensor in plan.dropped:
         name = plan.display_names.get(tensor.name, tensor.name)
-        dropped.append({**asdict(tensor), "name": name})
+        record = {**asdict(tensor), "name": name}
+        if tensor.columns is None:
+            del record["columns"]
+        dropped.append(record)
     manifest: dict[str, object] = {
         **run_identity,
         "command": plan.command,

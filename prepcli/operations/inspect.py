@@ -39,9 +39,10 @@ from prepcli.sources.dequantized import DECODED_DTYPE, model_quantization
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import open_source
+from prepcli.targets.orbax_item import item_leaf_spec
 from trainer.models.mesh import Mesh, parse_mesh
 from trainer.models.parameters import VERBATIM
-from trainer.models.partition import Spec, leaf_spec
+from trainer.models.partition import Spec
 from trainer.models.rule_text import merge_rules
 from trainer.models.suggest import suggest
 
@@ -202,6 +203,12 @@ def check_view(pattern: str | None, view: ViewOptions) -> None:
     if view["sort"] != "file" and (view["shards"] is not None or view["diff"] is not None):
         what = text("{} has no effect", Option("sort", view["sort"]))
         raise usage_error(what, "it sorts tables and trees", text("remove {}", Option("sort")))
+    if view["quantized"] != "keep" and view["diff"] is not None:
+        quantized = Option("quantized", view["quantized"])
+        why = "it compares the tensors as they are stored"
+        raise usage_error(
+            text("{} has no effect", quantized), why, text("remove {}", Option("quantized"))
+        )
     if pattern is not None and view["shards"] is not None:
         raise usage_error(
             f"unexpected argument `{pattern}`",
@@ -227,6 +234,7 @@ def select_tensors(
     pattern: str | None = None,
     sort: SortKey = "file",
     stats: bool = False,
+    dequantize: bool = False,
 ) -> SelectedTensors:
     """Select tensors of a checkpoint by name. Only `stats` reads data.
 
@@ -237,11 +245,12 @@ def select_tensors(
         pattern: Shell pattern of tensor names. None selects all.
         sort: Order: by name, by size (largest first), or as stored.
         stats: Compute the statistics of the selected tensors.
+        dequantize: Show quantised weights decoded.
 
     Raises:
         PrepError: No name matches, or the checkpoint cannot be read.
     """
-    inspected = inspect_checkpoint(checkpoint, observer, options)
+    inspected = inspect_checkpoint(checkpoint, observer, options, dequantize=dequantize)
     contents = inspected.contents
     check_stream(options.get("stream", False), inspected.located)
     names = _match_names([entry.name for entry in contents.entries], pattern, contents.display_name)
@@ -257,6 +266,7 @@ def shard_leaf(
     *,
     leaf_name: str,
     mesh_text: str | None,
+    dequantize: bool = False,
 ) -> LeafShards:
     """Split a leaf of a checkpoint by a mesh. No data is read.
 
@@ -266,12 +276,13 @@ def shard_leaf(
         options: How the checkpoint is read.
         leaf_name: Name of the leaf, or a unique end of it.
         mesh_text: The mesh. None takes that of the manifest.
+        dequantize: Split the leaves of decoded weights.
 
     Raises:
         UsageError: There is no mesh, or it does not divide the leaf.
         PrepError: No leaf has the name, or the checkpoint cannot be read.
     """
-    inspected = inspect_checkpoint(checkpoint, observer, options)
+    inspected = inspect_checkpoint(checkpoint, observer, options, dequantize=dequantize)
     contents = inspected.contents
     check_stream(options.get("stream", False), inspected.located)
     if mesh_text is None:
@@ -293,8 +304,14 @@ def shard_leaf(
         names_command=names_command,
     )
     rules = merge_rules(partition_rules(contents))
-    spec = leaf_spec(
-        leaf.path, leaf.dims, leaf.shape, mesh=mesh, rules=rules, checkpoint=contents.display_name
+    spec = item_leaf_spec(
+        leaf.name,
+        leaf.path,
+        leaf.dims,
+        leaf.shape,
+        mesh=mesh,
+        rules=rules,
+        checkpoint=contents.display_name,
     )
     return LeafShards(inspected, leaf, spec, mesh)
 
@@ -344,7 +361,7 @@ def compare_shapes(
 
 
 def inspect_checkpoint(
-    checkpoint: str, observer: Observer, options: SourceOptions
+    checkpoint: str, observer: Observer, options: SourceOptions, *, dequantize: bool = False
 ) -> InspectedCheckpoint:
     """Read the headers or the index of a checkpoint, and summarize it.
 
@@ -352,13 +369,14 @@ def inspect_checkpoint(
         checkpoint: Folder, alias, hub id or URL.
         observer: Receives a warning about an invalid config.
         options: How the checkpoint is read.
+        dequantize: Decode quantised weights.
     """
-    located, contents = _read_checkpoint(checkpoint, observer, options)
+    located, contents = _read_checkpoint(checkpoint, observer, options, dequantize=dequantize)
     return InspectedCheckpoint(located, contents, _summarize_source(contents, located, observer))
 
 
 def _read_checkpoint(
-    checkpoint: str, observer: Observer, options: SourceOptions
+    checkpoint: str, observer: Observer, options: SourceOptions, *, dequantize: bool = False
 ) -> tuple[LocatedCheckpoint, CheckpointContents]:
     """Locate a checkpoint, and read its headers or index.
 
@@ -383,7 +401,7 @@ def _read_checkpoint(
     if located.kind == "gguf":
         path = located.local_files.path
         return located, read_gguf_contents(path, located.display_name, config_path)
-    return located, read_contents(located, config_path)
+    return located, read_contents(located, config_path, dequantize=dequantize)
 
 
 def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -> set[str]:

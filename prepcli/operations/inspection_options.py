@@ -224,6 +224,15 @@ class ViewOptions(TypedDict):
             "Mesh that splits the leaf. Default: the source's.",
         ),
     ]
+    quantized: Annotated[
+        Literal["keep", "dequantize"],
+        OptionSpec(
+            "keep|dequantize",
+            "Show quantised weights as they are stored, or decoded.",
+            '"keep" (the default) shows quantised weights as they are stored, "dequantize" their values.',
+            default="keep",
+        ),
+    ]
     diff: Annotated[
         str | None,
         OptionSpec(
