@@ -1,8 +1,8 @@
 """Define the layout of an Orbax item, the folder that holds one tree of arrays, for the reader and the writer.
 
-Arrays are stored as zarr v2 in one OCDBT database: a document `NAME/.zarray` and one value `NAME/i.j.k` per chunk,
-where NAME is the path in the tree joined by dots. The writer stores raw chunks in C order, little endian. The last
-chunk of an axis is padded to full size.
+Arrays are stored as zarr v2: a document `NAME/.zarray` and one value `NAME/i.j.k` per chunk, where NAME is the path in
+the tree joined by dots. These are keys of one OCDBT database, or without OCDBT paths of files. The writer stores raw
+chunks in C order, little endian. The last chunk of an axis is padded to full size.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ METADATA_FILE = "_METADATA"
 CHECKPOINT_FILES = {METADATA_FILE, "prep-manifest.json", "recipe.toml"}
 READABLE_SUFFIXES = {".safetensors", ".bin", ".msgpack", ".pt", ".pth"}
 STRINGS_FILE = "_strings.json"
+# Metadata document of an array of zarr v2.
+ZARRAY = ".zarray"
 ZARR_TYPESTRS = {
     "bool": "|b1", "int8": "|i1", "uint8": "|u1",
     "int16": "<i2", "uint16": "<u2", "int32": "<i4", "uint32": "<u4", "int64": "<i8", "uint64": "<u8",
@@ -82,6 +84,11 @@ def dotted_name(path: TreePath) -> str:
 def chunk_key(index: tuple[int, ...]) -> str:
     """Return the key of a chunk without its prefix `NAME/`."""
     return ".".join(map(str, index)) or "0"
+
+
+def chunk_file_path(name: str, index: tuple[int, ...]) -> str:
+    """Return the path of a chunk in an item without OCDBT, e.g. `params.embed/0.3`."""
+    return f"{name}/{chunk_key(index)}"
 
 
 def unravel_chunk_index(grid: tuple[int, ...], chunk_number: int) -> tuple[int, ...]:
