@@ -152,7 +152,7 @@ def compress_chunks(
     order = _storage_order(table)
     data_files = _DataFiles(None)
     if chunk_paths is not None:
-        data_files = _DataFiles([chunk_paths[number] for number in order.tolist()])
+        data_files = _DataFiles([chunk_paths[number] for number in map(int, order)])
     compressor = _Compressor(table[order], raw_files, folder, journal, level, data_files)
     durable_chunks = compressor.chunks[: len(compressor.lengths)]
     progress.begin("compress", int(table[:, 2].sum()), int(durable_chunks[:, 2].sum()))

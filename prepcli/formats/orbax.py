@@ -23,6 +23,8 @@ METADATA_FILE = "_METADATA"
 CHECKPOINT_FILES = {METADATA_FILE, "prep-manifest.json", "recipe.toml"}
 READABLE_SUFFIXES = {".safetensors", ".bin", ".msgpack", ".pt", ".pth"}
 STRINGS_FILE = "_strings.json"
+# Names of the item with the parameters next to items with other state: redco and Tunix.
+PARAMS_ITEMS = ("params", "model_params")
 # Metadata document of an array of zarr v2.
 ZARRAY = ".zarray"
 ZARR_TYPESTRS = {
@@ -136,7 +138,7 @@ def find_item(path: Path) -> Path | None:
 def _find_item_of_step(step: Path) -> Path | None:
     """Return the item of a step folder.
 
-    The names that Orbax uses come first, then the only item, then `params` next to an optimizer state (redco). A
+    The names that Orbax uses come first, then the only item, then one of `PARAMS_ITEMS` next to an optimizer state. A
     folder with an item and checkpoints of other formats holds several models, and no item is chosen.
     """
     # `default` is Orbax's name for the only item of a CheckpointManager, `state` the name of prep, `items`
@@ -153,7 +155,7 @@ def _find_item_of_step(step: Path) -> Path | None:
             return items[0]
         return None
     for item in items:
-        if item.name == "params":
+        if item.name in PARAMS_ITEMS:
             return item
     return None
 
