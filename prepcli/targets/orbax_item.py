@@ -211,7 +211,14 @@ def make_item(
         regions[name] = (*regions.get(name, ()), region)
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
     dtypes = {tensor.name: tensor.dtype for tensor in source.all_tensors}
-    output_leaves: list[OutputLeaf] = []
+    output_leaves = tuple(_output_leaves(source, leaves, layout))
+    return OrbaxItemLayout(output_leaves, files, regions, specs, dtypes)
+
+
+def _output_leaves(
+    source: Source, leaves: Mapping[str, _LeafLayout], layout: ChunkLayout
+) -> Iterator[OutputLeaf]:
+    """Yield the leaves with their paths in the tree and their placed chunks."""
     tower_leaves = {tower_leaf(tensor) for tensor in source.tower_tensors}
     for name, leaf in leaves.items():
         # In the flat trees of a verbatim family, of scales and of towers, the path below the first key is one key.
@@ -219,8 +226,7 @@ def make_item(
         max_splits = 1 if is_flat else -1
         placed_chunks = tuple(layout.placed_chunks[name])
         path = tuple(name.split(".", max_splits))
-        output_leaves.append(OutputLeaf(path, leaf.dtype, leaf.grid, placed_chunks))
-    return OrbaxItemLayout(tuple(output_leaves), files, regions, specs, dtypes)
+        yield OutputLeaf(path, leaf.dtype, leaf.grid, placed_chunks)
 
 
 def item_streams(
