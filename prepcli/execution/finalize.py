@@ -30,7 +30,7 @@ from prepcli.formats.manifest import (
     XXH3_KEY,
     encode_manifest,
 )
-from prepcli.formats.orbax import ArrayMeta
+from prepcli.formats.orbax import ArrayMeta, chunk_file_path
 from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata, write_step_metadata
 from prepcli.planning.manifest_fields import FileRecord, LeafRecord, TensorRecord
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
@@ -123,6 +123,7 @@ def _write_index(plan: Plan, folder: Path, compressed: CompressedChunks | None) 
         names,
         now_ns=newest_source_ns(plan),
         zstd_level=plan.zstd_level,
+        uses_ocdbt=plan.uses_ocdbt,
     )
 
 
@@ -201,6 +202,11 @@ def _open_without_links(path: str, flags: int) -> int:
 
 def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> CompressedChunks:
     data_files = [data_folder(plan, stage.folder) / file.path for file in plan.files]
+    chunk_paths: list[str] | None = None
+    if not plan.uses_ocdbt:
+        chunk_paths = []
+        for chunk in _raw_chunks(plan.leaves):
+            chunk_paths.append(chunk_file_path(plan.leaves[chunk.array].name, chunk.index))
     return compress_chunks(
         _raw_chunks(plan.leaves),
         data_files,
@@ -208,6 +214,7 @@ def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> Compress
         journal=stage.folder / WORK_FOLDER / COMPRESS_JOURNAL,
         level=plan.zstd_level or 0,
         progress=progress,
+        chunk_paths=chunk_paths,
     )
 
 

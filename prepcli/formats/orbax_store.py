@@ -22,10 +22,10 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.codecs import CRC32C_NBYTES
 from prepcli.formats.ocdbt import ValueLocation
 from prepcli.formats.ocdbt_read import read_ocdbt_index
+from prepcli.formats.orbax import ZARRAY
 from prepcli.formats.untrusted import list_folder, quote_name, read_bytes, stat_file
 from prepcli.formats.zarr import (
     ZARR_JSON,
-    ZARRAY,
     ChunkIndex,
     ZarrArray,
     ZarrSharding,

@@ -42,6 +42,20 @@ _ALLOW_UNPROVEN = OptionSpec(
     default=False,
     position=22,
 )
+_PROMPT_IDS = OptionSpec(
+    "FILE",
+    "With --logits: comma-separated token ids, one prompt per line. Default: 16 and 512 random ids.",
+    "File of comma-separated token ids, one prompt per line. Default: 16 and 512 random ids.",
+    position=24,
+)
+_LIBRARY = OptionSpec(
+    "prep|transformers",
+    "With --logits: compute the second model with this library.",
+    '"prep" (the default) or "transformers": the library that computes the second model.',
+    default="prep",
+    position=24,
+)
+Library = Literal["prep", "transformers"]
 
 
 class VerifyOptions(SourceOptions, total=False):
@@ -104,6 +118,39 @@ class ChainCommandOptions(TypedDict):
     ]
     search: Annotated[Sequence[PathLike], _SEARCH]
     allow_unproven: Annotated[bool, _ALLOW_UNPROVEN]
+
+
+class LogitsOptions(SourceOptions, total=False):
+    """Options of `verify_logits`."""
+
+    tolerance: Annotated[
+        NonNegative | None,
+        OptionSpec(
+            "NUMBER",
+            "Accept logits that differ by at most NUMBER.",
+            "Largest accepted difference between two logits. Default: 0.001.",
+            position=21,
+        ),
+    ]
+    prompt_ids: Annotated[PathLike | None, _PROMPT_IDS]
+    library: Annotated[Library, _LIBRARY]
+
+
+class LogitsCommandOptions(TypedDict):
+    """The options of `prep verify` for logits. With `logits` the command calls `verify_logits`."""
+
+    logits: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Compare the logits and hidden states that both models compute.",
+            "Compare the logits of both models. Default: False.",
+            default=False,
+            position=23,
+        ),
+    ]
+    prompt_ids: Annotated[PathLike | None, _PROMPT_IDS]
+    library: Annotated[Library, _LIBRARY]
 
 
 class LockOptions(SourceOptions, total=False):

@@ -341,6 +341,11 @@ class Plan:
         return sum(stream.written_nbytes for stream in self.streams if stream.writes)
 
     @property
+    def uses_ocdbt(self) -> bool:
+        """Whether the leaves are in one OCDBT database. Otherwise each leaf is a folder, and each chunk a file."""
+        return self.settings.get("storage") != "files"
+
+    @property
     def chunk_count(self) -> int:
         """Number of chunks of all leaves."""
         return sum(math.prod(leaf.grid.chunk_counts) for leaf in self.leaves)

@@ -5,12 +5,19 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from prepcli.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
+from prepcli.errors import GET_AGAIN_HINT, Command, Option, PrepError, text, usage_error
 from prepcli.formats.ocdbt_read import MAX_ENTRIES
-from prepcli.planning.chunk_placement import LeafPiece, place_chunks
+from prepcli.formats.orbax import chunk_file_path
+from prepcli.formats.untrusted import quote_name
+from prepcli.planning.chunk_placement import (
+    ChunkLayout,
+    LeafPiece,
+    place_chunk_files,
+    place_chunks,
+)
 from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
 from prepcli.planning.quantization_leaves import (
@@ -44,6 +51,9 @@ from trainer.models.leaf_matrices import reduced_axes
 from trainer.models.mesh import Mesh
 from trainer.models.partition import Spec, leaf_spec, partition_spec
 from trainer.models.rules import LeafDims, Rules
+
+# Limit of Linux and macOS.
+MAX_FILE_NAME_NBYTES = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +145,7 @@ def make_item(
     vocab_size: int,
     partitioning: Partitioning,
     dtype: str | None = None,
+    has_chunk_files: bool = False,
 ) -> OrbaxItemLayout:
     """Lay out the leaves of an item, including the leaves of a training state.
 
@@ -145,6 +156,7 @@ def make_item(
         vocab_size: Vocabulary rows in the item.
         partitioning: Mesh and rules that determine the chunks.
         dtype: Dtype of the parameters, or None to keep their dtypes.
+        has_chunk_files: Write each chunk to a file of its own, `LEAF/INDEX`, without OCDBT.
 
     Returns:
         The layout of the item.
@@ -189,14 +201,27 @@ def make_item(
             "no tensor has elements",
             GET_AGAIN_HINT,
         )
-    layout = place_chunks(piece for _, piece in pieces)
+    if has_chunk_files:
+        _check_folder_names(leaves)
+        layout = place_chunk_files(piece for _, piece in pieces)
+        files = _chunk_files(layout)
+    else:
+        layout = place_chunks(piece for _, piece in pieces)
+        files = _data_files(layout.file_sizes)
     regions: dict[str, tuple[ChunkedLocation, ...]] = {}
     # `place_chunks` returns one region per piece in the same order. A tensor has one per leaf that uses it.
     for (name, _), region in zip(pieces, layout.regions):
         regions[name] = (*regions.get(name, ()), region)
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
     dtypes = {tensor.name: tensor.dtype for tensor in source.all_tensors}
-    output_leaves: list[OutputLeaf] = []
+    output_leaves = tuple(_output_leaves(source, leaves, layout))
+    return OrbaxItemLayout(output_leaves, files, regions, specs, dtypes)
+
+
+def _output_leaves(
+    source: Source, leaves: Mapping[str, _LeafLayout], layout: ChunkLayout
+) -> Iterator[OutputLeaf]:
+    """Yield the leaves with their paths in the tree and their placed chunks."""
     tower_leaves = {tower_leaf(tensor) for tensor in source.tower_tensors}
     for name, leaf in leaves.items():
         # In the flat trees of a verbatim family, of scales and of towers, the path below the first key is one key.
@@ -204,9 +229,7 @@ def make_item(
         max_splits = 1 if is_flat else -1
         placed_chunks = tuple(layout.placed_chunks[name])
         path = tuple(name.split(".", max_splits))
-        output_leaves.append(OutputLeaf(path, leaf.dtype, leaf.grid, placed_chunks))
-    files = _data_files(layout.file_sizes)
-    return OrbaxItemLayout(tuple(output_leaves), files, regions, specs, dtypes)
+        yield OutputLeaf(path, leaf.dtype, leaf.grid, placed_chunks)
 
 
 def item_streams(
@@ -225,6 +248,18 @@ def item_streams(
         targets[name] = TensorTarget(item.regions.get(name, ()), sizes[name], item.dtypes[name])
     compared = {check.name for check in match.checks}
     return build_streams(source, targets, resize=resize, compared=compared)
+
+
+def _check_folder_names(leaves: Iterable[str]) -> None:
+    """Raise UsageError for a leaf with a name that cannot be the name of its folder."""
+    for name in leaves:
+        is_too_long = len(name.encode()) > MAX_FILE_NAME_NBYTES
+        if is_too_long or "/" in name or "\0" in name:
+            raise usage_error(
+                text("{} cannot store {}", Option("storage", "files"), quote_name(name)),
+                f"a folder name has at most {MAX_FILE_NAME_NBYTES} bytes, and no slash",
+                text("{} has no such limit", Option("storage", "ocdbt")),
+            )
 
 
 def _unplaced_tensors(source: Source, match: TensorMatch) -> Iterator[str]:
@@ -444,4 +479,16 @@ def _data_files(file_sizes: Sequence[int]) -> tuple[OutputFile, ...]:
     for number, size in enumerate(file_sizes):
         name = hashlib.md5(f"prep data file {number}".encode(), usedforsecurity=False)
         files.append(OutputFile(f"d/{name.hexdigest()}", size))
+    return tuple(files)
+
+
+def _chunk_files(layout: ChunkLayout) -> tuple[OutputFile, ...]:
+    """Return the files of single chunks, by number."""
+    paths: dict[int, str] = {}
+    for leaf, boxes in layout.placed_chunks.items():
+        for box in boxes:
+            paths[box.placement.file] = chunk_file_path(leaf, box.first)
+    files: list[OutputFile] = []
+    for number, size in enumerate(layout.file_sizes):
+        files.append(OutputFile(paths[number], size))
     return tuple(files)

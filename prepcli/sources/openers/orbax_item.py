@@ -314,6 +314,9 @@ def _as_strided(
         step = places[1][1] - places[0][1]
     else:
         step = 0
+    # Readers expect ascending offsets. TensorStore may write the chunks of an array in descending order.
+    if step < 0:
+        return None
     for i, place in enumerate(places):
         if place != (places[0][0], places[0][1] + i * step):
             return None
