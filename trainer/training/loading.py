@@ -27,7 +27,7 @@ def restore_state(
 ) -> TrainState:
     """Restore a training state onto the mesh of `setup`, whatever mesh it was saved on.
 
-    Host memory holds two slabs (ranges of rows) of a leaf at a time, or two read units if these are
+    Host memory holds two row blocks (ranges of rows) of a leaf at a time, or two read units if these are
     larger. CPU devices keep the host memory that a leaf is read into.
 
     Args:
