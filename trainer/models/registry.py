@@ -10,7 +10,6 @@ from typing import Any
 from trainer.models.architecture import SEMANTIC_FIELDS
 from trainer.models.errors import Command, PrepError, text
 from trainer.models.parameters import Family, HFConfig
-from trainer.models.unsupported import missing_mechanism
 
 # Each one is the name of a module of `trainer.models.families`. Lists of families have this order.
 MODEL_TYPES = (
@@ -160,6 +159,9 @@ def family_of(config: HFConfig) -> Family:
     name = config.get("model_type")
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
+    # Only this error needs the table of unsupported models.
+    from trainer.models.unsupported import missing_mechanism
+
     what = f"model_type `{name}` is not supported"
     if mechanism := missing_mechanism(config):
         why = f"it needs {mechanism}, which prep does not support"
