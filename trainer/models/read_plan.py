@@ -64,7 +64,7 @@ class ShardedLeaf:
 
 
 @dataclass(frozen=True, slots=True)
-class RowBlock:
+class LeafBlock:
     """A range of rows of a leaf. The devices read and exchange these rows together.
 
     Attributes:
@@ -160,7 +160,7 @@ class ReadPlan:
         )
         return self.num_readers * self.unit_rows * math.prod(inner) * itemsize // num_shards
 
-    def row_blocks(self, itemsize: int) -> Iterator[RowBlock]:
+    def row_blocks(self, itemsize: int) -> Iterator[LeafBlock]:
         """Yield the row blocks in the order of their elements."""
         # Units of each reader per block. The number of blocks is rounded up first, then the units are
         # spread evenly over them, so that the last block is not a small rest.
@@ -176,13 +176,13 @@ class ReadPlan:
             for first in range(0, self.num_rows, step):
                 rows = min(step, self.num_rows - first)
                 start = (*index[: self.row_dim], first, *index[self.row_dim + 1 :])
-                yield RowBlock(start, rows, self._rows_per_device(rows))
+                yield LeafBlock(start, rows, self._rows_per_device(rows))
 
     def _rows_per_device(self, rows: int) -> int:
         num_units = -(-rows // self.unit_rows)
         return -(-num_units // self.num_readers) * self.unit_rows
 
-    def part_shape(self, block: RowBlock) -> tuple[int, ...]:
+    def part_shape(self, block: LeafBlock) -> tuple[int, ...]:
         """Return the shape of a device's part of a block."""
         shape = [
             1 if dim in self.outer_dims else extent for dim, extent in enumerate(self.leaf.shape)
@@ -190,7 +190,7 @@ class ReadPlan:
         shape[self.row_dim] = block.rows_per_device
         return tuple(shape)
 
-    def all_parts_shape(self, block: RowBlock) -> tuple[int, ...]:
+    def all_parts_shape(self, block: LeafBlock) -> tuple[int, ...]:
         """Return the global shape of the sharded array in which each device has its part of a block."""
         shape = list(self.part_shape(block))
         for dim in self.kept_dims:
@@ -198,7 +198,7 @@ class ReadPlan:
         shape[self.row_dim] *= self.num_readers
         return tuple(shape)
 
-    def box(self, block: RowBlock, coordinates: Mapping[str, int]) -> Box:
+    def box(self, block: LeafBlock, coordinates: Mapping[str, int]) -> Box:
         """Return the box of the leaf that the device at some mesh coordinates reads of a block. It may be empty."""
         box = [(0, extent) for extent in self.leaf.shape]
         for dim in self.outer_dims:

@@ -30,7 +30,7 @@ from trainer.distributed.process_shards import (
 from trainer.models.boxes import Box, volume
 from trainer.models.checkpoint_store import CheckpointReader, LeafSpec
 from trainer.models.errors import PrepError
-from trainer.models.read_plan import ReadPlan, RowBlock, ShardedLeaf, choose_read_plan, read_ratio
+from trainer.models.read_plan import LeafBlock, ReadPlan, ShardedLeaf, choose_read_plan, read_ratio
 from trainer.training import shard_filling
 
 # Alignment of host buffers: direct I/O reads into them, and a CPU device takes them over without a copy.
@@ -152,7 +152,7 @@ class LeafLoader:
         name: str,
         plan: ReadPlan,
         *,
-        block: RowBlock,
+        block: LeafBlock,
         sharding: NamedSharding,
         dtype: np.dtype,
     ) -> jax.Array:

@@ -210,9 +210,8 @@ def backward(
     """Compute the gradients of the inputs, and None for the constants."""
     output_gradient, labels = lax.optimization_barrier((output_gradient, saved.constants))
     inputs = saved.inputs
-    # r = dO . O for each query, [B, T, K, G]: the sum over all keys of P * dP, without another pass
-    output_float32 = saved.output.astype(jnp.float32)
-    row_dots = (output_float32 * output_gradient.astype(jnp.float32)).sum(-1)
+    table = inputs.bias_table
+    row_dots = gradient_dots(saved, output_gradient)
     cut_q = partial(split_chunks, chunk_size=config.q_size)
     cut_kv = partial(split_chunks, chunk_size=config.kv_size)
     q_tiles = jax.tree.map(
@@ -237,9 +236,7 @@ def backward(
 
             def update(gradients: _TileGradients) -> _TileGradients:
                 mask = _tile_mask(config, labels, q_labels, kv_labels)
-                scores, d_scores_d_dots = _masked_scores(
-                    config, queries, keys, inputs.bias_table, mask
-                )
+                scores, d_scores_d_dots = _masked_scores(config, queries, keys, table, mask)
                 # arXiv:2307.08691, algorithm 2, with the dropout of the module's docstring:
                 # P = exp(scores - L), dP = (dO V^T) * M, dS = P * (dP - r)   [B, K, G, t, s]
                 probabilities = jnp.exp(scores - log_normalizer)
@@ -256,9 +253,7 @@ def backward(
                     gradients.q + _einsum("bkgts,bkse->bkgte", d_dots, keys),
                     gradients.k_tiles.at[index].add(_einsum("bkgte,bkgts->bske", queries, d_dots)),
                     gradients.v_tiles.at[index].add(d_values),
-                    _add_bias_gradient(
-                        gradients.bias_table, config, inputs.bias_table, d_scores, mask
-                    ),
+                    _add_bias_gradient(gradients.bias_table, config, table, d_scores, mask),
                 )
 
             return lax.cond(
@@ -271,18 +266,21 @@ def backward(
         gradients = lax.fori_loop(0, len(k_tiles), run_kv_tile, initial)
         return gradients[1:], jnp.moveaxis(gradients.q, 3, 1).astype(dtype)
 
-    kv_zeros = [jnp.zeros(tiles.shape, jnp.float32) for tiles in (k_tiles, v_tiles)]
-    table_zeros: Array | None = None
-    if inputs.bias_table is not None:
-        table_zeros = jnp.zeros(inputs.bias_table.shape, jnp.float32)
-    (*dkv_tiles, d_table), dq_tiles = lax.scan(run_q_tile, (*kv_zeros, table_zeros), q_tiles)
-    if inputs.bias_table is not None and not config.is_partial:
-        d_table = d_table.astype(inputs.bias_table.dtype)
-    dk, dv = (join_chunks(tiles).astype(dtype) for tiles in dkv_tiles)
-    gradients = AttentionInputs(
-        join_chunks(dq_tiles), dk, dv, d_table, sink_gradient(saved, row_dots)
+    zeros = jax.tree.map(
+        lambda array: jnp.zeros(array.shape, jnp.float32), (k_tiles, v_tiles, table)
     )
-    return gradients, None
+    (dk_tiles, dv_tiles, d_table), dq_tiles = lax.scan(run_q_tile, zeros, q_tiles)
+    if table is not None and not config.is_partial:
+        d_table = d_table.astype(table.dtype)
+    dk = join_chunks(dk_tiles).astype(dtype)
+    dv = join_chunks(dv_tiles).astype(dtype)
+    d_sinks = sink_gradient(saved, row_dots)
+    return AttentionInputs(join_chunks(dq_tiles), dk, dv, d_table, d_sinks), None
+
+
+def gradient_dots(saved: Residuals, output_gradient: Array) -> Array:
+    """Compute r = dO . O of each query, [B, T, K, G]: the sum over all keys of P * dP, without another pass."""
+    return (saved.output.astype(jnp.float32) * output_gradient.astype(jnp.float32)).sum(-1)
 
 
 def sink_gradient(saved: Residuals, row_dots: Array) -> Array | None:

@@ -42,7 +42,14 @@ from trainer.models.mesh import MeshAxes
 from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout
-from trainer.nn.kernels.blockwise import LOWEST, Residuals, backward, forward, sink_gradient
+from trainer.nn.kernels.blockwise import (
+    LOWEST,
+    Residuals,
+    backward,
+    forward,
+    gradient_dots,
+    sink_gradient,
+)
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kernels.tiles import (
     AttentionInputs,
@@ -286,8 +293,7 @@ def _local_backward(
     # After n - 1 hops the gradients are one device before the device of their shard.
     d_k, d_v = ring.hop((gradients.k, gradients.v))
     d_table = None if gradients.bias_table is None else ring.sum_shards(gradients.bias_table)
-    row_dots = (saved.output.astype(jnp.float32) * output_gradient.astype(jnp.float32)).sum(-1)
-    d_sinks = sink_gradient(saved, row_dots)
+    d_sinks = sink_gradient(saved, gradient_dots(saved, output_gradient))
     if d_sinks is not None:
         d_sinks = ring.sum_shards(d_sinks)
     gradients = AttentionInputs(gradients.q, d_k, d_v, d_table, d_sinks)
