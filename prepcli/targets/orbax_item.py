@@ -348,7 +348,8 @@ def _leaf_uses(
     leaf_by_name: dict[str, tuple[str, AxisMap, StackedIndices]] = {}
     if any(slot != PARAMS and is_leaf_path(name) for _, slot, name in tensors):
         leaf_by_name = index_state_tensors(bound)
-    yield from _quantization_uses(source)
+    if any(slot == QUANTIZATION for _, slot, _ in tensors):
+        yield from _quantization_uses(source)
     for tensor, slot, name in tensors:
         if slot == QUANTIZATION:
             continue

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,25 @@ def test_every_config_has_a_golden_file():
         make_families.CONFIGS
     )
     assert {golden["config"]["model_type"] for golden in GOLDEN.values()} == set(FAMILIES)
+
+
+def test_reading_a_family_imports_no_other_family():
+    script = """
+import sys
+from trainer.models.registry import FAMILIES
+assert FAMILIES["gpt2"].name == "gpt2"
+print([name for name in FAMILIES if f"trainer.models.families.{name}" in sys.modules])
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "['gpt2']\n"
+
+
+def test_families_have_the_names_of_their_modules():
+    assert [family.name for family in FAMILIES.values()] == [*FAMILIES]
+    assert "gpt5" not in FAMILIES
+    with pytest.raises(KeyError):
+        FAMILIES["gpt5"]
 
 
 @pytest.mark.parametrize("name", GOLDEN)
