@@ -13,14 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import (
-    Alibi,
-    ArchConfig,
-    KeyValueRole,
-    LayerKind,
-    RelativePositionBias,
-)
+from trainer.models.architecture import ArchConfig, KeyValueRole, LayerKind
 from trainer.models.param_tree import Tree
+from trainer.models.position_bias import Alibi, RelativePositionBias
 from trainer.models.rope_config import Rope
 from trainer.nn.attention_mask import AttentionMask, EncoderOutput
 from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout
