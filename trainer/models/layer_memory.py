@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.models.architecture import NO_SOFTCAP, ArchConfig, BlockType
+from trainer.models.axis_map import dim_name
 from trainer.models.chunk_sizes import chunk_length, expert_block_length
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.mixer_memory import MixerMemory
@@ -98,7 +99,7 @@ class LayerStack:
 
     def _dim_of_layers(self, names: tuple[str, ...]) -> str:
         """Return the first of some dims that a parameter of these layers has, or the first one."""
-        dims = {dim[0] for leaf in self.layer_leaves() for dim in leaf.dims if dim}
+        dims = {dim_name(dim) for leaf in self.layer_leaves() for dim in leaf.dims}
         return next((name for name in names if name in dims), names[0])
 
     @property

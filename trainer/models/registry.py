@@ -14,6 +14,7 @@ from trainer.models.families import (
     biogpt,
     bitnet,
     bloom,
+    codegen,
     cohere,
     cohere2,
     cwm,
@@ -41,6 +42,7 @@ from trainer.models.families import (
     gpt_bigcode,
     gpt_neo,
     gpt_neox,
+    gpt_neox_japanese,
     gpt_oss,
     gptj,
     granite,
@@ -132,7 +134,7 @@ _FAMILY_MODULES = (
     *(llama4, flint, hy_v3, minicpm3, nanochat, phimoe),
     *(lfm2, lfm2_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text),
     *(mamba2, bamba, granitemoehybrid, falcon_h1, nemotron_h, mamba, jamba),
-    *(gemma4, bitnet, apertus),
+    *(gemma4, bitnet, apertus, codegen, gpt_neox_japanese),
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")

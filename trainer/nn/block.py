@@ -40,6 +40,7 @@ def pre_norm_block(
     x = x + attention(norm(x))          or a recurrent mixer in place of attention, or the sum of both
     x = x + cross_attention(norm(x))    in the decoder of a model with an encoder
     x = x + mlp(norm(x))                if the layer has an MLP
+
     """
     attn_norm = weights.get("attn_norm", NO_PARAMETERS)
     if "mixer" in weights:

@@ -504,6 +504,7 @@ INERT_ALONE = {  # fields that change nothing unless another field is set
     ("falcon", "num_kv_heads"),
     ("gpt_bigcode", "num_key_value_heads"),
     ("biogpt", "layer_norm_eps"),
+    ("codegen", "n_ctx"),
     ("gemma4_text", "moe_intermediate_size"),
     ("gemma4_text", "top_k_experts"),
     ("gemma4_text", "use_double_wide_mlp"),

@@ -101,6 +101,7 @@ EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
         {"layer_types": FULL * 30, "attention_bias": True},
         {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
     ],
+    "gpt_neox_japanese": [{}, {"num_hidden_layers": 1}],
     "granitemoe_swa": [{"shared_intermediate_size": 4}],
     "hy_v3": [{}, {"mlp_layer_types": ["sparse"] * 80}],
     "internlm3": [{"qkv_bias": True, "bias": True}],
@@ -305,6 +306,17 @@ def test_apertus_rejects_another_activation():
     with pytest.raises(PrepError) as caught:
         FAMILIES["apertus"].arch_config({"model_type": "apertus", "hidden_act": "silu"})
     assert caught.value.what == "activation `silu` is not supported"
+
+
+def test_codegen_rejects_heads_without_shards():
+    with pytest.raises(PrepError) as caught:
+        FAMILIES["codegen"].sizes({"model_type": "codegen", "n_embd": 24, "n_head": 6})
+    assert caught.value.why == "n_head is 6, it must be a multiple of 4"
+
+
+def test_codegen_rejects_rotary_dim_null():
+    with pytest.raises(PrepError, match="rotary_dim is null"):
+        FAMILIES["codegen"].arch_config({"model_type": "codegen", "rotary_dim": None})
 
 
 def test_bitnet_rejects_heads_without_the_width_of_their_norm():
