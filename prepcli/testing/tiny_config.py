@@ -220,8 +220,10 @@ def _tiny_sizes(
     heads = original["heads"]
     kv_heads = original.get("kv_heads", original["heads"])
     is_grouped = 1 < kv_heads < heads
-    # Heads may be in equal shards.
-    num_heads = math.lcm(num_heads, original.get("head_shards", 1))
+    # Heads may be in equal shards or in pairs.
+    num_heads = math.lcm(
+        num_heads, original.get("head_shards", 1), family.arch_config(config).values_per_head
+    )
     tiny_heads = num_heads * 3 if is_grouped else num_heads
     fills_embed = original["heads"] * original["head_dim"] == original["embed"]
     head_dim = HEAD_DIM if fills_embed else OTHER_HEAD_DIM

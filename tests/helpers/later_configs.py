@@ -36,6 +36,7 @@ LATER_FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "codegen", "n_embd": 40, "n_layer": 2, "n_head": 8, "n_positions": 300, "rotary_dim": 4,
         "n_inner": 20, "layer_norm_epsilon": 1e-3,
     },
+    "diffllama": LLAMA_LIKE | {"model_type": "diffllama", "num_attention_heads": 12, "num_key_value_heads": 4},
     "exaone": LLAMA_LIKE | {"model_type": "exaone", "mlp_bias": True},
     "exaone_moe": EXPERTS | {
         "model_type": "exaone_moe", "num_experts": 4, "num_shared_experts": 2, "sliding_window": 5,
@@ -108,6 +109,10 @@ LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
     "codegen-names": TOKEN_FIELDS | {
         "model_type": "codegen", "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
         "max_position_embeddings": 64, "rotary_dim": 6, "activation_function": "relu", "tie_word_embeddings": True,
+    },
+    "diffllama-biases": FAMILIES["diffllama"] | {
+        "attention_bias": True, "num_key_value_heads": None, "num_attention_heads": 6, "head_dim": None,
+        "rope_scaling": {"type": "linear", "factor": 4.0}, "tie_word_embeddings": True,
     },
     "gpt_neox_japanese-one-layer": FAMILIES["gpt_neox_japanese"] | {
         "num_hidden_layers": 1, "rotary_pct": 0.5, "tie_word_embeddings": False, "hidden_act": "relu",

@@ -182,6 +182,8 @@ class ArchConfig:
         latent_key_dim: Elements of a key that come from the latent of multi-head latent attention, or
             0 for attention with a projection of keys.
         latent_norm_eps: Epsilon of the norms of latents.
+        has_differential_attention: Whether the attention of one head of each pair is subtracted from the other's
+            (DiffLlama).
         has_attention_sinks: Whether each head has a sink, a key without a value in its softmax.
         scale_attn_by_inverse_layer_idx: Whether attention scores of layer i, counted from 1, are
             divided by i.
@@ -239,6 +241,7 @@ class ArchConfig:
     clamped_swiglu: ClampedSwiglu | None = None
     latent_key_dim: int = 0
     latent_norm_eps: float = 1e-6
+    has_differential_attention: bool = False
     has_attention_sinks: bool = False
     scale_attn_by_inverse_layer_idx: bool = False
     score_bias: RelativePositionBias | Alibi | None = None
@@ -251,6 +254,11 @@ class ArchConfig:
         """Whether the model adds a learned embedding of each position."""
         has_other_order = self.score_bias is not None or self.mixer is not None
         return self.rope is None and not has_other_order and not self.has_sinusoidal_positions
+
+    @property
+    def values_per_head(self) -> int:
+        """Number of heads with values that the attention of one head reads."""
+        return 2 if self.has_differential_attention else 1
 
     @property
     def norm_scale_offset(self) -> float:

@@ -89,7 +89,7 @@ def _arch_features(arch_config: ArchConfig) -> Iterator[AttentionFeature]:
         yield AttentionFeature.SCORE_BIAS
     if arch_config.attn_logit_softcap != NO_SOFTCAP:
         yield AttentionFeature.SOFTCAP
-    if arch_config.latent_key_dim:
+    if arch_config.latent_key_dim or arch_config.has_differential_attention:
         yield AttentionFeature.VALUE_WIDTH
     if arch_config.has_attention_sinks:
         yield AttentionFeature.SINKS

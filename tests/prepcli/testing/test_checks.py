@@ -30,8 +30,8 @@ MESH_CONFIGS = {base["model_type"]: base for base in (GPT2, GPT_NEO, LLAMA)} | {
 }
 MESH_CONFIGS |= DENSE_CONFIGS
 CONFIGS = {name: [odd_config, MESH_CONFIGS[name]] for name, odd_config in ODD_HEADS.items()}
-# Their heads are in four shards.
-EVEN_HEADS = ("codegen",)
+# Their heads are in four shards, or in pairs.
+EVEN_HEADS = ("codegen", "diffllama")
 BY_NAME = {check.name: check for check in CHECKS}
 
 

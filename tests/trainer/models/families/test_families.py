@@ -319,6 +319,20 @@ def test_codegen_rejects_rotary_dim_null():
         FAMILIES["codegen"].arch_config({"model_type": "codegen", "rotary_dim": None})
 
 
+def test_diffllama_rejects_unpaired_heads():
+    config = {"model_type": "diffllama", "num_attention_heads": 3}
+    with pytest.raises(PrepError) as caught:
+        FAMILIES["diffllama"].arch_config(config)
+    why = "num_key_value_heads is 3, and differential attention needs pairs of them"
+    assert caught.value.why == why
+
+
+def test_diffllama_rejects_attention_dropout():
+    with pytest.raises(PrepError) as caught:
+        FAMILIES["diffllama"].arch_config({"model_type": "diffllama", "attention_dropout": 0.1})
+    assert caught.value.what == "`attention_dropout` is not supported for this family"
+
+
 def test_bitnet_rejects_heads_without_the_width_of_their_norm():
     config = {"model_type": "bitnet", "hidden_size": 24, "num_attention_heads": 3, "head_dim": 10}
     with pytest.raises(PrepError) as caught:
