@@ -198,11 +198,11 @@ def _num_elements(family: Family, config: HFConfig) -> int:
 
 
 def _with_enough_positions(family: Family, config: JsonObject) -> JsonObject:
-    """Increase the number of learned positions to the length of the longest check.
+    """Increase the number of limited positions to the length of the longest check.
 
     Other models are unchanged.
     """
-    if not family.arch_config(config).has_learned_positions:
+    if not family.arch_config(config).has_limited_positions:
         return config
     fields = [name for name in SIZE_FIELDS["positions"] if config.get(name) is not None]
     name = next(name for name in SIZE_FIELDS["positions"] if name in fields_read(family))

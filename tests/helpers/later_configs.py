@@ -37,6 +37,10 @@ LATER_FAMILIES: dict[str, dict[str, Any]] = {
         "n_inner": 20, "layer_norm_epsilon": 1e-3,
     },
     "diffllama": LLAMA_LIKE | {"model_type": "diffllama", "num_attention_heads": 12, "num_key_value_heads": 4},
+    "doge": LLAMA_LIKE | {
+        "model_type": "doge", "num_attention_heads": 9, "num_key_value_heads": 3, "attention_bias": True,
+        "max_position_embeddings": 320,
+    },
     "exaone": LLAMA_LIKE | {"model_type": "exaone", "mlp_bias": True},
     "exaone_moe": EXPERTS | {
         "model_type": "exaone_moe", "num_experts": 4, "num_shared_experts": 2, "sliding_window": 5,
@@ -113,6 +117,10 @@ LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
     "diffllama-biases": FAMILIES["diffllama"] | {
         "attention_bias": True, "num_key_value_heads": None, "num_attention_heads": 6, "head_dim": None,
         "rope_scaling": {"type": "linear", "factor": 4.0}, "tie_word_embeddings": True,
+    },
+    "doge-sliding": FAMILIES["doge"] | {
+        "attention_bias": False, "mlp_bias": True, "sliding_window": 5, "num_key_value_heads": None,
+        "tie_word_embeddings": True,
     },
     "gpt_neox_japanese-one-layer": FAMILIES["gpt_neox_japanese"] | {
         "num_hidden_layers": 1, "rotary_pct": 0.5, "tie_word_embeddings": False, "hidden_act": "relu",

@@ -188,6 +188,7 @@ class ArchConfig:
         scale_attn_by_inverse_layer_idx: Whether attention scores of layer i, counted from 1, are
             divided by i.
         score_bias: Bias of attention scores by relative position.
+        has_key_scores: Whether keys have scores from their values, which attention scores include (Doge).
         lm_head_input_scale: Factor of the hidden states before the head.
         encoder: Architecture of the encoder. The layers attend to its output. Its attention is
             bidirectional.
@@ -245,6 +246,7 @@ class ArchConfig:
     has_attention_sinks: bool = False
     scale_attn_by_inverse_layer_idx: bool = False
     score_bias: RelativePositionBias | Alibi | None = None
+    has_key_scores: bool = False
     lm_head_input_scale: float = 1.0
     encoder: ArchConfig | None = None
     leaf_init_stds: tuple[tuple[str, float], ...] = ()
@@ -254,6 +256,11 @@ class ArchConfig:
         """Whether the model adds a learned embedding of each position."""
         has_other_order = self.score_bias is not None or self.mixer is not None
         return self.rope is None and not has_other_order and not self.has_sinusoidal_positions
+
+    @property
+    def has_limited_positions(self) -> bool:
+        """Whether a sequence longer than `max_positions` cannot be computed."""
+        return self.has_learned_positions or self.has_key_scores
 
     @property
     def values_per_head(self) -> int:

@@ -21,6 +21,7 @@ from trainer.models.families import (
     deepseek_v2,
     deepseek_v3,
     diffllama,
+    doge,
     dots1,
     ernie4_5,
     ernie4_5_moe,
@@ -135,7 +136,7 @@ _FAMILY_MODULES = (
     *(llama4, flint, hy_v3, minicpm3, nanochat, phimoe),
     *(lfm2, lfm2_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text),
     *(mamba2, bamba, granitemoehybrid, falcon_h1, nemotron_h, mamba, jamba),
-    *(gemma4, bitnet, apertus, codegen, gpt_neox_japanese, diffllama),
+    *(gemma4, bitnet, apertus, codegen, gpt_neox_japanese, diffllama, doge),
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")

@@ -70,6 +70,8 @@ PARAM_RULES: DimRules = {
     "biased_layers": WHOLE,
     "unbiased_layers": WHOLE,
     "input_layers": WHOLE,
+    # Heads with scores of their keys, beside all heads with values.
+    "score_heads": WHOLE,
     "head_dim": WHOLE,
     "full_head_dim": WHOLE,
     "value_dim": WHOLE,

@@ -23,6 +23,7 @@ from trainer.nn.attention_steps import INPUT_NORM, attend_and_project, rotary_ta
 from trainer.nn.context import LayerContext
 from trainer.nn.differential_attention import pair_values
 from trainer.nn.dropout import DropoutSite
+from trainer.nn.key_score import append_key_scores
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.latent_attention import latent_attention
 from trainer.nn.layer_weights import NO_PARAMETERS, Leaves, Projections
@@ -89,6 +90,8 @@ def attention(
         kv_cache, kv = kv_cache.append(kv, window, context.sharding)
     if kv_cache is not None and context.key_values == "stored":
         kv_cache = kv_cache.share(window, kv)
+    if context.arch_config.has_key_scores:
+        q, kv = append_key_scores(q, kv, weights, context)
     if context.arch_config.has_differential_attention:
         kv = pair_values(kv, context.sharding)
     site = DropoutSite.ATTENTION if is_self else DropoutSite.CROSS_ATTENTION

@@ -104,6 +104,7 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {
     ("bitnet", "plain rectifier"): change(activation="relu"),
     ("codegen", "half-split rotary pairs"): change(rotary_pairs="half_split"),
     ("diffllama", "plain attention"): change(has_differential_attention=False),
+    ("doge", "no scores of keys"): change(has_key_scores=False),
     ("gpt_neox_japanese", "parallel block"): change(block_type="parallel"),
     ("gemma4_text", "values without a norm"): change(has_plain_value_norm=False),
     ("gemma4_text", "rotation of whole heads"): change_rope(num_turning_pairs=6),

@@ -333,6 +333,22 @@ def test_diffllama_rejects_attention_dropout():
     assert caught.value.what == "`attention_dropout` is not supported for this family"
 
 
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"is_moe": True}, "`is_moe` is not supported for this family"),
+        (
+            {"max_position_embeddings": 4096},
+            "keep_window_size 2048 is not supported for this family",
+        ),
+    ],
+)
+def test_doge_rejects_experts_and_dropped_keys(changes: dict[str, Any], what: str):
+    with pytest.raises(PrepError) as caught:
+        FAMILIES["doge"].arch_config({"model_type": "doge", **changes})
+    assert caught.value.what == what
+
+
 def test_bitnet_rejects_heads_without_the_width_of_their_norm():
     config = {"model_type": "bitnet", "hidden_size": 24, "num_attention_heads": 3, "head_dim": 10}
     with pytest.raises(PrepError) as caught:
