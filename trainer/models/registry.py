@@ -108,6 +108,10 @@ MODEL_TYPES = (
     "gemma4_text",
     "bitnet",
     "apertus",
+    "codegen",
+    "gpt_neox_japanese",
+    "diffllama",
+    "doge",
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")

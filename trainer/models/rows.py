@@ -133,7 +133,7 @@ def separate_qkv(
     return parameters
 
 
-def fused_qkv(name: str, dims: str, bias: Condition = ALWAYS) -> Parameters:
+def fused_qkv(name: str, dims: str, bias: Condition | None = ALWAYS) -> Parameters:
     """Return the parameters of queries, keys and values stored as equal parts of one tensor.
 
     Args:

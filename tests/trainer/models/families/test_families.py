@@ -122,6 +122,7 @@ EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
         {"layer_types": FULL * 30, "attention_bias": True},
         {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
     ],
+    "gpt_neox_japanese": [{}, {"num_hidden_layers": 1}],
     "granitemoe_swa": [{"shared_intermediate_size": 4}],
     "hy_v3": [{}, {"mlp_layer_types": ["sparse"] * 80}],
     "internlm3": [{"qkv_bias": True, "bias": True}],
@@ -326,6 +327,47 @@ def test_apertus_rejects_another_activation():
     with pytest.raises(PrepError) as caught:
         FAMILIES["apertus"].arch_config({"model_type": "apertus", "hidden_act": "silu"})
     assert caught.value.what == "activation `silu` is not supported"
+
+
+def test_codegen_rejects_heads_without_shards():
+    with pytest.raises(PrepError) as caught:
+        FAMILIES["codegen"].sizes({"model_type": "codegen", "n_embd": 24, "n_head": 6})
+    assert caught.value.why == "n_head is 6, it must be a multiple of 4"
+
+
+def test_codegen_rejects_rotary_dim_null():
+    with pytest.raises(PrepError, match="rotary_dim is null"):
+        FAMILIES["codegen"].arch_config({"model_type": "codegen", "rotary_dim": None})
+
+
+def test_diffllama_rejects_unpaired_heads():
+    config = {"model_type": "diffllama", "num_attention_heads": 3}
+    with pytest.raises(PrepError) as caught:
+        FAMILIES["diffllama"].arch_config(config)
+    why = "num_key_value_heads is 3, and differential attention needs pairs of them"
+    assert caught.value.why == why
+
+
+def test_diffllama_rejects_attention_dropout():
+    with pytest.raises(PrepError) as caught:
+        FAMILIES["diffllama"].arch_config({"model_type": "diffllama", "attention_dropout": 0.1})
+    assert caught.value.what == "`attention_dropout` is not supported for this family"
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"is_moe": True}, "`is_moe` is not supported for this family"),
+        (
+            {"max_position_embeddings": 4096},
+            "keep_window_size 2048 is not supported for this family",
+        ),
+    ],
+)
+def test_doge_rejects_experts_and_dropped_keys(changes: dict[str, Any], what: str):
+    with pytest.raises(PrepError) as caught:
+        FAMILIES["doge"].arch_config({"model_type": "doge", **changes})
+    assert caught.value.what == what
 
 
 def test_bitnet_rejects_heads_without_the_width_of_their_norm():
