@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from prepcli.execution.checkpoint_manager import FinishedSave
@@ -109,7 +108,7 @@ def make_setup(
 
 def make_state(setup: StepSetup, seed: int = 0) -> TrainState:
     """Return the state before the first step, with random parameters."""
-    params = jax.tree.map(jnp.asarray, _params(setup.model.family.name, seed))
+    params = jax.device_put(_params(setup.model.family.name, seed))
     state = init_train_state(round_params(params, setup), setup)
     if setup.forward_config.sharding.device_mesh is None:
         return state

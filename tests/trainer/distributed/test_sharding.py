@@ -166,11 +166,9 @@ RULES = {
             for mesh in ("1,2,4", "2,2,2", "dp:2,fsdp:4")
         ],
         (
-            ("dp", "llama", "2,2,2"),
             ("inner", "llama", "1,2,4"),
             ("leaves", "mixtral", "1,2,4"),
-            ("activations", "llama", "2,2,2"),
-            ("changed preset", "gpt_neo", "2,2,2"),
+            ("activations", "gpt_neo", "2,2,2"),
         ),
     ),
 )
