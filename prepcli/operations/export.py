@@ -37,23 +37,41 @@ from prepcli.operations.push import check_private, convert_and_push
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.manifest_fields import ManifestFields
-from prepcli.planning.plan import Fill, Locations, OutputFile, Plan, SmallFile
+from prepcli.planning.plan import (
+    Fill,
+    Locations,
+    OutputFile,
+    OutputLeaf,
+    Plan,
+    RootScale,
+    SmallFile,
+)
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch, vocab_tensors
+from prepcli.planning.tensors import itemsize
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.requantized import requantize_source
-from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
+from prepcli.sources.source import (
+    HF_FOLDER,
+    Source,
+    SourceTensor,
+    match_source_tensors,
+    stored_axis_maps,
+)
 from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out_flax_folder, with_tied_head
 from prepcli.targets.hf_folder import (
+    config_files,
+    copied_small_files,
     header_entries,
     index_files,
     lay_out_weight_files,
     model_files,
     output_config,
 )
+from prepcli.targets.layout_leaves import find_layout_scales
 from prepcli.targets.streams import (
     TensorTarget,
     VocabResize,
@@ -63,6 +81,7 @@ from prepcli.targets.streams import (
     optimizer_nbytes,
     output_rows,
 )
+from prepcli.targets.trainer_item import TRAINER_ITEMS, lay_out_trainer_item
 from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.parameters import TreeLayout
 
@@ -72,11 +91,19 @@ DEFAULT_SHARD_NBYTES = 5 * 10**9
 # Smaller shard sizes need a unit: `5` means 5 bytes, but the user means 5 GB.
 MIN_UNITLESS_NBYTES = 1 << 20
 HF_LAYOUT = "hf"
-FORMAT_BY_LAYOUT = {HF_LAYOUT: "safetensors", "hf-flax": "msgpack", "easylm": STREAM_FORMAT}
+FORMAT_BY_LAYOUT = {
+    HF_LAYOUT: "safetensors",
+    "hf-flax": "msgpack",
+    "easylm": STREAM_FORMAT,
+    **dict.fromkeys(TRAINER_ITEMS, "orbax"),
+}
 LAYOUT_TITLES = {
     HF_LAYOUT: "Hugging Face safetensors",
     "hf-flax": "Flax msgpack for Hugging Face",
     "easylm": "EasyLM stream",
+    "maxtext": "Orbax checkpoint for MaxText",
+    "maxtext-unscanned": "Orbax checkpoint for MaxText",
+    "tunix": "Orbax checkpoint for Tunix",
 }
 
 
@@ -166,11 +193,21 @@ def _shard_nbytes(options: ExportOptions) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _WeightFiles:
-    """Layout of the weight files: the files, the locations of each tensor, and the index if there is one."""
+    """Layout of the weight files.
+
+    Attributes:
+        files: The data files.
+        locations: Locations of each tensor, by name.
+        index: The index of several files, otherwise empty.
+        leaves: Leaves of an Orbax item, otherwise empty.
+        folder: Folder of the item in the output, otherwise empty.
+    """
 
     files: tuple[OutputFile, ...]
     locations: Mapping[str, Locations]
-    index: tuple[SmallFile, ...]
+    index: tuple[SmallFile, ...] = ()
+    leaves: tuple[OutputLeaf, ...] = ()
+    folder: str = ""
 
 
 def _config_for_layout(
@@ -250,10 +287,13 @@ def plan_copy(
     tensors = [t.cast(dtype) for t in (*parameters, *source.tower_tensors)]
     row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
     weight_files = _lay_out_weights(options, source, tensors, row_counts, vocab_rows=vocab_rows)
-    targets = {
-        t.name: TensorTarget(weight_files.locations[t.name], row_counts[t.name], t.dtype)
-        for t in tensors
-    }
+    scales = _layout_scales(options, source, tensors)
+    targets: dict[str, TensorTarget] = {}
+    for tensor in tensors:
+        name = tensor.name
+        targets[name] = TensorTarget(
+            weight_files.locations[name], row_counts[name], tensor.dtype, scales.get(name)
+        )
     written_vocabulary = Vocabulary(vocabulary.true_size, vocab_rows)
     config = _written_config(options, source, written_vocabulary, is_tied=match.is_tied)
     base_name = located.model_name
@@ -268,7 +308,8 @@ def plan_copy(
             source, targets, resize=resize, compared=_compared_names(source, match)
         ),
         files=weight_files.files,
-        small_files=model_files(source, config, weight_files.index),
+        small_files=_small_files(source, config, weight_files),
+        leaves=weight_files.leaves,
         dropped=(
             *(d for d in match.dropped if d.name not in tied_head),
             *dropped_padding(source, targets, resize=resize),
@@ -279,10 +320,39 @@ def plan_copy(
             source, base_name, layout_name, written_vocabulary, is_tied=match.is_tied, config=config
         ),
         display_names=source.display_names(),
+        item=weight_files.folder,
     )
     return _add_report_fields(
         plan, options, source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
     )
+
+
+def _layout_scales(
+    options: ExportOptions, source: Source, tensors: Sequence[SourceTensor]
+) -> dict[str, RootScale]:
+    """Return the scales of the layout, by the name of the tensor. `tensors` have the dtypes of the output."""
+    layout = options["layout"]
+    if layout == HF_LAYOUT:
+        return {}
+    numbers = find_layout_scales(source, layout, [tensor.name for tensor in tensors])
+    stored_dtypes = {tensor.name: tensor.dtype for tensor in source.tensors}
+    scales: dict[str, RootScale] = {}
+    for tensor in tensors:
+        if tensor.name in numbers:
+            stored = stored_dtypes[tensor.name]
+            is_widened = itemsize(stored) < itemsize(tensor.dtype)
+            scales[tensor.name] = RootScale(numbers[tensor.name], stored if is_widened else "")
+    return scales
+
+
+def _small_files(
+    source: Source, config: HFConfig, weight_files: _WeightFiles
+) -> tuple[SmallFile, ...]:
+    """Return the files beside the weights. In an Orbax item they are in a folder of their own."""
+    if not weight_files.leaves:
+        return model_files(source, config, weight_files.index)
+    prefix = f"{HF_FOLDER}/"
+    return *config_files(source, config, prefix), *copied_small_files(source, prefix)
 
 
 def _compared_names(source: Source, match: TensorMatch) -> set[str]:
@@ -469,6 +539,12 @@ def _lay_out_weights(
             {t.name: (locations[source.file_name(t)],) for t in tensors},
             index_files(layouts),
         )
+    if options["layout"] in TRAINER_ITEMS:
+        item = lay_out_trainer_item(
+            source, tensors, layout=options["layout"], vocab_size=vocab_rows
+        )
+        folder = TRAINER_ITEMS[options["layout"]].folder
+        return _WeightFiles(item.files, item.regions, leaves=item.leaves, folder=folder)
     output = lay_out_flax_folder(
         source,
         tensors,

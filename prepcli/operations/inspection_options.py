@@ -26,6 +26,7 @@ Way = Literal[
     "verbatim",
     "hf-flax",
     "easylm",
+    "tunix",
 ]
 
 _SEARCH = OptionSpec(

@@ -90,6 +90,20 @@ class LowRankUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class RootScale:
+    """A division of the values of a stream by a square root, after its cast.
+
+    Attributes:
+        number: The values are divided by the square root of this number.
+        significant: Dtype whose numbers the values are before the division, if it is narrower than the written dtype.
+            Otherwise empty. The way back rounds to it.
+    """
+
+    number: int
+    significant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Stream:
     """Consecutive rows of a tensor, moved in order. Each stream has one digest.
 
@@ -103,6 +117,7 @@ class Stream:
         fill: How to generate the rows instead of reading them.
         cast_to: Dtype of the written values, or empty if they are not cast.
         update: Matrix to add to the values, or None to keep them.
+        scale: Scale of the written values, or None.
     """
 
     name: str
@@ -114,11 +129,12 @@ class Stream:
     fill: Fill | None = None
     cast_to: str = ""
     update: LowRankUpdate | None = None
+    scale: RootScale | None = None
 
     @property
     def is_changed(self) -> bool:
         """Whether the written values may differ from the read ones."""
-        return bool(self.cast_to or self.update)
+        return bool(self.cast_to or self.update or self.scale)
 
     @property
     def written_dtype(self) -> str:
@@ -371,11 +387,13 @@ class Plan:
 def _describe_stream(stream: Stream, display_name: str) -> str:
     """Return one line with a stream's name, dtype, cast, shape, range of rows, bytes written and fill."""
     cast = f" as {stream.cast_to}" if stream.cast_to else ""
-    update = "  plus an adapter" if stream.update else ""
+    change = "  plus an adapter" if stream.update else ""
+    if stream.scale:
+        change = f"  / sqrt({stream.scale.number})"
     fill = f"  filled with {stream.fill.kind}" if stream.fill else ""
     rows = f"rows {stream.rows[0]}:{stream.rows[1]}"
     shape = list(stream.shape)
-    return f"move  {display_name}  {stream.dtype}{cast} {shape}  {rows}  {stream.written_nbytes:,} bytes{fill}{update}"
+    return f"move  {display_name}  {stream.dtype}{cast} {shape}  {rows}  {stream.written_nbytes:,} bytes{fill}{change}"
 
 
 def read_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:

@@ -22,6 +22,7 @@ from prepcli.planning.plan import (
     OutputLeaf,
     PlacedChunks,
     Plan,
+    RootScale,
     SmallFile,
     SourceFile,
     Stream,
@@ -35,6 +36,7 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
     Plan: ("Plan", {"source_files": "sources", "display_names": "names"}),
     SourceFile: ("SourceFile", {}),
     LowRankUpdate: ("Update", {}),
+    RootScale: ("RootScale", {}),
     Stream: ("Stream", {"reads": "left", "writes": "right", "cast_to": "cast"}),
     Contiguous: ("Flat", {}),
     Strided: ("Strided", {"strides": "steps"}),
@@ -60,7 +62,7 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
 }
 # Fields added after the first release. Without a value they are left out of the text, so that digests of older plans on
 # disk stay equal.
-ADDED_FIELDS = {"update", "pieces", "columns"}
+ADDED_FIELDS = {"update", "pieces", "columns", "scale"}
 
 
 # Name of each encoded field in code, and its name in the text with an equals sign, by class. They are computed once:

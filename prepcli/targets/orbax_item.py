@@ -165,16 +165,42 @@ def make_item(
         PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a
             dim.
     """
-    pieces: list[tuple[str, LeafPiece]] = []
     # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
     # Moments and other state keep their dtypes.
     source = source.cast(dtype)
-    uses = [*_leaf_uses(source, match, axis_maps, vocab_size)]
+    uses = _leaf_uses(source, match, axis_maps, vocab_size)
+    return lay_out_uses(source, uses, partitioning, has_chunk_files=has_chunk_files)
+
+
+def lay_out_uses(
+    source: Source,
+    uses: Iterable[LeafUse],
+    partitioning: Partitioning,
+    *,
+    has_chunk_files: bool = False,
+) -> OrbaxItemLayout:
+    """Lay out the leaves of an item.
+
+    Args:
+        source: The opened source, with the dtypes of the output.
+        uses: Each tensor with its leaf.
+        partitioning: Mesh and rules that determine the chunks.
+        has_chunk_files: Write each chunk to a file of its own, `LEAF/INDEX`, without OCDBT.
+
+    Returns:
+        The layout of the item.
+
+    Raises:
+        PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a
+            dim.
+    """
+    uses = [*uses]
     # The first tensor of each leaf sets the leaf's dtype.
-    first_uses: dict[str, _LeafUse] = {}
+    first_uses: dict[str, LeafUse] = {}
     for use in uses:
         first_uses.setdefault(use.name, use)
     leaves = _leaf_layouts(source, first_uses.values(), partitioning)
+    pieces: list[tuple[str, LeafPiece]] = []
     for use in uses:
         tensor = use.tensor
         name = use.name
@@ -308,7 +334,7 @@ def _mixed_dtypes_error(
 
 
 @dataclass(frozen=True, slots=True)
-class _LeafUse:
+class LeafUse:
     """A tensor and the leaf that stores it. A leaf may stack the tensors of several layers or experts.
 
     Attributes:
@@ -334,7 +360,7 @@ def _leaf_uses(
     match: TensorMatch,
     axis_maps: Mapping[str, ParsedAxisMap],
     vocab_size: int,
-) -> Iterator[_LeafUse]:
+) -> Iterator[LeafUse]:
     """Yield each tensor with its leaf. Moments use the axis maps of their parameters, other state is unchanged."""
     sizes = source.family.sizes(source.config) | {"vocab": vocab_size}
     bound = {path: bind_row(axis_map, sizes) for path, axis_map in axis_maps.items()}
@@ -342,7 +368,7 @@ def _leaf_uses(
         if 0 not in tensor.shape:
             leaf = tower_leaf(tensor)
             axis_map = identity_axis_map(leaf, tensor.shape)
-            yield _LeafUse(tensor, leaf, axis_map, path=leaf)
+            yield LeafUse(tensor, leaf, axis_map, path=leaf)
     tensors = [(tensor, PARAMS, tensor.name) for tensor in source.tensors]
     tensors += [(tensor, *split_name(tensor.name)) for tensor in source.state_tensors]
     leaf_by_name: dict[str, tuple[str, AxisMap, StackedIndices]] = {}
@@ -355,19 +381,19 @@ def _leaf_uses(
             continue
         # State outside of slots, e.g. the step count, belongs to no parameter and is one leaf as it is.
         if not slot:
-            yield _LeafUse(tensor, name, identity_axis_map(name, tensor.shape))
+            yield LeafUse(tensor, name, identity_axis_map(name, tensor.shape))
             continue
         if slot != PARAMS and is_leaf_path(name):
             path, parameter_map, indices = leaf_by_name[name]
             state_shape = shape_in_leaf(parameter_map, tensor.shape)
             axis_map = state_axis_map(path, parameter_map, state_shape)
-            yield _LeafUse(tensor, f"{slot}.{path}", axis_map, indices, path, parameter_map)
+            yield LeafUse(tensor, f"{slot}.{path}", axis_map, indices, path, parameter_map)
         for use in match.uses.get(name, ()):
             leaf = f"{slot}.{use.path}"
-            yield _LeafUse(tensor, leaf, bound[use.parameter], use.stacked_indices, use.path)
+            yield LeafUse(tensor, leaf, bound[use.parameter], use.stacked_indices, use.path)
 
 
-def _quantization_uses(source: Source) -> Iterator[_LeafUse]:
+def _quantization_uses(source: Source) -> Iterator[LeafUse]:
     """Yield the scales of dequantised weights with their leaves."""
     tensors: dict[str, SourceTensor] = {}
     for tensor in source.state_tensors:
@@ -375,11 +401,11 @@ def _quantization_uses(source: Source) -> Iterator[_LeafUse]:
             tensors[split_name(tensor.name)[1]] = tensor
     types = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     for name, leaf, axis_map, indices in quantization_leaves(types):
-        yield _LeafUse(tensors[name], leaf, axis_map, indices)
+        yield LeafUse(tensors[name], leaf, axis_map, indices)
 
 
 def _leaf_layouts(
-    source: Source, uses: Collection[_LeafUse], partitioning: Partitioning
+    source: Source, uses: Collection[LeafUse], partitioning: Partitioning
 ) -> dict[str, _LeafLayout]:
     """Return the layout of each leaf, given its first tensor.
 
@@ -392,7 +418,7 @@ def _leaf_layouts(
     return _leaf_layouts(source, uses, replace(partitioning, has_joined_experts=True))
 
 
-def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _LeafLayout:
+def _leaf_layout(source: Source, use: LeafUse, partitioning: Partitioning) -> _LeafLayout:
     """Return how a leaf is split into chunks, and its spec if there is a mesh."""
     axis_map = use.axis_map
     dtype = use.tensor.dtype

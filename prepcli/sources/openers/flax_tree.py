@@ -95,6 +95,11 @@ def _open_tree(
     extra_entries: tuple[DroppedTensor, ...] = ()
     if not family.is_verbatim:
         tree = match_foreign_tree(leaves, family, config, display_name)
+        if tree.scales:
+            why = (
+                f"the layout {tree.format.layout} scales values, which is supported in Orbax items"
+            )
+            raise PrepError(f"{display_name} is not supported", why, "save it with Orbax")
         _check_easylm_prefix(tree, hints, display_name)
         names = tree.names
         tree_tensors = tree.tensors

@@ -287,7 +287,7 @@ def test_flax_rejects_unsupported_biases(
 @pytest.mark.parametrize(
     "options",
     [
-        ["--layout", "maxtext"],
+        ["--layout", "keras"],
         ["--layout", "hf-flax", "--format", "stream"],
         ["--format", "msgpack"],
         ["--layout", "easylm", "--format", "safetensors"],
