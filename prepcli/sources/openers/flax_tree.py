@@ -95,11 +95,7 @@ def _open_tree(
     extra_entries: tuple[DroppedTensor, ...] = ()
     if not family.is_verbatim:
         tree = match_foreign_tree(leaves, family, config, display_name)
-        if tree.scales:
-            why = (
-                f"the layout {tree.format.layout} scales values, which is supported in Orbax items"
-            )
-            raise PrepError(f"{display_name} is not supported", why, "save it with Orbax")
+        _check_unscaled(tree, display_name)
         _check_easylm_prefix(tree, hints, display_name)
         names = tree.names
         tree_tensors = tree.tensors
@@ -137,6 +133,13 @@ def _open_tree(
         extra_entries=extra_entries,
         config_path=config_path,
     )
+
+
+def _check_unscaled(tree: ForeignTree, display_name: str) -> None:
+    """Raise PrepError for the tree of a trainer that stores scaled values."""
+    if tree.scales:
+        why = f"the layout {tree.format.layout} scales values, which is supported in Orbax items"
+        raise PrepError(f"{display_name} is not supported", why, "save it with Orbax")
 
 
 def _settings_files(folder: Path) -> tuple[Path, ...]:
