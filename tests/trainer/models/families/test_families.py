@@ -307,7 +307,7 @@ def test_tied_by_default_equals_transformers():
         ),
         *("ernie4_5", "cohere", "cohere2", "vaultgemma", "falcon", "gpt_bigcode", "bloom", "mpt"),
         *("biogpt", "ernie4_5_moe", "xglm", "mt5", "umt5", "lfm2", "lfm2_moe"),
-        *("gemma4_text", "granite_swa", "minicpm3", "youtu", "mamba"),
+        *("gemma4_text", "granite_swa", "minicpm3", "youtu", "mamba", "gpt_neox_japanese"),
     }
 
 
