@@ -288,7 +288,15 @@ def test_last_step_is_pushed_once(work_dir: Path):
     def run(url: str, **variables: str) -> dict[str, Any]:
         environment = inherited | hub_environment(url, work_dir / "home") | variables
         process = run_python(
-            PREP, "train", "recipe.toml", "--out", "run", *settings, "--json", env=environment
+            PREP,
+            "train",
+            "recipe.toml",
+            "--out",
+            "run",
+            *settings,
+            "--json",
+            env=environment,
+            has_jax=True,
         )
         return json.loads(process.stdout)
 

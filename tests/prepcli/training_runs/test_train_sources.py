@@ -192,7 +192,7 @@ def test_stream_from_the_hub_equals_training_from_a_folder(
     ):
         for name, value in hub.environment(tmp_path / "home").items():
             monkeypatch.setenv(name, value)
-        running = start_python(PREP_SCRIPT, *words)
+        running = start_python(PREP_SCRIPT, *words, has_jax=True)
         out, err = running.communicate()
     assert running.returncode == STOPPED, out + err
     assert comparable(read_step_files("runs/recipe", 2)) == expected
