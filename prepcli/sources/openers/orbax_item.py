@@ -174,20 +174,11 @@ def _open_foreign_item(
         hints: User-supplied facts about the checkpoint.
         manifest: Manifest of an item that prep exported, else None.
     """
-    if hints.config_path:
-        config_path = hints.config_path.expanduser()
-    else:
-        config_path = find_config(item.folder, path)
-    if config_path is None and hints.verbatim is False:
-        why = f"it has no {MANIFEST_FILE}, and no {CONFIG} in it or next to it describes the model"
-        hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
-        raise PrepError(f"{display_name} was not written by prep", why, hint)
+    config_path = _find_foreign_config(item, path, display_name, hints)
     settings = b""
     config: HFConfig = {}
     copied_files: tuple[Path, ...] = ()
     if config_path is not None:
-        if config_path.is_dir():
-            config_path = config_path / CONFIG
         config = read_config(config_path)
         settings = read_small_file(config_path)
         copied_files = tuple(
@@ -206,8 +197,8 @@ def _open_foreign_item(
     else:
         tree = match_foreign_tree(leaves, family, config, display_name)
         if tree.scales:
-            scales = _root_scales(tree, manifest or NO_MANIFEST, display_name)
-            blobs, leaves = stored_leaves(item, scales)
+            # The layout is known only after the match. The leaves with a scale are then read through it.
+            blobs, leaves = stored_leaves(item, _root_scales(tree, manifest, display_name))
             tree = match_foreign_tree(leaves, family, config, display_name)
         names = tree.names
         tensors = _with_recorded_digests(tree, manifest or NO_MANIFEST)
@@ -229,13 +220,37 @@ def _open_foreign_item(
     )
 
 
-def _root_scales(tree: ForeignTree, manifest: Manifest, display_name: str) -> dict[str, RootScale]:
+def _find_foreign_config(
+    item: OrbaxItem, path: Path, display_name: str, hints: SourceHints
+) -> Path | None:
+    """Return the config.json of an item without prep's config. None if a verbatim source has none.
+
+    Raises:
+        PrepError: There is none, and the source must not be verbatim.
+    """
+    if hints.config_path:
+        config_path = hints.config_path.expanduser()
+    else:
+        config_path = find_config(item.folder, path)
+    if config_path is None and hints.verbatim is False:
+        why = f"it has no {MANIFEST_FILE}, and no {CONFIG} in it or next to it describes the model"
+        hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
+        raise PrepError(f"{display_name} was not written by prep", why, hint)
+    if config_path is not None and config_path.is_dir():
+        return config_path / CONFIG
+    return config_path
+
+
+def _root_scales(
+    tree: ForeignTree, manifest: Manifest | None, display_name: str
+) -> dict[str, RootScale]:
     """Return the scale of each leaf with one.
 
     Raises:
         PrepError: The scale has changed values, so that the way back would not return the exported ones.
     """
-    lost = sum(record["lost"] for record in manifest.scales.values())
+    records = (manifest or NO_MANIFEST).scales
+    lost = sum(record["lost"] for record in records.values())
     if lost:
         number = next(iter(tree.scales.values()))
         why = f"its layout divides by the square root of {number}, which changed {lost:,} values"
@@ -244,9 +259,7 @@ def _root_scales(tree: ForeignTree, manifest: Manifest, display_name: str) -> di
         )
         raise PrepError(f"{display_name} cannot be converted back", why, hint)
     names = [tree.names.full_name(name) for name in tree.scaled_tensors]
-    significant = {
-        manifest.scales[name]["significant"] for name in names if name in manifest.scales
-    }
+    significant = {records[name]["significant"] for name in names if name in records}
     dtype = significant.pop() if len(significant) == 1 else ""
     return {leaf: RootScale(number, dtype) for leaf, number in tree.scales.items()}
 

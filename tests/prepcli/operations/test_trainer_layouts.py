@@ -222,6 +222,21 @@ def test_trained_queries_are_multiplied_back():
     assert_same(read_tensors(Path("back")), {**tensors, **restored})
 
 
+def test_flax_file_with_a_scale_is_refused(capsys: pytest.CaptureFixture[str]):
+    serialization = pytest.importorskip("flax.serialization")
+    tensors = make_checkpoint(Path("model"), LLAMA)
+    tree: dict[str, Any] = {}
+    for name, leaf in TREES["maxtext"](tensors, LLAMA).items():
+        *parents, key = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[key] = leaf
+    Path("tree.msgpack").write_bytes(serialization.to_bytes(tree))
+    lines = error_lines(capsys, "save-init", "./tree.msgpack", "--config", "model", "--out", "init")
+    assert "its tree is that of maxtext, which prep reads from Orbax items" in lines[1]
+
+
 def test_killed_export_with_a_scale_resumes():
     """The journal has the digests of values before and after the scale."""
     tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
