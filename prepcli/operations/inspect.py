@@ -11,6 +11,7 @@ from typing import NotRequired, TypedDict, Unpack
 
 from prepcli.console.observer import Observer, SilentObserver
 from prepcli.engine.blobs import open_blobs
+from prepcli.engine.collector import collector_paused
 from prepcli.errors import Command, Option, PrepError, join_texts, text, usage_error
 from prepcli.inspection.contents import (
     AdapterSummary,
@@ -401,7 +402,9 @@ def _read_checkpoint(
     if located.kind == "gguf":
         path = located.local_files.path
         return located, read_gguf_contents(path, located.display_name, config_path)
-    return located, read_contents(located, config_path, dequantize=dequantize)
+    with collector_paused():
+        contents = read_contents(located, config_path, dequantize=dequantize)
+    return located, contents
 
 
 def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -> set[str]:
