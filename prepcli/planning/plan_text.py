@@ -106,7 +106,7 @@ def encode_text(value: Any, axis_map_texts: dict[int, str] | None = None) -> str
     if type(value) not in NAMES:
         # Of other types, such as int and str, `repr` is stable between versions of Python.
         return repr(value)
-    if id(value) in axis_map_texts:
+    if type(value) is AxisMap and id(value) in axis_map_texts:
         return axis_map_texts[id(value)]
     field_texts: list[str] = []
     for name, label in _LABELS[type(value)]:
