@@ -22,6 +22,7 @@ import numpy.typing as npt
 from prepcli.engine.io_policy import WriteMode, WritePolicy
 from prepcli.engine.linux import allocate
 from prepcli.engine.no_follow import open_no_follow
+from prepcli.engine.sync_files import sync_many
 from prepcli.errors import GET_AGAIN_HINT, RESUME_HINT, DamagedError, Option, PrepError, text
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
 from prepcli.planning.strided_copies import StridedCopy
@@ -192,15 +193,15 @@ class Files:
         # A rename over the path leaves the open file without a name. Its bytes would be lost,
         # although every write succeeds.
         for file, (path, size) in enumerate(zip(self.paths, self._sizes)):
-            fd = self._acquire(file)
             try:
-                opened_stat = os.fstat(fd)
-                path_stat = path.stat()
+                status = path.stat()
+                if self._is_kept_open:
+                    identity = _file_identity(self._buffered[file])
+                else:
+                    identity = self._identities[file]
             except OSError as error:
                 raise io_error(path, error) from error
-            finally:
-                self._release(fd)
-            if not os.path.samestat(opened_stat, path_stat) or opened_stat.st_size != size:
+            if (status.st_dev, status.st_ino) != identity or status.st_size != size:
                 raise _replaced_error(path)
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
@@ -388,16 +389,19 @@ class Files:
         with self._unsynced_lock:
             unsynced = self._unsynced
             self._unsynced = set()
-        for file in sorted(unsynced):
-            fd = self._acquire(file)
-            try:
-                os.fdatasync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            except OSError as error:
-                self._write_error = io_error(self.paths[file], error)
-                raise self._write_error from error
-            finally:
-                self._release(fd)
+        sync_many(self._sync_file, sorted(unsynced))
+
+    def _sync_file(self, file: int) -> None:
+        """Make the written bytes of one file durable. Raises PrepError."""
+        fd = self._acquire(file)
+        try:
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            self._write_error = io_error(self.paths[file], error)
+            raise self._write_error from error
+        finally:
+            self._release(fd)
 
 
 def _replaced_error(path: Path) -> PrepError:

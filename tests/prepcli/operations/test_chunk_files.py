@@ -10,8 +10,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from prepcli.cli.main import main
+from prepcli.engine import files
 from prepcli.errors import PrepError
 from prepcli.execution.staging import Staging
+from prepcli.sources.openers import orbax_item
 from tests.helpers.killing import read_files
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors, same_bits
@@ -140,3 +142,15 @@ def test_leaf_with_a_slash_in_its_name_is_refused(
     assert "`--storage ocdbt` has no such limit" in error
     assert not (tmp_path / "out.partial").exists()
     run_ok("save-init", "./model", "--out", "out")
+
+
+def test_limit_of_kept_files_does_not_change_the_output(
+    tmp_path: Path, model: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+):
+    words = [*SAVE, "--storage", "files"]
+    run_ok(*words, "--out", "a")
+    monkeypatch.setattr(files, "MAX_KEPT_FILES", 5)
+    monkeypatch.setattr(orbax_item, "MAX_OPEN_FILES", 5)
+    run_ok(*words, "--out", "b")
+    assert read_files(tmp_path / "a") == read_files(tmp_path / "b")
+    run_ok("verify", "b", "./model")
