@@ -15,6 +15,7 @@ from pathlib import Path
 
 from prepcli.launch import local
 from tests.helpers.job_faults import ROOT, Fault
+from tests.helpers.processes import COMPILATION
 from tests.helpers.waiting import wait_until
 
 DISK_NBYTES = 8 << 20  # size of the small disk. A saved step has 0.7 MB.
@@ -66,6 +67,7 @@ def start_changed(
         env: Additional environment variables.
     """
     port = local.free_port()
+    compilation = {name: os.environ[name] for name in COMPILATION if name in os.environ}
     processes: list[subprocess.Popen[bytes]] = []
     for index in range(count):
         change = changes.get(index, NO_CHANGE)
@@ -76,7 +78,7 @@ def start_changed(
             subprocess.Popen(
                 [*change.prefix, sys.executable, "-m", "prepcli", *words, *change.words],
                 cwd=cwd,
-                env={**variables, **env, **change.env},
+                env={**variables, **compilation, **env, **change.env},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
