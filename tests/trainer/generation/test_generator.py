@@ -53,7 +53,7 @@ UNPADDED_CONFIGS: dict[str, dict[str, Any]] = {
 # one model for each kind of layer and each rotary embedding that depends on the length
 FAST_MODELS = ("gpt_neo", "phi3-longrope", "llama-dynamic", "t5")
 # one model for each kind of layer
-FAST_STEPS = (*FAST_MODELS, "gpt2", "gptj", "opt-350m", "gemma2", "gemma3_text", "qwen3_moe")
+FAST_STEPS = (*FAST_MODELS, "gptj", "opt-350m", "gemma2", "qwen3_moe")
 SLOTS = LENGTHS[-1] + MAX_NEW_TOKENS - 1
 
 

@@ -115,6 +115,8 @@ def test_lora_losses_do_not_depend_on_the_mesh(options: dict[str, Any]):
     assert np.allclose(losses, one_device_losses(), rtol=1e-5)
 
 
+# By default test_exact_reduction sums gradients of parameters in the same step.
+@pytest.mark.slow
 def test_exact_reduction_sums_gradients_of_adapters():
     losses = run_steps(replace(make_setup("8,1,1"), reduction_shards=8), 3)[2]
     assert np.allclose(losses, one_device_losses(), rtol=1e-5)
