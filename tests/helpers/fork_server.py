@@ -158,9 +158,10 @@ def run_python(
     cwd: str | os.PathLike[str] = ".",
     env: Mapping[str, str] | None = None,
     has_jax: bool = False,
+    stdin: str | os.PathLike[str] = os.devnull,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as `start_python` does, and return its exit code and output."""
-    process = start_python(script, *words, cwd=cwd, env=env, has_jax=has_jax)
+    process = start_python(script, *words, cwd=cwd, env=env, has_jax=has_jax, stdin=stdin)
     out, err = process.communicate()
     return subprocess.CompletedProcess([*words], process.wait(), out.decode(), err.decode())
 

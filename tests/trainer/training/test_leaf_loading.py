@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from itertools import product
 
 import jax
 import ml_dtypes
@@ -14,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tests.helpers import runs
 from tests.helpers.processes import finish, start_processes
+from tests.helpers.slow_cases import slow_except
 from trainer.models import read_plan
 from trainer.models.boxes import Box
 from trainer.training import leaf_loading, shard_filling
@@ -101,10 +103,13 @@ def test_exchanged_leaf_may_split_a_dim_over_several_axes():
     check_exchange(array, (16, 1), sharding_of("2,2,2", "fsdp", "mp"))
 
 
-@pytest.mark.parametrize(
-    "unit", [(1, 4, 48), (1, 32, 48), (6, 32, 48), ()], ids=["rows", "layers", "leaf", "any"]
-)
-@pytest.mark.parametrize("axes", [(None, "fsdp", "mp"), (None, "mp", None), ("mp", None, "fsdp")])
+# Each unit, and each way to split a leaf.
+UNITS = ((1, 4, 48), (1, 32, 48), (6, 32, 48), ())
+AXES = ((None, "fsdp", "mp"), (None, "mp", None), ("mp", None, "fsdp"))
+FAST_FILLS = [*((unit, AXES[0]) for unit in UNITS), (UNITS[0], AXES[1]), (UNITS[1], AXES[2])]
+
+
+@pytest.mark.parametrize(("unit", "axes"), slow_except(product(UNITS, AXES), FAST_FILLS))
 def test_leaf_filled_by_row_blocks_equals_the_stored_one(
     monkeypatch: pytest.MonkeyPatch, unit: tuple[int, ...], axes: tuple[str | None, ...]
 ):

@@ -56,6 +56,8 @@ def test_float16_follows_float32():
     np.testing.assert_allclose(losses(DYNAMIC, accumulate=2), expected, rtol=5e-3)
 
 
+# By default test_float16_follows_float32 compares scaled steps.
+@pytest.mark.slow
 def test_loss_scale_changes_float32_by_rounding():
     expected = losses(None, "float32")
     actual = losses(LossScale(1024.0, is_dynamic=False), "float32")
