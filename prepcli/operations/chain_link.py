@@ -14,6 +14,7 @@ from prepcli.engine.digest import digest_of_zeros, digest_pieces
 from prepcli.formats.file_records import is_settings_file, record_file
 from prepcli.formats.manifest import NO_MANIFEST, XXH3_KEY, Manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
+from prepcli.formats.torch_dcp import METADATA_FILE
 from prepcli.operations.chain_tokens import ADD, TokenChange
 from prepcli.operations.conversion import PlannedConversion
 from prepcli.option_spec import recorded_words
@@ -56,7 +57,7 @@ RECIPE_CONFIG_KEYS = {
     "max_position_embeddings",
 }
 # Files with other content in each output.
-MADE_FILES = (CONFIG, INDEX_FILE, ADAPTER_CONFIG)
+MADE_FILES = (CONFIG, INDEX_FILE, ADAPTER_CONFIG, METADATA_FILE)
 # Tensors in a reason.
 MAX_NAMES = 3
 

@@ -462,11 +462,12 @@ class ExportOptions(ConversionOptions, VerbatimOptions, TowersOptions, total=Fal
         ),
     ]
     format: Annotated[
-        Literal["safetensors", "msgpack", "stream", "orbax"] | None,
+        Literal["safetensors", "dcp", "msgpack", "stream", "orbax"] | None,
         OptionSpec(
             "KIND",
-            "Write safetensors, msgpack, stream or orbax. Default: by layout.",
-            "Format of the files. Default: the only one of the layout.",
+            "Write safetensors, dcp, msgpack, stream or orbax. Default: by layout.",
+            "Format of the files. Default: the first one of the layout. The layout hf has safetensors and dcp (torch "
+            "distributed checkpoint).",
             cli_type=str,
             position=4,
             record=NOT_RECORDED,

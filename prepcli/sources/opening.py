@@ -102,7 +102,7 @@ def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
         case "dcp":
             from prepcli.sources.openers.dcp_folder import open_dcp
 
-            return open_dcp(path, display_name, hints)
+            return open_dcp(path, display_name, hints, manifest)
         case "gguf":
             from prepcli.sources.openers.gguf_file import open_gguf
 

@@ -299,7 +299,7 @@ def test_unsupported_layout_and_format_are_rejected(
     make_checkpoint(Path("m"), LLAMA_CONFIG)
     stderr = run_failing(capsys, 2, "export", "./m", *options)
     assert (
-        "use one of `--layout hf` `--format safetensors`, `--layout hf-flax` `--format msgpack`, `--layout easylm` `--"
+        "use one of `--layout hf` `--format safetensors`, `--layout hf` `--format dcp`, `--layout hf-flax` `--format "
         in stderr
     )
 
