@@ -70,7 +70,13 @@ def open_source(
     display_name = located.display_name
     with local_files.rename_in_errors(display_name):
         check_local_files(local_files, located.manifest)
-        hints = SourceHints(config_path, located.part, verbatim, copied_files)
+        hints = SourceHints(
+            config_path,
+            located.part,
+            verbatim,
+            copied_files,
+            is_remote=local_files.remote is not None,
+        )
         if located.kind in OUTPUT_OPENERS:
             open_output = OUTPUT_OPENERS[located.kind]
             source = open_output(local_files.path, display_name, hints, located.manifest)
