@@ -187,7 +187,11 @@ def read_contents(
     with local_files.rename_in_errors(display_name):
         # Headers and index apart, only this file is read.
         check_local_files(local_files, located.manifest, (CONFIG,))
-        contents = READERS[located.kind](local_files.path, display_name)
+        if located.kind == "orbax":
+            is_remote = local_files.remote is not None
+            contents = _read_orbax(local_files.path, display_name, is_remote=is_remote)
+        else:
+            contents = READERS[located.kind](local_files.path, display_name)
         if config_path is not None:
             hints = SourceHints(config_path)
             config = read_config(hints.resolve_config_path(contents.folder, display_name))
@@ -495,9 +499,9 @@ def _flax_entry(array: msgpack.MsgpackArray, file: int, offset: int) -> TensorEn
     )
 
 
-def _read_orbax(path: Path, display_name: str) -> CheckpointContents:
-    """Read the contents of an Orbax checkpoint."""
-    item = read_item(find_item(path) or path)
+def _read_orbax(path: Path, display_name: str, *, is_remote: bool) -> CheckpointContents:
+    """Read the contents of an Orbax checkpoint. With `is_remote`, its data files are placeholders."""
+    item = read_item(find_item(path) or path, is_remote=is_remote)
     manifest = read_manifest(find_manifest_folder(item.folder)) or NO_MANIFEST
     blobs, _ = stored_leaves(item)
     blob_of_array = {
@@ -589,6 +593,5 @@ READERS: Mapping[Kind, Callable[[Path, str], CheckpointContents]] = {
     "torch": _read_torch,
     "meta": _read_meta_llama,
     "dcp": _read_dcp,
-    "orbax": _read_orbax,
     "adapter": _read_adapter,
 }

@@ -46,7 +46,13 @@ def open_source(
     display_name = located.display_name
     with local_files.rename_in_errors(display_name):
         check_local_files(local_files, located.manifest)
-        hints = SourceHints(config_path, located.part, verbatim, copied_files)
+        hints = SourceHints(
+            config_path,
+            located.part,
+            verbatim,
+            copied_files,
+            is_remote=local_files.remote is not None,
+        )
         source = _read_headers(located, hints)
         _check_headers(source)
         if local_files.remote is not None:
