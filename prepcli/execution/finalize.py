@@ -31,7 +31,7 @@ from prepcli.formats.manifest import (
     XXH3_KEY,
     encode_manifest,
 )
-from prepcli.formats.orbax import ArrayMeta
+from prepcli.formats.orbax import ArrayMeta, chunk_file_path
 from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata, write_step_metadata
 from prepcli.planning.manifest_fields import FileRecord, LeafRecord, ScaleRecord, TensorRecord
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
@@ -125,6 +125,7 @@ def _write_index(plan: Plan, folder: Path, compressed: CompressedChunks | None) 
         names,
         now_ns=newest_source_ns(plan),
         zstd_level=plan.zstd_level,
+        uses_ocdbt=plan.uses_ocdbt,
     )
 
 
@@ -188,7 +189,7 @@ def _write_small_file(file: SmallFile, path: Path) -> None:
             why = "its bytes differ from the digest that its manifest records"
             raise DamagedError(f"{file.copied_from} is damaged", why, GET_AGAIN_HINT)
     else:
-        write_no_follow(path, file.content)
+        write_no_follow(path, file.read_content())
 
 
 def _open_without_links(path: str, flags: int) -> int:
@@ -203,6 +204,11 @@ def _open_without_links(path: str, flags: int) -> int:
 
 def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> CompressedChunks:
     data_files = [data_folder(plan, stage.folder) / file.path for file in plan.files]
+    chunk_paths: list[str] | None = None
+    if not plan.uses_ocdbt:
+        chunk_paths = []
+        for chunk in _raw_chunks(plan.leaves):
+            chunk_paths.append(chunk_file_path(plan.leaves[chunk.array].name, chunk.index))
     return compress_chunks(
         _raw_chunks(plan.leaves),
         data_files,
@@ -210,6 +216,7 @@ def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> Compress
         journal=stage.folder / WORK_FOLDER / COMPRESS_JOURNAL,
         level=plan.zstd_level or 0,
         progress=progress,
+        chunk_paths=chunk_paths,
     )
 
 
@@ -242,7 +249,10 @@ def _build_manifest(
     dropped: list[dict[str, object]] = []
     for tensor in plan.dropped:
         name = plan.display_names.get(tensor.name, tensor.name)
-        dropped.append({**asdict(tensor), "name": name})
+        record = {**asdict(tensor), "name": name}
+        if tensor.columns is None:
+            del record["columns"]
+        dropped.append(record)
     manifest: dict[str, object] = {
         **run_identity,
         "command": plan.command,

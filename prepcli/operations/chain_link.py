@@ -284,11 +284,12 @@ def _compare_names(
 
 
 def _dropped_names(manifest: Manifest, *, has_rows: bool) -> set[str]:
-    """Return the recorded names of dropped tensors and state slots, or of tensors with dropped rows."""
+    """Return the recorded names of dropped tensors and state slots, or of tensors with dropped rows or columns."""
     names: set[str] = set()
     for entry in manifest.dropped:
         name = entry.get("name")
-        if isinstance(name, str) and (entry.get("rows") is not None) == has_rows:
+        is_part = entry.get("rows") is not None or entry.get("columns") is not None
+        if isinstance(name, str) and is_part == has_rows:
             names.add(name)
     return names
 
@@ -386,8 +387,8 @@ def _file_digests(source: Source) -> dict[str, str]:
         if path.name not in MADE_FILES:
             digests[path.name] = record_file(path).get(XXH3_KEY, "")
     # A GGUF file has its tokenizer in the metadata.
-    for file in source.made_files:
-        digests[Path(file.path).name] = digest_pieces([file.content])
+    for file in source.made_files.files:
+        digests[Path(file.path).name] = digest_pieces([file.read_content()])
     return digests
 
 

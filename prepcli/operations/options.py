@@ -374,6 +374,18 @@ class LayoutOptions(ConversionOptions, VerbatimOptions, total=False):
             record=15,
         ),
     ]
+    storage: Annotated[
+        Literal["ocdbt", "files"],
+        OptionSpec(
+            "ocdbt|files",
+            "Store chunks in a few data files (OCDBT), or each chunk in a file.",
+            '"ocdbt" (the default) stores chunks in a few data files with an index. "files" stores each'
+            " leaf as a folder with one file per chunk, for readers without OCDBT, such as Pathways.",
+            default="ocdbt",
+            position=31,
+            record=17,
+        ),
+    ]
 
 
 class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):

@@ -161,6 +161,8 @@ class PrepFields(TypedDict, total=False):
     compress: str
     casts: Sequence[CastEntry]
     packed: Mapping[str, int]
+    # `files` if each chunk is a file. Omitted for an OCDBT database.
+    storage: str
     quantization: Mapping[str, object]
     quantized: Mapping[str, QuantizedRecord]
     # Tensors with a scale in the tree of another trainer.

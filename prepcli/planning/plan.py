@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prepcli.planning.gapped_regions import GappedRegion
@@ -221,6 +221,7 @@ class SmallFile:
         copied_from: Path of the file to copy. It does not affect the plan's digest.
         stamp: Size and modification time of the copied file, so that another file is another plan.
         xxh3: Recorded digest of the copied file, compared when it is copied, or empty if there is none.
+        make: Returns the content, if it follows from the source's files and takes long to make.
     """
 
     path: str
@@ -228,6 +229,13 @@ class SmallFile:
     copied_from: str = field(default="", repr=False)
     stamp: tuple[int, int] = (0, 0)
     xxh3: str = field(default="", repr=False)
+    make: Callable[[], bytes] | None = field(default=None, repr=False, compare=False)
+
+    def read_content(self) -> bytes:
+        """Return the content of a file without a copied one."""
+        if self.make is None:
+            return self.content
+        return self.make()
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,19 +291,21 @@ class OutputLeaf:
 
 @dataclass(frozen=True, slots=True)
 class DroppedTensor:
-    """A source tensor, or rows of one, dropped from the output.
+    """A source tensor, or rows or columns of one, dropped from the output.
 
     Attributes:
         name: Bare name of the tensor.
         nbytes: Size in bytes.
         rule: The rule that drops it.
-        rows: Range of dropped rows, or None for the whole tensor.
+        rows: Range of dropped rows.
+        columns: Range of dropped columns. Without rows and columns the whole tensor is dropped.
     """
 
     name: str
     nbytes: int
     rule: str
     rows: Range | None = None
+    columns: Range | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +361,11 @@ class Plan:
     def write_nbytes(self) -> int:
         """Number of tensor bytes to write."""
         return sum(stream.written_nbytes for stream in self.streams if stream.writes)
+
+    @property
+    def uses_ocdbt(self) -> bool:
+        """Whether the leaves are in one OCDBT database. Otherwise each leaf is a folder, and each chunk a file."""
+        return self.settings.get("storage") != "files"
 
     @property
     def chunk_count(self) -> int:

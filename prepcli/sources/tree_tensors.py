@@ -218,7 +218,9 @@ def _quantization_tensors(
     leaves: Leaves, manifest: Manifest, folder: object
 ) -> Iterator[SourceTensor]:
     """Yield the scales of dequantised weights."""
-    records = manifest.slots.get(QUANTIZATION, {})
+    records = manifest.slots.get(QUANTIZATION)
+    if not records:
+        return
     types: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, record in records.items():
         dtype = record.get("dtype", "")

@@ -74,16 +74,31 @@ REUSING_FULL_LAYERS = "reusing_full_layers"
 # The two kinds of layers in a model with MLPs of two widths.
 NARROW_LAYERS = "narrow_layers"
 WIDE_LAYERS = "wide_layers"
+# Layers with and without a bias after attention.
+BIASED_LAYERS = "biased_layers"
+UNBIASED_LAYERS = "unbiased_layers"
 # All layers, in tensors outside of layers: their inputs from tokens.
 INPUT_LAYERS = "input_layers"
 # Axes that stack only the layers of one kind.
 GROUP_ATOMS = (
     *(DENSE_LAYERS, SPARSE_LAYERS, ATTENTION_LAYERS, MIXER_LAYERS),
     *(SLIDING_LAYERS, FULL_LAYERS, REUSING_SLIDING_LAYERS, REUSING_FULL_LAYERS),
-    *(NARROW_LAYERS, WIDE_LAYERS),
+    *(NARROW_LAYERS, WIDE_LAYERS, BIASED_LAYERS, UNBIASED_LAYERS),
 )
 # All axes that stack layers. A leaf has at most one of them.
 LAYER_ATOMS = (LAYERS, ENCODER_LAYERS, *GROUP_ATOMS)
+# Dims of several atoms with another logical name than the first atom. The heads of CodeGen are in equal shards.
+MERGED_DIM_NAMES: Mapping[tuple[str, ...], str] = {("head_shards", "shard_heads"): "heads"}
+
+
+def dim_name(dim: Sequence[str]) -> str:
+    """Return the logical name of a dim of a leaf: its first atom, or "" if it has none.
+
+    >>> dim_name(["embed"]), dim_name(["head_shards", "shard_heads"]), dim_name([])
+    ('embed', 'heads', '')
+    """
+    first = dim[0] if dim else ""
+    return MERGED_DIM_NAMES.get(tuple(dim), first)
 
 
 def stack_axis(dims: Sequence[tuple[str, ...]]) -> int | None:

@@ -98,7 +98,7 @@ def open_orbax(
     """
     folder = find_item(path) or path
     manifest_folder = find_manifest_folder(folder)
-    item = read_item(folder)
+    item = read_item(folder, is_remote=hints.is_remote)
     if manifest is None or manifest.is_for_trainer:
         return _open_foreign_item(item, path, display_name, hints, manifest)
     if not manifest.is_tree:
@@ -355,7 +355,7 @@ def is_read_directly(item: OrbaxItem, array_number: int) -> bool:
     """Return whether all chunks of an array are stored uncompressed in data files that can be open together."""
     chunks = item.chunks[array_number]
     return (
-        len(item.files) <= MAX_OPEN_FILES
+        (item.is_remote or len(item.files) <= MAX_OPEN_FILES)
         and not item.codec_names[array_number]
         and len(chunks) == math.prod(item.arrays[array_number].grid)
         and all(isinstance(stored, StoredRange) for stored in chunks.values())
@@ -394,6 +394,9 @@ def _as_strided(
         step = places[1][1] - places[0][1]
     else:
         step = 0
+    # Readers expect ascending offsets. TensorStore may write the chunks of an array in descending order.
+    if step < 0:
+        return None
     for i, place in enumerate(places):
         if place != (places[0][0], places[0][1] + i * step):
             return None
