@@ -159,6 +159,7 @@ def inspect(
       prep inspect gpt-neo-1.3B-init --tree
       prep inspect ./llama-13b '*.q_proj.*' --stats
       prep inspect gpt-neo-1.3B-init --shards embed.tokens --mesh 1,2,4
+      prep inspect gpt-neo-1.3B-init --html page.html
     """
     from prepcli.operations.inspect import (
         check_view,
@@ -167,6 +168,7 @@ def inspect(
         shard_leaf,
     )
     from prepcli.rendering.inspection import (
+        page_report,
         shape_comparison_report,
         shards_report,
         tensors_report,
@@ -174,14 +176,33 @@ def inspect(
 
     ui = output_options.open_console("inspect", progress)
     check_view(pattern, view)
+    if view["html"] is not None:
+        from prepcli.operations.inspect_page import write_page
+
+        page = Path(view["html"])
+        written = write_page(checkpoint, page, ui, options, pattern=pattern, view=view)
+        return ui.finish(page_report(written, ui))
     if view["shards"] is not None:
-        leaf = shard_leaf(checkpoint, ui, options, leaf_name=view["shards"], mesh_text=view["mesh"])
+        leaf = shard_leaf(
+            checkpoint,
+            ui,
+            options,
+            leaf_name=view["shards"],
+            mesh_text=view["mesh"],
+            dequantize=view["quantized"] == "dequantize",
+        )
         return ui.finish(shards_report(leaf))
     if view["diff"] is not None:
         comparison = compare_shapes(checkpoint, view["diff"], ui, options, pattern=pattern)
         return ui.finish(shape_comparison_report(comparison, ui))
     selected = select_tensors(
-        checkpoint, ui, options, pattern=pattern, sort=view["sort"], stats=view["stats"]
+        checkpoint,
+        ui,
+        options,
+        pattern=pattern,
+        sort=view["sort"],
+        stats=view["stats"],
+        dequantize=view["quantized"] == "dequantize",
     )
     return ui.finish(tensors_report(selected, ui, tree=view["tree"]))
 

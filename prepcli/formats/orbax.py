@@ -37,6 +37,9 @@ ZARR_TYPESTRS = {
 }  # fmt: skip
 """dtype -> zarr v2 type string. Names without a NumPy type code are an extension of TensorStore."""
 
+# Names of the item with the parameters in a step of another trainer, for the folders that prep exports.
+MODEL_ITEMS = {"items", "model_params"}
+
 # A str is the key of a dict, an int the index of a list or tuple.
 TreePath = tuple[str | int, ...]
 

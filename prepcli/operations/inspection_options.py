@@ -26,6 +26,7 @@ Way = Literal[
     "verbatim",
     "hf-flax",
     "easylm",
+    "tunix",
 ]
 
 _SEARCH = OptionSpec(
@@ -230,7 +231,7 @@ class LockArguments(TypedDict):
 
 
 class ViewOptions(TypedDict):
-    """What `prep inspect` shows. At most one of `tree`, `stats`, `shards` and `diff` is the view."""
+    """What `prep inspect` shows: one of `tree`, `stats`, `shards` and `diff`, or a page with all of them."""
 
     sort: Annotated[
         SortKey,
@@ -267,8 +268,17 @@ class ViewOptions(TypedDict):
         str | None,
         OptionSpec(
             "DP,FSDP,MP",
-            "Set the mesh of --shards. Default: the source's.",
+            "Set the mesh of --shards or --html. Default: the source's.",
             "Mesh that splits the leaf. Default: the source's.",
+        ),
+    ]
+    quantized: Annotated[
+        Literal["keep", "dequantize"],
+        OptionSpec(
+            "keep|dequantize",
+            "Show quantised weights as they are stored, or decoded.",
+            '"keep" (the default) shows quantised weights as they are stored, "dequantize" their values.',
+            default="keep",
         ),
     ]
     diff: Annotated[
@@ -277,6 +287,14 @@ class ViewOptions(TypedDict):
             "OTHER",
             "Compare names, shapes and dtypes.",
             "Checkpoint to compare names, shapes and dtypes with.",
+        ),
+    ]
+    html: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE",
+            "Write a page with the tree, shards, --stats and --diff.",
+            "File of a page with the tree, the shards, and if asked for statistics and differences. Default: none.",
         ),
     ]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
 from prepcli.errors import PrepError
-from prepcli.pages.report_page import RunSummary
 from prepcli.planning.plan import Plan
 
 if TYPE_CHECKING:
-    # Every operation imports this module, and only a plan needs these.
+    # Every operation imports this module, and only plans and reports need these.
     from prepcli.pages.plan_rows import CompiledStep
+    from prepcli.pages.report_page import RunSummary
     from trainer.planning.memory_changes import MemoryChange
     from trainer.planning.training_plan import KindEstimate, TrainingPlan
 

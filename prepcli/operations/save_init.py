@@ -273,7 +273,7 @@ def plan_orbax_item(
     return PlannedConversion(
         plan,
         f"{located.model_name}-{suffix}",
-        notes=(*source.remarks, *_layout_lines(layout, item, dropped_state_tensors)),
+        notes=(*source.made_files.remarks, *_layout_lines(layout, item, dropped_state_tensors)),
         fields=fields,
         next_command=next_command,
     )

@@ -24,10 +24,12 @@ from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn.block import BLOCKS
 from trainer.nn.context import (
     LAYER_DROPOUT_KEYS,
+    LAYER_INITIAL_LAMBDA,
     LAYER_INPUT,
     LAYER_SCORE_SCALE,
     StackContext,
 )
+from trainer.nn.differential_attention import initial_lambdas
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.layer_weights import BlockWeights
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, unscannable_error
@@ -247,12 +249,14 @@ def _numbered_layer(groups: Mapping[str, Tree], indices: Mapping[str, int]) -> T
 
 
 def _with_layer_inputs(layers: LayerWeights, context: StackContext) -> LayerWeights:
-    """Add the inputs that differ between layers to their weights: score scales, dropout keys, inputs from tokens."""
+    """Add the constants and inputs that differ between layers to their weights."""
     num_layers = len(context.arch_config.sliding_windows)
     inputs: Tree = {}
     if context.arch_config.scale_attn_by_inverse_layer_idx:
         scales = [1 / number for number in range(1, num_layers + 1)]
         inputs[LAYER_SCORE_SCALE] = jnp.asarray(scales, jnp.float32)
+    if context.arch_config.has_differential_attention:
+        inputs[LAYER_INITIAL_LAMBDA] = jnp.asarray(initial_lambdas(num_layers), jnp.float32)
     if context.dropout is not None:
         keys = context.dropout.layer_keys(num_layers)
         if keys is not None:

@@ -145,7 +145,7 @@ def hidden_states(
         The LM head's input [B, T, D] in the dtype of the computation.
 
     Raises:
-        UsageError: The sequences exceed the learned positions of the model, or the mesh does not divide them.
+        UsageError: The sequences exceed the limited positions of the model, or the mesh does not divide them.
     """
     params = computed_params(params, model, forward_config)
     x, context = decoder_inputs(
@@ -197,7 +197,7 @@ def decoder_inputs(
     """
     arch_config = model.arch_config
     length = tokens.shape[1]
-    if arch_config.has_learned_positions and length > arch_config.max_positions:
+    if arch_config.has_limited_positions and length > arch_config.max_positions:
         why = f"the model has {arch_config.max_positions} positions"
         raise usage_error(f"{length} tokens per sequence", why, "set a smaller `data.seq_length`")
     positions = order_tokens(jnp.arange(length), forward_config.sharding)
