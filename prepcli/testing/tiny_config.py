@@ -198,11 +198,11 @@ def _num_elements(family: Family, config: HFConfig) -> int:
 
 
 def _with_enough_positions(family: Family, config: JsonObject) -> JsonObject:
-    """Increase the number of learned positions to the length of the longest check.
+    """Increase the number of limited positions to the length of the longest check.
 
     Other models are unchanged.
     """
-    if not family.arch_config(config).has_learned_positions:
+    if not family.arch_config(config).has_limited_positions:
         return config
     fields = [name for name in SIZE_FIELDS["positions"] if config.get(name) is not None]
     name = next(name for name in SIZE_FIELDS["positions"] if name in fields_read(family))
@@ -220,6 +220,10 @@ def _tiny_sizes(
     heads = original["heads"]
     kv_heads = original.get("kv_heads", original["heads"])
     is_grouped = 1 < kv_heads < heads
+    # Heads may be in equal shards or in pairs.
+    num_heads = math.lcm(
+        num_heads, original.get("head_shards", 1), family.arch_config(config).values_per_head
+    )
     tiny_heads = num_heads * 3 if is_grouped else num_heads
     fills_embed = original["heads"] * original["head_dim"] == original["embed"]
     head_dim = HEAD_DIM if fills_embed else OTHER_HEAD_DIM

@@ -10,6 +10,7 @@ from prepcli.console.formatting import count_text, format_bytes
 from prepcli.training_runs.run import PreparedRun
 from trainer.models.architecture import ArchConfig
 from trainer.models.attention_kernels import KernelChoice
+from trainer.models.axis_map import dim_name
 from trainer.models.chunk_sizes import WHOLE
 from trainer.models.dropout_config import DROPOUT_SITES, DropoutConfig
 from trainer.models.manifest_fields import CastCounts
@@ -62,9 +63,8 @@ def _mesh_lines(setup: StepSetup) -> Iterator[str]:
     yield f"mesh {axes} = {devices}; {state_size} of parameters and moments per device"
     dims: set[str] = set()
     for leaf in setup.model.leaves.values():
-        # The first axis of a dim gives the dim its name. A rule for a dim of other models, e.g. `experts`, has no
-        # effect and is not shown.
-        dims.update(dim[0] for dim in leaf.dims if dim)
+        # A rule for a dim of other models, e.g. `experts`, has no effect and is not shown.
+        dims.update(map(dim_name, leaf.dims))
     yield f"rules {', '.join(rule_texts(sharding.rules, dims))}"
 
 

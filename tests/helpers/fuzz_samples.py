@@ -359,8 +359,8 @@ ROPE_FIELDS = (
 ROTARY_FAMILIES = [
     name
     for name, config in DENSE_FAMILIES.items()
-    # They have no attention, and so no rotary embeddings.
-    if name == config["model_type"] and name not in ("mamba", "mamba2")
+    # Mamba has no attention, and so no rotary embeddings. CodeGen has no fields for theirs.
+    if name == config["model_type"] and name not in ("mamba", "mamba2", "codegen")
 ]
 # Config fields that the config class lacks or names differently.
 EXTRA_FIELDS: Mapping[str, Sequence[str]] = {

@@ -61,8 +61,9 @@ MAMBA = {
     "conv_kernel": 3, "layer_norm_epsilon": 1e-3, "time_step_rank": 3, "bos_token_id": 0, "eos_token_id": 0,
     "pad_token_id": None,
 }  # fmt: skip
+# With a smaller epsilon, rounding errors grow in training: losses of torch in float32 and float64 differ by 1e-5.
 JAMBA = SMALL | {
-    "model_type": "jamba", "num_hidden_layers": 3, "rms_norm_eps": 1e-3, "attn_layer_period": 3, "attn_layer_offset": 2,
+    "model_type": "jamba", "num_hidden_layers": 3, "rms_norm_eps": 1e-2, "attn_layer_period": 3, "attn_layer_offset": 2,
     "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 3, "num_experts_per_tok": 2,
     "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 3, "intermediate_size": 6,
 }  # fmt: skip

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.helpers.config_fields import DEEP_YARN, DEEPSEEK, GROUPS, LATENT, LLAMA_LIKE, SMALL
+from tests.helpers.config_fields import (
+    DEEP_YARN,
+    DEEPSEEK,
+    GROUPS,
+    LATENT,
+    LLAMA_LIKE,
+    SMALL,
+    TOKEN_FIELDS,
+)
 
 EXPERTS = LLAMA_LIKE | {"intermediate_size": 7, "num_experts_per_tok": 2}
 # DeepSeek's fields without the ones that only some families have.
@@ -24,6 +32,15 @@ GEMMA4_EXPERTS: dict[str, Any] = {
 LATER_FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": LLAMA_LIKE | {"model_type": "apertus"},
     "bitnet": LLAMA_LIKE | {"model_type": "bitnet"},
+    "codegen": TOKEN_FIELDS | {
+        "model_type": "codegen", "n_embd": 40, "n_layer": 2, "n_head": 8, "n_positions": 300, "rotary_dim": 4,
+        "n_inner": 20, "layer_norm_epsilon": 1e-3,
+    },
+    "diffllama": LLAMA_LIKE | {"model_type": "diffllama", "num_attention_heads": 12, "num_key_value_heads": 4},
+    "doge": LLAMA_LIKE | {
+        "model_type": "doge", "num_attention_heads": 9, "num_key_value_heads": 3, "attention_bias": True,
+        "max_position_embeddings": 320,
+    },
     "exaone": LLAMA_LIKE | {"model_type": "exaone", "mlp_bias": True},
     "exaone_moe": EXPERTS | {
         "model_type": "exaone_moe", "num_experts": 4, "num_shared_experts": 2, "sliding_window": 5,
@@ -34,6 +51,10 @@ LATER_FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "mlp_only_layers": [0], "sliding_window": 5,
     },
     "gemma4_text": GEMMA4,
+    "gpt_neox_japanese": SMALL | {
+        "model_type": "gpt_neox_japanese", "num_hidden_layers": 3, "intermediate_multiple_size": 2,
+        "layer_norm_eps": 1e-3, "rotary_emb_base": 300,
+    },
     "granite_swa": LLAMA_LIKE | {
         "model_type": "granite_swa", "sliding_window": 5, "attention_multiplier": 0.3,
         "layer_rope_theta": [0, 300.0],
@@ -88,6 +109,21 @@ LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
     },
     "bitnet-biases": FAMILIES["bitnet"] | {
         "attention_bias": True, "hidden_act": "silu", "rope_theta": 300.0, "tie_word_embeddings": True,
+    },
+    "codegen-names": TOKEN_FIELDS | {
+        "model_type": "codegen", "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 64, "rotary_dim": 6, "activation_function": "relu", "tie_word_embeddings": True,
+    },
+    "diffllama-biases": FAMILIES["diffllama"] | {
+        "attention_bias": True, "num_key_value_heads": None, "num_attention_heads": 6, "head_dim": None,
+        "rope_scaling": {"type": "linear", "factor": 4.0}, "tie_word_embeddings": True,
+    },
+    "doge-sliding": FAMILIES["doge"] | {
+        "attention_bias": False, "mlp_bias": True, "sliding_window": 5, "num_key_value_heads": None,
+        "tie_word_embeddings": True,
+    },
+    "gpt_neox_japanese-one-layer": FAMILIES["gpt_neox_japanese"] | {
+        "num_hidden_layers": 1, "rotary_pct": 0.5, "tie_word_embeddings": False, "hidden_act": "relu",
     },
     "exaone-names": {key: value for key, value in FAMILIES["exaone"].items() if key != "num_hidden_layers"} | {
         "num_layers": 3, "layer_norm_epsilon": 0.1, "activation_function": "gelu_new", "attention_bias": True,

@@ -123,11 +123,12 @@ DENSE_SIZES = GROUPED_QUERY | {
     **{"n_embd": 64, "d_model": 64, "n_head": 4, "n_heads": 4, "attention_heads": 4},
     **{"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
 }
-# Sizes that depend on others: latent attention has as many heads of keys as of queries, and the heads of Mamba-2 make
-# up twice the width.
+# Sizes that depend on others: latent attention has as many heads of keys as of queries, the heads of Mamba-2 make
+# up twice the width, the heads of CodeGen are in four shards, and each token has an input of the layers of Gemma 4.
 DEPENDENT_SIZES: dict[str, dict[str, int]] = {
     "mamba2": {"num_heads": 8}, "sarvam_mla": {"num_key_value_heads": 4}, "youtu": {"num_key_value_heads": 4},
-    "minicpm3": {"num_key_value_heads": 4},
+    "minicpm3": {"num_key_value_heads": 4}, "codegen": {"n_head": 8},
+    "gemma4_text": {"vocab_size_per_layer_input": 131},
 }  # fmt: skip
 DENSE_CONFIGS: dict[str, dict[str, Any]] = {
     name: config | {

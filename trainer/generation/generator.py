@@ -324,7 +324,7 @@ def max_fitting_new_tokens(prompts: Sequence[TokenSequence], model: ModelSpec) -
     arch_config = model.arch_config
     return (
         arch_config.max_positions - max(map(len, prompts)) + 1
-        if arch_config.has_learned_positions
+        if arch_config.has_limited_positions
         else None
     )
 

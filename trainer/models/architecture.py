@@ -15,6 +15,7 @@ from trainer.models.json_types import HFConfig, JsonValue
 from trainer.models.layer_groups import LayerSchedule, group_indices, layer_schedule
 from trainer.models.mixer_config import Mixer
 from trainer.models.moe_config import SOFTMAX_ROUTER, ClampedSwiglu, Router
+from trainer.models.position_bias import Alibi, RelativePositionBias
 from trainer.models.rope_config import MAX_FLOAT32, QueryScale, Rope
 
 ACTIVATIONS = (
@@ -55,8 +56,6 @@ KeyValueRole = Literal["own", "stored", "reused"]
 OUTPUT_SCALE = "layers.output.scale"
 # Ends of the paths of the constants of xIELU.
 XIELU_CONSTANTS = ("mlp.xielu_beta.scale", "mlp.xielu_eps.scale")
-# Longer than any sequence. Bounds the memory that an invalid config can ask for.
-MAX_RELATIVE_DISTANCE = 1 << 20
 # Values in `layer_types`.
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -99,62 +98,6 @@ SEMANTIC_FIELDS: Mapping[str, tuple[Any, ...]] = {
     ),
     "layer_types": (None,),
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class RelativePositionBias:
-    """T5's bias of attention scores by relative position (Raffel et al. 2020, https://arxiv.org/abs/1910.10683, 2.1).
-
-    Half of the buckets hold one distance each. The rest grow logarithmically up to `max_distance`.
-
-    Attributes:
-        num_buckets: Number of biases per head.
-        max_distance: Distance from which on all keys share the last bucket.
-        bidirectional: Whether keys after the query have half of the buckets (encoder), or none
-            (decoder).
-
-    Raises:
-        PrepError: A size is out of range.
-    """
-
-    num_buckets: int
-    max_distance: int
-    bidirectional: bool
-
-    def __post_init__(self) -> None:
-        exact = self.num_buckets // 2
-        if self.num_buckets < 4 or not exact < self.max_distance <= MAX_RELATIVE_DISTANCE:
-            why = f"it has {self.num_buckets} buckets of distances up to {self.max_distance}"
-            allowed = (
-                f"4 or more buckets, and a distance from {exact + 1} to {MAX_RELATIVE_DISTANCE:,}"
-            )
-            raise invalid_config_error(f"{why}; a relative position bias needs {allowed}")
-
-
-@dataclass(frozen=True, slots=True)
-class Alibi:
-    """Attention with linear biases (Press et al. 2022, https://arxiv.org/abs/2108.12409, section 3).
-
-    The scores of head h get the bias slope_h * (key position - query position).
-
-    Attributes:
-        slopes: Slope of each head.
-    """
-
-    slopes: tuple[float, ...]
-
-
-def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """Return ALiBi's slopes: 2^(-8 i / n) for i = 1 to n, where n is the number of heads.
-
-    If n is not a power of two, the slopes of the next lower power come first. The odd ones of the next
-    higher power follow.
-    """
-    # E.g. 3 heads: 2^-4 and 2^-8 of n = 2, and 2^-2 of n = 4.
-    lower = 1 << (num_heads.bit_length() - 1)
-    slopes = [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)]
-    between = [2.0 ** (-8 * i / (2 * lower)) for i in range(1, 2 * lower, 2)]
-    return (*slopes, *between[: num_heads - lower])
 
 
 class LayerKind(NamedTuple):
@@ -239,10 +182,13 @@ class ArchConfig:
         latent_key_dim: Elements of a key that come from the latent of multi-head latent attention, or
             0 for attention with a projection of keys.
         latent_norm_eps: Epsilon of the norms of latents.
+        has_differential_attention: Whether the attention of one head of each pair is subtracted from the other's
+            (DiffLlama).
         has_attention_sinks: Whether each head has a sink, a key without a value in its softmax.
         scale_attn_by_inverse_layer_idx: Whether attention scores of layer i, counted from 1, are
             divided by i.
         score_bias: Bias of attention scores by relative position.
+        has_key_scores: Whether keys have scores from their values, which attention scores include (Doge).
         lm_head_input_scale: Factor of the hidden states before the head.
         encoder: Architecture of the encoder. The layers attend to its output. Its attention is
             bidirectional.
@@ -296,9 +242,11 @@ class ArchConfig:
     clamped_swiglu: ClampedSwiglu | None = None
     latent_key_dim: int = 0
     latent_norm_eps: float = 1e-6
+    has_differential_attention: bool = False
     has_attention_sinks: bool = False
     scale_attn_by_inverse_layer_idx: bool = False
     score_bias: RelativePositionBias | Alibi | None = None
+    has_key_scores: bool = False
     lm_head_input_scale: float = 1.0
     encoder: ArchConfig | None = None
     leaf_init_stds: tuple[tuple[str, float], ...] = ()
@@ -308,6 +256,16 @@ class ArchConfig:
         """Whether the model adds a learned embedding of each position."""
         has_other_order = self.score_bias is not None or self.mixer is not None
         return self.rope is None and not has_other_order and not self.has_sinusoidal_positions
+
+    @property
+    def has_limited_positions(self) -> bool:
+        """Whether a sequence longer than `max_positions` cannot be computed."""
+        return self.has_learned_positions or self.has_key_scores
+
+    @property
+    def values_per_head(self) -> int:
+        """Number of heads with values that the attention of one head reads."""
+        return 2 if self.has_differential_attention else 1
 
     @property
     def norm_scale_offset(self) -> float:

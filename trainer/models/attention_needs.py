@@ -89,7 +89,8 @@ def _arch_features(arch_config: ArchConfig) -> Iterator[AttentionFeature]:
         yield AttentionFeature.SCORE_BIAS
     if arch_config.attn_logit_softcap != NO_SOFTCAP:
         yield AttentionFeature.SOFTCAP
-    if arch_config.latent_key_dim:
+    has_other_keys = arch_config.latent_key_dim or arch_config.has_key_scores
+    if has_other_keys or arch_config.has_differential_attention:
         yield AttentionFeature.VALUE_WIDTH
     if arch_config.has_attention_sinks:
         yield AttentionFeature.SINKS

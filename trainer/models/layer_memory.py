@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.models.architecture import NO_SOFTCAP, ArchConfig, BlockType
+from trainer.models.axis_map import dim_name
 from trainer.models.chunk_sizes import chunk_length, expert_block_length
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.mixer_memory import MixerMemory
@@ -93,12 +94,13 @@ class LayerStack:
 
     @property
     def local_value_dim(self) -> int:
-        """Width of the values of a head on one device. In latent attention it differs from the width of keys."""
-        return self.inputs.local_extent("value_dim") or self.inputs.local_extent(self.head_dim)
+        """Width of the values of a head on one device. In latent and differential attention keys have another width."""
+        width = self.inputs.local_extent("value_dim") or self.inputs.local_extent(self.head_dim)
+        return width * self.arch_config.values_per_head
 
     def _dim_of_layers(self, names: tuple[str, ...]) -> str:
         """Return the first of some dims that a parameter of these layers has, or the first one."""
-        dims = {dim[0] for leaf in self.layer_leaves() for dim in leaf.dims if dim}
+        dims = {dim_name(dim) for leaf in self.layer_leaves() for dim in leaf.dims}
         return next((name for name in names if name in dims), names[0])
 
     @property
@@ -232,6 +234,8 @@ class LayerStack:
         """Return the bytes that norms before the last matrices of attention and of the MLP read. 0 without them."""
         ends = {leaf.path.rpartition(".")[0].rpartition(".")[2] for leaf in self.layer_leaves()}
         size = self._output_size() if "o_norm" in ends else 0
+        if self.arch_config.has_differential_attention:
+            size += self._query_size()
         if "down_norm" in ends:
             size += self._saved_hidden_size()
         return (2 * FLOAT32 + self.inputs.itemsize) * size

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from trainer.models.axis_map import GROUP_ATOMS, LAYER_ATOMS, LAYERS
+from trainer.models.axis_map import GROUP_ATOMS, LAYER_ATOMS, LAYERS, dim_name
 from trainer.models.param_tree import ParamLeaf
 
 # Adjacent axes of these names form one matrix dim.
@@ -66,8 +66,8 @@ def _dim_groups(leaf: ParamLeaf, excluded: Collection[int]) -> list[list[int]]:
     for axis, dim in enumerate(leaf.dims):
         if axis in excluded:
             continue
-        is_head = bool(dim) and dim[0] in HEAD_DIMS
-        if groups and is_head and leaf.dims[groups[-1][-1]][0] in HEAD_DIMS:
+        is_head = dim_name(dim) in HEAD_DIMS
+        if groups and is_head and dim_name(leaf.dims[groups[-1][-1]]) in HEAD_DIMS:
             groups[-1].append(axis)
         else:
             groups.append([axis])

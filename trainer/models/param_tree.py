@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from trainer.models.axis_map import AxisMap, SizedAxis, bind_row, stack_axis
+from trainer.models.axis_map import AxisMap, SizedAxis, bind_row, dim_name, stack_axis
 from trainer.models.parameters import EMBEDDING_PATH_PARTS, Family, HFConfig, parameter_rows
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class ParamLeaf:
         path_pattern: The path with a placeholder in place of the layer index, if the leaf belongs
             to one layer.
         shape: Shape of the leaf.
-        dims: Named axes (atoms) of each dim. The first one is the logical name of the dim.
+        dims: Named axes (atoms) of each dim. `dim_name` gives the logical name of a dim.
         layer_index: Index of the leaf's layer, or None if it stacks the layers or belongs to no
             layer.
     """
@@ -57,18 +57,18 @@ class ParamLeaf:
         """Axis that stacks the layers, or None."""
         return stack_axis(self.dims)
 
-    def extent(self, dim_name: str) -> int:
+    def extent(self, name: str) -> int:
         """Return the extent of a logical dim, or 1 if the leaf does not have it."""
         return math.prod(
-            extent for dim, extent in zip(self.dims, self.shape) if dim and dim[0] == dim_name
+            extent for dim, extent in zip(self.dims, self.shape) if dim_name(dim) == name
         )
 
 
-def dim_extent(leaves: Mapping[str, ParamLeaf], dim_name: str) -> int:
+def dim_extent(leaves: Mapping[str, ParamLeaf], name: str) -> int:
     """Return the extent of a logical dim in the first leaf that has it, or 0 if no leaf has it."""
     for leaf in leaves.values():
-        if any(dim[:1] == (dim_name,) for dim in leaf.dims):
-            return leaf.extent(dim_name)
+        if any(dim_name(dim) == name for dim in leaf.dims):
+            return leaf.extent(name)
     return 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from trainer.models.axis_map import dim_name
 from trainer.models.boxes import Box
 from trainer.models.errors import Command, Key, Option, PrepError, text, usage_error
 from trainer.models.mesh import Mesh, MeshAxes, format_sizes
@@ -365,7 +366,7 @@ def _choose_axes(
 
 
 def _dim_names(dims: LeafDims) -> tuple[str, ...]:
-    return tuple(dim[0] if dim else "" for dim in dims)
+    return tuple(map(dim_name, dims))
 
 
 def _num_shards(mesh: Mesh, axes: MeshAxes) -> int:

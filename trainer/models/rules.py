@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainer.models.axis_map import LAYER_ATOMS, stack_axis
+from trainer.models.axis_map import LAYER_ATOMS, dim_name, stack_axis
 from trainer.models.errors import Command, PrepError, text, usage_error
 from trainer.models.mesh import MeshAxes, truncate
 from trainer.models.suggest import did_you_mean
@@ -19,7 +19,7 @@ AxisChoices = tuple[MeshAxes, ...]
 DimRules = Mapping[str, AxisChoices]
 
 
-# The atoms of each dim of a leaf. The first atom is the logical name of the dim.
+# The atoms of each dim of a leaf. `dim_name` gives the logical name of a dim.
 LeafDims = Sequence[tuple[str, ...]]
 
 
@@ -67,7 +67,11 @@ PARAM_RULES: DimRules = {
     "reusing_full_layers": WHOLE,
     "narrow_layers": WHOLE,
     "wide_layers": WHOLE,
+    "biased_layers": WHOLE,
+    "unbiased_layers": WHOLE,
     "input_layers": WHOLE,
+    # Heads with scores of their keys, beside all heads with values.
+    "score_heads": WHOLE,
     "head_dim": WHOLE,
     "full_head_dim": WHOLE,
     "value_dim": WHOLE,
@@ -104,8 +108,9 @@ ACTIVATION_DIMS = (*ACTIVATION_RULES, "heads", "kv_heads", "head_dim", "mlp", "v
 
 # Logical dim of the experts of a verbatim leaf. No computation depends on their sharding.
 VERBATIM_EXPERTS = "verbatim_experts"
+EXPERT_DIMS = ("experts", VERBATIM_EXPERTS)
 # Logical dims that count layers or experts: a leaf has one source tensor per index.
-STACKED_DIMS = (*LAYER_ATOMS, "experts", VERBATIM_EXPERTS)
+STACKED_DIMS = (*LAYER_ATOMS, *EXPERT_DIMS)
 
 
 # Prefixes of rules of leaves and of activations, as text.
@@ -145,7 +150,7 @@ class LeafRule:
         if self.choices == KEEP_LEAF_WHOLE:
             return [WHOLE] * len(dims)
         layers = stack_axis(dims)
-        names = [dim[0] if dim else "" for i, dim in enumerate(dims) if i != layers]
+        names = [dim_name(dim) for i, dim in enumerate(dims) if i != layers]
         if len(names) != len(self.choices):
             raise self._dims_error(path, names)
         choices = list(self.choices)

@@ -49,7 +49,7 @@ MECHANISMS = (
     _mechanism("sparse attention with an indexer", "deepseek_v32 glm_moe_dsa", "index_topk"),
     _mechanism(
         "a sparse MoE whose router or experts differ from those of the supported families",
-        "arctic dbrx doge jetmoe longcat_flash nllb-moe switch_transformers",
+        "arctic dbrx jetmoe longcat_flash nllb-moe switch_transformers",
         "ffn_config",
     ),
     _mechanism(

@@ -6,7 +6,7 @@ attention(x) = (sigmoid(x W_gate) * attend(q, k, v)) W_o
 Clipping (MPT, OLMo), norms (arXiv:2010.04245), rotation and the gate (arXiv:2505.06708) are optional. The norm may
 follow the rotation. Gemma 4 has norms of values, and v = x W_k in some layers. Other layers attend to the keys and
 values of an earlier layer.
-`trainer.nn.latent_attention` has the form of DeepSeek.
+`trainer.nn.latent_attention` has the form of DeepSeek, `trainer.nn.differential_attention` the one of DiffLlama.
 
 Axes: B rows of the batch, T queries, S keys, H query heads, K key and value heads, E head width,
 D model width, R rotated elements of a head.
@@ -21,7 +21,9 @@ from trainer.models.architecture import NO_CLIP
 from trainer.nn.attention_mask import KV
 from trainer.nn.attention_steps import INPUT_NORM, attend_and_project, rotary_tables
 from trainer.nn.context import LayerContext
+from trainer.nn.differential_attention import pair_values
 from trainer.nn.dropout import DropoutSite
+from trainer.nn.key_score import append_key_scores
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.latent_attention import latent_attention
 from trainer.nn.layer_weights import NO_PARAMETERS, Leaves, Projections
@@ -88,6 +90,10 @@ def attention(
         kv_cache, kv = kv_cache.append(kv, window, context.sharding)
     if kv_cache is not None and context.key_values == "stored":
         kv_cache = kv_cache.share(window, kv)
+    if context.arch_config.has_key_scores:
+        q, kv = append_key_scores(q, kv, weights, context)
+    if context.arch_config.has_differential_attention:
+        kv = pair_values(kv, context.sharding)
     site = DropoutSite.ATTENTION if is_self else DropoutSite.CROSS_ATTENTION
     output = attend_and_project(q, kv, weights, context, gate=gate, dropout_site=site)
     return scale_by(output, context.arch_config.attn_output_scale), kv_cache

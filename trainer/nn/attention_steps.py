@@ -16,6 +16,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV
 from trainer.nn.context import LayerContext
+from trainer.nn.differential_attention import PAIR_FACTORS, pair_factors, subtract_pairs
 from trainer.nn.dropout import DropoutSite
 from trainer.nn.kernels import attend
 from trainer.nn.layer_weights import Projections
@@ -44,7 +45,8 @@ def attend_and_project(
     Args:
         q: Queries [B, T, H, E].
         kv: Keys [B, S, K, E] and values [B, S, K, V].
-        weights: Output projection `o`, the optional norm `o_norm` of its input (BitNet), and optional `sinks`.
+        weights: Output projection `o`, the optional norm `o_norm` of its input (BitNet), optional `sinks`, and the
+            optional vectors of differential attention.
         context: Mask, sharding, kernel and dropout.
         gate: [B, T, H, V], the output of attention is multiplied by its sigmoid. None means no gate.
         dropout_site: Site of the dropout of probabilities.
@@ -74,12 +76,16 @@ def attend_and_project(
         mixed, *gates = inputs
         for gate in gates:
             mixed = mixed * nn.sigmoid(gate)
+        if PAIR_FACTORS in weights:
+            mixed = subtract_pairs(mixed, weights[PAIR_FACTORS], context.arch_config.norm_eps)
         if OUTPUT_NORM in weights:
             # Over the elements of all heads of a token.
             mixed = norm(mixed, weights[OUTPUT_NORM], context.arch_config, axes=(-2, -1))
         return linear(mixed, weights["o"], num_devices=sharding.num_devices)
 
     output_weights = {name: weights[name] for name in ("o", OUTPUT_NORM) if name in weights}
+    if context.initial_lambda is not None:
+        output_weights[PAIR_FACTORS] = pair_factors(weights, context.initial_lambda, mixed.dtype)
     inputs = [mixed] if gate is None else [mixed, gate]
     # [B, T, H, V] -> [B, T, D]
     output = over_token_chunks(

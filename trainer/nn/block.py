@@ -40,6 +40,8 @@ def pre_norm_block(
     x = x + attention(norm(x))          or a recurrent mixer in place of attention, or the sum of both
     x = x + cross_attention(norm(x))    in the decoder of a model with an encoder
     x = x + mlp(norm(x))                if the layer has an MLP
+
+    In Doge x is multiplied elementwise by a learned vector before each addition.
     """
     attn_norm = weights.get("attn_norm", NO_PARAMETERS)
     if "mixer" in weights:
@@ -48,7 +50,7 @@ def pre_norm_block(
         assert "attn" in weights, "a layer without a recurrent mixer has attention"
         attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
     attended = context.residual_update(attended, DropoutSite.ATTENTION_RESIDUAL)
-    x = shard_residual(x + attended, context.sharding)
+    x = shard_residual(_weighted(x, weights.get("attn_residual")) + attended, context.sharding)
     if context.encoder_output is not None:
         crossed = _cross_attention(x, weights, context, context.encoder_output)
         x = shard_residual(x + crossed, context.sharding)
@@ -57,7 +59,15 @@ def pre_norm_block(
     mlp_norm = weights.get("mlp_norm", NO_PARAMETERS)
     output = feed_forward(x, weights["mlp"], context, input_norm=mlp_norm)
     output = context.residual_update(output, DropoutSite.MLP_RESIDUAL)
+    x = _weighted(x, weights.get("mlp_residual"))
     return shard_residual(x + output, context.sharding), kv_cache
+
+
+def _weighted(x: Array, weights: Leaves | None) -> Array:
+    """Multiply the residual stream [B, T, D] by a vector [D], if the layer has one."""
+    if weights is None:
+        return x
+    return x * weights["weight"]
 
 
 def _mix_tokens(

@@ -13,14 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import (
-    Alibi,
-    ArchConfig,
-    KeyValueRole,
-    LayerKind,
-    RelativePositionBias,
-)
+from trainer.models.architecture import ArchConfig, KeyValueRole, LayerKind
 from trainer.models.param_tree import Tree
+from trainer.models.position_bias import Alibi, RelativePositionBias
 from trainer.models.rope_config import Rope
 from trainer.nn.attention_mask import AttentionMask, EncoderOutput
 from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout
@@ -36,6 +31,7 @@ from trainer.nn.score_bias import ScoreBias
 LAYER_SCORE_SCALE = "layer_score_scale"
 LAYER_DROPOUT_KEYS = "layer_dropout_keys"
 LAYER_INPUT = "layer_input"
+LAYER_INITIAL_LAMBDA = "layer_initial_lambda"
 # Key of the table of T5's biases in the weights of a stack, or of a layer.
 RELATIVE_POSITIONS = "relative_positions"
 
@@ -59,6 +55,7 @@ class LayerContext:
         dropout: Random masks of the layer. None means no dropout.
         key_values: Whether the layer has its own keys and values.
         layer_input: [B, T, P], the input of the layer from its tokens. None if it has none.
+        initial_lambda: float32 [], the initial lambda of differential attention. None for other attention.
     """
 
     arch_config: ArchConfig
@@ -72,6 +69,7 @@ class LayerContext:
     dropout: LayerDropout | None = None
     key_values: KeyValueRole = "own"
     layer_input: Array | None = None
+    initial_lambda: Array | None = None
 
     def residual_update(self, output: Array, site: DropoutSite) -> Array:
         """Scale the output [B, T, D] of attention or MLP, and drop elements of it, if there is dropout."""
@@ -117,7 +115,7 @@ class StackContext:
 
         Args:
             kind: Window, rotary embedding, and role of the keys and values of the layer.
-            weights: Weights of the layer, with its score scale, dropout keys and input if it has them.
+            weights: Weights of the layer, with its score scale, dropout keys, input and initial lambda if it has them.
             kv_cache: Cache that the layer appends to.
         """
         encoder_output = self.encoder_output
@@ -143,6 +141,7 @@ class StackContext:
             dropout=dropout,
             key_values=kind.key_values,
             layer_input=weights.get(LAYER_INPUT),
+            initial_lambda=weights.get(LAYER_INITIAL_LAMBDA),
         )
 
 

@@ -30,6 +30,8 @@ MAMBA_STEP_BIASES = "mixer.dt_up.bias"
 CONSTANTS = {
     **{"mixer.norm.scale": 1.0, STEP_BIASES: 1.0, "mixer.d.weight": 1.0},
     **{"router.input_scale.weight": 1.0, "router.expert_scale.weight": 1.0},
+    # All keys have the same score at first, and residual connections are plain.
+    **{"attn.score_rate.weight": 0.0, "attn_residual.weight": 1.0, "mlp_residual.weight": 1.0},
     # softplus gives 0.8 and 0.3, the initial factors of `XIELUActivation` in transformers.
     "mlp.xielu_alpha_p.weight": math.log(math.expm1(0.8)),
     "mlp.xielu_alpha_n.weight": math.log(math.expm1(0.3)),

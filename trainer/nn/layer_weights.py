@@ -42,7 +42,8 @@ class BlockWeights(TypedDict):
 
     A layer with experts beside its MLP has `moe`. A layer with a recurrent mixer has `mixer` in place of `attn` or
     beside it. A layer of the family mamba2 has no `mlp` either. A layer of one sublayer has `norm` and one of
-    `attn`, `mixer` and `mlp`. Layers of other block types have `attn` and `mlp`.
+    `attn`, `mixer` and `mlp`. Layers of other block types have `attn` and `mlp`. The residual connections of Doge have
+    weights.
     """
 
     attn: NotRequired[Projections]
@@ -51,6 +52,8 @@ class BlockWeights(TypedDict):
     mlp: NotRequired[Projections | MoeWeights]
     norm: NotRequired[Leaves]
     attn_norm: NotRequired[Leaves]
+    attn_residual: NotRequired[Leaves]
+    mlp_residual: NotRequired[Leaves]
     attn_post_norm: NotRequired[Leaves]
     cross_norm: NotRequired[Leaves]
     mlp_norm: NotRequired[Leaves]

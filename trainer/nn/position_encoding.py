@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from trainer.models.architecture import RelativePositionBias
+from trainer.models.position_bias import RelativePositionBias
 from trainer.models.rope_config import Rope
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import Alibi, RelativePositionBias
+from trainer.models.position_bias import Alibi, RelativePositionBias
 from trainer.nn.position_encoding import alibi_bias, relative_position_bias
 
 

@@ -124,7 +124,7 @@ def _count_stack(inputs: MemoryInputs, stack: LayerStack) -> _ForwardFlops:
     trained_flops = [flops for path, flops in leaf_flops.items() if path in trained]
     # q k^T and p v: 2 * H * E and 2 * H * V operations per pair of a query and a key.
     head_dim = inputs.extent(stack.head_dim)
-    value_dim = inputs.extent("value_dim") or head_dim
+    value_dim = (inputs.extent("value_dim") or head_dim) * stack.arch_config.values_per_head
     pair_flops = 2 * num_sequences * inputs.extent("heads") * (head_dim + value_dim)
     full = causal = computed = 0
     for name in stack.kv_lengths:

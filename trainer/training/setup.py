@@ -159,13 +159,13 @@ def partition_rules(recipe: Recipe, manifest: Mapping[str, Any]) -> Rules:
 
 
 def check_seq_length(data: Data, model: ModelSpec) -> None:
-    """Check that sequences are not longer than the model's learned position embeddings.
+    """Check that sequences are not longer than a model with limited positions computes.
 
     Raises:
-        UsageError: `data.seq_length` exceeds the learned positions.
+        UsageError: `data.seq_length` exceeds the positions.
     """
     max_positions = model.arch_config.max_positions
-    if model.arch_config.has_learned_positions and data.seq_length > max_positions:
+    if model.arch_config.has_limited_positions and data.seq_length > max_positions:
         why = f"the model has {max_positions} positions"
         raise usage_error(
             f"`data.seq_length` is {data.seq_length}",

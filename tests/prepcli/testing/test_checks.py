@@ -30,6 +30,8 @@ MESH_CONFIGS = {base["model_type"]: base for base in (GPT2, GPT_NEO, LLAMA)} | {
 }
 MESH_CONFIGS |= DENSE_CONFIGS
 CONFIGS = {name: [odd_config, MESH_CONFIGS[name]] for name, odd_config in ODD_HEADS.items()}
+# Their heads are in four shards, or in pairs.
+EVEN_HEADS = ("codegen", "diffllama")
 BY_NAME = {check.name: check for check in CHECKS}
 
 
@@ -70,11 +72,11 @@ def test_family_passes_check(name: str, family: str, subject):
 
 def test_configs_cover_all_families_with_odd_sizes():
     assert {*CONFIGS} == {*FAMILIES}
-    for config, _ in CONFIGS.values():
+    for name, (config, _) in CONFIGS.items():
         sizes = family_of(config).sizes(config)
         assert sizes["vocab"] % 2
         # Mamba-2 has no attention.
-        if "heads" in sizes:
+        if "heads" in sizes and name not in EVEN_HEADS:
             assert sizes["heads"] % 2
 
 
@@ -82,7 +84,7 @@ def results_of(
     wrong: Family, names: list[str], work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, CheckResult]:
     """Return the results of the named checks, by name, for a family with a mistake."""
-    monkeypatch.setitem(FAMILIES, wrong.name, wrong)
+    monkeypatch.setattr(f"trainer.models.families.{wrong.name}.FAMILY", wrong)
     subject = FamilyUnderTest([ODD_HEADS[wrong.name]], work)
     return {
         result.check: result for result in run_checks(subject, [BY_NAME[name] for name in names])

@@ -12,16 +12,9 @@ from prepcli.testing.tiny_transformers import model_logits, tiny_transformer
 from tests.golden.make_decoders import load
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_parity import LOGITS_ATOL, max_short_logit_error
-from trainer.models.architecture import (
-    FULL_ATTENTION,
-    NO_CLIP,
-    NO_SOFTCAP,
-    Alibi,
-    ArchConfig,
-    RelativePositionBias,
-    alibi_slopes,
-)
+from trainer.models.architecture import FULL_ATTENTION, NO_CLIP, NO_SOFTCAP, ArchConfig
 from trainer.models.moe_config import ClampedSwiglu
+from trainer.models.position_bias import Alibi, RelativePositionBias, alibi_slopes
 from trainer.models.rope_config import QueryScale, Rope
 
 Mutation = Callable[[ArchConfig], ArchConfig]
@@ -109,6 +102,10 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {
     ("gpt2", "unscaled scores"): change(attn_scale=1.0),
     ("apertus", "queries without rotation"): change_rope(num_turning_pairs=0),
     ("bitnet", "plain rectifier"): change(activation="relu"),
+    ("codegen", "half-split rotary pairs"): change(rotary_pairs="half_split"),
+    ("diffllama", "plain attention"): change(has_differential_attention=False),
+    ("doge", "no scores of keys"): change(has_key_scores=False),
+    ("gpt_neox_japanese", "parallel block"): change(block_type="parallel"),
     ("gemma4_text", "values without a norm"): change(has_plain_value_norm=False),
     ("gemma4_text", "rotation of whole heads"): change_rope(num_turning_pairs=6),
     ("gemma4_text", "layers without inputs"): change(block_type="sandwich"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prepcli.testing.torch_transformers import exact_log
-from trainer.models.architecture import RelativePositionBias, alibi_slopes
+from trainer.models.position_bias import RelativePositionBias, alibi_slopes
 from trainer.models.rope_config import QueryScale, Rope
 from trainer.nn.position_encoding import (
     CosSin,

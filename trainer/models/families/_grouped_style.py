@@ -45,6 +45,7 @@ def build_family(
     tokens: str = "embed_tokens.weight",
     shared: Parameters | None = None,
     final_norm: Parameters = _llama_style.FINAL_RMS_NORM,
+    head: Parameters = _llama_style.HEAD,
     tied_by_default: bool = False,
     dropped: Mapping[str, str] = _llama_style.LEGACY_BUFFERS,
     dropout_fields: DropoutFields = ATTENTION_DROPOUT,
@@ -64,6 +65,7 @@ def build_family(
         tokens: Tensor of the token embeddings.
         shared: Parameters outside of layers, other than the token embedding, the last norm and the head.
         final_norm: Parameters of the norm after the last layer.
+        head: Parameters of the output head.
         tied_by_default: Whether the head is tied if the config does not say.
         dropped: Pattern of tensors to ignore -> their description.
         dropout_fields: Fields of the config with dropout rates.
@@ -93,7 +95,7 @@ def build_family(
             **(shared or {}),
             **parameters,
             **final_norm,
-            **_llama_style.HEAD,
+            **head,
         },
         tied_by_default=tied_by_default,
         dropped=dropped,

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from trainer.models.architecture import (
-    Alibi,
-    ArchConfig,
-    alibi_slopes,
-    reject_unsupported_fields,
-)
+from trainer.models.architecture import ArchConfig, reject_unsupported_fields
 from trainer.models.dropout_config import DropoutFields
 from trainer.models.errors import unsupported_config_error
 from trainer.models.families import _gpt_style
 from trainer.models.parameters import HFConfig
+from trainer.models.position_bias import Alibi, alibi_slopes
 from trainer.models.rows import (
     build_family,
     embedding,

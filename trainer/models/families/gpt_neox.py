@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from trainer.models.architecture import (
     ROPE_FIELDS,
@@ -13,7 +14,7 @@ from trainer.models.architecture import (
 from trainer.models.dropout_config import DropoutFields
 from trainer.models.families import _gpt_style
 from trainer.models.parameters import HFConfig
-from trainer.models.rope_config import read_rope
+from trainer.models.rope_config import Rope, read_rope
 from trainer.models.rows import (
     build_family,
     embedding,
@@ -51,20 +52,33 @@ def arch_config(config: HFConfig) -> ArchConfig:
         "partial_rotary_factor",
     )
     axis_sizes = sizes(config)
-    rotary = {
-        "partial_rotary_factor": config.get("rotary_pct", 0.25),
-        "rope_theta": config.get("rotary_emb_base", 1e4),
-    }
     return dataclasses.replace(
         _gpt_style.arch_config(config, axis_sizes, activation=("hidden_act", "gelu")),
         norm_eps=read_positive(config, "layer_norm_eps", 1e-5),
         block_type="parallel" if config.get("use_parallel_residual", True) else "pre",
-        rope=read_rope(
-            {**config, **rotary},
-            axis_sizes["head_dim"],
-            max_positions=axis_sizes["positions"],
-            allow_partial=True,
-        ),
+        rope=read_neox_rope(config, axis_sizes, default_share=0.25),
+    )
+
+
+def read_neox_rope(
+    config: HFConfig, axis_sizes: Mapping[str, int], *, default_share: float
+) -> Rope:
+    """Read the rotary embedding from the fields of GPT-NeoX.
+
+    Args:
+        config: Content of a config.json.
+        axis_sizes: Size of each named axis (atom).
+        default_share: Share of a head that rotates if the config has no `rotary_pct`.
+    """
+    rotary = {
+        "partial_rotary_factor": config.get("rotary_pct", default_share),
+        "rope_theta": config.get("rotary_emb_base", 1e4),
+    }
+    return read_rope(
+        {**config, **rotary},
+        axis_sizes["head_dim"],
+        max_positions=axis_sizes["positions"],
+        allow_partial=True,
     )
 
 

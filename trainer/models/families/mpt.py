@@ -8,9 +8,7 @@ from typing import Any
 from trainer.models.architecture import (
     FULL_ATTENTION,
     NO_CLIP,
-    Alibi,
     ArchConfig,
-    alibi_slopes,
     read_positive,
     reject_unsupported_fields,
 )
@@ -18,6 +16,7 @@ from trainer.models.dropout_config import DropoutFields
 from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.families import _gpt_style
 from trainer.models.parameters import HFConfig
+from trainer.models.position_bias import Alibi, alibi_slopes
 from trainer.models.rows import build_family, embedding, matrix, rms_norm, stack
 
 # Field -> values that transformers computes. It ignores other values, which change the model.

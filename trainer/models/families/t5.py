@@ -8,9 +8,7 @@ from functools import partial
 
 from trainer.models.architecture import (
     FULL_ATTENTION,
-    MAX_RELATIVE_DISTANCE,
     ArchConfig,
-    RelativePositionBias,
     read_activation,
     read_positive,
     reject_unsupported_fields,
@@ -27,6 +25,7 @@ from trainer.models.parameters import (
     WeightTying,
     read_size,
 )
+from trainer.models.position_bias import MAX_RELATIVE_DISTANCE, RelativePositionBias
 from trainer.models.rows import Parameters, attention, embedding, matrix, rms_norm, stack
 
 # Atom -> config field and its default.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,25 @@ def test_every_config_has_a_golden_file():
     configs = {name: read_golden(name)["config"] for name in NAMES}
     assert configs == dict(make_families.CONFIGS)
     assert {config["model_type"] for config in configs.values()} == set(FAMILIES)
+
+
+def test_reading_a_family_imports_no_other_family():
+    script = """
+import sys
+from trainer.models.registry import FAMILIES
+assert FAMILIES["gpt2"].name == "gpt2"
+print([name for name in FAMILIES if f"trainer.models.families.{name}" in sys.modules])
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "['gpt2']\n"
+
+
+def test_families_have_the_names_of_their_modules():
+    assert [family.name for family in FAMILIES.values()] == [*FAMILIES]
+    assert "gpt5" not in FAMILIES
+    with pytest.raises(KeyError):
+        FAMILIES["gpt5"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,6 +127,7 @@ EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
         {"layer_types": FULL * 30, "attention_bias": True},
         {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
     ],
+    "gpt_neox_japanese": [{}, {"num_hidden_layers": 1}],
     "granitemoe_swa": [{"shared_intermediate_size": 4}],
     "hy_v3": [{}, {"mlp_layer_types": ["sparse"] * 80}],
     "internlm3": [{"qkv_bias": True, "bias": True}],
@@ -285,7 +307,7 @@ def test_tied_by_default_equals_transformers():
         ),
         *("ernie4_5", "cohere", "cohere2", "vaultgemma", "falcon", "gpt_bigcode", "bloom", "mpt"),
         *("biogpt", "ernie4_5_moe", "xglm", "mt5", "umt5", "lfm2", "lfm2_moe"),
-        *("gemma4_text", "granite_swa", "minicpm3", "youtu", "mamba"),
+        *("gemma4_text", "granite_swa", "minicpm3", "youtu", "mamba", "gpt_neox_japanese"),
     }
 
 
@@ -310,6 +332,47 @@ def test_apertus_rejects_another_activation():
     with pytest.raises(PrepError) as caught:
         FAMILIES["apertus"].arch_config({"model_type": "apertus", "hidden_act": "silu"})
     assert caught.value.what == "activation `silu` is not supported"
+
+
+def test_codegen_rejects_heads_without_shards():
+    with pytest.raises(PrepError) as caught:
+        FAMILIES["codegen"].sizes({"model_type": "codegen", "n_embd": 24, "n_head": 6})
+    assert caught.value.why == "n_head is 6, it must be a multiple of 4"
+
+
+def test_codegen_rejects_rotary_dim_null():
+    with pytest.raises(PrepError, match="rotary_dim is null"):
+        FAMILIES["codegen"].arch_config({"model_type": "codegen", "rotary_dim": None})
+
+
+def test_diffllama_rejects_unpaired_heads():
+    config = {"model_type": "diffllama", "num_attention_heads": 3}
+    with pytest.raises(PrepError) as caught:
+        FAMILIES["diffllama"].arch_config(config)
+    why = "num_key_value_heads is 3, and differential attention needs pairs of them"
+    assert caught.value.why == why
+
+
+def test_diffllama_rejects_attention_dropout():
+    with pytest.raises(PrepError) as caught:
+        FAMILIES["diffllama"].arch_config({"model_type": "diffllama", "attention_dropout": 0.1})
+    assert caught.value.what == "`attention_dropout` is not supported for this family"
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"is_moe": True}, "`is_moe` is not supported for this family"),
+        (
+            {"max_position_embeddings": 4096},
+            "keep_window_size 2048 is not supported for this family",
+        ),
+    ],
+)
+def test_doge_rejects_experts_and_dropped_keys(changes: dict[str, Any], what: str):
+    with pytest.raises(PrepError) as caught:
+        FAMILIES["doge"].arch_config({"model_type": "doge", **changes})
+    assert caught.value.what == what
 
 
 def test_bitnet_rejects_heads_without_the_width_of_their_norm():

@@ -13,7 +13,7 @@ from jax import Array
 
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import make_arch
-from trainer.models.architecture import RelativePositionBias
+from trainer.models.position_bias import RelativePositionBias
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout
 from trainer.nn.kernels import KERNELS

@@ -11,8 +11,8 @@ import pytest
 
 from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import RelativePositionBias
 from trainer.models.errors import UsageError
+from trainer.models.position_bias import RelativePositionBias
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels import attend
 from trainer.nn.kernels.options import AttentionOptions

@@ -15,6 +15,7 @@ from trainer.training.optimizers.weight_decay import WeightDecay
 LATER = {
     "apertus": LATER_FAMILIES["apertus"],
     "gemma4_text": LATER_FAMILIES["gemma4_text"] | GEMMA4_EXPERTS,
+    **{name: LATER_FAMILIES[name] for name in ("diffllama", "doge", "gpt_neox_japanese")},
 }
 CONFIGS = {"llama": LLAMA, "gpt_neo": GPT_NEO, **FAMILY_CONFIGS, **HYBRID_FAMILIES, **LATER}
 # The Trainer finds norms by their names, and misses this one.
