@@ -17,6 +17,7 @@ In braces, and in the terms:
 - `{a}`: the index of `a` is the number in the name.
 - `{a b=1}`: the number is the merged index of two atoms. A term `b=1` fixes its atom at one index.
 - `{a@list}`: `a` counts through the index list `list` of the sizes.
+- `{a of k v}`: the name has the words `k` and `v` in place of numbers. The size of `a` is their count.
 
 If an atom in braces is missing on the left side, there is one leaf per index of it.
 
@@ -155,11 +156,18 @@ class NamePattern:
         index_list: Name of the list of the numbers in the tensor names, or "".
         numbers: The numbers in the tensor names, if the axis map has its own list. The sizes then
             have no entry for the atom.
+        words: Words in place of numbers, likewise.
     """
 
     terms: tuple[Term, ...]
     index_list: str = ""
     numbers: tuple[int, ...] = ()
+    words: tuple[str, ...] = ()
+
+    @property
+    def has_own_size(self) -> bool:
+        """Whether the size of the atom is the length of a list, and not in the sizes of the model."""
+        return bool(self.index_list or self.numbers or self.words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,15 +231,15 @@ class TensorIndex:
 
     Attributes:
         factors: Atoms in the braces, outermost first. Their indices form one merged index.
-        listed_indices: Number in the name for each merged index. Empty if the merged index is the
-            number itself.
+        listed_indices: Number or word in the name for each merged index. Empty if the merged index
+            is the number itself.
     """
 
     factors: tuple[SizedAxis, ...]
-    listed_indices: tuple[int, ...] = ()
+    listed_indices: tuple[int | str, ...] = ()
 
-    def resolve(self, atom_indices: Mapping[str, int]) -> int:
-        """Return the number that replaces the braces in the name.
+    def resolve(self, atom_indices: Mapping[str, int]) -> int | str:
+        """Return the number or word that replaces the braces in the name.
 
         >>> TensorIndex((SizedAxis("layers", 3), SizedAxis("half", 2, fixed=1))).resolve({"layers": 2})
         5
@@ -391,7 +399,7 @@ def bind_row(row: ParsedAxisMap, sizes: Sizes, padded: Mapping[str, int] | None 
         index = _tensor_index(part, lookup)
         name_parts.append(index)
         # In `{a@list}`, `sizes` has no entry for the atom a. Its size is the length of the list.
-        if part.index_list or part.numbers:
+        if part.has_own_size:
             leaf_extents |= {f.atom: f.extent for f in index.factors}
     return AxisMap(
         text=row.text,
@@ -453,15 +461,18 @@ def _uses_index_list(row: ParsedAxisMap, atom: str) -> bool:
     for part in row.name_parts:
         if not isinstance(part, NamePattern):
             continue
-        if (part.index_list or part.numbers) and part.terms[0].atom == atom:
+        if part.has_own_size and part.terms[0].atom == atom:
             return True
     return False
 
 
 def _tensor_index(pattern: NamePattern, lookup: _SizeLookup) -> TensorIndex:
     """Return the values of a placeholder in tensor names, with the sizes of its atoms."""
-    if not (pattern.index_list or pattern.numbers):
+    if not pattern.has_own_size:
         return TensorIndex(lookup.factors(pattern.terms))
+    if pattern.words:
+        axis = SizedAxis(pattern.terms[0].atom, len(pattern.words))
+        return TensorIndex((axis,), pattern.words)
     indices = pattern.numbers or lookup.index_list(pattern.index_list)
     if pattern.numbers and pattern.numbers == tuple(range(len(pattern.numbers))):
         # The numbers are 0, 1, 2, ... and need no list. With a list, a plan would contain the number of every expert
@@ -558,13 +569,13 @@ def _parse_name(text: str, name: str) -> tuple[str | NamePattern, ...]:
 
 def _parse_name_pattern(text: str, content: str) -> NamePattern:
     """Parse the content of one pair of braces, e.g. `layers` or `layers@moe_layers`."""
-    words, _, index_list = content.partition("@")
-    pattern = NamePattern(_parse_terms(text, words), index_list.strip())
-    if not pattern.terms or (
-        pattern.index_list and (len(pattern.terms) != 1 or pattern.terms[0].fixed is not None)
-    ):
+    atoms, _, names = content.partition(" of ")
+    atoms, _, index_list = atoms.partition("@")
+    pattern = NamePattern(_parse_terms(text, atoms), index_list.strip(), words=tuple(names.split()))
+    is_one_free_atom = len(pattern.terms) == 1 and pattern.terms[0].fixed is None
+    if not pattern.terms or (pattern.has_own_size and not is_one_free_atom):
         raise _row_error(
-            text, f"`{{{content}}}` has no atom, or an index list for anything but one free atom"
+            text, f"`{{{content}}}` has no atom, or a list for anything but one free atom"
         )
     return pattern
 
