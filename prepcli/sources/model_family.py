@@ -21,6 +21,7 @@ from trainer.models.registry import FAMILIES, family_of
 from trainer.models.text_part import read_text_part, text_section
 from trainer.models.truncation import (
     later_layers,
+    missing_tensors,
     prediction_tensors,
     tensors_of_all_layers,
     truncate_config,
@@ -174,6 +175,8 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
     if not source.family.is_verbatim and _has_later_layers(source, config, names, layers):
         what = text("{} is not supported for {}", Option("layers"), source.display_name)
         raise PrepError(what, "its config does not state the number of layers", f"edit {CONFIG}")
+    if not source.family.is_verbatim:
+        _check_first_layers_are_stored(source, config)
     kept: list[SourceTensor] = []
     dropped: list[DroppedTensor] = []
     for tensor in source.tensors:
@@ -202,6 +205,15 @@ def _check_layers_have_own_tensors(source: Source) -> None:
     if names:
         what = text("{} is not supported for {}", Option("layers"), source.display_name)
         why = f"{names[0]} has the values of all layers"
+        raise PrepError(what, why, text("convert it without {}", Option("layers")))
+
+
+def _check_first_layers_are_stored(source: Source, truncated: HFConfig) -> None:
+    """Raise PrepError if a model of the first layers needs a tensor that the source does not have."""
+    names = missing_tensors(source.family, source.config, truncated)
+    if names:
+        what = text("{} is not supported for {}", Option("layers"), source.display_name)
+        why = f"the last layer of a model has tensors of its own, and {names[0]} does not exist"
         raise PrepError(what, why, text("convert it without {}", Option("layers")))
 
 
