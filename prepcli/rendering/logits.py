@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 
 from prepcli.console.ui import Report, format_table
-from prepcli.errors import PrepError
+from prepcli.errors import Option, PrepError, text
 from prepcli.operations.results import LogitComparison
 
 HEADER = ("prompt", "KL mean", "KL max", "top 1", "top 5", "logits", "parts at")
@@ -30,7 +30,8 @@ def logits_report(comparison: LogitComparison, columns: int | None) -> Report:
         if comparison.library != "prep":
             second = f"{second} in {comparison.library}"
         what = f"{comparison.checkpoint} does not compute the logits of {second}"
-        error = PrepError(what, f"they differ by up to {largest:.3g}, {limit}")
+        hint = text("{} accepts larger differences", Option("tolerance", "NUMBER"))
+        error = PrepError(what, f"they differ by up to {largest:.3g}, {limit}", hint)
     return Report("\n".join(lines), _fields(comparison), error=error)
 
 
