@@ -420,8 +420,7 @@ class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
         OptionSpec(
             "keep|dequantize",
             "Keep quantised weights, or decode them to bfloat16 or --dtype.",
-            '"keep" (the default) or "dequantize", which decodes quantised weights to bfloat16 or'
-            " `dtype`.",
+            '"keep" (the default) or "dequantize", which decodes quantised weights to bfloat16 or `dtype`.',
             default="keep",
             position=17,
             record=52,
