@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from prepcli.launch import local
 from tests.helpers.job_faults import ROOT, Fault
-from tests.helpers.processes import Change
+from tests.helpers.processes import COMPILATION
 from tests.helpers.waiting import wait_until
 
 DISK_NBYTES = 8 << 20  # size of the small disk. A saved step has 0.7 MB.
@@ -23,6 +28,63 @@ FULL_TMPDIR = (
     'mount -t tmpfs -o size=16k none "$TMPDIR" && cat /dev/zero > "$TMPDIR/filler" 2> /dev/null; exec "$@"',
     "sh",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A difference of one process from the other one of its job.
+
+    Attributes:
+        words: Further words of its command line.
+        env: Further environment variables.
+        prefix: Command that runs it, such as `prlimit --fsize=100000`.
+    """
+
+    words: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    prefix: tuple[str, ...] = ()
+
+
+NO_CHANGE = Change()
+
+
+def start_changed(
+    changes: Mapping[int, Change],
+    *words: str,
+    count: int,
+    devices: int,
+    cwd: Path,
+    env: Mapping[str, str],
+) -> list[subprocess.Popen[bytes]]:
+    """Start `prep WORDS` in `count` processes, some of them changed.
+
+    Args:
+        changes: Change of each changed process, by index.
+        *words: Words of the command line.
+        count: Number of processes.
+        devices: CPU devices of each.
+        cwd: Working folder.
+        env: Additional environment variables.
+    """
+    port = local.free_port()
+    compilation = {name: os.environ[name] for name in COMPILATION if name in os.environ}
+    processes: list[subprocess.Popen[bytes]] = []
+    for index in range(count):
+        change = changes.get(index, NO_CHANGE)
+        variables = local.process_environment(
+            os.environ, index=index, count=count, port=port, devices=devices
+        )
+        processes.append(
+            subprocess.Popen(
+                [*change.prefix, sys.executable, "-m", "prepcli", *words, *change.words],
+                cwd=cwd,
+                env={**variables, **compilation, **env, **change.env},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
+        )
+    return processes
 
 
 def make_differences(folder: Path) -> Iterator[Fault]:
@@ -62,7 +124,8 @@ def make_differences(folder: Path) -> Iterator[Fault]:
     }
     for name, change in changes.items():
         if not change.prefix or shutil.which(change.prefix[0]):
-            yield Fault(name, "", 0 if " 0 " in name else 1, change=change)
+            victim = 0 if " 0 " in name else 1
+            yield Fault(name, "", victim, start=partial(start_changed, {victim: change}))
         else:
             print(f"{name}: {change.prefix[0]} is not installed", flush=True)
 

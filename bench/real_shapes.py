@@ -4,7 +4,7 @@
     python -m bench.real_shapes --work FOLDER gpt-oss-120b --mesh 1,8,1 --quantized dequantize
 
 The table has CPU seconds and the peak of anonymous memory of both commands, for the first of the meshes with a plan: an
-index has at most 2,097,152 chunks, and a chunk has at most one expert.
+index has at most 2,097,152 chunks.
 
 transformers gives the names and shapes of the tensors. Weights of fp8 and MXFP4 models are stored with their scales, as
 published. The files take no disk. Needs the `parity` extra.

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from prepcli.operations.inspection_options import (
         ChainOptions,
         LockOptions,
+        LogitsOptions,
         PlanOptions,
         RoundtripOptions,
         VerifyOptions,
@@ -66,8 +67,10 @@ if TYPE_CHECKING:
         Generation,
         Inspection,
         LockedModel,
+        LogitComparison,
         NewTokens,
         OldAndNew,
+        PromptComparison,
         Roundtrip,
         RoundtripWay,
         RunsReport,
@@ -85,6 +88,7 @@ if TYPE_CHECKING:
     from prepcli.operations.towers_options import TowersOptions
     from prepcli.operations.train import train
     from prepcli.operations.verify import verify
+    from prepcli.operations.verify_logits import verify_logits
     from prepcli.planning.plan import Plan
 
     __version__: str
@@ -109,6 +113,8 @@ __all__ = [
     "LayoutOptions",
     "LockOptions",
     "LockedModel",
+    "LogitComparison",
+    "LogitsOptions",
     "MergeOptions",
     "ModuleOptions",
     "NewRowOptions",
@@ -121,6 +127,7 @@ __all__ = [
     "PlanOptions",
     "PrepError",
     "Progress",
+    "PromptComparison",
     "RemoveTokensOptions",
     "RerunOptions",
     "ReshardOptions",
@@ -166,6 +173,7 @@ __all__ = [
     "train",
     "verify",
     "verify_chain",
+    "verify_logits",
 ]
 
 _MODULES = {
@@ -192,6 +200,7 @@ _MODULES = {
     "prepcli.operations.inspection_options": (
         "ChainOptions",
         "LockOptions",
+        "LogitsOptions",
         "PlanOptions",
         "RoundtripOptions",
         "VerifyOptions",
@@ -209,8 +218,10 @@ _MODULES = {
             "Generation",
             "Inspection",
             "LockedModel",
+            "LogitComparison",
             "NewTokens",
             "OldAndNew",
+            "PromptComparison",
             "Roundtrip",
             "RoundtripWay",
             "RunsReport",
@@ -236,6 +247,7 @@ _MODULES = {
     "prepcli.operations.save_params": ("save_params",),
     "prepcli.operations.train": ("train",),
     "prepcli.operations.verify": ("verify",),
+    "prepcli.operations.verify_logits": ("verify_logits",),
     "prepcli.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
     "prepcli.planning.plan": ("Plan",),
 }

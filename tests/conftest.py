@@ -9,8 +9,13 @@ import pytest
 from hypothesis import settings
 
 # The time of an example depends on the load of the machine, so no example has a deadline.
-settings.register_profile("prep", deadline=None)
+settings.register_profile("prep", deadline=None, max_examples=40)
+# Before a release: `--hypothesis-profile=release`.
+settings.register_profile("release", deadline=None)
 settings.load_profile("prep")
+
+# Collections of garbage take a quarter of the time of the imports, and find nothing.
+gc.disable()
 
 # Allocations between two garbage collections. At the default of 700, collections take 5 % of the
 # time of traces by JAX.
@@ -35,3 +40,4 @@ def pytest_collection_finish() -> None:
     """Collect garbage less often, and never the objects of the imported packages."""
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY, 20, 20)
+    gc.enable()

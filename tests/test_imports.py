@@ -107,11 +107,13 @@ COMPUTES = {
             "harness_model",
             "load_params",
             "model_files",
+            "model_outputs",
             "open_params",
             "save_params",
             "target_metrics",
             "token_stream",
             "train",
+            "verify_logits",
         )
     ),
     "prepcli.operations.env",

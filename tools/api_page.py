@@ -37,6 +37,7 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.export": "",
     "prepcli.operations.merge": "",
     "prepcli.operations.verify": "Check",
+    "prepcli.operations.verify_logits": "",
     "prepcli.operations.lock": "",
     "prepcli.operations.chain": "",
     "prepcli.operations.roundtrip": "",

@@ -1,11 +1,11 @@
-"""Count the functions of a command: `python -m tools.trace [--tree] [--callers FUNCTION] prep COMMAND ...`.
+"""Count the functions of a command: `python -m tools.trace [--tree] [--packages] [--deepest] prep COMMAND ...`.
 
 The command runs in this process. Only functions of `prepcli` and `trainer` count, in all threads. The bodies of
 modules, classes and comprehensions are left out. Workers and other processes are not seen.
 
     $ python -m tools.trace --tree prep save-init models/tiny --out models/tiny-init --mesh 1,2,1
     ...
-    694 functions in 119 modules, 22 frames deep
+    708 functions in 117 modules, 22 frames deep
 """
 
 from __future__ import annotations
@@ -127,6 +127,15 @@ def tree_lines(root: Call) -> Iterator[str]:
         yield f"{'  ' * (depth - 1)}{call.count} x {call.function}"
 
 
+def count_by_package(root: Call) -> dict[str, int]:
+    """Return the number of distinct functions of each package, e.g. `prepcli.engine`, the largest number first."""
+    counts: dict[str, int] = {}
+    for function in {call.function for _, call in root.walk()}:
+        package = ".".join(function.split(".")[:2])
+        counts[package] = counts.get(package, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
 def count_callers(root: Call, function: str) -> dict[str, int]:
     """Return the number of calls of a function by each caller. The root of a thread has the caller ``.
 
@@ -166,6 +175,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tools.trace", description=__doc__)
     parser.add_argument("--tree", action="store_true", help="print the call tree with counts")
     parser.add_argument("--deepest", action="store_true", help="print the deepest stack")
+    parser.add_argument("--packages", action="store_true", help="print the functions per package")
     parser.add_argument("--callers", metavar="FUNCTION", help="print the callers of a function")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="prep COMMAND ...")
     options = parser.parse_args(args)
@@ -176,6 +186,9 @@ def main(args: Sequence[str] | None = None) -> int:
         print(*tree_lines(tracer.root), sep="\n")
     if options.deepest:
         print(*deepest_stack(tracer.root), sep="\n")
+    if options.packages:
+        for package, count in count_by_package(tracer.root).items():
+            print(f"{count} in {package}")
     if options.callers:
         for caller, count in count_callers(tracer.root, options.callers).items():
             print(f"{count} x {caller or 'a thread'}")

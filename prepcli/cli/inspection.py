@@ -20,6 +20,7 @@ from prepcli.operations.inspection_options import (
     ChainCommandOptions,
     LockArguments,
     LockOptions,
+    LogitsCommandOptions,
     RoundtripArguments,
     RoundtripOptions,
     VerifyOptions,
@@ -38,13 +39,14 @@ def verify(
     *,
     options: Annotated[VerifyOptions, Omit("step")],
     chain_options: ChainCommandOptions,
+    logits_options: LogitsCommandOptions,
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
     """Compare every bit with the manifest or with another checkpoint.
 
     With --chain, prove by digests from which checkpoints an output was made. --lock is then
-    the lock of the first one.
+    the lock of the first one. With --logits, compare what both models compute.
 
     Examples:
       prep verify gpt-neo-1.3B-padded-init
@@ -52,17 +54,30 @@ def verify(
       prep verify gpt-neo-1.3B-bf16 gpt-neo-1.3B --tolerance 1e-2
       prep verify gpt-neo-1.3B-padded --accept generation_config.json
       prep verify my-run-hf --chain --lock gpt-neo-1.3B.lock.json
+      prep verify gpt-neo-1.3B-bf16 gpt-neo-1.3B --logits --tolerance 0.1
+      prep verify ./my-model --logits --library transformers
     """
     from prepcli.operations.chain import chain_options_of, check_chain_command, verify_chain
     from prepcli.operations.verify import verify as run
+    from prepcli.operations.verify_logits import (
+        check_logits_command,
+        logits_options_of,
+        verify_logits,
+    )
     from prepcli.rendering.chain import chain_report
+    from prepcli.rendering.logits import logits_report
     from prepcli.rendering.verification import verification_report
 
     ui = output_options.open_console("verify", progress)
     check_chain_command(against, options, chain_options)
+    check_logits_command(options, logits_options, chain_options)
     if chain_options["chain"]:
         chain = verify_chain(checkpoint, progress=ui, **chain_options_of(options, chain_options))
         return ui.finish(chain_report(chain, ui.columns))
+    if logits_options["logits"]:
+        selected = logits_options_of(options, logits_options)
+        comparison = verify_logits(checkpoint, against, progress=ui, **selected)
+        return ui.finish(logits_report(comparison, ui.columns))
     result = run(checkpoint, against, progress=ui, **options)
     return ui.finish(verification_report(result, ui))
 
@@ -144,6 +159,7 @@ def inspect(
       prep inspect gpt-neo-1.3B-init --tree
       prep inspect ./llama-13b '*.q_proj.*' --stats
       prep inspect gpt-neo-1.3B-init --shards embed.tokens --mesh 1,2,4
+      prep inspect gpt-neo-1.3B-init --html page.html
     """
     from prepcli.operations.inspect import (
         check_view,
@@ -152,6 +168,7 @@ def inspect(
         shard_leaf,
     )
     from prepcli.rendering.inspection import (
+        page_report,
         shape_comparison_report,
         shards_report,
         tensors_report,
@@ -159,14 +176,33 @@ def inspect(
 
     ui = output_options.open_console("inspect", progress)
     check_view(pattern, view)
+    if view["html"] is not None:
+        from prepcli.operations.inspect_page import write_page
+
+        page = Path(view["html"])
+        written = write_page(checkpoint, page, ui, options, pattern=pattern, view=view)
+        return ui.finish(page_report(written, ui))
     if view["shards"] is not None:
-        leaf = shard_leaf(checkpoint, ui, options, leaf_name=view["shards"], mesh_text=view["mesh"])
+        leaf = shard_leaf(
+            checkpoint,
+            ui,
+            options,
+            leaf_name=view["shards"],
+            mesh_text=view["mesh"],
+            dequantize=view["quantized"] == "dequantize",
+        )
         return ui.finish(shards_report(leaf))
     if view["diff"] is not None:
         comparison = compare_shapes(checkpoint, view["diff"], ui, options, pattern=pattern)
         return ui.finish(shape_comparison_report(comparison, ui))
     selected = select_tensors(
-        checkpoint, ui, options, pattern=pattern, sort=view["sort"], stats=view["stats"]
+        checkpoint,
+        ui,
+        options,
+        pattern=pattern,
+        sort=view["sort"],
+        stats=view["stats"],
+        dequantize=view["quantized"] == "dequantize",
     )
     return ui.finish(tensors_report(selected, ui, tree=view["tree"]))
 

@@ -21,6 +21,8 @@ from prepcli.planning.tensors import CastEntry, itemsize
 
 # Values per step: the temporary arrays of a step fit a core's cache.
 BLOCK_VALUES = 1 << 14
+# Digest of the written bytes and the six counts of a `StreamDigest` as text
+NUM_CAST_FIELDS = 7
 # 2^-149 and 2^-1074, the smallest numbers above 0
 SMALLEST_SUBNORMAL = {"f": np.float32(1e-45), "d": np.float64(5e-324)}
 
@@ -62,13 +64,22 @@ class StreamDigest:
 
     Attributes:
         read: Digest of the bytes that were read.
-        written: Digest of the written bytes. It differs from `read` only after a cast or a low-rank update.
+        written: Digest of the written bytes. It differs from `read` only after a cast, a low-rank update or a scale.
         counts: Counts of the changed values, or None if no value can change.
+        unscaled: Digest of the values before a scale, or empty without one.
+        lost: Number of values that the way back of a scale does not return.
     """
 
     read: str
     written: str
     counts: CastCounts | None = None
+    unscaled: str = ""
+    lost: int = 0
+
+    @property
+    def recorded(self) -> str:
+        """Digest of the tensor for the manifest. It does not depend on the scale of a layout."""
+        return self.unscaled or self.written
 
     def __str__(self) -> str:
         """Return the digests as one word, as journals store them. `parse_stream_digest` parses it."""
@@ -76,7 +87,10 @@ class StreamDigest:
             return self.read
         # The hexadecimal form of a float is exact, so that a resumed run reports the same error.
         *numbers, worst = dataclasses.astuple(self.counts)
-        return ":".join([self.read, self.written, *map(str, numbers), float(worst).hex()])
+        words = [self.read, self.written, *map(str, numbers), float(worst).hex()]
+        if self.unscaled:
+            words += [self.unscaled, str(self.lost)]
+        return ":".join(words)
 
 
 def parse_stream_digest(text: str) -> StreamDigest:
@@ -84,7 +98,12 @@ def parse_stream_digest(text: str) -> StreamDigest:
     read, *cast_fields = text.split(":")
     if not cast_fields:
         return StreamDigest(read, read)
-    written, *numbers, worst = cast_fields
+    written, *numbers, worst = cast_fields[:NUM_CAST_FIELDS]
+    unscaled = ""
+    lost = 0
+    if len(cast_fields) > NUM_CAST_FIELDS:
+        unscaled = cast_fields[NUM_CAST_FIELDS]
+        lost = int(cast_fields[NUM_CAST_FIELDS + 1])
     values, changed, overflowed, underflowed, nan = map(int, numbers)
     counts = CastCounts(
         values=values,
@@ -94,7 +113,7 @@ def parse_stream_digest(text: str) -> StreamDigest:
         nan=nan,
         worst=float.fromhex(worst),
     )
-    return StreamDigest(read, written, counts)
+    return StreamDigest(read, written, counts, unscaled, lost)
 
 
 class ValueTransform(ABC):
@@ -132,6 +151,10 @@ class ValueTransform(ABC):
     def digest(self) -> str:
         """Return the digest of all changed bytes so far."""
         return self._state.hexdigest()
+
+    def stream_digest(self, read: str) -> StreamDigest:
+        """Return the digests of a completed stream. `read` is the digest of the bytes that were read."""
+        return StreamDigest(read, self.digest(), self.counts)
 
     @abstractmethod
     def _change_values(self, values: np.ndarray, out: np.ndarray) -> None:
@@ -211,15 +234,16 @@ def report_casts(
 
     Returns:
         One entry per pair of dtypes, with the numbers of tensors and values. With `digests` also the cast counts.
-        Entries of updates have `update`.
+        Entries of updates have `update`. Entries of scales have `sqrt`, and their counts are of the way back.
     """
-    groups: dict[tuple[str, str, bool], list[int]] = {}
+    groups: dict[tuple[str, str, bool, int], list[int]] = {}
     for number, stream in enumerate(streams):
         if stream.is_changed:
-            kind = (stream.dtype, stream.written_dtype, bool(stream.update))
+            root = stream.scale.number if stream.scale else 0
+            kind = (stream.dtype, stream.written_dtype, bool(stream.update), root)
             groups.setdefault(kind, []).append(number)
     entries: list[CastEntry] = []
-    for (source, target, is_update), numbers in groups.items():
+    for (source, target, is_update, root), numbers in groups.items():
         names = {streams[number].name for number in numbers}
         values = sum(streams[number].nbytes for number in numbers) // itemsize(source)
         entry: CastEntry = {"from": source, "to": target, "tensors": len(names), "values": values}
@@ -231,6 +255,8 @@ def report_casts(
                 "tensors": len(names),
                 "values": values,
             }
+        if root:
+            entry["sqrt"] = root
         if digests:
             counts = _total_counts(digests, numbers)
             entry["changed"] = counts.changed
@@ -256,6 +282,8 @@ def format_cast(entry: CastEntry) -> str:
     )
     dtypes = f"{entry['from']} -> {entry['to']}"
     measure = "error"
+    if "sqrt" in entry:
+        dtypes = f"{dtypes} / sqrt({entry['sqrt']}) and back"
     if "update" in entry:
         dtypes = f"adapter added to {entry['to']}"
         measure = "change"

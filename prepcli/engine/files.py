@@ -22,6 +22,7 @@ import numpy.typing as npt
 from prepcli.engine.io_policy import WriteMode, WritePolicy
 from prepcli.engine.linux import allocate
 from prepcli.engine.no_follow import open_no_follow
+from prepcli.engine.sync_files import sync_many
 from prepcli.errors import GET_AGAIN_HINT, RESUME_HINT, DamagedError, Option, PrepError, text
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
 from prepcli.planning.strided_copies import StridedCopy
@@ -30,6 +31,8 @@ from trainer.files.reading import ACCESS_HINT
 ByteArray = npt.NDArray[np.uint8]
 # File descriptors left for other uses.
 RESERVED_DESCRIPTORS = 32
+# More files are opened for each access instead of kept open: an item with one file per chunk may have 10^5.
+MAX_KEPT_FILES = 1000
 # Bytes written to the page cache before their writeback starts.
 BLOCK_NBYTES = 4 << 20
 _Call = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
@@ -75,7 +78,11 @@ class RunReader(Protocol):
 
 
 class Files:
-    """Numbered open files. Each is opened twice: with O_DIRECT for whole pages, and buffered for partial pages."""
+    """Numbered files to read or write.
+
+    Each is open twice: with O_DIRECT for whole pages, and buffered for partial pages. If there are more than
+    `MAX_KEPT_FILES`, each access opens its file, without direct I/O.
+    """
 
     def __init__(self, paths: Sequence[Path], sizes: Sequence[int] | None = None) -> None:
         """Open files for reading, or for writing if `sizes` is given.
@@ -89,6 +96,7 @@ class Files:
         """
         self.paths = tuple(paths)
         self._sizes = tuple(sizes or ())
+        # Empty if each access opens its file.
         self._buffered: list[int] = []
         # -1 for a file without direct I/O
         self._direct: list[int] = []
@@ -96,14 +104,23 @@ class Files:
         self._unsynced: set[int] = set()
         self._unsynced_lock = threading.Lock()  # another thread may sync
         self._write_error: PrepError | None = None
+        self._is_kept_open = len(self.paths) <= MAX_KEPT_FILES
+        # Device and inode of each file that is not kept open.
+        self._identities: list[tuple[int, int]] = []
         flags = os.O_RDONLY if sizes is None else os.O_WRONLY | os.O_CREAT
-        _raise_open_file_limit(2 * len(self.paths))
+        if self._is_kept_open:
+            _raise_open_file_limit(2 * len(self.paths))
         try:
             for i, path in enumerate(self.paths):
                 self._open_file(path, flags, None if sizes is None else sizes[i])
+                if not self._is_kept_open:
+                    self._identities.append(_file_identity(self._buffered[0]))
+                    self.close()
         except BaseException:
             self.close()
             raise
+        if not self._is_kept_open:
+            self._direct = [-1] * len(self.paths)
         self.policy = WritePolicy(sum(self._sizes), has_direct=any(fd >= 0 for fd in self._direct))
 
     def _open_file(self, path: Path, flags: int, size: int | None) -> None:
@@ -119,7 +136,8 @@ class Files:
                 if os.fstat(fd).st_size != size:
                     allocate(fd, size)
             self._buffered.append(fd)
-            self._direct.append(self._track_descriptor(_open_direct(path, direct_flags)))
+            if self._is_kept_open:
+                self._direct.append(self._track_descriptor(_open_direct(path, direct_flags)))
         except OSError as error:
             raise io_error(path, error) from error
 
@@ -127,6 +145,28 @@ class Files:
         """Register a descriptor for `close`, and return it."""
         self._descriptors.append(fd)
         return fd
+
+    def _acquire(self, file: int) -> int:
+        """Return a buffered descriptor of a file. `_release` ends its use. Raise PrepError if it cannot be opened."""
+        if self._is_kept_open:
+            return self._buffered[file]
+        path = self.paths[file]
+        try:
+            if self._sizes:
+                fd = open_no_follow(path, os.O_WRONLY)
+            else:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise io_error(path, error) from error
+        if _file_identity(fd) != self._identities[file]:
+            os.close(fd)
+            raise _replaced_error(path)
+        return fd
+
+    def _release(self, fd: int) -> None:
+        """Close a descriptor of `_acquire`, unless the file is kept open."""
+        if not self._is_kept_open:
+            os.close(fd)
 
     def __enter__(self) -> Files:
         return self
@@ -152,18 +192,17 @@ class Files:
         """Raise PrepError if a written file was replaced, removed or resized by another process."""
         # A rename over the path leaves the open file without a name. Its bytes would be lost,
         # although every write succeeds.
-        for path, fd, size in zip(self.paths, self._buffered, self._sizes):
+        for file, (path, size) in enumerate(zip(self.paths, self._sizes)):
             try:
-                opened_stat = os.fstat(fd)
-                path_stat = path.stat()
+                status = path.stat()
+                if self._is_kept_open:
+                    identity = _file_identity(self._buffered[file])
+                else:
+                    identity = self._identities[file]
             except OSError as error:
                 raise io_error(path, error) from error
-            if not os.path.samestat(opened_stat, path_stat) or opened_stat.st_size != size:
-                raise PrepError(
-                    f"{path} was changed by another program",
-                    "while prep wrote to it",
-                    text("start again with {}", Option("restart", True)),
-                )
+            if (status.st_dev, status.st_ino) != identity or status.st_size != size:
+                raise _replaced_error(path)
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
         """Read one run, i.e. one contiguous byte range.
@@ -250,7 +289,7 @@ class Files:
             self._transfer_all(
                 os.pwritev, file, False, data[start:stop], offset + start, stop - start
             )
-            if is_long:
+            if is_long and self._is_kept_open:
                 self.policy.writeback.start(self._buffered[file], offset + start, stop - start)
             start = stop
 
@@ -296,7 +335,24 @@ class Files:
         self, call: _Call, file: int, is_paged: bool, data: ByteArray, offset: int, nbytes: int
     ) -> None:
         """Repeat a system call until `nbytes` bytes are transferred."""
-        fd = self._buffered[file]
+        buffered_fd = self._acquire(file)
+        try:
+            self._transfer_with(call, file, buffered_fd, is_paged, data, offset, nbytes)
+        finally:
+            self._release(buffered_fd)
+
+    def _transfer_with(
+        self,
+        call: _Call,
+        file: int,
+        buffered_fd: int,
+        is_paged: bool,
+        data: ByteArray,
+        offset: int,
+        nbytes: int,
+    ) -> None:
+        """Transfer `nbytes` bytes with the direct descriptor of a file, or with `buffered_fd`. See `_transfer_all`."""
+        fd = buffered_fd
         if is_paged and self._direct[file] >= 0:
             fd = self._direct[file]
         done = 0
@@ -305,10 +361,10 @@ class Files:
             try:
                 count = call(fd, [view[done:]], offset + done)
             except OSError as error:
-                if error.errno == errno.EINVAL and fd != self._buffered[file]:
+                if error.errno == errno.EINVAL and fd != buffered_fd:
                     # Some file systems reject direct I/O only now. The direct descriptor stays open: another thread
                     # may be using it.
-                    fd = self._direct[file] = self._buffered[file]
+                    fd = self._direct[file] = buffered_fd
                     continue
                 raise io_error(self.paths[file], error) from error
             if count <= 0:
@@ -318,9 +374,9 @@ class Files:
                     GET_AGAIN_HINT,
                 )
             done += count
-            if done < nbytes and fd != self._buffered[file] and (offset + done) % PAGE:
+            if done < nbytes and fd != buffered_fd and (offset + done) % PAGE:
                 # A short count ended inside a page, and direct I/O cannot go on from there.
-                fd = self._buffered[file]
+                fd = buffered_fd
 
     def sync(self) -> None:
         """Make all written bytes durable.
@@ -333,14 +389,34 @@ class Files:
         with self._unsynced_lock:
             unsynced = self._unsynced
             self._unsynced = set()
-        for file in sorted(unsynced):
-            fd = self._buffered[file]
-            try:
-                os.fdatasync(fd)
-            except OSError as error:
-                self._write_error = io_error(self.paths[file], error)
-                raise self._write_error from error
+        sync_many(self._sync_file, sorted(unsynced))
+
+    def _sync_file(self, file: int) -> None:
+        """Make the written bytes of one file durable. Raises PrepError."""
+        fd = self._acquire(file)
+        try:
+            os.fdatasync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            self._write_error = io_error(self.paths[file], error)
+            raise self._write_error from error
+        finally:
+            self._release(fd)
+
+
+def _replaced_error(path: Path) -> PrepError:
+    """Return the error for a file at a path that another program changed."""
+    return PrepError(
+        f"{path} was changed by another program",
+        "while prep wrote to it",
+        text("start again with {}", Option("restart", True)),
+    )
+
+
+def _file_identity(fd: int) -> tuple[int, int]:
+    """Return the device and the inode of an open file."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def _raise_open_file_limit(count: int) -> None:

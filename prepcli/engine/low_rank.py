@@ -15,6 +15,7 @@ import xxhash
 from prepcli.engine.casts import StreamCast, ValueTransform, count_changes
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
+from prepcli.engine.scales import StreamScale
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.planning.plan import Stream
@@ -39,9 +40,11 @@ def matrix_nbytes(streams: Sequence[Stream]) -> int:
 
 
 def value_change(stream: Stream, source: RunReader) -> ValueTransform | None:
-    """Return the change of a stream's values: an update, a cast, or None to keep them."""
+    """Return the change of a stream's values: an update, a scale, a cast, or None to keep them."""
     if stream.update:
         return StreamUpdate(stream, source)
+    if stream.scale:
+        return StreamScale(stream.dtype, stream.written_dtype, stream.scale)
     if stream.cast_to:
         return StreamCast(stream.dtype, stream.cast_to)
     return None

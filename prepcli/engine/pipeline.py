@@ -384,7 +384,7 @@ class Pipeline:
         digest = self.hash_state.hexdigest()
         self.hash_state.reset()
         if self.change:
-            return StreamDigest(digest, self.change.digest(), self.change.counts)
+            return self.change.stream_digest(digest)
         return StreamDigest(digest, digest)
 
     def _checksum_and_write(self, task: _SlabTask) -> None:

@@ -49,6 +49,32 @@ class _ByteRange(NamedTuple):
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _DataFiles:
+    """Names of data files, and the size from which a file is full.
+
+    Attributes:
+        chunk_paths: Path of the file of each chunk, in the order of compression. None for files of many chunks.
+    """
+
+    chunk_paths: Sequence[str] | None
+
+    @property
+    def full_nbytes(self) -> int:
+        """Size from which a file is full. A file of one chunk is full after its first byte."""
+        if self.chunk_paths is None:
+            return FILE_NBYTES
+        return 1
+
+    def path(self, number: int) -> str:
+        """Return the path of a data file, relative to the item."""
+        if self.chunk_paths is not None:
+            return self.chunk_paths[number]
+        # OCDBT names a data file by 32 hexadecimal digits.
+        name = hashlib.md5(f"prep packed file {number}".encode(), usedforsecurity=False)
+        return f"d/{name.hexdigest()}"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CompressedChunks:
     """Locations of compressed chunks, in the order of the raw chunks.
@@ -97,6 +123,7 @@ def compress_chunks(
     journal: Path,
     level: int,
     progress: Progress,
+    chunk_paths: Sequence[str] | None = None,
 ) -> CompressedChunks:
     """Compress raw chunks into data files of an item, in the order of their locations.
 
@@ -109,6 +136,8 @@ def compress_chunks(
         journal: Path of the journal of durable chunks.
         level: Compression level of zstd.
         progress: Receives the number of compressed raw bytes.
+        chunk_paths: Path of the file of each chunk, in the order of `chunks`. None to write chunks one after another
+            into files in `d/`.
 
     Returns:
         The compressed locations.
@@ -121,8 +150,10 @@ def compress_chunks(
     # `chunks`: order [2, 0, 1] means that the first compressed chunk is chunk 2.
     table = _chunk_table(chunks)
     order = _storage_order(table)
-    (folder / "d").mkdir(parents=True, exist_ok=True)
-    compressor = _Compressor(table[order], raw_files, folder, journal, level)
+    data_files = _DataFiles(None)
+    if chunk_paths is not None:
+        data_files = _DataFiles([chunk_paths[number] for number in map(int, order)])
+    compressor = _Compressor(table[order], raw_files, folder, journal, level, data_files)
     durable_chunks = compressor.chunks[: len(compressor.lengths)]
     progress.begin("compress", int(table[:, 2].sum()), int(durable_chunks[:, 2].sum()))
     try:
@@ -131,9 +162,9 @@ def compress_chunks(
         progress.end()
         compressor.close()
     places = np.empty_like(table)
-    places[order] = _chunk_places(compressor.lengths)
+    places[order] = _chunk_places(compressor.lengths, data_files)
     sizes = np.bincount(places[:, 0], places[:, 2]).astype(np.int64).tolist()
-    names = tuple(map(_data_file_name, range(len(sizes))))
+    names = tuple(map(data_files.path, range(len(sizes))))
     return CompressedChunks(places, names, tuple(sizes))
 
 
@@ -159,14 +190,21 @@ class _Compressor:
     """A run that compresses chunks into data files and records them in the journal."""
 
     def __init__(
-        self, chunks: _ChunkTable, raw: Sequence[Path], folder: Path, journal: Path, level: int
+        self,
+        chunks: _ChunkTable,
+        raw: Sequence[Path],
+        folder: Path,
+        journal: Path,
+        level: int,
+        data_files: _DataFiles,
     ) -> None:
         self.chunks = chunks
         self.raw_files = raw
         self.folder = folder
         self.journal = journal
         self.level = level
-        self.lengths = _durable_lengths(journal, folder, len(chunks))
+        self.data_files = data_files
+        self.lengths = _durable_lengths(journal, folder, len(chunks), data_files)
         # The digest of the bytes compressed since the last mark.
         self.digest = xxhash.xxh3_128()
         # The descriptor of the data file being written.
@@ -182,14 +220,14 @@ class _Compressor:
         file = 0
         offset = 0
         if marked:
-            last = _ByteRange(*map(int, _chunk_places(self.lengths)[-1]))
+            last = _ByteRange(*map(int, _chunk_places(self.lengths, self.data_files)[-1]))
             file = last.file
             offset = last.offset + last.nbytes
         self._open_data_file(file, offset)
         # Chunks follow each other without gaps, so that lengths alone give all locations.
         for row in self.chunks[marked:]:
             chunk = _ByteRange(*map(int, row))
-            if offset >= FILE_NBYTES:
+            if offset >= self.data_files.full_nbytes:
                 # A line of the journal syncs one file, so the chunks of a full file are recorded before the next file
                 # begins.
                 marked = self._record_progress(marked)
@@ -209,8 +247,9 @@ class _Compressor:
 
     def _open_data_file(self, file: int, nbytes: int) -> None:
         """Open a data file for appending after its first `nbytes` bytes."""
-        path = self.folder / _data_file_name(file)
+        path = self.folder / self.data_files.path(file)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             previous_fd = self.out_fd
             self.out_fd = open_no_follow(path, os.O_WRONLY | os.O_CREAT)
             if previous_fd >= 0:
@@ -292,13 +331,13 @@ class _Compressor:
             self.out_fd = -1
 
 
-def _chunk_places(lengths: Sequence[int]) -> _ChunkTable:
-    """Return [chunks, 3] file, offset and bytes. A new file begins once the last one exceeds FILE_NBYTES."""
+def _chunk_places(lengths: Sequence[int], data_files: _DataFiles) -> _ChunkTable:
+    """Return [chunks, 3] file, offset and bytes. A new file begins once the last one is full."""
     places = np.empty((len(lengths), 3), np.int64)
     file = 0
     offset = 0
     for position, nbytes in enumerate(lengths):
-        if offset >= FILE_NBYTES:
+        if offset >= data_files.full_nbytes:
             file += 1
             offset = 0
         places[position] = file, offset, nbytes
@@ -306,7 +345,9 @@ def _chunk_places(lengths: Sequence[int]) -> _ChunkTable:
     return places
 
 
-def _durable_lengths(journal: Path, folder: Path, max_chunks: int) -> list[int]:
+def _durable_lengths(
+    journal: Path, folder: Path, max_chunks: int, data_files: _DataFiles
+) -> list[int]:
     """Return the lengths of the intact chunks in the data files. Truncate the journal after them."""
     # A mark is trusted only if the bytes on disk have its digest. The first one that differs ends the
     # durable part, as the chunks after it begin where its chunks end.
@@ -314,13 +355,15 @@ def _durable_lengths(journal: Path, folder: Path, max_chunks: int) -> list[int]:
     lengths: list[int] = []
     for mark in marks:
         lengths += mark.lengths
-    places = _chunk_places(lengths)
+    places = _chunk_places(lengths, data_files)
     count = 0
     nbytes = 0
     try:
         for mark in marks:
             stop = count + len(mark.lengths)
-            if stop > max_chunks or _compute_digest(folder, places[count:stop]) != mark.digest:
+            if stop > max_chunks:
+                break
+            if _compute_digest(folder, places[count:stop], data_files) != mark.digest:
                 break
             count = stop
             nbytes += mark.nbytes
@@ -331,11 +374,11 @@ def _durable_lengths(journal: Path, folder: Path, max_chunks: int) -> list[int]:
     return lengths[:count]
 
 
-def _compute_digest(folder: Path, places: _ChunkTable) -> str:
+def _compute_digest(folder: Path, places: _ChunkTable, data_files: _DataFiles) -> str:
     """Return the digest of compressed chunks in the data files, which may hold fewer bytes than recorded."""
     state = xxhash.xxh3_128()
     for file, offset, nbytes in places.tolist():
-        path = folder / _data_file_name(file)
+        path = folder / data_files.path(file)
         if not path.exists():
             break
         fd = open_no_follow(path, os.O_RDONLY)
@@ -377,9 +420,3 @@ def _parse_mark(line: bytes) -> _Mark | None:
         case {"lengths": list(lengths), "digest": str(digest)}:
             return _Mark(lengths, digest, len(line) + 1)
     return None
-
-
-def _data_file_name(number: int) -> str:
-    """Return the name of a data file, in the form that OCDBT uses."""
-    name = hashlib.md5(f"prep packed file {number}".encode(), usedforsecurity=False)
-    return f"d/{name.hexdigest()}"

@@ -51,13 +51,13 @@ from prepcli.formats.manifest import (
     foreign_output_error,
     read_manifest,
 )
+from prepcli.formats.ocdbt import OCDBT_MANIFEST
+from prepcli.formats.orbax import METADATA_FILE
 from prepcli.planning import coverage
 from prepcli.planning.plan import Plan
 from prepcli.planning.plan_text import encode_text, iter_text
 from prepcli.planning.slabs import min_buffer_nbytes, split_streams
 from prepcli.sources.source import Source
-
-ITEM_INDEX_FILES = ("_METADATA", "manifest.ocdbt")
 
 
 def plan_digest(plan: Plan) -> str:
@@ -376,7 +376,9 @@ def _is_complete(plan: Plan, out: Path, manifest: Manifest) -> bool:
         sizes_by_path = {file.path: file.size for file in plan.files}
     small_files = [file.path for file in plan.small_files]
     if plan.leaves:
-        small_files += ITEM_INDEX_FILES
+        small_files.append(METADATA_FILE)
+    if plan.leaves and plan.uses_ocdbt:
+        small_files.append(OCDBT_MANIFEST)
     for path, size in sizes_by_path.items():
         data_file = folder / path
         if not data_file.is_file() or data_file.stat().st_size != size:

@@ -26,13 +26,14 @@ from prepcli.formats.manifest import (
     HEADER_KEY,
     MANIFEST_FILE,
     QUANTIZED_KEY,
+    SCALES_KEY,
     SIZE_KEY,
     XXH3_KEY,
     encode_manifest,
 )
-from prepcli.formats.orbax import ArrayMeta
+from prepcli.formats.orbax import ArrayMeta, chunk_file_path
 from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata, write_step_metadata
-from prepcli.planning.manifest_fields import FileRecord, LeafRecord, TensorRecord
+from prepcli.planning.manifest_fields import FileRecord, LeafRecord, ScaleRecord, TensorRecord
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.state_names import PARAMS, qualify, split_name
@@ -84,7 +85,8 @@ def finalize_output(
         if plan.leaves:
             _write_index(plan, stage.folder / plan.item, compressed)
         if plan.item:
-            write_step_metadata(stage.folder, plan.item, newest_source_ns(plan))
+            step = (stage.folder / plan.item).parent
+            write_step_metadata(step, Path(plan.item).name, newest_source_ns(plan))
         for file in plan.small_files:
             _write_small_file(file, stage.folder / plan.item / file.path)
         manifest = _build_manifest(plan, run_identity, digests)
@@ -123,6 +125,7 @@ def _write_index(plan: Plan, folder: Path, compressed: CompressedChunks | None) 
         names,
         now_ns=newest_source_ns(plan),
         zstd_level=plan.zstd_level,
+        uses_ocdbt=plan.uses_ocdbt,
     )
 
 
@@ -186,7 +189,7 @@ def _write_small_file(file: SmallFile, path: Path) -> None:
             why = "its bytes differ from the digest that its manifest records"
             raise DamagedError(f"{file.copied_from} is damaged", why, GET_AGAIN_HINT)
     else:
-        write_no_follow(path, file.content)
+        write_no_follow(path, file.read_content())
 
 
 def _open_without_links(path: str, flags: int) -> int:
@@ -201,6 +204,11 @@ def _open_without_links(path: str, flags: int) -> int:
 
 def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> CompressedChunks:
     data_files = [data_folder(plan, stage.folder) / file.path for file in plan.files]
+    chunk_paths: list[str] | None = None
+    if not plan.uses_ocdbt:
+        chunk_paths = []
+        for chunk in _raw_chunks(plan.leaves):
+            chunk_paths.append(chunk_file_path(plan.leaves[chunk.array].name, chunk.index))
     return compress_chunks(
         _raw_chunks(plan.leaves),
         data_files,
@@ -208,6 +216,7 @@ def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> Compress
         journal=stage.folder / WORK_FOLDER / COMPRESS_JOURNAL,
         level=plan.zstd_level or 0,
         progress=progress,
+        chunk_paths=chunk_paths,
     )
 
 
@@ -240,7 +249,10 @@ def _build_manifest(
     dropped: list[dict[str, object]] = []
     for tensor in plan.dropped:
         name = plan.display_names.get(tensor.name, tensor.name)
-        dropped.append({**asdict(tensor), "name": name})
+        record = {**asdict(tensor), "name": name}
+        if tensor.columns is None:
+            del record["columns"]
+        dropped.append(record)
     manifest: dict[str, object] = {
         **run_identity,
         "command": plan.command,
@@ -250,6 +262,8 @@ def _build_manifest(
     }
     if casts := report_casts(plan.streams, digests):
         manifest["casts"] = casts
+    if scales := _scale_records(plan, digests):
+        manifest[SCALES_KEY] = scales
     manifest |= _tensor_records(plan, digests)
     if QUANTIZED_KEY in manifest:
         manifest[QUANTIZED_KEY] = _quantized_records(manifest)
@@ -262,6 +276,22 @@ def _build_manifest(
         }
     manifest["leaves"] = leaves
     return manifest
+
+
+def _scale_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, ScaleRecord]:
+    """Return the records of the scales of a layout, by the name of the tensor."""
+    records: dict[str, ScaleRecord] = {}
+    for number, stream in enumerate(plan.streams):
+        if stream.scale is None:
+            continue
+        stream_digest = parse_stream_digest(digests[number])
+        records[plan.display_names.get(stream.name, stream.name)] = {
+            "sqrt": stream.scale.number,
+            "significant": stream.scale.significant,
+            "digest": stream_digest.written,
+            "lost": stream_digest.lost,
+        }
+    return records
 
 
 def _quantized_records(manifest: Mapping[str, Any]) -> dict[str, dict[str, object]]:
@@ -301,8 +331,8 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]
         record = records.setdefault(
             name, {"dtype": stream.written_dtype, "shape": stream.shape, "digests": []}
         )
-        written_digest = parse_stream_digest(digests[number]).written
-        record["digests"].append((*stream.rows, written_digest))
+        recorded_digest = parse_stream_digest(digests[number]).recorded
+        record["digests"].append((*stream.rows, recorded_digest))
         if stream.shape:
             # The streams of a tensor come in the order of their rows, so the last one ends with its last row.
             record["shape"] = (stream.rows[1], *stream.shape[1:])

@@ -55,7 +55,7 @@ class StreamReader:
         for number in stream_numbers:
             stream = self.streams[number]
             if stream.reads:
-                streams[number] = replace(stream, writes=(), cast_to="", update=None)
+                streams[number] = replace(stream, writes=(), cast_to="", update=None, scale=None)
         with open_blobs(source.byte_sources, self.budget.cache_nbytes) as opened:
             return self._compute_digests(streams, opened)
 
@@ -95,6 +95,7 @@ def readback_stream(stream: Stream) -> Stream:
         fill=None,
         cast_to="",
         update=None,
+        scale=None,
     )
 
 

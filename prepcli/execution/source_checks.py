@@ -99,14 +99,16 @@ class IntegrityChecker:
         self._plan = plan
         self._source = source
         self._allow_overflow = allow_overflow
-        recorded: dict[tuple[str, int, int], str] = {}
+        # A stream may have some columns of a tensor. A recorded digest is that of whole rows.
+        recorded: dict[tuple[str, tuple[int, ...], int, int], str] = {}
         for tensor in source.all_tensors:
             for low, high, digest in tensor.digests:
-                recorded[tensor.name, low, high] = digest
+                recorded[tensor.name, tensor.shape[1:], low, high] = digest
         self._expected: dict[int, str | None] = {}
         for number, stream in enumerate(plan.streams):
             if stream.reads:
-                self._expected[number] = recorded.get((stream.name, *stream.rows))
+                key = (stream.name, stream.shape[1:], *stream.rows)
+                self._expected[number] = recorded.get(key)
         self._digests: dict[tuple[str, tuple[int, int]], str] = {}
 
     def on_digest(self, number: int, digest_text: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from prepcli.engine.files import io_error
 from prepcli.engine.journal import read_journal
 from prepcli.engine.no_follow import check_not_symlink, read_no_follow
+from prepcli.engine.sync_files import sync_paths
 from prepcli.errors import RERUN_HINT, Option, OutputExistsError, PrepError, text, usage_error
 from prepcli.execution.failure_notes import FAILED_STEM, HEARD_STEM, FailureNotes
 from prepcli.execution.locks import (
@@ -369,11 +370,17 @@ class Staging:
 
     def _sync_files(self) -> None:
         """Sync the files, then the entries of each folder, of the output without its work folder."""
+        files: list[Path] = []
+        folders: list[Path] = []
         for folder, _, names in os.walk(self.folder, topdown=False):
             if self.work in (Path(folder), *Path(folder).parents):
                 continue
-            for name in [*names, "."]:
-                fsync_path(Path(folder, name))
+            files += [Path(folder, name) for name in names]
+            folders.append(Path(folder))
+        sync_paths(files)
+        # A folder comes before the folder that contains it.
+        for folder in folders:
+            fsync_path(folder)
 
     def leave(self) -> None:
         """Record the failure notes and release the locks. This process no longer writes to the folder."""

@@ -19,7 +19,7 @@ from typing import Final, cast
 
 from prepcli.engine.digest import digest
 from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
-from prepcli.formats.orbax import find_item
+from prepcli.formats.orbax import MODEL_ITEMS, find_item
 from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.manifest_fields import (
     PREP_KEYS,
@@ -29,6 +29,7 @@ from prepcli.planning.manifest_fields import (
     MergedAdapter,
     OriginRecord,
     QuantizedRecord,
+    ScaleRecord,
     TensorRecords,
 )
 from prepcli.planning.tensors import ITEM_BITS, CastEntry
@@ -38,6 +39,8 @@ from trainer.models.json_types import HFConfig, JsonObject, JsonValue
 MANIFEST_FILE = "prep-manifest.json"
 # Item of a training step. The step's manifest is in the parent folder.
 STATE_ITEM = "state"
+# Step of a model that prep writes for another trainer.
+EXPORTED_STEP = "0"
 FORMAT_VERSION = 1
 
 FILES_KEY: Final = "files"
@@ -46,6 +49,7 @@ BASE_KEY: Final = "base"
 LORA_KEY: Final = "lora"
 QUANTIZATION_KEY: Final = "quantization"
 QUANTIZED_KEY: Final = "quantized"
+SCALES_KEY: Final = "scales"
 TOWERS_KEY: Final = "towers"
 ORIGIN_KEY: Final = "origin"
 SIZE_KEY: Final = "bytes"
@@ -76,6 +80,7 @@ OPTIONAL_KEYS = {
     DIGEST_KEY: str,
     QUANTIZATION_KEY: dict,
     QUANTIZED_KEY: dict,
+    SCALES_KEY: dict,
 }
 
 
@@ -112,6 +117,11 @@ class Manifest:
     def is_tree(self) -> bool:
         """Return whether the manifest describes an Orbax tree: an init or a training step."""
         return self.kind in KEYS_BY_KIND
+
+    @property
+    def is_for_trainer(self) -> bool:
+        """Return whether the manifest describes an Orbax item in the layout of another trainer."""
+        return self.kind == "hf" and self.leaves is not None and bool(self.leaves)
 
     @property
     def is_training_step(self) -> bool:
@@ -265,6 +275,11 @@ class Manifest:
     def quantized(self) -> Mapping[str, QuantizedRecord]:
         """Records of the decoded weights, by name. Empty if their scales were not kept."""
         return self.fields.get(QUANTIZED_KEY, {})
+
+    @property
+    def scales(self) -> Mapping[str, ScaleRecord]:
+        """Records of the tensors with a scale in the tree of another trainer, by name."""
+        return self.fields.get(SCALES_KEY, {})
 
     @property
     def dropped(self) -> Sequence[Mapping[str, object]]:
@@ -468,6 +483,11 @@ def find_manifest_folder(path: Path) -> Path:
     is_state_of_step = item.name == STATE_ITEM and (item.parent / MANIFEST_FILE).exists()
     if is_state_of_step:
         return item.parent
+    # An export for another trainer is a folder with one step: OUT/0/items and OUT/prep-manifest.json.
+    export = item.parent.parent
+    is_item_of_export = item.name in MODEL_ITEMS and item.parent.name == EXPORTED_STEP
+    if is_item_of_export and (export / MANIFEST_FILE).exists():
+        return export
     return item
 
 
@@ -508,6 +528,21 @@ def _check_manifest(path: Path, fields: JsonObject) -> None:
             raise _damaged_manifest_error(
                 path, f"the record of the quantised {name!r:.60} is invalid"
             )
+    scales = fields.get(SCALES_KEY, {})
+    assert isinstance(scales, dict)
+    for name, record in scales.items():
+        if not _is_scale_record(record):
+            raise _damaged_manifest_error(path, f"the scale of {name!r:.60} is invalid")
+
+
+def _is_scale_record(record: JsonValue) -> bool:
+    """Return whether a record has all keys of a scale, with values in range."""
+    if not isinstance(record, dict):
+        return False
+    number = record.get("sqrt")
+    lost = record.get("lost")
+    is_known = record.get("significant") in ("", "float16", "bfloat16", "float32")
+    return is_known and isinstance(number, int) and number > 0 and isinstance(lost, int)
 
 
 def _check_records(path: Path, records: JsonValue) -> None:

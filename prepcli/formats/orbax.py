@@ -1,8 +1,8 @@
 """Define the layout of an Orbax item, the folder that holds one tree of arrays, for the reader and the writer.
 
-Arrays are stored as zarr v2 in one OCDBT database: a document `NAME/.zarray` and one value `NAME/i.j.k` per chunk,
-where NAME is the path in the tree joined by dots. The writer stores raw chunks in C order, little endian. The last
-chunk of an axis is padded to full size.
+Arrays are stored as zarr v2: a document `NAME/.zarray` and one value `NAME/i.j.k` per chunk, where NAME is the path in
+the tree joined by dots. These are keys of one OCDBT database, or without OCDBT paths of files. The writer stores raw
+chunks in C order, little endian. The last chunk of an axis is padded to full size.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ METADATA_FILE = "_METADATA"
 CHECKPOINT_FILES = {METADATA_FILE, "prep-manifest.json", "recipe.toml"}
 READABLE_SUFFIXES = {".safetensors", ".bin", ".msgpack", ".pt", ".pth"}
 STRINGS_FILE = "_strings.json"
+# Names of the item with the parameters next to items with other state: redco and Tunix.
+PARAMS_ITEMS = ("params", "model_params")
+# Metadata document of an array of zarr v2.
+ZARRAY = ".zarray"
 ZARR_TYPESTRS = {
     "bool": "|b1", "int8": "|i1", "uint8": "|u1",
     "int16": "<i2", "uint16": "<u2", "int32": "<i4", "uint32": "<u4", "int64": "<i8", "uint64": "<u8",
@@ -32,6 +36,9 @@ ZARR_TYPESTRS = {
     "float8_e8m0fnu": "float8_e8m0fnu", "float8_e4m3fnuz": "float8_e4m3fnuz", "float8_e5m2fnuz": "float8_e5m2fnuz",
 }  # fmt: skip
 """dtype -> zarr v2 type string. Names without a NumPy type code are an extension of TensorStore."""
+
+# Names of the item with the parameters in a step of another trainer, for the folders that prep exports.
+MODEL_ITEMS = {"items", "model_params"}
 
 # A str is the key of a dict, an int the index of a list or tuple.
 TreePath = tuple[str | int, ...]
@@ -84,6 +91,11 @@ def chunk_key(index: tuple[int, ...]) -> str:
     return ".".join(map(str, index)) or "0"
 
 
+def chunk_file_path(name: str, index: tuple[int, ...]) -> str:
+    """Return the path of a chunk in an item without OCDBT, e.g. `params.embed/0.3`."""
+    return f"{name}/{chunk_key(index)}"
+
+
 def unravel_chunk_index(grid: tuple[int, ...], chunk_number: int) -> tuple[int, ...]:
     """Return the index of a chunk from its number in C order, like `np.unravel_index`."""
     index = []
@@ -129,7 +141,7 @@ def find_item(path: Path) -> Path | None:
 def _find_item_of_step(step: Path) -> Path | None:
     """Return the item of a step folder.
 
-    The names that Orbax uses come first, then the only item, then `params` next to an optimizer state (redco). A
+    The names that Orbax uses come first, then the only item, then one of `PARAMS_ITEMS` next to an optimizer state. A
     folder with an item and checkpoints of other formats holds several models, and no item is chosen.
     """
     # `default` is Orbax's name for the only item of a CheckpointManager, `state` the name of prep, `items`
@@ -146,7 +158,7 @@ def _find_item_of_step(step: Path) -> Path | None:
             return items[0]
         return None
     for item in items:
-        if item.name == "params":
+        if item.name in PARAMS_ITEMS:
             return item
     return None
 

@@ -61,6 +61,7 @@ class OrbaxItem:
         non_arrays: Leaves other than arrays.
         unlisted_names: Names in the index without a leaf in the tree. Orbax ignores them too.
         metadata_digest: Digest of all metadata of the item.
+        is_remote: Whether the files are placeholders of remote files, which are read without open files.
     """
 
     folder: Path
@@ -72,6 +73,7 @@ class OrbaxItem:
     non_arrays: tuple[OrbaxNonArray, ...]
     unlisted_names: tuple[str, ...]
     metadata_digest: str
+    is_remote: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,11 @@ class _TreeLeaf:
     is_empty: bool
 
 
-def read_item(folder: Path) -> OrbaxItem:
-    """Read and check the metadata of an item. Raise PrepError if it is invalid or its storage is not supported."""
+def read_item(folder: Path, *, is_remote: bool = False) -> OrbaxItem:
+    """Read and check the metadata of an item. Raise PrepError if it is invalid or its storage is not supported.
+
+    With `is_remote`, the data files in the folder are placeholders.
+    """
     for part in folder.absolute().parts:
         if _UNFINISHED_MARK in part:
             raise PrepError(
@@ -140,6 +145,7 @@ def read_item(folder: Path) -> OrbaxItem:
         non_arrays=_read_non_arrays(folder, leaves),
         unlisted_names=tuple(sorted(store.values)),
         metadata_digest=_metadata_digest(folder, documents),
+        is_remote=is_remote,
     )
 
 

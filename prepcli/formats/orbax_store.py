@@ -22,10 +22,10 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.codecs import CRC32C_NBYTES
 from prepcli.formats.ocdbt import ValueLocation
 from prepcli.formats.ocdbt_read import read_ocdbt_index
+from prepcli.formats.orbax import ZARRAY
 from prepcli.formats.untrusted import list_folder, quote_name, read_bytes, stat_file
 from prepcli.formats.zarr import (
     ZARR_JSON,
-    ZARRAY,
     ChunkIndex,
     ZarrArray,
     ZarrSharding,
@@ -68,6 +68,8 @@ class OrbaxStore:
         self._paths: list[str] = []
         self._numbers: dict[str, int] = {}  # file number by path
         self._chunks = 0
+        # Metadata document of each array, if arrays are folders. It is no data file.
+        self._document_paths: dict[str, Path] = {}
         self.values: dict[str, dict[str, StoredValue]] = {}
         if uses_ocdbt:
             values_by_key = self._iter_database()
@@ -108,19 +110,27 @@ class OrbaxStore:
     def _iter_folders(self, names: Iterable[str]) -> Iterator[tuple[str, str, StoredValue]]:
         for name in names:
             folder = resolve_named_path(self.folder, name, f"the tree of {self.folder}")
+            self.values[name] = {}
             for key in _iter_files(folder):
+                if key == self._document:
+                    self._document_paths[name] = folder / key
+                    continue
                 nbytes = stat_file(folder / key).st_size
                 yield name, key, StoredRange(self._file_number(f"{name}/{key}"), 0, nbytes)
 
     def pop_document(self, name: str) -> bytes:
         """Remove the metadata document of an array from its values and return its text."""
+        path = self._document_paths.get(name)
         value = self.values.get(name, {}).pop(self._document, None)
-        if value is None:
+        if path is None and value is None:
             why = f"the tree lists it, but it has no {self._document}"
             raise DamagedError(
                 f"{quote_name(name)} is not in the index of {self.folder}", why, GET_AGAIN_HINT
             )
         try:
+            if path is not None:
+                return _read_document(path)
+            assert value is not None
             return self.read_value(value, MAX_DOCUMENT_NBYTES)
         except ValueError as error:
             raise broken_document_error(quote_name(name), self._document, str(error)) from error
@@ -138,6 +148,14 @@ class OrbaxStore:
         if value.nbytes > max_nbytes or value.offset + value.nbytes > stat_file(path).st_size:
             raise ValueError(f"its {value.nbytes:,} bytes are not in {path}")
         return read_bytes(path, value.offset, value.nbytes)
+
+
+def _read_document(path: Path) -> bytes:
+    """Return the content of a metadata document. Raise ValueError if it is too large."""
+    nbytes = stat_file(path).st_size
+    if nbytes > MAX_DOCUMENT_NBYTES:
+        raise ValueError(f"it has {nbytes:,} bytes, the limit is {MAX_DOCUMENT_NBYTES:,}")
+    return read_bytes(path, 0, nbytes)
 
 
 # A key of zarr 3 has slashes in both parts: `layers/attn/c/0/1` is chunk `c/0/1` of `layers/attn`.

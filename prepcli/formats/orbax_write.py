@@ -1,4 +1,4 @@
-"""Write the metadata of an Orbax item, given chunks in data files: the OCDBT index and Orbax's JSON files.
+"""Write the metadata of an Orbax item, given its chunks: the OCDBT index or `.zarray` files, and Orbax's JSON files.
 
 Neither Orbax nor TensorStore is imported, and no weights are read or written.
 """
@@ -20,8 +20,10 @@ from prepcli.formats.orbax import (
     METADATA_FILE,
     STRINGS_FILE,
     ZARR_TYPESTRS,
+    ZARRAY,
     ArrayMeta,
     OrbaxNonArray,
+    chunk_file_path,
     chunk_key,
     dotted_name,
     find_name_clash,
@@ -67,6 +69,7 @@ def write_item_metadata(
     non_arrays: Sequence[OrbaxNonArray] = (),
     node_nbytes: int = NODE_NBYTES,
     zstd_level: int | None = None,
+    uses_ocdbt: bool = True,
 ) -> None:
     """Write the metadata of an Orbax item over existing data files. The item is also a checkpoint.
 
@@ -82,6 +85,7 @@ def write_item_metadata(
         non_arrays: Leaves other than arrays.
         node_nbytes: Decoded size at which an index node is split.
         zstd_level: Compression level of the chunks. None stores raw chunks.
+        uses_ocdbt: Write an OCDBT index. Otherwise each chunk is a file, with the path of `chunk_file_path`.
 
     Raises:
         PrepError: A leaf cannot be stored, or a chunk is missing, duplicate or of the wrong size. Nothing is written.
@@ -95,8 +99,12 @@ def write_item_metadata(
             missing_index = unravel_chunk_index(table.grid, table.files.index(-1))
             what = f"the index of {table.meta.name} misses chunk {chunk_key(missing_index)}"
             raise PrepError(what, "the plan does not place it", _BUG_HINT)
-    write_ocdbt_index(folder, _iter_entries(tables, file_names, zstd_level), now_ns, node_nbytes)
-    _write_json(folder / METADATA_FILE, _tree_metadata(arrays, non_arrays))
+    if uses_ocdbt:
+        entries = _iter_entries(tables, file_names, zstd_level)
+        write_ocdbt_index(folder, entries, now_ns, node_nbytes)
+    else:
+        _write_array_documents(folder, tables, file_names, zstd_level)
+    _write_json(folder / METADATA_FILE, _tree_metadata(arrays, non_arrays, uses_ocdbt))
     _write_json(folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata(_HANDLER, now_ns))
     texts: dict[str, str] = {}
     for leaf in non_arrays:
@@ -212,6 +220,26 @@ def _chunk_error(
     return PrepError(what, why, _BUG_HINT)
 
 
+def _write_array_documents(
+    folder: Path,
+    tables: Sequence[_ChunkColumns],
+    file_names: Sequence[str],
+    zstd_level: int | None,
+) -> None:
+    """Write the `.zarray` of each array. Raise PrepError if a chunk is not the whole file with its name."""
+    for table in tables:
+        for chunk_number, file in enumerate(table.files):
+            index = unravel_chunk_index(table.grid, chunk_number)
+            path = chunk_file_path(table.meta.name, index)
+            if table.offsets[chunk_number] != 0 or file_names[file] != path:
+                why = f"it is at byte {table.offsets[chunk_number]:,} of {file_names[file]}"
+                raise PrepError(f"chunk {path} has the wrong location", why, _BUG_HINT)
+    for table in tables:
+        # The folder of an array without elements has no chunk yet.
+        (folder / table.meta.name).mkdir(exist_ok=True)
+        write_no_follow(folder / table.meta.name / ZARRAY, encode_zarray(table.meta, zstd_level))
+
+
 def _iter_entries(
     tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
 ) -> Iterator[OcdbtEntry]:
@@ -231,7 +259,7 @@ def _iter_array_entries(
     by_key = sorted((f"{table.meta.name}/".encode(), n) for n, table in enumerate(tables))
     for prefix, n in by_key:
         table = tables[n]
-        yield prefix + b".zarray", encode_zarray(table.meta, zstd_level)
+        yield prefix + ZARRAY.encode(), encode_zarray(table.meta, zstd_level)
         # Keys are sorted as text: chunk 10 comes before chunk 2, in each axis.
         labels: list[list[bytes]] = []
         starts: list[list[int]] = []
@@ -252,7 +280,7 @@ def _iter_array_entries(
 
 
 def _tree_metadata(
-    arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]
+    arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray], uses_ocdbt: bool
 ) -> dict[str, object]:
     """Return the content of the metadata file with the tree's keys and value types."""
     tree: dict[str, object] = {}
@@ -275,7 +303,7 @@ def _tree_metadata(
         }
     return {
         "tree_metadata": tree,
-        "use_ocdbt": True,
+        "use_ocdbt": uses_ocdbt,
         "use_zarr3": False,
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,

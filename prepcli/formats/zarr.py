@@ -12,11 +12,10 @@ from typing import Any
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.codecs import COMPRESSORS, CRC32C
-from prepcli.formats.orbax import ZARR_TYPESTRS
+from prepcli.formats.orbax import ZARR_TYPESTRS, ZARRAY
 from prepcli.formats.untrusted import parse_json, quote_name
 from trainer.models.json_types import JsonObject, JsonValue
 
-ZARRAY = ".zarray"
 ZARR_JSON = "zarr.json"
 RESAVE_HINT = (
     "save it again raw, in Python: import orbax.checkpoint as ocp; "

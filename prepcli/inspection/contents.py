@@ -24,13 +24,20 @@ from prepcli.formats.zarr import ChunkIndex
 from prepcli.planning.plan import Contiguous, Locations, location_copies
 from prepcli.planning.tensors import FileTensor, array_bits, itemsize
 from prepcli.quantized.decoder import Decoder
+from prepcli.quantized.find_weights import QuantizedWeights
 from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.dequantized import (
+    DECODED_DTYPE,
+    DequantizedBlob,
     find_stored_weights,
     model_quantization,
+    not_decodable_error,
+    not_quantized_error,
     quantization_file,
+    without_quantization,
 )
 from prepcli.sources.folders import Kind
+from prepcli.sources.left_over_settings import left_over_remark
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, find_text_part
 from prepcli.sources.openers.dcp_folder import box_locations
@@ -162,15 +169,17 @@ class CheckpointContents:
 
 
 def read_contents(
-    located: LocatedCheckpoint, config_path: Path | None = None
+    located: LocatedCheckpoint, config_path: Path | None = None, *, dequantize: bool = False
 ) -> CheckpointContents:
     """Read the headers or the index of a located checkpoint.
 
     Args:
         located: Result of `locate`.
         config_path: The user's config.json, or a folder with one, if any.
+        dequantize: Return quantised weights decoded, without their scales.
 
     Raises:
+        UsageError: `dequantize` is set, and no weight is quantised.
         PrepError: The checkpoint is broken or not supported.
     """
     local_files = located.local_files
@@ -178,7 +187,11 @@ def read_contents(
     with local_files.rename_in_errors(display_name):
         # Headers and index apart, only this file is read.
         check_local_files(local_files, located.manifest, (CONFIG,))
-        contents = READERS[located.kind](local_files.path, display_name)
+        if located.kind == "orbax":
+            is_remote = local_files.remote is not None
+            contents = _read_orbax(local_files.path, display_name, is_remote=is_remote)
+        else:
+            contents = READERS[located.kind](local_files.path, display_name)
         if config_path is not None:
             hints = SourceHints(config_path)
             config = read_config(hints.resolve_config_path(contents.folder, display_name))
@@ -186,6 +199,8 @@ def read_contents(
         if local_files.remote is not None:
             blobs = local_files.remote.blobs(contents.files, contents.blobs)
             contents = replace(contents, blobs=blobs)
+        if dequantize:
+            return _with_text_part(_decoded(contents))
         return _with_text_part(_with_decoders(contents))
 
 
@@ -206,8 +221,20 @@ def _with_text_part(contents: CheckpointContents) -> CheckpointContents:
 def _with_decoders(contents: CheckpointContents) -> CheckpointContents:
     """Return the contents with the decoders of quantised weights. A fault becomes one of `non_arrays`."""
     settings = model_quantization(contents.config, contents.folder)
+    if not settings and (remark := left_over_remark(contents.folder)):
+        return replace(contents, non_arrays=(*contents.non_arrays, remark))
     if not settings or contents.kind != "safetensors":
         return contents
+    try:
+        weights = _find_weights(contents)
+    except PrepError as error:
+        remark = f"{error.what}: {error.why}"
+        return replace(contents, non_arrays=(*contents.non_arrays, remark))
+    return replace(contents, decoders=weights.decoders)
+
+
+def _find_weights(contents: CheckpointContents) -> QuantizedWeights:
+    """Return the quantised weights of safetensors files."""
     tensors: list[FileTensor] = []
     for entry in contents.entries:
         (stored,) = entry.chunks.values()
@@ -216,17 +243,47 @@ def _with_decoders(contents: CheckpointContents) -> CheckpointContents:
                 entry.name, entry.dtype, entry.shape, stored.file, stored.offset, stored.nbytes
             )
         )
-    try:
-        weights = find_stored_weights(
-            settings,
-            tensors,
-            contents.byte_sources,
-            settings_file=quantization_file(contents.config, contents.folder),
+    return find_stored_weights(
+        model_quantization(contents.config, contents.folder),
+        tensors,
+        contents.byte_sources,
+        settings_file=quantization_file(contents.config, contents.folder),
+    )
+
+
+def _decoded(contents: CheckpointContents) -> CheckpointContents:
+    """Return the contents with decoded weights in place of their codes, and without scales."""
+    if not model_quantization(contents.config, contents.folder):
+        raise not_quantized_error(contents.display_name, contents.folder)
+    if contents.kind != "safetensors":
+        raise not_decodable_error(contents.display_name)
+    weights = _find_weights(contents)
+    blob = DequantizedBlob(
+        contents.display_name, weights.decoders, contents.byte_sources, DECODED_DTYPE
+    )
+    number = len(contents.byte_sources)
+    decoded: dict[str, TensorEntry] = {}
+    for decoder, start in zip(weights.decoders, blob.weight_offsets):
+        nbytes = math.prod(decoder.shape) * itemsize(DECODED_DTYPE)
+        entry = _single_chunk_entry(
+            decoder.name, DECODED_DTYPE, decoder.shape, StoredRange(number, start, nbytes)
         )
-    except PrepError as error:
-        remark = f"{error.what}: {error.why}"
-        return replace(contents, non_arrays=(*contents.non_arrays, remark))
-    return replace(contents, decoders=weights.decoders)
+        codes = decoder.stored[0]
+        stored = StoredRange(codes.file, codes.offset, codes.nbytes)
+        decoded[codes.name] = replace(entry, encoded_first_chunk=stored)
+    stored_names = weights.stored_names | weights.activation_scales
+    entries: list[TensorEntry] = []
+    for entry in contents.entries:
+        if entry.name in decoded:
+            entries.append(decoded[entry.name])
+        elif entry.name not in stored_names:
+            entries.append(entry)
+    return replace(
+        contents,
+        entries=tuple(entries),
+        config=without_quantization(contents.config),
+        blobs=(*contents.byte_sources, blob),
+    )
 
 
 def _read_safetensors(path: Path, display_name: str) -> CheckpointContents:
@@ -281,11 +338,15 @@ def _read_config_if_present(folder: Path) -> HFConfig:
 
 
 def _safetensors_entry(tensor: FileTensor) -> TensorEntry:
-    path = tuple(tensor.name.split(".", MAX_PATH_PARTS - 1))
-    chunks = _single_chunk_table(
-        tensor.shape, StoredRange(tensor.file, tensor.offset, tensor.nbytes)
-    )
-    return TensorEntry(tensor.name, path, tensor.dtype, tensor.shape, tensor.shape, chunks)
+    stored = StoredRange(tensor.file, tensor.offset, tensor.nbytes)
+    return _single_chunk_entry(tensor.name, tensor.dtype, tensor.shape, stored)
+
+
+def _single_chunk_entry(
+    name: str, dtype: str, shape: tuple[int, ...], stored: StoredRange
+) -> TensorEntry:
+    path = tuple(name.split(".", MAX_PATH_PARTS - 1))
+    return TensorEntry(name, path, dtype, shape, shape, _single_chunk_table(shape, stored))
 
 
 def _single_chunk_table(
@@ -438,9 +499,9 @@ def _flax_entry(array: msgpack.MsgpackArray, file: int, offset: int) -> TensorEn
     )
 
 
-def _read_orbax(path: Path, display_name: str) -> CheckpointContents:
-    """Read the contents of an Orbax checkpoint."""
-    item = read_item(find_item(path) or path)
+def _read_orbax(path: Path, display_name: str, *, is_remote: bool) -> CheckpointContents:
+    """Read the contents of an Orbax checkpoint. With `is_remote`, its data files are placeholders."""
+    item = read_item(find_item(path) or path, is_remote=is_remote)
     manifest = read_manifest(find_manifest_folder(item.folder)) or NO_MANIFEST
     blobs, _ = stored_leaves(item)
     blob_of_array = {
@@ -532,6 +593,5 @@ READERS: Mapping[Kind, Callable[[Path, str], CheckpointContents]] = {
     "torch": _read_torch,
     "meta": _read_meta_llama,
     "dcp": _read_dcp,
-    "orbax": _read_orbax,
     "adapter": _read_adapter,
 }

@@ -13,10 +13,12 @@ from prepcli.console.lists import join_names
 from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.inspection.contents import CheckpointContents, TensorEntry
-from prepcli.planning.state_names import PARAMS
+from prepcli.planning.quantization_leaves import is_quantization_leaf
+from prepcli.planning.state_names import PARAMS, TOWERS
 from prepcli.planning.tensor_match import detect_names
 from prepcli.sources.model_family import select_family
 from prepcli.sources.source_hints import SourceHints
+from prepcli.targets.orbax_item import is_tower_leaf
 from trainer.models.axis_map import SizedAxis, bind_row
 from trainer.models.lora import manifest_family
 from trainer.models.parameters import Family, parameter_rows
@@ -58,8 +60,8 @@ def logical_leaves(contents: CheckpointContents) -> dict[str, LogicalLeaf]:
 
 
 def partition_rules(contents: CheckpointContents) -> Sequence[str]:
-    """Return the recorded partition rules of a checkpoint. If its family is unknown, the preset `auto` is added."""
-    if contents.family is None:
+    """Return the recorded partition rules of a checkpoint. Without a family, the preset `auto` is added."""
+    if contents.family is None or _is_kept(contents):
         return with_default_preset(contents.manifest.rules)
     return contents.manifest.rules
 
@@ -106,14 +108,41 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
             if entry is not None:
                 _check_shape(contents, entry, shape)
                 yield LogicalLeaf(leaf_name, dims, axis_map.leaf_shape, entry.dtype)
+    yield from _other_leaves(contents)
+
+
+def _other_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
+    """Yield the leaves of towers, and in an item those of the scales of decoded weights."""
+    for entry in contents.entries:
+        name = _other_leaf_name(contents, entry.name)
+        if name and entry.nbytes:
+            dims = tuple((f"d{axis}",) for axis in range(len(entry.shape)))
+            yield LogicalLeaf(name, dims, entry.shape, entry.dtype)
+
+
+def _other_leaf_name(contents: CheckpointContents, name: str) -> str:
+    """Return the leaf of a tensor of a tower or of scales, or an empty string for other tensors."""
+    if contents.kind == "orbax":
+        is_other = is_tower_leaf(name) or is_quantization_leaf(name)
+        return name if is_other else ""
+    part = contents.text_part
+    if part is None or _is_kept(contents) or name in part.names:
+        return ""
+    return f"{TOWERS}.{name}"
 
 
 def _save_init_family(contents: CheckpointContents) -> Family:
     """Return the family that `save-init` selects for a checkpoint of tensor files."""
-    if contents.text_part is not None:
+    if contents.text_part is not None and not _is_kept(contents):
         return contents.text_part.family
     types = {entry.name: (entry.dtype, entry.shape) for entry in contents.entries}
-    return select_family(contents.config, SourceHints(verbatim=None), types, contents.manifest)
+    hints = SourceHints(verbatim=True if _is_kept(contents) else None)
+    return select_family(contents.config, hints, types, contents.manifest)
+
+
+def _is_kept(contents: CheckpointContents) -> bool:
+    """Return whether codes and scales are kept under the names in their files, in the verbatim family."""
+    return contents.kind == "safetensors" and bool(contents.decoders)
 
 
 def _axis_names(dim: Sequence[SizedAxis]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from prepcli.engine.digest import digest_of_zeros, digest_pieces
 from prepcli.formats.file_records import is_settings_file, record_file
 from prepcli.formats.manifest import NO_MANIFEST, XXH3_KEY, Manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
+from prepcli.formats.torch_dcp import METADATA_FILE
 from prepcli.operations.chain_tokens import ADD, TokenChange
 from prepcli.operations.conversion import PlannedConversion
 from prepcli.option_spec import recorded_words
@@ -56,7 +57,7 @@ RECIPE_CONFIG_KEYS = {
     "max_position_embeddings",
 }
 # Files with other content in each output.
-MADE_FILES = (CONFIG, INDEX_FILE, ADAPTER_CONFIG)
+MADE_FILES = (CONFIG, INDEX_FILE, ADAPTER_CONFIG, METADATA_FILE)
 # Tensors in a reason.
 MAX_NAMES = 3
 
@@ -283,11 +284,12 @@ def _compare_names(
 
 
 def _dropped_names(manifest: Manifest, *, has_rows: bool) -> set[str]:
-    """Return the recorded names of dropped tensors and state slots, or of tensors with dropped rows."""
+    """Return the recorded names of dropped tensors and state slots, or of tensors with dropped rows or columns."""
     names: set[str] = set()
     for entry in manifest.dropped:
         name = entry.get("name")
-        if isinstance(name, str) and (entry.get("rows") is not None) == has_rows:
+        is_part = entry.get("rows") is not None or entry.get("columns") is not None
+        if isinstance(name, str) and is_part == has_rows:
             names.add(name)
     return names
 
@@ -385,8 +387,8 @@ def _file_digests(source: Source) -> dict[str, str]:
         if path.name not in MADE_FILES:
             digests[path.name] = record_file(path).get(XXH3_KEY, "")
     # A GGUF file has its tokenizer in the metadata.
-    for file in source.made_files:
-        digests[Path(file.path).name] = digest_pieces([file.content])
+    for file in source.made_files.files:
+        digests[Path(file.path).name] = digest_pieces([file.read_content()])
     return digests
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.lists import join_names
@@ -25,7 +25,6 @@ from prepcli.execution.workers import (
     ProcessOptions,
     WorkerPool,
 )
-from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
@@ -58,13 +57,16 @@ from prepcli.restore.earlier_checkpoints import note_missing_file_digests
 from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.folders import Access, make_access
+from prepcli.sources.left_over_settings import left_over_remark
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
-from prepcli.sources.locked import apply_lock, pinned_revision
 from prepcli.sources.opening import open_source
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source
 from prepcli.targets.streams import optimizer_nbytes
 from trainer.models.verbatim import CANNOT_TRAIN
+
+if TYPE_CHECKING:
+    from prepcli.formats.lock_file import Lock
 
 UNWRITTEN_SOURCES = "sources are never written to"
 OUT_PLACEHOLDER = "{out}"
@@ -241,12 +243,19 @@ def open_checkpoint(
     lock: Lock | None = None
     revision = common.revision
     if common.lock is not None:
+        # Only conversions with a lock need the models of lock files, which pydantic builds at import.
+        from prepcli.formats.lock_file import read_lock
+        from prepcli.sources.locked import pinned_revision
+
         lock = read_lock(common.lock, common.public_key)
         revision = pinned_revision(checkpoint, revision, lock)
     located = locate(checkpoint, revision, step=common.step, access=access)
     if located.local_files.remote is None:
         # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
         remove_leftover(find_manifest_folder(located.local_files.path))
+    remark = left_over_remark(located.local_files.path)
+    if remark:
+        observer.note(remark)
     verbatim = common.verbatim
     if is_kept and is_quantized(located.local_files.path):
         verbatim = True
@@ -267,6 +276,8 @@ def open_checkpoint(
         raise usage_error(text("{} has no effect", option), why, hint)
     note_missing_file_digests(source.display_name, source.manifest, observer)
     if lock is not None:
+        from prepcli.sources.locked import apply_lock
+
         source = apply_lock(source, lock, str(common.lock), located.local_files.commit)
     return located, use_averaged_params(source) if common.ema else source
 

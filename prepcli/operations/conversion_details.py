@@ -14,7 +14,7 @@ from prepcli.errors import PrepError, join_texts
 from prepcli.execution.execute import plan_digest
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import Manifest
-from prepcli.planning.plan import Plan
+from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.shares import Share
 from prepcli.planning.tensors import CastEntry
 from prepcli.sources.locate import LocatedCheckpoint
@@ -77,15 +77,7 @@ def plan_fields(plan: Plan, source: Source) -> PlanFields:
             # A union of names: a tensor that loses only padding rows is both used and dropped.
             "tensors": len(used | {d.name for d in plan.dropped}),
             "used": len(used),
-            "dropped": [
-                {
-                    "name": names.get(d.name, d.name),
-                    "rows": d.rows,
-                    "bytes": d.nbytes,
-                    "rule": d.rule,
-                }
-                for d in plan.dropped
-            ],
+            "dropped": [_dropped_fields(d, names.get(d.name, d.name)) for d in plan.dropped],
             "filled": [
                 {"name": names.get(s.name, s.name), "rows": list(s.rows), "with": s.fill.kind}
                 for s in plan.streams
@@ -98,6 +90,18 @@ def plan_fields(plan: Plan, source: Source) -> PlanFields:
         "casts": report_casts(plan.streams),
         "not_computed": unsupported_reason,
     }
+
+
+def _dropped_fields(dropped: DroppedTensor, display_name: str) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "name": display_name,
+        "rows": dropped.rows,
+        "bytes": dropped.nbytes,
+        "rule": dropped.rule,
+    }
+    if dropped.columns is not None:
+        fields["columns"] = dropped.columns
+    return fields
 
 
 def result_fields(result: ConversionResult, memory_nbytes: int) -> dict[str, object]:
@@ -149,8 +153,8 @@ def dropped_text(plan: Plan) -> str:
     """Describe the dropped tensors of a plan, by rule."""
     by_rule: dict[str, int] = {}
     for dropped in plan.dropped:
-        # Dropped rows are padding of a tensor that is kept. Only whole tensors count here.
-        if dropped.rows:
+        # Rows and columns are dropped from a tensor that is kept. Only whole tensors count here.
+        if dropped.rows or dropped.columns:
             continue
         by_rule[dropped.rule] = by_rule.get(dropped.rule, 0) + 1
     return ", ".join(f"{count} dropped ({rule})" for rule, count in by_rule.items())

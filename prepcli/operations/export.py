@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -18,7 +17,6 @@ from prepcli.errors import Command, Option, PrepError, join_texts, text, usage_e
 from prepcli.execution.hub_push import parse_push_target
 from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
 from prepcli.formats.safetensors import SUFFIX
-from prepcli.formats.safetensors_layout import split_into_shards
 from prepcli.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
@@ -29,6 +27,16 @@ from prepcli.operations.conversion import (
     run_conversion,
 )
 from prepcli.operations.export_adapter import plan_adapter_export
+from prepcli.operations.export_layouts import (
+    DCP_FORMAT,
+    FORMATS_BY_LAYOUT,
+    HF_LAYOUT,
+    LAYOUT_TITLES,
+    file_format,
+    lay_out_weights,
+    layout_scales,
+    small_files,
+)
 from prepcli.operations.export_quantized import open_original, writes_quantized
 from prepcli.operations.export_towers import no_effect_error, select_parts
 from prepcli.operations.operation import public
@@ -37,7 +45,10 @@ from prepcli.operations.push import check_private, convert_and_push
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.manifest_fields import ManifestFields
-from prepcli.planning.plan import Fill, Locations, OutputFile, Plan, SmallFile
+from prepcli.planning.plan import (
+    Fill,
+    Plan,
+)
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary
@@ -45,13 +56,13 @@ from prepcli.sources.folders import Access
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.requantized import requantize_source
-from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
-from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out_flax_folder, with_tied_head
+from prepcli.sources.source import (
+    Source,
+    match_source_tensors,
+    stored_axis_maps,
+)
+from prepcli.targets.flax_folder import STREAM_FORMAT, with_tied_head
 from prepcli.targets.hf_folder import (
-    header_entries,
-    index_files,
-    lay_out_weight_files,
-    model_files,
     output_config,
 )
 from prepcli.targets.streams import (
@@ -66,18 +77,9 @@ from prepcli.targets.streams import (
 from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.parameters import TreeLayout
 
-# Payloads start at a page boundary, like chunks, so that whole pages are copied.
-PAYLOAD_PAGE_OFFSET = 0
 DEFAULT_SHARD_NBYTES = 5 * 10**9
 # Smaller shard sizes need a unit: `5` means 5 bytes, but the user means 5 GB.
 MIN_UNITLESS_NBYTES = 1 << 20
-HF_LAYOUT = "hf"
-FORMAT_BY_LAYOUT = {HF_LAYOUT: "safetensors", "hf-flax": "msgpack", "easylm": STREAM_FORMAT}
-LAYOUT_TITLES = {
-    HF_LAYOUT: "Hugging Face safetensors",
-    "hf-flax": "Flax msgpack for Hugging Face",
-    "easylm": "EasyLM stream",
-}
 
 
 @public
@@ -164,15 +166,6 @@ def _shard_nbytes(options: ExportOptions) -> int:
     return parse_shard_size(size) if isinstance(size, str) else size
 
 
-@dataclass(frozen=True, slots=True)
-class _WeightFiles:
-    """Layout of the weight files: the files, the locations of each tensor, and the index if there is one."""
-
-    files: tuple[OutputFile, ...]
-    locations: Mapping[str, Locations]
-    index: tuple[SmallFile, ...]
-
-
 def _config_for_layout(
     config: HFConfig, layout: TreeLayout, source: Source, is_tied: bool
 ) -> JsonObject:
@@ -249,11 +242,21 @@ def plan_copy(
     parameters = [t for t in source.tensors if t.name in match.uses or t.name in tied_head]
     tensors = [t.cast(dtype) for t in (*parameters, *source.tower_tensors)]
     row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
-    weight_files = _lay_out_weights(options, source, tensors, row_counts, vocab_rows=vocab_rows)
-    targets = {
-        t.name: TensorTarget(weight_files.locations[t.name], row_counts[t.name], t.dtype)
-        for t in tensors
-    }
+    weight_files = lay_out_weights(
+        options,
+        source,
+        tensors,
+        row_counts,
+        vocab_rows=vocab_rows,
+        shard_nbytes=_shard_nbytes(options),
+    )
+    scales = layout_scales(options, source, tensors)
+    targets: dict[str, TensorTarget] = {}
+    for tensor in tensors:
+        name = tensor.name
+        targets[name] = TensorTarget(
+            weight_files.locations[name], row_counts[name], tensor.dtype, scales.get(name)
+        )
     written_vocabulary = Vocabulary(vocabulary.true_size, vocab_rows)
     config = _written_config(options, source, written_vocabulary, is_tied=match.is_tied)
     base_name = located.model_name
@@ -268,7 +271,8 @@ def plan_copy(
             source, targets, resize=resize, compared=_compared_names(source, match)
         ),
         files=weight_files.files,
-        small_files=model_files(source, config, weight_files.index),
+        small_files=small_files(source, config, weight_files),
+        leaves=weight_files.leaves,
         dropped=(
             *(d for d in match.dropped if d.name not in tied_head),
             *dropped_padding(source, targets, resize=resize),
@@ -279,6 +283,7 @@ def plan_copy(
             source, base_name, layout_name, written_vocabulary, is_tied=match.is_tied, config=config
         ),
         display_names=source.display_names(),
+        item=weight_files.folder,
     )
     return _add_report_fields(
         plan, options, source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
@@ -314,13 +319,13 @@ def _add_report_fields(
         "vocab": {"true": vocabulary.true_size, "written": vocab_rows},
         "files": num_files,
         "layout": layout,
-        "format": FORMAT_BY_LAYOUT[layout],
+        "format": file_format(options),
     }
     # Only values that were not cast can be compared with the source.
     compared_with = "" if options["dtype"] else f" {source.display_name}"
     return PlannedConversion(
         plan,
-        f"{plan.settings['name']}-{layout}",
+        f"{plan.settings['name']}-{_output_suffix(options)}",
         notes=(line,),
         fields=fields,
         next_command=f"prep verify {OUT_PLACEHOLDER}{compared_with}",
@@ -368,19 +373,20 @@ def _manifest_settings(
 def _check_request(options: ExportOptions, source: Source) -> None:
     """Raise UsageError for a conflict of layout, format and size, and for an export without any change."""
     layout = options["layout"]
-    file_format = options["format"]
-    if layout not in FORMAT_BY_LAYOUT or file_format not in (None, FORMAT_BY_LAYOUT[layout]):
-        pairs = [
-            text("{} {}", Option("layout", known_layout), Option("format", known_format))
-            for known_layout, known_format in FORMAT_BY_LAYOUT.items()
-        ]
+    formats = FORMATS_BY_LAYOUT.get(layout, ())
+    if not formats or options["format"] not in (None, *formats):
+        pairs: list[str] = []
+        for known_layout, known_formats in FORMATS_BY_LAYOUT.items():
+            for known_format in known_formats:
+                pair = text("{} {}", Option("layout", known_layout), Option("format", known_format))
+                pairs.append(pair)
         requested = text("{}", Option("layout", layout))
-        if file_format:
-            requested = text("{} {}", requested, Option("format", file_format))
+        if options["format"]:
+            requested = text("{} {}", requested, Option("format", options["format"]))
         raise usage_error(
             text("{} is not supported", requested),
-            "each layout has one format",
-            text("use one of {}", join_texts(", ", list(pairs))),
+            "each layout has its own formats",
+            text("use one of {}", join_texts(", ", pairs)),
         )
     if layout != HF_LAYOUT and source.wrapper is not None:
         raise usage_error(
@@ -395,13 +401,14 @@ def _check_request(options: ExportOptions, source: Source) -> None:
             f"supported: {known}",
             text("{}", Option("layout", HF_LAYOUT)),
         )
-    if FORMAT_BY_LAYOUT[layout] == STREAM_FORMAT and _shard_nbytes(options) != DEFAULT_SHARD_NBYTES:
+    if file_format(options) == STREAM_FORMAT and _shard_nbytes(options) != DEFAULT_SHARD_NBYTES:
         raise usage_error(
             text("{} is not supported for streams", Option("shard_size")),
             "an EasyLM stream is one file",
             text("remove {}", Option("shard_size")),
         )
-    is_unchanged = layout == HF_LAYOUT and not options["dtype"] and not options["text_only"]
+    is_folder = layout == HF_LAYOUT and file_format(options) != DCP_FORMAT
+    is_unchanged = is_folder and not options["dtype"] and not options["text_only"]
     if (
         is_unchanged
         and source.tensor_file_names
@@ -414,6 +421,11 @@ def _check_request(options: ExportOptions, source: Source) -> None:
             why,
             text("{}", Command("save-init", source.display_name)),
         )
+
+
+def _output_suffix(options: ExportOptions) -> str:
+    """Return the end of the output's default name."""
+    return DCP_FORMAT if file_format(options) == DCP_FORMAT else options["layout"]
 
 
 def _check_adapter_request(options: ExportOptions, source: Source) -> None:
@@ -448,38 +460,6 @@ def _is_all_safetensors(source: Source) -> bool:
     return all(path.name.endswith(f".{SUFFIX}") for path in source.files)
 
 
-def _lay_out_weights(
-    options: ExportOptions,
-    source: Source,
-    tensors: Sequence[SourceTensor],
-    row_counts: Mapping[str, int],
-    *,
-    vocab_rows: int,
-) -> _WeightFiles:
-    """Lay out the weight files of the requested layout. `row_counts` has the output rows of each tensor."""
-    if options["layout"] == HF_LAYOUT:
-        groups = split_into_shards(
-            header_entries(source, tensors, rows=row_counts), _shard_nbytes(options)
-        )
-        files, locations, layouts = lay_out_weight_files(
-            [(name, group, PAYLOAD_PAGE_OFFSET) for name, group in groups]
-        )
-        return _WeightFiles(
-            files,
-            {t.name: (locations[source.file_name(t)],) for t in tensors},
-            index_files(layouts),
-        )
-    output = lay_out_flax_folder(
-        source,
-        tensors,
-        layout=options["layout"],
-        container=FORMAT_BY_LAYOUT[options["layout"]],
-        vocab_size=vocab_rows,
-        shard_nbytes=_shard_nbytes(options),
-    )
-    return _WeightFiles(output.files, output.locations, output.index)
-
-
 def _summary_line(
     options: ExportOptions,
     source: Source,
@@ -495,12 +475,18 @@ def _summary_line(
     layout = options["layout"]
     state_nbytes = optimizer_nbytes(source)
     notes += f"; optimizer state ({format_bytes(state_nbytes)}) dropped" if state_nbytes else ""
-    return f"{source_name} -> {LAYOUT_TITLES[layout]}, {num_files} file{'s' if num_files > 1 else ''}{notes}"
+    title = LAYOUT_TITLES[layout]
+    if file_format(options) == DCP_FORMAT:
+        title = "torch distributed checkpoint"
+    return f"{source_name} -> {title}, {num_files} file{'s' if num_files > 1 else ''}{notes}"
 
 
 def _command_line(options: ExportOptions, source: Source) -> str:
     """Return the command line that the manifest records, with the size of files in bytes."""
     values = recorded_values(options)
     nbytes = _shard_nbytes(options)
+    if file_format(options) != DCP_FORMAT:
+        # The other formats follow from the layout.
+        values["format"] = None
     values["shard_size"] = DEFAULT_SHARD_SIZE if nbytes == DEFAULT_SHARD_NBYTES else nbytes
     return format_command_line("export", source.display_name, ExportOptions, values)

@@ -71,7 +71,8 @@ class HarnessMethods:
         forward_config: Execution options.
         eval_step: Computes the loss of each row.
         tokenizer: The model's tokenizer.
-        eos_ids: Tokens that end a text. The first one also precedes a text without context.
+        eos_ids: Tokens that end a text.
+        prefix_id: Token that precedes a text without context.
         batch_size: Rows per batch.
         max_length: Maximum tokens of a row.
         generators: Generators that were compiled, by their options.
@@ -83,6 +84,7 @@ class HarnessMethods:
     eval_step: EvalStep
     tokenizer: TextTokenizer
     eos_ids: tuple[int, ...]
+    prefix_id: int
     batch_size: int
     max_length: int
     generators: dict[GenerationConfig, Generator] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class HarnessMethods:
         counts: list[int] = []
         for request in requests:
             ids = self._encode_text(request.args[0])
-            text_windows = list(rolling_requests(ids, self.eos_ids[0], self.max_length))
+            text_windows = list(rolling_requests(ids, self.prefix_id, self.max_length))
             windows += text_windows
             counts.append(len(text_windows))
         scores = iter(self._score_requests(windows))
@@ -153,8 +155,10 @@ class HarnessMethods:
             prefix = self._encode_text(stripped)
             whole = self._encode_text(stripped + continuation)
         else:
-            prefix = [self.eos_ids[0]]
-            whole = prefix + self._encode_text(continuation)
+            prefix = [self.prefix_id]
+            whole = self.tokenizer.encode([continuation])[0].tolist()
+            if whole[:1] != prefix:
+                whole = prefix + whole
         # A row of L inputs predicts L targets: tokens 0..L-1 predict tokens 1..L. The last L + 1 tokens are kept, and
         # at most L of them are scored.
         num_scored = min(len(whole) - len(prefix), self.max_length)
@@ -167,7 +171,12 @@ class HarnessMethods:
         return ScoreRequest(whole[-(self.max_length + 1) :], num_scored)
 
     def _encode_text(self, text: str) -> list[int]:
-        return self.tokenizer.encode([text])[0].tolist()
+        """Encode a text with the special tokens that the tokenizer adds, as the harness's model `hf` does."""
+        ids = self.tokenizer.encode_prompt(text)
+        if ids[:2] == [self.prefix_id] * 2:
+            # A text rendered by a chat template spells out its first token, which is not added again.
+            return self.tokenizer.encode([text])[0].tolist()
+        return ids
 
     def _score_requests(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         from trainer.training.scoring import score_sequences
@@ -213,7 +222,7 @@ class HarnessMethods:
             )
         max_context = self.max_length - config.max_new_tokens
         prompts = [
-            (self._encode_text(request.args[0]) or [self.eos_ids[0]])[-max_context:]
+            (self._encode_text(request.args[0]) or [self.prefix_id])[-max_context:]
             for request in requests
         ]
         outputs = self.generators[config].generate(
@@ -346,7 +355,7 @@ def _check_model(opened: OpenedModel, eos_ids: Sequence[int]) -> None:
     if not eos_ids:
         raise usage_error(
             f"config.json of {name} has no eos_token_id",
-            "a text without context starts with it",
+            "a generated text ends with it",
             "add it, or use an export of the model that has one",
         )
 
@@ -369,6 +378,7 @@ def _load_harness_methods(
 
     model = opened.model
     sharding = opened.sharding
+    text_tokenizer = load_tokenizer(tokenizer_file)
     dtype = resolve_compute_dtype(dtype, opened)
     forward_config = ForwardConfig(dtype, scan_layers=model.has_stacked_layers, sharding=sharding)
     jit_step = jit_row_eval_step if reduction == "exact" else jit_fast_row_eval_step
@@ -378,9 +388,21 @@ def _load_harness_methods(
         opened=opened,
         forward_config=forward_config,
         eval_step=jit_step(model, forward_config),
-        tokenizer=load_tokenizer(tokenizer_file),
+        tokenizer=text_tokenizer,
         eos_ids=eos_ids,
+        prefix_id=_prefix_id(text_tokenizer, eos_ids[0]),
         # Each replica computes equally many rows: 8 rows on 3 replicas become 9.
         batch_size=-(-batch_size // num_replicas) * num_replicas,
         max_length=min(max_length, model.arch_config.max_positions),
     )
+
+
+def _prefix_id(tokenizer: TextTokenizer, eos_id: int) -> int:
+    """Return the token before a text without context: the tokenizer's `bos_token`, or `eos_id` without one."""
+    from trainer.data.chat_template import load_special_tokens
+
+    bos_token = dict(load_special_tokens(tokenizer.path)).get("bos_token")
+    if bos_token is None:
+        return eos_id
+    bos_id = tokenizer.codec.token_id(bos_token)
+    return eos_id if bos_id is None else bos_id

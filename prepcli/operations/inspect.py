@@ -11,6 +11,7 @@ from typing import NotRequired, TypedDict, Unpack
 
 from prepcli.console.observer import Observer, SilentObserver
 from prepcli.engine.blobs import open_blobs
+from prepcli.engine.collector import collector_paused
 from prepcli.errors import Command, Option, PrepError, join_texts, text, usage_error
 from prepcli.inspection.contents import (
     AdapterSummary,
@@ -39,9 +40,10 @@ from prepcli.sources.dequantized import DECODED_DTYPE, model_quantization
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import open_source
+from prepcli.targets.orbax_item import item_leaf_spec
 from trainer.models.mesh import Mesh, parse_mesh
 from trainer.models.parameters import VERBATIM
-from trainer.models.partition import Spec, leaf_spec
+from trainer.models.partition import Spec
 from trainer.models.rule_text import merge_rules
 from trainer.models.suggest import suggest
 
@@ -179,11 +181,13 @@ def check_view(pattern: str | None, view: ViewOptions) -> None:
         view: The view.
     """
     shards = Option("shards")
-    views = [
-        Option(name, view[name])
-        for name in ("tree", "stats", "shards", "diff")
-        if view[name] not in (None, False)
-    ]
+    views = []
+    for name in ("tree", "stats", "shards", "diff"):
+        if view[name] not in (None, False):
+            views.append(Option(name, view[name]))
+    if view["html"] is not None:
+        _check_page_view(view)
+        return
     if len(views) > 1:
         names = join_texts(" and ", [text("{}", option) for option in views])
         raise usage_error(
@@ -193,19 +197,34 @@ def check_view(pattern: str | None, view: ViewOptions) -> None:
         )
     if view["mesh"] is not None and view["shards"] is None:
         raise usage_error(
-            text("{} requires {}", Option("mesh"), shards),
-            "it sets the mesh that splits the leaf",
+            text("{} requires {} or {}", Option("mesh"), shards, Option("html")),
+            "it sets the mesh that splits the leaves",
             text("{}", Option("shards", "LEAF")),
         )
     if view["sort"] != "file" and (view["shards"] is not None or view["diff"] is not None):
         what = text("{} has no effect", Option("sort", view["sort"]))
         raise usage_error(what, "it sorts tables and trees", text("remove {}", Option("sort")))
+    if view["quantized"] != "keep" and view["diff"] is not None:
+        quantized = Option("quantized", view["quantized"])
+        why = "it compares the tensors as they are stored"
+        raise usage_error(
+            text("{} has no effect", quantized), why, text("remove {}", Option("quantized"))
+        )
     if pattern is not None and view["shards"] is not None:
         raise usage_error(
             f"unexpected argument `{pattern}`",
             text("{} already names the leaf", shards),
             f"remove `{pattern}`",
         )
+
+
+def _check_page_view(view: ViewOptions) -> None:
+    """Raise UsageError for views without effect on a page, which has them anyway."""
+    for name in ("tree", "shards"):
+        if view[name] not in (None, False):
+            what = text("{} has no effect with {}", Option(name), Option("html"))
+            why = "the page has the tree and the shards of all leaves"
+            raise usage_error(what, why, text("remove {}", Option(name)))
 
 
 def select_tensors(
@@ -216,6 +235,7 @@ def select_tensors(
     pattern: str | None = None,
     sort: SortKey = "file",
     stats: bool = False,
+    dequantize: bool = False,
 ) -> SelectedTensors:
     """Select tensors of a checkpoint by name. Only `stats` reads data.
 
@@ -226,11 +246,12 @@ def select_tensors(
         pattern: Shell pattern of tensor names. None selects all.
         sort: Order: by name, by size (largest first), or as stored.
         stats: Compute the statistics of the selected tensors.
+        dequantize: Show quantised weights decoded.
 
     Raises:
         PrepError: No name matches, or the checkpoint cannot be read.
     """
-    inspected = inspect_checkpoint(checkpoint, observer, options)
+    inspected = inspect_checkpoint(checkpoint, observer, options, dequantize=dequantize)
     contents = inspected.contents
     check_stream(options.get("stream", False), inspected.located)
     names = _match_names([entry.name for entry in contents.entries], pattern, contents.display_name)
@@ -246,6 +267,7 @@ def shard_leaf(
     *,
     leaf_name: str,
     mesh_text: str | None,
+    dequantize: bool = False,
 ) -> LeafShards:
     """Split a leaf of a checkpoint by a mesh. No data is read.
 
@@ -255,12 +277,13 @@ def shard_leaf(
         options: How the checkpoint is read.
         leaf_name: Name of the leaf, or a unique end of it.
         mesh_text: The mesh. None takes that of the manifest.
+        dequantize: Split the leaves of decoded weights.
 
     Raises:
         UsageError: There is no mesh, or it does not divide the leaf.
         PrepError: No leaf has the name, or the checkpoint cannot be read.
     """
-    inspected = inspect_checkpoint(checkpoint, observer, options)
+    inspected = inspect_checkpoint(checkpoint, observer, options, dequantize=dequantize)
     contents = inspected.contents
     check_stream(options.get("stream", False), inspected.located)
     if mesh_text is None:
@@ -282,8 +305,14 @@ def shard_leaf(
         names_command=names_command,
     )
     rules = merge_rules(partition_rules(contents))
-    spec = leaf_spec(
-        leaf.path, leaf.dims, leaf.shape, mesh=mesh, rules=rules, checkpoint=contents.display_name
+    spec = item_leaf_spec(
+        leaf.name,
+        leaf.path,
+        leaf.dims,
+        leaf.shape,
+        mesh=mesh,
+        rules=rules,
+        checkpoint=contents.display_name,
     )
     return LeafShards(inspected, leaf, spec, mesh)
 
@@ -333,7 +362,7 @@ def compare_shapes(
 
 
 def inspect_checkpoint(
-    checkpoint: str, observer: Observer, options: SourceOptions
+    checkpoint: str, observer: Observer, options: SourceOptions, *, dequantize: bool = False
 ) -> InspectedCheckpoint:
     """Read the headers or the index of a checkpoint, and summarize it.
 
@@ -341,13 +370,14 @@ def inspect_checkpoint(
         checkpoint: Folder, alias, hub id or URL.
         observer: Receives a warning about an invalid config.
         options: How the checkpoint is read.
+        dequantize: Decode quantised weights.
     """
-    located, contents = _read_checkpoint(checkpoint, observer, options)
+    located, contents = _read_checkpoint(checkpoint, observer, options, dequantize=dequantize)
     return InspectedCheckpoint(located, contents, _summarize_source(contents, located, observer))
 
 
 def _read_checkpoint(
-    checkpoint: str, observer: Observer, options: SourceOptions
+    checkpoint: str, observer: Observer, options: SourceOptions, *, dequantize: bool = False
 ) -> tuple[LocatedCheckpoint, CheckpointContents]:
     """Locate a checkpoint, and read its headers or index.
 
@@ -372,7 +402,9 @@ def _read_checkpoint(
     if located.kind == "gguf":
         path = located.local_files.path
         return located, read_gguf_contents(path, located.display_name, config_path)
-    return located, read_contents(located, config_path)
+    with collector_paused():
+        contents = read_contents(located, config_path, dequantize=dequantize)
+    return located, contents
 
 
 def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -> set[str]:

@@ -26,6 +26,7 @@ Way = Literal[
     "verbatim",
     "hf-flax",
     "easylm",
+    "tunix",
 ]
 
 _SEARCH = OptionSpec(
@@ -42,6 +43,20 @@ _ALLOW_UNPROVEN = OptionSpec(
     default=False,
     position=22,
 )
+_PROMPT_IDS = OptionSpec(
+    "FILE",
+    "With --logits: comma-separated token ids, one prompt per line. Default: 16 and 512 random ids.",
+    "File of comma-separated token ids, one prompt per line. Default: 16 and 512 random ids.",
+    position=24,
+)
+_LIBRARY = OptionSpec(
+    "prep|transformers",
+    "With --logits: compute the second model with this library.",
+    '"prep" (the default) or "transformers": the library that computes the second model.',
+    default="prep",
+    position=24,
+)
+Library = Literal["prep", "transformers"]
 
 
 class VerifyOptions(SourceOptions, total=False):
@@ -104,6 +119,39 @@ class ChainCommandOptions(TypedDict):
     ]
     search: Annotated[Sequence[PathLike], _SEARCH]
     allow_unproven: Annotated[bool, _ALLOW_UNPROVEN]
+
+
+class LogitsOptions(SourceOptions, total=False):
+    """Options of `verify_logits`."""
+
+    tolerance: Annotated[
+        NonNegative | None,
+        OptionSpec(
+            "NUMBER",
+            "Accept logits that differ by at most NUMBER.",
+            "Largest accepted difference between two logits. Default: 0.001.",
+            position=21,
+        ),
+    ]
+    prompt_ids: Annotated[PathLike | None, _PROMPT_IDS]
+    library: Annotated[Library, _LIBRARY]
+
+
+class LogitsCommandOptions(TypedDict):
+    """The options of `prep verify` for logits. With `logits` the command calls `verify_logits`."""
+
+    logits: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Compare the logits and hidden states that both models compute.",
+            "Compare the logits of both models. Default: False.",
+            default=False,
+            position=23,
+        ),
+    ]
+    prompt_ids: Annotated[PathLike | None, _PROMPT_IDS]
+    library: Annotated[Library, _LIBRARY]
 
 
 class LockOptions(SourceOptions, total=False):
@@ -183,7 +231,7 @@ class LockArguments(TypedDict):
 
 
 class ViewOptions(TypedDict):
-    """What `prep inspect` shows. At most one of `tree`, `stats`, `shards` and `diff` is the view."""
+    """What `prep inspect` shows: one of `tree`, `stats`, `shards` and `diff`, or a page with all of them."""
 
     sort: Annotated[
         SortKey,
@@ -220,8 +268,17 @@ class ViewOptions(TypedDict):
         str | None,
         OptionSpec(
             "DP,FSDP,MP",
-            "Set the mesh of --shards. Default: the source's.",
+            "Set the mesh of --shards or --html. Default: the source's.",
             "Mesh that splits the leaf. Default: the source's.",
+        ),
+    ]
+    quantized: Annotated[
+        Literal["keep", "dequantize"],
+        OptionSpec(
+            "keep|dequantize",
+            "Show quantised weights as they are stored, or decoded.",
+            '"keep" (the default) shows quantised weights as they are stored, "dequantize" their values.',
+            default="keep",
         ),
     ]
     diff: Annotated[
@@ -230,6 +287,14 @@ class ViewOptions(TypedDict):
             "OTHER",
             "Compare names, shapes and dtypes.",
             "Checkpoint to compare names, shapes and dtypes with.",
+        ),
+    ]
+    html: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE",
+            "Write a page with the tree, shards, --stats and --diff.",
+            "File of a page with the tree, the shards, and if asked for statistics and differences. Default: none.",
         ),
     ]
 

@@ -374,6 +374,18 @@ class LayoutOptions(ConversionOptions, VerbatimOptions, total=False):
             record=15,
         ),
     ]
+    storage: Annotated[
+        Literal["ocdbt", "files"],
+        OptionSpec(
+            "ocdbt|files",
+            "Store chunks in a few data files (OCDBT), or each chunk in a file.",
+            '"ocdbt" (the default) stores chunks in a few data files with an index. "files" stores each'
+            " leaf as a folder with one file per chunk, for readers without OCDBT, such as Pathways.",
+            default="ocdbt",
+            position=31,
+            record=17,
+        ),
+    ]
 
 
 class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
@@ -437,11 +449,12 @@ class ExportOptions(ConversionOptions, VerbatimOptions, TowersOptions, total=Fal
     """Options of `export`."""
 
     layout: Annotated[
-        Literal["hf", "hf-flax", "easylm"],
+        Literal["hf", "hf-flax", "easylm", "maxtext", "maxtext-unscanned", "tunix"],
         OptionSpec(
             "TREE",
-            "Write the tree of hf, hf-flax or easylm.",
-            '"hf" (safetensors, the default), "hf-flax" (Flax msgpack) or "easylm" (stream).',
+            "Write the tree of hf, hf-flax, easylm, maxtext, maxtext-unscanned or tunix.",
+            '"hf" (safetensors, the default), "hf-flax" (Flax msgpack), "easylm" (stream), or Orbax for another '
+            'trainer: "maxtext" (stacked layers), "maxtext-unscanned" or "tunix".',
             default="hf",
             cli_type=str,
             position=3,
@@ -449,11 +462,12 @@ class ExportOptions(ConversionOptions, VerbatimOptions, TowersOptions, total=Fal
         ),
     ]
     format: Annotated[
-        Literal["safetensors", "msgpack", "stream"] | None,
+        Literal["safetensors", "dcp", "msgpack", "stream", "orbax"] | None,
         OptionSpec(
             "KIND",
-            "Write safetensors, msgpack or stream. Default: by layout.",
-            "Format of the files. Default: the only one of the layout.",
+            "Write safetensors, dcp, msgpack, stream or orbax. Default: by layout.",
+            "Format of the files. Default: the first one of the layout. The layout hf has safetensors and dcp (torch "
+            "distributed checkpoint).",
             cli_type=str,
             position=4,
             record=NOT_RECORDED,

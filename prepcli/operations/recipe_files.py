@@ -33,8 +33,10 @@ def find_recipe(path: Path) -> Path:
     Raises:
         UsageError: The name stands for a shipped recipe and for a file.
     """
+    if path.exists():
+        return path
     shipped = recipe_paths().get(str(path))
-    if shipped is None or path.exists():
+    if shipped is None:
         return path
     own = path.with_name(f"{path.name}{SUFFIX}")
     if own.exists():

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
 from prepcli.errors import PrepError
-from prepcli.pages.report_page import RunSummary
 from prepcli.planning.plan import Plan
 
 if TYPE_CHECKING:
-    # Every operation imports this module, and only a plan needs these.
+    # Every operation imports this module, and only plans and reports need these.
     from prepcli.pages.plan_rows import CompiledStep
+    from prepcli.pages.report_page import RunSummary
     from trainer.planning.memory_changes import MemoryChange
     from trainer.planning.training_plan import KindEstimate, TrainingPlan
 
@@ -133,6 +133,64 @@ class Verification:
     against: str | None = None
     total_tensors: int = 0
     distances: tuple[TensorDistance, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.is_equal
+
+
+@dataclass(frozen=True, slots=True)
+class PromptComparison:
+    """Distance between the outputs a and b of two models on one prompt.
+
+    Attributes:
+        name: Name of the prompt.
+        tokens: Number of tokens.
+        kl_mean: Mean over the tokens of the divergence KL(a || b), in nats.
+        kl_max: Largest divergence of a token.
+        top1_agreement: Fraction of the tokens with the same largest logit.
+        top5_overlap: Mean fraction of the five largest logits in common.
+        max_difference: Largest |a - b| of a logit. Infinite if a logit is not finite.
+        layer_differences: max |a - b| / max |a| of the hidden states before the first layer, after each layer, and
+            after the final norm in place of the last layer. Empty if the models differ in depth or width.
+        parts_at: First of these places with a difference above 0.001: "embedding", "layer N" or "final norm". None if
+            there is none.
+    """
+
+    name: str
+    tokens: int
+    kl_mean: float
+    kl_max: float
+    top1_agreement: float
+    top5_overlap: float
+    max_difference: float
+    layer_differences: tuple[float, ...]
+    parts_at: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LogitComparison:
+    """Result of a comparison of the logits of two models.
+
+    Attributes:
+        checkpoint: The checkpoint, as errors name it.
+        against: The second checkpoint.
+        library: Library that computed the second one.
+        tolerance: Largest accepted difference between two logits.
+        prompts: Distances on each prompt.
+        seconds: Duration of the call in seconds.
+    """
+
+    checkpoint: str
+    against: str
+    library: str
+    tolerance: float
+    prompts: tuple[PromptComparison, ...]
+    seconds: float
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether no logit differs by more than the tolerance."""
+        return all(prompt.max_difference <= self.tolerance for prompt in self.prompts)
 
     def __bool__(self) -> bool:
         return self.is_equal

@@ -94,6 +94,7 @@ WAYS: dict[str, tuple[_Step, ...]] = {
     "verbatim": (_Step("save-init", {"verbatim": True}), EXPORT),
     "hf-flax": (_Step("export", {"layout": "hf-flax"}), INIT, EXPORT),
     "easylm": (_Step("export", {"layout": "easylm"}), INIT, EXPORT),
+    "tunix": (_Step("export", {"layout": "tunix"}), INIT, EXPORT),
 }
 
 

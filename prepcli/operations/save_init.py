@@ -248,6 +248,8 @@ def plan_orbax_item(
         vocab_size=layout.vocab_rows,
         partitioning=layout.partitioning,
         dtype=options["dtype"],
+        # Compressed chunks are written from raw chunks in data files.
+        has_chunk_files=options["storage"] == "files" and options["compress"] is None,
     )
     plan = _item_plan(
         options,
@@ -271,7 +273,7 @@ def plan_orbax_item(
     return PlannedConversion(
         plan,
         f"{located.model_name}-{suffix}",
-        notes=(*source.remarks, *_layout_lines(layout, item, dropped_state_tensors)),
+        notes=(*source.made_files.remarks, *_layout_lines(layout, item, dropped_state_tensors)),
         fields=fields,
         next_command=next_command,
     )
@@ -351,6 +353,8 @@ def _item_plan(
     settings = _manifest_settings(source, name, layout)
     if level:
         settings["compress"] = f"{METHOD}:{level}"
+    if options["storage"] == "files":
+        settings["storage"] = "files"
     settings["tied"] = match.is_tied
     settings["config"] = config
     return Plan(

@@ -15,16 +15,26 @@ def parse_token_ids(ids: str) -> list[int]:
     >>> parse_token_ids("3, 1,4")
     [3, 1, 4]
     """
-    words = [word.strip() for word in ids.split(",")]
-    for word in words:
+    numbers = split_token_ids(ids)
+    if numbers is None:
+        raise usage_error(
+            text("invalid {}", Option("tokens", f"{ids:.60}")),
+            "it takes comma-separated token ids",
+            text("{}", Option("tokens", [[1, 2, 3]])),
+        )
+    return numbers
+
+
+def split_token_ids(ids: str) -> list[int] | None:
+    """Return comma-separated token ids. None for other text."""
+    numbers: list[int] = []
+    for word in ids.split(","):
+        word = word.strip()
         # `int` also takes digits of other scripts, and underscores.
         if not (word.isascii() and word.isdecimal() and len(word) <= MAX_ID_DIGITS):
-            raise usage_error(
-                text("invalid {}", Option("tokens", f"{ids:.60}")),
-                "it takes comma-separated token ids",
-                text("{}", Option("tokens", [[1, 2, 3]])),
-            )
-    return [int(word) for word in words]
+            return None
+        numbers.append(int(word))
+    return numbers
 
 
 def format_token_ids(ids: Sequence[int]) -> str:

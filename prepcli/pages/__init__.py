@@ -1,1 +1,1 @@
-"""HTML pages and charts that `prep report`, `prep plan` and `prep demo` write."""
+"""HTML pages and charts that `prep report`, `prep plan`, `prep inspect` and `prep demo` write."""

@@ -10,7 +10,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from prepcli.planning.grids import ChunkGrid, StridedPlacement
+from prepcli.planning.grids import (
+    ChunkGrid,
+    ExplicitPlacement,
+    Placement,
+    StridedPlacement,
+)
 from prepcli.planning.plan import PlacedChunks
 from prepcli.planning.slabs import PAGE
 from prepcli.planning.strided_copies import ChunkedLocation, region_copies
@@ -86,6 +91,26 @@ def place_chunks(pieces: Iterable[LeafPiece]) -> ChunkLayout:
     return layout
 
 
+def place_chunk_files(pieces: Iterable[LeafPiece]) -> ChunkLayout:
+    """Lay out each chunk as a file of its own, in the order of the pieces.
+
+    Args:
+        pieces: The parts of output leaves, in the order in which their tensors are streamed.
+
+    Returns:
+        The layout. It has one placed box for each chunk.
+    """
+    layout = ChunkLayout(file_sizes=[])
+    placements: dict[tuple[str, tuple[int, ...]], ExplicitPlacement] = {}
+    for piece in pieces:
+        first, stop = chunk_group(piece)
+        key = (piece.leaf_name, first)
+        if key not in placements:
+            placements[key] = _place_group_in_files(layout, piece, first, stop)
+        layout.regions.append(_make_region(piece, placements[key]))
+    return layout
+
+
 def chunk_group(piece: LeafPiece) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the box of chunks that are stored next to each other with a piece, as (first, stop) chunk indices.
 
@@ -142,7 +167,26 @@ def _place_chunk_group(
     return placement
 
 
-def _make_region(piece: LeafPiece, placement: StridedPlacement) -> ChunkedLocation:
+def _place_group_in_files(
+    layout: ChunkLayout, piece: LeafPiece, first: tuple[int, ...], stop: tuple[int, ...]
+) -> ExplicitPlacement:
+    """Append one file for each chunk of a group (`chunk_group`)."""
+    nbytes = math.prod(piece.grid.chunk_shape) * piece.itemsize
+    # A box of one chunk has no distance between chunks, but the checksum recorder divides by it.
+    chunk_strides = (nbytes,) * len(first)
+    boxes = layout.placed_chunks.setdefault(piece.leaf_name, [])
+    locations: dict[tuple[int, ...], tuple[int, int]] = {}
+    for index in itertools.product(*map(range, first, stop)):
+        file = len(layout.file_sizes)
+        layout.file_sizes.append(nbytes)
+        locations[index] = file, 0
+        next_index = tuple(i + 1 for i in index)
+        placement = StridedPlacement(file, 0, index, chunk_strides)
+        boxes.append(PlacedChunks(index, next_index, placement))
+    return ExplicitPlacement(locations)
+
+
+def _make_region(piece: LeafPiece, placement: Placement) -> ChunkedLocation:
     return ChunkedLocation(
         piece.axis_map, piece.stacked_indices, piece.grid, placement, piece.itemsize
     )

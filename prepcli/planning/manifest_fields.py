@@ -54,6 +54,19 @@ class QuantizedRecord(TypedDict):
     digest: str
 
 
+class ScaleRecord(TypedDict):
+    """Record of a tensor whose values a layout divides by a square root.
+
+    `sqrt` is the number under the root. The way back rounds to the dtype `significant`, if it is not empty. `digest` is
+    the digest of the divided values in Hugging Face order, and `lost` the number of values that the way back changes.
+    """
+
+    sqrt: int
+    significant: str
+    digest: str
+    lost: int
+
+
 class VocabularyRecord(TypedDict):
     """Rows of the vocabulary for tokens, and with padding."""
 
@@ -148,8 +161,12 @@ class PrepFields(TypedDict, total=False):
     compress: str
     casts: Sequence[CastEntry]
     packed: Mapping[str, int]
+    # `files` if each chunk is a file. Omitted for an OCDBT database.
+    storage: str
     quantization: Mapping[str, object]
     quantized: Mapping[str, QuantizedRecord]
+    # Tensors with a scale in the tree of another trainer.
+    scales: Mapping[str, ScaleRecord]
     # Record of the multimodal model, if the parameters are its text part.
     towers: Mapping[str, object]
     # Its reader checks the type.

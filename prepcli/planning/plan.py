@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prepcli.planning.gapped_regions import GappedRegion
@@ -90,6 +90,20 @@ class LowRankUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class RootScale:
+    """A division of the values of a stream by a square root, after its cast.
+
+    Attributes:
+        number: The values are divided by the square root of this number.
+        significant: Dtype whose numbers the values are before the division, if it is narrower than the written dtype.
+            Otherwise empty. The way back rounds to it.
+    """
+
+    number: int
+    significant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Stream:
     """Consecutive rows of a tensor, moved in order. Each stream has one digest.
 
@@ -103,6 +117,7 @@ class Stream:
         fill: How to generate the rows instead of reading them.
         cast_to: Dtype of the written values, or empty if they are not cast.
         update: Matrix to add to the values, or None to keep them.
+        scale: Scale of the written values, or None.
     """
 
     name: str
@@ -114,11 +129,12 @@ class Stream:
     fill: Fill | None = None
     cast_to: str = ""
     update: LowRankUpdate | None = None
+    scale: RootScale | None = None
 
     @property
     def is_changed(self) -> bool:
         """Whether the written values may differ from the read ones."""
-        return bool(self.cast_to or self.update)
+        return bool(self.cast_to or self.update or self.scale)
 
     @property
     def written_dtype(self) -> str:
@@ -199,6 +215,7 @@ class SmallFile:
         copied_from: Path of the file to copy. It does not affect the plan's digest.
         stamp: Size and modification time of the copied file, so that another file is another plan.
         xxh3: Recorded digest of the copied file, compared when it is copied, or empty if there is none.
+        make: Returns the content, if it follows from the source's files and takes long to make.
     """
 
     path: str
@@ -206,6 +223,13 @@ class SmallFile:
     copied_from: str = field(default="", repr=False)
     stamp: tuple[int, int] = (0, 0)
     xxh3: str = field(default="", repr=False)
+    make: Callable[[], bytes] | None = field(default=None, repr=False, compare=False)
+
+    def read_content(self) -> bytes:
+        """Return the content of a file without a copied one."""
+        if self.make is None:
+            return self.content
+        return self.make()
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,19 +285,21 @@ class OutputLeaf:
 
 @dataclass(frozen=True, slots=True)
 class DroppedTensor:
-    """A source tensor, or rows of one, dropped from the output.
+    """A source tensor, or rows or columns of one, dropped from the output.
 
     Attributes:
         name: Bare name of the tensor.
         nbytes: Size in bytes.
         rule: The rule that drops it.
-        rows: Range of dropped rows, or None for the whole tensor.
+        rows: Range of dropped rows.
+        columns: Range of dropped columns. Without rows and columns the whole tensor is dropped.
     """
 
     name: str
     nbytes: int
     rule: str
     rows: Range | None = None
+    columns: Range | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +357,11 @@ class Plan:
         return sum(stream.written_nbytes for stream in self.streams if stream.writes)
 
     @property
+    def uses_ocdbt(self) -> bool:
+        """Whether the leaves are in one OCDBT database. Otherwise each leaf is a folder, and each chunk a file."""
+        return self.settings.get("storage") != "files"
+
+    @property
     def chunk_count(self) -> int:
         """Number of chunks of all leaves."""
         return sum(math.prod(leaf.grid.chunk_counts) for leaf in self.leaves)
@@ -356,11 +387,13 @@ class Plan:
 def _describe_stream(stream: Stream, display_name: str) -> str:
     """Return one line with a stream's name, dtype, cast, shape, range of rows, bytes written and fill."""
     cast = f" as {stream.cast_to}" if stream.cast_to else ""
-    update = "  plus an adapter" if stream.update else ""
+    change = "  plus an adapter" if stream.update else ""
+    if stream.scale:
+        change = f"  / sqrt({stream.scale.number})"
     fill = f"  filled with {stream.fill.kind}" if stream.fill else ""
     rows = f"rows {stream.rows[0]}:{stream.rows[1]}"
     shape = list(stream.shape)
-    return f"move  {display_name}  {stream.dtype}{cast} {shape}  {rows}  {stream.written_nbytes:,} bytes{fill}{update}"
+    return f"move  {display_name}  {stream.dtype}{cast} {shape}  {rows}  {stream.written_nbytes:,} bytes{fill}{change}"
 
 
 def read_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:

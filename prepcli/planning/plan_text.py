@@ -22,6 +22,7 @@ from prepcli.planning.plan import (
     OutputLeaf,
     PlacedChunks,
     Plan,
+    RootScale,
     SmallFile,
     SourceFile,
     Stream,
@@ -35,6 +36,7 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
     Plan: ("Plan", {"source_files": "sources", "display_names": "names"}),
     SourceFile: ("SourceFile", {}),
     LowRankUpdate: ("Update", {}),
+    RootScale: ("RootScale", {}),
     Stream: ("Stream", {"reads": "left", "writes": "right", "cast_to": "cast"}),
     Contiguous: ("Flat", {}),
     Strided: ("Strided", {"strides": "steps"}),
@@ -60,7 +62,7 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
 }
 # Fields added after the first release. Without a value they are left out of the text, so that digests of older plans on
 # disk stay equal.
-ADDED_FIELDS = {"update", "pieces"}
+ADDED_FIELDS = {"update", "pieces", "columns", "scale"}
 
 
 # Name of each encoded field in code, and its name in the text with an equals sign, by class. They are computed once:
@@ -96,29 +98,27 @@ def encode_text(value: Any, axis_map_texts: dict[int, str] | None = None) -> str
         value: The part.
         axis_map_texts: Texts of axis maps by `id`, to use and to extend.
     """
-    texts = {} if axis_map_texts is None else axis_map_texts
-    if type(value) is AxisMap:
-        if id(value) not in texts:
-            texts[id(value)] = _encode_object(value, texts)
-        return texts[id(value)]
+    if axis_map_texts is None:
+        axis_map_texts = {}
     if type(value) is tuple:
         end = ",)" if len(value) == 1 else ")"
-        return "(" + ", ".join([encode_text(item, texts) for item in value]) + end
+        return "(" + ", ".join([encode_text(item, axis_map_texts) for item in value]) + end
     if type(value) not in NAMES:
         # Of other types, such as int and str, `repr` is stable between versions of Python.
         return repr(value)
-    return _encode_object(value, texts)
-
-
-def _encode_object(value: Any, axis_map_texts: dict[int, str]) -> str:
-    texts: list[str] = []
+    if type(value) is AxisMap and id(value) in axis_map_texts:
+        return axis_map_texts[id(value)]
+    field_texts: list[str] = []
     for name, label in _LABELS[type(value)]:
         field = getattr(value, name)
         if field is None and name in ADDED_FIELDS:
             continue
         # Most fields are numbers and need no call.
         if type(field) is tuple or type(field) in NAMES:
-            texts.append(label + encode_text(field, axis_map_texts))
+            field_texts.append(label + encode_text(field, axis_map_texts))
         else:
-            texts.append(label + repr(field))
-    return f"{NAMES[type(value)][0]}({', '.join(texts)})"
+            field_texts.append(label + repr(field))
+    text = f"{NAMES[type(value)][0]}({', '.join(field_texts)})"
+    if type(value) is AxisMap:
+        axis_map_texts[id(value)] = text
+    return text

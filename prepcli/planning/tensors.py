@@ -38,6 +38,7 @@ CastEntry = TypedDict(
         "from": str,
         "to": str,
         "update": NotRequired[str],
+        "sqrt": NotRequired[int],
         "tensors": int,
         "values": int,
         "changed": NotRequired[int],

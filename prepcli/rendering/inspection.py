@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from prepcli.console.formatting import count_text, format_bytes
@@ -27,6 +28,7 @@ from prepcli.operations.inspect import (
     ShapeComparison,
     SourceSummary,
 )
+from prepcli.operations.inspect_page import WrittenPage
 from prepcli.planning.state_names import OPT_STATE, PARAMS
 from prepcli.sources.source import CONFIG
 from trainer.models.parameters import VERBATIM
@@ -134,6 +136,22 @@ def shape_comparison_report(comparison: ShapeComparison, ui: Ui) -> Report:
     text = _append_omitted_line("\n".join(lines), len(differences) - max_rows)
     counts = f"{len(differences)} of {count_text(comparison.num_compared, 'tensor')}"
     return Report(text, fields, error=PrepError(f"{a_name} and {b_name} differ in {counts}"))
+
+
+def page_report(written: WrittenPage, ui: Ui) -> Report:
+    """Return the report of a page. It has an error if the page shows differences to another checkpoint.
+
+    Args:
+        written: Result of the operation.
+        ui: Its verbosity determines the number of lines about differences.
+    """
+    selected = written.selected
+    output = {"output": str(written.path)}
+    if written.comparison is not None:
+        report = shape_comparison_report(written.comparison, ui)
+        return replace(report, fields={**report.fields, **output})
+    fields: dict[str, object] = {"source": selected.checkpoint.summary, **output}
+    return Report(count_line(selected.checkpoint.contents, selected.entries), fields)
 
 
 def _tree_view(

@@ -25,6 +25,8 @@ SAMPLE_MEMORY_NBYTES = 32 << 20
 # The first rows of each tensor distinguish models in milliseconds. True rows of a vocabulary come
 # first, so that padding does not change them.
 SAMPLE_ROWS = 4
+# Characters of a recorded command in a message. A manifest may come from anywhere.
+MAX_REQUEST_LENGTH = 300
 RECREATE_HINT = "create the checkpoint again, or use an earlier one"
 
 
@@ -90,7 +92,7 @@ def check_tensors(
 
 
 def check_partly_read(source: Source, plan: Plan, progress: Progress) -> None:
-    """Check the tensors that a plan reads in other row ranges than those with a recorded digest.
+    """Check the tensors that a plan reads in other rows or columns than those with a recorded digest.
 
     E.g. a plan without padding reads rows 0 to 5 of a tensor [8, 4], and the digest of a lock covers rows 0 to 8. The
     digest of the stream cannot be compared with it, so that the tensor is read once more. Other tensors are not read:
@@ -99,19 +101,29 @@ def check_partly_read(source: Source, plan: Plan, progress: Progress) -> None:
     Raises:
         PrepError: A tensor differs from a digest.
     """
-    digested_rows: dict[str, set[Range]] = {}
+    digested: dict[str, set[tuple[tuple[int, ...], Range]]] = {}
     for tensor in source.all_tensors:
-        digested_rows[tensor.name] = {(first, stop) for first, stop, _ in tensor.digests}
+        columns = tensor.shape[1:]
+        digested[tensor.name] = {(columns, (first, stop)) for first, stop, _ in tensor.digests}
     partly_read: set[str] = set()
     for stream in plan.streams:
-        if stream.reads and stream.rows not in digested_rows.get(stream.name, ()):
+        part = (stream.shape[1:], stream.rows)
+        if stream.reads and part not in digested.get(stream.name, ()):
             partly_read.add(stream.name)
     tensors: list[SourceTensor] = []
     for tensor in source.all_tensors:
         if tensor.name in partly_read and tensor.digests:
             tensors.append(tensor)
     if tensors:
-        check_tensors(source, tensors, progress, GET_AGAIN_HINT)
+        check_tensors(source, tensors, progress, _again_hint(source))
+
+
+def _again_hint(source: Source) -> str:
+    """Return how to replace a damaged source. Its manifest has the command that made it."""
+    if source.manifest is None:
+        return GET_AGAIN_HINT
+    request = " ".join(source.manifest.request.split())
+    return f"make it again: `{request:.{MAX_REQUEST_LENGTH}}`"
 
 
 def tensor_digests(

@@ -78,7 +78,7 @@ def open_reader(
             "name another folder, such as a training step or an output of prep",
         )
     manifest_folder = find_manifest_folder(folder)
-    item = read_item(folder)
+    item = read_item(folder, is_remote=bool(remote_blobs))
     manifest = read_manifest(manifest_folder)
     if manifest is None:
         raise PrepError(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
+from pathlib import Path, PurePosixPath
 
 from prepcli.console.formatting import format_bytes
 from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation
 from prepcli.formats.ocdbt_read import read_ocdbt_index
-from prepcli.formats.orbax import find_item
+from prepcli.formats.orbax import ZARRAY, find_item
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
+from prepcli.formats.zarr import ZARR_JSON
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.placeholders import (
     SMALL_NBYTES,
@@ -36,6 +37,7 @@ MAX_SMALL_FILES_NBYTES = 1 << 30  # total size of the small files
 # Folders of data files in TensorStore and Orbax.
 _DATA_FOLDERS = frozenset({"d", "ocdbt_data", "ocdbt_meta"})
 _ARRAY_METADATA_KEYS = (b".zarray", b"zarr.json")
+ARRAY_DOCUMENTS = (ZARRAY, ZARR_JSON)
 
 COPY_HINT = "copy it to a local folder first"
 
@@ -129,24 +131,27 @@ class BucketFolder:
         write_headers(remote.placeholder_folder, remote.reader, safetensors_files)
 
     def _fetch_orbax_item(self, remote: RemoteCheckpoint) -> None:
-        """Fetch all files except data files, then the OCDBT index of the item."""
-        if not any(file.path.rpartition("/")[2] == OCDBT_MANIFEST for file in remote.files):
+        """Fetch all files except data files, then the OCDBT index of the item if it has one."""
+        array_folders = _array_folders(remote.files)
+        has_index = any(_file_name(file) == OCDBT_MANIFEST for file in remote.files)
+        if not has_index and not array_folders:
             raise _no_index_error(remote)
         data_files: list[RemoteFile] = []
         small: list[RemoteFile] = []
         for file in remote.files:
-            if _is_data_file(file):
+            if _is_data_file(file) or _is_chunk_file(file, array_folders):
                 data_files.append(file)
             else:
                 small.append(file)
         self._fetch_small_files(remote, small)
         item = find_item(remote.placeholder_folder)
-        if item is None or not (item / OCDBT_MANIFEST).is_file():
+        if item is None:
             raise _no_index_error(remote)
         for file in data_files:
             if placeholder_path(remote.placeholder_folder, file).is_relative_to(item):
                 write_sparse_file(remote.placeholder_folder, remote.reader, file)
-        _fetch_index(remote, item)
+        if (item / OCDBT_MANIFEST).is_file():
+            _fetch_index(remote, item)
 
     def _fetch_small_files(self, remote: RemoteCheckpoint, files: Sequence[RemoteFile]) -> None:
         total_nbytes = sum(file.size for file in files)
@@ -178,8 +183,29 @@ def _without_older_steps(files: Sequence[RemoteFile]) -> list[RemoteFile]:
 
 
 def _no_index_error(remote: RemoteCheckpoint) -> PrepError:
-    why = "it has no OCDBT index: its arrays are folders of files, or it was not finished"
+    why = "it has neither an OCDBT index nor folders of arrays: it was not finished"
     return PrepError(f"{remote.reader.name} cannot be read remotely", why, COPY_HINT)
+
+
+def _file_name(file: RemoteFile) -> str:
+    return file.path.rpartition("/")[2]
+
+
+def _array_folders(files: Sequence[RemoteFile]) -> set[str]:
+    """Return the folders of arrays without OCDBT: each has the metadata document of its array."""
+    folders: set[str] = set()
+    for file in files:
+        if _file_name(file) in ARRAY_DOCUMENTS:
+            folders.add(file.path.rpartition("/")[0])
+    return folders
+
+
+def _is_chunk_file(file: RemoteFile, array_folders: Collection[str]) -> bool:
+    """Return whether a file is below a folder of an array and is not its metadata document."""
+    if _file_name(file) in ARRAY_DOCUMENTS:
+        return False
+    # Chunks of zarr v3 are in nested folders: NAME/c/0/1.
+    return any(str(parent) in array_folders for parent in PurePosixPath(file.path).parents)
 
 
 def _is_data_file(file: RemoteFile) -> bool:

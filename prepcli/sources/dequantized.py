@@ -38,7 +38,11 @@ from prepcli.quantized.find_weights import (
     quantization_config_of_file,
     quantization_settings,
 )
-from prepcli.quantized.stored_weights import is_quantized_weight
+from prepcli.sources.left_over_settings import (
+    find_settings_file,
+    has_quantized_tensors,
+    left_over_remark,
+)
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.multimodal import split_text_part
 from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
@@ -207,7 +211,7 @@ class DequantizedReader:
 
 
 def is_quantized(folder: Path) -> bool:
-    """Return whether the settings files of a model describe quantised weights."""
+    """Return whether a model has quantised weights, by its settings and the dtypes of its tensors."""
     config: HFConfig = {}
     if (folder / CONFIG).is_file():
         config = read_json_object(folder / CONFIG)
@@ -230,12 +234,15 @@ def model_quantization(config: HFConfig, folder: Path) -> Mapping[str, Any]:
 
 
 def quantization_file(config: HFConfig, folder: Path) -> str:
-    """Return the name of the file with the quantisation config of a model, or an empty string."""
+    """Return the name of the file with the quantisation config of a model, or an empty string.
+
+    A settings file next to config.json counts only if a tensor has quantised values.
+    """
     if quantization_settings(config):
         return CONFIG
-    for name in QUANTIZATION_FILES:
-        if (folder / name).is_file():
-            return name
+    name = find_settings_file(folder)
+    if name and has_quantized_tensors(folder):
+        return name
     return ""
 
 
@@ -257,7 +264,7 @@ def dequantize_source(source: Source) -> Source:
     method = str(settings.get("quant_method"))
     decoded = replace(
         decoded,
-        config=_without_quantization(source.config),
+        config=without_quantization(source.config),
         small_files=tuple(
             file for file in source.small_files if file.name not in QUANTIZATION_FILES
         ),
@@ -283,24 +290,13 @@ def decode_alike(source: Source, other: Source) -> tuple[Source, Source]:
 def _decode_to_dtype_of(source: Source, decoded: Source) -> Source:
     """Return a quantised source with its weights decoded to the dtype of `decoded`, or `source` unchanged."""
     is_stored = not source.quantized and not source.quantization
-    if decoded.quantized and is_stored and _has_quantized_weights(source):
+    if decoded.quantized and is_stored and quantization_file(source.config, source.root):
         source = dequantize_source(source)
         if decoded.wrapper is not None:
             source = split_text_part(source)
     if not source.quantization or not decoded.tree_manifest:
         return source
     return cast_decoded(source, _parameter_dtype(source, decoded))
-
-
-def _has_quantized_weights(source: Source) -> bool:
-    """Return whether a model is quantised.
-
-    A settings file next to config.json may be left over from the model before it was decoded.
-    """
-    name = quantization_file(source.config, source.root)
-    if name in ("", CONFIG):
-        return bool(name)
-    return any(is_quantized_weight(tensor.name, tensor.dtype) for tensor in source.tensors)
 
 
 def _parameter_dtype(source: Source, other: Source) -> str:
@@ -398,13 +394,27 @@ def _quantization_settings(source: Source) -> Mapping[str, Any]:
     """Return the quantisation config of a model. Raise UsageError if it has none."""
     settings = model_quantization(source.config, source.root)
     if not settings:
-        option = Option("quantized", "dequantize")
-        raise usage_error(
-            text("{} has no effect", option),
-            f"{source.display_name} is not quantised",
-            text("remove {}", option),
-        )
+        raise not_quantized_error(source.display_name, source.root)
     return settings
+
+
+def not_quantized_error(display_name: str, folder: Path) -> PrepError:
+    """Return the error for a request to decode a model without quantised weights."""
+    option = Option("quantized", "dequantize")
+    why = f"{display_name} is not quantised"
+    remark = left_over_remark(folder)
+    if remark:
+        why = f"{why} ({remark})"
+    return usage_error(text("{} has no effect", option), why, text("remove {}", option))
+
+
+def not_decodable_error(display_name: str) -> PrepError:
+    """Return the error for quantised weights in other files than safetensors."""
+    return PrepError(
+        f"{display_name} cannot be decoded",
+        "quantised weights are read from safetensors files",
+        "save the model as safetensors",
+    )
 
 
 def find_stored_weights(
@@ -435,11 +445,7 @@ def _file_tensor(source: Source, tensor: SourceTensor) -> FileTensor:
     """Return a tensor of the source by its name in the files."""
     location = tensor.placement[0]
     if not isinstance(location, Contiguous):
-        raise PrepError(
-            f"{source.display_name} cannot be decoded",
-            "quantised weights are read from safetensors files",
-            "save the model as safetensors",
-        )
+        raise not_decodable_error(source.display_name)
     return FileTensor(
         source.names.stored_name(tensor.name),
         tensor.dtype,
@@ -508,10 +514,10 @@ def quantized_record(decoder: Decoder, method: str) -> QuantizedRecord:
     }
 
 
-def _without_quantization(config: HFConfig) -> JsonObject:
+def without_quantization(config: HFConfig) -> JsonObject:
     """Return a config.json without its quantisation config."""
     kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     text_config = kept.get("text_config")
     if isinstance(text_config, Mapping):
-        kept["text_config"] = _without_quantization(text_config)
+        kept["text_config"] = without_quantization(text_config)
     return kept

@@ -34,6 +34,7 @@ from prepcli.formats.torch_files import (
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES
 from prepcli.quantized.find_weights import QUANTIZATION_KEYS
 from prepcli.sources.folders import Folder, Kind, LocalFolder
+from prepcli.sources.left_over_settings import left_over_remark
 from prepcli.sources.source_hints import CONFIG
 from trainer.files.json_values import load_json
 
@@ -193,7 +194,11 @@ def detect(folder: Folder, *, allow_adapters: bool = False, allow_quantized: boo
         if file == METADATA_FILE and len(folders) <= MAX_ITEM_DEPTH:
             return "orbax"
     top_names = sorted(name for name in names if "/" not in name)
-    verdict, selected_names = apply_rules(top_names, allow_quantized=allow_quantized)
+    # A settings file of a quantisation tool may be left over beside weights that were decoded.
+    is_left_over = isinstance(folder, LocalFolder) and bool(left_over_remark(folder.path))
+    verdict, selected_names = apply_rules(
+        top_names, allow_quantized=allow_quantized or is_left_over
+    )
     if verdict is None:
         raise _several_checkpoints_error(folder) or no_checkpoint_error(
             top_names, folder.display_name

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ PRE_TOKENIZERS = {
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[SmallFile, ...]:
-    """Return `tokenizer.json` and `tokenizer_config.json`.
+    """Return `tokenizer.json`, to make when it is written, and `tokenizer_config.json`.
 
     Args:
         metadata: Metadata of a GGUF file.
@@ -102,18 +103,33 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[SmallFile, ...]:
         ValueError: The metadata does not describe the tokenizer exactly.
     """
     _check_spaces_are_kept(metadata)
-    model = metadata.get(f"{TOKENIZER_PREFIX}.model")
-    if model == BPE_MODEL:
-        document = _byte_level_document(metadata)
-    elif model == SENTENCEPIECE_MODEL:
-        document = _sentencepiece_document(metadata)
-    else:
-        raise ValueError(f"its tokenizer is {model!r:.40}, and BPE and SentencePiece are converted")
+    # Check the metadata. The merges take most of the time, and a dry run does not need them.
+    _tokenizer_document(metadata, has_merges=False)
     settings = _tokenizer_settings(metadata, _metadata_strings(metadata, "tokens"))
     return (
-        SmallFile("tokenizer.json", _encode_json(document)),
+        SmallFile("tokenizer.json", make=partial(_tokenizer_json, metadata)),
         SmallFile("tokenizer_config.json", _encode_json(settings)),
     )
+
+
+def _tokenizer_json(metadata: Mapping[str, Any]) -> bytes:
+    """Return the content of `tokenizer.json`."""
+    return _encode_json(_tokenizer_document(metadata, has_merges=True))
+
+
+def _tokenizer_document(metadata: Mapping[str, Any], *, has_merges: bool) -> dict[str, Any]:
+    """Return `tokenizer.json` as a document.
+
+    Args:
+        metadata: Metadata of a GGUF file.
+        has_merges: Compute the merges of scores. Without it they are checked only.
+    """
+    model = metadata.get(f"{TOKENIZER_PREFIX}.model")
+    if model == BPE_MODEL:
+        return _byte_level_document(metadata)
+    if model == SENTENCEPIECE_MODEL:
+        return _sentencepiece_document(metadata, has_merges=has_merges)
+    raise ValueError(f"its tokenizer is {model!r:.40}, and BPE and SentencePiece are converted")
 
 
 def _check_spaces_are_kept(metadata: Mapping[str, Any]) -> None:
@@ -152,8 +168,8 @@ def _byte_level_document(metadata: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sentencepiece_document(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tokenizer.json of a SentencePiece tokenizer."""
+def _sentencepiece_document(metadata: Mapping[str, Any], *, has_merges: bool) -> dict[str, Any]:
+    """Return the tokenizer.json of a SentencePiece tokenizer. See `_tokenizer_document`."""
     for key in NORMALIZATIONS:
         if metadata.get(f"{TOKENIZER_PREFIX}.{key}"):
             raise ValueError(f"`{TOKENIZER_PREFIX}.{key}` is not supported")
@@ -163,6 +179,9 @@ def _sentencepiece_document(metadata: Mapping[str, Any]) -> dict[str, Any]:
     _check_tokens(tokens, types)
     _check_bytes(tokens, types)
     pieces = _normal_pieces(tokens, types, scores)
+    merges: list[tuple[str, str]] = []
+    if has_merges or not _has_simple_scores(pieces):
+        merges = _merges_of_scores(pieces)
     replace_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     normalizers: list[dict[str, Any]] = [replace_spaces]
     decoders: list[dict[str, Any]] = [
@@ -185,7 +204,7 @@ def _sentencepiece_document(metadata: Mapping[str, Any]) -> dict[str, Any]:
             **BPE,
             "byte_fallback": True,
             "vocab": _token_ids(tokens, types),
-            "merges": _merges_of_scores(pieces),
+            "merges": merges,
         },
     }
 
@@ -213,6 +232,13 @@ def _normal_pieces(
         if token_type == NORMAL_TYPE:
             pieces[token] = score
     return pieces
+
+
+def _has_simple_scores(pieces: Mapping[str, float]) -> bool:
+    """Return whether all scores differ, and pieces are short: `_merges_of_scores` then raises no error."""
+    num_splits = sum(map(len, pieces)) - len(pieces)
+    has_ties = len({*pieces.values()}) < len(pieces)
+    return not has_ties and num_splits <= MERGES_PER_PIECE * len(pieces)
 
 
 def _merges_of_scores(pieces: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -10,11 +10,14 @@ from pathlib import Path
 from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.formats.manifest import Manifest
 from prepcli.planning.manifest_fields import QuantizedRecord
-from prepcli.planning.plan import DroppedTensor
+from prepcli.planning.plan import Contiguous, DroppedTensor, Strided
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import TensorNames, detect_names
+from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source, SourceTensor, read_config, side_files
 from prepcli.sources.source_hints import CONFIG, SourceHints
+from trainer.models.axis_map import INPUT_LAYERS
+from trainer.models.boxes import strides
 from trainer.models.json_types import HFConfig
 from trainer.models.parameters import VERBATIM, Family
 from trainer.models.registry import FAMILIES, family_of
@@ -27,6 +30,9 @@ from trainer.models.truncation import (
     truncate_config,
 )
 from trainer.models.verbatim import CANNOT_TRAIN, TensorTypes, split_numbers, verbatim_family
+
+# Rule of tensors that belong to removed layers.
+LAYERS_RULE = "--layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,18 +176,22 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
     prediction = prediction_tensors(source.family, source.config, names)
     later |= prediction
     config = truncate_config(source.config, layers, removes_prediction=bool(prediction))
-    if not source.family.is_verbatim:
-        _check_layers_have_own_tensors(source)
     if not source.family.is_verbatim and _has_later_layers(source, config, names, layers):
         what = text("{} is not supported for {}", Option("layers"), source.display_name)
         raise PrepError(what, "its config does not state the number of layers", f"edit {CONFIG}")
     if not source.family.is_verbatim:
         _check_first_layers_are_stored(source, config)
+    _check_attention_is_kept(source, config, layers)
+    table_dims = tensors_of_all_layers(source.family, source.config)
     kept: list[SourceTensor] = []
     dropped: list[DroppedTensor] = []
     for tensor in source.tensors:
         if tensor.name in later:
-            dropped.append(DroppedTensor(tensor.name, tensor.nbytes, "--layers"))
+            dropped.append(DroppedTensor(tensor.name, tensor.nbytes, LAYERS_RULE))
+        elif tensor.name in table_dims:
+            table, rest = _truncate_table(source, tensor, table_dims[tensor.name], layers)
+            kept.append(table)
+            dropped.append(rest)
         else:
             kept.append(tensor)
     scales, dropped_scales, records = _truncate_scales(source, later)
@@ -199,13 +209,57 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
     return truncated, tuple(dropped)
 
 
-def _check_layers_have_own_tensors(source: Source) -> None:
-    """Raise PrepError if a tensor has the values of all layers, so that it cannot be dropped with a layer."""
-    names = tensors_of_all_layers(source.family, source.config)
-    if names:
+def _check_attention_is_kept(source: Source, config: HFConfig, layers: int) -> None:
+    """Raise PrepError if the truncated config gives a layer another attention.
+
+    E.g. the last layer of Gemma 4 has full attention by default, also as the third of three layers.
+    """
+    try:
+        windows = source.family.arch_config(source.config).sliding_windows[:layers]
+        truncated_windows = source.family.arch_config(config).sliding_windows
+    except PrepError:
+        # A family without a computation, or a config that it does not support: the tensors are converted all the same.
+        return
+    for layer, (before, after) in enumerate(zip(windows, truncated_windows)):
+        if before != after:
+            what = text("{} changes the attention of layer {}", Option("layers", layers), layer)
+            why = "its config has no list of layer types, and their order depends on the number of layers"
+            raise PrepError(what, why, f"add `layer_types` to {CONFIG}")
+
+
+def _truncate_table(
+    source: Source, tensor: SourceTensor, axis: int, layers: int
+) -> tuple[SourceTensor, DroppedTensor]:
+    """Return the part of a tensor with the values of the first layers, and the record of the rest.
+
+    The part has no recorded digest.
+
+    Args:
+        source: The source.
+        tensor: A tensor with the values of all layers.
+        axis: Its dim with the layers in order: 0 for rows, 1 for columns.
+        layers: Number of layers to keep.
+
+    Raises:
+        PrepError: The tensor is not stored in one piece.
+    """
+    location = tensor.placement[0]
+    if axis and isinstance(location, Contiguous):
+        byte_strides = strides(tensor.shape, itemsize(tensor.dtype))
+        location = Strided(location.file, location.offset, byte_strides)
+    if len(tensor.placement) > 1 or not isinstance(location, Contiguous | Strided):
         what = text("{} is not supported for {}", Option("layers"), source.display_name)
-        why = f"{names[0]} has the values of all layers"
+        why = f"{tensor.name} has the values of all layers, and is stored in parts"
         raise PrepError(what, why, text("convert it without {}", Option("layers")))
+    extent = tensor.shape[axis]
+    length = extent // source.family.sizes(source.config)[INPUT_LAYERS] * layers
+    shape = (*tensor.shape[:axis], length, *tensor.shape[axis + 1 :])
+    part = replace(tensor, shape=shape, placement=(location,), digests=())
+    removed = (length, extent)
+    nbytes = tensor.nbytes - part.nbytes
+    if axis:
+        return part, DroppedTensor(tensor.name, nbytes, LAYERS_RULE, columns=removed)
+    return part, DroppedTensor(tensor.name, nbytes, LAYERS_RULE, removed)
 
 
 def _check_first_layers_are_stored(source: Source, truncated: HFConfig) -> None:
@@ -232,7 +286,7 @@ def _truncate_scales(
     dropped: list[DroppedTensor] = []
     for tensor in source.state_tensors:
         if _up_to_number(split_name(tensor.name)[1]) in later_numbers:
-            dropped.append(DroppedTensor(tensor.name, tensor.nbytes, "--layers"))
+            dropped.append(DroppedTensor(tensor.name, tensor.nbytes, LAYERS_RULE))
         else:
             kept.append(tensor)
     records = {name: record for name, record in source.quantized.items() if name not in later_names}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,37 +12,13 @@ from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
 from prepcli.planning.plan import SourceFile
 from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
 from prepcli.sources.dequantized import dequantize_source
-from prepcli.sources.folders import Kind, LocalFiles
+from prepcli.sources.folders import LocalFiles
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_text_part
-from prepcli.sources.openers.dcp_folder import open_dcp
-from prepcli.sources.openers.flax_tree import open_easylm, open_flax
-from prepcli.sources.openers.gguf_file import open_gguf
-from prepcli.sources.openers.meta_folder import open_meta
-from prepcli.sources.openers.orbax_item import open_orbax
-from prepcli.sources.openers.peft_folder import open_adapter_alone
-from prepcli.sources.openers.safetensors_folder import open_safetensors
-from prepcli.sources.openers.torch_folder import open_torch
 from prepcli.sources.source import Source
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.parameters import VERBATIM
-
-# Openers of the formats that prep writes. The manifest names the family, and has the digests of the tensors.
-OUTPUT_OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints, Manifest | None], Source]] = {
-    "safetensors": open_safetensors,
-    "flax": open_flax,
-    "easylm": open_easylm,
-    "orbax": open_orbax,
-    "adapter": open_adapter_alone,
-}
-# Openers of the formats that prep only reads.
-FOREIGN_OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints], Source]] = {
-    "torch": open_torch,
-    "meta": open_meta,
-    "dcp": open_dcp,
-    "gguf": open_gguf,
-}
 
 
 def open_source(
@@ -70,12 +46,14 @@ def open_source(
     display_name = located.display_name
     with local_files.rename_in_errors(display_name):
         check_local_files(local_files, located.manifest)
-        hints = SourceHints(config_path, located.part, verbatim, copied_files)
-        if located.kind in OUTPUT_OPENERS:
-            open_output = OUTPUT_OPENERS[located.kind]
-            source = open_output(local_files.path, display_name, hints, located.manifest)
-        else:
-            source = FOREIGN_OPENERS[located.kind](local_files.path, display_name, hints)
+        hints = SourceHints(
+            config_path,
+            located.part,
+            verbatim,
+            copied_files,
+            is_remote=local_files.remote is not None,
+        )
+        source = _read_headers(located, hints)
         _check_headers(source)
         if local_files.remote is not None:
             source = _with_remote_blobs(source, local_files.remote)
@@ -87,6 +65,54 @@ def open_source(
         if verbatim is False and source.family.is_verbatim:
             raise verbatim_error(display_name)
         return source
+
+
+def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
+    """Open a checkpoint with the opener for its format.
+
+    Only this opener is imported. The manifest goes to the openers of formats that prep writes: it names the family, and
+    has the digests of the tensors.
+    """
+    path = located.local_files.path
+    display_name = located.display_name
+    manifest = located.manifest
+    match located.kind:
+        case "safetensors":
+            from prepcli.sources.openers.safetensors_folder import open_safetensors
+
+            return open_safetensors(path, display_name, hints, manifest)
+        case "orbax":
+            from prepcli.sources.openers.orbax_item import open_orbax
+
+            return open_orbax(path, display_name, hints, manifest)
+        case "flax":
+            from prepcli.sources.openers.flax_tree import open_flax
+
+            return open_flax(path, display_name, hints, manifest)
+        case "easylm":
+            from prepcli.sources.openers.flax_tree import open_easylm
+
+            return open_easylm(path, display_name, hints, manifest)
+        case "adapter":
+            from prepcli.sources.openers.peft_folder import open_adapter_alone
+
+            return open_adapter_alone(path, display_name, hints, manifest)
+        case "torch":
+            from prepcli.sources.openers.torch_folder import open_torch
+
+            return open_torch(path, display_name, hints)
+        case "meta":
+            from prepcli.sources.openers.meta_folder import open_meta
+
+            return open_meta(path, display_name, hints)
+        case "dcp":
+            from prepcli.sources.openers.dcp_folder import open_dcp
+
+            return open_dcp(path, display_name, hints, manifest)
+        case "gguf":
+            from prepcli.sources.openers.gguf_file import open_gguf
+
+            return open_gguf(path, display_name, hints)
 
 
 def _split_unless_verbatim(source: Source, verbatim: bool | None) -> Source:

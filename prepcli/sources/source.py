@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,6 +102,40 @@ class Wrapper:
     text_config: HFConfig
 
 
+# Without slots: a cached property needs the dict of the instance.
+@dataclass(frozen=True)
+class MadeFiles:
+    """Small files with the content of metadata. They are made at their first use: most commands do not need them.
+
+    Attributes:
+        make: Returns the files. It raises ValueError with the reason if the metadata does not describe them exactly.
+        title: Name of the files' content in messages.
+    """
+
+    make: Callable[[], tuple[SmallFile, ...]]
+    title: str
+
+    @cached_property
+    def files(self) -> tuple[SmallFile, ...]:
+        """The files, empty if the metadata does not describe them."""
+        return self._files_and_remarks[0]
+
+    @cached_property
+    def remarks(self) -> tuple[str, ...]:
+        """The reason why there are no files, if any."""
+        return self._files_and_remarks[1]
+
+    @cached_property
+    def _files_and_remarks(self) -> tuple[tuple[SmallFile, ...], tuple[str, ...]]:
+        try:
+            return self.make(), ()
+        except ValueError as error:
+            return (), (f"{self.title} is not converted: {error}",)
+
+
+NO_MADE_FILES = MadeFiles(tuple, "")
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """An opened checkpoint.
@@ -127,7 +162,6 @@ class Source:
         config_path: File that `config` was read from, or None.
         left_files: Side files of the model that are not copied, because no pattern selects them.
         made_files: Small files with the content of metadata, such as the tokenizer of GGUF.
-        remarks: Notes about parts of the checkpoint that are not read.
         is_locked: Whether a lock approves the files and the digests of the tensors. See `sources.locked`.
         wrapper: The multimodal model around the parameters, if any.
         tower_tensors: Its other tensors, named `towers/TENSOR`.
@@ -152,8 +186,7 @@ class Source:
     quantized: Mapping[str, QuantizedRecord] = field(default_factory=dict)
     config_path: Path | None = None
     left_files: tuple[Path, ...] = ()
-    made_files: tuple[SmallFile, ...] = ()
-    remarks: tuple[str, ...] = ()
+    made_files: MadeFiles = NO_MADE_FILES
     is_locked: bool = False
     wrapper: Wrapper | None = None
     tower_tensors: tuple[SourceTensor, ...] = ()

@@ -1,4 +1,4 @@
-"""User-supplied facts about a checkpoint, other than its location: the model config, and the part of an EasyLM file."""
+"""Facts about a checkpoint other than its location, such as the user's model config and the part of an EasyLM file."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ EASYLM_PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class SourceHints:
-    """User-supplied facts about a checkpoint.
+    """Facts about a checkpoint that its files do not state.
 
     Attributes:
         config_path: A config.json, or a folder that contains one, for checkpoints without a config.
         part: One of EASYLM_PARTS, or an empty string.
         verbatim: True: use the verbatim family. None: use it if no family has the model_type. False: never use it.
         copied_files: Name patterns of further side files to copy.
+        is_remote: Whether the files are placeholders of remote files.
     """
 
     config_path: Path | None = None
     part: str = ""
     verbatim: bool | None = False
     copied_files: tuple[str, ...] = ()
+    is_remote: bool = False
 
     def resolve_config_path(self, folder: Path, display_name: str) -> Path:
         """Return the path of the config.json to use: the user's, else the one in `folder`.

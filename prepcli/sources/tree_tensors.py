@@ -218,7 +218,9 @@ def _quantization_tensors(
     leaves: Leaves, manifest: Manifest, folder: object
 ) -> Iterator[SourceTensor]:
     """Yield the scales of dequantised weights."""
-    records = manifest.slots.get(QUANTIZATION, {})
+    records = manifest.slots.get(QUANTIZATION)
+    if not records:
+        return
     types: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, record in records.items():
         dtype = record.get("dtype", "")
@@ -367,12 +369,16 @@ class ForeignTree:
         names: Naming scheme of the tensors.
         tensors: Tensors of the leaves below the root.
         extra_entries: Leaves outside of the root, grouped by their first key.
+        scales: Leaf with a scale -> the number whose square root divides its values.
+        scaled_tensors: Names of the tensors in these leaves.
     """
 
     format: TreeFormat
     names: TensorNames
     tensors: tuple[SourceTensor, ...]
     extra_entries: tuple[DroppedTensor, ...]
+    scales: Mapping[str, int]
+    scaled_tensors: tuple[str, ...]
 
 
 def match_foreign_tree(
@@ -417,7 +423,31 @@ def match_foreign_tree(
     outside = [
         (name, leaf) for name, leaf in leaves.items() if not name.startswith(tree_format.root)
     ]
-    return ForeignTree(tree_format, names, tensors, tuple(_extra_entries(outside)))
+    numbers = _scales_by_path(tree_format, family, config)
+    scales: dict[str, int] = {}
+    for name in leaves:
+        path = name.removeprefix(tree_format.root).removesuffix(BOXED_SUFFIX)
+        if name.startswith(tree_format.root) and path in numbers:
+            scales[name] = numbers[path]
+    return ForeignTree(
+        tree_format,
+        names,
+        tensors,
+        tuple(_extra_entries(outside)),
+        scales,
+        tuple(name for path, _, name, _ in leaf_tensors if path in numbers),
+    )
+
+
+def _scales_by_path(tree_format: TreeFormat, family: Family, config: HFConfig) -> dict[str, int]:
+    """Return the leaves with a scale, by path below the root, and the number under the root."""
+    sizes = family.sizes(config)
+    numbers: dict[str, int] = {}
+    for path, row in tree_format.rows(family, config).items():
+        if row.scale_atom:
+            for _, indices in bind_row(row, sizes).tensors():
+                numbers[path.format(**indices)] = sizes[row.scale_atom]
+    return numbers
 
 
 def _present_leaf_tensors(
@@ -548,10 +578,8 @@ def _candidate_formats(family: Family, roots: Collection[str]) -> Iterator[TreeF
         for axis in (0, 1, None):
             yield TreeFormat(NATIVE_LAYOUT, root, axis)
         for name, layout in family.layouts.items():
-            yield TreeFormat(name, root, None)
-            if layout.stacked_name:
-                yield TreeFormat(name, root, 0)
-                yield TreeFormat(name, root, 1)
+            for axis in layout.readable_axes:
+                yield TreeFormat(name, root, axis)
             # A base model, saved without its head, has the paths below the prefix.
             layer_paths = filter(layer_atom_in, layout.parameters)
             if family.prefix and all(path.startswith(family.prefix) for path in layer_paths):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prepcli.engine.blobs import Blob
-from prepcli.errors import PrepError
 from prepcli.formats.flax_folder import INDEX_FILE, STEM, STREAM_FILE
 from prepcli.formats.msgpack import SUFFIX
 from prepcli.formats.msgpack_layout import (
@@ -26,14 +25,9 @@ from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.appended_files import shift_file_numbers
 from prepcli.sources.source import Source, SourceTensor
-from trainer.models.axis_map import AxisMap, ParsedAxisMap, bind_row
-from trainer.models.parameters import layout_rows
+from prepcli.targets.layout_leaves import LayoutLeaf, find_layout_leaves
 
 STREAM_FORMAT = "stream"
-MAX_NAMES = 4
-
-# Path of the leaf, its axis map, stacked indices
-LeafUse = tuple[str, AxisMap, tuple[tuple[str, int], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +73,7 @@ def lay_out_flax_folder(
         PrepError: A tensor has no leaf in the layout, or a leaf has no tensor.
     """
     tensors = {tensor.name: tensor for tensor in kept_tensors}
-    uses_by_tensor: dict[str, list[LeafUse]] = {}
-    for name, use in _leaf_uses(source, layout, tensors, vocab_size):
-        uses_by_tensor.setdefault(name, []).append(use)
-    # Before the lookups below: they expect each tensor of the layout in `tensors`.
-    _check_layout_complete(source, layout, uses_by_tensor, tensors)
+    uses_by_tensor = find_layout_leaves(source, layout, tensors, vocab_size=vocab_size)
     leaves: dict[tuple[str, ...], MsgpackLeaf] = {}
     for name, uses in uses_by_tensor.items():
         for path, row, _ in uses:
@@ -108,58 +98,6 @@ def lay_out_flax_folder(
         parts = [_leaf_location(use, tensors[name], file_numbers, layouts) for use in uses]
         locations[name] = tuple(parts)
     return FlaxFolder(tuple(files), locations, _index_file(groups, leaves), len(leaves))
-
-
-def _leaf_uses(
-    source: Source, layout: str, tensors: Collection[str], vocab_size: int
-) -> Iterator[tuple[str, LeafUse]]:
-    """Yield each tensor with its leaf. Paths have the base prefix if the source's names have it."""
-    family = source.family
-    sizes = family.sizes(source.config) | {"vocab": vocab_size}
-    for path, row in _layout_rows(source, layout, tensors).items():
-        axis_map = bind_row(row, sizes)
-        # The layout has the paths of a model with a head, e.g. `transformer.h.0` of GPT-2.
-        # A base model has the same leaf as `h.0`.
-        path_template = path
-        if not source.names.is_prefixed:
-            path_template = path.removeprefix(family.prefix)
-        for tensor, indices in axis_map.tensors():
-            yield tensor, (path_template.format(**indices), axis_map, tuple(indices.items()))
-
-
-def _layout_rows(source: Source, layout: str, tensors: Collection[str]) -> dict[str, ParsedAxisMap]:
-    """Return the axis-map rows of the layout, without the row of a tied head."""
-    family = source.family
-    rows = layout_rows(family.layouts[layout], source.config)
-    # Flax computes a tied head with the embedding, and transformers expects no leaf for it.
-    head_tensor = family.tying.head_tensor
-    if not family.is_tied(source.config) or head_tensor in tensors:
-        return dict(rows)
-    return {path: row for path, row in rows.items() if row.name_parts != (head_tensor,)}
-
-
-def _check_layout_complete(
-    source: Source,
-    layout: str,
-    uses_by_tensor: Mapping[str, object],
-    tensors: Mapping[str, SourceTensor],
-) -> None:
-    """Raise PrepError unless tensors and leaves of the layout match one to one."""
-    problems = {
-        "has no place for": tensors.keys() - uses_by_tensor.keys(),
-        "needs": uses_by_tensor.keys() - tensors.keys(),
-    }
-    for verb, names in problems.items():
-        if not names:
-            continue
-        listed = ", ".join(map(source.names.full_name, sorted(names)[:MAX_NAMES]))
-        if len(names) > MAX_NAMES:
-            listed += f" and {len(names) - MAX_NAMES} more"
-        raise PrepError(
-            f"{source.display_name} cannot be written in the layout {layout}",
-            f"the layout {verb} {listed}",
-            "use another layout, e.g. a Hugging Face folder",
-        )
 
 
 def _split_into_files(
@@ -195,7 +133,7 @@ def _index_file(
 
 
 def _leaf_location(
-    use: LeafUse,
+    use: LayoutLeaf,
     tensor: SourceTensor,
     file_numbers: Mapping[tuple[str, ...], int],
     layouts: Sequence[MsgpackLayout],

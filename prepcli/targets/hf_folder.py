@@ -106,7 +106,7 @@ def copied_small_files(source: Source, path_prefix: str = "") -> tuple[SmallFile
     copies = copied_files(
         source.small_files, source.root, manifest=source.manifest, path_prefix=path_prefix
     )
-    made = tuple(replace(file, path=path_prefix + file.path) for file in source.made_files)
+    made = tuple(replace(file, path=path_prefix + file.path) for file in source.made_files.files)
     return *copies, *made
 
 

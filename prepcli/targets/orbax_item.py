@@ -5,11 +5,19 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from prepcli.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
-from prepcli.planning.chunk_placement import LeafPiece, place_chunks
+from prepcli.errors import GET_AGAIN_HINT, Command, Option, PrepError, text, usage_error
+from prepcli.formats.ocdbt_read import MAX_ENTRIES
+from prepcli.formats.orbax import chunk_file_path
+from prepcli.formats.untrusted import quote_name
+from prepcli.planning.chunk_placement import (
+    ChunkLayout,
+    LeafPiece,
+    place_chunk_files,
+    place_chunks,
+)
 from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
 from prepcli.planning.quantization_leaves import (
@@ -37,12 +45,15 @@ from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, itemsize
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, output_rows
 from trainer.models.axis_map import AxisMap, ParsedAxisMap, bind_row
-from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape
+from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape, join_experts
 from trainer.models.host_reads import HostReads, read_amplification, reads_per_host
 from trainer.models.leaf_matrices import reduced_axes
 from trainer.models.mesh import Mesh
 from trainer.models.partition import Spec, leaf_spec, partition_spec
-from trainer.models.rules import Rules
+from trainer.models.rules import LeafDims, Rules
+
+# Limit of Linux and macOS.
+MAX_FILE_NAME_NBYTES = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +119,13 @@ class Partitioning:
         rules: Partition rules.
         min_split_nbytes: A leaf with a smaller size per layer is one chunk per layer, on every
             mesh.
+        has_joined_experts: Whether a chunk may have several experts. See `join_experts`.
     """
 
     mesh: Mesh | None
     rules: Rules
     min_split_nbytes: int = MIN_SPLIT_NBYTES
+    has_joined_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +145,7 @@ def make_item(
     vocab_size: int,
     partitioning: Partitioning,
     dtype: str | None = None,
+    has_chunk_files: bool = False,
 ) -> OrbaxItemLayout:
     """Lay out the leaves of an item, including the leaves of a training state.
 
@@ -142,6 +156,7 @@ def make_item(
         vocab_size: Vocabulary rows in the item.
         partitioning: Mesh and rules that determine the chunks.
         dtype: Dtype of the parameters, or None to keep their dtypes.
+        has_chunk_files: Write each chunk to a file of its own, `LEAF/INDEX`, without OCDBT.
 
     Returns:
         The layout of the item.
@@ -150,22 +165,48 @@ def make_item(
         PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a
             dim.
     """
-    leaves: dict[str, _LeafLayout] = {}
-    # The first tensor of each leaf. It sets the leaf's dtype.
-    first_tensors: dict[str, SourceTensor] = {}
-    pieces: list[tuple[str, LeafPiece]] = []
     # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
     # Moments and other state keep their dtypes.
     source = source.cast(dtype)
-    for use in _leaf_uses(source, match, axis_maps, vocab_size):
+    uses = _leaf_uses(source, match, axis_maps, vocab_size)
+    return lay_out_uses(source, uses, partitioning, has_chunk_files=has_chunk_files)
+
+
+def lay_out_uses(
+    source: Source,
+    uses: Iterable[LeafUse],
+    partitioning: Partitioning,
+    *,
+    has_chunk_files: bool = False,
+) -> OrbaxItemLayout:
+    """Lay out the leaves of an item.
+
+    Args:
+        source: The opened source, with the dtypes of the output.
+        uses: Each tensor with its leaf.
+        partitioning: Mesh and rules that determine the chunks.
+        has_chunk_files: Write each chunk to a file of its own, `LEAF/INDEX`, without OCDBT.
+
+    Returns:
+        The layout of the item.
+
+    Raises:
+        PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a
+            dim.
+    """
+    uses = [*uses]
+    # The first tensor of each leaf sets the leaf's dtype.
+    first_uses: dict[str, LeafUse] = {}
+    for use in uses:
+        first_uses.setdefault(use.name, use)
+    leaves = _leaf_layouts(source, first_uses.values(), partitioning)
+    pieces: list[tuple[str, LeafPiece]] = []
+    for use in uses:
         tensor = use.tensor
         name = use.name
-        if name not in leaves:
-            leaves[name] = _leaf_layout(source, use, partitioning)
-            first_tensors[name] = tensor
         leaf = leaves[name]
         if leaf.dtype != tensor.dtype:
-            raise _mixed_dtypes_error(source, name, first_tensors[name], tensor)
+            raise _mixed_dtypes_error(source, name, first_uses[name].tensor, tensor)
         # Only a contiguous tensor is copied in whole pages, for which source and output need equal page offsets.
         first_placement = tensor.placement[0]
         source_offset = 0
@@ -186,14 +227,27 @@ def make_item(
             "no tensor has elements",
             GET_AGAIN_HINT,
         )
-    layout = place_chunks(piece for _, piece in pieces)
+    if has_chunk_files:
+        _check_folder_names(leaves)
+        layout = place_chunk_files(piece for _, piece in pieces)
+        files = _chunk_files(layout)
+    else:
+        layout = place_chunks(piece for _, piece in pieces)
+        files = _data_files(layout.file_sizes)
     regions: dict[str, tuple[ChunkedLocation, ...]] = {}
     # `place_chunks` returns one region per piece in the same order. A tensor has one per leaf that uses it.
     for (name, _), region in zip(pieces, layout.regions):
         regions[name] = (*regions.get(name, ()), region)
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
     dtypes = {tensor.name: tensor.dtype for tensor in source.all_tensors}
-    output_leaves: list[OutputLeaf] = []
+    output_leaves = tuple(_output_leaves(source, leaves, layout))
+    return OrbaxItemLayout(output_leaves, files, regions, specs, dtypes)
+
+
+def _output_leaves(
+    source: Source, leaves: Mapping[str, _LeafLayout], layout: ChunkLayout
+) -> Iterator[OutputLeaf]:
+    """Yield the leaves with their paths in the tree and their placed chunks."""
     tower_leaves = {tower_leaf(tensor) for tensor in source.tower_tensors}
     for name, leaf in leaves.items():
         # In the flat trees of a verbatim family, of scales and of towers, the path below the first key is one key.
@@ -201,9 +255,7 @@ def make_item(
         max_splits = 1 if is_flat else -1
         placed_chunks = tuple(layout.placed_chunks[name])
         path = tuple(name.split(".", max_splits))
-        output_leaves.append(OutputLeaf(path, leaf.dtype, leaf.grid, placed_chunks))
-    files = _data_files(layout.file_sizes)
-    return OrbaxItemLayout(tuple(output_leaves), files, regions, specs, dtypes)
+        yield OutputLeaf(path, leaf.dtype, leaf.grid, placed_chunks)
 
 
 def item_streams(
@@ -224,6 +276,18 @@ def item_streams(
     return build_streams(source, targets, resize=resize, compared=compared)
 
 
+def _check_folder_names(leaves: Iterable[str]) -> None:
+    """Raise UsageError for a leaf with a name that cannot be the name of its folder."""
+    for name in leaves:
+        is_too_long = len(name.encode()) > MAX_FILE_NAME_NBYTES
+        if is_too_long or "/" in name or "\0" in name:
+            raise usage_error(
+                text("{} cannot store {}", Option("storage", "files"), quote_name(name)),
+                f"a folder name has at most {MAX_FILE_NAME_NBYTES} bytes, and no slash",
+                text("{} has no such limit", Option("storage", "ocdbt")),
+            )
+
+
 def _unplaced_tensors(source: Source, match: TensorMatch) -> Iterator[str]:
     """Yield the names of the tensors without elements. They have no leaf."""
     for name, uses in match.uses.items():
@@ -241,6 +305,11 @@ def tower_leaf(tensor: SourceTensor) -> str:
     """Return the leaf name for a tensor in a tower, i.e. in a vision or audio part."""
     _, name = split_name(tensor.name)
     return f"{TOWERS}.{name}"
+
+
+def is_tower_leaf(name: str) -> bool:
+    """Return whether a leaf belongs to a tower."""
+    return name.startswith(f"{TOWERS}.")
 
 
 def _mixed_dtypes_error(
@@ -265,7 +334,7 @@ def _mixed_dtypes_error(
 
 
 @dataclass(frozen=True, slots=True)
-class _LeafUse:
+class LeafUse:
     """A tensor and the leaf that stores it. A leaf may stack the tensors of several layers or experts.
 
     Attributes:
@@ -276,7 +345,6 @@ class _LeafUse:
         path: Path of the parameter that the leaf belongs to, or name of the leaf of a tower. None for other state,
             e.g. the step count.
         parameter_map: Axis map of the parameter. Only for leaves with some of its axes, e.g. factored moments.
-        is_tower: Whether the tensor belongs to a tower of a multimodal model.
     """
 
     tensor: SourceTensor
@@ -285,7 +353,6 @@ class _LeafUse:
     stacked_indices: tuple[tuple[str, int], ...] = ()
     path: str | None = None
     parameter_map: AxisMap | None = None
-    is_tower: bool = False
 
 
 def _leaf_uses(
@@ -293,7 +360,7 @@ def _leaf_uses(
     match: TensorMatch,
     axis_maps: Mapping[str, ParsedAxisMap],
     vocab_size: int,
-) -> Iterator[_LeafUse]:
+) -> Iterator[LeafUse]:
     """Yield each tensor with its leaf. Moments use the axis maps of their parameters, other state is unchanged."""
     sizes = source.family.sizes(source.config) | {"vocab": vocab_size}
     bound = {path: bind_row(axis_map, sizes) for path, axis_map in axis_maps.items()}
@@ -301,31 +368,32 @@ def _leaf_uses(
         if 0 not in tensor.shape:
             leaf = tower_leaf(tensor)
             axis_map = identity_axis_map(leaf, tensor.shape)
-            yield _LeafUse(tensor, leaf, axis_map, path=leaf, is_tower=True)
+            yield LeafUse(tensor, leaf, axis_map, path=leaf)
     tensors = [(tensor, PARAMS, tensor.name) for tensor in source.tensors]
     tensors += [(tensor, *split_name(tensor.name)) for tensor in source.state_tensors]
     leaf_by_name: dict[str, tuple[str, AxisMap, StackedIndices]] = {}
     if any(slot != PARAMS and is_leaf_path(name) for _, slot, name in tensors):
         leaf_by_name = index_state_tensors(bound)
-    yield from _quantization_uses(source)
+    if any(slot == QUANTIZATION for _, slot, _ in tensors):
+        yield from _quantization_uses(source)
     for tensor, slot, name in tensors:
         if slot == QUANTIZATION:
             continue
         # State outside of slots, e.g. the step count, belongs to no parameter and is one leaf as it is.
         if not slot:
-            yield _LeafUse(tensor, name, identity_axis_map(name, tensor.shape))
+            yield LeafUse(tensor, name, identity_axis_map(name, tensor.shape))
             continue
         if slot != PARAMS and is_leaf_path(name):
             path, parameter_map, indices = leaf_by_name[name]
             state_shape = shape_in_leaf(parameter_map, tensor.shape)
             axis_map = state_axis_map(path, parameter_map, state_shape)
-            yield _LeafUse(tensor, f"{slot}.{path}", axis_map, indices, path, parameter_map)
+            yield LeafUse(tensor, f"{slot}.{path}", axis_map, indices, path, parameter_map)
         for use in match.uses.get(name, ()):
             leaf = f"{slot}.{use.path}"
-            yield _LeafUse(tensor, leaf, bound[use.parameter], use.stacked_indices, use.path)
+            yield LeafUse(tensor, leaf, bound[use.parameter], use.stacked_indices, use.path)
 
 
-def _quantization_uses(source: Source) -> Iterator[_LeafUse]:
+def _quantization_uses(source: Source) -> Iterator[LeafUse]:
     """Yield the scales of dequantised weights with their leaves."""
     tensors: dict[str, SourceTensor] = {}
     for tensor in source.state_tensors:
@@ -333,10 +401,24 @@ def _quantization_uses(source: Source) -> Iterator[_LeafUse]:
             tensors[split_name(tensor.name)[1]] = tensor
     types = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     for name, leaf, axis_map, indices in quantization_leaves(types):
-        yield _LeafUse(tensors[name], leaf, axis_map, indices)
+        yield LeafUse(tensors[name], leaf, axis_map, indices)
 
 
-def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _LeafLayout:
+def _leaf_layouts(
+    source: Source, uses: Collection[LeafUse], partitioning: Partitioning
+) -> dict[str, _LeafLayout]:
+    """Return the layout of each leaf, given its first tensor.
+
+    Chunks have one expert, unless the index would have too many entries: 11 million for DeepSeek-V3 on mesh 1,64,4.
+    """
+    layouts = {use.name: _leaf_layout(source, use, partitioning) for use in uses}
+    num_chunks = sum(math.prod(layout.grid.chunk_counts) for layout in layouts.values())
+    if num_chunks + len(layouts) <= MAX_ENTRIES or partitioning.has_joined_experts:
+        return layouts
+    return _leaf_layouts(source, uses, replace(partitioning, has_joined_experts=True))
+
+
+def _leaf_layout(source: Source, use: LeafUse, partitioning: Partitioning) -> _LeafLayout:
     """Return how a leaf is split into chunks, and its spec if there is a mesh."""
     axis_map = use.axis_map
     dtype = use.tensor.dtype
@@ -347,28 +429,16 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
             "use a checkpoint of the model in bfloat16",
         )
     spec = None
-    if partitioning.mesh and is_quantization_leaf(use.name):
-        # Every device may need all scales. They are small.
-        spec = partition_spec(
-            _dim_names(axis_map),
-            axis_map.leaf_shape,
-            partitioning.mesh,
-            {},
-            source.display_name,
-        )
-    elif partitioning.mesh:
+    if partitioning.mesh:
         # A leaf with some axes of a parameter is split like the parameter along these axes.
         parameter = use.parameter_map or axis_map
-        rules = partitioning.rules
-        if use.is_tower:
-            # The dims of a tower have no names, so that no rule of a named dim applies.
-            rules = replace(rules, by_size=True)
-        parameter_spec = leaf_spec(
+        parameter_spec = item_leaf_spec(
+            use.name,
             use.path,
             _dim_names(parameter),
             parameter.leaf_shape,
             mesh=partitioning.mesh,
-            rules=rules,
+            rules=partitioning.rules,
             checkpoint=source.display_name,
         )
         # E.g. a row mean [12, 1, 64] of a parameter [12, 32, 64]: axis 1 has extent 1 and stays whole,
@@ -382,9 +452,43 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
         itemsize=itemsize(dtype),
         min_split_bytes=partitioning.min_split_nbytes,
     )
+    if partitioning.has_joined_experts:
+        chunk = join_experts(
+            chunk, _dim_names(axis_map), axis_map.leaf_shape, spec=spec, itemsize=itemsize(dtype)
+        )
     # zarr has no chunk of extent 0: a leaf [0, 8] has chunks [1, 8].
     grid = ChunkGrid(axis_map.leaf_shape, tuple(max(1, length) for length in chunk))
     return _LeafLayout(dtype, grid, spec)
+
+
+def item_leaf_spec(
+    name: str,
+    path: str | None,
+    dims: LeafDims,
+    shape: Sequence[int],
+    *,
+    mesh: Mesh,
+    rules: Rules,
+    checkpoint: str,
+) -> Spec:
+    """Return the sharding of a leaf of an item. Scales of quantised weights are whole on each device.
+
+    Args:
+        name: Dotted name of the leaf.
+        path: Path of its parameter, or name of the leaf of a tower. None for other state.
+        dims: Named axes (atoms) of each dim.
+        shape: Shape of the leaf.
+        mesh: Device mesh.
+        rules: Partition rules.
+        checkpoint: The checkpoint as the user typed it, for the hint of an error.
+    """
+    if is_quantization_leaf(name):
+        # Every device may need all scales. They are small.
+        return partition_spec(dims, shape, mesh, {}, checkpoint)
+    if is_tower_leaf(name):
+        # The dims of a tower have no names, so that no rule of a named dim applies.
+        rules = replace(rules, by_size=True)
+    return leaf_spec(path, dims, shape, mesh=mesh, rules=rules, checkpoint=checkpoint)
 
 
 def _dim_names(axis_map: AxisMap) -> list[tuple[str, ...]]:
@@ -402,4 +506,16 @@ def _data_files(file_sizes: Sequence[int]) -> tuple[OutputFile, ...]:
     for number, size in enumerate(file_sizes):
         name = hashlib.md5(f"prep data file {number}".encode(), usedforsecurity=False)
         files.append(OutputFile(f"d/{name.hexdigest()}", size))
+    return tuple(files)
+
+
+def _chunk_files(layout: ChunkLayout) -> tuple[OutputFile, ...]:
+    """Return the files of single chunks, by number."""
+    paths: dict[int, str] = {}
+    for leaf, boxes in layout.placed_chunks.items():
+        for box in boxes:
+            paths[box.placement.file] = chunk_file_path(leaf, box.first)
+    files: list[OutputFile] = []
+    for number, size in enumerate(layout.file_sizes):
+        files.append(OutputFile(paths[number], size))
     return tuple(files)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from prepcli.planning.plan import DroppedTensor, Fill, Locations, Stream
+from prepcli.planning.plan import DroppedTensor, Fill, Locations, RootScale, Stream
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION, QUANTIZATION_RULE
 from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, TRAINING_STATE_RULE, split_name
 from prepcli.planning.tensor_match import TensorMatch, vocab_tensors
@@ -23,11 +23,13 @@ class TensorTarget:
         writes: Locations of the tensor in the output.
         rows: Rows of the tensor in the output, or 1 for a 0-d tensor.
         dtype: Dtype in the output, or empty for the tensor's own.
+        scale: Scale of the values in the output, or None.
     """
 
     writes: Locations
     rows: int
     dtype: str = ""
+    scale: RootScale | None = None
 
     def cast_dtype(self, tensor: SourceTensor) -> str:
         """Return the target dtype of a cast, or empty if it keeps its dtype."""
@@ -134,6 +136,7 @@ def build_streams(
                     tensor.placement,
                     target.writes,
                     cast_to=target.cast_dtype(tensor),
+                    scale=target.scale,
                 )
             )
     return tuple(streams)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from trainer.models.axis_map import AxisMap, SizedAxis, bind_row
@@ -71,7 +70,8 @@ class TinyTransformer:
                 tensors[location.tensor], leaves[location.leaf_path]
             )
             leaf_view[...] = tensor_view
-        return unflatten_tree({path: jnp.asarray(leaf) for path, leaf in leaves.items()})
+        # `jnp.asarray` would compile a program per shape.
+        return jax.device_put(unflatten_tree(leaves))
 
     def tensors_from_params(self, tree: Tree) -> dict[str, np.ndarray]:
         """Build the Hugging Face tensors of a parameter tree."""

@@ -17,7 +17,6 @@ from trainer.models.checkpoint_store import LeafSpec
 from trainer.models.config_overrides import override_fields
 from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.parameters import read_size
-from trainer.models.presets import find_preset
 from trainer.models.registry import family_of
 from trainer.models.rule_text import merge_rules
 from trainer.planning.model_shapes import PlannedModel, model_of_config
@@ -63,6 +62,8 @@ def random_config(table: Model) -> JsonObject:
         PrepError: The preset is unknown, the file is missing or invalid, or a field or its value is invalid.
     """
     if table.preset is not None:
+        from trainer.models.presets import find_preset
+
         return override_fields(find_preset(table.preset), table.overrides)
     assert table.config is not None
     path = Path(table.config)

@@ -127,6 +127,7 @@ def start_python(
     cwd: str | os.PathLike[str] = ".",
     env: Mapping[str, str] | None = None,
     has_jax: bool = False,
+    stdin: str | os.PathLike[str] = os.devnull,
 ) -> ForkedProcess:
     """Start a script with the arguments `words` in a folder, like `python -c`.
 
@@ -136,9 +137,11 @@ def start_python(
         cwd: Working folder.
         env: Environment variables. None for those of the tests.
         has_jax: Whether JAX is imported before, with the environment of the tests.
+        stdin: File that the script reads as stdin.
     """
     variables = dict(os.environ if env is None else env)
     request = {"script": script, "words": words, "cwd": os.path.abspath(cwd), "env": variables}
+    request |= {"stdin": os.path.abspath(stdin)}
     status, status_of_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     ends = (out_end, err_end, status_of_server.detach())
@@ -155,9 +158,10 @@ def run_python(
     cwd: str | os.PathLike[str] = ".",
     env: Mapping[str, str] | None = None,
     has_jax: bool = False,
+    stdin: str | os.PathLike[str] = os.devnull,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as `start_python` does, and return its exit code and output."""
-    process = start_python(script, *words, cwd=cwd, env=env, has_jax=has_jax)
+    process = start_python(script, *words, cwd=cwd, env=env, has_jax=has_jax, stdin=stdin)
     out, err = process.communicate()
     return subprocess.CompletedProcess([*words], process.wait(), out.decode(), err.decode())
 
@@ -228,7 +232,7 @@ def _serve(requests: socket.socket, modules: Sequence[str]) -> None:
                 data, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_NBYTES, 3)
                 if not data:
                     return
-                pid, status = _fork(json.loads(data), *fds)
+                pid, status = _fork(json.loads(data), *fds, inherited=(selector, requests))
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status))
             else:
                 pid, status = key.data
@@ -238,13 +242,19 @@ def _serve(requests: socket.socket, modules: Sequence[str]) -> None:
                 os.close(key.fd)
 
 
-def _fork(request: dict[str, Any], out: int, err: int, status: int) -> tuple[int, int]:
-    """Return the process id of a new process and the socket for its exit code."""
+def _fork(
+    request: dict[str, Any], out: int, err: int, status: int, *, inherited: Sequence[Any]
+) -> tuple[int, int]:
+    """Return the process id of a new process, which closes `inherited`, and the socket for its exit code."""
     pid = os.fork()
     if pid == 0:
+        # Python closes open objects at its exit. Their descriptors may belong to other files by then.
+        for file in inherited:
+            file.close()
         os.dup2(out, 1)
         os.dup2(err, 2)
         os.closerange(3, MAX_FD)
+        os.dup2(os.open(request["stdin"], os.O_RDONLY), 0)
         os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["env"])

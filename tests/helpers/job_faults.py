@@ -1,23 +1,23 @@
-"""Training in two processes, one of which is killed, stopped, suspended or set up differently."""
+"""Training in two processes, one of which is killed, stopped, suspended or started differently."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.restore.item_reader import open_reader
-from tests.helpers.processes import NO_CHANGE, Change, start_processes
+from tests.helpers.processes import start_processes
 from tests.helpers.waiting import MAX_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -31,9 +31,38 @@ SETTINGS = {
 NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
 
 
+class JobProcess(Protocol):
+    """A process of a job: a forked one, or a `subprocess.Popen[bytes]`."""
+
+    returncode: Any
+    stderr: Any
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code and return it."""
+        ...
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal unless the process has ended."""
+        ...
+
+    def kill(self) -> None:
+        """Send SIGKILL unless the process has ended."""
+        ...
+
+
+class StartProcesses(Protocol):
+    """A function that starts the processes of a job, such as `start_processes`."""
+
+    def __call__(
+        self, *words: str, count: int, devices: int, cwd: Path, env: Mapping[str, str]
+    ) -> Sequence[JobProcess]:
+        """Start `prep WORDS` in `count` processes."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A signal to one process of a job, a difference of it from the others, or another event.
+    """A signal to one process of a job, a different start, or another event.
 
     Attributes:
         name: Name of the case.
@@ -41,7 +70,7 @@ class Fault:
         victim: Index of the process.
         number: The signal; None for none.
         delay_s: Seconds between the trigger and the fault.
-        change: Difference of the process from the other one.
+        start: Starts the processes.
         action: Called after the trigger with the folder of the run.
     """
 
@@ -50,7 +79,7 @@ class Fault:
     victim: int
     number: signal.Signals | None = None
     delay_s: float = 0.0
-    change: Change = NO_CHANGE
+    start: StartProcesses = start_processes
     action: Callable[[Path], None] | None = None
 
 
@@ -105,9 +134,9 @@ def run_job(
             "JAX_COMPILATION_CACHE_DIR": str(compiled),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-    changes = {fault.victim: fault.change} if fault else {}
     command = ("train", "recipe.toml", "--out", out, *words)
-    processes = start_processes(*command, count=2, devices=2, cwd=folder, env=env, changes=changes)
+    start = fault.start if fault else start_processes
+    processes = start(*command, count=2, devices=2, cwd=folder, env=env)
     outputs = [_Output(process) for process in processes]
     try:
         sent_s = _begin(fault, processes, outputs, run=folder / out) if fault else time.monotonic()
@@ -139,7 +168,7 @@ def state_digest(run: Path) -> tuple[int, str]:
 
 
 def _begin(
-    fault: Fault, processes: list[subprocess.Popen[str]], outputs: list[_Output], *, run: Path
+    fault: Fault, processes: Sequence[JobProcess], outputs: list[_Output], *, run: Path
 ) -> float:
     """Send the signal of a fault, or call its action, after its trigger; return the time."""
     wait_until(lambda: any(re.search(fault.trigger, output.text()) for output in outputs))
@@ -154,7 +183,7 @@ def _begin(
 class _Output:
     """What a process prints on stderr, read by a thread, and the time of its end."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: JobProcess) -> None:
         self._process, self._lines, self._end_s = process, list[str](), 0.0
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -170,7 +199,6 @@ class _Output:
 
     def _read(self) -> None:
         """Collect the lines of stderr until it ends."""
-        assert self._process.stderr is not None
         for line in self._process.stderr:
-            self._lines.append(line)
+            self._lines.append(line.decode())
         self._end_s = time.monotonic()

@@ -40,6 +40,16 @@ COMPACT: dict[str, Any] = {
     "ema": 0.9,
     "freeze": ("embed.positions", "re:attn_norm|mlp|attn\\.[qko]", "final_norm.bias"),
 }
+# Leaves of each role and number of axes, in the order of a tree. Every further leaf takes time to
+# compile.
+TRAJECTORY_LEAVES = (
+    "embed.tokens",
+    "final_norm.scale",
+    "layers.attn.o.weight",
+    "layers.attn.q.weight",
+    "layers.mlp.up.bias",
+    "layers.mlp.up.weight",
+)
 
 
 def make_optimizer(name: str, **keys: Any) -> Optimizer:
@@ -81,6 +91,12 @@ def take_steps(setup: StepSetup, state: TrainState, *, until: int, step: Any = N
     return state
 
 
+def trajectory_params(setup: StepSetup) -> Any:
+    """Return the parameters `TRAJECTORY_LEAVES` of the first state of a setup."""
+    params = flatten_tree(runs.make_state(setup)["params"])
+    return unflatten_tree({path: params[path] for path in TRAJECTORY_LEAVES})
+
+
 def by_layer(params: Any) -> dict[str, np.ndarray]:
     """Return the tree of a GPT-Neo as a matrix [out, in] or a vector per layer, by path and layer."""
     tensors: dict[str, np.ndarray] = {}
@@ -112,8 +128,8 @@ def random_gradients(params: Any, step: int) -> Any:
 def run_trajectory(optimizer: Optimizer, steps: int, mesh: str = "") -> list[dict[str, np.ndarray]]:
     """Return the parameters, one array per layer, before the first of `steps` updates and after each of them."""
     setup = runs.make_setup(mesh=mesh, optimizer=optimizer)
-    params = runs.make_state(setup)["params"]
-    leaves = setup.model.leaves
+    params = trajectory_params(setup)
+    leaves = {path: setup.model.leaves[path] for path in TRAJECTORY_LEAVES}
     opt_state = optimizer.init(params, leaves)
 
     @jax.jit

@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from prepcli.launch import local
 from tests import CACHE, FLAGS
+from tests.helpers.fork_server import ForkedProcess, start_python
 from tests.helpers.waiting import MAX_S
 
 # Variables that started processes get from the process of the tests.
 COMPILATION = (FLAGS, CACHE, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+# JAX reads these variables when it is imported, which happens before the processes are forked.
+RUN_MODULE = """
+import os, runpy, sys
+import jax
 
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A difference of one process from the others of its job.
-
-    Attributes:
-        words: Further words of its command line.
-        env: Further environment variables.
-        prefix: Command that runs it, such as `prlimit --fsize=100000`.
-    """
-
-    words: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
-    prefix: tuple[str, ...] = ()
-
-
-NO_CHANGE = Change()
-NO_CHANGES: Mapping[int, Change] = MappingProxyType({})
+jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+sys.path.insert(0, os.getcwd())
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
 
 
 def start_processes(
@@ -45,8 +34,7 @@ def start_processes(
     env: Mapping[str, str] | None = None,
     module: str = "prepcli",
     stdin: Path | None = None,
-    changes: Mapping[int, Change] = NO_CHANGES,
-) -> list[subprocess.Popen[str]]:
+) -> list[ForkedProcess]:
     """Start `python -m MODULE WORDS` in `count` processes with `devices` CPU devices each; process 0 is the first.
 
     Args:
@@ -57,26 +45,25 @@ def start_processes(
         env: Additional environment variables.
         module: Module that is run with the words in place of prep.
         stdin: File that process 0 reads as stdin; the others have an empty one.
-        changes: Differences of processes, by index.
     """
-    port, all_changes = local.free_port(), [changes.get(index, NO_CHANGE) for index in range(count)]
-    return [
-        subprocess.Popen(
-            [*change.prefix, sys.executable, "-m", module, *words, *change.words],
-            cwd=cwd,
-            env=local.process_environment(
-                os.environ, index=index, count=count, port=port, devices=devices
-            )
-            | {name: os.environ[name] for name in COMPILATION if name in os.environ}
-            | dict(env or {})
-            | dict(change.env),
-            stdin=stdin.open() if stdin and index == 0 else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+    port = local.free_port()
+    compilation = {name: os.environ[name] for name in COMPILATION if name in os.environ}
+    processes = list[ForkedProcess]()
+    for index in range(count):
+        variables = local.process_environment(
+            os.environ, index=index, count=count, port=port, devices=devices
         )
-        for index, change in enumerate(all_changes)
-    ]
+        process = start_python(
+            RUN_MODULE,
+            module,
+            *words,
+            cwd=cwd or Path.cwd(),
+            env=variables | compilation | dict(env or {}),
+            has_jax=True,
+            stdin=stdin if stdin and index == 0 else os.devnull,
+        )
+        processes.append(process)
+    return processes
 
 
 def join_job() -> None:
@@ -92,12 +79,15 @@ def join_job() -> None:
 
 
 def finish(
-    processes: list[subprocess.Popen[str]], timeout_s: float = MAX_S
+    processes: Sequence[ForkedProcess], timeout_s: float = MAX_S
 ) -> list[tuple[int, str, str]]:
     """Wait for processes; return the exit code, stdout and stderr of each."""
+    results = list[tuple[int, str, str]]()
     try:
-        outputs = [process.communicate(timeout=timeout_s) for process in processes]
+        for process in processes:
+            out, err = process.communicate(timeout=timeout_s)
+            results.append((process.wait(), out.decode(), err.decode()))
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, *output) for process, output in zip(processes, outputs)]
+    return results

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from prepcli.execution.checkpoint_manager import FinishedSave
@@ -109,7 +108,7 @@ def make_setup(
 
 def make_state(setup: StepSetup, seed: int = 0) -> TrainState:
     """Return the state before the first step, with random parameters."""
-    params = jax.tree.map(jnp.asarray, _params(setup.model.family.name, seed))
+    params = jax.device_put(_params(setup.model.family.name, seed))
     state = init_train_state(round_params(params, setup), setup)
     if setup.forward_config.sharding.device_mesh is None:
         return state
@@ -255,8 +254,8 @@ class RecordingCallbacks:
         self.steps.append(step)
 
 
-def state_bytes(state: TrainState) -> dict[str, bytes]:
-    """Return the bytes of every leaf of a state, by name."""
+def state_bytes(state: TrainState | Tree) -> dict[str, bytes]:
+    """Return the bytes of every leaf of a state or of a part of it, by name."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return {leaf_name(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
 

@@ -17,6 +17,7 @@ from prepcli.errors import OK
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 
 WORDS = [f"w{number}" for number in range(131)]
+# The schedule has a length of its own, so that runs with other `train.steps` share compiled steps.
 RECIPE = """\
 seed = 3
 mesh = "1,2,4"
@@ -32,6 +33,7 @@ size = 8
 [optimizer]
 lr = 1e-2
 warmup_steps = 2
+decay_steps = 12
 [train]
 steps = 12
 log_every = 1

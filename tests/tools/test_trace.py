@@ -64,15 +64,25 @@ def test_callees_stand_below_their_callers() -> None:
     assert trace.deepest_stack(tracer.root) == [INTERSECTION, "trainer.models.boxes.intersect"]
 
 
+def test_functions_are_counted_by_package() -> None:
+    with trace.Tracer() as tracer:
+        volume(BOX)
+        intersection(BOX, BOX)
+        trace.summary_line(tracer)
+    assert trace.count_by_package(tracer.root) == {"trainer.models": 3}
+
+
 def test_command_runs_and_its_trace_is_printed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_hf_folder(tmp_path / "empty", {}, {"model_type": "gpt2"})
-    code = trace.main(["--tree", "prep", "inspect", str(folder)])
+    code = trace.main(["--tree", "--packages", "prep", "inspect", str(folder)])
     lines = capfd.readouterr().out.splitlines()
     assert code == 1
     assert re.fullmatch(r"\d+ functions in \d+ modules, \d+ frames deep", lines[-1])
     assert "1 x prepcli.cli.main.main" in lines
+    (count,) = [line.split()[0] for line in lines if line.endswith(" in prepcli.cli")]
+    assert int(count) > 1
 
 
 def test_other_commands_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:

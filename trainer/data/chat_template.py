@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: which file has it, and the special tokens for it."""
+"""The chat template of a tokenizer and its special tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ def load_chat_template(tokenizer: Path) -> ChatTemplate:
     """
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     config = read_settings(folder / CONFIG_FILE)
-    special_tokens = _special_tokens(read_settings(folder / SPECIAL_TOKENS_FILE) | config)
     file = folder / TEMPLATE_FILE
     text = read_text_file(file, MAX_TEMPLATE_NBYTES)
     if text is None:
@@ -68,7 +67,21 @@ def load_chat_template(tokenizer: Path) -> ChatTemplate:
             why,
             f"put a {TEMPLATE_FILE} into the folder",
         )
-    return ChatTemplate(str(file), text, special_tokens)
+    return ChatTemplate(str(file), text, load_special_tokens(tokenizer))
+
+
+def load_special_tokens(tokenizer: Path) -> tuple[tuple[str, str], ...]:
+    """Load the names and texts of a tokenizer's special tokens, such as `("bos_token", "<s>")`.
+
+    Args:
+        tokenizer: A tokenizer file, or a folder that contains one.
+
+    Raises:
+        PrepError: A file is invalid.
+    """
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    config = read_settings(folder / CONFIG_FILE)
+    return _special_tokens(read_settings(folder / SPECIAL_TOKENS_FILE) | config)
 
 
 def _default_template(value: Any) -> str | None:

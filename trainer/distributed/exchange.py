@@ -15,7 +15,7 @@ from trainer.distributed.tree_sum import dim_axes
 from trainer.models.mesh import MeshAxes
 from trainer.models.read_plan import ReadPlan, ShardedLeaf
 
-SlabUpdate = Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]
+BlockUpdate = Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]
 
 
 def sharded_leaf(shape: tuple[int, ...], sharding: NamedSharding) -> ShardedLeaf:
@@ -36,7 +36,7 @@ def compile_allocation(
 
 
 def part_sharding(plan: ReadPlan, sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding of an array that contains one slab of a leaf: each device has the part that it read."""
+    """Return the sharding of an array that contains one row block of a leaf: each device has the part that it read."""
     entries: list[MeshAxes] = [
         plan.leaf.split_axes[dim] if dim in plan.kept_dims else () for dim in _leaf_dims(plan)
     ]
@@ -45,18 +45,18 @@ def part_sharding(plan: ReadPlan, sharding: NamedSharding) -> NamedSharding:
 
 
 @lru_cache(maxsize=1024)
-def compile_slab_update(plan: ReadPlan, sharding: NamedSharding, rows: int) -> SlabUpdate:
-    """Compile a function that exchanges the parts of a slab between devices and writes the slab into the leaf.
+def compile_block_update(plan: ReadPlan, sharding: NamedSharding, rows: int) -> BlockUpdate:
+    """Compile a function that exchanges the parts of a row block between devices and writes the block into the leaf.
 
-    A slab is a range of rows of a leaf that is loaded at once. The buffer of the old leaf is donated.
+    A row block is a range of rows of a leaf that is loaded at once. The buffer of the old leaf is donated.
 
     Args:
         plan: The division of the leaf.
         sharding: Sharding of the leaf.
-        rows: Rows of the slab.
+        rows: Rows of the block.
 
     Returns:
-        A function of the leaf, the array of parts and the slab's start.
+        A function of the leaf, the array of parts and the block's start.
     """
 
     def update(leaf: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
@@ -82,30 +82,30 @@ def compile_slab_update(plan: ReadPlan, sharding: NamedSharding, rows: int) -> S
 
 
 def _update_overlap(
-    shard: jax.Array, slab: jax.Array, starts: Sequence[jax.Array], row_dim: int, first: jax.Array
+    shard: jax.Array, block: jax.Array, starts: Sequence[jax.Array], row_dim: int, first: jax.Array
 ) -> jax.Array:
-    """Copy the rows of a slab (a range of leaf rows) that belong to a shard.
+    """Copy the rows of a row block (a range of leaf rows) that belong to a shard.
 
     Args:
         shard: The shard.
-        slab: The slab.
-        starts: Start of the slab in the dims other than `row_dim`.
+        block: The block.
+        starts: Start of the block in the dims other than `row_dim`.
         row_dim: The dim of rows.
-        first: The slab's first row, relative to the shard. It may be outside.
+        first: The block's first row, relative to the shard. It may be outside.
     """
-    length = min(slab.shape[row_dim], shard.shape[row_dim])
+    length = min(block.shape[row_dim], shard.shape[row_dim])
     # Shapes are static, so each device updates a window of `length` rows and keeps rows outside the
-    # slab. E.g. a shard of 4 rows, a slab of 3 rows and first = -1: the window has rows 0 to 2,
-    # which are rows 1, 2 and 3 of the slab, and row 3 is outside.
+    # block. E.g. a shard of 4 rows, a block of 3 rows and first = -1: the window has rows 0 to 2,
+    # which are rows 1, 2 and 3 of the block, and row 3 is outside.
     window_start = jnp.clip(first, 0, shard.shape[row_dim] - length)
     starts = [window_start if dim == row_dim else start for dim, start in enumerate(starts)]
-    window_shape = [length if dim == row_dim else extent for dim, extent in enumerate(slab.shape)]
+    window_shape = [length if dim == row_dim else extent for dim, extent in enumerate(block.shape)]
     window = lax.dynamic_slice(shard, starts, window_shape)
-    # Index in the slab of each row of the window.
+    # Index in the block of each row of the window.
     rows = window_start - first + jnp.arange(length)
-    is_inside = (rows >= 0) & (rows < slab.shape[row_dim])
+    is_inside = (rows >= 0) & (rows < block.shape[row_dim])
     is_inside = lax.broadcast_in_dim(is_inside, window.shape, (row_dim,))
-    shifted = jnp.take(slab, jnp.clip(rows, 0, slab.shape[row_dim] - 1), axis=row_dim)
+    shifted = jnp.take(block, jnp.clip(rows, 0, block.shape[row_dim] - 1), axis=row_dim)
     return lax.dynamic_update_slice(shard, jnp.where(is_inside, shifted, window), starts)
 
 

@@ -126,8 +126,9 @@ class ShardingContext:
         Raises:
             UsageError: The mesh does not divide the activation.
         """
-        spec = self._activation_spec(shape, dims)
-        return self._to_named_sharding(spec)
+        if self.mesh is None:
+            return None
+        return self._to_named_sharding(activation_spec(shape, dims, self.mesh, self.rules))
 
     def constrain(self, x: jax.Array, *dims: str) -> jax.Array:
         """Constrain the sharding of an activation, given the logical dim of each axis."""
@@ -138,10 +139,9 @@ class ShardingContext:
 
     def activation_axes(self, shape: tuple[int, ...], *dims: str) -> tuple[MeshAxes, ...]:
         """Return the mesh axes that split each axis of an activation, given the logical dim of each."""
-        spec = self._activation_spec(shape, dims)
-        if spec is None:
+        if self.mesh is None:
             return ((),) * len(dims)
-        return spec.mesh_axes
+        return activation_spec(shape, dims, self.mesh, self.rules).mesh_axes
 
     def weight_axes(self, shape: tuple[int, ...], *dims: str) -> tuple[MeshAxes, ...]:
         """Return the mesh axes that split each axis of a parameter.
@@ -156,8 +156,10 @@ class ShardingContext:
 
     def num_shards(self, dim: str, extent: int) -> int:
         """Return the number of shards along a logical dim of activations."""
-        spec = self._activation_spec((self.data_parallel_size, extent), ("batch", dim))
-        return 1 if spec is None else spec.shards_per_dim[1]
+        if self.mesh is None:
+            return 1
+        shape = (self.data_parallel_size, extent)
+        return activation_spec(shape, ("batch", dim), self.mesh, self.rules).shards_per_dim[1]
 
     @property
     def num_devices(self) -> int:
@@ -196,12 +198,6 @@ class ShardingContext:
     def sequence_parallel_size(self) -> int:
         """Number of shards of a sequence along its tokens."""
         return num_sequence_shards(self.mesh, self.rules)
-
-    def _activation_spec(self, shape: tuple[int, ...], dims: tuple[str, ...]) -> Spec | None:
-        """Return the mesh axes that split each dim of an activation. None if there is no mesh."""
-        if self.mesh is None:
-            return None
-        return activation_spec(shape, dims, self.mesh, self.rules)
 
     def _to_named_sharding(self, spec: Spec | None) -> NamedSharding | None:
         """Convert a spec to a sharding on the devices. None if there are no devices."""

@@ -18,7 +18,10 @@ In braces, and in the terms:
 - `{a b=1}`: the number is the merged index of two atoms. A term `b=1` fixes its atom at one index.
 - `{a@list}`: `a` counts through the index list `list` of the sizes.
 
-If an atom in braces is missing on the left side, there is one leaf per index of it. No I/O, no jax.
+If an atom in braces is missing on the left side, there is one leaf per index of it.
+
+A row of another library's tree may end with `/ sqrt(a)`: its leaf has the values of the tensor divided by the square
+root of the size of `a`. No I/O, no jax.
 
 `parse_row` makes a `ParsedAxisMap` of the text, without sizes. `bind_row` adds the sizes. Two layers,
 four heads, two heads of keys, and three elements per head:
@@ -161,12 +164,16 @@ class NamePattern:
 
 @dataclass(frozen=True, slots=True)
 class ParsedAxisMap:
-    """The axis map as written, before its axes have sizes."""
+    """The axis map as written, before its axes have sizes.
+
+    `scale_atom` is the atom in `/ sqrt(a)` at the end of the row, or "" if the leaf has the tensor's own values.
+    """
 
     text: str
     leaf_dims: AtomDims
     name_parts: tuple[str | NamePattern, ...]
     source_dims: tuple[SourceDim, ...]
+    scale_atom: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,11 +334,13 @@ def parse_row(text: str) -> ParsedAxisMap:
         raise _row_error(text, "it is not of the form `leaf dims <- name: tensor dims`")
     left, right = text.split("<-")
     name, dims = right.rsplit(":", 1)
+    dims, _, scale = dims.partition(" / ")
     row = ParsedAxisMap(
         text=text,
         leaf_dims=_parse_leaf_dims(text, left),
         name_parts=_parse_name(text, name.strip()),
         source_dims=tuple(_parse_source_dim(text, d) for d in _split_dims(text, dims)),
+        scale_atom=_parse_scale(text, scale),
     )
     _check_atoms(row)
     return row
@@ -468,6 +477,16 @@ def _tensor_dim(dim: SourceDim, lookup: _SizeLookup) -> TensorDim:
     return TensorDim(
         extent=sum(lengths), start=sum(lengths[: dim.selected]), factors=parts[dim.selected]
     )
+
+
+def _parse_scale(text: str, scale: str) -> str:
+    """Return the atom of the scale `sqrt(ATOM)`, or "" without a scale."""
+    if not scale:
+        return ""
+    match = re.fullmatch(r"sqrt\((\w+)\)\s*", scale)
+    if match is None:
+        raise _row_error(text, f"its scale `{scale.strip()}` is not of the form `sqrt(atom)`")
+    return match[1]
 
 
 def _parse_leaf_dims(text: str, dims: str) -> AtomDims:

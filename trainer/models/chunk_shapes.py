@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from trainer.models.partition import Spec, shard_shape
-from trainer.models.rules import STACKED_DIMS, LeafDims
+from trainer.models.rules import EXPERT_DIMS, STACKED_DIMS, LeafDims
 
 # Largest chunk of a leaf that is written without a mesh.
 UNSHARDED_CHUNK_BYTES = 4 << 20
@@ -48,6 +48,41 @@ def chunk_shape(
     if math.prod(one_layer) * itemsize < min_split_bytes:
         return one_layer
     return tuple(map(min, one_layer, shard_shape(spec, shape)))
+
+
+def join_experts(
+    chunk: Sequence[int],
+    dims: LeafDims,
+    shape: Sequence[int],
+    *,
+    spec: Spec | None,
+    itemsize: int,
+) -> tuple[int, ...]:
+    """Return a chunk shape with several experts, of at most UNSHARDED_CHUNK_BYTES.
+
+    The experts of a chunk are in one shard.
+
+    Args:
+        chunk: Result of `chunk_shape`.
+        dims: Named axes (atoms) of each dim of the leaf.
+        shape: Shape of the leaf.
+        spec: Sharding of the leaf on a mesh, or None.
+        itemsize: Bytes of an element.
+
+    >>> dims = [("layers",), ("experts",), ("embed",)]
+    >>> join_experts((1, 1, 1 << 18), dims, (2, 12, 1 << 18), spec=None, itemsize=4)
+    (1, 4, 262144)
+    """
+    joined = [*chunk]
+    for axis, dim in enumerate(dims):
+        if {*dim[:1]}.isdisjoint(EXPERT_DIMS):
+            continue
+        extent = shape[axis]
+        if spec is not None:
+            extent //= spec.shards_per_dim[axis]
+        nbytes = math.prod(joined) * itemsize
+        joined[axis] *= _largest_divisor(extent // chunk[axis], UNSHARDED_CHUNK_BYTES // nbytes)
+    return tuple(joined)
 
 
 def _contiguous_chunk(shape: Sequence[int], n_elements: int) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ from trainer.models.dropout_config import DROPOUT_SITES
 from trainer.models.errors import INVALID_CONFIG, PrepError, text, usage_error
 from trainer.models.json_types import HFConfig, JsonObject, JsonValue
 from trainer.models.parameters import Family
-from trainer.models.presets import PRESETS
 from trainer.models.registry import family_of, fields_read
 from trainer.models.suggest import did_you_mean
 
@@ -105,6 +104,9 @@ def _example_value(config: HFConfig, field: str) -> JsonValue:
 
 
 def _presets_of(family: Family) -> list[HFConfig]:
+    # Most runs override no field of their model, and need no presets.
+    from trainer.models.presets import PRESETS
+
     return [preset for preset in PRESETS.values() if preset["model_type"] == family.name]
 
 

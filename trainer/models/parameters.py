@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import (
@@ -102,8 +103,10 @@ class TreeLayout:
     Attributes:
         parameters: Path -> parameter. A path holds the placeholder of a layer atom, such as
             `{layers}`. Its row has no dim of the layers.
-        stacked_name: Path part in place of the placeholder in trees with stacked layers, or "" if
-            there are none.
+        stacked_name: Path part in place of the part with the placeholder in trees with stacked
+            layers, or "" if there are none.
+        stack_axis: Axis of the stacked layers in trees that prep writes, or None if it writes one
+            leaf per layer.
         allows_tied_head: Whether a tree with a tied head has no leaf for it.
         path_aliases: Path that some trees use -> path in `parameters`.
         ignored_fields: Config fields without effect in that library.
@@ -111,9 +114,19 @@ class TreeLayout:
 
     parameters: Mapping[str, Parameter]
     stacked_name: str = ""
+    stack_axis: int | None = None
     allows_tied_head: bool = False
     path_aliases: Mapping[str, str] = field(default_factory=dict)
     ignored_fields: tuple[str, ...] = ()
+
+    @property
+    def readable_axes(self) -> tuple[int | None, ...]:
+        """Axes of stacked layers in trees of this layout, the usual one first. None is one leaf per layer."""
+        if not self.stacked_name:
+            return (None,)
+        if self.stack_axis is None:
+            return None, 0, 1
+        return self.stack_axis, 1 - self.stack_axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +323,12 @@ def _rows_of_layers(path: str, row: ParsedAxisMap, layer_path: str) -> dict[str,
 
 
 def layout_rows(
-    layout: TreeLayout, config: HFConfig, stack_axis_index: int | None = None
+    layout: TreeLayout,
+    config: HFConfig,
+    stack_axis_index: int | None = None,
+    *,
+    sizes: Sizes = MappingProxyType({}),
+    tensors: Collection[str] = (),
 ) -> dict[str, ParsedAxisMap]:
     """Return the parsed axis-map rows of a model in the tree of another library.
 
@@ -318,14 +336,22 @@ def layout_rows(
         layout: The tree.
         config: Content of the model's config.json.
         stack_axis_index: Axis of the stacked layers, or None for a tree with one leaf per layer.
+        sizes: Size of each named axis (atom). Required with `tensors`.
+        tensors: Names of the stored tensors, without prefix. They decide between a row and its
+            alternate.
 
     Returns:
         Path in the tree -> row.
+
+    Raises:
+        PrepError: The tensors of a row and of its alternate both exist.
     """
-    rows = {
-        path: parse_row(parameter.row)
-        for path, parameter in active_parameters(layout.parameters, config)
-    }
+    rows: dict[str, ParsedAxisMap] = {}
+    for path, parameter in active_parameters(layout.parameters, config):
+        if tensors:
+            rows[path] = _select_form(parameter, sizes, {}, tensors)
+        else:
+            rows[path] = parse_row(parameter.row)
     if stack_axis_index is None:
         return rows
     return dict(
@@ -355,7 +381,11 @@ def _stack_row(
     if not atom:
         return path, row
     stacked = dataclasses.replace(row, leaf_dims=((atom,), *row.leaf_dims))
-    return path.replace(f"{{{atom}}}", stacked_name), _move_stack_axis(stacked, axis)
+    parts = path.split(".")
+    for number, part in enumerate(parts):
+        if f"{{{atom}}}" in part:
+            parts[number] = stacked_name
+    return ".".join(parts), _move_stack_axis(stacked, axis)
 
 
 def _first_tensor(row: ParsedAxisMap, sizes: Sizes) -> str:

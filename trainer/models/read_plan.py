@@ -1,7 +1,7 @@
 """Plans of loading a sharded leaf in several processes such that each byte is read once in the whole job. Pure.
 
-A leaf is loaded slab by slab. A slab is a range of rows: of indices along one dim. The devices that
-need rows of the same slab read disjoint rows of it, and exchange them. A mesh axis that splits
+A leaf is loaded in row blocks. A row block is a range of rows: of indices along one dim. The devices that
+need rows of the same block read disjoint rows of it, and exchange them. A mesh axis that splits
 another dim of the leaf exchanges by all-to-all, an axis that replicates the leaf by all-gather.
 """
 
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from trainer.models.boxes import Box
 from trainer.models.mesh import MeshAxes
 
-# Largest slab on a device after the exchange. One unit per device may be larger.
-SLAB_NBYTES = 16 << 20
-# Slabs are whole units that all devices divide evenly, up to this many bytes.
-MAX_SLAB_NBYTES = 2 * SLAB_NBYTES
+# Largest row block on a device after the exchange. One unit per device may be larger.
+BLOCK_NBYTES = 16 << 20
+# Row blocks are whole units that all devices divide evenly, up to this many bytes.
+MAX_BLOCK_NBYTES = 2 * BLOCK_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class ShardedLeaf:
 
 
 @dataclass(frozen=True, slots=True)
-class RowSlab:
+class LeafBlock:
     """A range of rows of a leaf. The devices read and exchange these rows together.
 
     Attributes:
@@ -81,14 +81,14 @@ class RowSlab:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The division of a leaf into slabs, and of each slab between devices.
+    """The division of a leaf into row blocks, and of each block between devices.
 
     Attributes:
         leaf: The leaf.
-        row_dim: Dim along which devices divide a slab. Its indices are called rows.
-        outer_dims: Dims with one index per slab.
+        row_dim: Dim along which devices divide a block. Its indices are called rows.
+        outer_dims: Dims with one index per block.
         unit_rows: Rows that are read together.
-        keeps_rows: Whether a device reads only rows of its own shard. Otherwise the whole slab is
+        keeps_rows: Whether a device reads only rows of its own shard. Otherwise the whole block is
             gathered, because shards begin within a unit.
     """
 
@@ -125,7 +125,7 @@ class ReadPlan:
 
     @property
     def reader_axes(self) -> MeshAxes:
-        """Mesh axes that divide a slab between its readers, major axis first.
+        """Mesh axes that divide a block between its readers, major axis first.
 
         This is the reverse of the order of the collectives: the last collective joins the largest parts.
         """
@@ -133,24 +133,24 @@ class ReadPlan:
 
     @property
     def num_readers(self) -> int:
-        """Number of devices that divide a slab."""
+        """Number of devices that divide a block."""
         sizes = dict(self.leaf.mesh_sizes)
         return math.prod(sizes[axis] for axis in self.reader_axes)
 
     @property
     def num_rows(self) -> int:
-        """Number of rows to divide into slabs."""
+        """Number of rows to divide into blocks."""
         if self.keeps_rows:
             return self.leaf.shard_extent(self.row_dim)
         return self.leaf.shape[self.row_dim]
 
     @property
     def num_row_units(self) -> int:
-        """Number of units of `unit_rows` rows. A slab has whole units."""
+        """Number of units of `unit_rows` rows. A block has whole units."""
         return -(-self.num_rows // self.unit_rows)
 
-    def min_slab_nbytes(self, itemsize: int) -> int:
-        """Return the size of the smallest slab on a device after the exchange: one unit of each device."""
+    def min_block_nbytes(self, itemsize: int) -> int:
+        """Return the size of the smallest block on a device after the exchange: one unit of each device."""
         sizes = dict(self.leaf.mesh_sizes)
         num_shards = math.prod(sizes[axis] for axis, dim in self.collectives if dim is not None)
         inner = (
@@ -160,13 +160,13 @@ class ReadPlan:
         )
         return self.num_readers * self.unit_rows * math.prod(inner) * itemsize // num_shards
 
-    def slabs(self, itemsize: int) -> Iterator[RowSlab]:
-        """Yield the slabs in the order of their elements."""
-        # Units of each reader per slab. The number of slabs is rounded up first, then the units are
-        # spread evenly over them, so that the last slab is not a small rest.
-        max_units = max(1, SLAB_NBYTES // self.min_slab_nbytes(itemsize))
-        num_slabs = -(-self.num_row_units // (self.num_readers * max_units))
-        units = -(-self.num_row_units // (self.num_readers * num_slabs))
+    def row_blocks(self, itemsize: int) -> Iterator[LeafBlock]:
+        """Yield the row blocks in the order of their elements."""
+        # Units of each reader per block. The number of blocks is rounded up first, then the units are
+        # spread evenly over them, so that the last block is not a small rest.
+        max_units = max(1, BLOCK_NBYTES // self.min_block_nbytes(itemsize))
+        num_blocks = -(-self.num_row_units // (self.num_readers * max_units))
+        units = -(-self.num_row_units // (self.num_readers * num_blocks))
         step = units * self.num_readers * self.unit_rows
         outer = [
             range(self.leaf.shard_extent(dim)) if dim in self.outer_dims else range(1)
@@ -176,46 +176,46 @@ class ReadPlan:
             for first in range(0, self.num_rows, step):
                 rows = min(step, self.num_rows - first)
                 start = (*index[: self.row_dim], first, *index[self.row_dim + 1 :])
-                yield RowSlab(start, rows, self._rows_per_device(rows))
+                yield LeafBlock(start, rows, self._rows_per_device(rows))
 
     def _rows_per_device(self, rows: int) -> int:
         num_units = -(-rows // self.unit_rows)
         return -(-num_units // self.num_readers) * self.unit_rows
 
-    def part_shape(self, slab: RowSlab) -> tuple[int, ...]:
-        """Return the shape of a device's part of a slab."""
+    def part_shape(self, block: LeafBlock) -> tuple[int, ...]:
+        """Return the shape of a device's part of a block."""
         shape = [
             1 if dim in self.outer_dims else extent for dim, extent in enumerate(self.leaf.shape)
         ]
-        shape[self.row_dim] = slab.rows_per_device
+        shape[self.row_dim] = block.rows_per_device
         return tuple(shape)
 
-    def all_parts_shape(self, slab: RowSlab) -> tuple[int, ...]:
-        """Return the global shape of the sharded array in which each device has its part of a slab."""
-        shape = list(self.part_shape(slab))
+    def all_parts_shape(self, block: LeafBlock) -> tuple[int, ...]:
+        """Return the global shape of the sharded array in which each device has its part of a block."""
+        shape = list(self.part_shape(block))
         for dim in self.kept_dims:
             shape[dim] *= self.leaf.num_shards(dim)
         shape[self.row_dim] *= self.num_readers
         return tuple(shape)
 
-    def box(self, slab: RowSlab, coordinates: Mapping[str, int]) -> Box:
-        """Return the box of the leaf that the device at some mesh coordinates reads of a slab. It may be empty."""
+    def box(self, block: LeafBlock, coordinates: Mapping[str, int]) -> Box:
+        """Return the box of the leaf that the device at some mesh coordinates reads of a block. It may be empty."""
         box = [(0, extent) for extent in self.leaf.shape]
         for dim in self.outer_dims:
             index = (
                 self.leaf.shard_index(dim, coordinates) * self.leaf.shard_extent(dim)
-                + slab.start[dim]
+                + block.start[dim]
             )
             box[dim] = (index, index + 1)
-        first = slab.start[self.row_dim]
+        first = block.start[self.row_dim]
         if self.keeps_rows:
             shard_start = self.leaf.shard_index(self.row_dim, coordinates) * self.num_rows
         else:
             shard_start = 0
         # Example: 10 rows in parts of 3 are [0, 3), [3, 6), [6, 9) and [9, 10). A fifth reader would begin
-        # at row 12, beyond the slab: `min` makes its box [10, 10), which is empty.
-        low = min(slab.rows, self.leaf.rank(self.reader_axes, coordinates) * slab.rows_per_device)
-        high = min(slab.rows, low + slab.rows_per_device)
+        # at row 12, beyond the block: `min` makes its box [10, 10), which is empty.
+        low = min(block.rows, self.leaf.rank(self.reader_axes, coordinates) * block.rows_per_device)
+        high = min(block.rows, low + block.rows_per_device)
         box[self.row_dim] = (shard_start + first + low, shard_start + first + high)
         return tuple(box)
 
@@ -223,7 +223,7 @@ class ReadPlan:
 def choose_read_plan(leaf: ShardedLeaf, unit: Sequence[int], itemsize: int) -> ReadPlan | None:
     """Choose how devices divide a leaf.
 
-    The best dim has small slabs that all devices divide evenly. Among them, dims with shards
+    The best dim has small blocks that all devices divide evenly. Among them, dims with shards
     that begin with a unit need the least communication. The first dim has the longest contiguous
     byte ranges.
 
@@ -233,24 +233,24 @@ def choose_read_plan(leaf: ShardedLeaf, unit: Sequence[int], itemsize: int) -> R
         itemsize: Bytes of an exchanged element.
 
     Returns:
-        The plan, or None if one device should read the whole leaf, which is smaller than one slab.
+        The plan, or None if one device should read the whole leaf, which is smaller than one block.
     """
     plans = list(_candidate_plans(leaf, unit))
     if not plans:
         return None
 
     def cost(plan: ReadPlan) -> tuple[bool, bool, bool, int]:
-        nbytes = plan.min_slab_nbytes(itemsize)
+        nbytes = plan.min_block_nbytes(itemsize)
         # With 4 or more units per reader the largest share is less than a quarter above the mean.
         is_even = (
             plan.num_row_units % plan.num_readers == 0 or plan.num_row_units >= 4 * plan.num_readers
         )
-        is_small = nbytes <= MAX_SLAB_NBYTES
-        # False sorts before True: small slabs first, then even ones, then plans that keep rows.
+        is_small = nbytes <= MAX_BLOCK_NBYTES
+        # False sorts before True: small blocks first, then even ones, then plans that keep rows.
         return (not is_small, not is_even, not plan.keeps_rows, 0 if is_small else nbytes)
 
     best = min(plans, key=cost)
-    if best.min_slab_nbytes(itemsize) > math.prod(leaf.shape) * itemsize:
+    if best.min_block_nbytes(itemsize) > math.prod(leaf.shape) * itemsize:
         return None
     return best
 
@@ -266,20 +266,20 @@ def _candidate_plans(leaf: ShardedLeaf, unit: Sequence[int]) -> Iterator[ReadPla
             continue
         is_aligned = leaf.num_shards(dim) == 1 or leaf.shard_extent(dim) % unit[dim] == 0
         yield ReadPlan(leaf, dim, tuple(outer), unit[dim], is_aligned)
-        # Dims before the row dim have one index per slab, so a unit must have extent 1 in each of
+        # Dims before the row dim have one index per block, so a unit must have extent 1 in each of
         # them.
         if unit[dim] > 1:
             return
         outer.append(dim)
 
 
-def aligned_slabs(box: Box, unit: Sequence[int], max_volume: int) -> Iterator[Box]:
-    """Split a box of a leaf into slabs that begin and end with a unit, except at the edges of the box.
+def aligned_row_blocks(box: Box, unit: Sequence[int], max_volume: int) -> Iterator[Box]:
+    """Split a box of a leaf into row blocks that begin and end with a unit, except at the edges of the box.
 
     Args:
         box: The box.
         unit: Shape of the boxes of the leaf that are read together.
-        max_volume: Maximum number of elements of a slab with several units.
+        max_volume: Maximum number of elements of a block with several units.
 
     Yields:
         Boxes that cover the box, each element once, in the order of their elements.
@@ -290,7 +290,7 @@ def aligned_slabs(box: Box, unit: Sequence[int], max_volume: int) -> Iterator[Bo
     for dim, (low, high) in reversed(list(enumerate(box))):
         num_units = max_volume // max(1, math.prod(lengths))
         lengths[dim] *= max(1, min(num_units, -(-high // unit[dim]) - low // unit[dim]))
-    # Slabs begin at multiples of their length, even if the box does not: [3, 9) by 4 -> 0, 4, 8.
+    # Blocks begin at multiples of their length, even if the box does not: [3, 9) by 4 -> 0, 4, 8.
     starts = [range(low // step * step, high, step) for (low, high), step in zip(box, lengths)]
     for corner in itertools.product(*starts):
         yield tuple(

@@ -3,140 +3,115 @@
 from __future__ import annotations
 
 import difflib
+import importlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.models.architecture import SEMANTIC_FIELDS
 from trainer.models.errors import Command, PrepError, text
-from trainer.models.families import (
-    apertus,
-    arcee,
-    bamba,
-    biogpt,
-    bitnet,
-    bloom,
-    codegen,
-    cohere,
-    cohere2,
-    cwm,
-    deepseek_v2,
-    deepseek_v3,
-    diffllama,
-    doge,
-    dots1,
-    ernie4_5,
-    ernie4_5_moe,
-    exaone,
-    exaone4,
-    exaone_moe,
-    falcon,
-    falcon_h1,
-    flex_olmo,
-    flint,
-    gemma,
-    gemma2,
-    gemma3,
-    gemma4,
-    glm,
-    glm4,
-    glm4_moe,
-    glm4_moe_lite,
-    gpt2,
-    gpt_bigcode,
-    gpt_neo,
-    gpt_neox,
-    gpt_neox_japanese,
-    gpt_oss,
-    gptj,
-    granite,
-    granite_swa,
-    granitemoe,
-    granitemoe_swa,
-    granitemoehybrid,
-    granitemoeshared,
-    helium,
-    hunyuan_v1_dense,
-    hunyuan_v1_moe,
-    hy_v3,
-    hyperclovax,
-    internlm3,
-    iquestcoder,
-    jais2,
-    jamba,
-    lfm2,
-    lfm2_moe,
-    llama,
-    llama4,
-    mamba,
-    mamba2,
-    mellum,
-    minicpm3,
-    minimax_m2,
-    ministral,
-    ministral3,
-    mistral,
-    mixtral,
-    mpt,
-    mt5,
-    nanochat,
-    nemotron,
-    nemotron_h,
-    olmo,
-    olmo2,
-    olmo3,
-    olmoe,
-    opt,
-    phi,
-    phi3,
-    phimoe,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_5_moe_text,
-    qwen3_5_text,
-    qwen3_moe,
-    qwen3_next,
-    sarvam_mla,
-    sarvam_moe,
-    seed_oss,
-    smollm3,
-    solar_open,
-    stablelm,
-    starcoder2,
-    t5,
-    umt5,
-    vaultgemma,
-    xglm,
-    youtu,
-)
 from trainer.models.parameters import Family, HFConfig
-from trainer.models.unsupported import missing_mechanism
 
-_FAMILY_MODULES = (
-    *(gpt2, gpt_neo, gptj, gpt_neox, opt, llama, mistral, mixtral),
-    *(qwen2, qwen2_moe, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, t5),
-    *(olmo2, olmo3, smollm3, granite, glm4, glm, starcoder2, stablelm, phi, exaone4, ernie4_5),
-    *(
-        ministral,
-        ministral3,
-        seed_oss,
-        olmo,
-        cohere,
-        cohere2,
-        helium,
-        arcee,
-        hunyuan_v1_dense,
-        nemotron,
-    ),
-    *(falcon, gpt_bigcode, bloom, mpt, biogpt, xglm, mt5, umt5),
-    *(jais2, cwm, vaultgemma),
-    *(gpt_oss, deepseek_v2, deepseek_v3, dots1, ernie4_5_moe, glm4_moe, glm4_moe_lite),
-    *(olmoe, flex_olmo, granitemoe, granitemoeshared),
-    *(exaone, exaone_moe, granite_swa, granitemoe_swa, hunyuan_v1_moe, hyperclovax, internlm3),
-    *(iquestcoder, mellum, minimax_m2, sarvam_mla, sarvam_moe, solar_open, youtu),
-    *(llama4, flint, hy_v3, minicpm3, nanochat, phimoe),
-    *(lfm2, lfm2_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text),
-    *(mamba2, bamba, granitemoehybrid, falcon_h1, nemotron_h, mamba, jamba),
-    *(gemma4, bitnet, apertus, codegen, gpt_neox_japanese, diffllama, doge),
+# Each one is the name of a module of `trainer.models.families`. Lists of families have this order.
+MODEL_TYPES = (
+    "gpt2",
+    "gpt_neo",
+    "gptj",
+    "gpt_neox",
+    "opt",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "t5",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "granite",
+    "glm4",
+    "glm",
+    "starcoder2",
+    "stablelm",
+    "phi",
+    "exaone4",
+    "ernie4_5",
+    "ministral",
+    "ministral3",
+    "seed_oss",
+    "olmo",
+    "cohere",
+    "cohere2",
+    "helium",
+    "arcee",
+    "hunyuan_v1_dense",
+    "nemotron",
+    "falcon",
+    "gpt_bigcode",
+    "bloom",
+    "mpt",
+    "biogpt",
+    "xglm",
+    "mt5",
+    "umt5",
+    "jais2",
+    "cwm",
+    "vaultgemma",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "olmoe",
+    "flex_olmo",
+    "granitemoe",
+    "granitemoeshared",
+    "exaone",
+    "exaone_moe",
+    "granite_swa",
+    "granitemoe_swa",
+    "hunyuan_v1_moe",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+    "mellum",
+    "minimax_m2",
+    "sarvam_mla",
+    "sarvam_moe",
+    "solar_open",
+    "youtu",
+    "llama4_text",
+    "flint",
+    "hy_v3",
+    "minicpm3",
+    "nanochat",
+    "phimoe",
+    "lfm2",
+    "lfm2_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "mamba2",
+    "bamba",
+    "granitemoehybrid",
+    "falcon_h1",
+    "nemotron_h",
+    "mamba",
+    "jamba",
+    "gemma4_text",
+    "bitnet",
+    "apertus",
+    "codegen",
+    "gpt_neox_japanese",
+    "diffllama",
+    "doge",
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")
@@ -147,7 +122,30 @@ NEW_LAYER_HINT = text(
 )
 # Number of shared config fields that makes two families similar.
 MIN_SHARED_FIELDS = 5
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _FAMILY_MODULES}
+
+
+class Families(Mapping[str, Family]):
+    """The supported families by model type.
+
+    A family's module is imported when the family is read for the first time: a command needs one or two of them.
+    """
+
+    def __getitem__(self, model_type: str) -> Family:
+        if model_type not in MODEL_TYPES:
+            raise KeyError(model_type)
+        return importlib.import_module(f"trainer.models.families.{model_type}").FAMILY
+
+    def __contains__(self, model_type: object) -> bool:
+        return model_type in MODEL_TYPES
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(MODEL_TYPES)
+
+    def __len__(self) -> int:
+        return len(MODEL_TYPES)
+
+
+FAMILIES = Families()
 
 
 def family_of(config: HFConfig) -> Family:
@@ -165,6 +163,9 @@ def family_of(config: HFConfig) -> Family:
     name = config.get("model_type")
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
+    # Only this error needs the table of unsupported models.
+    from trainer.models.unsupported import missing_mechanism
+
     what = f"model_type `{name}` is not supported"
     if mechanism := missing_mechanism(config):
         why = f"it needs {mechanism}, which prep does not support"

@@ -109,6 +109,12 @@ class Rope:
                 )
 
 
+def has_llama3_scaling(config: HFConfig) -> bool:
+    """Return whether the rotary frequencies are scaled as in LLaMA 3.1 and later."""
+    scaling = read_scaling(config)
+    return _read_rope_type(scaling, ROPE_TYPES) == "llama3"
+
+
 def read_rope(
     config: HFConfig,
     head_dim: int,

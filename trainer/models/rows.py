@@ -52,6 +52,9 @@ def linear(path: str, row: str, bias: Condition | None = ALWAYS) -> Parameters:
             dims. They are the dims of the bias.
         bias: When the bias exists, or NEVER.
     """
+    parameters = {f"{path}.weight": Parameter(row)}
+    if bias is None:
+        return parameters
     # Example: `heads head_dim embed <- q.weight: (heads head_dim) embed`. The first atom of the leaf is
     # in the dim (heads head_dim), so the row of the bias is
     # `heads head_dim <- q.bias: (heads head_dim)`.
@@ -60,10 +63,8 @@ def linear(path: str, row: str, bias: Condition | None = ALWAYS) -> Parameters:
     bias_leaf = " ".join(
         atom for atom in leaf.split() if atom in atoms_in(out_dim) or atom not in atoms_in(dims)
     )
-    parameters = {f"{path}.weight": Parameter(row)}
-    if bias is not None:
-        bias_row = f"{bias_leaf} <- {_sibling_tensor(name, 'bias')}: {out_dim}"
-        parameters[f"{path}.bias"] = Parameter(bias_row, bias)
+    bias_row = f"{bias_leaf} <- {_sibling_tensor(name, 'bias')}: {out_dim}"
+    parameters[f"{path}.bias"] = Parameter(bias_row, bias)
     return parameters
 
 

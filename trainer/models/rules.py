@@ -108,8 +108,9 @@ ACTIVATION_DIMS = (*ACTIVATION_RULES, "heads", "kv_heads", "head_dim", "mlp", "v
 
 # Logical dim of the experts of a verbatim leaf. No computation depends on their sharding.
 VERBATIM_EXPERTS = "verbatim_experts"
+EXPERT_DIMS = ("experts", VERBATIM_EXPERTS)
 # Logical dims that count layers or experts: a leaf has one source tensor per index.
-STACKED_DIMS = (*LAYER_ATOMS, "experts", VERBATIM_EXPERTS)
+STACKED_DIMS = (*LAYER_ATOMS, *EXPERT_DIMS)
 
 
 # Prefixes of rules of leaves and of activations, as text.

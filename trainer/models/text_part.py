@@ -31,7 +31,6 @@ from trainer.models.parameters import (
     read_size,
 )
 from trainer.models.registry import FAMILIES
-from trainer.models.unsupported import missing_mechanism
 
 # `model_type` of a text config -> the fields that it has as the config of a family. With M-RoPE, all three positions
 # of a text token are equal (Qwen2-VL, https://arxiv.org/abs/2409.12191, section 2.1), as in the family.
@@ -245,6 +244,8 @@ def _text_family(config: HFConfig, fields: HFConfig) -> Family:
         if missing:
             raise _not_supported(config, f"its text config does not state {', '.join(missing)}")
     if not isinstance(name, str) or name not in FAMILIES:
+        from trainer.models.unsupported import missing_mechanism
+
         why = f"its text config has the model_type {text_type!r:.60}, which is not supported"
         if mechanism := missing_mechanism(fields):
             why = f"its text config needs {mechanism}"

@@ -152,14 +152,19 @@ def _num_removed(config: HFConfig, layers: int) -> int:
     return max(0, max(counts, default=layers) - layers)
 
 
-def tensors_of_all_layers(family: Family, config: HFConfig) -> list[str]:
-    """Return the names of tensors with the values of all layers in one dim."""
+def tensors_of_all_layers(family: Family, config: HFConfig) -> dict[str, int]:
+    """Return the tensors with the values of all layers, by name, and the number of the dim that has them in order.
+
+    For example, the columns of `embed_tokens_per_layer.weight` of Gemma 4, those of layer 0 first: dim 1.
+    """
     sizes = family.sizes(config)
-    names: list[str] = []
+    dims: dict[str, int] = {}
     for row in parameter_rows(family, config).values():
-        if any(dim == (INPUT_LAYERS,) for dim in row.leaf_dims):
-            names.extend(name for name, _ in bind_row(row, sizes).tensors())
-    return names
+        axis_map = bind_row(row, sizes)
+        for axis, dim in enumerate(axis_map.source_dims):
+            if dim.factors and dim.factors[0].atom == INPUT_LAYERS:
+                dims |= {name: axis for name, _ in axis_map.tensors()}
+    return dims
 
 
 def missing_tensors(family: Family, config: HFConfig, truncated: HFConfig) -> list[str]:

@@ -9,7 +9,8 @@ Axes: B rows of the batch, T tokens, D model width.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -90,9 +91,50 @@ def run_stack(
             continue
         carry = run_by_kind[kind](carry, layer_tree)
     x, kv_cache = carry
+    return _final_norm(x, stack, arch_config), kv_cache
+
+
+def layer_outputs(x: Array, params: Tree, context: StackContext) -> Iterator[Array]:
+    """Run all layers one at a time.
+
+    Each kind of layer is compiled once. The device holds one residual stream and the weights of one layer in addition
+    to the parameters.
+
+    Args:
+        x: Residual stream [B, T, D] before the first layer.
+        params: Parameters of the model in the dtype of the computation.
+        context: Inputs of all layers.
+
+    Yields:
+        The residual stream [B, T, D] after each layer. The last one is after the final norm.
+    """
+    stack = params[context.name] if context.name else params
+    arch_config = context.arch_config
+    model = context.model
+    # A list of all layers would copy a stack. Its layers are sliced one by one.
+    forward_config = replace(context.forward_config, scan_layers=model.has_stacked_layers)
+    weights = layer_weights(stack, context.name, arch_config, model, forward_config)
+    weights = _with_layer_inputs(weights, context)
+    kinds = arch_config.layer_kinds
+    run_by_kind = {kind: jax.jit(partial(run_layer, context, kind)) for kind in set(kinds)}
+    carry: LayerCarry = (x, None)
+    if arch_config.reusing_layers:
+        carry = (x, KVCache({}, jnp.int32(0), num_slots=0))
+    for layer, kind in enumerate(kinds):
+        if isinstance(weights, list):
+            layer_tree = weights[layer]
+        else:
+            layer_tree = _take_layer(weights, arch_config.group_indices[layer])
+        carry = run_by_kind[kind](carry, layer_tree)
+        if layer < len(kinds) - 1:
+            yield carry[0]
+    yield _final_norm(carry[0], stack, arch_config)
+
+
+def _final_norm(x: Array, stack: Tree, arch_config: ArchConfig) -> Array:
     if arch_config.has_final_norm:
-        x = norm(x, stack.get("final_norm", {}), arch_config)
-    return x, kv_cache
+        return norm(x, stack.get("final_norm", {}), arch_config)
+    return x
 
 
 def run_layer(

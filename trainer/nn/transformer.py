@@ -6,7 +6,7 @@ Axes: B rows of the batch, T tokens, S source tokens or key slots, H query heads
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -35,7 +35,7 @@ from trainer.nn.context import LayerContext, StackContext, with_score_bias
 from trainer.nn.dropout import Dropout, Stack
 from trainer.nn.embedding import embed_tokens, project_width
 from trainer.nn.layer_inputs import layer_inputs
-from trainer.nn.layer_stack import layer_weights, run_stack
+from trainer.nn.layer_stack import layer_outputs, layer_weights, run_stack
 from trainer.nn.lm_head import LMHead
 from trainer.nn.loss_terms import NO_LOSS_TERMS, LossSums, LossTerms, TokenMetrics, TrainingSums
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
@@ -147,12 +147,59 @@ def hidden_states(
     Raises:
         UsageError: The sequences exceed the limited positions of the model, or the mesh does not divide them.
     """
+    params = computed_params(params, model, forward_config)
+    x, context = decoder_inputs(
+        params,
+        tokens,
+        model,
+        forward_config,
+        encoder_output,
+        segments=segments,
+        dropout=dropout,
+    )
+    x, _ = run_stack(x, params, context)
+    return lm_head_input(params, x, model, forward_config)
+
+
+def hidden_states_by_layer(
+    params: Tree, tokens: Array, model: ModelSpec, forward_config: ForwardConfig
+) -> Iterator[Array]:
+    """Run a decoder-only model on whole sequences, one layer at a time. The function is not compiled as a whole.
+
+    Args:
+        params: Parameters of the model.
+        tokens: int32 [B, T].
+        model: The model.
+        forward_config: Execution options.
+
+    Yields:
+        The residual stream [B, T, D] before the first layer and after each layer. The last one is after the final norm.
+    """
+    params = computed_params(params, model, forward_config)
+    x, context = decoder_inputs(params, tokens, model, forward_config)
+    yield x
+    yield from layer_outputs(x, params, context)
+
+
+def decoder_inputs(
+    params: Tree,
+    tokens: Array,
+    model: ModelSpec,
+    forward_config: ForwardConfig,
+    encoder_output: EncoderOutput | None = None,
+    *,
+    segments: Segments | None = None,
+    dropout: Dropout | None = None,
+) -> tuple[Array, StackContext]:
+    """Return the residual stream [B, T, D] before the first decoder layer, and the inputs of all layers.
+
+    The arguments and errors are those of `hidden_states`, with parameters in the dtype of the computation.
+    """
     arch_config = model.arch_config
     length = tokens.shape[1]
     if arch_config.has_limited_positions and length > arch_config.max_positions:
         why = f"the model has {arch_config.max_positions} positions"
         raise usage_error(f"{length} tokens per sequence", why, "set a smaller `data.seq_length`")
-    params = computed_params(params, model, forward_config)
     positions = order_tokens(jnp.arange(length), forward_config.sharding)
     segment_positions = None if segments is None else segments.positions
     x = embed_tokens(params, tokens, model, forward_config, segment_positions)
@@ -177,8 +224,7 @@ def hidden_states(
         dropout=dropout,
         layer_inputs=inputs,
     )
-    x, _ = run_stack(x, params, context)
-    return lm_head_input(params, x, model, forward_config)
+    return x, context
 
 
 def computed_params(params: Tree, model: ModelSpec, forward_config: ForwardConfig) -> Tree:

@@ -12,6 +12,7 @@ import numpy as np
 
 from trainer.distributed.process_shards import index_box
 from trainer.models.checkpoint_store import HostLeaf, HostShard
+from trainer.models.param_tree import Tree
 from trainer.training.step import TrainState, leaf_name
 
 OPT_STATE = "opt_state"
@@ -19,7 +20,7 @@ PARAMS = "params"
 
 
 def host_leaves(
-    state: TrainState,
+    state: TrainState | dict[str, Tree],
     optimizer_state: bool = True,
     *,
     frozen: Collection[str] = (),
@@ -28,12 +29,12 @@ def host_leaves(
     """Return the leaves of the state by name, with the shards that this process saves.
 
     Args:
-        state: The training state.
+        state: The training state, or parts of it by name, e.g. `params`.
         optimizer_state: Include the optimizer's moments.
         frozen: Paths of parameters to leave out.
         saved_dtype: Dtype to which the parameters are cast on the host. None means no cast.
     """
-    kept = dict(state)
+    kept: dict[str, object] = dict(state)
     if not optimizer_state:
         del kept[OPT_STATE]
     excluded = {f"{PARAMS}.{path}" for path in frozen}

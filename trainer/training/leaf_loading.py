@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, Sharding
 
 from trainer.distributed.exchange import (
     compile_allocation,
+    compile_block_update,
     compile_broadcast,
-    compile_slab_update,
     exchange_dtype,
     part_sharding,
     sharded_leaf,
@@ -30,7 +30,7 @@ from trainer.distributed.process_shards import (
 from trainer.models.boxes import Box, volume
 from trainer.models.checkpoint_store import CheckpointReader, LeafSpec
 from trainer.models.errors import PrepError
-from trainer.models.read_plan import ReadPlan, RowSlab, ShardedLeaf, choose_read_plan, read_ratio
+from trainer.models.read_plan import LeafBlock, ReadPlan, ShardedLeaf, choose_read_plan, read_ratio
 from trainer.training import shard_filling
 
 # Alignment of host buffers: direct I/O reads into them, and a CPU device takes them over without a copy.
@@ -95,7 +95,7 @@ class LeafLoader:
     ) -> jax.Array:
         """Load one leaf such that each of its bytes is read by one device only.
 
-        Host memory holds at most two slabs (ranges of rows of the leaf).
+        Host memory holds at most two row blocks (ranges of rows of the leaf).
 
         Args:
             name: Name of the leaf.
@@ -110,13 +110,13 @@ class LeafLoader:
         if plan is None:
             return self._broadcast(name, leaf, sharding, target.dtype)
         array = compile_allocation(target.shape, target.dtype, sharding)()
-        for slab in plan.slabs(dtype.itemsize):
-            parts = self._read_parts(name, plan, slab=slab, sharding=sharding, dtype=dtype)
-            # The exchange of the last slab ran during this read. Waiting for it here bounds the slabs
+        for block in plan.row_blocks(dtype.itemsize):
+            parts = self._read_parts(name, plan, block=block, sharding=sharding, dtype=dtype)
+            # The exchange of the last block ran during this read. Waiting for it here bounds the blocks
             # in memory to two.
             jax.block_until_ready(array)
-            write_slab = compile_slab_update(plan, sharding, slab.rows)
-            array = write_slab(array, parts, np.array(slab.start, np.int32))
+            write_block = compile_block_update(plan, sharding, block.rows)
+            array = write_block(array, parts, np.array(block.start, np.int32))
         return array
 
     def _load_directly(
@@ -148,19 +148,25 @@ class LeafLoader:
         )
 
     def _read_parts(
-        self, name: str, plan: ReadPlan, *, slab: RowSlab, sharding: NamedSharding, dtype: np.dtype
+        self,
+        name: str,
+        plan: ReadPlan,
+        *,
+        block: LeafBlock,
+        sharding: NamedSharding,
+        dtype: np.dtype,
     ) -> jax.Array:
-        """Read the parts of a slab for the devices of this process."""
-        shape = plan.part_shape(slab)
+        """Read the parts of a block for the devices of this process."""
+        shape = plan.part_shape(block)
         coordinates = local_coordinates(sharding)
         boxes: dict[Any, Box] = {}
         buffers: dict[Any, np.ndarray] = {}
         arrays: dict[Box, np.ndarray] = {}
         for device, position in coordinates.items():
-            box = plan.box(slab, position)
+            box = plan.box(block, position)
             boxes[device] = box
             buffers[device] = _empty_aligned(shape, dtype)
-            # A slab may have fewer rows than devices that read it.
+            # A block may have fewer rows than devices that read it.
             if volume(box):
                 arrays[box] = _leading_part(buffers[device], _box_extents(box))
         if arrays:
@@ -170,7 +176,7 @@ class LeafLoader:
             if volume(box) and arrays[box].shape != shape:
                 buffers[device][_start_slices(arrays[box].shape)] = arrays[box]
         source = part_sharding(plan, sharding)
-        return _from_shards(plan.all_parts_shape(slab), source, buffers)
+        return _from_shards(plan.all_parts_shape(block), source, buffers)
 
     def _broadcast(
         self, name: str, leaf: ShardedLeaf, sharding: NamedSharding, dtype: np.dtype

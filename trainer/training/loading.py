@@ -27,7 +27,7 @@ def restore_state(
 ) -> TrainState:
     """Restore a training state onto the mesh of `setup`, whatever mesh it was saved on.
 
-    Host memory holds two slabs (ranges of rows) of a leaf at a time, or two read units if these are
+    Host memory holds two row blocks (ranges of rows) of a leaf at a time, or two read units if these are
     larger. CPU devices keep the host memory that a leaf is read into.
 
     Args:
@@ -88,7 +88,9 @@ def init_state(
     params = _initial_params(reader, setup, loader, shapes["params"])
     if loader is not None and (counts := loader.counts())["values"]:
         on_rounding(counts)
-    return {"params": params, **init_rest(params)}
+    state: TrainState = init_rest(params)
+    state["params"] = params
+    return state
 
 
 def random_state(setup: StepSetup, seed: int) -> TrainState:
@@ -125,7 +127,7 @@ def _initial_params(
     return setup.with_trained_params(base, trained)
 
 
-def _without_params(state: TrainState) -> TrainState:
+def _without_params(state: TrainState) -> dict[str, object]:
     return {name: value for name, value in state.items() if name != "params"}
 
 

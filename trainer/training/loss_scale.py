@@ -9,15 +9,12 @@ two. A loss scale has the usual meaning of a factor of the mean over tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 import jax.numpy as jnp
 from jax import Array
 
-# Entries of the training state: float32 [] and int32 [].
-SCALE = "loss_scale"
-FINITE_STEPS = "loss_scale_steps"
 # Positive float16 values reach from 2^-24 to 65504, just below 2^16. The gradients of a mean over
 # tokens are often below 2^-24 and become 0. Scales are powers of two, which change no other bit.
 # Halving after an overflow and doubling after 2,000 steps without one follow Micikevicius et al.,
@@ -28,6 +25,18 @@ INITIAL_SCALE = 2.0**15
 # it overflows float32.
 MAX_SCALE = 2.0**24
 GROWTH_STEPS = 2000
+
+
+class ScaleState(TypedDict, total=False):
+    """The entries of the training state for a dynamic loss scale. A static scale has none.
+
+    Attributes:
+        loss_scale: The scale, float32 [].
+        loss_scale_steps: Steps since the last overflow or doubling, int32 [].
+    """
+
+    loss_scale: Array
+    loss_scale_steps: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,33 +51,26 @@ class LossScale:
     initial: float = INITIAL_SCALE
     is_dynamic: bool = True
 
-    def init(self) -> dict[str, Array]:
-        """Return the entries of the training state before the first step.
-
-        A static scale has none.
-        """
+    def init(self) -> ScaleState:
+        """Return the entries before the first step."""
         if not self.is_dynamic:
             return {}
-        return {SCALE: jnp.float32(self.initial), FINITE_STEPS: jnp.int32(0)}
+        return {"loss_scale": jnp.float32(self.initial), "loss_scale_steps": jnp.int32(0)}
 
-    def factor(self, state: Mapping[str, Array], num_tokens: int) -> Array:
+    def factor(self, state: ScaleState, num_tokens: int) -> Array:
         """Return the factor of the summed loss, float32 [].
 
         Args:
             state: The training state.
             num_tokens: Tokens of the batch, including tokens without weight.
         """
-        scale = jnp.float32(self.initial)
-        if self.is_dynamic:
-            scale = state[SCALE]
+        scale = state.get("loss_scale", jnp.float32(self.initial))
         # The largest power of two up to num_tokens: 1000 tokens have 10 bits, so the divisor is 2^9
         # = 512. Division by a power of two changes only the exponent, without rounding.
         return scale / (1 << (num_tokens.bit_length() - 1))
 
-    def next_state(self, state: Mapping[str, Array], is_finite: Array) -> dict[str, Array]:
-        """Return the values of SCALE and FINITE_STEPS after a training step.
-
-        The result is empty for a static scale.
+    def next_state(self, state: ScaleState, is_finite: Array) -> ScaleState:
+        """Return the entries after a training step.
 
         Args:
             state: The training state before the step.
@@ -76,11 +78,14 @@ class LossScale:
         """
         if not self.is_dynamic:
             return {}
-        steps = state[FINITE_STEPS] + 1
+        assert "loss_scale" in state
+        assert "loss_scale_steps" in state
+        scale = state["loss_scale"]
+        steps = state["loss_scale_steps"] + 1
         grows = steps == GROWTH_STEPS
-        grown = jnp.where(grows, jnp.minimum(2 * state[SCALE], MAX_SCALE), state[SCALE])
+        grown = jnp.where(grows, jnp.minimum(2 * scale, MAX_SCALE), scale)
         return {
             # The floor of 1 keeps a series of overflows from scaling the loss to 0.
-            SCALE: jnp.where(is_finite, grown, jnp.maximum(state[SCALE] / 2, 1.0)),
-            FINITE_STEPS: jnp.where(is_finite & ~grows, steps, 0),
+            "loss_scale": jnp.where(is_finite, grown, jnp.maximum(scale / 2, 1.0)),
+            "loss_scale_steps": jnp.where(is_finite & ~grows, steps, 0),
         }

@@ -1,4 +1,4 @@
-"""Fill shards on accelerators in slabs (ranges of rows). Host memory holds two slabs instead of whole shards."""
+"""Fill shards on accelerators in row blocks (ranges of rows). Host memory holds two of them instead of whole shards."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jax.sharding import SingleDeviceSharding
 from trainer.distributed.exchange import compile_allocation
 from trainer.models.boxes import Box, intersection, volume
 from trainer.models.checkpoint_store import CheckpointReader
-from trainer.models.read_plan import aligned_slabs
+from trainer.models.read_plan import aligned_row_blocks
 
-# Bytes of the slabs of all devices of a process together
-SLAB_NBYTES = 32 << 20
-MIN_FILLED_NBYTES = 2 * SLAB_NBYTES  # smaller leaves are read as a whole
+# Bytes of the row blocks of all devices of a process together
+BLOCK_NBYTES = 32 << 20
+MIN_FILLED_NBYTES = 2 * BLOCK_NBYTES  # smaller leaves are read as a whole
 
 Allocate = Callable[[Sequence[int], np.dtype], np.ndarray]
 
@@ -37,9 +37,9 @@ def fill_shards(
     unit: Sequence[int],
     allocate: Allocate,
 ) -> list[jax.Array]:
-    """Read shards of a leaf in slabs of whole read units, and copy each slab to the devices.
+    """Read shards of a leaf in row blocks of whole read units, and copy each block to the devices.
 
-    A slab has at least one unit. A unit may be a whole tensor, for the comparison with its digest.
+    A block has at least one unit. A unit may be a whole tensor, for the comparison with its digest.
 
     Args:
         reader: The open checkpoint.
@@ -56,11 +56,13 @@ def fill_shards(
     for device, box in boxes.items():
         allocation = compile_allocation(_box_extents(box), dtype, SingleDeviceSharding(device))
         shards[device] = allocation()
-    for slab in aligned_slabs(_bounding_box(boxes.values()), unit, SLAB_NBYTES // dtype.itemsize):
+    for block in aligned_row_blocks(
+        _bounding_box(boxes.values()), unit, BLOCK_NBYTES // dtype.itemsize
+    ):
         parts: dict[Box, Box] = {}
         buffers: dict[Box, np.ndarray] = {}
         for box in boxes.values():
-            part = intersection(box, slab)
+            part = intersection(box, block)
             parts[box] = part
             if volume(part) and part not in buffers:
                 buffers[part] = allocate(_box_extents(part), dtype)
@@ -68,7 +70,7 @@ def fill_shards(
         if not buffers:
             continue
         reader.read(name, buffers)
-        # The copy of the last slab ran during this read. The wait bounds the slabs in memory to
+        # The copy of the last block ran during this read. The wait bounds the blocks in memory to
         # two.
         jax.block_until_ready(list(shards.values()))
         for device, box in boxes.items():

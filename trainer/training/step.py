@@ -27,18 +27,35 @@ from trainer.nn.loss_terms import NO_LOSS_TERMS, LossTerms, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.exact_reduction import ExactReduction, compiler_options
 from trainer.training.feed import TokenBatch
-from trainer.training.loss_scale import LossScale
+from trainer.training.loss_scale import LossScale, ScaleState
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.optimizers.rounding import RoundingKey, bfloat16_to_float32
 from trainer.training.stop import STOP
 
-# Entries: `params`, `opt_state`, and int32 []: `step`, `skipped`, `skipped_in_row`. With a dynamic loss
-# scale also the entries of `LossScale.init`.
-TrainState = dict[str, Any]
 # Entry of a batch with dropout: the index of each row in the step's batch, uint32 [batch]
 ROW_IDS = "row_ids"
 # Replaces a weight or norm of 0. It is far below the weight of one token.
 MIN_DIVISOR = 1e-9
+
+
+class TrainState(ScaleState, total=True):
+    """The values that change from step to step. Checkpoints contain all of them.
+
+    The names of the entries are the first parts of the names of saved leaves, e.g. `params.embed.tokens`.
+
+    Attributes:
+        params: Parameters, of which `StepSetup.trained_params` are the changed ones.
+        opt_state: Moments and averages of the optimizer.
+        step: Number of the last step, int32 []. 0 at the start.
+        skipped: Number of skipped steps, int32 [].
+        skipped_in_row: Number of skipped steps since the last one that was not skipped, int32 [].
+    """
+
+    params: Tree
+    opt_state: Tree
+    step: Array
+    skipped: Array
+    skipped_in_row: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +128,21 @@ class StepSetup:
 def init_train_state(params: Tree, setup: StepSetup) -> TrainState:
     """Return the state before the first step."""
     opt_state = setup.optimizer.init(setup.trained_params(params), setup.trained_leaves)
-    state: TrainState = {"params": params, "opt_state": opt_state}
-    for counter in ("step", "skipped", "skipped_in_row"):
-        state[counter] = jnp.zeros((), jnp.int32)
+    scale_state: ScaleState = {}
     if setup.loss_scale:
-        state |= setup.loss_scale.init()
-    return state
+        scale_state = setup.loss_scale.init()
+    return {
+        "params": params,
+        "opt_state": opt_state,
+        "step": jnp.zeros((), jnp.int32),
+        "skipped": jnp.zeros((), jnp.int32),
+        "skipped_in_row": jnp.zeros((), jnp.int32),
+        **scale_state,
+    }
 
 
 def state_shapes(setup: StepSetup) -> TrainState:
-    """Return shape, dtype and sharding of each leaf of the state.
+    """Return the state with a `jax.ShapeDtypeStruct` with a sharding in the place of each array.
 
     Moments are sharded like their parameters. A statistic over some axes of a parameter is split
     along its other axes.
@@ -251,7 +273,10 @@ def train_step(
         rounding=RoundingKey(setup.seed, state["step"]),
     )
     is_skipped = (~is_valid).astype(jnp.int32)
-    new_state = {
+    scale_state: ScaleState = {}
+    if setup.loss_scale:
+        scale_state = setup.loss_scale.next_state(state, jnp.isfinite(grad_norm))
+    new_state: TrainState = {
         "params": setup.with_trained_params(params, _select_tree(is_valid, updated, trained)),
         "opt_state": _select_tree(is_valid, opt_state, state["opt_state"]),
         "step": state["step"] + 1,
@@ -259,9 +284,8 @@ def train_step(
         # A step that is not skipped resets the counter to 0. The loop stops the run when it
         # reaches `train.max_skipped`.
         "skipped_in_row": (state["skipped_in_row"] + 1) * is_skipped,
+        **scale_state,
     }
-    if setup.loss_scale:
-        new_state |= setup.loss_scale.next_state(state, jnp.isfinite(grad_norm))
     metrics = {
         **sums,
         "grad_norm": grad_norm,

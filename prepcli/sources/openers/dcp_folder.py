@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+from prepcli.engine.digest import digest
 from prepcli.errors import PrepError
+from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor, read_dcp_folder
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import Contiguous, DroppedTensor, Locations, SourceFile
 from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.model_family import find_config_path, read_folder_model
-from prepcli.sources.source import Source, SourceTensor
+from prepcli.sources.source import Source, SourceTensor, recorded_digests
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim
-from trainer.models.boxes import strides
+from trainer.models.boxes import Range, strides
 
 NOT_A_TENSOR_RULE = "not a tensor"
 
 
-def open_dcp(path: Path, display_name: str, hints: SourceHints) -> Source:
-    """Read the metadata and the config of a folder that torch.distributed.checkpoint wrote.
+def open_dcp(
+    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+) -> Source:
+    """Read the metadata and the config of a torch distributed checkpoint.
 
     Args:
         path: The folder.
         display_name: Name of the checkpoint in messages.
         hints: User-supplied facts about the checkpoint.
+        manifest: Manifest of an output of prep, else None.
 
     Raises:
         PrepError: A file is broken or not supported.
@@ -37,7 +43,10 @@ def open_dcp(path: Path, display_name: str, hints: SourceHints) -> Source:
     tensors: list[SourceTensor] = []
     for tensor in sorted(folder.tensors, key=_file_position):
         name = model.names.bare_name(tensor.name)
-        tensors.append(SourceTensor(name, tensor.dtype, tensor.shape, box_locations(tensor)))
+        digests = recorded_digests((manifest or NO_MANIFEST).tensors, model.names.full_name(name))
+        tensors.append(
+            SourceTensor(name, tensor.dtype, tensor.shape, box_locations(tensor), digests)
+        )
     return Source(
         display_name=display_name,
         root=path,
@@ -46,9 +55,9 @@ def open_dcp(path: Path, display_name: str, hints: SourceHints) -> Source:
         names=model.names,
         tensors=tuple(tensors),
         files=folder.files,
-        file_stamps=_file_stamps(folder),
+        file_stamps=_written_stamps(folder) if manifest else _file_stamps(folder),
         small_files=tuple(file for file in model.copied_files if file not in folder.files),
-        manifest=None,
+        manifest=manifest,
         extra_entries=tuple(
             DroppedTensor(name, 0, NOT_A_TENSOR_RULE) for name in folder.non_tensors
         ),
@@ -119,3 +128,31 @@ def _file_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:
         stat = path.stat()
         stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, folder.digest))
     return tuple(stamps)
+
+
+def _written_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:
+    """Return the stamps of files that prep wrote. Each has the digest of the file's bytes outside of tensors."""
+    stamps: list[SourceFile] = []
+    for number, path in enumerate(folder.files):
+        stat = path.stat()
+        content = _bytes_between_tensors(folder, number, stat.st_size)
+        stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, digest(content)))
+    return tuple(stamps)
+
+
+def _bytes_between_tensors(folder: DcpFolder, number: int, size: int) -> bytes:
+    """Read the bytes of a file outside of its tensors: the headers and directories of the archives."""
+    ranges: list[Range] = []
+    for tensor in folder.tensors:
+        for box in tensor.boxes:
+            if box.file == number:
+                nbytes = math.prod(box.shape) * itemsize(tensor.dtype)
+                ranges.append((box.offset, box.offset + nbytes))
+    content: list[bytes] = []
+    position = 0
+    with folder.files[number].open("rb") as file:
+        for first, stop in [*sorted(ranges), (size, size)]:
+            file.seek(position)
+            content.append(file.read(max(0, first - position)))
+            position = stop
+    return b"".join(content)

@@ -95,6 +95,7 @@ def _open_tree(
     extra_entries: tuple[DroppedTensor, ...] = ()
     if not family.is_verbatim:
         tree = match_foreign_tree(leaves, family, config, display_name)
+        _check_no_scale(tree, display_name)
         _check_easylm_prefix(tree, hints, display_name)
         names = tree.names
         tree_tensors = tree.tensors
@@ -251,6 +252,13 @@ def _file_position(tensor: SourceTensor) -> tuple[int, int]:
     if isinstance(region, ChunkedLocation) and isinstance(region.placement, StridedPlacement):
         return region.placement.file, region.placement.offset
     return 0, 0
+
+
+def _check_no_scale(tree: ForeignTree, display_name: str) -> None:
+    """Raise PrepError if the layout of the tree scales values. Only Orbax items are read with a scale."""
+    if tree.scales:
+        why = f"its tree is that of {tree.format.layout}, which prep reads from Orbax items"
+        raise PrepError(f"{display_name} is not supported", why, "save it with Orbax")
 
 
 def _check_easylm_prefix(tree: ForeignTree, hints: SourceHints, display_name: str) -> None:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from prepcli.formats.gguf import GgufArray, GgufHeader, GgufTensor, part_names, 
 from prepcli.formats.shard_index import download_again_hint
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
-from prepcli.planning.plan import Contiguous, Locations, SmallFile
+from prepcli.planning.plan import Contiguous, Locations
 from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorNames, detect_names
 from prepcli.planning.tensors import FileTensor, itemsize
@@ -30,7 +31,14 @@ from prepcli.sources.gguf_architectures import (
     needs_config_reason,
 )
 from prepcli.sources.gguf_tokenizer import tokenizer_files
-from prepcli.sources.source import CONFIG, Source, SourceTensor, file_stamps, read_config
+from prepcli.sources.source import (
+    CONFIG,
+    MadeFiles,
+    Source,
+    SourceTensor,
+    file_stamps,
+    read_config,
+)
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.axis_map import AxisMap, bind_row, parse_row
 from trainer.models.json_types import HFConfig, JsonObject
@@ -112,12 +120,6 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
     blob = DequantizedBlob(display_name, tuple(each.decoder for each in named), paths)
     names = detect_names(family, config, full_names=[name for each in named for name in each.names])
     tensors = _source_tensors(named, blob, names)
-    made_files: tuple[SmallFile, ...] = ()
-    remarks: tuple[str, ...] = ()
-    try:
-        made_files = tokenizer_files(header.metadata)
-    except ValueError as error:
-        remarks = (f"the tokenizer is not converted: {error}",)
     type_names = sorted({tensor.type.name for tensor in header.tensors})
     return Source(
         display_name=display_name,
@@ -133,8 +135,7 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
         tensor_file_names=(FILE_NAME,) * len(tensors),
         blobs=(*paths, blob),
         quantization={"quant_method": "gguf", "types": type_names},
-        made_files=made_files,
-        remarks=remarks,
+        made_files=MadeFiles(partial(tokenizer_files, header.metadata), "the tokenizer"),
     )
 
 

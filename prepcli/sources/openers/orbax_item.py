@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from prepcli.engine.blobs import Blob
 from prepcli.engine.digest import digest
 from prepcli.errors import Command, Option, PrepError, text
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
+    NO_MANIFEST,
     Manifest,
     find_manifest_folder,
 )
@@ -22,7 +25,7 @@ from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
 from prepcli.planning.grids import ExplicitPlacement, Placement, StridedPlacement
-from prepcli.planning.plan import DroppedTensor, SourceFile
+from prepcli.planning.plan import DroppedTensor, RootScale, SourceFile
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.model_family import select_family
@@ -30,14 +33,17 @@ from prepcli.sources.source import (
     CONFIG,
     HF_FOLDER,
     Source,
+    SourceTensor,
     Wrapper,
     file_position,
     read_config,
+    recorded_digests,
     side_files,
     small_files,
 )
 from prepcli.sources.source_hints import SourceHints
 from prepcli.sources.tree_tensors import (
+    ForeignTree,
     StoredLeaf,
     match_foreign_tree,
     split_tower_leaves,
@@ -45,6 +51,7 @@ from prepcli.sources.tree_tensors import (
     tower_tensors,
     verbatim_tensors,
 )
+from prepcli.sources.unscaled_arrays import UnscaledArray
 from trainer.models.boxes import strides
 from trainer.models.json_types import HFConfig
 from trainer.models.lora import manifest_family
@@ -54,6 +61,7 @@ from trainer.models.lora import manifest_family
 MAX_OPEN_FILES = 200
 # Rule that drops texts and empty containers.
 NO_ARRAY_RULE = "not an array"
+NO_SCALES: Mapping[str, RootScale] = MappingProxyType({})
 # Small files of a model, in a folder that may contain unrelated files.
 MODEL_FILES = {
     *(
@@ -90,9 +98,9 @@ def open_orbax(
     """
     folder = find_item(path) or path
     manifest_folder = find_manifest_folder(folder)
-    item = read_item(folder)
-    if manifest is None:
-        return _open_foreign_item(item, path, display_name, hints)
+    item = read_item(folder, is_remote=hints.is_remote)
+    if manifest is None or manifest.is_for_trainer:
+        return _open_foreign_item(item, path, display_name, hints, manifest)
     if not manifest.is_tree:
         why = f"it is an Orbax item, its {MANIFEST_FILE} describes a Hugging Face folder"
         hint = text("{} shows its contents", Command("inspect"))
@@ -151,23 +159,26 @@ def _read_wrapper(
 
 
 def _open_foreign_item(
-    item: OrbaxItem, path: Path, display_name: str, hints: SourceHints
+    item: OrbaxItem,
+    path: Path,
+    display_name: str,
+    hints: SourceHints,
+    manifest: Manifest | None,
 ) -> Source:
-    """Open an item that another library saved: its layout is detected from leaf names and shapes."""
-    if hints.config_path:
-        config_path = hints.config_path.expanduser()
-    else:
-        config_path = find_config(item.folder, path)
-    if config_path is None and hints.verbatim is False:
-        why = f"it has no {MANIFEST_FILE}, and no {CONFIG} in it or next to it describes the model"
-        hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
-        raise PrepError(f"{display_name} was not written by prep", why, hint)
+    """Open an item in the layout of another library. The layout is detected from leaf names and shapes.
+
+    Args:
+        item: The item.
+        path: The user's checkpoint argument.
+        display_name: Name of the checkpoint in messages.
+        hints: User-supplied facts about the checkpoint.
+        manifest: Manifest of an item that prep exported, else None.
+    """
+    config_path = _find_foreign_config(item, path, display_name, hints)
     settings = b""
     config: HFConfig = {}
     copied_files: tuple[Path, ...] = ()
     if config_path is not None:
-        if config_path.is_dir():
-            config_path = config_path / CONFIG
         config = read_config(config_path)
         settings = read_small_file(config_path)
         copied_files = tuple(
@@ -185,12 +196,16 @@ def _open_foreign_item(
         )
     else:
         tree = match_foreign_tree(leaves, family, config, display_name)
+        if tree.scales:
+            # The layout is known only after the match. The leaves with a scale are then read through it.
+            blobs, leaves = stored_leaves(item, _root_scales(tree, manifest, display_name))
+            tree = match_foreign_tree(leaves, family, config, display_name)
         names = tree.names
-        tensors = tree.tensors
+        tensors = _with_recorded_digests(tree, manifest or NO_MANIFEST)
         extra_entries = tree.extra_entries
     return Source(
         display_name=display_name,
-        root=item.folder,
+        root=find_manifest_folder(item.folder) if manifest else item.folder,
         family=family,
         config=config,
         names=names,
@@ -198,11 +213,64 @@ def _open_foreign_item(
         files=_watched_files(item),
         file_stamps=_file_stamps(item, settings),
         small_files=copied_files,
-        manifest=None,
+        manifest=manifest,
         blobs=blobs,
         extra_entries=extra_entries,
         config_path=config_path,
     )
+
+
+def _find_foreign_config(
+    item: OrbaxItem, path: Path, display_name: str, hints: SourceHints
+) -> Path | None:
+    """Return the config.json of an item without prep's config. None if a verbatim source has none.
+
+    Raises:
+        PrepError: There is none, and the source must not be verbatim.
+    """
+    if hints.config_path:
+        config_path = hints.config_path.expanduser()
+    else:
+        config_path = find_config(item.folder, path)
+    if config_path is None and hints.verbatim is False:
+        why = f"it has no {MANIFEST_FILE}, and no {CONFIG} in it or next to it describes the model"
+        hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
+        raise PrepError(f"{display_name} was not written by prep", why, hint)
+    if config_path is not None and config_path.is_dir():
+        return config_path / CONFIG
+    return config_path
+
+
+def _root_scales(
+    tree: ForeignTree, manifest: Manifest | None, display_name: str
+) -> dict[str, RootScale]:
+    """Return the scale of each leaf with one.
+
+    Raises:
+        PrepError: The scale has changed values, so that the way back would not return the exported ones.
+    """
+    records = (manifest or NO_MANIFEST).scales
+    lost = sum(record["lost"] for record in records.values())
+    if lost:
+        number = next(iter(tree.scales.values()))
+        why = f"its layout divides by the square root of {number}, which changed {lost:,} values"
+        hint = text(
+            "read the model that it was made from, or export it with {}", Option("dtype", "float32")
+        )
+        raise PrepError(f"{display_name} cannot be converted back", why, hint)
+    names = [tree.names.full_name(name) for name in tree.scaled_tensors]
+    significant = {records[name]["significant"] for name in names if name in records}
+    dtype = significant.pop() if len(significant) == 1 else ""
+    return {leaf: RootScale(number, dtype) for leaf, number in tree.scales.items()}
+
+
+def _with_recorded_digests(tree: ForeignTree, manifest: Manifest) -> tuple[SourceTensor, ...]:
+    """Return the tensors of a tree with the digests that the manifest records."""
+    tensors: list[SourceTensor] = []
+    for tensor in tree.tensors:
+        digests = recorded_digests(manifest.tensors, tree.names.full_name(tensor.name))
+        tensors.append(replace(tensor, digests=digests))
+    return tuple(tensors)
 
 
 def find_config(folder: Path, path: Path) -> Path | None:
@@ -241,15 +309,23 @@ def _watched_files(item: OrbaxItem) -> tuple[Path, ...]:
     return item.files or (item.folder / METADATA_FILE,)
 
 
-def stored_leaves(item: OrbaxItem) -> tuple[tuple[Path | Blob, ...], dict[str, StoredLeaf]]:
+def stored_leaves(
+    item: OrbaxItem, scales: Mapping[str, RootScale] = NO_SCALES
+) -> tuple[tuple[Path | Blob, ...], dict[str, StoredLeaf]]:
     """Return what the bytes of an item are read from, and its leaves.
+
+    Args:
+        item: The item.
+        scales: Scales to take off, by the name of the leaf.
 
     Returns:
         Byte sources: the data files, then one `DecodedArray` per encoded array. The placement of a leaf states the
         number of its source in this tuple. The tuple is empty if the sources are just the item's files.
         Leaves, by dotted name.
     """
-    direct = [is_read_directly(item, number) for number in range(len(item.arrays))]
+    direct: list[bool] = []
+    for number, meta in enumerate(item.arrays):
+        direct.append(meta.name not in scales and is_read_directly(item, number))
     # An item whose arrays are all encoded needs no numbers for its files: each array is a blob, and
     # opens the files of its chunks itself.
     blobs: list[Path | Blob] = []
@@ -264,7 +340,11 @@ def stored_leaves(item: OrbaxItem) -> tuple[tuple[Path | Blob, ...], dict[str, S
                 len(blobs), 0, zeros, strides(meta.grid, meta.chunk_nbytes)
             )
             locate_chunks = partial(_placement_of_piece, placement)
-            blobs.append(DecodedArray(item, number))
+            array = DecodedArray(item, number)
+            if meta.name in scales:
+                blobs.append(UnscaledArray(array, scales[meta.name]))
+            else:
+                blobs.append(array)
         leaves[meta.name] = StoredLeaf(meta.shape, meta.dtype, meta.chunk_shape, locate_chunks)
     if all(direct):
         return (), leaves
@@ -275,7 +355,7 @@ def is_read_directly(item: OrbaxItem, array_number: int) -> bool:
     """Return whether all chunks of an array are stored uncompressed in data files that can be open together."""
     chunks = item.chunks[array_number]
     return (
-        len(item.files) <= MAX_OPEN_FILES
+        (item.is_remote or len(item.files) <= MAX_OPEN_FILES)
         and not item.codec_names[array_number]
         and len(chunks) == math.prod(item.arrays[array_number].grid)
         and all(isinstance(stored, StoredRange) for stored in chunks.values())
@@ -314,6 +394,9 @@ def _as_strided(
         step = places[1][1] - places[0][1]
     else:
         step = 0
+    # Readers expect ascending offsets. TensorStore may write the chunks of an array in descending order.
+    if step < 0:
+        return None
     for i, place in enumerate(places):
         if place != (places[0][0], places[0][1] + i * step):
             return None

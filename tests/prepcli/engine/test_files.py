@@ -246,6 +246,40 @@ def test_files_report_the_hard_open_file_limit(monkeypatch, source: Path):
     assert "ulimit -n" in raised.value.hint
 
 
+def test_many_files_take_no_descriptors(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(files_module, "MAX_KEPT_FILES", 2)
+    paths = [tmp_path / name for name in "abc"]
+    before = os.listdir("/proc/self/fd")
+    data = np.random.default_rng(0).integers(0, 256, 2 * SIZE, np.uint8)
+    copies = [StridedCopy(0, 2, 5, SIZE - 5), StridedCopy(0, 0, 0, SIZE)]
+    with Files(paths, [SIZE] * 3) as files:
+        files.write(copies, data[: 2 * SIZE - 5])
+        files.write_bytes(1, b"header")
+        files.sync()
+        files.check_unchanged()
+        assert os.listdir("/proc/self/fd") == before
+    assert paths[2].read_bytes()[5:] == data[: SIZE - 5].tobytes()
+    assert paths[0].read_bytes() == data[SIZE - 5 : 2 * SIZE - 5].tobytes()
+    assert paths[1].read_bytes()[:6] == b"header"
+    with Files(paths) as files:
+        packed = files.read_runs(copies, allocate_buffer(2 * SIZE + PAGE))
+        run = files.read_run(StridedCopy(0, 0, 3, 100), allocate_buffer(2 * PAGE))
+        assert os.listdir("/proc/self/fd") == before
+    assert packed.tobytes() == data[: 2 * SIZE - 5].tobytes()
+    assert run.tobytes() == data[SIZE - 2 : SIZE + 98].tobytes()
+
+
+def test_a_replaced_file_that_is_not_kept_open_is_an_error(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(files_module, "MAX_KEPT_FILES", 1)
+    with Files([tmp_path / "a", tmp_path / "b"], [SIZE, SIZE]) as files:
+        (tmp_path / "new").write_bytes(bytes(SIZE))
+        os.replace(tmp_path / "new", tmp_path / "b")
+        with pytest.raises(PrepError, match="b was changed by another program"):
+            files.write_bytes(1, b"header")
+        with pytest.raises(PrepError, match="b was changed by another program"):
+            files.check_unchanged()
+
+
 def test_open_error_names_the_file(tmp_path: Path):
     with pytest.raises(PrepError, match=r"cannot read or write .*absent") as raised:
         Files([tmp_path / "absent"])

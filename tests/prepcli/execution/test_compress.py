@@ -203,7 +203,7 @@ def test_compress_names_a_data_file_that_cannot_be_opened(
     real_open = os.open
 
     def refuse(path: Path, flags: int, *mode: int) -> int:
-        if path == tmp_path / "item" / compress._data_file_name(1):
+        if path == tmp_path / "item" / compress._DataFiles(None).path(1):
             raise OSError(errno.EMFILE, "Too many open files")
         return real_open(path, flags, *mode)
 

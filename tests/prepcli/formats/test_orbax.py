@@ -192,11 +192,14 @@ def test_find_item_returns_none_if_ambiguous(tmp_path):
     assert find_item(tmp_path) == tmp_path / "model"
 
 
-def test_find_item_prefers_params_to_optimizer_state(tmp_path):
-    for name in ("params", "opt_state"):
+@pytest.mark.parametrize(
+    ("params", "state"), [("params", "opt_state"), ("model_params", "optimizer_state")]
+)
+def test_find_item_prefers_params_to_optimizer_state(tmp_path: Path, params: str, state: str):
+    for name in (params, state):
         (tmp_path / name).mkdir()
         (tmp_path / name / "_METADATA").touch()
-    assert find_item(tmp_path) == tmp_path / "params"
+    assert find_item(tmp_path) == tmp_path / params
 
 
 @pytest.mark.parametrize("path", ["nothing", "file", "empty"])

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.errors import PrepError
-from prepcli.formats.orbax import ArrayMeta
-from prepcli.formats.zarr import ZARR_JSON, ZARRAY, ZarrArray, parse_zarr_document
+from prepcli.formats.orbax import ZARRAY, ArrayMeta
+from prepcli.formats.zarr import ZARR_JSON, ZarrArray, parse_zarr_document
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.zarr_items import StorageForm, document
 

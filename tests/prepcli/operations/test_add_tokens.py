@@ -321,6 +321,7 @@ def test_damaged_output_is_not_converted(words: list[str], capsys: pytest.Captur
     flip_bit_of_row(Path("added"), 3)
     err = run_failing(capsys, FAILED, *words, "--out", "out")
     assert "is damaged" in err
+    assert "make it again: `prep add-tokens ./m --tokens tokens.json`" in " ".join(err.split())
     assert not Path("out").exists()
 
 

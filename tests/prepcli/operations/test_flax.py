@@ -287,7 +287,7 @@ def test_flax_rejects_unsupported_biases(
 @pytest.mark.parametrize(
     "options",
     [
-        ["--layout", "maxtext"],
+        ["--layout", "keras"],
         ["--layout", "hf-flax", "--format", "stream"],
         ["--format", "msgpack"],
         ["--layout", "easylm", "--format", "safetensors"],
@@ -299,7 +299,7 @@ def test_unsupported_layout_and_format_are_rejected(
     make_checkpoint(Path("m"), LLAMA_CONFIG)
     stderr = run_failing(capsys, 2, "export", "./m", *options)
     assert (
-        "use one of `--layout hf` `--format safetensors`, `--layout hf-flax` `--format msgpack`, `--layout easylm` `--"
+        "use one of `--layout hf` `--format safetensors`, `--layout hf` `--format dcp`, `--layout hf-flax` `--format "
         in stderr
     )
 

@@ -20,7 +20,7 @@ from trainer.models.registry import FAMILIES
 from trainer.nn import transformer
 
 MESH = "2,2,2"
-TOKENS = jnp.arange(24).reshape(4, 6)
+TOKENS = jnp.asarray(np.arange(24, dtype=np.int32).reshape(4, 6))
 FLAX_CONFIGS = {
     config["model_type"]: config for config in ALL_CONFIGS if FAMILIES[config["model_type"]].layouts
 }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
+from prepcli.errors import OK
+from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.run_cli import error_lines, run_json, run_ok
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
@@ -114,26 +114,10 @@ def test_generate_reads_any_step_of_a_run(work_dir: Path, capsys: pytest.Capture
 
 def test_generate_reads_stdin_and_prints_texts_only(work_dir: Path):
     """Stdout has one line per prompt, from stdin and from options."""
-    command = [
-        sys.executable,
-        "-m",
-        "prepcli",
-        "generate",
-        "tiny",
-        "--prompts",
-        "-",
-        "--tokens",
-        "3,1,4,1,5",
-        "--prompt",
-        "w9",
-    ]
-    process = subprocess.run(
-        [*command, "--max-new-tokens", "3"],
-        input=f"{PROMPT}\n\nw9 w2\n",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    Path("prompts.txt").write_text(f"{PROMPT}\n\nw9 w2\n")
+    words = ("--prompts", "-", "--tokens", "3,1,4,1,5", "--prompt", "w9", "--max-new-tokens", "3")
+    process = run_python(PREP, "generate", "tiny", *words, has_jax=True, stdin="prompts.txt")
+    assert process.returncode == OK, process.stderr
     lines = process.stdout.splitlines()
     assert [len(line.split()) for line in lines] == [3, 3, 3, 3]
     assert lines[1] == lines[3], "the same prompt, as a text and as ids"
@@ -152,6 +136,8 @@ def test_prompts_are_read_from_text_and_jsonl(work_dir: Path, capsys: pytest.Cap
     assert reports[0]["tokens"] == reports[1]["tokens"]
 
 
+# By default test_sampled_tokens_do_not_depend_on_batch compares batches of a generator.
+@pytest.mark.slow
 def test_batch_size_does_not_change_tokens(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     words = [
         "--tokens",

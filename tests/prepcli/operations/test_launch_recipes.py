@@ -107,6 +107,8 @@ def test_comments_of_recipes_name_no_folder() -> None:
         assert "recipes/" not in recipe.read_text(), recipe.name
 
 
+# By default test_seed_recipes_train trains a shipped recipe, and a test above plans these.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "config", "mesh", "values"),
     slow_except(TINY, TINY[1:2]),

@@ -1,4 +1,4 @@
-"""Imports of the commands: conversions import no jax, orbax or torch."""
+"""Imports of the commands: conversions import no jax, orbax or torch, and no readers of other formats."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ HEAVY_MODULES = (
     "torch",
     "transformers",
     "safetensors",
+)
+# Modules of features that a conversion of safetensors without a lock does not use.
+UNUSED_MODULES = (
+    "prepcli.formats.lock_file",
+    "trainer.recipe",
+    "trainer.models.families.llama",
+    "prepcli.sources.openers.gguf_file",
+    "prepcli.sources.openers.torch_folder",
+    "prepcli.pages.report_page",
 )
 SCRIPT = """
 import json, sys
@@ -69,6 +78,10 @@ def check_imports(folder: Path, modules: Sequence[str], commands: Sequence[Seque
 
 def test_conversions_import_no_framework(folder: Path):
     check_imports(folder, HEAVY_MODULES, COMMANDS)
+
+
+def test_conversion_imports_no_unused_feature(folder: Path):
+    check_imports(folder, UNUSED_MODULES, [["save-init", "./m", "--out", "unused-features"]])
 
 
 def test_dry_run_imports_no_array_library(folder: Path):

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.remote import remote_files
 from prepcli.remote.bucket_lock import BucketLock
 from prepcli.remote.object_store import Bucket, parse_url
 from prepcli.remote.remote_files import LOCK_FILE
+from prepcli.sources.openers import orbax_item
 from tests.helpers.fork_server import ForkedProcess, start_python
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.run_cli import run_ok
@@ -143,6 +145,29 @@ def test_commands_read_init_from_bucket(site: StoreSite, home: Path):
         verify_report = site.run_prep("verify", name, str(home / "m"))
         assert (verify_report["ok"], verify_report.get("differences")) == (True, []), verify_report
     assert site.run_prep("verify", "s3://bucket/init")["ok"]
+
+
+def test_commands_read_and_write_chunk_files_in_a_bucket(
+    site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(orbax_item, "MAX_OPEN_FILES", 3)
+    site.store.faults.rate, site.store.faults.kinds = 0.1, READ_FAULTS
+    report = site.run_prep(*SAVE_INIT, "--storage", "files", "--out", "gs://bucket/files")
+    assert report["ok"], report.get("error")
+    site.store.requests.clear()
+    report = site.run_prep("inspect", "gs://bucket/files")
+    assert report["ok"], report
+    chunks = [line for line in site.store.requests if line.endswith("embed.tokens/0.0")]
+    assert not chunks, "inspect reads no values"
+    words = ("--mesh", "1,4,1", "--out", "wide", "--memory", "32MiB")
+    report = site.run_prep("reshard", "gs://bucket/files", *words)
+    assert report["ok"], report.get("error")
+    for name in ("wide", "gs://bucket/files"):
+        assert site.run_prep("verify", name, str(home / "m"))["differences"] == []
+    params = prep.load_params("gs://bucket/files")
+    assert params["embed"]["tokens"].shape == (4008, 256)
+    report = site.run_prep("lock", "gs://bucket/files", "--out", "files.lock.json")
+    assert report["ok"], report
 
 
 @pytest.mark.parametrize("name", ["models/m", "init"])

@@ -13,6 +13,7 @@ import pytest
 import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import DamagedError, PrepError, UsageError
+from prepcli.sources.locate import locate
 from tests.helpers.quantized_folders import FORMATS, Arrays, make_quantized
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
@@ -183,11 +184,15 @@ def test_left_over_settings_file_does_not_decode_values(capsys: pytest.CaptureFi
     Path("values/prep-manifest.json").unlink()
     assert prep.verify("init", against="./values")
     assert prep.verify("./values", against="init")
-    with pytest.raises(
-        DamagedError, match=r"^quantize_config\.json and the tensors disagree"
-    ) as error:
+    remark = "quantize_config.json is ignored: no tensor is quantised"
+    with pytest.raises(UsageError, match=f"has no effect.*not quantised .{remark}"):
         prep.save_init("./values", "other", quantized="dequantize")
-    assert "it names the quantisation gptq" in error.value.why
+    assert main(["save-init", "./values", "--dtype", "float32", "--out", "other"]) == 0
+    assert remark in capsys.readouterr().err
+    assert prep.inspect("./other").tensors[0].dtype == "float32"
+    run_ok("inspect", "./values")
+    assert remark in capsys.readouterr().out
+    assert locate("./values").kind == "safetensors"
 
 
 def test_settings_file_of_modelopt_is_read():

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import prepcli as prep
 from prepcli.testing.checkpoints import write_checkpoint
 from tests.golden.make_architectures import FOLDER
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.run_cli import run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.stored_tensors import StoredTensor, safetensors_bytes, write_safetensors
@@ -21,12 +23,16 @@ from tests.helpers.tiny_checkpoints import (
     FAMILY_CONFIGS,
     checkpoint_tensors,
     make_checkpoint,
+    read_tensors,
 )
 from tests.helpers.tiny_configs import DENSE_FAMILIES
 from trainer.models.json_types import JsonObject, JsonValue
 from trainer.models.registry import family_of
 from trainer.models.truncation import later_layers, truncate_config
 from trainer.models.verbatim import verbatim_family
+
+torch = lazy_module("torch")
+transformers = lazy_module("transformers")
 
 
 @pytest.fixture(autouse=True)
@@ -107,11 +113,81 @@ def test_module_of_multi_token_prediction_keeps_its_count():
     assert json.loads(Path("hf/config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
-def test_model_with_tensors_of_all_layers_is_not_cut(capsys: pytest.CaptureFixture[str]):
-    make_checkpoint(Path("m"), DENSE_CONFIGS["gemma4_text"], legacy=False)
-    message = run_failing(capsys, 1, "save-init", "./m", "--layers", "1")
-    assert "`--layers` is not supported for" in message
-    assert "embed_tokens_per_layer.weight has the values of all layers" in message
+GEMMA4 = DENSE_CONFIGS["gemma4_text"]
+# Layers 2 to 5 attend to the keys of layers 0 and 1.
+GEMMA4_SHARED = GEMMA4 | {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "num_shared"),
+    [(GEMMA4, 1, 0), (GEMMA4_SHARED, 4, 2), (GEMMA4_SHARED, 2, 0)],
+    ids=["without_shared", "with_shared", "before_shared"],
+)
+def test_first_layers_of_gemma_4_compute_the_same(
+    config: dict[str, Any], layers: int, num_shared: int
+):
+    make_checkpoint(Path("m"), config, legacy=False)
+    run_ok("save-init", "./m", "--layers", str(layers))
+    run_ok("verify", "m-init")
+    run_ok("export", "m-init", "--out", "hf")
+    exported = json.loads(Path("hf/config.json").read_text())
+    assert exported["num_kv_shared_layers"] == num_shared
+    tokens = torch.arange(14).reshape(2, 7) % config["vocab_size"]
+    whole = transformers.AutoModelForCausalLM.from_pretrained("m", dtype="float32")
+    first, info = transformers.AutoModelForCausalLM.from_pretrained(
+        "hf", dtype="float32", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with torch.no_grad():
+        actual = first(tokens).logits
+        hidden = whole(tokens, output_hidden_states=True).hidden_states[layers]
+        expected = whole.lm_head(whole.model.norm(hidden))
+    cap = config["final_logit_softcapping"]
+    torch.testing.assert_close(actual, cap * torch.tanh(expected / cap), rtol=1e-5, atol=1e-5)
+
+
+def test_first_layers_of_gemma_4_may_not_change_their_attention(
+    capsys: pytest.CaptureFixture[str],
+):
+    # The last layer has full attention by default, and layer 2 of 7 has a sliding window.
+    own_keys = GEMMA4 | {"num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+    config = own_keys | {"num_hidden_layers": 7, "layer_types": None, "global_head_dim": 8}
+    make_checkpoint(Path("m"), config, legacy=False)
+    message = run_failing(capsys, 1, "save-init", "./m", "--layers", "3")
+    assert "`--layers 3` changes the attention of layer 2" in message
+    full, sliding = "full_attention", "sliding_attention"
+    config = own_keys | {"layer_types": [full, sliding, full, full]}
+    make_checkpoint(Path("n"), config, legacy=False)
+    message = run_failing(capsys, 1, "save-init", "./n", "--layers", "2")
+    assert "the last of 2 layer_types must be full_attention" in message
+
+
+def test_damaged_columns_of_later_layers_are_found(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("m"), GEMMA4, legacy=False)
+    run_ok("save-init", "./m")
+    run_ok("export", "m-init", "--out", "hf")
+    path = Path("hf/model.safetensors")
+    name = "model.embed_tokens_per_layer.weight"
+    last_row = read_tensors(Path("hf"))[name][-1].tobytes()
+    # The last value belongs to the last layer.
+    data = bytearray(path.read_bytes())
+    data[data.index(last_row) + len(last_row) - 1] ^= 1
+    path.write_bytes(data)
+    message = run_failing(capsys, 1, "save-init", "./hf", "--layers", "1", "--out", "first")
+    assert f"({name}) in ./hf is damaged" in message
+    assert not Path("first").exists()
+
+
+def test_chain_proves_first_layers_of_gemma_4():
+    make_checkpoint(Path("m"), GEMMA4, legacy=False)
+    run_ok("save-init", "./m", "--layers", "1")
+    (link,) = prep.verify_chain("m-init").links
+    assert (link.status, link.reason) == ("proven", "")
 
 
 def test_model_with_a_tensor_of_the_last_layer_is_not_cut(capsys: pytest.CaptureFixture[str]):

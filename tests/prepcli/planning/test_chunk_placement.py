@@ -17,6 +17,7 @@ from prepcli.planning.chunk_placement import (
     ChunkLayout,
     LeafPiece,
     chunk_group,
+    place_chunk_files,
     place_chunks,
 )
 from prepcli.planning.grids import ChunkGrid
@@ -85,6 +86,28 @@ def test_place_chunks_never_overlaps_chunks(rows: tuple[AxisMap, ...], data):
             == [chunks * math.prod(piece.grid.chunk_shape) * ITEM]
         ):
             assert (copies[0].file_offset - piece.source_offset) % PAGE == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(complete_tables(), st.data())
+def test_place_chunk_files_gives_each_chunk_a_file(rows: tuple[AxisMap, ...], data):
+    grids = {
+        f"leaf{i}": ChunkGrid(row.leaf_shape, data.draw(dividing_chunks(row.leaf_shape)))
+        for i, row in enumerate(rows)
+    }
+    pieces = pieces_of(rows, grids, shift=0)
+    layout = place_chunk_files(pieces)
+    chunks = chunks_of(layout, grids)
+    assert [file for file, _, _ in chunks] == list(range(len(layout.file_sizes)))
+    for file, start, stop in chunks:
+        assert (start, stop) == (0, layout.file_sizes[file])
+    database = place_chunks(pieces)
+    for piece, region, database_region in zip(
+        pieces, layout.regions, database.regions, strict=True
+    ):
+        box = full_box(piece.axis_map.source_shape)
+        nbytes = sum(copy.nbytes for copy in region_copies(region, box))
+        assert nbytes == sum(copy.nbytes for copy in region_copies(database_region, box))
 
 
 def place_one(text: str, sizes: dict[str, int], chunk: tuple[int, ...], offset: int) -> ChunkLayout:

@@ -17,6 +17,8 @@ BFLOAT16 = ml_dtypes.bfloat16
 CODES = np.arange(256, dtype=np.uint8)
 FP8 = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
 Arrays = dict[str, np.ndarray]
+# Rows that are encoded together.
+ROWS = 1000
 
 
 def bfloat16_values(decoder: Decoder, arrays: Arrays) -> np.ndarray:
@@ -62,14 +64,16 @@ def test_all_codes_encode_exactly_or_are_refused(dtype: str, scale_dtype: type, 
         row_scaled({"w": codes, "scale": scales}), {"w": codes, "scale": scales}
     )
     collides = colliding_rows(values)
-    for number in range(count):
+    for number in np.flatnonzero(collides):
         arrays = {"w": codes[number : number + 1], "scale": scales[number : number + 1]}
-        if collides[number]:
-            with pytest.raises(PrepError, match="several of its codes"):
-                encode(row_scaled(arrays), values[number : number + 1], arrays)
-        else:
-            encoded = encode(row_scaled(arrays), values[number : number + 1], arrays)
-            assert np.array_equal(encoded[0], CODES)
+        with pytest.raises(PrepError, match="several of its codes"):
+            encode(row_scaled(arrays), values[number : number + 1], arrays)
+    numbers = np.flatnonzero(~collides)
+    for first in range(0, numbers.size, ROWS):
+        part = numbers[first : first + ROWS]
+        arrays = {"w": codes[part], "scale": scales[part]}
+        encoded = encode(row_scaled(arrays), values[part], arrays)
+        assert (encoded == CODES).all()
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
@@ -164,9 +168,8 @@ def test_infinite_codes_of_mxfp4_are_refused(exponent: int):
         encode(decoder, bfloat16_values(decoder, arrays), arrays)
 
 
-@pytest.mark.parametrize("batches", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_random_blocks_of_mxfp4_encode_to_their_codes(batches: int):
-    for seed in range(batches):
+def test_random_blocks_of_mxfp4_encode_to_their_codes():
+    for seed in range(10):
         rng = np.random.default_rng(seed)
         arrays = {
             "blocks": rng.integers(0, 256, (2, 1000, 50, 16), dtype=np.uint8),

@@ -23,6 +23,7 @@ from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
 from tests.helpers.loopback import STALL_KINDS
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import MAX_S, wait_until
 
 pytestmark = pytest.mark.waits
@@ -150,7 +151,12 @@ def test_open_remote_limits_the_time_of_ranges(
     assert all(note.startswith("model.safetensors: ") for note in notes)
 
 
-@pytest.mark.parametrize("arguments", [("save-init", "o/m"), ("inspect", "o/m", "--stream")])
+@pytest.mark.parametrize(
+    "arguments",
+    slow_except(
+        [(("save-init", "o/m"),), (("inspect", "o/m", "--stream"),)], [(("save-init", "o/m"),)]
+    ),
+)
 def test_ctrl_c_interrupts_a_request(tmp_path: Path, arguments: tuple[str, ...]):
     inherited = {
         key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))

@@ -244,12 +244,12 @@ def test_bucket_leaves_values_outside_the_index_remote(tmp_path: Path, item: Pat
 
 
 def test_bucket_fetches_nothing_without_an_index(item: Path, monkeypatch: pytest.MonkeyPatch):
-    """A checkpoint with one file per chunk must not be fetched completely before it is rejected."""
+    """An unfinished checkpoint must not be fetched completely before it is rejected."""
     monkeypatch.setattr(
         bucket_folders, "write_small_file", lambda *_: pytest.fail("a file was fetched")
     )
     files = {name: data for name, data in contents(item).items() if name != "manifest.ocdbt"}
-    with pytest.raises(PrepError, match="has no OCDBT index"):
+    with pytest.raises(PrepError, match="neither an OCDBT index"):
         open_remote_checkpoint(files)
 
 

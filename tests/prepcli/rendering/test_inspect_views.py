@@ -230,7 +230,7 @@ def test_diff_of_two_inits_compares_leaves(capsys: Capture) -> None:
     [
         (["--tree", "--stats"], "`--tree` and `--stats` are different views"),
         (["--shards", "x", "--diff", "y"], "`--shards x` and `--diff y` are different views"),
-        (["--mesh", "1,1,1"], "`--mesh` requires `--shards`"),
+        (["--mesh", "1,1,1"], "`--mesh` requires `--shards` or `--html`"),
         (["x.*", "--shards", "x", "--mesh", "1,1,1"], "unexpected argument `x.*`"),
         (["--sort", "age"], "invalid value for '--sort'"),
     ],

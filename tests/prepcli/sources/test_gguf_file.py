@@ -67,9 +67,7 @@ def transformers_tensors() -> dict[str, np.ndarray]:
 
 
 CASES = [(name, kind) for name in CONFIGS for kind in TYPES]
-FAST = (
-    [(name, "Q8_0") for name in CONFIGS] + [("llama", kind) for kind in TYPES] + [("gpt2", "Q4_0")]
-)
+FAST = [(name, "Q8_0") for name in CONFIGS] + [("llama", kind) for kind in ("F32", "Q4_K")]
 
 
 @pytest.mark.parametrize(("architecture", "type_name"), slow_except(CASES, [*dict.fromkeys(FAST)]))

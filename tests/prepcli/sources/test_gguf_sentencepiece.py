@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ import pytest
 
 import prepcli as prep
 from prepcli.cli.main import main
+from prepcli.formats.gguf import GgufArray
+from prepcli.sources import gguf_tokenizer
 from tests.helpers.gguf_files import make_gguf
 from tests.helpers.lazy_modules import lazy_module
 
@@ -145,6 +148,25 @@ def test_spaces_and_line_breaks_of_gemma_are_tokens():
         # SentencePiece also finds these tokens in texts with its character for spaces.
         if "\u2581" not in text:
             assert tokenizer.encode(text, add_special_tokens=False) == processor.encode(text), text
+
+
+def test_only_a_conversion_makes_the_merges(monkeypatch: pytest.MonkeyPatch):
+    processor = train()
+    make_gguf(Path("m.gguf"), "llama", add=lambda writer: write_metadata(writer, processor))
+    options: Any = {"quantized": "dequantize"}
+    with monkeypatch.context() as context:
+        context.setattr(gguf_tokenizer, "_mergeable_pairs", fail)
+        plan = prep.save_init("./m.gguf", "init", dry_run=True, **options)
+        # An inspection does not even read the tokens.
+        context.setattr(GgufArray, "strings", fail)
+        prep.inspect("./m.gguf")
+        prep.verify("./m.gguf", quick=True)
+    assert prep.save_init("./m.gguf", "init", **options).plan_digest == plan.plan_digest
+    assert json.loads(Path("init/hf/tokenizer.json").read_text())["model"]["merges"]
+
+
+def fail(*_arguments: object) -> None:
+    raise AssertionError("it is not needed")
 
 
 def test_random_texts_have_the_encodings_of_sentencepiece():

@@ -84,7 +84,7 @@ def results_of(
     wrong: Family, names: list[str], work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, CheckResult]:
     """Return the results of the named checks, by name, for a family with a mistake."""
-    monkeypatch.setitem(FAMILIES, wrong.name, wrong)
+    monkeypatch.setattr(f"trainer.models.families.{wrong.name}.FAMILY", wrong)
     subject = FamilyUnderTest([ODD_HEADS[wrong.name]], work)
     return {
         result.check: result for result in run_checks(subject, [BY_NAME[name] for name in names])

@@ -83,7 +83,7 @@ def test_broken_row_fails_with_the_reason(
     wrong = dataclasses.replace(
         right, parameters={**right.parameters, "layers.mlp.gate.weight": row}
     )
-    monkeypatch.setitem(FAMILIES, "mistral", wrong)
+    monkeypatch.setattr("trainer.models.families.mistral.FAMILY", wrong)
     assert (
         main(
             ["check-family", str(config_path), "--check", "coverage", "--check", "names and shapes"]

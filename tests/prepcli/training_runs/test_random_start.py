@@ -69,6 +69,8 @@ def test_random_start_does_not_depend_on_the_mesh(work_dir: Path):
     assert not np.array_equal(starts[0][name], seeded[name])
 
 
+# By default test_presets reads each preset, and test_random_start_trains_resumes_and_exports trains.
+@pytest.mark.slow
 def test_random_start_from_a_preset_reads_the_named_tokenizer(work_dir: Path):
     Path("tokens").mkdir()
     write_tokenizer(Path("tokens"))

@@ -159,6 +159,8 @@ def run_compiled_apart(
     assert running.returncode == code, out
 
 
+# By default test_two_processes_train_like_one compares the bits of separately compiled runs.
+@pytest.mark.slow
 def test_separately_compiled_runs_end_in_the_same_bits(work_dir: Path):
     settings = ("train.steps=3", "data.holdout=0")
     overrides = [word for setting in settings for word in ("--set", setting)]
@@ -279,6 +281,8 @@ def test_too_long_sequences_are_rejected(work_dir: Path, capsys: pytest.CaptureF
 
 
 def test_resume_rejects_changed_recipe_and_data(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = Path("recipe.toml").read_text()
+    Path("recipe.toml").write_text(recipe.replace("decay_steps = 12\n", ""))
     assert main(["train", "recipe.toml", "--stop-after", "2", "-q"]) == STOPPED
     code, what, why, hint = train_error(capsys, "--set", "optimizer.weight_decay=0.5")
     assert (code, what) == (FAILED, "the run began with another recipe")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE, listed_steps
 from prepcli.inspection.run_record import ENVIRONMENT_FILE
 from prepcli.training_runs import train as train_command
+from tests.helpers.fork_server import ForkedProcess
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.training_folder import make_training_folder
@@ -73,9 +73,7 @@ def local_digests(run: str, step: int) -> dict[str, Any]:
     return digests(Path(run, str(step), MANIFEST_FILE).read_bytes())
 
 
-def start(
-    count: int, *words: str, env: dict[str, str] | None = None
-) -> list[subprocess.Popen[str]]:
+def start(count: int, *words: str, env: dict[str, str] | None = None) -> list[ForkedProcess]:
     """Start a training in `count` processes with four devices together."""
     command = ("train", "recipe.toml", "--out", URL, *OVERRIDES, *words)
     return start_processes(

@@ -269,9 +269,9 @@ def test_next_start_makes_a_missing_export(work_dir: Path, capsys: pytest.Captur
 
 
 def test_restart_removes_the_exports(work_dir: Path):
-    train("run", "checkpoint.export_every=4")
-    train("run", "checkpoint.export_every=6", words=("--restart",))
-    assert sorted(path.name for path in Path("run", "exports").iterdir()) == ["12", "6"]
+    train("run", "train.steps=4", "checkpoint.export_every=1")
+    train("run", "train.steps=4", "checkpoint.export_every=2", words=("--restart",))
+    assert sorted(path.name for path in Path("run", "exports").iterdir()) == ["2", "4"]
 
 
 def test_profile_is_written_to_the_run(work_dir: Path):
@@ -288,7 +288,15 @@ def test_last_step_is_pushed_once(work_dir: Path):
     def run(url: str, **variables: str) -> dict[str, Any]:
         environment = inherited | hub_environment(url, work_dir / "home") | variables
         process = run_python(
-            PREP, "train", "recipe.toml", "--out", "run", *settings, "--json", env=environment
+            PREP,
+            "train",
+            "recipe.toml",
+            "--out",
+            "run",
+            *settings,
+            "--json",
+            env=environment,
+            has_jax=True,
         )
         return json.loads(process.stdout)
 

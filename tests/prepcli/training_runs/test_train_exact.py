@@ -10,7 +10,6 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.errors import OK
 from tests.helpers.processes import finish, start_processes
-from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import read_tensors
 from tests.helpers.training_folder import make_training_folder
 from trainer.training.metrics import METRICS_FILE, read_metrics
@@ -35,12 +34,11 @@ def train(
     return [{key: line[key] for key in line if key not in TIMINGS} for line in lines], tensors
 
 
+# By default test_two_processes_train_like_one compares an exact run of two processes with one.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "devices", "mesh", "one_process_mesh"),
-    slow_except(
-        [(2, 1, "2,1,1", "1,1,1"), (2, 4, "2,4,1", "1,8,1"), (4, 2, "1,8,1", "8,1,1")],
-        [(2, 1, "2,1,1", "1,1,1")],
-    ),
+    [(2, 1, "2,1,1", "1,1,1"), (2, 4, "2,4,1", "1,8,1"), (4, 2, "1,8,1", "8,1,1")],
 )
 def test_exact_runs_in_processes_end_in_equal_bytes(
     tmp_path: Path,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import jax
 import pytest
 
 from prepcli.launch.local import free_port
-from tests.helpers.fork_server import run_prep
+from tests.helpers.fork_server import ForkedProcess, run_prep
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import run_failing
 from tests.helpers.training_folder import make_training_folder
@@ -18,7 +17,7 @@ from tests.helpers.training_folder import make_training_folder
 ONE_TASK = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
 
 
-def start_process(*words: str, index: int, count: int, port: int) -> subprocess.Popen[str]:
+def start_process(*words: str, index: int, count: int, port: int) -> ForkedProcess:
     """Start `prep train` as one process of `count`, in the current folder."""
     job = {
         "JAX_NUM_PROCESSES": str(count),

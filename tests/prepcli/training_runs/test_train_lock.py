@@ -12,7 +12,7 @@ from tests.helpers.run_cli import run_ok
 
 pytestmark = pytest.mark.usefixtures("work_dir")
 
-ONE_STEP = ("train.steps=1", "optimizer.warmup_steps=0", "data.holdout=0", "model.lock=start.json")
+ONE_STEP = ("train.steps=1", "data.holdout=0", "model.lock=start.json")
 
 
 def change_byte(path: Path) -> None:

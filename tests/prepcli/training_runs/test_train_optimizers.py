@@ -11,7 +11,6 @@ from prepcli.cli.main import main
 from prepcli.errors import OK, STOPPED, USAGE
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.optimizers import KEYS
-from tests.helpers.slow_cases import slow_except
 from tests.helpers.training_states import read_leaves, same_state
 
 RULE = {"adafactor": ["min_factored_size=8"], "palm": ["warmup_steps=10"]}
@@ -26,7 +25,10 @@ def options_of(name: str) -> list[str]:
     return [word for key in keys for word in ("--set", f"optimizer.{key}")]
 
 
-@pytest.mark.parametrize("name", slow_except(KEYS, ["adafactor"]))
+# By default test_bfloat16_run_is_saved_resumed_and_exported takes these steps with AdamW, and test_resume
+# and test_optimizer_states restore the state of the others.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KEYS)
 def test_stopped_run_resumes_and_reshards(work_dir: Path, name: str):
     options = [*options_of(name), *STEPS]
     assert main(["train", "recipe.toml", "--out", "whole", *options]) == OK
@@ -65,6 +67,8 @@ def test_summary_states_batch_and_optimizer_size(
     assert float(sizes["lion"]) == pytest.approx(float(sizes["adamw"]) * 2 / 3, rel=0.01)
 
 
+# By default test_loss_scale takes steps in float16.
+@pytest.mark.slow
 def test_float16_run_trains(work_dir: Path):
     options = ["--set", "model.dtype=float16", *STEPS]
     assert main(["train", "recipe.toml", "--out", "half", *options]) == OK

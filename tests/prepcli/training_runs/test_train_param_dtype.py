@@ -110,6 +110,8 @@ def test_run_does_not_resume_with_another_param_dtype(
     assert 'model.param_dtype: "bfloat16" -> "float32"' in capsys.readouterr().err
 
 
+# By default test_bfloat16_run_is_saved_resumed_and_exported has all parameters in bfloat16.
+@pytest.mark.slow
 def test_bfloat16_adapters_are_saved_and_exported(work_dir: Path):
     assert (
         main(["train", "recipe.toml", "--out", "run", *OPTIONS, *LORA, "--stop-after", "2", "-q"])

@@ -49,6 +49,8 @@ def test_resumed_run_and_export_keep_the_rope(capsys: pytest.CaptureFixture[str]
     assert main(["verify", "runs/recipe", "-q"]) == OK
 
 
+# By default test_rope_parity_live and test_parity compare logits of scaled embeddings.
+@pytest.mark.slow
 def test_eval_loss_of_scaled_rope_equals_transformers(capsys: pytest.CaptureFixture[str]):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -24,6 +24,8 @@ def read_manifest(folder: str) -> dict[str, Any]:
     return json.loads(Path(folder, "prep-manifest.json").read_text())
 
 
+# By default test_sharding compares losses with several rules, and tests below the rules of a run.
+@pytest.mark.slow
 def test_losses_do_not_depend_on_the_rules(capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--out", "default", "-q"]) == OK
     assert (

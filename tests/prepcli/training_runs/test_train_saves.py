@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED
 from prepcli.formats.run_steps import saved_steps
+from tests.helpers.fork_server import ForkedProcess
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.waiting import wait_until
 from trainer.training.metrics import METRICS_FILE, read_metrics
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 SETTINGS = ("mesh=1,2,2", "checkpoint.every=1", "checkpoint.keep='all'", "data.holdout=0")
 
 
-def start(run: str, count: int, *words: str, steps: int) -> list[subprocess.Popen[str]]:
+def start(run: str, count: int, *words: str, steps: int) -> list[ForkedProcess]:
     """Start a training in `count` processes with four devices together."""
     settings = [
         word for setting in (*SETTINGS, f"train.steps={steps}") for word in ("--set", setting)
@@ -57,7 +57,7 @@ def test_failed_save_ends_all_processes(work_dir: Path):
     assert saved_steps(Path("run")) == [1]
 
 
-def kill_during_a_save(processes: list[subprocess.Popen[str]], rng: random.Random) -> None:
+def kill_during_a_save(processes: list[ForkedProcess], rng: random.Random) -> None:
     """Kill one process while a step is staged, and the other a moment later."""
     wait_until(lambda: list(Path("run").glob("[0-9]*.partial")), processes[0])
     time.sleep(rng.uniform(0.0, 0.1))

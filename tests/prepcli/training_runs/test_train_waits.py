@@ -127,6 +127,9 @@ def test_signal_during_the_last_save_stops_the_wait(work_dir: Path):
     assert saved_steps(Path("run")) == [3]
 
 
+# By default test_signal_during_the_push_is_reported stops the wait of one process, and test_watchdog
+# ends all processes of a job together.
+@pytest.mark.slow
 def test_signal_while_process_0_pushes_stops_the_wait(work_dir: Path):
     """After the last step the other processes of a job wait for process 0."""
     with serve_push_hub() as hub:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.meshes import split_leaves
 from trainer.models.axis_map import LAYER_ATOMS
-from trainer.models.chunk_shapes import chunk_shape
+from trainer.models.chunk_shapes import UNSHARDED_CHUNK_BYTES, chunk_shape, join_experts
 from trainer.models.mesh import parse_mesh
 from trainer.models.partition import partition_spec, shard_shape
 from trainer.models.rules import PARAM_RULES
@@ -82,3 +82,15 @@ def test_chunk_shape_takes_stacked_dims():
         dims, shape, spec=None, itemsize=4, stacked_dims=("blocks", "experts")
     )
     assert without_mesh == (1, 1, 1 << 20)
+
+
+@given(st.integers(1, 6), st.integers(1, 48), st.sampled_from([1, 2, 4]))
+def test_joined_experts_are_of_one_shard(layers: int, experts: int, shards: int):
+    dims = [("layers",), ("experts",), ("mlp",), ("embed",)]
+    shape = (layers, experts * shards, 512, 256)
+    spec = partition_spec(dims, shape, parse_mesh(f"1,1,{shards}"), {"experts": (("mp",),)})
+    single = chunk_shape(dims, shape, spec=spec, itemsize=2)
+    joined = join_experts(single, dims, shape, spec=spec, itemsize=2)
+    assert experts % joined[1] == 0
+    assert math.prod(joined) * 2 <= UNSHARDED_CHUNK_BYTES
+    assert (joined[0], *joined[2:]) == (single[0], *single[2:])

@@ -14,7 +14,7 @@ from trainer.models import read_plan
 from trainer.models.read_plan import (
     ReadPlan,
     ShardedLeaf,
-    aligned_slabs,
+    aligned_row_blocks,
     choose_read_plan,
     read_ratio,
 )
@@ -55,7 +55,7 @@ def count_reads(plan: ReadPlan) -> tuple[np.ndarray, list[int]]:
     counts = np.zeros(plan.leaf.shape, int)
     volumes: list[int] = []
     for coordinates in coordinates_of(plan.leaf):
-        boxes = [plan.box(slab, coordinates) for slab in plan.slabs(4)]
+        boxes = [plan.box(block, coordinates) for block in plan.row_blocks(4)]
         volumes.append(sum(math.prod(high - low for low, high in box) for box in boxes))
         for box in boxes:
             counts[tuple(slice(*span) for span in box)] += 1
@@ -64,12 +64,12 @@ def count_reads(plan: ReadPlan) -> tuple[np.ndarray, list[int]]:
 
 @given(leaves_with_units(), st.sampled_from([64, 1024, 1 << 20]))
 def test_boxes_of_a_plan_cover_each_element_once(
-    case: tuple[ShardedLeaf, tuple[int, ...]], slab_nbytes: int
+    case: tuple[ShardedLeaf, tuple[int, ...]], block_nbytes: int
 ):
     leaf, unit = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read_plan, "SLAB_NBYTES", slab_nbytes)
-        patch.setattr(read_plan, "MAX_SLAB_NBYTES", slab_nbytes)
+        patch.setattr(read_plan, "BLOCK_NBYTES", block_nbytes)
+        patch.setattr(read_plan, "MAX_BLOCK_NBYTES", block_nbytes)
         plan = choose_read_plan(leaf, unit, 4)
         if plan is not None:
             assert (count_reads(plan)[0] == 1).all()
@@ -81,13 +81,13 @@ def test_boxes_of_a_plan_cut_no_unit(case: tuple[ShardedLeaf, tuple[int, ...]]):
     plan = choose_read_plan(leaf, unit, 4)
     if plan is None:
         return
-    for slab, coordinates in itertools.product(plan.slabs(4), coordinates_of(leaf)):
-        for (low, high), length, extent in zip(plan.box(slab, coordinates), unit, leaf.shape):
+    for block, coordinates in itertools.product(plan.row_blocks(4), coordinates_of(leaf)):
+        for (low, high), length, extent in zip(plan.box(block, coordinates), unit, leaf.shape):
             assert low == high or (low % length == 0 and (high % length == 0 or high == extent))
 
 
 @given(leaves_with_units())
-def test_devices_read_equal_shares_within_a_unit_per_slab(
+def test_devices_read_equal_shares_within_a_unit_per_block(
     case: tuple[ShardedLeaf, tuple[int, ...]],
 ):
     leaf, unit = case
@@ -99,7 +99,7 @@ def test_devices_read_equal_shares_within_a_unit_per_slab(
     ):
         _, volumes = count_reads(plan)
         slack = (
-            len(list(plan.slabs(4)))
+            len(list(plan.row_blocks(4)))
             * plan.unit_rows
             * math.prod(leaf.shape)
             // leaf.shape[plan.row_dim]
@@ -127,8 +127,8 @@ def test_choose_read_plan_splits_large_layers_by_rows():
     assert plan.collectives == (("mp", 2), ("dp", None)), (
         "rows of other fsdp shards are not exchanged"
     )
-    slab = next(plan.slabs(4))
-    assert slab.rows * 11008 // 2 * 4 <= read_plan.SLAB_NBYTES
+    block = next(plan.row_blocks(4))
+    assert block.rows * 11008 // 2 * 4 <= read_plan.BLOCK_NBYTES
 
 
 def test_choose_read_plan_leaves_small_leaves_whole():
@@ -154,7 +154,7 @@ def test_read_ratio_counts_shared_units_per_process(
 
 
 @given(st.data(), st.integers(1, 400))
-def test_aligned_slabs_cover_a_box_once_with_whole_units(data: st.DataObject, max_volume: int):
+def test_aligned_row_blocks_cover_a_box_once_with_whole_units(data: st.DataObject, max_volume: int):
     shape = data.draw(st.lists(st.integers(1, 12), min_size=0, max_size=3))
     unit = [data.draw(st.integers(1, extent)) for extent in shape]
     corners = [
@@ -162,10 +162,10 @@ def test_aligned_slabs_cover_a_box_once_with_whole_units(data: st.DataObject, ma
     ]
     box = tuple((min(pair), max(pair)) for pair in corners)
     counts = np.zeros(shape, int)
-    for slab in aligned_slabs(box, unit, max_volume):
-        counts[tuple(slice(*span) for span in slab)] += 1
-        assert math.prod(high - low for low, high in slab) <= max(max_volume, math.prod(unit))
-        for span, bounds, length in zip(slab, box, unit, strict=True):
+    for block in aligned_row_blocks(box, unit, max_volume):
+        counts[tuple(slice(*span) for span in block)] += 1
+        assert math.prod(high - low for low, high in block) <= max(max_volume, math.prod(unit))
+        for span, bounds, length in zip(block, box, unit, strict=True):
             assert all(cut % length == 0 or cut in bounds for cut in span)
     expected = np.zeros(shape, int)
     expected[tuple(slice(*span) for span in box)] = 1

@@ -126,6 +126,8 @@ def test_encoder_output_is_required_only_with_encoder():
         transformer.encode(params, tokens, decoder_only.model, UNSCANNED)
 
 
+# By default the test of this name in test_transformer compares a decoder.
+@pytest.mark.slow
 @pytest.mark.parametrize(("scan", "scan_axis"), slow_except(((False, 0), (True, 1)), ((False, 0),)))
 def test_init_does_not_depend_on_how_layers_are_stored(scan: bool, scan_axis: int):
     config = T5 | {"num_layers": 1, "num_decoder_layers": 2}

@@ -54,12 +54,10 @@ VARIANTS = [
 ]
 # Logits are compared for all models. One model stands for each kind of layer:
 FAST_GRADIENTS = (
-    # sequential layers with learned positions, and layers that are not scanned
-    *(("gpt2", 3), ("gpt_neo", 0)),
-    # parallel attention and MLP, norms after the layer, sandwiched and on outputs
-    *(("gptj", 3), ("opt-350m", 3), ("gemma2", 3), ("olmo2", 3)),
-    # cross-attention, linear biases, sinks, low-rank keys and values, experts
-    *(("t5-gated", 3), ("bloom", 3), ("gpt_oss", 3), ("deepseek_v3", 3), ("qwen3_moe", 3)),
+    # layers that are not scanned, parallel attention and MLP, norms around each part
+    *(("gpt_neo", 0), ("gptj", 3), ("gemma2", 3)),
+    # cross-attention, sinks, low-rank keys and values with experts
+    *(("t5-gated", 3), ("gpt_oss", 3), ("deepseek_v3", 3)),
     # short convolutions, linear attention, state spaces
     *(("lfm2", 3), ("qwen3_5_text", 3), ("mamba2", 3)),
 )
@@ -175,7 +173,7 @@ def test_loss_and_gradients_match_torch(name: str, num_padding_rows: int):
 
 @pytest.mark.parametrize(
     ("name", "is_stacked", "axis", "is_scanned", "remat_policy"),
-    slow_except(VARIANTS, (VARIANTS[3], VARIANTS[5], VARIANTS[6])),
+    slow_except(VARIANTS, (VARIANTS[5], VARIANTS[6])),
 )
 def test_gradients_do_not_depend_on_scan_or_remat(
     name: str, is_stacked: bool, axis: int, is_scanned: bool, remat_policy: str
@@ -209,7 +207,7 @@ def test_every_tensor_has_a_gradient(name: str):
 BFLOAT16 = ("gpt2", "gpt_neo", "llama", "gemma2", "mixtral", "t5")
 
 
-@pytest.mark.parametrize("name", slow_except(BFLOAT16, ("gemma2", "mixtral")))
+@pytest.mark.parametrize("name", slow_except(BFLOAT16, ("gemma2",)))
 def test_bfloat16_results_are_close_to_float32(name: str):
     golden = load_cached(name)
     tiny = tiny_transformer(golden.config)

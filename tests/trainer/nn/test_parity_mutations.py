@@ -267,7 +267,6 @@ LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {
 # experts, heads.
 FAST = (
     *(
-        ("gpt2", "epsilon 2 % off"),
         ("gpt_neo", "window 1 larger"),
         ("gptj", "half-split rotary pairs"),
     ),

@@ -8,7 +8,7 @@ import pytest
 
 from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks, unpad_tokens
 
-X = jnp.arange(12).reshape(1, 12)
+X = jnp.asarray(np.arange(12, dtype=np.int32).reshape(1, 12))
 
 
 def test_chunks_have_tokens_of_every_shard():

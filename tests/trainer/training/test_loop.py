@@ -129,7 +129,7 @@ def test_loop_resumes_bit_exactly_where_sp_splits_tokens(
     uninterrupted: FinishedRun, tmp_path: Path
 ):
     """The batches are those of other meshes, and so are the losses of training and evaluation within rounding."""
-    options = {"attention_options": AttentionOptions("blockwise", 2, 3), "ffn_chunk_size": 3}
+    options = {"attention_options": AttentionOptions("blockwise", 4, 8), "ffn_chunk_size": 4}
     setup = runs.make_setup(runs.LLAMA, mesh="fsdp:2,mp:2,sp:2", dropout=runs.DROPOUT, **options)
     whole = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS))
     np.testing.assert_allclose(whole.losses(), uninterrupted.losses(), rtol=1e-5)

@@ -106,13 +106,17 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", slow_except(OPTIONS, OPTIONS[2:]))
+# By default test_lora trains adapters on a mesh, and test_sharding compares gradients of a mesh.
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS)
 def test_lora_losses_do_not_depend_on_the_mesh(options: dict[str, Any]):
     mesh = options.pop("mesh", "")
     losses = run_steps(make_setup(mesh, **options), 3)[2]
     assert np.allclose(losses, one_device_losses(), rtol=1e-5)
 
 
+# By default test_exact_reduction sums gradients of parameters in the same step.
+@pytest.mark.slow
 def test_exact_reduction_sums_gradients_of_adapters():
     losses = run_steps(replace(make_setup("8,1,1"), reduction_shards=8), 3)[2]
     assert np.allclose(losses, one_device_losses(), rtol=1e-5)

@@ -87,6 +87,8 @@ def test_sampler_takes_the_most_likely_tokens(tokenizer: TextTokenizer):
             assert_tokens_are_most_likely(setup, params, prompt, sample.text)
 
 
+# By default test_generator samples the same tokens on a mesh.
+@pytest.mark.slow
 def test_samples_do_not_depend_on_the_mesh(tokenizer: TextTokenizer):
     texts = set[tuple[Any, ...]]()
     for mesh in ("", "2,2,2", "1,8,1"):

@@ -12,6 +12,7 @@ from trainer.models.architecture import (
 )
 from trainer.models.families import _llama_style
 from trainer.models.layouts import hf_flax_layout
+from trainer.models.orbax_layouts import maxtext_layouts
 from trainer.models.parameters import HFConfig
 
 
@@ -40,7 +41,8 @@ FAMILY = _llama_style.build_family(
     arch_config=arch_config,
     tied_by_default=False,
     layer={**_llama_style.PRE_NORMS, **_llama_style.attention(), **_llama_style.gated_mlp()},
-    layouts=lambda parameters: hf_flax_layout(
-        parameters, prefix=_llama_style.TENSOR_PREFIX, norm_name="weight"
-    ),
+    layouts=lambda parameters: {
+        **hf_flax_layout(parameters, prefix=_llama_style.TENSOR_PREFIX, norm_name="weight"),
+        **maxtext_layouts(parameters, scales_queries=True),
+    },
 )

@@ -6,6 +6,7 @@ import dataclasses
 
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.families import _llama_style
+from trainer.models.orbax_layouts import maxtext_layouts, tunix_layout
 from trainer.models.parameters import HFConfig, if_set
 
 
@@ -36,5 +37,9 @@ FAMILY = _llama_style.build_family(
         **_llama_style.attention(bias=if_set("attention_bias"), out_bias=if_set("attention_bias")),
         **_llama_style.QK_NORMS,
         **_llama_style.gated_mlp(),
+    },
+    layouts=lambda parameters: {
+        **tunix_layout(parameters, qk_norms=True),
+        **maxtext_layouts(parameters, scales_queries=False),
     },
 )

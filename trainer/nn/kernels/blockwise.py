@@ -36,6 +36,7 @@ from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kernels.tiles import (
+    AttentionInputs,
     Constants,
     Labels,
     TileConfig,
@@ -65,16 +66,12 @@ class _SoftmaxState(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """Residuals of the forward pass. q [B, T, K, G, E], k [B, S, K, E] and v [B, S, K, V] are padded to whole tiles.
+    """The values that the backward pass needs.
 
     `output` is [B, T, K, G, V]. `log_normalizer` [B, T, K, G] is the log-sum-exp of the scores over keys and sink.
     """
 
-    q: Array
-    k: Array
-    v: Array
-    bias_table: Array | None
-    sinks: Array | None
+    inputs: AttentionInputs
     constants: Constants
     output: Array
     log_normalizer: Array
@@ -104,50 +101,37 @@ def blockwise_attention(
     return attend_in_tiles(partial(_attend, config), q, kv, mask, config)
 
 
-def _attend_tiles(
-    config: TileConfig,
-    q: Array,
-    k: Array,
-    v: Array,
-    bias_table: Array | None,
-    sinks: Array | None,
-    constants: Constants,
-) -> Array:
-    """Attend from q [B, T, K, G, E] to k and v, with sinks [K, G]. T and S are multiples of the tile sizes."""
-    return forward(config, q, k, v, bias_table, sinks, constants)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(config: TileConfig, inputs: AttentionInputs, constants: Constants) -> Array:
+    """Compute the output [B, T, K, G, V]."""
+    return forward(config, inputs, constants)[0]
 
 
 def forward(
-    config: TileConfig,
-    q: Array,
-    k: Array,
-    v: Array,
-    bias_table: Array | None,
-    sinks: Array | None,
-    constants: Constants,
+    config: TileConfig, inputs: AttentionInputs, constants: Constants
 ) -> tuple[Array, Residuals]:
     """Compute the output [B, T, K, G, V], and the residuals of the backward pass."""
     # Without the barrier a scan over layers would compute the masks of all tiles once, and keep
     # them: an array [T, S], which blockwise attention exists to avoid.
-    tiled_q, labels = lax.optimization_barrier((q, constants))
+    tiled_q, labels = lax.optimization_barrier((inputs.q, constants))
     # q_tiles: [N, B, t, K, G, E], kv_tiles: [N, B, K, s, E]
     cut_q = partial(split_chunks, chunk_size=config.q_size)
     cut_kv = partial(split_chunks, chunk_size=config.kv_size)
     q_tiles = jax.tree.map(cut_q, (tiled_q, _q_labels(labels)))
     kv_tiles = (
-        _head_major(cut_kv(k)),
-        _head_major(cut_kv(v)),
+        _head_major(cut_kv(inputs.k)),
+        _head_major(cut_kv(inputs.v)),
         jax.tree.map(cut_kv, labels.kv_labels),
     )
 
     # Ring attention adds outputs of several shards, so it rounds to `v.dtype` only after the last.
-    dtype = jnp.float32 if config.is_partial else v.dtype
+    dtype = jnp.float32 if config.is_partial else inputs.v.dtype
 
     def run_q_tile(_: None, q_tile: tuple[Array, Labels]) -> tuple[None, tuple[Array, Array]]:
         # [B, t, K, G, E] -> [B, K, G, t, E]
         queries = _head_major(q_tile[0], 1)
         q_labels = q_tile[1]
-        state = _initial_softmax(queries, v, sinks)
+        state = _initial_softmax(queries, inputs)
 
         def run_kv_tile(
             state: _SoftmaxState, kv_tile: tuple[Array, Array, Labels]
@@ -156,7 +140,7 @@ def forward(
 
             def update(state: _SoftmaxState) -> _SoftmaxState:
                 mask = _tile_mask(config, labels, q_labels, kv_labels)
-                scores, _ = _masked_scores(config, queries, keys, bias_table, mask)
+                scores, _ = _masked_scores(config, queries, keys, inputs.bias_table, mask)
                 return _update_softmax(state, scores, values, partial(_drop, q_labels, kv_labels))
 
             return lax.cond(
@@ -176,19 +160,19 @@ def forward(
     output, log_normalizer = (
         name_activation(join_chunks(array), "attention_output") for array in tiles
     )
-    return output, Residuals(q, k, v, bias_table, sinks, constants, output, log_normalizer)
+    return output, Residuals(inputs, constants, output, log_normalizer)
 
 
-def _initial_softmax(queries: Array, v: Array, sinks: Array | None) -> _SoftmaxState:
+def _initial_softmax(queries: Array, inputs: AttentionInputs) -> _SoftmaxState:
     """Return the softmax of the queries [B, K, G, t, E] of a tile before the first key."""
     shape = queries.shape[:-1]
-    weighted_sum = jnp.zeros((*shape, v.shape[-1]), jnp.float32)
-    if sinks is None:
+    weighted_sum = jnp.zeros((*shape, inputs.v.shape[-1]), jnp.float32)
+    if inputs.sinks is None:
         return _SoftmaxState(
             weighted_sum, jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32)
         )
     # The sink [K, G] is the largest score so far: exp(sink - sink) = 1.
-    maximum = jnp.broadcast_to(sinks.astype(jnp.float32)[..., None], shape)
+    maximum = jnp.broadcast_to(inputs.sinks.astype(jnp.float32)[..., None], shape)
     return _SoftmaxState(weighted_sum, maximum, jnp.ones(shape, jnp.float32))
 
 
@@ -212,7 +196,7 @@ def _update_softmax(
     )
 
 
-class _Gradients(NamedTuple):
+class _TileGradients(NamedTuple):
     """Float32 gradients: q [B, K, G, t, E] of one tile, k and v [N, B, s, K, E] of all tiles, and the bias table."""
 
     q: Array
@@ -221,21 +205,23 @@ class _Gradients(NamedTuple):
     bias_table: Array | None
 
 
-def backward(config: TileConfig, saved: Residuals, output_gradient: Array) -> tuple[Any, ...]:
-    """Compute the gradients of q, k, v, the bias table and the sinks, and None for the constants."""
+def backward(
+    config: TileConfig, saved: Residuals, output_gradient: Array
+) -> tuple[AttentionInputs, None]:
+    """Compute the gradients of the inputs, and None for the constants."""
     output_gradient, labels = lax.optimization_barrier((output_gradient, saved.constants))
-    # r = dO . O for each query, [B, T, K, G]: the sum over all keys of P * dP, without another pass
-    output_float32 = saved.output.astype(jnp.float32)
-    row_dots = (output_float32 * output_gradient.astype(jnp.float32)).sum(-1)
+    inputs = saved.inputs
+    table = inputs.bias_table
+    row_dots = gradient_dots(saved, output_gradient)
     cut_q = partial(split_chunks, chunk_size=config.q_size)
     cut_kv = partial(split_chunks, chunk_size=config.kv_size)
     q_tiles = jax.tree.map(
-        cut_q, (saved.q, _q_labels(labels), output_gradient, row_dots, saved.log_normalizer)
+        cut_q, (inputs.q, _q_labels(labels), output_gradient, row_dots, saved.log_normalizer)
     )
-    k_tiles = cut_kv(saved.k)
-    v_tiles = cut_kv(saved.v)
+    k_tiles = cut_kv(inputs.k)
+    v_tiles = cut_kv(inputs.v)
     kv_tiles = _head_major(k_tiles), _head_major(v_tiles), jax.tree.map(cut_kv, labels.kv_labels)
-    dtype = jnp.float32 if config.is_partial else saved.q.dtype
+    dtype = jnp.float32 if config.is_partial else inputs.q.dtype
 
     def run_q_tile(
         sums: tuple[Array, Array, Array | None], q_tile: tuple[Any, ...]
@@ -246,14 +232,12 @@ def backward(config: TileConfig, saved: Residuals, output_gradient: Array) -> tu
         row_dot = _head_major(row_dot[..., None], 1)
         log_normalizer = _head_major(log_normalizer[..., None], 1)
 
-        def run_kv_tile(index: Array, gradients: _Gradients) -> _Gradients:
+        def run_kv_tile(index: Array, gradients: _TileGradients) -> _TileGradients:
             keys, values, kv_labels = jax.tree.map(lambda tiles: tiles[index], kv_tiles)
 
-            def update(gradients: _Gradients) -> _Gradients:
+            def update(gradients: _TileGradients) -> _TileGradients:
                 mask = _tile_mask(config, labels, q_labels, kv_labels)
-                scores, d_scores_d_dots = _masked_scores(
-                    config, queries, keys, saved.bias_table, mask
-                )
+                scores, d_scores_d_dots = _masked_scores(config, queries, keys, table, mask)
                 # arXiv:2307.08691, algorithm 2, with the dropout of the module's docstring:
                 # P = exp(scores - L), dP = (dO V^T) * M, dS = P * (dP - r)   [B, K, G, t, s]
                 probabilities = jnp.exp(scores - log_normalizer)
@@ -266,13 +250,11 @@ def backward(config: TileConfig, saved: Residuals, output_gradient: Array) -> tu
                 d_values = _einsum(
                     "bkgte,bkgts->bske", d_output, drop(probabilities).astype(d_output.dtype)
                 )
-                return _Gradients(
+                return _TileGradients(
                     gradients.q + _einsum("bkgts,bkse->bkgte", d_dots, keys),
                     gradients.k_tiles.at[index].add(_einsum("bkgte,bkgts->bske", queries, d_dots)),
                     gradients.v_tiles.at[index].add(d_values),
-                    _add_bias_gradient(
-                        gradients.bias_table, config, saved.bias_table, d_scores, mask
-                    ),
+                    _add_bias_gradient(gradients.bias_table, config, table, d_scores, mask),
                 )
 
             return lax.cond(
@@ -281,19 +263,25 @@ def backward(config: TileConfig, saved: Residuals, output_gradient: Array) -> tu
 
         # The gradient of a tile of queries is complete after its keys. The gradients of keys, values
         # and the table are sums over all tiles of queries, so they are the carry of the outer scan.
-        initial = _Gradients(jnp.zeros(queries.shape, jnp.float32), *sums)
+        initial = _TileGradients(jnp.zeros(queries.shape, jnp.float32), *sums)
         gradients = lax.fori_loop(0, len(k_tiles), run_kv_tile, initial)
         return gradients[1:], jnp.moveaxis(gradients.q, 3, 1).astype(dtype)
 
-    kv_zeros = [jnp.zeros(tiles.shape, jnp.float32) for tiles in (k_tiles, v_tiles)]
-    table_zeros = (
-        None if saved.bias_table is None else jnp.zeros(saved.bias_table.shape, jnp.float32)
+    zeros = jax.tree.map(
+        lambda array: jnp.zeros(array.shape, jnp.float32), (k_tiles, v_tiles, table)
     )
-    (*dkv_tiles, d_table), dq_tiles = lax.scan(run_q_tile, (*kv_zeros, table_zeros), q_tiles)
-    if saved.bias_table is not None and not config.is_partial:
-        d_table = d_table.astype(saved.bias_table.dtype)
-    dk, dv = (join_chunks(tiles).astype(dtype) for tiles in dkv_tiles)
-    return join_chunks(dq_tiles), dk, dv, d_table, sink_gradient(saved, row_dots), None
+    (dk_tiles, dv_tiles, d_table), dq_tiles = lax.scan(run_q_tile, zeros, q_tiles)
+    if table is not None and not config.is_partial:
+        d_table = d_table.astype(table.dtype)
+    dk = join_chunks(dk_tiles).astype(dtype)
+    dv = join_chunks(dv_tiles).astype(dtype)
+    d_sinks = sink_gradient(saved, row_dots)
+    return AttentionInputs(join_chunks(dq_tiles), dk, dv, d_table, d_sinks), None
+
+
+def gradient_dots(saved: Residuals, output_gradient: Array) -> Array:
+    """Compute r = dO . O of each query, [B, T, K, G]: the sum over all keys of P * dP, without another pass."""
+    return (saved.output.astype(jnp.float32) * output_gradient.astype(jnp.float32)).sum(-1)
 
 
 def sink_gradient(saved: Residuals, row_dots: Array) -> Array | None:
@@ -301,13 +289,13 @@ def sink_gradient(saved: Residuals, row_dots: Array) -> Array | None:
 
     dS = P * (dP - r) with dP = 0, because a sink has no value, and P = exp(sink - L).
     """
-    if saved.sinks is None:
+    sinks = saved.inputs.sinks
+    if sinks is None:
         return None
-    probabilities = jnp.exp(saved.sinks.astype(jnp.float32) - saved.log_normalizer)
-    return -(probabilities * row_dots).sum((0, 1)).astype(saved.sinks.dtype)
+    probabilities = jnp.exp(sinks.astype(jnp.float32) - saved.log_normalizer)
+    return -(probabilities * row_dots).sum((0, 1)).astype(sinks.dtype)
 
 
-_attend = jax.custom_vjp(_attend_tiles, nondiff_argnums=(0,))
 _attend.defvjp(forward, backward)
 
 

@@ -42,9 +42,17 @@ from trainer.models.mesh import MeshAxes
 from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout
-from trainer.nn.kernels.blockwise import LOWEST, Residuals, backward, forward, sink_gradient
+from trainer.nn.kernels.blockwise import (
+    LOWEST,
+    Residuals,
+    backward,
+    forward,
+    gradient_dots,
+    sink_gradient,
+)
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kernels.tiles import (
+    AttentionInputs,
     Constants,
     Labels,
     TileConfig,
@@ -71,9 +79,11 @@ class _Ring:
 
     def specs(self, constants: Constants) -> Residuals:
         """Return the shardings of the inputs and outputs of the forward pass."""
-        tokens = PartitionSpec(self.row_axes, self.token_axes, self.head_axes)
-        table = PartitionSpec(None, self.head_axes)
-        sinks = PartitionSpec(self.head_axes)
+        # Specs in the place of arrays, as `shard_map` takes them
+        tokens: Any = PartitionSpec(self.row_axes, self.token_axes, self.head_axes)
+        table: Any = PartitionSpec(None, self.head_axes)
+        sinks: Any = PartitionSpec(self.head_axes)
+        inputs = AttentionInputs(tokens, tokens, tokens, table, sinks)
 
         def label_spec(label: Array) -> PartitionSpec:
             return PartitionSpec(self.row_axes if label.shape[0] > 1 else None, self.token_axes)
@@ -81,8 +91,7 @@ class _Ring:
         q_labels, kv_labels = jax.tree.map(label_spec, (constants.q_labels, constants.kv_labels))
         scale: Any = PartitionSpec()
         labels = Constants(q_labels, kv_labels, scale, self._dropout_specs(constants.dropout))
-        specs: Any = (tokens, tokens, tokens, table, sinks, labels, tokens, tokens)
-        return Residuals(*specs)
+        return Residuals(inputs, labels, output=tokens, log_normalizer=tokens)
 
     def _dropout_specs(self, dropout: AttentionDropout | None) -> AttentionDropout | None:
         """Return how the keys of dropout are split over devices."""
@@ -123,15 +132,6 @@ class _PartialOutput(NamedTuple):
 
     output: Array
     log_normalizer: Array
-
-
-class _Gradients(NamedTuple):
-    """Float32 gradients: q from the keys so far, k and v from the queries so far, the bias table from both."""
-
-    q: Array
-    k: Array
-    v: Array
-    bias_table: Array | None
 
 
 def ring_attention(
@@ -176,57 +176,39 @@ def ring_attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    config: TileConfig,
-    ring: _Ring,
-    q: Array,
-    k: Array,
-    v: Array,
-    bias_table: Array | None,
-    sinks: Array | None,
-    constants: Constants,
+    config: TileConfig, ring: _Ring, inputs: AttentionInputs, constants: Constants
 ) -> Array:
-    """Attend from q [B, T, K, G, E] to k and v, with sinks [K, G]. Each shard has whole tiles."""
-    return _forward(config, ring, q, k, v, bias_table, sinks, constants)[0]
+    """Compute the output [B, T, K, G, V]. Each shard has whole tiles."""
+    return _forward(config, ring, inputs, constants)[0]
 
 
 def _forward(
-    config: TileConfig,
-    ring: _Ring,
-    q: Array,
-    k: Array,
-    v: Array,
-    bias_table: Array | None,
-    sinks: Array | None,
-    constants: Constants,
+    config: TileConfig, ring: _Ring, inputs: AttentionInputs, constants: Constants
 ) -> tuple[Array, Residuals]:
     specs = ring.specs(constants)
     run = ring.map_devices(
-        partial(_local_forward, config, ring), tuple(specs[:6]), tuple(specs[6:])
+        partial(_local_forward, config, ring),
+        (specs.inputs, specs.constants),
+        (specs.output, specs.log_normalizer),
     )
-    arrays = run(q, k, v, bias_table, sinks, constants)
+    arrays = run(inputs, constants)
     output, log_normalizer = (name_activation(array, "attention_output") for array in arrays)
-    return output, Residuals(q, k, v, bias_table, sinks, constants, output, log_normalizer)
+    return output, Residuals(inputs, constants, output, log_normalizer)
 
 
 def _local_forward(
-    config: TileConfig,
-    ring: _Ring,
-    q: Array,
-    k: Array,
-    v: Array,
-    bias_table: Array | None,
-    sinks: Array | None,
-    constants: Constants,
+    config: TileConfig, ring: _Ring, inputs: AttentionInputs, constants: Constants
 ) -> tuple[Array, Array]:
     """Compute the output and the log-sum-exp of the queries of one device."""
     # The barrier has the same reason as in `blockwise.forward`: XLA must not compute the masks of all tiles at once.
-    q, labels = lax.optimization_barrier((q, constants))
+    q, labels = lax.optimization_barrier((inputs.q, constants))
 
     def attend(so_far: _PartialOutput, shard: _Shard) -> _PartialOutput:
         def merge(so_far: _PartialOutput) -> _PartialOutput:
             shard_labels = labels._replace(kv_labels=shard.labels)
             # Without sinks: `so_far` starts with them, once for all shards.
-            _, saved = forward(config, q, shard.k, shard.v, bias_table, None, shard_labels)
+            shard_inputs = AttentionInputs(q, shard.k, shard.v, inputs.bias_table, sinks=None)
+            _, saved = forward(config, shard_inputs, shard_labels)
             return _merge_outputs(so_far, _PartialOutput(saved.output, saved.log_normalizer))
 
         is_visible = has_visible(config, labels.q_labels, shard.labels)
@@ -239,10 +221,11 @@ def _local_forward(
         return (attend(so_far, shard), ring.hop(shard)), None
 
     log_normalizer = jnp.full(q.shape[:-1], LOWEST, jnp.float32)
-    if sinks is not None:
-        log_normalizer = jnp.broadcast_to(sinks.astype(jnp.float32), q.shape[:-1])
+    if inputs.sinks is not None:
+        log_normalizer = jnp.broadcast_to(inputs.sinks.astype(jnp.float32), q.shape[:-1])
+    v = inputs.v
     nothing = _PartialOutput(jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32), log_normalizer)
-    carry = (nothing, _Shard(k, v, labels.kv_labels))
+    carry = (nothing, _Shard(inputs.k, v, labels.kv_labels))
     # n - 1 hops bring all n shards to each device. The last shard is not sent on.
     (so_far, last_shard), _ = lax.scan(step, carry, length=ring.num_shards - 1)
     output, log_normalizer = attend(so_far, last_shard)
@@ -265,56 +248,56 @@ def _merge_outputs(a: _PartialOutput, b: _PartialOutput) -> _PartialOutput:
 
 def _backward(
     config: TileConfig, ring: _Ring, saved: Residuals, output_gradient: Array
-) -> tuple[Any, ...]:
+) -> tuple[AttentionInputs, None]:
     specs = ring.specs(saved.constants)
     run = ring.map_devices(
-        partial(_local_backward, config, ring), (specs, specs.output), tuple(specs[:5])
+        partial(_local_backward, config, ring), (specs, specs.output), specs.inputs
     )
-    return *run(saved, output_gradient), None
+    return run(saved, output_gradient), None
 
 
 def _local_backward(
     config: TileConfig, ring: _Ring, saved: Residuals, output_gradient: Array
-) -> tuple[Any, ...]:
+) -> AttentionInputs:
     """Compute the gradients of the queries, keys and values of one device, of the bias table and of the sinks."""
     output_gradient, labels = lax.optimization_barrier((output_gradient, saved.constants))
-    zeros = jax.tree.map(
-        lambda array: jnp.zeros(array.shape, jnp.float32),
-        _Gradients(saved.q, saved.k, saved.v, saved.bias_table),
-    )
+    # The sinks are no input of a single shard. Their gradient follows at the end.
+    inputs = saved.inputs._replace(sinks=None)
+    zeros = jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), inputs)
 
-    def shard_gradients(shard: _Shard) -> _Gradients:
-        def compute() -> _Gradients:
+    def shard_gradients(shard: _Shard) -> AttentionInputs:
+        def compute() -> AttentionInputs:
             constants = labels._replace(kv_labels=shard.labels)
-            of_shard = saved._replace(k=shard.k, v=shard.v, sinks=None, constants=constants)
-            return _Gradients(*backward(config, of_shard, output_gradient)[:4])
+            shard_inputs = inputs._replace(k=shard.k, v=shard.v)
+            of_shard = saved._replace(inputs=shard_inputs, constants=constants)
+            gradients, _ = backward(config, of_shard, output_gradient)
+            return gradients
 
         is_visible = has_visible(config, labels.q_labels, shard.labels)
         return lax.cond(is_visible, compute, lambda: zeros)
 
-    def add(so_far: _Gradients, shard: _Shard) -> _Gradients:
+    def add(so_far: AttentionInputs, shard: _Shard) -> AttentionInputs:
         # The gradients follow their shard: after the hop they belong to the current shard.
         d_k, d_v = ring.hop((so_far.k, so_far.v))
         return jax.tree.map(jnp.add, so_far._replace(k=d_k, v=d_v), shard_gradients(shard))
 
-    def step(carry: tuple[_Gradients, _Shard], _: None) -> tuple[tuple[_Gradients, _Shard], None]:
+    def step(
+        carry: tuple[AttentionInputs, _Shard], _: None
+    ) -> tuple[tuple[AttentionInputs, _Shard], None]:
         so_far, shard = carry
         return (add(so_far, shard), ring.hop(shard)), None
 
-    carry = (zeros, _Shard(saved.k, saved.v, labels.kv_labels))
+    carry = (zeros, _Shard(inputs.k, inputs.v, labels.kv_labels))
     (so_far, last_shard), _ = lax.scan(step, carry, length=ring.num_shards - 1)
     gradients = add(so_far, last_shard)
     # After n - 1 hops the gradients are one device before the device of their shard.
     d_k, d_v = ring.hop((gradients.k, gradients.v))
     d_table = None if gradients.bias_table is None else ring.sum_shards(gradients.bias_table)
-    row_dots = (saved.output.astype(jnp.float32) * output_gradient.astype(jnp.float32)).sum(-1)
-    d_sinks = sink_gradient(saved, row_dots)
+    d_sinks = sink_gradient(saved, gradient_dots(saved, output_gradient))
     if d_sinks is not None:
         d_sinks = ring.sum_shards(d_sinks)
-    inputs = (saved.q, saved.k, saved.v, saved.bias_table, saved.sinks)
-    return jax.tree.map(
-        lambda d, like: d.astype(like.dtype), (gradients.q, d_k, d_v, d_table, d_sinks), inputs
-    )
+    gradients = AttentionInputs(gradients.q, d_k, d_v, d_table, d_sinks)
+    return jax.tree.map(lambda d, like: d.astype(like.dtype), gradients, saved.inputs)
 
 
 _attend.defvjp(_forward, _backward)

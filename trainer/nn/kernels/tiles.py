@@ -68,7 +68,25 @@ class Constants(NamedTuple):
     dropout: AttentionDropout | None = None
 
 
-TileFunction = Callable[[Array, Array, Array, "Array | None", "Array | None", Constants], Array]
+class AttentionInputs(NamedTuple):
+    """The inputs with a gradient, or their gradients. T and S are multiples of the tile sizes.
+
+    Attributes:
+        q: Queries [B, T, K, G, E].
+        k: Keys [B, S, K, E].
+        v: Values [B, S, K, V].
+        bias_table: Parameters of the score bias, or the slopes of ALiBi.
+        sinks: [K, G].
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    bias_table: Array | None
+    sinks: Array | None
+
+
+TileFunction = Callable[[AttentionInputs, Constants], Array]
 
 
 def tile_config(
@@ -99,8 +117,7 @@ def attend_in_tiles(
     """Pad queries and keys to whole tiles, attend, and remove the padding.
 
     Args:
-        attend: Attention of padded arrays: (q [B, T, K, G, E], k, v, bias table, sinks [K, G],
-            `Constants`) -> [B, T, K, G, V].
+        attend: Attention of padded arrays. Its result is [B, T, K, G, V].
         q: Queries [B, T, H, E].
         kv: Keys [B, S, K, E] and values [B, S, K, V].
         mask: Visible keys, score bias, sinks, dropout and the layer's score scale.
@@ -130,10 +147,14 @@ def attend_in_tiles(
     grouped_q = q.reshape(b, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
     bias_table = None if mask.bias is None else mask.bias.table
     sinks = None if mask.sinks is None else mask.sinks.reshape(grouped_q.shape[2:4])
-    output = attend(
-        pad_q(grouped_q), pad_kv(kv.keys), pad_kv(kv.values), bias_table, sinks, constants
+    inputs = AttentionInputs(
+        q=pad_q(grouped_q),
+        k=pad_kv(kv.keys),
+        v=pad_kv(kv.values),
+        bias_table=bias_table,
+        sinks=sinks,
     )
-    output = unpad_tokens(output, q_padding, num_shards=num_shards)
+    output = unpad_tokens(attend(inputs, constants), q_padding, num_shards=num_shards)
     return output.reshape(*q.shape[:-1], kv.values.shape[-1])
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,13 @@ from trainer.models.leaf_matrices import LAYER_PARTS
 from trainer.models.parameters import Family, HFConfig, dropped_patterns, parameter_rows
 from trainer.models.registry import ADD_FAMILY_HINT, FAMILIES, family_of
 
-GOLDEN = {
-    path.stem: json.loads(path.read_text()) for path in sorted(make_families.FOLDER.glob("*.json"))
-}
+NAMES = sorted(path.stem for path in make_families.FOLDER.glob("*.json"))
+
+
+@cache
+def read_golden(name: str) -> dict[str, Any]:
+    """Return the golden file of a config."""
+    return json.loads((make_families.FOLDER / f"{name}.json").read_text())
 
 
 def tensor_shapes(config: HFConfig, scan: bool = True) -> dict[str, list[int]]:
@@ -37,31 +44,50 @@ def tensor_shapes(config: HFConfig, scan: bool = True) -> dict[str, list[int]]:
 
 
 def test_every_config_has_a_golden_file():
-    assert {name: golden["config"] for name, golden in GOLDEN.items()} == dict(
-        make_families.CONFIGS
-    )
-    assert {golden["config"]["model_type"] for golden in GOLDEN.values()} == set(FAMILIES)
+    configs = {name: read_golden(name)["config"] for name in NAMES}
+    assert configs == dict(make_families.CONFIGS)
+    assert {config["model_type"] for config in configs.values()} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+def test_reading_a_family_imports_no_other_family():
+    script = """
+import sys
+from trainer.models.registry import FAMILIES
+assert FAMILIES["gpt2"].name == "gpt2"
+print([name for name in FAMILIES if f"trainer.models.families.{name}" in sys.modules])
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "['gpt2']\n"
+
+
+def test_families_have_the_names_of_their_modules():
+    assert [family.name for family in FAMILIES.values()] == [*FAMILIES]
+    assert "gpt5" not in FAMILIES
+    with pytest.raises(KeyError):
+        FAMILIES["gpt5"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_names_and_shapes_equal_golden_files(name: str):
-    golden = GOLDEN[name]
+    golden = read_golden(name)
     for scan in (True, False):
         assert tensor_shapes(golden["config"], scan) == golden["tensors"]
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", NAMES)
 def test_golden_files_equal_transformers(name: str):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    assert make_families.describe(GOLDEN[name]["config"]) == GOLDEN[name]
+    assert make_families.describe(read_golden(name)["config"]) == read_golden(name)
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", NAMES)
 def test_dropped_patterns_match_no_parameter(name: str):
-    family = family_of(GOLDEN[name]["config"])
-    patterns = dropped_patterns(family, GOLDEN[name]["config"])
-    bare = [tensor.removeprefix(family.prefix) for tensor in GOLDEN[name]["tensors"]]
+    golden = read_golden(name)
+    family = family_of(golden["config"])
+    patterns = dropped_patterns(family, golden["config"])
+    bare = [tensor.removeprefix(family.prefix) for tensor in golden["tensors"]]
     assert not [tensor for tensor in bare for pattern in patterns if re.fullmatch(pattern, tensor)]
 
 
@@ -281,7 +307,7 @@ def test_tied_by_default_equals_transformers():
         ),
         *("ernie4_5", "cohere", "cohere2", "vaultgemma", "falcon", "gpt_bigcode", "bloom", "mpt"),
         *("biogpt", "ernie4_5_moe", "xglm", "mt5", "umt5", "lfm2", "lfm2_moe"),
-        *("gemma4_text", "granite_swa", "minicpm3", "youtu", "mamba"),
+        *("gemma4_text", "granite_swa", "minicpm3", "youtu", "mamba", "gpt_neox_japanese"),
     }
 
 

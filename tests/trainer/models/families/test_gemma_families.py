@@ -104,8 +104,8 @@ def test_truncated_config_has_fewer_layers_without_keys(num_layers: int, num_reu
 
 
 def test_inputs_of_all_layers_are_in_shared_tensors():
-    assert tensors_of_all_layers(FAMILY, GEMMA4) == [
-        "embed_tokens_per_layer.weight",
-        "per_layer_model_projection.weight",
-    ]
-    assert tensors_of_all_layers(FAMILY, GEMMA4 | {"hidden_size_per_layer_input": 0}) == []
+    assert tensors_of_all_layers(FAMILY, GEMMA4) == {
+        "embed_tokens_per_layer.weight": 1,
+        "per_layer_model_projection.weight": 0,
+    }
+    assert tensors_of_all_layers(FAMILY, GEMMA4 | {"hidden_size_per_layer_input": 0}) == {}

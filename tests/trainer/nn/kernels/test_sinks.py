@@ -11,6 +11,7 @@ import pytest
 from jax import Array
 
 from prepcli.testing.tiny_transformers import relative_error
+from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.kernels.test_ring import split_over
 from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext
@@ -76,9 +77,17 @@ def outputs_and_gradients(function: Any, inputs: dict[str, np.ndarray], dtype: A
     return [output, *(gradients[name] for name in sorted(gradients))]
 
 
-@pytest.mark.parametrize("window", [FULL_ATTENTION, 5])
+WINDOWS = (FULL_ATTENTION, 5)
+KERNELS = (("reference", 1), ("blockwise", 1), ("blockwise", 2))
+CASES = [(*kernel, window) for window in WINDOWS for kernel in KERNELS]
+
+
+# The first kernel is the reference of the others, and two devices need tiles of one.
 @pytest.mark.parametrize(
-    ("kernel", "num_devices"), [("reference", 1), ("blockwise", 1), ("blockwise", 2)]
+    ("kernel", "num_devices", "window"),
+    slow_except(
+        CASES, [("reference", 1, 5), ("blockwise", 2, 5), ("blockwise", 1, FULL_ATTENTION)]
+    ),
 )
 def test_sinks_and_other_value_width_are_exact(kernel: str, num_devices: int, window: int):
     inputs = random_inputs()

@@ -12,7 +12,13 @@ import optax.contrib
 import pytest
 
 from tests.helpers import runs
-from tests.helpers.optimizers import by_layer, make_optimizer, random_gradients, run_trajectory
+from tests.helpers.optimizers import (
+    by_layer,
+    make_optimizer,
+    random_gradients,
+    run_trajectory,
+    trajectory_params,
+)
 from trainer.models.param_tree import flatten_tree, unflatten_tree
 from trainer.training.optimizers.optimizer import Optimizer
 
@@ -22,7 +28,7 @@ Tensors = dict[str, np.ndarray]
 
 def gradients_of_steps() -> Iterator[Tensors]:
     """Yield the gradients of each step, one array per layer."""
-    params = runs.make_state(runs.make_setup())["params"]
+    params = trajectory_params(runs.make_setup())
     for step in range(STEPS):
         yield by_layer(random_gradients(params, step))
 
@@ -50,7 +56,7 @@ def decays(name: str) -> bool:
 def train_torch(optimizer: Optimizer, make: Callable[[Any, Any], Any]) -> Tensors:
     """Take the steps with an optimizer of torch, made of the tensors with and without weight decay."""
     torch = pytest.importorskip("torch")
-    params = by_layer(runs.make_state(runs.make_setup())["params"])
+    params = by_layer(trajectory_params(runs.make_setup()))
     tensors = {name: torch.tensor(value, requires_grad=True) for name, value in params.items()}
     groups = [
         [tensor for name, tensor in tensors.items() if decays(name) is flag]
@@ -68,13 +74,13 @@ def train_torch(optimizer: Optimizer, make: Callable[[Any, Any], Any]) -> Tensor
 
 def train_optax(optimizer: Optimizer, reference: optax.GradientTransformation) -> Tensors:
     """Take the steps with an optimizer of optax that knows the schedule, on one tensor per layer."""
-    params: Any = by_layer(runs.make_state(runs.make_setup())["params"])
+    params: Any = by_layer(trajectory_params(runs.make_setup()))
     return jax.device_get(follow_optax(reference, params, gradients_of_steps()))
 
 
 def train_optax_stacked(reference: optax.GradientTransformation) -> Tensors:
     """Take the steps as `train_optax` does, on the leaves with all layers."""
-    tree = runs.make_state(runs.make_setup())["params"]
+    tree = trajectory_params(runs.make_setup())
     gradients = (flatten_tree(random_gradients(tree, step)) for step in range(STEPS))
     params = follow_optax(reference, flatten_tree(tree), gradients)
     return by_layer(unflatten_tree(jax.device_get(params)))

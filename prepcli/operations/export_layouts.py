@@ -1,0 +1,142 @@
+"""Layout of the weight files of `prep export`, for each layout and format."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prepcli.formats.safetensors_layout import split_into_shards
+from prepcli.operations.options import ExportOptions
+from prepcli.planning.plan import Locations, OutputFile, OutputLeaf, RootScale, SmallFile
+from prepcli.planning.tensors import itemsize
+from prepcli.sources.source import HF_FOLDER, Source, SourceTensor
+from prepcli.targets.dcp_folder import lay_out_dcp_folder
+from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out_flax_folder
+from prepcli.targets.hf_folder import (
+    config_files,
+    copied_small_files,
+    header_entries,
+    index_files,
+    lay_out_weight_files,
+    model_files,
+)
+from prepcli.targets.layout_leaves import find_layout_scales
+from prepcli.targets.trainer_item import TRAINER_ITEMS, lay_out_trainer_item
+from trainer.models.json_types import HFConfig
+
+# Payloads start at a page boundary, like chunks, so that whole pages are copied.
+PAYLOAD_PAGE_OFFSET = 0
+HF_LAYOUT = "hf"
+DCP_FORMAT = "dcp"
+# The formats of each layout. The first one is the default.
+FORMATS_BY_LAYOUT: Mapping[str, tuple[str, ...]] = {
+    HF_LAYOUT: ("safetensors", DCP_FORMAT),
+    "hf-flax": ("msgpack",),
+    "easylm": (STREAM_FORMAT,),
+    **dict.fromkeys(TRAINER_ITEMS, ("orbax",)),
+}
+LAYOUT_TITLES = {
+    HF_LAYOUT: "Hugging Face safetensors",
+    "hf-flax": "Flax msgpack for Hugging Face",
+    "easylm": "EasyLM stream",
+    "maxtext": "Orbax checkpoint for MaxText",
+    "maxtext-unscanned": "Orbax checkpoint for MaxText",
+    "tunix": "Orbax checkpoint for Tunix",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """Layout of the weight files.
+
+    Attributes:
+        files: The data files.
+        locations: Locations of each tensor, by name.
+        index: The index of several files or the metadata of DCP, otherwise empty.
+        leaves: Leaves of an Orbax item, otherwise empty.
+        folder: Folder of the item in the output, otherwise empty.
+    """
+
+    files: tuple[OutputFile, ...]
+    locations: Mapping[str, Locations]
+    index: tuple[SmallFile, ...] = ()
+    leaves: tuple[OutputLeaf, ...] = ()
+    folder: str = ""
+
+
+def file_format(options: ExportOptions) -> str:
+    """Return the format of the files: the requested one, or the default of a known layout."""
+    return options["format"] or FORMATS_BY_LAYOUT[options["layout"]][0]
+
+
+def lay_out_weights(
+    options: ExportOptions,
+    source: Source,
+    tensors: Sequence[SourceTensor],
+    row_counts: Mapping[str, int],
+    *,
+    vocab_rows: int,
+    shard_nbytes: int,
+) -> WeightFiles:
+    """Lay out the weight files of the requested layout. `row_counts` has the output rows of each tensor."""
+    if options["layout"] == HF_LAYOUT:
+        entries = header_entries(source, tensors, rows=row_counts)
+        if file_format(options) == DCP_FORMAT:
+            dcp = lay_out_dcp_folder(entries, shard_nbytes)
+            places = {t.name: (dcp.locations[source.file_name(t)],) for t in tensors}
+            return WeightFiles(dcp.files, places, (dcp.metadata,))
+        groups = split_into_shards(entries, shard_nbytes)
+        files, locations, layouts = lay_out_weight_files(
+            [(name, group, PAYLOAD_PAGE_OFFSET) for name, group in groups]
+        )
+        return WeightFiles(
+            files,
+            {t.name: (locations[source.file_name(t)],) for t in tensors},
+            index_files(layouts),
+        )
+    if options["layout"] in TRAINER_ITEMS:
+        item = lay_out_trainer_item(
+            source, tensors, layout=options["layout"], vocab_size=vocab_rows
+        )
+        folder = TRAINER_ITEMS[options["layout"]].folder
+        return WeightFiles(item.files, item.regions, leaves=item.leaves, folder=folder)
+    output = lay_out_flax_folder(
+        source,
+        tensors,
+        layout=options["layout"],
+        container=file_format(options),
+        vocab_size=vocab_rows,
+        shard_nbytes=shard_nbytes,
+    )
+    return WeightFiles(output.files, output.locations, output.index)
+
+
+def layout_scales(
+    options: ExportOptions, source: Source, tensors: Sequence[SourceTensor]
+) -> dict[str, RootScale]:
+    """Return the scales of the layout, by the name of the tensor. `tensors` have the dtypes of the output."""
+    layout = options["layout"]
+    if layout == HF_LAYOUT:
+        return {}
+    numbers = find_layout_scales(source, layout, [tensor.name for tensor in tensors])
+    stored_dtypes = {tensor.name: tensor.dtype for tensor in source.tensors}
+    scales: dict[str, RootScale] = {}
+    for tensor in tensors:
+        if tensor.name in numbers:
+            stored = stored_dtypes[tensor.name]
+            is_widened = itemsize(stored) < itemsize(tensor.dtype)
+            scales[tensor.name] = RootScale(numbers[tensor.name], stored if is_widened else "")
+    return scales
+
+
+def small_files(
+    source: Source, config: HFConfig, weight_files: WeightFiles
+) -> tuple[SmallFile, ...]:
+    """Return the files beside the weights. In an Orbax item they are in a folder of their own."""
+    if not weight_files.leaves:
+        return model_files(source, config, weight_files.index)
+    prefix = f"{HF_FOLDER}/"
+    return *config_files(source, config, prefix), *copied_small_files(source, prefix)

@@ -1,0 +1,304 @@
+"""Compare what two models compute: logits and hidden states on prompts of token ids."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Unpack
+
+import numpy as np
+
+from prepcli.console.jax_logs import silence_jax
+from prepcli.console.observer import Observer, observer_of
+from prepcli.console.progress import Progress
+from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.operations.conflicts import reject_without
+from prepcli.operations.conversion import (
+    CommonOptions,
+    check_config_option,
+    common_options,
+    open_checkpoint,
+    source_line,
+)
+from prepcli.operations.inspection_options import (
+    ChainCommandOptions,
+    LogitsCommandOptions,
+    LogitsOptions,
+    VerifyOptions,
+)
+from prepcli.operations.logit_distance import measure_logits, relative_differences
+from prepcli.operations.model_outputs import (
+    PromptOutput,
+    check_reference,
+    prep_outputs,
+    transformers_outputs,
+)
+from prepcli.operations.open_params import open_params
+from prepcli.operations.operation import public
+from prepcli.operations.options import SourceOptions
+from prepcli.operations.prompts import read_prompts
+from prepcli.operations.results import LogitComparison, PromptComparison
+from prepcli.operations.token_ids import MAX_ID_DIGITS, split_token_ids
+from prepcli.option_spec import PathLike
+from prepcli.restore.params import OpenedModel
+
+DEFAULT_TOLERANCE = 1e-3
+# Rounding in float32 differs by less, and rounding to bfloat16 by more: 2^-9 is 0.002.
+LAYER_TOLERANCE = 1e-3
+OUT_OF_MEMORY_HINT = "use a device with 4 bytes of memory per parameter"
+RANDOM_LENGTHS = (16, 512)
+RANDOM_SEED = 0
+EMBEDDING = "embedding"
+FINAL_NORM = "final norm"
+# Prompts by their name in messages.
+Prompts = Mapping[str, Sequence[int]]
+
+
+@public
+def verify_logits(
+    checkpoint: PathLike | None = None,
+    against: PathLike | None = None,
+    *,
+    progress: Progress | Observer | None = None,
+    **options: Unpack[LogitsOptions],
+) -> LogitComparison:
+    """Run two models on the same prompts, and compare their logits and the hidden states after each layer.
+
+    Both compute in float32, one after the other on the first device. The models are decoder-only and have the same
+    vocabulary. Their formats, layouts and dtypes may differ.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        against: A second checkpoint. Default with `library="transformers"`: `checkpoint` itself.
+        progress: Receives the bytes read. Default: none. See `Progress`.
+        **options: See `LogitsOptions`.
+
+    Returns:
+        The distances. A difference is not an exception: the result is False in a condition.
+
+    Raises:
+        UsageError: An argument is invalid, or a prompt does not fit a model.
+        DamagedError: Files of a checkpoint are damaged.
+        PrepError: A checkpoint cannot be read or computed, or the models have different vocabularies.
+    """
+    from trainer.distributed.sharding import catch_out_of_memory
+
+    started_s = time.monotonic()
+    observer = observer_of(progress)
+    silence_jax(observer)
+    if against is None and options["library"] == "prep":
+        raise usage_error(
+            text("{} requires a second checkpoint", Option("logits", True)),
+            "a model alone has no logits to compare with",
+            text("name one, or use {}", Option("library", "transformers")),
+        )
+    tolerance = options["tolerance"]
+    if tolerance is None:
+        tolerance = DEFAULT_TOLERANCE
+    library = options["library"]
+    common = common_options(checkpoint, None, options)
+    comparisons: list[PromptComparison] = []
+    with (
+        catch_out_of_memory(OUT_OF_MEMORY_HINT),
+        _open_model(common, observer) as first,
+        _open_model(_second_options(common, against), observer) as second,
+    ):
+        _check_vocabularies(first, second)
+        if library != "prep":
+            check_reference(second.folder, second.name)
+        prompts = _make_prompts(options["prompt_ids"], (first, second))
+        ids = list(prompts.values())
+        # The parameters of the first model are deleted before the second ones are loaded.
+        observer.note(f"computing {first.name}")
+        first_outputs = list(prep_outputs(first.opened, ids))
+        observer.note(f"computing {second.name} with {library}")
+        if library == "prep":
+            second_outputs = prep_outputs(second.opened, ids)
+        else:
+            vocab_size = second.opened.model.true_vocab_size
+            second_outputs = transformers_outputs(second.folder, ids, vocab_size)
+        for name, a, b in zip(prompts, first_outputs, second_outputs, strict=True):
+            comparisons.append(_compare(name, a, b))
+    return LogitComparison(
+        checkpoint=first.name,
+        against=second.name,
+        library=library,
+        tolerance=tolerance,
+        prompts=tuple(comparisons),
+        seconds=time.monotonic() - started_s,
+    )
+
+
+class _Model(NamedTuple):
+    """A decoder-only model that is open for reading, with its name and its folder."""
+
+    name: str
+    folder: Path
+    opened: OpenedModel
+
+
+@contextmanager
+def _open_model(common: CommonOptions, observer: Observer) -> Iterator[_Model]:
+    """Open a checkpoint for reading onto the first device. Raise UsageError for a model with an encoder."""
+    located, source = open_checkpoint(common, observer)
+    check_config_option(common, source)
+    observer.note(source_line(source))
+    name = source.display_name
+    with open_params(located, source, None, verify=True, observer=observer) as opened:
+        if opened.model.arch_config.encoder is not None:
+            raise usage_error(
+                f"{name} has an encoder",
+                text("{} is supported for decoder-only models", Option("logits", True)),
+                "compare the values of the tensors",
+            )
+        yield _Model(name, located.local_files.path, opened)
+
+
+def _second_options(common: CommonOptions, against: PathLike | None) -> CommonOptions:
+    """Return the options of the second checkpoint. The revision, the step and the lock belong to the first one."""
+    if against is None:
+        return common
+    return replace(common, checkpoint=str(against), revision=None, step=None, lock=None)
+
+
+def _check_vocabularies(first: _Model, second: _Model) -> None:
+    """Raise PrepError if two models do not have the same number of tokens."""
+    sizes = [model.opened.model.true_vocab_size for model in (first, second)]
+    if sizes[0] != sizes[1]:
+        raise PrepError(
+            "the models have different vocabularies",
+            f"{first.name} has {sizes[0]:,} tokens, {second.name} {sizes[1]:,}",
+            "compare models with one tokenizer",
+        )
+
+
+def _make_prompts(file: PathLike | None, models: Sequence[_Model]) -> Prompts:
+    """Return the prompts of a file, or random ones: a short and a long one, within the positions of the models."""
+    if file is not None:
+        prompts = _read_prompts(str(file))
+        for model in models:
+            _check_prompts(prompts, model)
+        return prompts
+    generator = np.random.default_rng(RANDOM_SEED)
+    random_prompts: dict[str, Sequence[int]] = {}
+    for length in RANDOM_LENGTHS:
+        for model in models:
+            length = min(length, _max_length(model.opened) or length)
+        ids = generator.integers(0, models[0].opened.model.true_vocab_size, length)
+        random_prompts[f"{length} random tokens"] = ids.tolist()
+    return random_prompts
+
+
+def _max_length(opened: OpenedModel) -> int | None:
+    """Return the number of learned positions of a model. None if it has no limit."""
+    arch_config = opened.model.arch_config
+    if arch_config.has_learned_positions:
+        return arch_config.max_positions
+    return None
+
+
+def _read_prompts(file: str) -> Prompts:
+    """Return the prompts of a file of comma-separated token ids, one prompt per line."""
+    prompts: dict[str, Sequence[int]] = {}
+    for number, line in enumerate(read_prompts(file), start=1):
+        ids = split_token_ids(line)
+        if ids is None:
+            why = f"prompt {number} is {line!r:.60}"
+            hint = f"write comma-separated token ids of at most {MAX_ID_DIGITS} digits, one prompt per line"
+            raise PrepError(f"{file} has an invalid prompt", why, hint)
+        prompts[f"prompt {number}"] = ids
+    if not prompts:
+        hint = "write comma-separated token ids, one prompt per line"
+        raise PrepError(f"{file} has no prompts", "all lines are empty", hint)
+    return prompts
+
+
+def _check_prompts(prompts: Prompts, model: _Model) -> None:
+    """Raise UsageError for a token outside of the vocabulary, and for a prompt longer than the model's positions."""
+    vocab_size = model.opened.model.true_vocab_size
+    max_length = _max_length(model.opened)
+    for prompt_name, ids in prompts.items():
+        if max(ids) >= vocab_size:
+            raise usage_error(
+                f"token id {max(ids)} of {prompt_name} is out of range",
+                f"the vocabulary of {model.name} has {vocab_size:,} tokens",
+                "use the ids of its tokenizer",
+            )
+        if max_length is not None and len(ids) > max_length:
+            raise usage_error(
+                f"{prompt_name} has {len(ids):,} tokens",
+                f"{model.name} has {max_length:,} positions",
+                "use a shorter prompt",
+            )
+
+
+def _compare(prompt_name: str, first: PromptOutput, second: PromptOutput) -> PromptComparison:
+    """Return the distances between two outputs on one prompt."""
+    distance = measure_logits(first.logits, second.logits)
+    shapes = [state.shape for state in first.states]
+    layers: tuple[float, ...] = ()
+    # Models of other depth or width have no corresponding layers.
+    if shapes == [state.shape for state in second.states]:
+        layers = relative_differences(first.states, second.states)
+    return PromptComparison(
+        name=prompt_name,
+        tokens=len(first.logits),
+        kl_mean=distance.kl_mean,
+        kl_max=distance.kl_max,
+        top1_agreement=distance.top1_agreement,
+        top5_overlap=distance.top5_overlap,
+        max_difference=distance.max_abs,
+        layer_differences=layers,
+        parts_at=_parting_layer(layers),
+    )
+
+
+def _parting_layer(layers: Sequence[float]) -> str | None:
+    """Return the first place with a relative difference above `LAYER_TOLERANCE`. None if there is none."""
+    for number, difference in enumerate(layers):
+        if not difference <= LAYER_TOLERANCE:
+            if number == 0:
+                return EMBEDDING
+            if number == len(layers) - 1:
+                return FINAL_NORM
+            return f"layer {number - 1}"
+    return None
+
+
+def check_logits_command(
+    options: VerifyOptions, logits_options: LogitsCommandOptions, chain_options: ChainCommandOptions
+) -> None:
+    """Raise UsageError for options of `prep verify` excluded by `--logits`, or without effect outside of it."""
+    logits = Option("logits", True)
+    if not logits_options["logits"]:
+        why = "only the comparison of logits computes a model"
+        reject_without(Option("prompt_ids"), logits_options["prompt_ids"], logits, why)
+        library = logits_options["library"] if logits_options["library"] != "prep" else None
+        reject_without(Option("library", library), library, logits, why)
+        return
+    if chain_options["chain"]:
+        what = text("{} and {} exclude each other", logits, Option("chain", True))
+        raise usage_error(what, "a chain compares digests", "remove one of them")
+    for name in ("quick", "accept", "verbatim"):
+        if options[name] not in (None, False, (), []):
+            what = text("{} and {} exclude each other", logits, Option(name))
+            raise usage_error(what, "logits are computed from all values", "remove one of them")
+
+
+def logits_options_of(
+    options: VerifyOptions, logits_options: LogitsCommandOptions
+) -> LogitsOptions:
+    """Return the options of `verify_logits` among the options of `prep verify`."""
+    selected = {name: options[name] for name in SourceOptions.__annotations__ if name in options}
+    return LogitsOptions(
+        **selected,
+        tolerance=options["tolerance"],
+        prompt_ids=logits_options["prompt_ids"],
+        library=logits_options["library"],
+    )

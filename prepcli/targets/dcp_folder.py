@@ -1,0 +1,64 @@
+"""Layout of a torch distributed checkpoint: the archive of each tensor, and `.metadata`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prepcli.errors import Option, PrepError, text
+from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
+from prepcli.formats.torch_dcp import METADATA_FILE
+from prepcli.formats.torch_dcp_write import (
+    DATA_FILE,
+    SUPPORTED_DTYPES,
+    DcpEntry,
+    encode_archive,
+    encode_metadata,
+)
+from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
+
+
+@dataclass(frozen=True, slots=True)
+class DcpLayout:
+    """Layout of a checkpoint: its data files, the location of each tensor by its full name, and its metadata."""
+
+    files: tuple[OutputFile, ...]
+    locations: Mapping[str, Contiguous]
+    metadata: SmallFile
+
+
+def lay_out_dcp_folder(entries: Sequence[LayoutEntry], shard_nbytes: int) -> DcpLayout:
+    """Lay out tensors in the files of a torch distributed checkpoint.
+
+    Args:
+        entries: Name, dtype, shape and size of each tensor, in the order of the files.
+        shard_nbytes: Largest payload of a file.
+
+    Raises:
+        PrepError: DCP does not support a dtype.
+    """
+    files: list[OutputFile] = []
+    locations: dict[str, Contiguous] = {}
+    dcp_entries: list[DcpEntry] = []
+    for number, (_, group) in enumerate(split_into_shards(entries, shard_nbytes)):
+        file_name = DATA_FILE.format(number)
+        constants: list[tuple[int, bytes]] = []
+        offset = 0
+        for name, dtype, shape, nbytes in group:
+            _check_dtype(name, dtype)
+            archive = encode_archive(dtype, shape)
+            payload = offset + len(archive.prefix)
+            constants += [(offset, archive.prefix), (payload + nbytes, archive.suffix)]
+            locations[name] = Contiguous(number, payload)
+            dcp_entries.append(DcpEntry(name, dtype, shape, file_name, offset, archive.nbytes))
+            offset += archive.nbytes
+        files.append(OutputFile(file_name, offset, constant_ranges=tuple(constants)))
+    metadata = SmallFile(METADATA_FILE, encode_metadata(dcp_entries))
+    return DcpLayout(tuple(files), locations, metadata)
+
+
+def _check_dtype(name: str, dtype: str) -> None:
+    """Raise PrepError if a torch distributed checkpoint cannot store the dtype."""
+    if dtype not in SUPPORTED_DTYPES:
+        hint = text("{} casts it", Option("dtype", "bfloat16"))
+        raise PrepError(f"{name} is {dtype}", "prep writes no such tensor in DCP", hint)

@@ -1,0 +1,108 @@
+"""Leaves of tensors in the tree of another library."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from prepcli.errors import PrepError
+from prepcli.sources.source import Source, SourceTensor
+from trainer.models.axis_map import AxisMap, ParsedAxisMap, bind_row
+from trainer.models.parameters import layout_rows
+
+MAX_NAMES = 4
+
+# Path of the leaf, its axis map, stacked indices
+LayoutLeaf = tuple[str, AxisMap, tuple[tuple[str, int], ...]]
+
+
+def find_layout_leaves(
+    source: Source, layout: str, tensors: Mapping[str, SourceTensor], *, vocab_size: int
+) -> dict[str, list[LayoutLeaf]]:
+    """Return the leaves of each tensor in the tree of another library, by the name of the tensor.
+
+    Args:
+        source: The opened source.
+        layout: Name of the layout.
+        tensors: The tensors to write, by name.
+        vocab_size: Vocabulary rows in the output.
+
+    Raises:
+        PrepError: A tensor has no leaf in the layout, or a leaf has no tensor.
+    """
+    family = source.family
+    sizes = family.sizes(source.config) | {"vocab": vocab_size}
+    leaves: dict[str, list[LayoutLeaf]] = {}
+    for path, row in _layout_rows(source, layout, tensors).items():
+        axis_map = bind_row(row, sizes)
+        # The layout has the paths of a model with a head, e.g. `transformer.h.0` of GPT-2.
+        # A base model has the same leaf as `h.0`.
+        path_template = path
+        if not source.names.is_prefixed:
+            path_template = path.removeprefix(family.prefix)
+        for tensor, indices in axis_map.tensors():
+            leaf = (path_template.format(**indices), axis_map, tuple(indices.items()))
+            leaves.setdefault(tensor, []).append(leaf)
+    _check_layout_complete(source, layout, leaves, tensors)
+    return leaves
+
+
+def find_layout_scales(source: Source, layout: str, tensors: Collection[str]) -> dict[str, int]:
+    """Return the tensors with a scale in the tree of another library.
+
+    Args:
+        source: The opened source.
+        layout: Name of the layout.
+        tensors: Names of the tensors to write.
+
+    Returns:
+        Name of the tensor -> the number whose square root divides its values.
+    """
+    sizes = source.family.sizes(source.config)
+    scales: dict[str, int] = {}
+    for row in _layout_rows(source, layout, tensors).values():
+        if row.scale_atom:
+            names = (name for name, _ in bind_row(row, sizes).tensors())
+            scales |= dict.fromkeys(names, sizes[row.scale_atom])
+    return scales
+
+
+def _layout_rows(source: Source, layout: str, tensors: Collection[str]) -> dict[str, ParsedAxisMap]:
+    """Return the axis-map rows of the layout, without the row of a tied head."""
+    family = source.family
+    tree = family.layouts[layout]
+    rows = layout_rows(
+        tree,
+        source.config,
+        tree.stack_axis,
+        sizes=family.sizes(source.config),
+        tensors=tensors,
+    )
+    # Flax computes a tied head with the embedding, and transformers expects no leaf for it.
+    head_tensor = family.tying.head_tensor
+    if not family.is_tied(source.config) or head_tensor in tensors:
+        return rows
+    return {path: row for path, row in rows.items() if row.name_parts != (head_tensor,)}
+
+
+def _check_layout_complete(
+    source: Source,
+    layout: str,
+    leaves: Mapping[str, object],
+    tensors: Mapping[str, SourceTensor],
+) -> None:
+    """Raise PrepError unless tensors and leaves of the layout match one to one."""
+    problems = {
+        "has no place for": tensors.keys() - leaves.keys(),
+        "needs": leaves.keys() - tensors.keys(),
+    }
+    for verb, names in problems.items():
+        if not names:
+            continue
+        listed = ", ".join(map(source.names.full_name, sorted(names)[:MAX_NAMES]))
+        if len(names) > MAX_NAMES:
+            listed += f" and {len(names) - MAX_NAMES} more"
+        raise PrepError(
+            f"{source.display_name} cannot be written in the layout {layout}",
+            f"the layout {verb} {listed}",
+            "use another layout, e.g. a Hugging Face folder",
+        )

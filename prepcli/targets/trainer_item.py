@@ -1,0 +1,68 @@
+"""Layout of an Orbax item for another trainer (MaxText, Tunix), with leaf names and shapes of that trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prepcli.formats.manifest import EXPORTED_STEP
+from prepcli.sources.source import Source, SourceTensor
+from prepcli.targets.layout_leaves import find_layout_leaves
+from prepcli.targets.orbax_item import LeafUse, OrbaxItemLayout, Partitioning, lay_out_uses
+from trainer.models.rules import DEFAULT_RULES
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerItem:
+    """Place of the parameters in the checkpoints of a trainer.
+
+    Attributes:
+        item: Name of the item in a step.
+        root: Prefix of the dotted names of leaves.
+        suffix: End of these names.
+    """
+
+    item: str
+    root: str = ""
+    suffix: str = ""
+
+    @property
+    def folder(self) -> str:
+        """Folder of the item in an output."""
+        return f"{EXPORTED_STEP}/{self.item}"
+
+
+# The train state of MaxText 0.2.5 has the Flax variables, with the collection `params`, under the key `params`.
+MAXTEXT_ITEM = TrainerItem("items", root="params.params.")
+# Tunix 0.1.7 (sft/checkpoint_manager.py) saves an `nnx.State`. Each of its leaves is a variable with the key `value`.
+TUNIX_ITEM = TrainerItem("model_params", suffix=".value")
+TRAINER_ITEMS = {
+    "maxtext": MAXTEXT_ITEM,
+    "maxtext-unscanned": MAXTEXT_ITEM,
+    "tunix": TUNIX_ITEM,
+}
+
+
+def lay_out_trainer_item(
+    source: Source, tensors: Sequence[SourceTensor], *, layout: str, vocab_size: int
+) -> OrbaxItemLayout:
+    """Lay out the tensors of a source as the leaves of a trainer's item, in chunks of bounded size.
+
+    Args:
+        source: The opened source.
+        tensors: The tensors to write, with the dtypes of the output.
+        layout: Name of the layout.
+        vocab_size: Vocabulary rows in the output.
+
+    Raises:
+        PrepError: A tensor has no leaf in the layout, or a leaf has no tensor.
+    """
+    by_name = {tensor.name: tensor for tensor in tensors}
+    place = TRAINER_ITEMS[layout]
+    uses: list[LeafUse] = []
+    for name, leaves in find_layout_leaves(source, layout, by_name, vocab_size=vocab_size).items():
+        for path, axis_map, indices in leaves:
+            leaf = f"{place.root}{path}{place.suffix}"
+            uses.append(LeafUse(by_name[name], leaf, axis_map, indices, path))
+    # No rule applies without a mesh.
+    return lay_out_uses(source, uses, Partitioning(mesh=None, rules=DEFAULT_RULES))

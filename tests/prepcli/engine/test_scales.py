@@ -1,0 +1,61 @@
+"""Scales of layouts: each product is rounded once, and the way back is exact for powers of 4."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from prepcli.engine.casts import StreamDigest, parse_stream_digest
+from prepcli.engine.digest import digest
+from prepcli.engine.scales import StreamScale, scale_values, unscale_values
+from prepcli.planning.plan import RootScale
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def all_bfloat16() -> np.ndarray:
+    """Return every finite bfloat16 value that is no subnormal number, and stays one after a division by 16."""
+    values = np.arange(1 << 16, dtype=np.uint16).view(BFLOAT16)
+    wide = np.abs(values.astype(np.float32))
+    return values[(wide >= 2.0**-120) & np.isfinite(wide)]
+
+
+@pytest.mark.parametrize("number", [1, 4, 64, 256])
+def test_power_of_four_is_exact_for_all_bfloat16_values(number: int):
+    values = all_bfloat16()
+    scaled = scale_values(values, number)
+    assert np.array_equal(scaled.astype(np.float64) * number**0.5, values.astype(np.float64))
+    assert np.array_equal(unscale_values(scaled, RootScale(number)), values)
+
+
+@pytest.mark.parametrize("number", [8, 96, 128])
+def test_way_back_from_float32_returns_all_bfloat16_values(number: int):
+    values = all_bfloat16().astype(np.float32)
+    values = values[np.abs(values) < 2.0**120]
+    scaled = scale_values(values, number)
+    assert np.array_equal(unscale_values(scaled, RootScale(number, "bfloat16")), values)
+    assert not np.array_equal(unscale_values(scaled, RootScale(number)), values)
+
+
+def test_stream_scale_digests_the_values_before_and_after():
+    values = np.random.default_rng(0).normal(size=50_000).astype(np.float32)
+    transform = StreamScale("float32", "bfloat16", RootScale(128))
+    out = np.empty(values.size * 2, np.uint8)
+    for start, stop in ((0, 20_000), (20_000, 50_000)):
+        part = values[start:stop]
+        transform.apply(part.view(np.uint8), out[2 * start : 2 * start + 2 * part.size])
+    cast = values.astype(BFLOAT16)
+    expected = (cast.astype(np.float32) * np.float32(1 / np.sqrt(128))).astype(BFLOAT16)
+    back = (expected.astype(np.float32) * np.float32(np.sqrt(128))).astype(BFLOAT16)
+    assert out.tobytes() == expected.tobytes()
+    stream_digest = transform.stream_digest("read")
+    assert stream_digest.written == digest(expected.tobytes())
+    assert stream_digest.unscaled == stream_digest.recorded == digest(cast.tobytes())
+    assert stream_digest.lost == np.count_nonzero(back != cast)
+    assert transform.counts.changed == np.count_nonzero(back.astype(np.float32) != values)
+    assert parse_stream_digest(str(stream_digest)) == stream_digest
+
+
+def test_digest_without_scale_records_the_written_values():
+    assert StreamDigest("a", "b").recorded == "b"

@@ -1,0 +1,129 @@
+"""Torch distributed checkpoints that prep writes without torch, loaded by torch."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from prepcli.engine.fills import numpy_dtype
+from prepcli.errors import PrepError
+from prepcli.formats.safetensors_layout import LayoutEntry
+from prepcli.formats.torch_dcp import read_dcp_folder
+from prepcli.formats.torch_dcp_write import SUPPORTED_DTYPES, encode_archive
+from prepcli.targets.dcp_folder import lay_out_dcp_folder
+
+ARRAYS = {
+    "a.weight": np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32),
+    "a.bias": np.random.default_rng(1).normal(size=7).astype(np.float64),
+    "scalar": np.array(3, np.float16),
+    "empty": np.zeros((0, 4), np.float32),
+    "deep": np.random.default_rng(2).normal(size=(4, 3, 2, 5)).astype(ml_dtypes.bfloat16),
+    "é/ids": np.arange(300, dtype=np.int64),
+    "flags": np.array([True, False, True]),
+}
+
+
+def write_folder(folder: Path, arrays: dict[str, np.ndarray], shard_nbytes: int) -> list[str]:
+    """Write arrays by a layout, and return the names of the data files."""
+    entries: list[LayoutEntry] = []
+    for name, array in arrays.items():
+        entries.append((name, array.dtype.name, array.shape, array.nbytes))
+    layout = lay_out_dcp_folder(entries, shard_nbytes)
+    folder.mkdir()
+    for number, file in enumerate(layout.files):
+        content = bytearray(file.size)
+        for offset, data in file.constant_ranges:
+            content[offset : offset + len(data)] = data
+        for name, location in layout.locations.items():
+            if location.file == number:
+                data = arrays[name].tobytes()
+                content[location.offset : location.offset + len(data)] = data
+        (folder / file.path).write_bytes(content)
+    (folder / layout.metadata.path).write_bytes(layout.metadata.content)
+    return [file.path for file in layout.files]
+
+
+def torch_bits(tensor: Any) -> bytes:
+    """Return the bytes of a tensor of torch."""
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shard_nbytes", [1, 300, 1 << 30])
+def test_torch_loads_every_bit(tmp_path: Path, shard_nbytes: int):
+    torch = pytest.importorskip("torch")
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    write_folder(tmp_path / "out", ARRAYS, shard_nbytes)
+    state: dict[str, Any] = {}
+    for name, array in ARRAYS.items():
+        state[name] = torch.zeros(array.shape, dtype=getattr(torch, array.dtype.name))
+    load(state, checkpoint_id=str(tmp_path / "out"))
+    for name, array in ARRAYS.items():
+        assert torch_bits(state[name]) == array.tobytes(), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_converts_the_folder_to_one_file(tmp_path: Path):
+    torch = pytest.importorskip("torch")
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    write_folder(tmp_path / "out", ARRAYS, 1 << 30)
+    dcp_to_torch_save(str(tmp_path / "out"), str(tmp_path / "model.pt"))
+    loaded = torch.load(tmp_path / "model.pt")
+    assert loaded.keys() == ARRAYS.keys()
+    assert all(torch_bits(loaded[name]) == array.tobytes() for name, array in ARRAYS.items())
+
+
+def test_reader_finds_every_tensor(tmp_path: Path):
+    names = write_folder(tmp_path / "out", ARRAYS, 300)
+    assert names[:2] == ["__0_0.distcp", "__0_1.distcp"]
+    folder = read_dcp_folder(tmp_path / "out")
+    for tensor in folder.tensors:
+        array = ARRAYS[tensor.name]
+        assert (tensor.dtype, tensor.shape) == (array.dtype.name, array.shape)
+        for box in tensor.boxes:
+            with folder.files[box.file].open("rb") as file:
+                file.seek(box.offset)
+                assert file.read(array.nbytes) == array.tobytes()
+
+
+@pytest.mark.parametrize("dtype", sorted(SUPPORTED_DTYPES))
+def test_archive_is_a_zip_with_aligned_payload(dtype: str):
+    archive = encode_archive(dtype, (5, 3))
+    nbytes = 15 * numpy_dtype(dtype).itemsize
+    assert archive.nbytes == len(archive.prefix) + nbytes + len(archive.suffix)
+    assert len(archive.prefix) % 64 == 0
+    content = archive.prefix + bytes(nbytes) + archive.suffix
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        sizes = {info.filename: info.file_size for info in file.infolist()}
+        assert sizes["archive/data/0"] == nbytes
+        assert file.read("archive/byteorder") == b"little"
+
+
+@pytest.mark.parametrize("rows", [(1 << 32) - 1, 1 << 32, 1 << 33])
+def test_archive_above_4_gib_is_a_zip64(tmp_path: Path, rows: int):
+    archive = encode_archive("uint8", (rows,))
+    path = tmp_path / "sparse.zip"
+    # The payload is a hole in the file.
+    with path.open("wb") as file:
+        file.write(archive.prefix)
+        file.seek(rows, io.SEEK_CUR)
+        file.write(archive.suffix)
+    with zipfile.ZipFile(path) as file:
+        assert file.getinfo("archive/data/0").file_size == rows
+        with file.open("archive/data.pkl") as record:
+            assert b"_rebuild_tensor_v2" in record.read()
+
+
+def test_unsupported_dtype_is_named():
+    with pytest.raises(PrepError, match="w is float8_e4m3fn"):
+        lay_out_dcp_folder([("w", "float8_e4m3fn", (2,), 2)], 100)

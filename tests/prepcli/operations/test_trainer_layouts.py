@@ -1,0 +1,257 @@
+"""Trees of other trainers (MaxText, Tunix): written, restored by Orbax, and read back without a changed bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import prepcli as prep
+from prepcli.execution import execute
+from prepcli.formats.orbax import ArrayMeta
+from tests.helpers.llama_trees import read_init
+from tests.helpers.run_cli import error_lines, run_ok
+from tests.helpers.tiny_checkpoints import (
+    GROUPED_QUERY,
+    assert_same,
+    make_checkpoint,
+    read_tensors,
+)
+from tests.helpers.trainer_trees import ITEMS, TREES, Leaves
+from tests.helpers.zarr_items import StorageForm, write_zarr_item
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# Heads of 16 elements, so that the scale 1 / sqrt(16) is exact.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": GROUPED_QUERY | {"model_type": "llama"},
+    "llama3.1": GROUPED_QUERY | {"model_type": "llama", "rope_scaling": LLAMA3_ROPE},
+    "mistral": GROUPED_QUERY | {"model_type": "mistral"},
+    "mixtral": GROUPED_QUERY | {"model_type": "mixtral", "num_local_experts": 4},
+    "qwen2": GROUPED_QUERY | {"model_type": "qwen2"},
+    "qwen3": GROUPED_QUERY | {"model_type": "qwen3"},
+}
+LLAMA = MODELS["llama"]
+TUNIX_MODELS = ("llama", "llama3.1", "qwen2", "qwen3")
+CASES = [
+    *(("tunix", model) for model in TUNIX_MODELS),
+    *(("maxtext", model) for model in MODELS),
+    *(("maxtext-unscanned", model) for model in ("llama3.1", "mixtral")),
+]
+ZSTD = StorageForm(codec_names=("zstd",))
+
+
+@pytest.fixture(autouse=True)
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write_item(folder: Path, leaves: Leaves) -> None:
+    """Write a tree as an Orbax item, without prep's writer and without a manifest."""
+    arrays: dict[ArrayMeta, np.ndarray] = {}
+    for name, leaf in leaves.items():
+        meta = ArrayMeta(tuple(name.split(".")), leaf.shape, str(leaf.dtype), leaf.shape)
+        arrays[meta] = np.ascontiguousarray(leaf)
+    write_zarr_item(folder, arrays, ZSTD)
+
+
+@pytest.mark.parametrize(("layout", "model"), CASES)
+def test_export_has_the_leaves_of_the_trainer(layout: str, model: str):
+    tensors = make_checkpoint(Path("model"), MODELS[model])
+    run_ok("save-init", "./model", "--out", "init", "--pad-vocab", "8")
+    run_ok("export", "init", "--layout", layout, "--out", "out")
+    expected = TREES[layout](tensors, MODELS[model])
+    assert_same(read_init(Path("out") / ITEMS[layout]), expected)
+
+
+@pytest.mark.parametrize(("layout", "model"), CASES)
+def test_export_of_the_trainer_returns_every_bit(layout: str, model: str):
+    tensors = make_checkpoint(Path("model"), MODELS[model], "bfloat16")
+    run_ok("export", "./model", "--layout", layout, "--out", "out")
+    run_ok("verify", "out")
+    run_ok("verify", "out", "./model")
+    run_ok("save-init", "out", "--out", "init", "--mesh", "1,2,1")
+    run_ok("verify", "init", "out")
+    run_ok("export", "init", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+
+
+@pytest.mark.parametrize(("layout", "model"), CASES)
+def test_tree_of_the_trainer_converts_without_manifest(layout: str, model: str):
+    tensors = make_checkpoint(Path("model"), MODELS[model])
+    write_item(Path("run") / ITEMS[layout], TREES[layout](tensors, MODELS[model]))
+    run_ok("save-init", "./run", "--config", "./model", "--out", "init")
+    run_ok("export", "init", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+
+
+@pytest.mark.parametrize("layout", TREES)
+def test_tied_head_has_no_leaf(layout: str):
+    tensors = make_checkpoint(Path("model"), MODELS["qwen2"], tied=True)
+    run_ok("export", "./model", "--layout", layout, "--out", "out")
+    leaves = read_init(Path("out") / ITEMS[layout])
+    assert_same(leaves, TREES[layout](tensors, MODELS["qwen2"]))
+    run_ok("verify", "out", "./model")
+
+
+@pytest.mark.parametrize("layout", TREES)
+def test_checkpoint_manager_restores_the_step(layout: str):
+    tensors = make_checkpoint(Path("model"), LLAMA)
+    run_ok("export", "./model", "--layout", layout, "--out", "out")
+    item = Path(ITEMS[layout]).name
+    handlers = {item: ocp.PyTreeCheckpointHandler()}
+    with ocp.CheckpointManager(Path("out").absolute(), item_handlers=handlers) as manager:
+        assert manager.latest_step() == 0
+        args = ocp.args.Composite(**{item: ocp.args.PyTreeRestore()})
+        tree = manager.restore(0, args=args)[item]
+    for path, leaf in TREES[layout](tensors, LLAMA).items():
+        value: Any = tree
+        for key in path.split("."):
+            value = value[key]
+        assert np.array_equal(value, leaf)
+
+
+@pytest.mark.parametrize("layout", TREES)
+def test_dtype_of_the_export_is_cast(layout: str):
+    tensors = make_checkpoint(Path("model"), LLAMA, "bfloat16")
+    run_ok("export", "./model", "--layout", layout, "--dtype", "float32", "--out", "out")
+    wide = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+    assert_same(read_init(Path("out") / ITEMS[layout]), TREES[layout](wide, LLAMA))
+
+
+@pytest.mark.parametrize("layout", TREES)
+def test_damaged_export_is_found(layout: str):
+    make_checkpoint(Path("model"), LLAMA)
+    run_ok("export", "./model", "--layout", layout, "--out", "out")
+    data = max((Path("out") / ITEMS[layout] / "d").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    assert not prep.verify("out").is_equal
+
+
+@pytest.mark.parametrize("layout", TREES)
+@pytest.mark.parametrize("fault", ["missing", "renamed", "extra", "shape"])
+def test_wrong_leaf_is_named(layout: str, fault: str, capsys: pytest.CaptureFixture[str]):
+    leaves = TREES[layout](make_checkpoint(Path("model"), LLAMA), LLAMA)
+    module = "down_proj" if layout == "tunix" else "wo"
+    path = next(path for path in leaves if f".mlp.{module}.kernel" in path)
+    leaf = leaves[path]
+    if fault != "extra":
+        del leaves[path]
+    if fault == "renamed":
+        leaves[path.replace(module, "downward")] = leaf
+    elif fault == "extra":
+        leaves[path.replace(module, "gate_bias")] = leaf
+    elif fault == "shape":
+        leaves[path] = leaf[:-1]
+    write_item(Path("run") / ITEMS[layout], leaves)
+    shutil.copy("model/config.json", "run/config.json")
+    error = "\n".join(error_lines(capsys, "save-init", "./run", "--out", "init"))
+    names = {"extra": "gate_bias", "shape": f".mlp.{module}.kernel"}
+    assert names.get(fault, "down_proj") in error
+    assert not Path("init").exists()
+
+
+def test_layout_without_place_for_a_tensor_is_refused(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("model"), LLAMA, attention_bias=True)
+    lines = error_lines(capsys, "export", "./model", "--layout", "tunix", "--out", "out")
+    assert "the layout has no place for model.layers.0.self_attn.k_proj.bias" in lines[1]
+    assert not Path("out").exists()
+
+
+# Heads of 8 elements: 1 / sqrt(8) rounds.
+ROUNDED = LLAMA | {"head_dim": 8}
+QUERIES = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(3)]
+
+
+def way_back(query: np.ndarray) -> np.ndarray:
+    """Return queries that were scaled and multiplied back, by the formulas of MaxText."""
+    scaled = (query.astype(np.float32) * np.float32(1 / np.sqrt(8))).astype(query.dtype)
+    return (scaled.astype(np.float32) * np.float32(np.sqrt(8))).astype(query.dtype)
+
+
+def test_scale_that_rounds_is_counted():
+    tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
+    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
+    assert_same(read_init(Path("out/0/items")), TREES["maxtext"](tensors, ROUNDED))
+    changed = sum(np.count_nonzero(tensors[name] != way_back(tensors[name])) for name in QUERIES)
+    manifest = json.loads(Path("out/prep-manifest.json").read_text())
+    (entry,) = manifest["casts"]
+    assert (entry["sqrt"], entry["tensors"], entry["changed"]) == (8, 3, changed)
+    assert changed > 0
+    assert sum(manifest["scales"][name]["lost"] for name in QUERIES) == changed
+
+
+def test_way_back_of_a_scale_that_rounds_is_refused(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("model"), ROUNDED, "bfloat16")
+    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
+    capsys.readouterr()
+    lines = error_lines(capsys, "save-init", "out", "--out", "init")
+    assert lines[0] == "error: out cannot be converted back"
+    assert "divides by the square root of 8, which changed" in lines[1]
+    assert not Path("init").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_wider_dtype_makes_the_way_back_exact(dtype: str):
+    tensors = make_checkpoint(Path("model"), ROUNDED, dtype)
+    words = ("--layout", "maxtext", "--dtype", "float32", "--out", "out")
+    run_ok("export", "./model", *words)
+    run_ok("verify", "out")
+    run_ok("save-init", "out", "--dtype", dtype, "--out", "init")
+    run_ok("export", "init", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+
+
+def test_trained_queries_are_multiplied_back():
+    tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
+    write_item(Path("run/7/items"), TREES["maxtext"](tensors, ROUNDED))
+    run_ok("export", "./run", "--config", "./model", "--out", "back")
+    restored = {name: way_back(tensors[name]) for name in QUERIES}
+    assert_same(read_tensors(Path("back")), {**tensors, **restored})
+
+
+def test_flax_file_with_a_scale_is_refused(capsys: pytest.CaptureFixture[str]):
+    serialization = pytest.importorskip("flax.serialization")
+    tensors = make_checkpoint(Path("model"), LLAMA)
+    tree: dict[str, Any] = {}
+    for name, leaf in TREES["maxtext"](tensors, LLAMA).items():
+        *parents, key = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[key] = leaf
+    Path("tree.msgpack").write_bytes(serialization.to_bytes(tree))
+    lines = error_lines(capsys, "save-init", "./tree.msgpack", "--config", "model", "--out", "init")
+    assert "its tree is that of maxtext, which prep reads from Orbax items" in lines[1]
+
+
+def test_killed_export_with_a_scale_resumes():
+    """The journal has the digests of values before and after the scale."""
+    tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(execute, "finalize_output", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prep.export("./model", "out", layout="maxtext")
+    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
+    assert_same(read_init(Path("out/0/items")), TREES["maxtext"](tensors, ROUNDED))
+    manifest = json.loads(Path("out/prep-manifest.json").read_text())
+    run_ok("export", "./model", "--layout", "maxtext", "--out", "whole")
+    whole = json.loads(Path("whole/prep-manifest.json").read_text())
+    assert manifest["tensors"] == whole["tensors"]
+    assert manifest["scales"] == whole["scales"]
+
+
+def interrupt(*args: object, **options: object) -> None:
+    raise KeyboardInterrupt

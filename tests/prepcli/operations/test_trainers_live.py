@@ -1,0 +1,113 @@
+"""Exports restored by MaxText and Tunix themselves: their logits equal those of transformers.
+
+Both need versions of jax of their own. `PREP_MAXTEXT_PYTHON` and `PREP_TUNIX_PYTHON` name a Python with each of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import prepcli as prep
+from tests.helpers.run_cli import run_ok
+from tests.helpers.tiny_checkpoints import assert_same, read_tensors
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+HELPERS = Path(__file__).parents[2] / "helpers"
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# The rotary base of Tunix is fixed.
+TUNIX_ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0}
+MAXTEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama3.1": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+}
+TUNIX_MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+}
+
+
+@pytest.fixture(autouse=True)
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def make_model(model_type: str, changes: dict[str, Any]) -> np.ndarray:
+    """Save a random model of transformers to `model`, and return its logits for the tokens 1 to 12."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **SIZES, **changes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained("model")
+    with torch.no_grad():
+        return model(torch.arange(1, 13)[None]).logits.numpy()
+
+
+def run_oracle(variable: str, script: str, *words: str) -> None:
+    """Run a script with the Python that an environment variable names, and skip the test without it."""
+    python = os.environ.get(variable)
+    if python is None:
+        pytest.skip(f"{variable} is not set")
+    # The flags of the tests' jax may be unknown to another version.
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_"))}
+    result = subprocess.run(
+        [python, HELPERS / script, *words], capture_output=True, text=True, check=False, env=env
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def check_logits(expected: np.ndarray) -> None:
+    logits = np.load("logits.npy")
+    assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MAXTEXT_MODELS)
+@pytest.mark.parametrize("layout", ["maxtext", "maxtext-unscanned"])
+def test_maxtext_computes_the_logits_of_transformers(model: str, layout: str):
+    expected = make_model(*MAXTEXT_MODELS[model])
+    run_ok("export", "./model", "--layout", layout, "--out", "out")
+    words = ("model/config.json", str(Path("out/0/items").absolute()), layout, "logits.npy")
+    run_oracle("PREP_MAXTEXT_PYTHON", "maxtext_oracle.py", *words)
+    check_logits(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", TUNIX_MODELS)
+def test_tunix_restores_and_saves_every_bit(model_type: str):
+    expected = make_model(model_type, {"rope_parameters": TUNIX_ROPE, **TUNIX_MODELS[model_type]})
+    run_ok("export", "./model", "--layout", "tunix", "--out", "out")
+    folders = (str(Path(name).absolute()) for name in ("out", "saved"))
+    run_oracle("PREP_TUNIX_PYTHON", "tunix_oracle.py", "model/config.json", *folders, "logits.npy")
+    check_logits(expected)
+    prep.export("./saved", "back", config="model")
+    assert_same(read_tensors(Path("back")), read_tensors(Path("model")))

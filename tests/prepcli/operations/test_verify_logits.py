@@ -1,0 +1,197 @@
+"""`verify --logits`: distances, layers and errors, against NumPy formulas on the logits of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+import prepcli as prep
+from prepcli.cli.main import main
+from prepcli.errors import PrepError, UsageError
+from prepcli.operations.logit_distance import BLOCK_ROWS, measure_logits, relative_differences
+from tests.helpers.run_cli import run_ok
+from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
+
+PROMPT = "3,1,4,1,5,9,2,6,5,3,5,8"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a model `m`, and a model `changed` with another weight in layer 1."""
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(tmp_path / "m", LLAMA)
+    make_checkpoint(tmp_path / "changed", LLAMA)
+    change_tensor(tmp_path / "changed", "model.layers.1.mlp.up_proj.weight", 1.5)
+    (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n\n7, 8\n")
+    return tmp_path
+
+
+def change_tensor(folder: Path, name: str, factor: float) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            tensors[name] = tensors[name] * np.float32(factor)
+            save_file(tensors, file, metadata={"format": "pt"})
+            return
+    raise AssertionError(name)
+
+
+def transformers_logits(folder: Path, ids: list[int]) -> np.ndarray:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="float32", attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].double().numpy()
+
+
+def expected_distance(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
+    """Compute the distances of logits [T, V] by their definitions, with SciPy."""
+    log_a = log_softmax(a, axis=1)
+    log_b = log_softmax(b, axis=1)
+    divergence = np.sum(np.exp(log_a) * (log_a - log_b), axis=1)
+    top_a = np.argsort(-a, axis=1)[:, :5]
+    top_b = np.argsort(-b, axis=1)[:, :5]
+    overlaps = [len({*row_a} & {*row_b}) / 5 for row_a, row_b in zip(top_a, top_b)]
+    return {
+        "kl_mean": float(divergence.mean()),
+        "kl_max": float(divergence.max()),
+        "top1_agreement": float((top_a[:, 0] == top_b[:, 0]).mean()),
+        "top5_overlap": float(np.mean(overlaps)),
+        "max_abs": float(np.abs(a - b).max()),
+    }
+
+
+@pytest.mark.parametrize("rows", [1, BLOCK_ROWS, BLOCK_ROWS + 3])
+def test_measure_logits_follows_the_definitions(rows: int):
+    generator = np.random.default_rng(rows)
+    a = generator.normal(size=(rows, 50)).astype(np.float32)
+    b = (a + 0.3 * generator.normal(size=a.shape)).astype(np.float32)
+    distance = measure_logits(a, b)
+    for name, value in expected_distance(a.astype(float), b.astype(float)).items():
+        assert getattr(distance, name) == pytest.approx(value, rel=1e-9, abs=1e-12)
+    same = measure_logits(a, a)
+    assert (same.kl_max, same.top1_agreement, same.top5_overlap, same.max_abs) == (0, 1, 1, 0)
+
+
+def test_measure_logits_treats_nan_as_infinitely_far():
+    a = np.zeros((2, 8), np.float32)
+    b = a.copy()
+    b[1, 3] = np.nan
+    assert measure_logits(a, b).max_abs == np.inf
+    assert relative_differences([a], [b]) == (np.inf,)
+
+
+def test_logits_of_two_models_match_transformers(home: Path):
+    pytest.importorskip("transformers")
+    comparison = prep.verify_logits("./m", "./changed", prompt_ids="prompts.txt")
+    assert not comparison
+    first, second = comparison.prompts
+    assert (first.tokens, second.tokens) == (12, 2)
+    ids = [int(word) for word in PROMPT.split(",")]
+    expected = expected_distance(
+        transformers_logits(home / "m", ids), transformers_logits(home / "changed", ids)
+    )
+    assert first.kl_mean == pytest.approx(expected["kl_mean"], rel=1e-3)
+    assert first.kl_max == pytest.approx(expected["kl_max"], rel=1e-3)
+    assert first.max_difference == pytest.approx(expected["max_abs"], rel=1e-3)
+    assert first.top1_agreement == expected["top1_agreement"]
+    assert first.top5_overlap == pytest.approx(expected["top5_overlap"])
+
+
+def test_changed_weight_parts_at_its_layer(home: Path):
+    (prompt, *_) = prep.verify_logits("./m", "./changed", prompt_ids="prompts.txt").prompts
+    assert prompt.parts_at == "layer 1"
+    assert prompt.layer_differences[:2] == (0.0, 0.0)
+    assert len(prompt.layer_differences) == LLAMA["num_hidden_layers"] + 1
+
+
+@pytest.mark.parametrize("base", [LLAMA, GPT_NEO], ids=["llama", "gpt_neo"])
+def test_model_equals_itself_in_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: dict[str, Any]
+):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(tmp_path / "m", base)
+    comparison = prep.verify_logits("./m", library="transformers", tolerance=1e-4)
+    assert comparison
+    assert [prompt.parts_at for prompt in comparison.prompts] == [None, None]
+    assert all(prompt.layer_differences for prompt in comparison.prompts)
+
+
+def test_layouts_and_padding_do_not_change_logits(home: Path):
+    run_ok("save-init", "./m", "--no-scan", "--mesh", "1,1,2", "--pad-vocab", "8", "--out", "init")
+    comparison = prep.verify_logits("init", "./m", tolerance=0)
+    assert comparison
+    assert [prompt.kl_max for prompt in comparison.prompts] == [0, 0]
+    assert [prompt.tokens for prompt in comparison.prompts] == [16, 512]
+
+
+def test_cast_is_accepted_within_the_tolerance(home: Path):
+    run_ok("save-init", "./m", "--dtype", "bfloat16", "--out", "cast")
+    (prompt, _) = prep.verify_logits("cast", "./m").prompts
+    assert prompt.max_difference > 0
+    assert prompt.parts_at == "embedding"
+    above = prompt.max_difference * 3
+    assert prep.verify_logits("cast", "./m", tolerance=above)
+    assert not prep.verify_logits("cast", "./m", tolerance=prompt.max_difference / 3)
+
+
+def test_command_prints_a_table_and_exits_with_1(home: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["verify", "./m", "./changed", "--logits", "--prompt-ids", "prompts.txt"]
+    assert main([*words, "--progress", "none"]) == 1
+    output = capsys.readouterr()
+    assert "./m does not compute the logits of ./changed" in output.err
+    table = [line for line in output.out.splitlines() if line.startswith("prompt")]
+    assert len(table) == 3
+    assert all(len(line) <= 80 for line in table)
+    assert table[1].endswith("layer 1")
+    assert main([*words, "--json"]) == 1
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["equal"] is False
+    assert fields["prompts"][0]["parts_at"] == "layer 1"
+
+
+def test_invalid_logit_requests_are_errors(home: Path):
+    with pytest.raises(UsageError, match="requires a second checkpoint"):
+        prep.verify_logits("./m")
+    (home / "bad.txt").write_text("1,2\nx\n")
+    with pytest.raises(PrepError, match=r"bad\.txt has an invalid prompt"):
+        prep.verify_logits("./m", "./changed", prompt_ids="bad.txt")
+    (home / "large.txt").write_text("1,131\n")
+    with pytest.raises(UsageError, match="token id 131 of prompt 1 is out of range"):
+        prep.verify_logits("./m", "./changed", prompt_ids="large.txt")
+    (home / "empty.txt").write_text("\n")
+    with pytest.raises(PrepError, match=r"empty\.txt has no prompts"):
+        prep.verify_logits("./m", "./changed", prompt_ids="empty.txt")
+    make_checkpoint(home / "other", {**LLAMA, "vocab_size": 140})
+    with pytest.raises(PrepError, match="different vocabularies"):
+        prep.verify_logits("./m", "./other")
+    run_ok("save-init", "./m", "--out", "init")
+    with pytest.raises(UsageError, match="cannot read init"):
+        prep.verify_logits("init", library="transformers")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt-ids", "prompts.txt"], "`--prompt-ids` has no effect without `--logits`"),
+        (["--library", "transformers"], "has no effect without `--logits`"),
+        (["--logits", "--quick"], "`--logits` and `--quick` exclude each other"),
+        (["--logits", "--chain"], "`--chain` takes one checkpoint"),
+    ],
+)
+def test_conflicting_logit_options_are_refused(
+    home: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+):
+    assert main(["verify", "./m", "./changed", *options]) == 2
+    assert message in capsys.readouterr().err
