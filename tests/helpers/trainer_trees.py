@@ -33,6 +33,8 @@ def heads_of(config: Config) -> tuple[int, int, int]:
 
 def tunix_leaves(tensors: Tensors, config: Config) -> Leaves:
     """Return the leaves of Tunix 0.1.7 by the rules of its `params.py`: transpose (1, 0), then reshape."""
+    if config["model_type"].startswith("gemma"):
+        return tunix_gemma_leaves(tensors, config)
     heads, kv_heads, head_dim = heads_of(config)
     leaves: Leaves = {}
     for full_name, tensor in tensors.items():
@@ -66,6 +68,56 @@ def _tunix_layer_leaf(
     if "o_proj" in name:
         return path, tensor.T.reshape(heads, head_dim, -1)
     return path, tensor.T.reshape(width, kv_heads, head_dim)
+
+
+TUNIX_GEMMA_NORMS = {
+    "input_layernorm.weight": "pre_attention_norm.scale",
+    "pre_feedforward_layernorm.weight": "pre_ffw_norm.scale",
+    "post_feedforward_layernorm.weight": "post_ffw_norm.scale",
+    "self_attn.q_norm.weight": "attn._query_norm.scale",
+    "self_attn.k_norm.weight": "attn._key_norm.scale",
+}
+# Name of `post_attention_layernorm` by model type. In Gemma 1 it is the norm before the MLP.
+TUNIX_GEMMA_POST_NORMS = {
+    "gemma": "pre_ffw_norm.scale",
+    "gemma2": "post_attn_norm.scale",
+    "gemma3_text": "post_attention_norm.scale",
+}
+
+
+def tunix_gemma_leaves(tensors: Tensors, config: Config) -> Leaves:
+    """Return the leaves of Tunix 0.1.7 for Gemma by the rules of its `params_safetensors.py`."""
+    heads, kv_heads, head_dim = heads_of(config)
+    norms = {
+        **TUNIX_GEMMA_NORMS,
+        "post_attention_layernorm.weight": TUNIX_GEMMA_POST_NORMS[config["model_type"]],
+    }
+    leaves: Leaves = {
+        "embedder.input_embedding": tensors["model.embed_tokens.weight"],
+        "final_norm.scale": tensors["model.norm.weight"],
+    }
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
+        root = f"layers.{layer}."
+        for name in names:
+            tensor = tensors[prefix + name]
+            if name in norms:
+                leaves[root + norms[name]] = tensor
+            elif name.startswith("mlp."):
+                leaves[root + name.replace(".weight", ".kernel")] = tensor.T
+        output = tensors[f"{prefix}self_attn.o_proj.weight"]
+        leaves[f"{root}attn.attn_vec_einsum.w"] = output.T.reshape(heads, head_dim, -1)
+        kernels: list[np.ndarray] = []
+        for letter, num_heads in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            kernel = tensors[f"{prefix}self_attn.{letter}_proj.weight"].T
+            kernels.append(kernel.reshape(-1, num_heads, head_dim).transpose(1, 0, 2))
+        if heads == kv_heads:
+            leaves[f"{root}attn.qkv_einsum.w"] = np.stack(kernels)
+        else:
+            leaves[f"{root}attn.q_einsum.w"] = kernels[0]
+            leaves[f"{root}attn.kv_einsum.w"] = np.stack(kernels[1:])
+    return {f"{path}.value": leaf for path, leaf in leaves.items()}
 
 
 MAXTEXT_NORMS = {

@@ -17,15 +17,17 @@ In braces, and in the terms:
 - `{a}`: the index of `a` is the number in the name.
 - `{a b=1}`: the number is the merged index of two atoms. A term `b=1` fixes its atom at one index.
 - `{a@list}`: `a` counts through the index list `list` of the sizes.
+- `{a of k v}`: the name has the words `k` and `v` in place of numbers. The size of `a` is their count.
 
 If an atom in braces is missing on the left side, there is one leaf per index of it.
 
 A row of another library's tree may end with `/ sqrt(a)`: its leaf has the values of the tensor divided by the square
 root of the size of `a`. No I/O, no jax.
 
-`parse_row` makes a `ParsedAxisMap` of the text, without sizes. `bind_row` adds the sizes. Two layers,
+`row_text.parse_row` makes a `ParsedAxisMap` of the text, without sizes. `bind_row` adds the sizes. Two layers,
 four heads, two heads of keys, and three elements per head:
 
+>>> from trainer.models.row_text import parse_row
 >>> text = "layers heads head_dim embed <- h.{layers}.qk: (>heads head_dim | kv_heads head_dim) embed"
 >>> sizes = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 3, "embed": 5}
 >>> axis_map = bind_row(parse_row(text), sizes)
@@ -41,10 +43,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from trainer.models.errors import Command, PrepError, text
 
@@ -155,11 +155,18 @@ class NamePattern:
         index_list: Name of the list of the numbers in the tensor names, or "".
         numbers: The numbers in the tensor names, if the axis map has its own list. The sizes then
             have no entry for the atom.
+        words: Words in place of numbers, likewise.
     """
 
     terms: tuple[Term, ...]
     index_list: str = ""
     numbers: tuple[int, ...] = ()
+    words: tuple[str, ...] = ()
+
+    @property
+    def has_own_size(self) -> bool:
+        """Whether the size of the atom is the length of a list, and not in the sizes of the model."""
+        return bool(self.index_list or self.numbers or self.words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,15 +230,15 @@ class TensorIndex:
 
     Attributes:
         factors: Atoms in the braces, outermost first. Their indices form one merged index.
-        listed_indices: Number in the name for each merged index. Empty if the merged index is the
-            number itself.
+        listed_indices: Number or word in the name for each merged index. Empty if the merged index
+            is the number itself.
     """
 
     factors: tuple[SizedAxis, ...]
-    listed_indices: tuple[int, ...] = ()
+    listed_indices: tuple[int | str, ...] = ()
 
-    def resolve(self, atom_indices: Mapping[str, int]) -> int:
-        """Return the number that replaces the braces in the name.
+    def resolve(self, atom_indices: Mapping[str, int]) -> int | str:
+        """Return the number or word that replaces the braces in the name.
 
         >>> TensorIndex((SizedAxis("layers", 3), SizedAxis("half", 2, fixed=1))).resolve({"layers": 2})
         5
@@ -316,36 +323,6 @@ def _merged_extent(factors: Iterable[SizedAxis]) -> int:
     return math.prod(f.extent for f in factors)
 
 
-# A command parses the rows of its family several times. Rows that are made for the tensors of one checkpoint are many.
-@lru_cache(maxsize=4096)
-def parse_row(text: str) -> ParsedAxisMap:
-    """Parse `leaf dims <- name: tensor dims`.
-
-    Args:
-        text: An axis map in the notation of this module.
-
-    Returns:
-        The axis map without sizes.
-
-    Raises:
-        PrepError: The text is malformed. The error quotes it and the reason.
-    """
-    if text.count("<-") != 1 or ":" not in text.partition("<-")[2]:
-        raise _row_error(text, "it is not of the form `leaf dims <- name: tensor dims`")
-    left, right = text.split("<-")
-    name, dims = right.rsplit(":", 1)
-    dims, _, scale = dims.partition(" / ")
-    row = ParsedAxisMap(
-        text=text,
-        leaf_dims=_parse_leaf_dims(text, left),
-        name_parts=_parse_name(text, name.strip()),
-        source_dims=tuple(_parse_source_dim(text, d) for d in _split_dims(text, dims)),
-        scale_atom=_parse_scale(text, scale),
-    )
-    _check_atoms(row)
-    return row
-
-
 def number_tensors(row: ParsedAxisMap, numbers: Mapping[str, Sequence[int]]) -> ParsedAxisMap:
     """Return an axis map with other numbers than the indices in its tensor names.
 
@@ -391,7 +368,7 @@ def bind_row(row: ParsedAxisMap, sizes: Sizes, padded: Mapping[str, int] | None 
         index = _tensor_index(part, lookup)
         name_parts.append(index)
         # In `{a@list}`, `sizes` has no entry for the atom a. Its size is the length of the list.
-        if part.index_list or part.numbers:
+        if part.has_own_size:
             leaf_extents |= {f.atom: f.extent for f in index.factors}
     return AxisMap(
         text=row.text,
@@ -416,7 +393,7 @@ class _SizeLookup:
         """Return the extent of an atom in the tensor."""
         size = self.sizes.get(atom)
         if not isinstance(size, int):
-            raise _row_error(self.row, f"the atom `{atom}` has no size")
+            raise row_error(self.row, f"the atom `{atom}` has no size")
         return size
 
     def padded_extent(self, atom: str, padded: Mapping[str, int]) -> int:
@@ -426,14 +403,14 @@ class _SizeLookup:
             why = (
                 f"`{atom}` has size {size} and cannot be padded to {padded[atom]}, which is smaller"
             )
-            raise _row_error(self.row, why)
+            raise row_error(self.row, why)
         return padded.get(atom, size)
 
     def index_list(self, name: str) -> tuple[int, ...]:
         """Return the index list of this name."""
         indices = self.sizes.get(name)
         if indices is None or isinstance(indices, int):
-            raise _row_error(self.row, f"the sizes of the model contain no index list `{name}`")
+            raise row_error(self.row, f"the sizes of the model contain no index list `{name}`")
         return tuple(indices)
 
     def factors(self, terms: Iterable[Term]) -> tuple[SizedAxis, ...]:
@@ -441,7 +418,7 @@ class _SizeLookup:
         factors = tuple(SizedAxis(t.atom, self.extent(t.atom), t.fixed) for t in terms)
         for factor in factors:
             if factor.fixed is not None and factor.fixed >= factor.extent:
-                raise _row_error(
+                raise row_error(
                     self.row,
                     f"`{factor.atom}={factor.fixed}` is out of range: the size is {factor.extent}",
                 )
@@ -453,15 +430,18 @@ def _uses_index_list(row: ParsedAxisMap, atom: str) -> bool:
     for part in row.name_parts:
         if not isinstance(part, NamePattern):
             continue
-        if (part.index_list or part.numbers) and part.terms[0].atom == atom:
+        if part.has_own_size and part.terms[0].atom == atom:
             return True
     return False
 
 
 def _tensor_index(pattern: NamePattern, lookup: _SizeLookup) -> TensorIndex:
     """Return the values of a placeholder in tensor names, with the sizes of its atoms."""
-    if not (pattern.index_list or pattern.numbers):
+    if not pattern.has_own_size:
         return TensorIndex(lookup.factors(pattern.terms))
+    if pattern.words:
+        axis = SizedAxis(pattern.terms[0].atom, len(pattern.words))
+        return TensorIndex((axis,), pattern.words)
     indices = pattern.numbers or lookup.index_list(pattern.index_list)
     if pattern.numbers and pattern.numbers == tuple(range(len(pattern.numbers))):
         # The numbers are 0, 1, 2, ... and need no list. With a list, a plan would contain the number of every expert
@@ -479,121 +459,7 @@ def _tensor_dim(dim: SourceDim, lookup: _SizeLookup) -> TensorDim:
     )
 
 
-def _parse_scale(text: str, scale: str) -> str:
-    """Return the atom of the scale `sqrt(ATOM)`, or "" without a scale."""
-    if not scale:
-        return ""
-    match = re.fullmatch(r"sqrt\((\w+)\)\s*", scale)
-    if match is None:
-        raise _row_error(text, f"its scale `{scale.strip()}` is not of the form `sqrt(atom)`")
-    return match[1]
-
-
-def _parse_leaf_dims(text: str, dims: str) -> AtomDims:
-    """Parse the dims of the leaf, e.g. `embed (heads head_dim)`."""
-    leaf_dims: list[tuple[str, ...]] = []
-    for item in _split_dims(text, dims):
-        # A dim written as `1` has no atoms. Its extent is the empty product, 1.
-        atoms = tuple(word for word in item.strip("()").split() if word != "1")
-        leaf_dims.append(atoms)
-    for atom in itertools.chain.from_iterable(leaf_dims):
-        if not atom.isidentifier():
-            raise _row_error(text, f"`{atom}` is not a valid atom name")
-    return tuple(leaf_dims)
-
-
-def _split_dims(text: str, dims: str) -> list[str]:
-    """Split dims at spaces outside of parentheses."""
-    # E.g. `heads (a b) 1` -> "heads", "(a b)" and "1". The pattern skips a lone parenthesis, so the items
-    # then lack a character of the text.
-    items = re.findall(r"\([^()]*\)|[^\s()]+", dims)
-    if re.sub(r"\s", "", "".join(items)) != re.sub(r"\s", "", dims):
-        raise _row_error(text, "its parentheses do not match")
-    return items
-
-
-def _parse_source_dim(text: str, item: str) -> SourceDim:
-    """Parse one dim of the tensor."""
-    # E.g. `(>a b | c b)` has the parts `>a b` and `c b`. The first one is marked.
-    parts = [part.strip() for part in item.strip("()").split("|")]
-    marked = [i for i, part in enumerate(parts) if part.startswith(">")]
-    # One part needs no mark, several need exactly one.
-    if len(marked) != (len(parts) > 1):
-        raise _row_error(text, "exactly one of several parts of a dim must be marked with `>`")
-    if len(parts) > 1 and not all(part.strip("> ") for part in parts):
-        raise _row_error(text, "a part of a dim is empty")
-    terms = tuple(_parse_terms(text, part.lstrip(">")) for part in parts)
-    return SourceDim(terms, selected=marked[0] if marked else 0)
-
-
-def _parse_terms(text: str, words: str) -> tuple[Term, ...]:
-    """Parse atoms, each with its index if it has one, e.g. `heads gate=0`."""
-    terms = []
-    for word in words.split():
-        atom, equals, index = word.partition("=")
-        if word == "1":
-            continue
-        if not atom.isidentifier() or (equals and not index.isdecimal()):
-            raise _row_error(
-                text, f"`{word}` is neither an atom (an axis name such as `heads`) nor `atom=index`"
-            )
-        terms.append(Term(atom, int(index) if equals else None))
-    return tuple(terms)
-
-
-def _parse_name(text: str, name: str) -> tuple[str | NamePattern, ...]:
-    """Parse the tensor name into plain text and patterns in braces."""
-    # Plain text is at even positions, the content of braces at odd ones.
-    pieces = re.split(r"{([^{}]*)}", name)
-    if any(re.search(r"[{}\s]", piece) for piece in pieces[::2]) or not name:
-        raise _row_error(text, "its tensor name is empty, has a space, or braces that do not match")
-    parts: list[str | NamePattern] = []
-    for position, piece in enumerate(pieces):
-        if position % 2:
-            parts.append(_parse_name_pattern(text, piece))
-        elif piece:
-            parts.append(piece)
-    return tuple(parts)
-
-
-def _parse_name_pattern(text: str, content: str) -> NamePattern:
-    """Parse the content of one pair of braces, e.g. `layers` or `layers@moe_layers`."""
-    words, _, index_list = content.partition("@")
-    pattern = NamePattern(_parse_terms(text, words), index_list.strip())
-    if not pattern.terms or (
-        pattern.index_list and (len(pattern.terms) != 1 or pattern.terms[0].fixed is not None)
-    ):
-        raise _row_error(
-            text, f"`{{{content}}}` has no atom, or an index list for anything but one free atom"
-        )
-    return pattern
-
-
-def _check_atoms(row: ParsedAxisMap) -> None:
-    """Raise PrepError unless both sides have the same atoms, once each, without the fixed ones.
-
-    The leaf may lack atoms in braces.
-    """
-    leaf_atoms = [*itertools.chain.from_iterable(row.leaf_dims)]
-    name_atoms: list[str] = []
-    for part in row.name_parts:
-        if isinstance(part, NamePattern):
-            name_atoms += _unfixed_atoms(part.terms)
-    dim_atoms: list[str] = []
-    for dim in row.source_dims:
-        dim_atoms += _unfixed_atoms(dim.parts[dim.selected])
-    source_atoms = name_atoms + dim_atoms
-    for atoms in (leaf_atoms, source_atoms):
-        if repeated := {a for a in atoms if atoms.count(a) > 1}:
-            raise _row_error(row.text, f"`{min(repeated)}` appears twice on one side")
-    if unmatched := set(leaf_atoms) ^ set(source_atoms) - (set(name_atoms) - set(leaf_atoms)):
-        raise _row_error(row.text, f"`{min(unmatched)}` appears on one side only")
-
-
-def _unfixed_atoms(terms: Iterable[Term]) -> list[str]:
-    return [term.atom for term in terms if term.fixed is None]
-
-
-def _row_error(row: str, why: str) -> PrepError:
+def row_error(row: str, why: str) -> PrepError:
+    """Return the error of an invalid row."""
     hint = text("{} describes rows", Command("docs", "add-a-family"))
     return PrepError(f"invalid row `{row.strip()}`", why, hint)

@@ -7,8 +7,9 @@ leaf's dims. The tensors on the right side of the rows are those of the family.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from trainer.models.json_types import HFConfig
 from trainer.models.parameters import NEVER, Condition, Parameter, TreeLayout
 from trainer.models.rows import map_rows, split_row
 
@@ -44,6 +45,25 @@ _TUNIX_QK_NORMS = {
     "attn.k_norm.scale": "attn.k_norm.w: head_dim",
 }
 
+
+# Facts of Tunix 0.1.7: models/gemma/model.py and models/gemma3/model.py. Some leaves stack several projections.
+_TUNIX_GEMMA_LEAVES = {
+    "embed.tokens": "embedder.input_embedding: vocab embed",
+    "final_norm.scale": "final_norm.scale: embed",
+}
+_TUNIX_GEMMA_LAYER = {
+    "attn_norm.scale": "pre_attention_norm.scale: embed",
+    "attn.o.weight": "attn.attn_vec_einsum.w: heads head_dim embed",
+    "attn.q_norm.scale": "attn._query_norm.scale: head_dim",
+    "attn.k_norm.scale": "attn._key_norm.scale: head_dim",
+    "mlp_norm.scale": "pre_ffw_norm.scale: embed",
+    "mlp_post_norm.scale": "post_ffw_norm.scale: embed",
+    "mlp.gate.weight": "mlp.gate_proj.kernel: embed mlp",
+    "mlp.up.weight": "mlp.up_proj.kernel: embed mlp",
+    "mlp.down.weight": "mlp.down_proj.kernel: mlp embed",
+}
+_PROJECTION = "layers.{{layers}}.self_attn.{name}_proj.weight: ({heads} head_dim) embed"
+_TUNIX_GEMMA_LAYER_PATH = "layers.{layers}"
 
 # Facts of MaxText 0.2.5: checkpoint_conversion/utils/param_mapping.py. Kernels are [in, out].
 _MAXTEXT_LEAVES = {
@@ -98,6 +118,54 @@ def tunix_layout(
     if qk_norms:
         layer |= _TUNIX_QK_NORMS
     leaves = _leaf_parameters(parameters, _TUNIX_LEAVES, layer, layer_path="layers.{layers}")
+    return {"tunix": TreeLayout(leaves, allows_tied_head=True)}
+
+
+def tunix_gemma_layout(
+    parameters: Mapping[str, Parameter],
+    sizes: Callable[[HFConfig], Mapping[str, int]],
+    *,
+    post_attention_norm: str = "",
+) -> dict[str, TreeLayout]:
+    """Return the parameter tree of Tunix for a Gemma 1, 2 or 3.
+
+    Args:
+        parameters: Parameters of the family.
+        sizes: Function from the config to the extent of each atom.
+        post_attention_norm: Name of the norm after the attention, or "" if there is none.
+
+    Returns:
+        Dict with the key "tunix".
+    """
+    layer = dict(_TUNIX_GEMMA_LAYER)
+    if post_attention_norm:
+        layer["attn_post_norm.scale"] = f"{post_attention_norm}.scale: embed"
+    leaves = _leaf_parameters(
+        parameters, _TUNIX_GEMMA_LEAVES, layer, layer_path=_TUNIX_GEMMA_LAYER_PATH
+    )
+
+    def has_equal_heads(config: HFConfig) -> bool:
+        axis_sizes = sizes(config)
+        return axis_sizes["heads"] == axis_sizes["kv_heads"]
+
+    def has_grouped_heads(config: HFConfig) -> bool:
+        return not has_equal_heads(config)
+
+    attention = f"{_TUNIX_GEMMA_LAYER_PATH}.attn"
+    queries = _PROJECTION.format(name="q", heads="heads")
+    keys_values = _PROJECTION.format(name="{kv of k v}", heads="kv_heads")
+    all_three = _PROJECTION.format(name="{qkv of q k v}", heads="heads")
+    leaves |= {
+        f"{attention}.q_einsum.w": Parameter(
+            f"heads embed head_dim <- {queries}", has_grouped_heads
+        ),
+        f"{attention}.kv_einsum.w": Parameter(
+            f"kv kv_heads embed head_dim <- {keys_values}", has_grouped_heads
+        ),
+        f"{attention}.qkv_einsum.w": Parameter(
+            f"qkv heads embed head_dim <- {all_three}", has_equal_heads
+        ),
+    }
     return {"tunix": TreeLayout(leaves, allows_tied_head=True)}
 
 

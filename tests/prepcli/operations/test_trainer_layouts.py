@@ -42,7 +42,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": GROUPED_QUERY | {"model_type": "qwen3"},
 }
 LLAMA = MODELS["llama"]
-TUNIX_MODELS = ("llama", "llama3.1", "qwen2", "qwen3")
+GEMMA = GROUPED_QUERY | {"model_type": "gemma"}
+TUNIX_MODELS = {
+    **{name: MODELS[name] for name in ("llama", "qwen2", "qwen3")},
+    "gemma": GEMMA,
+    "gemma-equal-heads": GEMMA | {"num_key_value_heads": 4},
+    "gemma2": GEMMA | {"model_type": "gemma2"},
+    "gemma3": GEMMA | {"model_type": "gemma3_text"},
+}
+ALL_MODELS = MODELS | TUNIX_MODELS
 CASES = [
     *(("tunix", model) for model in TUNIX_MODELS),
     *(("maxtext", model) for model in MODELS),
@@ -67,16 +75,16 @@ def write_item(folder: Path, leaves: Leaves) -> None:
 
 @pytest.mark.parametrize(("layout", "model"), CASES)
 def test_export_has_the_leaves_of_the_trainer(layout: str, model: str):
-    tensors = make_checkpoint(Path("model"), MODELS[model])
+    tensors = make_checkpoint(Path("model"), ALL_MODELS[model])
     run_ok("save-init", "./model", "--out", "init", "--pad-vocab", "8")
     run_ok("export", "init", "--layout", layout, "--out", "out")
-    expected = TREES[layout](tensors, MODELS[model])
+    expected = TREES[layout](tensors, ALL_MODELS[model])
     assert_same(read_init(Path("out") / ITEMS[layout]), expected)
 
 
 @pytest.mark.parametrize(("layout", "model"), CASES)
 def test_export_of_the_trainer_returns_every_bit(layout: str, model: str):
-    tensors = make_checkpoint(Path("model"), MODELS[model], "bfloat16")
+    tensors = make_checkpoint(Path("model"), ALL_MODELS[model], "bfloat16")
     run_ok("export", "./model", "--layout", layout, "--out", "out")
     run_ok("verify", "out")
     run_ok("verify", "out", "./model")
@@ -88,8 +96,8 @@ def test_export_of_the_trainer_returns_every_bit(layout: str, model: str):
 
 @pytest.mark.parametrize(("layout", "model"), CASES)
 def test_tree_of_the_trainer_converts_without_manifest(layout: str, model: str):
-    tensors = make_checkpoint(Path("model"), MODELS[model])
-    write_item(Path("run") / ITEMS[layout], TREES[layout](tensors, MODELS[model]))
+    tensors = make_checkpoint(Path("model"), ALL_MODELS[model])
+    write_item(Path("run") / ITEMS[layout], TREES[layout](tensors, ALL_MODELS[model]))
     run_ok("save-init", "./run", "--config", "./model", "--out", "init")
     run_ok("export", "init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.models.axis_map import SizedAxis, TensorIndex, bind_row, parse_row
+from trainer.models.axis_map import SizedAxis, TensorIndex, bind_row
 from trainer.models.errors import PrepError
+from trainer.models.row_text import parse_row
 
 SIZES = {
     "layers": 3,
@@ -38,6 +39,11 @@ FORMS = {  # row -> (shape of the leaf, shape of a tensor, names of the tensors)
     ),
     "layers embed <- h.{layers@local}.n: embed": ((2, 8), (8,), ["h.1.n", "h.4.n"]),
     "layers embed <- h.{ layers @ local }.n: embed": ((2, 8), (8,), ["h.1.n", "h.4.n"]),
+    "kv layers embed <- h.{layers}.{kv of key value}: embed": (
+        (2, 3, 8),
+        (8,),
+        ["h.0.key", "h.0.value", "h.1.key", "h.1.value", "h.2.key", "h.2.value"],
+    ),
     "layers blocks <- h.{layers}.e.{blocks}:": (
         (3, 2),
         (),
@@ -130,8 +136,11 @@ INVALID_ROWS = {  # row -> part of the reason
     "a <- t.{a{b}}: a": "braces that do not match",
     "a <- t.{}: a": "has no atom",
     "a <- t.{@local}: a": "has no atom",
-    "a b <- t.{a b@local}:": "an index list for anything but one free atom",
-    "a <- t.{a=1@local}: a": "an index list for anything but one free atom",
+    "a b <- t.{a b@local}:": "a list for anything but one free atom",
+    "a <- t.{a=1@local}: a": "a list for anything but one free atom",
+    "a b <- t.{a b of k v}:": "a list for anything but one free atom",
+    "a <- t: a / b": "its scale `b` is not of the form `sqrt(atom)`",
+    "a <- t: a / sqrt(b) c": "its scale `sqrt(b) c` is not of the form `sqrt(atom)`",
     "a a <- t: a": "`a` appears twice",
     "a <- t: a a": "`a` appears twice",
     "a <- t.{a}: a": "`a` appears twice",

@@ -7,6 +7,7 @@ import dataclasses
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.families import _llama_style
 from trainer.models.layouts import hf_flax_layout
+from trainer.models.orbax_layouts import tunix_gemma_layout
 from trainer.models.parameters import HFConfig, if_set
 
 TANH_GELU = "gelu_pytorch_tanh"
@@ -51,7 +52,10 @@ FAMILY = _llama_style.build_family(
         **_llama_style.attention(bias=if_set("attention_bias"), out_bias=if_set("attention_bias")),
         **_llama_style.gated_mlp(),
     },
-    layouts=lambda parameters: hf_flax_layout(
-        parameters, prefix=_llama_style.TENSOR_PREFIX, norm_name="weight", allows_tied_head=True
-    ),
+    layouts=lambda parameters: {
+        **hf_flax_layout(
+            parameters, prefix=_llama_style.TENSOR_PREFIX, norm_name="weight", allows_tied_head=True
+        ),
+        **tunix_gemma_layout(parameters, sizes),
+    },
 )
