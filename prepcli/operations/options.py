@@ -18,13 +18,7 @@ from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
 from prepcli.operations.towers_options import TowersOptions
-from prepcli.option_spec import (
-    NOT_RECORDED,
-    NonNegativeInt,
-    OptionSpec,
-    PathLike,
-    PositiveInt,
-)
+from prepcli.option_spec import NOT_RECORDED, NonNegativeInt, OptionSpec, PathLike, PositiveInt
 
 DEFAULT_MEMORY = "512MiB"
 DEFAULT_SHARD_SIZE = "5GB"
