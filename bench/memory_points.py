@@ -140,6 +140,14 @@ FAMILY_POINTS = whole_steps(
     (f"--size gpt_oss {DENSE}--rows 4 --tokens 1024{INPUT}", 3153),
     (f"--size t5 {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 6303),
     (f"--size t5 {DENSE}--rows 4 --tokens 1024{INPUT}", 2557),
+    (f"--size apertus {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 2835),
+    (f"--size apertus {DENSE}--rows 4 --tokens 1024{INPUT}", 1627),
+    (f"--size diffllama {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 2922),
+    (f"--size diffllama {DENSE}--rows 4 --tokens 1024{INPUT}", 1604),
+    (f"--size diffllama {CHUNKS}--rows 1 --tokens 8192{INPUT}", 1315),
+    (f"--size doge {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 2956),
+    (f"--size doge {DENSE}--rows 4 --tokens 1024{INPUT}", 1653),
+    (f"--size doge {TILES}--rows 4 --tokens 2048{INPUT}", 1654),
 )
 RECURRENT_POINTS = whole_steps(
     (f"--size lfm2 {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 2745),
@@ -169,6 +177,15 @@ RECURRENT_POINTS = whole_steps(
     (f"--size lfm2 {CHUNKS}--rows 1 --tokens 8192{INPUT}", 1590),
     (f"--size qwen3_5 {CHUNKS}--rows 1 --tokens 8192{INPUT}", 2912),
     (f"--size mamba2 {CHUNKS}--rows 1 --tokens 8192{INPUT}", 1571),
+    (f"--size mamba {DENSE}--rows 1 --tokens 8192{NO_REMAT}", 3183),
+    (f"--size mamba {DENSE}--rows 1 --tokens 8192{INPUT}", 1395),
+    (f"--size mamba {DENSE}--rows 1 --tokens 8192{DOTS}", 2116),
+    (f"--size mamba {DENSE}--rows 1 --tokens 8192{WEIGHT_DOTS}", 1919),
+    (f"--size mamba {CHUNKS}--rows 1 --tokens 8192{NO_REMAT}", 3301),
+    (f"--size mamba {CHUNKS}--rows 1 --tokens 8192{INPUT}", 1310),
+    (f"--size jamba {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 4847),
+    (f"--size jamba {DENSE}--rows 4 --tokens 1024{INPUT}", 4801),
+    (f"--size jamba {CHUNKS}--rows 1 --tokens 8192{INPUT}", 4506),
 )
 LENGTH_POINTS = gradients(
     (f"{DENSE}--tokens 8192{NO_REMAT}", 15386),

@@ -98,6 +98,20 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {name: LLAMA | size for name, size in
         "layer_types": ["mamba", "mamba", "attention"] * 2, "num_local_experts": 16, "num_experts_per_tok": 4,
         "mamba_n_heads": 16, "mamba_d_state": 128,
     },
+    "mamba": {
+        "model_type": "mamba", "hidden_size": 512, "num_hidden_layers": 6, "state_size": 16, "vocab_size": 32000,
+    },
+    "jamba": {
+        "model_type": "jamba", "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "intermediate_size": 1376, "vocab_size": 32000, "attn_layer_period": 3,
+        "attn_layer_offset": 2, "num_experts": 4,
+    },
+    "apertus": {
+        "model_type": "apertus", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "intermediate_size": 2048, "vocab_size": 32000,
+    },
+    "diffllama": LLAMA | MODEL_SIZES["small"] | {"model_type": "diffllama", "num_hidden_layers": 4},
+    "doge": MODEL_SIZES["small"] | {"model_type": "doge", "num_hidden_layers": 4},
 }  # fmt: skip
 # Some or all layers are outside the scan: two layers before two periods, and a single period.
 MODEL_CONFIGS["lfm2-first"] = MODEL_CONFIGS["lfm2"] | {

@@ -14,8 +14,8 @@ ConfigFields = dict[str, Any]
 GPT2_TOKEN_IDS = {"bos_token_id": 50256, "eos_token_id": 50256}
 LLAMA_TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 DEPTH_KEYS = {  # other model types: num_hidden_layers
-    "gpt2": ("n_layer",), "gptj": ("n_layer",), "gpt_neo": ("num_layers",), "t5": ("num_layers", "num_decoder_layers"),
-    "mt5": ("num_layers", "num_decoder_layers"), "xglm": ("num_layers",),
+    "gpt2": ("n_layer",), "gptj": ("n_layer",), "codegen": ("n_layer",), "gpt_neo": ("num_layers",),
+    "t5": ("num_layers", "num_decoder_layers"), "mt5": ("num_layers", "num_decoder_layers"), "xglm": ("num_layers",),
 }  # fmt: skip
 
 
@@ -44,6 +44,15 @@ def _gptj() -> HFConfig:
         "n_embd": 4096, "n_layer": 28, "n_head": 16, "n_inner": None, "n_positions": 2048, "rotary": True,
         "rotary_dim": 64, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
         "scale_attn_weights": True, "tie_word_embeddings": False, "use_cache": True,
+    }  # fmt: skip
+
+
+def _codegen(embed: int, layers: int, heads: int, rotary_dim: int = 64) -> HFConfig:
+    return GPT2_TOKEN_IDS | {
+        "model_type": "codegen", "architectures": ["CodeGenForCausalLM"], "torch_dtype": "float16", "vocab_size": 51200,
+        "n_embd": embed, "n_layer": layers, "n_head": heads, "n_ctx": 2048, "n_inner": None, "n_positions": 2048,
+        "rotary_dim": rotary_dim, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02, "tie_word_embeddings": False, "use_cache": True,
     }  # fmt: skip
 
 
@@ -301,6 +310,10 @@ PUBLISHED: Mapping[str, HFConfig] = {
     "gpt-neo-1.3B": _gpt_neo(2048, 24, 16),
     "gpt-neo-2.7B": _gpt_neo(2560, 32, 20),
     "gpt-j-6b": _gptj(),
+    "codegen-350m-mono": _codegen(1024, 20, 16, rotary_dim=32),
+    "codegen-2b-mono": _codegen(2560, 32, 32),
+    "codegen-6b-mono": _codegen(4096, 33, 16),
+    "codegen-16b-mono": _codegen(6144, 34, 24),
     "pythia-70m": _neox(512, 6, 8),
     "pythia-160m": _neox(768, 12, 12),
     "pythia-410m": _neox(1024, 24, 16),

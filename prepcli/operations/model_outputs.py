@@ -86,8 +86,14 @@ def transformers_outputs(
         yield PromptOutput(output.logits[0, :, :true_vocab_size].numpy(), tuple(states))
 
 
-def check_reference(folder: Path, display_name: str) -> None:
-    """Raise PrepError if transformers is not installed, or UsageError if a checkpoint is no folder for it."""
+def check_reference(folder: Path, display_name: str, *, is_remote: bool) -> None:
+    """Raise PrepError if transformers is not installed, or UsageError if a checkpoint is no folder for it.
+
+    Args:
+        folder: Folder of the checkpoint.
+        display_name: Name of the checkpoint in messages.
+        is_remote: Whether the folder has placeholders of remote files. Their weights would load as zeros.
+    """
     option = Option("library", "transformers")
     missing = [name for name in REFERENCE_PACKAGES if find_spec(name) is None]
     if missing:
@@ -96,7 +102,7 @@ def check_reference(folder: Path, display_name: str) -> None:
             f"{' and '.join(missing)} not installed",
             "`pip install 'prepcli[hf]' torch`",
         )
-    if not (folder / CONFIG).is_file():
+    if is_remote or not (folder / CONFIG).is_file():
         raise usage_error(
             text("{} cannot read {}", option, display_name),
             "it is not a local Hugging Face folder",

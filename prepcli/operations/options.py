@@ -18,13 +18,7 @@ from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
 from prepcli.operations.towers_options import TowersOptions
-from prepcli.option_spec import (
-    NOT_RECORDED,
-    NonNegativeInt,
-    OptionSpec,
-    PathLike,
-    PositiveInt,
-)
+from prepcli.option_spec import NOT_RECORDED, NonNegativeInt, OptionSpec, PathLike, PositiveInt
 
 DEFAULT_MEMORY = "512MiB"
 DEFAULT_SHARD_SIZE = "5GB"
@@ -379,8 +373,7 @@ class LayoutOptions(ConversionOptions, VerbatimOptions, total=False):
         OptionSpec(
             "ocdbt|files",
             "Store chunks in a few data files (OCDBT), or each chunk in a file.",
-            '"ocdbt" (the default) stores chunks in a few data files with an index. "files" stores each'
-            " leaf as a folder with one file per chunk, for readers without OCDBT, such as Pathways.",
+            '"ocdbt" (the default), or "files": a folder per leaf with one file per chunk, for Pathways.',
             default="ocdbt",
             position=31,
             record=17,
@@ -421,8 +414,7 @@ class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
         OptionSpec(
             "keep|dequantize",
             "Keep quantised weights, or decode them to bfloat16 or --dtype.",
-            '"keep" (the default) or "dequantize", which decodes quantised weights to bfloat16 or'
-            " `dtype`.",
+            '"keep" (the default) or "dequantize", which decodes quantised weights to bfloat16 or `dtype`.',
             default="keep",
             position=17,
             record=52,

@@ -111,7 +111,7 @@ def verify_logits(
     ):
         _check_vocabularies(first, second)
         if library != "prep":
-            check_reference(second.folder, second.name)
+            check_reference(second.folder, second.name, is_remote=second.is_remote)
         prompts = _make_prompts(options["prompt_ids"], (first, second))
         ids = list(prompts.values())
         # The parameters of the first model are deleted before the second ones are loaded.
@@ -136,10 +136,14 @@ def verify_logits(
 
 
 class _Model(NamedTuple):
-    """A decoder-only model that is open for reading, with its name and its folder."""
+    """A decoder-only model that is open for reading, with its name and its folder.
+
+    With `is_remote` the folder has placeholders of remote files.
+    """
 
     name: str
     folder: Path
+    is_remote: bool
     opened: OpenedModel
 
 
@@ -157,7 +161,8 @@ def _open_model(common: CommonOptions, observer: Observer) -> Iterator[_Model]:
                 text("{} is supported for decoder-only models", Option("logits", True)),
                 "compare the values of the tensors",
             )
-        yield _Model(name, located.local_files.path, opened)
+        files = located.local_files
+        yield _Model(name, files.path, files.remote is not None, opened)
 
 
 def _second_options(common: CommonOptions, against: PathLike | None) -> CommonOptions:

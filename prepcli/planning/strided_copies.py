@@ -7,7 +7,8 @@ An example: the float32 tensor w [2, 3] becomes the leaf [3, 2], in chunks [1, 2
 dims on the left and the dims of the tensor on the right:
 
 >>> from prepcli.planning.grids import StridedPlacement
->>> from trainer.models.axis_map import bind_row, parse_row
+>>> from trainer.models.axis_map import bind_row
+>>> from trainer.models.row_text import parse_row
 >>> axis_map = bind_row(parse_row("b a <- w: a b"), {"a": 2, "b": 3})
 >>> axis_map.source_shape, axis_map.leaf_shape
 ((2, 3), (3, 2))

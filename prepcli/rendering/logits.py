@@ -30,7 +30,8 @@ def logits_report(comparison: LogitComparison, columns: int | None) -> Report:
         if comparison.library != "prep":
             second = f"{second} in {comparison.library}"
         what = f"{comparison.checkpoint} does not compute the logits of {second}"
-        error = PrepError(what, f"they differ by up to {largest:.3g}, {limit}")
+        hint = "the last column names the first layer with another result"
+        error = PrepError(what, f"they differ by up to {largest:.3g}, {limit}", hint)
     return Report("\n".join(lines), _fields(comparison), error=error)
 
 

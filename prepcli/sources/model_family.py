@@ -24,6 +24,7 @@ from trainer.models.registry import FAMILIES, family_of
 from trainer.models.text_part import read_text_part, text_section
 from trainer.models.truncation import (
     later_layers,
+    missing_tensors,
     prediction_tensors,
     tensors_of_all_layers,
     truncate_config,
@@ -178,6 +179,8 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
     if not source.family.is_verbatim and _has_later_layers(source, config, names, layers):
         what = text("{} is not supported for {}", Option("layers"), source.display_name)
         raise PrepError(what, "its config does not state the number of layers", f"edit {CONFIG}")
+    if not source.family.is_verbatim:
+        _check_first_layers_are_stored(source, config)
     _check_attention_is_kept(source, config, layers)
     table_dims = tensors_of_all_layers(source.family, source.config)
     kept: list[SourceTensor] = []
@@ -257,6 +260,15 @@ def _truncate_table(
     if axis:
         return part, DroppedTensor(tensor.name, nbytes, LAYERS_RULE, columns=removed)
     return part, DroppedTensor(tensor.name, nbytes, LAYERS_RULE, removed)
+
+
+def _check_first_layers_are_stored(source: Source, truncated: HFConfig) -> None:
+    """Raise PrepError if a model of the first layers needs a tensor that the source does not have."""
+    names = missing_tensors(source.family, source.config, truncated)
+    if names:
+        what = text("{} is not supported for {}", Option("layers"), source.display_name)
+        why = f"the last layer of a model has tensors of its own, and {names[0]} does not exist"
+        raise PrepError(what, why, text("convert it without {}", Option("layers")))
 
 
 def _truncate_scales(

@@ -192,11 +192,13 @@ def run_two_processes(*words: str, cwd: str | os.PathLike[str]) -> list[int]:
 def _connect(pid: int, has_jax: bool) -> socket.socket:
     """Return the connection of the process `pid` to a server of its own, which ends when that process does."""
     requests, requests_of_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # XLA reads the level when it is loaded. Jobs would print warnings of its partitioner.
+    level = {"TF_CPP_MIN_LOG_LEVEL": "3"} if has_jax else {}
     with requests_of_server:
         fd = requests_of_server.fileno()
         server = subprocess.Popen(
             [sys.executable, "-P", __file__, str(fd), *(PRELOADED_WITH_JAX if has_jax else ())],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**os.environ, **level, "PYTHONPATH": str(Path(__file__).parents[2])},
             pass_fds=(fd,),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

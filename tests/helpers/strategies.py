@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from prepcli.testing.tiny_transformers import split_into_atoms
-from trainer.models.axis_map import AxisMap, bind_row, parse_row
+from trainer.models.axis_map import AxisMap, bind_row
+from trainer.models.row_text import parse_row
 
 
 @st.composite

@@ -230,6 +230,15 @@ class LayerStack:
             + self._inner_norm_nbytes()
         )
 
+    def overlapping_nbytes(self) -> int:
+        """Return the bytes of a layer while the backward pass of another layer of a hybrid model runs.
+
+        They are those of its own backward pass. Without rematerialization, its gradients come later.
+        """
+        if self._mixer is None or self.inputs.remat_policy not in SAVES_ALL:
+            return self.backward_inputs_nbytes()
+        return self.backward_inputs_nbytes() - self._mixer.scan_gradient_nbytes
+
     def _inner_norm_nbytes(self) -> int:
         """Return the bytes that norms before the last matrices of attention and of the MLP read. 0 without them."""
         ends = {leaf.path.rpartition(".")[0].rpartition(".")[2] for leaf in self.layer_leaves()}

@@ -43,7 +43,10 @@ The derivative of each operation determines the activations that the backward pa
     latent attention     as heads, with the width of values in place of E where they differ
     recurrent mixers     in place of heads: 5*B*T*C*c of a short convolution of C channels. Of a gated delta net
                          or of Mamba-2, B*T*C*(7*c + 4) for the C channels of its convolutions, B*T*V*(2*c + 24) for
-                         the V elements of its output, and one state per chunk of tokens, float32
+                         the V elements of its output, and one state per chunk of tokens, float32. Of Mamba,
+                         B*T*C*(5*c + 48) for the C channels of its scan, and states of one chunk of tokens
+    differential         as heads with values twice as wide, and the norm of the difference
+    attention
     inputs from tokens   B*T*P*c of each layer with an input of P elements, and n + 1 such arrays of its gate
     experts              only the input, and the hidden units of shared experts as of an MLP. K outputs per token and
                          their gradients, 2*B*T*K*D*c, are transient, as are the matrices of one expert, gathered,
@@ -168,7 +171,7 @@ def _other_layers_nbytes(inputs: MemoryInputs) -> int:
     arch_config = inputs.arch_config
     if MIXER_LAYERS not in arch_config.layer_groups and not arch_config.shape_groups:
         return 0
-    nbytes_by_kind = {tuple(s.groups): s.backward_inputs_nbytes() for s in layer_stacks(inputs)}
+    nbytes_by_kind = {tuple(s.groups): s.overlapping_nbytes() for s in layer_stacks(inputs)}
     kinds = [tuple(arch_config.group_indices[layer]) for layer in _layers_computed_together(inputs)]
     sizes = [nbytes_by_kind[kind] for kind in kinds]
     return sum(sizes) - max(sizes, default=0)

@@ -19,6 +19,9 @@ from trainer.models.remat import SAVES_DOTS, SAVES_WEIGHT_DOTS
 CONV_ARRAYS = 5
 # Arrays [B, L, C, N] of a chunk in the backward pass of a selective scan: decays, updates, states, and their gradients.
 STATE_ARRAYS = 6
+# Arrays [B, T, C] of the backward pass of Mamba in addition to those that its forward pass saves: inputs and outputs of
+# the scan in chunks, and the gradients of both.
+SELECTIVE_ARRAYS = 9
 # Float32 products [B, T, V] of `trainer.nn.chunked_scan`, and those that the gated delta net has in addition.
 SCAN_PRODUCTS = 4
 DELTA_PRODUCTS = 2
@@ -80,9 +83,19 @@ class MixerMemory:
     @property
     def recomputed_nbytes(self) -> int:
         """Bytes that every policy computes again."""
-        if not self.mixer.has_state or self.mixer.kind == "mamba":
+        if not self.mixer.has_state:
             return 0
+        if self.mixer.kind == "mamba":
+            return self.scan_gradient_nbytes
         return self._arrays_nbytes(RECOMPUTED_CHANNEL_ARRAYS, RECOMPUTED_VALUE_ARRAYS)
+
+    @property
+    def scan_gradient_nbytes(self) -> int:
+        """Bytes of the arrays that only the backward pass of a selective scan has. 0 for other mixers."""
+        if self.mixer.kind != "mamba":
+            return 0
+        size = self._num_tokens() * self.inputs.local_extent("mixer_channels")
+        return SELECTIVE_ARRAYS * FLOAT32 * size
 
     def _arrays_nbytes(self, channels: ArrayCounts, values: ArrayCounts) -> int:
         """Return the bytes of arrays [B, T, C] and [B, T, V] of a mixer with a state."""

@@ -22,12 +22,12 @@ from trainer.models.axis_map import (
     bind_row,
     escape_path,
     number_tensors,
-    parse_row,
     stack_axis,
 )
 from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from trainer.models.errors import PrepError, invalid_config_error
 from trainer.models.json_types import HFConfig
+from trainer.models.row_text import parse_row
 
 # When a parameter exists: the name of a config field that must be true, ALWAYS, or a function of
 # the config.

@@ -167,6 +167,28 @@ def tensors_of_all_layers(family: Family, config: HFConfig) -> dict[str, int]:
     return dims
 
 
+def missing_tensors(family: Family, config: HFConfig, truncated: HFConfig) -> list[str]:
+    """Return the names of tensors that a model of the first layers has, and the whole model does not have.
+
+    For example, the last layer of GPT-NeoX Japanese has a bias. With fewer layers, another layer needs one.
+
+    Args:
+        family: Family of the model.
+        config: Content of its config.json.
+        truncated: The config of the first layers.
+    """
+    stored = set(_tensor_names(family, config))
+    return [name for name in _tensor_names(family, truncated) if name not in stored]
+
+
+def _tensor_names(family: Family, config: HFConfig) -> Iterator[str]:
+    """Yield the names of all tensors of a config, without the family's prefix."""
+    sizes = family.sizes(config)
+    for row in parameter_rows(family, config).values():
+        for name, _ in bind_row(row, sizes).tensors():
+            yield name
+
+
 def layer_counts(config: HFConfig) -> set[int]:
     """Return the numbers of layers that a config and its sections have."""
     counts: set[int] = set()

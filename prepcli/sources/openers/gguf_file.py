@@ -40,9 +40,10 @@ from prepcli.sources.source import (
     read_config,
 )
 from prepcli.sources.source_hints import SourceHints
-from trainer.models.axis_map import AxisMap, bind_row, parse_row
+from trainer.models.axis_map import AxisMap, bind_row
 from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.registry import family_of
+from trainer.models.row_text import parse_row
 
 ARCHITECTURE_KEY = "general.architecture"
 SPLIT_KEY = "split.count"

@@ -46,9 +46,10 @@ from prepcli.sources.source import (
     small_files,
 )
 from prepcli.sources.source_hints import SourceHints
-from trainer.models.axis_map import AxisMap, bind_row, parse_row
+from trainer.models.axis_map import AxisMap, bind_row
 from trainer.models.families.llama import FAMILY
 from trainer.models.json_types import HFConfig
+from trainer.models.row_text import parse_row
 
 MAX_PARAMS_NBYTES = 1 << 20
 # Size of the safetensors files that `pad-vocab` writes from Meta's files.

@@ -16,7 +16,8 @@ from prepcli.engine.pipeline import Pipeline
 from tests.helpers.interruptions import SimulatedSignal, run_interrupted
 from tests.helpers.plans import SavePlan, make_save_plan
 from tests.helpers.slow_cases import slow_except
-from trainer.models.axis_map import bind_row, parse_row
+from trainer.models.axis_map import bind_row
+from trainer.models.row_text import parse_row
 
 NUM_POINTS = 100  # interrupted points, of about 6,000 calls and returns
 

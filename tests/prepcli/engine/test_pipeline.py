@@ -26,7 +26,8 @@ from prepcli.planning.slabs import PAGE, split_streams
 from tests.helpers.plans import dividing_chunks, make_save_plan, reverse_streams
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.strategies import complete_tables, leaf_by_numpy
-from trainer.models.axis_map import AxisMap, bind_row, parse_row
+from trainer.models.axis_map import AxisMap, bind_row
+from trainer.models.row_text import parse_row
 
 QUIET = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

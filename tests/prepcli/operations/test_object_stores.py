@@ -16,6 +16,7 @@ import pytest
 
 import prepcli as prep
 from prepcli.cli.main import main
+from prepcli.errors import UsageError
 from prepcli.remote import remote_files
 from prepcli.remote.bucket_lock import BucketLock
 from prepcli.remote.object_store import Bucket, parse_url
@@ -168,6 +169,13 @@ def test_commands_read_and_write_chunk_files_in_a_bucket(
     assert params["embed"]["tokens"].shape == (4008, 256)
     report = site.run_prep("lock", "gs://bucket/files", "--out", "files.lock.json")
     assert report["ok"], report
+
+
+def test_transformers_does_not_load_placeholders(site: StoreSite):
+    """The placeholder of a weight file is a hole, which reads as zeros."""
+    pytest.importorskip("transformers")
+    with pytest.raises(UsageError, match="cannot read gs://bucket/models/m"):
+        prep.verify_logits("gs://bucket/models/m", library="transformers")
 
 
 @pytest.mark.parametrize("name", ["models/m", "init"])

@@ -190,6 +190,13 @@ def test_chain_proves_first_layers_of_gemma_4():
     assert (link.status, link.reason) == ("proven", "")
 
 
+def test_model_with_a_tensor_of_the_last_layer_is_not_cut(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("m"), DENSE_CONFIGS["gpt_neox_japanese"], legacy=False)
+    message = run_failing(capsys, 1, "save-init", "./m", "--layers", "1")
+    assert "`--layers` is not supported for" in message
+    assert "layers.0.attention.dense_bias does not exist" in message
+
+
 def write_golden(model_type: str) -> dict[str, StoredTensor]:
     """Write a model of an architecture without a family."""
     golden = json.loads((FOLDER / f"{model_type}.json").read_text())

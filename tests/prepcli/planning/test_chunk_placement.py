@@ -24,8 +24,9 @@ from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.strided_copies import region_copies
 from tests.helpers.plans import dividing_chunks
 from tests.helpers.strategies import complete_tables
-from trainer.models.axis_map import AxisMap, bind_row, parse_row
+from trainer.models.axis_map import AxisMap, bind_row
 from trainer.models.boxes import full_box
+from trainer.models.row_text import parse_row
 
 ITEM = 4
 

@@ -26,7 +26,8 @@ from prepcli.planning.slabs import split_streams
 from prepcli.planning.strided_copies import ChunkedLocation
 from tests.helpers.plans import dividing_chunks, make_save_plan, reverse_streams
 from tests.helpers.strategies import complete_tables
-from trainer.models.axis_map import AxisMap, bind_row, parse_row
+from trainer.models.axis_map import AxisMap, bind_row
+from trainer.models.row_text import parse_row
 
 LIMIT = 64
 SIZES = {"vocab": 12, "embed": 4, "q": 6, "kv": 4}

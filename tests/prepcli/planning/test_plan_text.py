@@ -25,7 +25,8 @@ from prepcli.planning.plan import (
     Strided,
 )
 from prepcli.planning.plan_text import NAMES, encode_text, iter_text
-from trainer.models.axis_map import bind_row, parse_row
+from trainer.models.axis_map import bind_row
+from trainer.models.row_text import parse_row
 
 
 def dataclasses_in(hint: Any, found: set[type]) -> set[type]:

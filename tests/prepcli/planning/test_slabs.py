@@ -28,8 +28,9 @@ from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy
 from prepcli.planning.tensors import itemsize
 from tests.helpers.plans import dividing_chunks, make_save_plan, reverse_streams
 from tests.helpers.strategies import complete_tables
-from trainer.models.axis_map import AxisMap, bind_row, parse_row
+from trainer.models.axis_map import AxisMap, bind_row
 from trainer.models.boxes import strides
+from trainer.models.row_text import parse_row
 
 
 def check_tiling(slabs: Sequence[Slab], stream: Stream, limit: int) -> None:

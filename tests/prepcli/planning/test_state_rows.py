@@ -12,7 +12,8 @@ from prepcli.planning.state_rows import (
     shape_in_leaf,
     state_axis_map,
 )
-from trainer.models.axis_map import bind_row, parse_row
+from trainer.models.axis_map import bind_row
+from trainer.models.row_text import parse_row
 
 SIZES = {"layers": 3, "heads": 4, "head_dim": 8, "embed": 16}
 STACKED = bind_row(

@@ -20,8 +20,9 @@ from prepcli.planning.strided_copies import (
 )
 from tests.helpers.leaf_copies import leaf_box_copies
 from tests.helpers.strategies import axis_maps, boxes, leaf_by_numpy, random_tensors
-from trainer.models.axis_map import AxisMap, bind_row, parse_row
+from trainer.models.axis_map import AxisMap, bind_row
 from trainer.models.boxes import full_box, split_merged_range, strides
+from trainer.models.row_text import parse_row
 
 ITEM = 4
 

@@ -18,7 +18,8 @@ from prepcli.sources.opening import open_source
 from prepcli.sources.source import SourceTensor
 from prepcli.sources.tensor_rows import read_tensor
 from tests.helpers.tiny_checkpoints import make_checkpoint
-from trainer.models.axis_map import bind_row, parse_row
+from trainer.models.axis_map import bind_row
+from trainer.models.row_text import parse_row
 
 AXIS_MAP = bind_row(parse_row("a b <- w: a b"), {"a": 2, "b": 3})
 GRID = ChunkGrid((2, 3), (1, 3))

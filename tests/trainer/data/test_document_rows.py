@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.corpus import TEXT, change, make_config
-from tests.helpers.process_groups import ThreadProcess, run_processes
+from tests.helpers.thread_groups import ThreadGroup, run_group
 from trainer.data import document_rows
 from trainer.data.document_packing import PackedRows
 from trainer.data.document_rows import DTYPES, make_rows, read_rows
@@ -164,14 +164,14 @@ def test_abandoned_rows_are_removed(config: TokenizeConfig):
 
 
 def test_processes_share_the_rows(config: TokenizeConfig):
-    def tokenize_together(process: ThreadProcess) -> list[object]:
+    def tokenize_together(process: ThreadGroup) -> list[object]:
         tokens = tokenize_in_group(
             config, process, progress=lambda *counts: None, note=lambda text: None
         )
         assert tokens.rows is not None
         return contents(tokens.rows)
 
-    results = run_processes(3, tokenize_together)
+    results = run_group(3, tokenize_together)
     assert results == [contents(tokenize(config)[1])] * 3
 
 
@@ -181,6 +181,6 @@ def test_processes_that_build_rows_at_once_agree(
     """The processes have no locks, as on some file systems of clusters."""
     tokenize(change(config, packing="none"))
     monkeypatch.setattr("fcntl.flock", lambda *args: None)
-    results = run_processes(4, lambda process: contents(tokenize(config)[1]))
+    results = run_group(4, lambda process: contents(tokenize(config)[1]))
     assert results == [results[0]] * 4
     assert not [*config.cache.rglob("*.partial")]

@@ -2,66 +2,16 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import pytest
 
-from tests.helpers.waiting import MAX_S
+from tests.helpers.thread_groups import ThreadGroup, run_together
 from trainer.distributed import agreement
 from trainer.distributed.agreement import check_agreement
 from trainer.distributed.process_group import SingleProcess
 from trainer.models.errors import PYTHON, TERMINAL, Option, PrepError
-
-
-@dataclass
-class Shared:
-    """Memory of a job whose processes are threads."""
-
-    count: int
-    texts: dict[tuple[str, str, int], queue.Queue[str]] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def place(self, kind: str, name: str, index: int) -> queue.Queue[str]:
-        """Return the place of a text."""
-        with self.lock:
-            return self.texts.setdefault((kind, name, index), queue.Queue())
-
-
-@dataclass
-class ThreadGroup:
-    """ProcessGroup of threads. Each name is used once."""
-
-    index: int
-    shared: Shared
-    barriers: threading.Barrier
-    gathered: list[str] = field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        """Number of threads."""
-        return self.shared.count
-
-    def barrier(self, name: str) -> None:
-        """Wait for all threads."""
-        self.barriers.wait(60)
-
-    def gather(self, name: str, text: str) -> list[str]:
-        """Return the texts of all threads on the first."""
-        self.gathered.append(name)
-        self.shared.place("gather", name, self.index).put(text)
-        indices = range(self.count) if self.index == 0 else ()
-        return [self.shared.place("gather", name, index).get(timeout=MAX_S) for index in indices]
-
-    def broadcast(self, name: str, text: str) -> str:
-        """Return the text of the first thread."""
-        if self.index == 0:
-            for index in range(self.count):
-                self.shared.place("broadcast", name, index).put(text)
-        return self.shared.place("broadcast", name, self.index).get(timeout=MAX_S)
 
 
 def compare(
@@ -70,19 +20,17 @@ def compare(
     options: Mapping[str, Option] | None = None,
 ) -> tuple[list[PrepError | None], list[str]]:
     """Compare the facts of threads; return the error of each, and the names that the first has gathered."""
-    shared, barriers = Shared(len(facts)), threading.Barrier(len(facts))
-    groups = [ThreadGroup(index, shared, barriers) for index in range(len(facts))]
+    gathered = list[str]()
 
-    def run(group: ThreadGroup) -> PrepError | None:
+    def run(group: ThreadGroup) -> None:
+        warn = None if warnings is None else warnings.append
         try:
-            warn = None if warnings is None else warnings.append
             check_agreement(group, facts[group.index], hint="the hint", options=options, warn=warn)
-        except PrepError as error:
-            return error
-        return None
+        finally:
+            if group.index == 0:
+                gathered.extend(group.gathered)
 
-    with ThreadPoolExecutor(len(facts)) as pool:
-        return list(pool.map(run, groups)), groups[0].gathered
+    return run_together(len(facts), run), gathered
 
 
 def test_equal_facts_are_compared_by_their_digests_only():

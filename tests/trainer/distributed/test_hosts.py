@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.process_groups import ThreadProcess, run_processes
+from tests.helpers.thread_groups import ThreadGroup, run_group
 from trainer.distributed import hosts
 from trainer.distributed.process_group import SingleProcess
 
 
 def test_processes_per_host_counts_one_machine_only(monkeypatch: pytest.MonkeyPatch):
-    assert run_processes(3, hosts.processes_per_host) == [3] * 3
+    assert run_group(3, hosts.processes_per_host) == [3] * 3
     assert hosts.processes_per_host(SingleProcess()) == 1
     names = iter("aab")
     monkeypatch.setattr(hosts, "machine_id", lambda: next(names))
-    assert run_processes(3, hosts.processes_per_host) == [2] * 3
+    assert run_group(3, hosts.processes_per_host) == [2] * 3
 
 
 def test_machine_id_depends_on_kernel_and_host_name(
@@ -40,12 +40,12 @@ def test_each_folder_has_exactly_one_writing_process(
 ):
     """Processes after the first `num_shared` ones have a folder of their own."""
 
-    def writes(process: ThreadProcess) -> bool:
+    def writes(process: ThreadGroup) -> bool:
         folder = tmp_path / ("shared" if process.index < num_shared else "other")
         folder.mkdir(exist_ok=True)
         return hosts.writes_shared_folder(folder, process)
 
-    assert run_processes(4, writes) == writers
+    assert run_group(4, writes) == writers
     assert list(tmp_path.rglob(f"{hosts.PROBE_PREFIX}*")) == []
 
 

@@ -437,7 +437,7 @@ def test_generation_config_rejects_zero_new_tokens():
 
 def test_decode_loop_does_not_copy_layers_beyond_whole_periods():
     config = GOLDEN["gemma3_text"] | {
-        "num_hidden_layers": 9,
+        "num_hidden_layers": 7,
         "hidden_size": 64,
         "intermediate_size": 512,
     }

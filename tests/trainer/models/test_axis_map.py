@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.models.axis_map import SizedAxis, TensorIndex, bind_row, parse_row
+from trainer.models.axis_map import SizedAxis, TensorIndex, bind_row
 from trainer.models.errors import PrepError
+from trainer.models.row_text import parse_row
 
 SIZES = {
     "layers": 3,

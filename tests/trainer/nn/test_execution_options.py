@@ -52,7 +52,7 @@ FAMILY_CASES = [
     *((family, "all chunked") for family in ("gpt_neo", "gemma2", "mixtral", "t5")),
     *((family, "named activations") for family in ("gemma2", "t5")),
 ]
-FAST_CASES = [("llama-biases", name) for name in ("uneven tiles", "named activations", "offload")]
+FAST_CASES = [("llama-biases", name) for name in ("uneven tiles", "offload")]
 
 
 @cache

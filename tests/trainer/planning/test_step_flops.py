@@ -43,6 +43,13 @@ def test_attention_full_is_the_formula_of_palm():
     assert flops.attention_causal + flops.masked == flops.attention_full
 
 
+def test_differential_attention_reads_values_of_two_heads():
+    plain = count("llama", LLAMA_7B)
+    differential = count("diffllama", LLAMA_7B)
+    # Products of queries and keys, and twice as many of probabilities and values.
+    assert differential.attention_full == 3 * plain.attention_full // 2
+
+
 def test_windows_limit_attention_per_layer():
     config = LLAMA_7B | {"sliding_window": 256}
     windowed, full = count("mistral", config), count("mistral", config | {"sliding_window": None})

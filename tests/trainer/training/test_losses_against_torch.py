@@ -35,7 +35,8 @@ lazy_module("transformers")
 
 CONFIGS = {config["model_type"]: config for config in (*ALL_CONFIGS, *DENSE_CONFIGS.values())}
 # A family of each mechanism: dense, MoE, latent attention, attention sinks, ALiBi, an encoder, linear attention, state
-# space layers, attention beside them, layers of one sublayer, and short convolutions.
+# space layers, attention beside them, layers of one sublayer, short convolutions, heads in shards, differential
+# attention, and scores of keys.
 MESH_FAMILIES = (
     "llama",
     "mixtral",
@@ -49,6 +50,9 @@ MESH_FAMILIES = (
     "falcon_h1",
     "nemotron_h",
     "lfm2",
+    "codegen",
+    "diffllama",
+    "doge",
 )
 STEPS = 20
 BATCH = 4

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.corpus import TEXT, make_config
-from tests.helpers.process_groups import ThreadProcess, run_processes
+from tests.helpers.thread_groups import ThreadGroup, run_group
 from trainer.data.store import DamagedStoreError
 from trainer.data.tokenize import TokenizeConfig, open_tokens
 from trainer.models.errors import PrepError
@@ -22,7 +22,7 @@ def config(tmp_path: Path) -> TokenizeConfig:
 
 
 def tokenize(
-    process: ThreadProcess, config: TokenizeConfig
+    process: ThreadGroup, config: TokenizeConfig
 ) -> tuple[list[int], list[str], list[int]]:
     """Return the tokens, the notes, and the bytes that the process tokenized."""
     notes: list[str] = []
@@ -34,10 +34,10 @@ def tokenize(
 
 
 def test_process_0_makes_the_tokens_of_a_shared_cache(config: TokenizeConfig):
-    first, *others = run_processes(3, lambda process: tokenize(process, config))
+    first, *others = run_group(3, lambda process: tokenize(process, config))
     assert first[2] == [0, len(TEXT)]
     assert others == [(first[0], first[1], [])] * 2
-    again = run_processes(3, lambda process: tokenize(process, config))
+    again = run_group(3, lambda process: tokenize(process, config))
     assert [result[2] for result in again] == [[], [], []]
     assert [path.name for path in config.cache.iterdir() if path.is_dir()] == [
         open_identity(config)
@@ -53,23 +53,23 @@ def open_identity(config: TokenizeConfig) -> str:
 def test_processes_without_the_files_open_the_tokens(config: TokenizeConfig):
     """Only processes that tokenize read the data files."""
 
-    def tokenize_own_files(process: ThreadProcess) -> list[int]:
+    def tokenize_own_files(process: ThreadGroup) -> list[int]:
         return tokenize(
             process, config if process.index == 0 else replace(config, paths=("missing.txt",))
         )[0]
 
-    results = run_processes(2, tokenize_own_files)
+    results = run_group(2, tokenize_own_files)
     assert results[0] == results[1]
 
 
 def test_processes_with_own_caches_make_own_tokens(config: TokenizeConfig, tmp_path: Path):
-    def tokenize_own_cache(process: ThreadProcess) -> tuple[list[int], list[int]]:
+    def tokenize_own_cache(process: ThreadGroup) -> tuple[list[int], list[int]]:
         ids, _, progress = tokenize(
             process, replace(config, cache=tmp_path / f"cache{process.index}")
         )
         return ids, progress
 
-    results = run_processes(2, tokenize_own_cache)
+    results = run_group(2, tokenize_own_cache)
     assert results[0] == results[1]
     assert results[0][1] == [0, len(TEXT)]
 
@@ -77,7 +77,7 @@ def test_processes_with_own_caches_make_own_tokens(config: TokenizeConfig, tmp_p
 def test_other_data_on_another_host_is_an_error(config: TokenizeConfig, tmp_path: Path):
     (tmp_path / "b.txt").write_text(TEXT * 2)
 
-    def tokenize_own_files(process: ThreadProcess) -> None:
+    def tokenize_own_files(process: ThreadGroup) -> None:
         path = str(tmp_path / f"{'ab'[process.index]}.txt")
         tokenize(process, replace(config, cache=tmp_path / f"cache{process.index}", paths=(path,)))
 
@@ -85,11 +85,11 @@ def test_other_data_on_another_host_is_an_error(config: TokenizeConfig, tmp_path
         PrepError,
         match="the data of process 1 differs from the data of process 0 - its tokens are ",
     ):
-        run_processes(2, tokenize_own_files)
+        run_group(2, tokenize_own_files)
 
 
 def test_open_tokens_checks_sizes(config: TokenizeConfig):
-    run_processes(1, lambda process: tokenize(process, config))
+    run_group(1, lambda process: tokenize(process, config))
     identity = open_identity(config)
     path = config.cache / identity / "tokens.bin"
     path.write_bytes(path.read_bytes()[:-1])

@@ -137,6 +137,8 @@ def test_updates_below_the_spacing_are_kept_on_average():
     assert mean == pytest.approx(1 + 40 * step_size, abs=2**-7 / 10)
 
 
+# By default test_bfloat16_run_is_saved_resumed_and_exported has moments in float32.
+@pytest.mark.slow
 def test_gradients_of_bfloat16_parameters_are_float32():
     """The first moment of Adam is a multiple of them; rounding to bfloat16 changes it by up to 2^-9 of itself."""
     moments, narrow = [], runs.make_setup(runs.LLAMA, accumulate=2, param_dtype="bfloat16")
