@@ -323,12 +323,20 @@ def _add_report_fields(
     }
     # Only values that were not cast can be compared with the source.
     compared_with = "" if options["dtype"] else f" {source.display_name}"
+    next_command = f"prep verify {OUT_PLACEHOLDER}{compared_with}"
+    notes = [line]
+    if any(stream.scale and not stream.scale.is_exact for stream in plan.streams):
+        # `verify` refuses an output with values that the way back would change.
+        next_command = f"prep inspect {OUT_PLACEHOLDER}"
+        notes.append(
+            "the scale of the queries rounds: an output with changed values is not read back"
+        )
     return PlannedConversion(
         plan,
         f"{plan.settings['name']}-{_output_suffix(options)}",
-        notes=(line,),
+        notes=tuple(notes),
         fields=fields,
-        next_command=f"prep verify {OUT_PLACEHOLDER}{compared_with}",
+        next_command=next_command,
         source_view=source,
     )
 

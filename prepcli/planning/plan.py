@@ -102,6 +102,12 @@ class RootScale:
     number: int
     significant: str = ""
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the way back returns every value: the root is a power of 2, or the values have a narrower dtype."""
+        root = math.isqrt(self.number)
+        return bool(self.significant) or (root * root == self.number and root & (root - 1) == 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Stream:

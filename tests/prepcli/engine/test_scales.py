@@ -29,6 +29,14 @@ def test_power_of_four_is_exact_for_all_bfloat16_values(number: int):
     assert np.array_equal(unscale_values(scaled, RootScale(number)), values)
 
 
+@pytest.mark.parametrize(
+    ("number", "is_exact"), [(1, True), (4, True), (8, False), (64, True), (144, False)]
+)
+def test_roots_that_are_powers_of_two_are_exact(number: int, is_exact: bool):
+    assert RootScale(number).is_exact == is_exact
+    assert RootScale(number, "bfloat16").is_exact
+
+
 @pytest.mark.parametrize("number", [8, 96, 128])
 def test_way_back_from_float32_returns_all_bfloat16_values(number: int):
     values = all_bfloat16().astype(np.float32)

@@ -191,7 +191,8 @@ def way_back(query: np.ndarray) -> np.ndarray:
 
 def test_scale_that_rounds_is_counted():
     tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
-    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
+    conversion = prep.export("./model", "out", layout="maxtext")
+    assert conversion.next_command == "prep inspect out"
     assert_same(read_init(Path("out/0/items")), TREES["maxtext"](tensors, ROUNDED))
     changed = sum(np.count_nonzero(tensors[name] != way_back(tensors[name])) for name in QUERIES)
     manifest = json.loads(Path("out/prep-manifest.json").read_text())

@@ -49,9 +49,12 @@ MAXTEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 16}),
 }
 TUNIX_MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"head_dim": 16},
+    "llama": {"rope_parameters": TUNIX_ROPE},
+    "qwen2": {"rope_parameters": TUNIX_ROPE, "tie_word_embeddings": True},
+    "qwen3": {"rope_parameters": TUNIX_ROPE, "head_dim": 16},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},
 }
 
 
@@ -63,7 +66,7 @@ def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def make_model(model_type: str, changes: dict[str, Any]) -> np.ndarray:
     """Save a random model of transformers to `model`, and return its logits for the tokens 1 to 12."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **SIZES, **changes)
+    config = transformers.AutoConfig.for_model(model_type, **(SIZES | changes))
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -104,7 +107,7 @@ def test_maxtext_computes_the_logits_of_transformers(model: str, layout: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", TUNIX_MODELS)
 def test_tunix_restores_and_saves_every_bit(model_type: str):
-    expected = make_model(model_type, {"rope_parameters": TUNIX_ROPE, **TUNIX_MODELS[model_type]})
+    expected = make_model(model_type, TUNIX_MODELS[model_type])
     run_ok("export", "./model", "--layout", "tunix", "--out", "out")
     folders = (str(Path(name).absolute()) for name in ("out", "saved"))
     run_oracle("PREP_TUNIX_PYTHON", "tunix_oracle.py", "model/config.json", *folders, "logits.npy")

@@ -83,7 +83,7 @@ def test_values_equal_transformers(architecture: str, type_name: str):
         assert np.array_equal(tensors[name], array.astype(np.float32)), name
 
 
-# test_gguf_hub and the values of each architecture read the other configs.
+# The test above converts every architecture, so every second config is compared by default.
 @pytest.mark.parametrize("architecture", slow_except(CONFIGS, list(CONFIGS)[::2]))
 def test_config_equals_transformers(architecture: str):
     make_gguf(Path("m.gguf"), architecture)
