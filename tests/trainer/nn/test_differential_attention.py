@@ -41,6 +41,16 @@ def test_pair_factors_follow_the_equation():
     np.testing.assert_allclose(factors["output"], 0.7, rtol=1e-6)
 
 
+def test_output_factor_is_not_rounded_to_bfloat16():
+    ones = {name: {"weight": jnp.ones(6)} for name in LAMBDA_VECTORS}
+    factors = pair_factors(ones, jnp.float32(0.2), jnp.dtype("bfloat16"))
+    assert factors["lambda"].dtype == jnp.bfloat16
+    # In bfloat16 it is 0.80078125: each layer would scale its output by 0.1 % too much.
+    assert float(factors["output"]) == np.float32(1) - np.float32(0.2)
+    mixed = jnp.asarray(normal(1, 3, 4, 6), jnp.bfloat16)
+    assert subtract_pairs(mixed, factors, EPS).dtype == jnp.bfloat16
+
+
 def test_pair_values_joins_heads_of_both_halves():
     values = normal(2, 5, 4, 3)
     paired = pair_values(KV(jnp.zeros((2, 5, 4, 3)), jnp.asarray(values)), ShardingContext())
