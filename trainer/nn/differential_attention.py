@@ -20,12 +20,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import LAMBDA_VECTORS
 from trainer.nn.attention_mask import KV
 from trainer.nn.layer_weights import Leaves, Projections
 from trainer.nn.norms import plain_rms_norm
 
-# Keys of the four vectors of a layer among the weights of attention.
-LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 # Key of the result of `pair_factors` in the weights of a chunk.
 PAIR_FACTORS = "pair_factors"
 

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import LAMBDA_VECTORS
 from trainer.nn.attention_mask import KV
 from trainer.nn.differential_attention import (
-    LAMBDA_VECTORS,
     initial_lambdas,
     pair_factors,
     pair_values,
