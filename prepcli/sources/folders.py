@@ -32,6 +32,7 @@ class Access:
         allow_gguf: Accept GGUF files.
         progress: Receives the progress of a download.
         warn: Called with a warning if the hub is unreachable and a cached model is used.
+        note: Called with a note if quantisation settings of the model are ignored.
         retry_policy: Time-out and retries of each request.
         copied_files: Name patterns of further side files to fetch.
     """
@@ -44,6 +45,7 @@ class Access:
     allow_gguf: bool = False
     progress: Progress = field(default_factory=NullProgress)
     warn: Callable[[str], object] = str
+    note: Callable[[str], object] = str
     retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY
     copied_files: tuple[str, ...] = ()
 
@@ -62,6 +64,7 @@ def make_access(
         allow_urls,
         progress=observer.progress(),
         warn=observer.warn,
+        note=observer.note,
         retry_policy=policy,
     )
 
