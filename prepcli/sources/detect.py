@@ -176,6 +176,8 @@ RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
 def detect(folder: Folder, *, allow_adapters: bool = False, allow_quantized: bool = False) -> Kind:
     """Detect the format of a checkpoint. Of its contents, only the config is read.
 
+    The headers of weights are read too if there are settings of a quantisation tool, unless `allow_quantized`.
+
     An Orbax checkpoint may be an item, a step folder or a run folder with steps.
 
     Args:
@@ -274,7 +276,8 @@ def _check_config(folder: Folder, *, allow_quantized: bool) -> None:
 
 def _has_only_dense_tensors(folder: Folder) -> bool:
     """Return whether no tensor is quantised. Settings of a quantisation tool are then left over."""
-    return isinstance(folder, LocalFolder) and not has_quantized_tensors(folder.path)
+    headers = folder.fetch_headers()
+    return headers is not None and not has_quantized_tensors(headers)
 
 
 def _find_quantisation(config: Any) -> str:

@@ -106,6 +106,16 @@ class Folder(Protocol):
         """Return bytes of a listed file, or fewer if the file is shorter."""
         ...
 
+    def fetch_headers(self) -> Path | None:
+        """Return a local folder with the headers of all safetensors files, or None if there are no such files.
+
+        A local folder is returned as it is, with weights of any format.
+
+        Raises:
+            PrepError: A header cannot be fetched.
+        """
+        ...
+
     def prepare_local_files(self, kind: Kind) -> LocalFiles:
         """Return the local files from which a checkpoint of this format is opened.
 
@@ -138,6 +148,10 @@ class LocalFolder:
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Return bytes of a file, or fewer if the file is shorter."""
         return read_bytes(self.path / name, start, stop - start)
+
+    def fetch_headers(self) -> Path:
+        """Return the folder itself."""
+        return self.path
 
     def prepare_local_files(self, kind: Kind) -> LocalFiles:
         """Return the folder itself: local files are read where they are."""
