@@ -187,7 +187,7 @@ def _find_compressed(settings: Mapping[str, Any], stored: StoredWeights) -> Iter
         yield ScaledDecoder(
             weight,
             scale,
-            block=_compressed_block(schemes, weight, scale),
+            block=_shape_of_scaled_block(schemes, weight, scale),
             zero_point=stored.take_optional(f"{weight.name}_zero_point"),
             dtype=dtype,
         )
@@ -252,7 +252,7 @@ def _packed_weight(
     )
 
 
-def _compressed_block(
+def _shape_of_scaled_block(
     schemes: Sequence[Scheme], weight: FileTensor, scale: FileTensor
 ) -> tuple[int, int]:
     """Return how many rows and columns share a scale, for dense codes of compressed-tensors."""
