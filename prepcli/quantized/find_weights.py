@@ -292,9 +292,10 @@ def _scheme_block(scheme: Scheme, rows: int, columns: int) -> tuple[int, int] | 
 def _fitting_schemes(
     schemes: Sequence[Scheme], shape: tuple[int, ...], scale: FileTensor
 ) -> list[Scheme]:
-    """Return the schemes with the scales of a weight.
+    """Return the schemes that give scales of this shape.
 
-    Each scheme names modules by `targets`, which are names or classes. The scales show it without the modules.
+    A scheme names its modules by `targets`, names or classes. Classes are unknown here, so the shape of the scales
+    decides.
 
     Args:
         schemes: Schemes of all groups of modules.

@@ -258,7 +258,7 @@ def _extents(factors: Iterable[SizedAxis]) -> list[int]:
 
 
 def _fixed_index(axis_map: AxisMap) -> tuple[int | slice, ...]:
-    """Return the index that selects a leaf's part of a tensor, e.g. `(0, :, :)` for the query in [qkv, heads, head_dim].
+    """Return the index of a leaf's part of a tensor, e.g. `(0, :, :)` for the query in [qkv, heads, head_dim].
 
     The tensor has one dim per named axis of its axis map. Axes with a fixed index are selected by it.
     """
