@@ -221,8 +221,10 @@ def _with_text_part(contents: CheckpointContents) -> CheckpointContents:
 def _with_decoders(contents: CheckpointContents) -> CheckpointContents:
     """Return the contents with the decoders of quantised weights. A fault becomes one of `non_arrays`."""
     settings = model_quantization(contents.config, contents.folder)
-    if not settings and (remark := left_over_remark(contents.folder)):
-        return replace(contents, non_arrays=(*contents.non_arrays, remark))
+    if not settings and contents.kind in ("safetensors", "torch"):
+        remark = left_over_remark(contents.folder)
+        if remark:
+            return replace(contents, non_arrays=(*contents.non_arrays, remark))
     if not settings or contents.kind != "safetensors":
         return contents
     try:

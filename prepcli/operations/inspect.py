@@ -416,7 +416,8 @@ def _read_checkpoint(
         stream=options.get("stream", False),
         allow_urls=True,
     )
-    access = replace(access, allow_adapters=True, allow_quantized=True, allow_gguf=True)
+    # The report names ignored settings of quantisation.
+    access = replace(access, allow_adapters=True, allow_quantized=True, allow_gguf=True, note=str)
     located = locate(checkpoint, options.get("revision"), step=options.get("step"), access=access)
     config = options.get("config")
     config_path = None if config is None else Path(config)
