@@ -542,7 +542,8 @@ def _is_scale_record(record: JsonValue) -> bool:
     number = record.get("sqrt")
     lost = record.get("lost")
     is_known = record.get("significant") in ("", "float16", "bfloat16", "float32")
-    return is_known and isinstance(number, int) and number > 0 and isinstance(lost, int)
+    has_numbers = isinstance(number, int) and number > 0 and isinstance(lost, int)
+    return is_known and has_numbers and isinstance(record.get("digest"), str)
 
 
 def _check_records(path: Path, records: JsonValue) -> None:
