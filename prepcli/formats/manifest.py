@@ -282,6 +282,11 @@ class Manifest:
         return self.fields.get(SCALES_KEY, {})
 
     @property
+    def lost_values(self) -> int:
+        """Number of values that the scale of another trainer's layout has rounded."""
+        return sum(record["lost"] for record in self.scales.values())
+
+    @property
     def dropped(self) -> Sequence[Mapping[str, object]]:
         """Records of the tensors, rows and state slots of the source that are not in the output."""
         dropped = self.fields.get("dropped", ())

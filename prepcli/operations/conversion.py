@@ -219,7 +219,7 @@ def open_checkpoint(
         observer: Receives notes, warnings and progress.
         is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
         allow_adapters: Accept an adapter of PEFT.
-        keeps_scales: Read the scaled values of another trainer's layout as they are stored.
+        keeps_scales: Read values that another trainer's scale has rounded as they are stored.
 
     Returns:
         The located checkpoint and its source. Only headers are read.

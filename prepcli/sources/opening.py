@@ -38,7 +38,7 @@ def open_source(
         verbatim: True: use the verbatim family. None: use it if no family has the model_type. False: raise then.
         copied_files: Name patterns of further side files to copy.
         dequantize: Decode quantised weights.
-        keeps_scales: Read the scaled values of another trainer's layout as they are stored. See `SourceHints`.
+        keeps_scales: Read values that another trainer's scale has rounded as they are stored. See `SourceHints`.
 
     Raises:
         PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim

@@ -29,8 +29,8 @@ class SourceHints:
         verbatim: True: use the verbatim family. None: use it if no family has the model_type. False: never use it.
         copied_files: Name patterns of further side files to copy.
         is_remote: Whether the files are placeholders of remote files.
-        keeps_scales: Whether values are read as they are stored, with the scale of another trainer's layout, if their
-            manifest has digests of them.
+        keeps_scales: Whether values that the scale of another trainer's layout has rounded are read as they are stored.
+            Otherwise they are refused.
     """
 
     config_path: Path | None = None

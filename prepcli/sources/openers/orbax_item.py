@@ -198,7 +198,7 @@ def _open_foreign_item(
     else:
         tree = match_foreign_tree(leaves, family, config, display_name)
         scale_records: Mapping[str, ScaleRecord] = {}
-        if hints.keeps_scales and manifest is not None:
+        if hints.keeps_scales and manifest is not None and manifest.lost_values:
             scale_records = manifest.scales
         elif tree.scales:
             # The layout is known only after the match. The leaves with a scale are then read through it.
@@ -253,11 +253,11 @@ def _root_scales(
     Raises:
         PrepError: The scale has changed values, so that the way back would not return the exported ones.
     """
-    records = (manifest or NO_MANIFEST).scales
-    lost = sum(record["lost"] for record in records.values())
-    if lost:
+    manifest = manifest or NO_MANIFEST
+    records = manifest.scales
+    if manifest.lost_values:
         number = next(iter(tree.scales.values()))
-        why = f"its layout divides by the square root of {number}, which changed {lost:,} values"
+        why = f"its layout divides by the square root of {number}, which changed {manifest.lost_values:,} values"
         hint = text(
             "read the model that it was made from; {} checks the stored values",
             Command("verify", display_name),

@@ -16,6 +16,7 @@ import prepcli as prep
 from prepcli.execution import execute
 from prepcli.formats.orbax import ArrayMeta
 from tests.helpers.llama_trees import read_init
+from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.tiny_checkpoints import (
     GROUPED_QUERY,
@@ -248,6 +249,32 @@ def test_verify_checks_stored_values_of_a_scale_that_rounds():
     differences = prep.verify("out").differences
     assert len(differences) == 1
     assert "self_attn.q_proj.weight" in differences[0]["tensor"]
+
+
+def test_chain_proves_a_scale_that_rounds():
+    make_checkpoint(Path("model"), ROUNDED, "bfloat16")
+    run_ok("save-init", "./model", "--out", "init")
+    run_ok("export", "init", "--layout", "maxtext", "--out", "out")
+    chain = prep.verify_chain("out")
+    assert [link.status for link in chain.links] == ["proven", "proven"]
+
+
+def test_chain_finds_other_values_behind_a_scale():
+    tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
+    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
+    Path("other").mkdir()
+    shutil.copy("model/config.json", "other")
+    tensors[QUERIES[1]] = -tensors[QUERIES[1]]
+    save_file(tensors, "other/model.safetensors")
+    run_ok("export", "./other", "--layout", "maxtext", "--out", "forged")
+    # The stored values are those of the other model. The recorded tensors and the source are those of the first one.
+    genuine = json.loads(Path("out/prep-manifest.json").read_text())
+    with changed_manifest(Path("forged")) as manifest:
+        for key in ("tensors", "source", "request"):
+            manifest[key] = genuine[key]
+    chain = prep.verify_chain("forged", allow_unproven=True)
+    assert chain.broken_link is not None
+    assert "other values than in model: layers.1.self_attn.q_proj" in chain.broken_link.reason
 
 
 def flip_bit(item: Path, leaf: str) -> None:
