@@ -201,9 +201,9 @@ def _make_prompts(file: PathLike | None, models: Sequence[_Model]) -> Prompts:
 
 
 def _max_length(opened: OpenedModel) -> int | None:
-    """Return the number of learned positions of a model. None if it has no limit."""
+    """Return the length of the longest sequence of a model. None if it has no limit."""
     arch_config = opened.model.arch_config
-    if arch_config.has_learned_positions:
+    if arch_config.has_limited_positions:
         return arch_config.max_positions
     return None
 

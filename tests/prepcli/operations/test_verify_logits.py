@@ -14,6 +14,7 @@ import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import PrepError, UsageError
 from prepcli.operations.logit_distance import BLOCK_ROWS, measure_logits, relative_differences
+from tests.helpers.later_configs import LATER_FAMILIES
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
 
@@ -126,6 +127,17 @@ def test_model_equals_itself_in_transformers(
     assert comparison
     assert [prompt.parts_at for prompt in comparison.prompts] == [None, None]
     assert all(prompt.layer_differences for prompt in comparison.prompts)
+
+
+def test_random_prompts_fit_the_positions_of_doge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(tmp_path / "m", LATER_FAMILIES["doge"], max_position_embeddings=20)
+    comparison = prep.verify_logits("./m", "./m", tolerance=0)
+    assert [prompt.tokens for prompt in comparison.prompts] == [16, 20]
+    ids = ",".join(["3"] * 21)
+    Path("long.txt").write_text(f"{ids}\n")
+    with pytest.raises(UsageError, match="prompt 1 has 21 tokens"):
+        prep.verify_logits("./m", "./m", prompt_ids="long.txt")
 
 
 def test_layouts_and_padding_do_not_change_logits(home: Path):
