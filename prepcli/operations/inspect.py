@@ -45,6 +45,7 @@ from trainer.models.mesh import Mesh, parse_mesh
 from trainer.models.parameters import VERBATIM
 from trainer.models.partition import Spec
 from trainer.models.rule_text import merge_rules
+from trainer.models.rules import Rules
 from trainer.models.suggest import suggest
 
 ShapeAndDtype = tuple[tuple[int, ...], str]
@@ -185,6 +186,12 @@ def check_view(pattern: str | None, view: ViewOptions) -> None:
     for name in ("tree", "stats", "shards", "diff"):
         if view[name] not in (None, False):
             views.append(Option(name, view[name]))
+    if view["quantized"] != "keep" and view["diff"] is not None:
+        quantized = Option("quantized", view["quantized"])
+        why = "it compares the tensors as they are stored"
+        raise usage_error(
+            text("{} has no effect", quantized), why, text("remove {}", Option("quantized"))
+        )
     if view["html"] is not None:
         _check_page_view(view)
         return
@@ -204,12 +211,6 @@ def check_view(pattern: str | None, view: ViewOptions) -> None:
     if view["sort"] != "file" and (view["shards"] is not None or view["diff"] is not None):
         what = text("{} has no effect", Option("sort", view["sort"]))
         raise usage_error(what, "it sorts tables and trees", text("remove {}", Option("sort")))
-    if view["quantized"] != "keep" and view["diff"] is not None:
-        quantized = Option("quantized", view["quantized"])
-        why = "it compares the tensors as they are stored"
-        raise usage_error(
-            text("{} has no effect", quantized), why, text("remove {}", Option("quantized"))
-        )
     if pattern is not None and view["shards"] is not None:
         raise usage_error(
             f"unexpected argument `{pattern}`",
@@ -305,7 +306,15 @@ def shard_leaf(
         names_command=names_command,
     )
     rules = merge_rules(partition_rules(contents))
-    spec = item_leaf_spec(
+    spec = logical_leaf_spec(contents, leaf, mesh, rules)
+    return LeafShards(inspected, leaf, spec, mesh)
+
+
+def logical_leaf_spec(
+    contents: CheckpointContents, leaf: LogicalLeaf, mesh: Mesh, rules: Rules
+) -> Spec:
+    """Return the sharding of a leaf. Raise UsageError if the mesh does not divide it."""
+    return item_leaf_spec(
         leaf.name,
         leaf.path,
         leaf.dims,
@@ -314,7 +323,6 @@ def shard_leaf(
         rules=rules,
         checkpoint=contents.display_name,
     )
-    return LeafShards(inspected, leaf, spec, mesh)
 
 
 def compare_shapes(

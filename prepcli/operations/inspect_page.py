@@ -16,6 +16,7 @@ from prepcli.operations.inspect import (
     ShapeComparison,
     SourceSummary,
     compare_shapes,
+    logical_leaf_spec,
     select_tensors,
 )
 from prepcli.operations.inspection_options import ViewOptions
@@ -28,7 +29,6 @@ from prepcli.pages.inspection_page import (
     write_inspection_page,
 )
 from trainer.models.mesh import parse_mesh
-from trainer.models.partition import leaf_spec
 from trainer.models.rule_text import merge_rules
 
 
@@ -72,7 +72,13 @@ def write_page(
     """
     check_page_path(path)
     selected = select_tensors(
-        checkpoint, observer, options, pattern=pattern, sort=view["sort"], stats=view["stats"]
+        checkpoint,
+        observer,
+        options,
+        pattern=pattern,
+        sort=view["sort"],
+        stats=view["stats"],
+        dequantize=view["quantized"] == "dequantize",
     )
     comparison = None
     if view["diff"] is not None:
@@ -120,9 +126,7 @@ def _shard_model(contents: CheckpointContents, mesh_text: str | None) -> Sharded
     rules = merge_rules(partition_rules(contents))
     leaves = []
     for leaf in logical_leaves(contents).values():
-        name = contents.display_name
-        spec = leaf_spec(leaf.path, leaf.dims, leaf.shape, mesh=mesh, rules=rules, checkpoint=name)
-        leaves.append((leaf, spec))
+        leaves.append((leaf, logical_leaf_spec(contents, leaf, mesh, rules)))
     return ShardedModel(mesh, leaves)
 
 
