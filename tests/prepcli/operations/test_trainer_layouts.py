@@ -40,11 +40,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": GROUPED_QUERY | {"model_type": "mixtral", "num_local_experts": 4},
     "qwen2": GROUPED_QUERY | {"model_type": "qwen2"},
     "qwen3": GROUPED_QUERY | {"model_type": "qwen3"},
+    "qwen3_moe": GROUPED_QUERY
+    | {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
 }
 LLAMA = MODELS["llama"]
 GEMMA = GROUPED_QUERY | {"model_type": "gemma"}
 TUNIX_MODELS = {
-    **{name: MODELS[name] for name in ("llama", "qwen2", "qwen3")},
+    **{name: MODELS[name] for name in ("llama", "qwen2", "qwen3", "qwen3_moe")},
     "gemma": GEMMA,
     "gemma-equal-heads": GEMMA | {"num_key_value_heads": 4},
     "gemma2": GEMMA | {"model_type": "gemma2"},
