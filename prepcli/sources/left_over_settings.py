@@ -54,14 +54,13 @@ def left_over_remark(folder: Path) -> str:
     """Return a note about quantisation settings beside tensors that are all dense, or an empty string."""
     names: list[str] = []
     if (folder / CONFIG).is_file() and quantization_settings(read_json_object(folder / CONFIG)):
-        names.append(f"the quantisation in {CONFIG}")
+        names.append(CONFIG)
     name = find_settings_file(folder)
     if name:
         names.append(name)
     if not names or has_quantized_tensors(folder):
         return ""
-    verb = "is" if len(names) == 1 else "are"
-    return f"{' and '.join(names)} {verb} ignored: no tensor is quantised"
+    return f"the quantisation in {' and '.join(names)} is ignored: no tensor is quantised"
 
 
 def _stored_dtypes(folder: Path) -> Iterator[tuple[str, str]]:
