@@ -33,9 +33,8 @@ def sizes(config: HFConfig) -> dict[str, int]:
     # The code of CodeGen2 reads this field, and has eight shards in some models. CodeGenConfig does not have it.
     if config.get("head_dim") is not None:
         what = "`head_dim` is not supported for this family"
-        raise unsupported_config_error(
-            what, "models of CodeGen2 have it, with other shards of heads"
-        )
+        why = "CodeGen2 has it, and some of its models have eight shards of heads"
+        raise unsupported_config_error(what, why)
     axis_sizes = _gpt_style.sizes(
         config, vocab=50400, positions=2048, embed=4096, layers=28, heads=16
     )
