@@ -425,7 +425,7 @@ def _read_meta_llama(path: Path, display_name: str) -> CheckpointContents:
         kind="meta",
         folder=path,
         entries=tuple(
-            _meta_entry(source.names.display_name(tensor.name), tensor, file_of_blob)
+            _meta_layout_entry(source.names.display_name(tensor.name), tensor, file_of_blob)
             for tensor in source.tensors
         ),
         files=source.files,
@@ -435,7 +435,7 @@ def _read_meta_llama(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _meta_entry(name: str, tensor: SourceTensor, file_of_blob: Sequence[int]) -> TensorEntry:
+def _meta_layout_entry(name: str, tensor: SourceTensor, file_of_blob: Sequence[int]) -> TensorEntry:
     # A tensor is split among the files of the shards. The copy of element 0 names the file and the offset
     # at which it begins.
     first_element_box = ((0, 1),) * len(tensor.shape)

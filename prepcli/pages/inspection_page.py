@@ -236,7 +236,7 @@ def _drawing(kind: _LeafKind, mesh: Mesh) -> str:
         text = draw_shard_map(kind.leaf.name, shape, kind.leaf.dtype, spec, mesh)
         return f"<pre>{escape(text)}</pre>"
     down, across = _picture_dims(split_dims, len(shape))
-    boxes = [_matrix_box(box, down, across) for box in device_boxes(spec, mesh, shape)]
+    boxes = [_two_dims_of_box(box, down, across) for box in device_boxes(spec, mesh, shape)]
     names = f"{spec.dim_names[down] or '1'} down, {spec.dim_names[across] or '1'} across"
     picture = shard_map_svg((shape[down], shape[across]), boxes, f"shards of {kind.leaf.path}")
     return f"<p>{escape(names)}</p>{picture}"
@@ -256,7 +256,7 @@ def _picture_dims(split_dims: Sequence[int], num_dims: int) -> tuple[int, int]:
     return down, across
 
 
-def _matrix_box(box: Box, down: int, across: int) -> Box:
+def _two_dims_of_box(box: Box, down: int, across: int) -> Box:
     return (box[down], box[across])
 
 

@@ -48,7 +48,7 @@ class SourceHints:
             if not path.exists():
                 what = text("{} does not exist", Option("config", str(self.config_path)))
                 hint = f"pass a {CONFIG}, or a folder with one"
-                raise PrepError(what, "it describes the model of the weights", hint)
+                raise PrepError(what, "the weights are read by the config of their model", hint)
         else:
             path = folder
         if path.is_dir():
