@@ -209,6 +209,7 @@ def open_checkpoint(
     is_candidate: Callable[[Path], bool] = Path.is_dir,
     *,
     allow_adapters: bool = False,
+    keeps_scales: bool = False,
 ) -> tuple[LocatedCheckpoint, Source]:
     """Locate and open the checkpoint of the options.
 
@@ -217,6 +218,7 @@ def open_checkpoint(
         observer: Receives notes, warnings and progress.
         is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
         allow_adapters: Accept an adapter of PEFT.
+        keeps_scales: Read values that another trainer's scale has rounded as they are stored.
 
     Returns:
         The located checkpoint and its source. Only headers are read.
@@ -264,6 +266,7 @@ def open_checkpoint(
         verbatim=verbatim,
         copied_files=common.copied_files,
         dequantize=is_decoded,
+        keeps_scales=keeps_scales,
     )
     if common.verbatim and not source.family.is_verbatim:
         option = Option("verbatim", True)

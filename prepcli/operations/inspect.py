@@ -467,6 +467,7 @@ def _summarize_source(
     dtypes: dict[str, int] = {}
     for entry in contents.entries:
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.nbytes
+    is_stacked, stack_axis = _stacked_layers(contents)
     fields: SourceSummary = {
         "name": contents.display_name,
         "revision": located.local_files.commit,
@@ -484,8 +485,8 @@ def _summarize_source(
         "dtypes": dict(sorted(dtypes.items(), key=lambda item: -item[1])),
         "layout": manifest.fields.get("layout"),
         "mesh": manifest.fields.get("mesh"),
-        "scan": manifest.fields.get("scan"),
-        "scan_axis": manifest.fields.get("scan_axis"),
+        "scan": is_stacked,
+        "scan_axis": stack_axis,
         "others": contents.non_arrays,
     }
     if contents.adapter:
@@ -506,6 +507,17 @@ def _family_name(contents: CheckpointContents) -> str | None:
     if contents.family is None:
         return None
     return contents.family.name
+
+
+def _stacked_layers(contents: CheckpointContents) -> tuple[bool | None, int | None]:
+    """Return whether the leaves stack the layers, and their axis."""
+    fields = contents.manifest.fields
+    if contents.manifest.is_for_trainer and contents.family is not None:
+        # The layout determines the axis. The manifest does not repeat it.
+        layout = contents.family.layouts.get(fields.get("layout") or "")
+        if layout is not None:
+            return layout.stack_axis is not None, layout.stack_axis
+    return fields.get("scan"), fields.get("scan_axis")
 
 
 def _read_vocabulary_or_warn(contents: CheckpointContents, observer: Observer) -> Vocabulary | None:

@@ -28,6 +28,7 @@ def open_source(
     verbatim: bool | None = False,
     copied_files: tuple[str, ...] = (),
     dequantize: bool = False,
+    keeps_scales: bool = False,
 ) -> Source:
     """Read the headers and settings of a located checkpoint, but no weights.
 
@@ -37,6 +38,7 @@ def open_source(
         verbatim: True: use the verbatim family. None: use it if no family has the model_type. False: raise then.
         copied_files: Name patterns of further side files to copy.
         dequantize: Decode quantised weights.
+        keeps_scales: Read values that another trainer's scale has rounded as they are stored. See `SourceHints`.
 
     Raises:
         PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim
@@ -52,6 +54,7 @@ def open_source(
             verbatim,
             copied_files,
             is_remote=local_files.remote is not None,
+            keeps_scales=keeps_scales,
         )
         source = _read_headers(located, hints)
         _check_headers(source)
