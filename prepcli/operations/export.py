@@ -13,7 +13,7 @@ from typing import Unpack
 from prepcli.console.formatting import format_bytes, parse_bytes
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
-from prepcli.errors import Command, Option, PrepError, join_texts, text, usage_error
+from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.execution.hub_push import parse_push_target
 from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
 from prepcli.formats.safetensors import SUFFIX
@@ -76,6 +76,7 @@ from prepcli.targets.streams import (
 )
 from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.parameters import TreeLayout
+from trainer.models.suggest import did_you_mean
 
 DEFAULT_SHARD_NBYTES = 5 * 10**9
 # Smaller shard sizes need a unit: `5` means 5 bytes, but the user means 5 GB.
@@ -385,20 +386,22 @@ def _manifest_settings(
 def _check_request(options: ExportOptions, source: Source) -> None:
     """Raise UsageError for a conflict of layout, format and size, and for an export without any change."""
     layout = options["layout"]
-    formats = FORMATS_BY_LAYOUT.get(layout, ())
-    if not formats or options["format"] not in (None, *formats):
-        pairs: list[str] = []
-        for known_layout, known_formats in FORMATS_BY_LAYOUT.items():
-            for known_format in known_formats:
-                pair = text("{} {}", Option("layout", known_layout), Option("format", known_format))
-                pairs.append(pair)
-        requested = text("{}", Option("layout", layout))
-        if options["format"]:
-            requested = text("{} {}", requested, Option("format", options["format"]))
+    if layout not in FORMATS_BY_LAYOUT:
+        layouts = list(FORMATS_BY_LAYOUT)
+        raise usage_error(
+            text("{} is unknown", Option("layout", layout)),
+            f"the layouts are {', '.join(layouts)}",
+            did_you_mean(layout, layouts),
+        )
+    formats = FORMATS_BY_LAYOUT[layout]
+    if options["format"] not in (None, *formats):
+        requested = text(
+            "{} {}", Option("layout", layout), Option("format", str(options["format"]))
+        )
         raise usage_error(
             text("{} is not supported", requested),
-            "each layout has its own formats",
-            text("use one of {}", join_texts(", ", pairs)),
+            f"the layout {layout} has the format {' or '.join(formats)}",
+            text("remove {}", Option("format")),
         )
     if layout != HF_LAYOUT and source.wrapper is not None:
         raise usage_error(
