@@ -13,7 +13,7 @@ from typing import Unpack
 from prepcli.console.formatting import format_bytes, parse_bytes
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
-from prepcli.errors import Command, Option, PrepError, text, usage_error
+from prepcli.errors import Command, Option, PrepError, join_texts, text, usage_error
 from prepcli.execution.hub_push import parse_push_target
 from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
 from prepcli.formats.safetensors import SUFFIX
@@ -394,14 +394,18 @@ def _check_request(options: ExportOptions, source: Source) -> None:
             did_you_mean(layout, layouts),
         )
     formats = FORMATS_BY_LAYOUT[layout]
-    if options["format"] not in (None, *formats):
-        requested = text(
-            "{} {}", Option("layout", layout), Option("format", str(options["format"]))
-        )
+    requested_format = options["format"]
+    if requested_format is not None and requested_format not in formats:
+        requested = text("{} {}", Option("layout", layout), Option("format", requested_format))
+        hint = text("remove {}", Option("format"))
+        for other_layout, other_formats in FORMATS_BY_LAYOUT.items():
+            if requested_format in other_formats:
+                hint = join_texts(", or ", [hint, text("use {}", Option("layout", other_layout))])
+                break
         raise usage_error(
             text("{} is not supported", requested),
             f"the layout {layout} has the format {' or '.join(formats)}",
-            text("remove {}", Option("format")),
+            hint,
         )
     if layout != HF_LAYOUT and source.wrapper is not None:
         raise usage_error(
