@@ -23,7 +23,15 @@ from prepcli.engine.io_policy import WriteMode, WritePolicy
 from prepcli.engine.linux import allocate
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.engine.sync_files import sync_many
-from prepcli.errors import GET_AGAIN_HINT, RESUME_HINT, DamagedError, Option, PrepError, text
+from prepcli.errors import (
+    GET_AGAIN_HINT,
+    RERUN_HINT,
+    RESUME_HINT,
+    DamagedError,
+    Option,
+    PrepError,
+    text,
+)
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
 from prepcli.planning.strided_copies import StridedCopy
 from trainer.files.reading import ACCESS_HINT
@@ -160,7 +168,10 @@ class Files:
             raise io_error(path, error) from error
         if _file_identity(fd) != self._identities[file]:
             os.close(fd)
-            raise _replaced_error(path)
+            if self._sizes:
+                raise _replaced_error(path)
+            what = f"{path} was changed by another program"
+            raise PrepError(what, "while prep read it", RERUN_HINT)
         return fd
 
     def _release(self, fd: int) -> None:

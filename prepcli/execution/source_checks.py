@@ -15,6 +15,7 @@ from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import not_equal_error
 from prepcli.remote.remote_files import RemoteBlob
+from prepcli.restore.digest_checks import again_hint
 from prepcli.sources.dequantized import DequantizedBlob
 from prepcli.sources.source import Source
 from trainer.models.json_types import JsonValue
@@ -143,10 +144,14 @@ class IntegrityChecker:
                 f"its decoded values have the digest {digest}, the manifest records {expected}",
                 text("name the quantised model with {}", Option("quantized_source", "SOURCE")),
             )
+        checkpoint_name = self._checkpoint_name(stream)
+        hint = GET_AGAIN_HINT
+        if checkpoint_name == self._source.display_name:
+            hint = again_hint(self._source.manifest)
         return DamagedError(
-            f"{name} in {self._checkpoint_name(stream)} is damaged",
+            f"{name} in {checkpoint_name} is damaged",
             f"its bytes have the digest {digest}, its record has {expected}: the file has changed",
-            GET_AGAIN_HINT,
+            hint,
         )
 
     def _check_overflow(self, stream: Stream, counts: CastCounts | None) -> None:

@@ -18,6 +18,8 @@ from prepcli.restore.params import OpenedModel
 from prepcli.sources.source import CONFIG
 
 REFERENCE_PACKAGES = ("torch", "transformers")
+# Types of models whose hidden states in transformers begin after the first layer.
+STATES_WITHOUT_EMBEDDING = {"mamba", "mamba2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +80,32 @@ def transformers_outputs(
     model = _load_reference(folder)
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
-        with torch.no_grad():
-            output = model(ids, use_cache=False, output_hidden_states=True)
+        try:
+            with torch.no_grad():
+                output = model(ids, use_cache=False, output_hidden_states=True)
+                stream = _residual_stream(model, ids, output.hidden_states)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error!s:.300}"
+            raise PrepError(
+                f"transformers cannot compute {folder}", why, "check it with transformers"
+            ) from error
         states: list[np.ndarray] = []
-        for state in output.hidden_states:
+        for state in stream:
             states.append(state[0].numpy())
         yield PromptOutput(output.logits[0, :, :true_vocab_size].numpy(), tuple(states))
+
+
+def _residual_stream(model: Any, ids: Any, states: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the states of `PromptOutput`, given the hidden states of transformers.
+
+    Args:
+        model: Model of transformers.
+        ids: Token ids [1, tokens].
+        states: Hidden states [1, tokens, width]. Mamba's lack the embedding, and include the last layer.
+    """
+    if model.config.model_type in STATES_WITHOUT_EMBEDDING:
+        return (model.get_input_embeddings()(ids), *states[:-2], states[-1])
+    return states
 
 
 def check_reference(folder: Path, display_name: str, *, is_remote: bool) -> None:
@@ -120,7 +142,14 @@ def _load_reference(folder: Path) -> Any:
     model_class: Any = AutoModelForCausalLM
     try:
         model, loading_info = model_class.from_pretrained(
-            folder, dtype="float32", attn_implementation="eager", output_loading_info=True
+            folder,
+            dtype="float32",
+            attn_implementation="eager",
+            # The default refuses experts whose rows are no multiple of 16 bytes.
+            experts_implementation="eager",
+            # The default asks at a terminal whether to run code of the folder.
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     except Exception as error:
         why = f"{type(error).__name__}: {error!s:.300}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,8 +190,9 @@ class LogitComparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether no logit differs by more than the tolerance."""
-        return all(prompt.max_difference <= self.tolerance for prompt in self.prompts)
+        """Whether no logit differs by more than the tolerance, and all are finite."""
+        differences = [prompt.max_difference for prompt in self.prompts]
+        return all(math.isfinite(d) and d <= self.tolerance for d in differences)
 
     def __bool__(self) -> bool:
         return self.is_equal

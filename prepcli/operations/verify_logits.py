@@ -14,6 +14,7 @@ from typing import NamedTuple, Unpack
 
 import numpy as np
 
+from prepcli.console.formatting import format_bytes
 from prepcli.console.jax_logs import silence_jax
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
@@ -52,6 +53,8 @@ DEFAULT_TOLERANCE = 1e-3
 # Rounding in float32 differs by less, and rounding to bfloat16 by more: 2^-9 is 0.002.
 LAYER_TOLERANCE = 1e-3
 OUT_OF_MEMORY_HINT = "use a device with 4 bytes of memory per parameter"
+# The outputs of the first model stay in memory until the second one has computed the same prompts.
+MAX_OUTPUT_NBYTES = 8 << 30
 RANDOM_LENGTHS = (16, 512)
 RANDOM_SEED = 0
 EMBEDDING = "embedding"
@@ -114,6 +117,7 @@ def verify_logits(
             check_reference(second.folder, second.name, is_remote=second.is_remote)
         prompts = _make_prompts(options["prompt_ids"], (first, second))
         ids = list(prompts.values())
+        _check_output_size(ids, first)
         # The parameters of the first model are deleted before the second ones are loaded.
         observer.note(f"computing {first.name}")
         first_outputs = list(prep_outputs(first.opened, ids))
@@ -201,9 +205,9 @@ def _make_prompts(file: PathLike | None, models: Sequence[_Model]) -> Prompts:
 
 
 def _max_length(opened: OpenedModel) -> int | None:
-    """Return the number of learned positions of a model. None if it has no limit."""
+    """Return the largest number of tokens that a model computes. None if it has no limit."""
     arch_config = opened.model.arch_config
-    if arch_config.has_learned_positions:
+    if arch_config.has_limited_positions:
         return arch_config.max_positions
     return None
 
@@ -241,6 +245,23 @@ def _check_prompts(prompts: Prompts, model: _Model) -> None:
                 f"{model.name} has {max_length:,} positions",
                 "use a shorter prompt",
             )
+
+
+def _check_output_size(prompts: Sequence[Sequence[int]], model: _Model) -> None:
+    """Raise UsageError if the logits and hidden states of all prompts take too much memory."""
+    spec = model.opened.model
+    width = spec.leaves["embed.tokens"].shape[-1]
+    num_tokens = sum(map(len, prompts))
+    num_states = 1 + len(spec.arch_config.sliding_windows)
+    num_values = spec.true_vocab_size + width * num_states
+    nbytes = 4 * num_tokens * num_values
+    if nbytes > MAX_OUTPUT_NBYTES:
+        raise usage_error(
+            f"the prompts have {num_tokens:,} tokens",
+            f"their logits and hidden states take {format_bytes(nbytes)} of memory, "
+            f"the limit is {format_bytes(MAX_OUTPUT_NBYTES)}",
+            "use fewer or shorter prompts",
+        )
 
 
 def _compare(prompt_name: str, first: PromptOutput, second: PromptOutput) -> PromptComparison:

@@ -31,6 +31,8 @@ def logits_report(comparison: LogitComparison, columns: int | None) -> Report:
             second = f"{second} in {comparison.library}"
         what = f"{comparison.checkpoint} does not compute the logits of {second}"
         hint = "the last column names the first layer with another result"
+        if not any(prompt.layer_differences for prompt in comparison.prompts):
+            hint = "compare models with the same layers to find the first one with another result"
         error = PrepError(what, f"they differ by up to {largest:.3g}, {limit}", hint)
     return Report("\n".join(lines), _fields(comparison), error=error)
 
@@ -48,7 +50,7 @@ def _fields(comparison: LogitComparison) -> dict[str, object]:
         "checkpoint": comparison.checkpoint,
         "against": comparison.against,
         "library": comparison.library,
-        "tolerance": comparison.tolerance,
+        "tolerance": _finite_or_none(comparison.tolerance),
         "equal": comparison.is_equal,
         "prompts": prompts,
     }

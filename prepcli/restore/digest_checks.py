@@ -12,6 +12,7 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.pipeline import Pipeline
 from prepcli.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.formats.manifest import Manifest
 from prepcli.planning.plan import Plan, Stream, read_copies
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
@@ -115,14 +116,16 @@ def check_partly_read(source: Source, plan: Plan, progress: Progress) -> None:
         if tensor.name in partly_read and tensor.digests:
             tensors.append(tensor)
     if tensors:
-        check_tensors(source, tensors, progress, _again_hint(source))
+        check_tensors(source, tensors, progress, again_hint(source.manifest))
 
 
-def _again_hint(source: Source) -> str:
-    """Return how to replace a damaged source. Its manifest has the command that made it."""
-    if source.manifest is None:
+def again_hint(manifest: Manifest | None) -> str:
+    """Return how to replace a damaged checkpoint. The manifest of an output has the command that made it."""
+    if manifest is None:
         return GET_AGAIN_HINT
-    request = " ".join(source.manifest.request.split())
+    if manifest.is_training_step:
+        return RECREATE_HINT
+    request = " ".join(manifest.request.split())
     return f"make it again: `{request:.{MAX_REQUEST_LENGTH}}`"
 
 

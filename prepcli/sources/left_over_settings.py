@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prepcli.errors import PrepError
-from prepcli.formats.safetensors import read_safetensors_folder, select_safetensors_files
+from prepcli.formats.safetensors import iter_folder_tensors, select_safetensors_files
 from prepcli.formats.torch_files import detect_torch_kind, read_torch_folder
 from prepcli.formats.untrusted import list_folder
 from prepcli.planning.tensors import FLOAT_DTYPES
@@ -54,24 +54,24 @@ def left_over_remark(folder: Path) -> str:
     """Return a note about quantisation settings beside tensors that are all dense, or an empty string."""
     names: list[str] = []
     if (folder / CONFIG).is_file() and quantization_settings(read_json_object(folder / CONFIG)):
-        names.append(f"the quantisation in {CONFIG}")
+        names.append(CONFIG)
     name = find_settings_file(folder)
     if name:
         names.append(name)
     if not names or has_quantized_tensors(folder):
         return ""
-    verb = "is" if len(names) == 1 else "are"
-    return f"{' and '.join(names)} {verb} ignored: no tensor is quantised"
+    return f"the quantisation in {' and '.join(names)} is ignored: no tensor is quantised"
 
 
 def _stored_dtypes(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield name and dtype of each tensor. Raise LookupError for other formats than safetensors and PyTorch."""
     names = list_folder(folder)
     if select_safetensors_files(names):
-        tensors = read_safetensors_folder(folder).tensors
+        # Header by header: the first one of a quantised model is usually enough.
+        for tensor in iter_folder_tensors(folder):
+            yield tensor.name, tensor.dtype
     elif detect_torch_kind(names) == "torch":
-        tensors = read_torch_folder(folder).tensors
+        for tensor in read_torch_folder(folder).tensors:
+            yield tensor.name, tensor.dtype
     else:
         raise LookupError(folder)
-    for tensor in tensors:
-        yield tensor.name, tensor.dtype

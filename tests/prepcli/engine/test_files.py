@@ -278,6 +278,11 @@ def test_a_replaced_file_that_is_not_kept_open_is_an_error(monkeypatch, tmp_path
             files.write_bytes(1, b"header")
         with pytest.raises(PrepError, match="b was changed by another program"):
             files.check_unchanged()
+    with Files([tmp_path / "a", tmp_path / "b"]) as files:
+        os.replace(tmp_path / "a", tmp_path / "b")
+        with pytest.raises(PrepError, match="b was changed by another program") as raised:
+            files.read_at(1, 0, allocate_buffer(PAGE))
+    assert raised.value.why == "while prep read it"
 
 
 def test_open_error_names_the_file(tmp_path: Path):

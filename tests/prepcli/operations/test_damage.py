@@ -127,6 +127,16 @@ def test_generate_rejects_damaged_tensors(
     run_error_and_notes(capsys, OK, *GENERATE, "made", "--no-verify")
 
 
+def test_conversion_names_the_command_of_a_damaged_source(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    run_ok("save-init", "tiny", "--pad-vocab", "64", "--out", "made")
+    damage_parameter(Path("made"))
+    error = run_error_and_notes(capsys, FAILED, "export", "made", "--out", "out")
+    assert error["hint"] == "make it again: `prep save-init tiny --pad-vocab 64`"
+    assert not Path("out").exists()
+
+
 def test_checkpoint_without_checksums_is_read_twice(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 
 import prepcli as prep
 from prepcli.cli.main import main
+from prepcli.console.formatting import format_bytes
+from prepcli.planning.tensors import itemsize
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import run_failing, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
@@ -100,3 +103,31 @@ def test_fault_of_quantised_tensors_is_an_error(capsys: Capture):
     make_quantized(Path("m"), "fp8", change=lambda stored: stored.pop(scale))
     run_ok("inspect", "./m")
     assert main(["inspect", "./m", *DECODE]) == 1
+
+
+def test_page_shards_towers_and_scales_like_the_init(capsys: Capture):
+    write_model("llava", Path("multimodal"))
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./multimodal", "towers", mesh="1,2,2", pad_vocab="auto")
+    prep.save_init("./m", "scales", mesh="1,2,2", pad_vocab="auto", quantized="dequantize")
+    for init in ("towers", "scales"):
+        nbytes = 0
+        for tensor in inspect_json(capsys, init)["tensors"]:
+            leaf = shards(capsys, init, tensor["name"])
+            nbytes += math.prod(leaf["shard"]) * itemsize(leaf["dtype"])
+        run_ok("inspect", init, "--html", "page.html")
+        assert f"Each device holds {format_bytes(nbytes)}" in Path("page.html").read_text()
+
+
+def test_page_has_decoded_weights(capsys: Capture):
+    values = make_quantized(Path("m"), "fp8")
+    run_ok("inspect", "./m", "--html", "page.html", *DECODE)
+    page = Path("page.html").read_text()
+    assert "weight_scale_inv" not in page
+    assert all(name.rpartition(".")[2] in page for name in values)
+    make_checkpoint(Path("dense"), LLAMA)
+    error = run_failing(capsys, 2, "inspect", "./dense", "--html", "dense.html", *DECODE)
+    assert "./dense is not quantised" in error
+    words = ("--diff", "./dense", "--html", "diff.html", *DECODE)
+    error = run_failing(capsys, 2, "inspect", "./m", *words)
+    assert "compares the tensors as they are stored" in error

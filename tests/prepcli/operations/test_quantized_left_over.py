@@ -57,10 +57,12 @@ def test_left_over_config_is_ignored(name: str, capsys: pytest.CaptureFixture[st
     assert prep.verify("init", against="./m")
 
 
-def test_left_over_config_is_dropped_from_verbatim_output():
+def test_left_over_config_is_dropped_from_verbatim_output(capsys: pytest.CaptureFixture[str]):
     make_left_over("fp8")
     Path("m/quantize_config.json").write_text('{"bits": 4}')
-    prep.save_init("./m", "init", verbatim=True)
+    assert main(["save-init", "./m", "--verbatim", "--out", "init"]) == 0
+    both = "the quantisation in config.json and quantize_config.json is ignored: no tensor"
+    assert both in capsys.readouterr().err
     prep.export("init", "exported")
     assert "quantization_config" not in read_config("exported")
     assert not Path("exported/quantize_config.json").exists()

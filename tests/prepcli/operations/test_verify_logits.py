@@ -13,9 +13,13 @@ from scipy.special import log_softmax
 import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import PrepError, UsageError
+from prepcli.operations import verify_logits as verify_logits_module
 from prepcli.operations.logit_distance import BLOCK_ROWS, measure_logits, relative_differences
+from tests.helpers.hybrid_configs import MAMBA2
+from tests.helpers.later_configs import LATER_FAMILIES
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
+from tests.helpers.tiny_configs import QWEN3_MOE
 
 PROMPT = "3,1,4,1,5,9,2,6,5,3,5,8"
 
@@ -115,7 +119,12 @@ def test_changed_weight_parts_at_its_layer(home: Path):
     assert len(prompt.layer_differences) == LLAMA["num_hidden_layers"] + 1
 
 
-@pytest.mark.parametrize("base", [LLAMA, GPT_NEO], ids=["llama", "gpt_neo"])
+# Rows of these experts are no multiple of 16 bytes. The hidden states of Mamba in transformers lack the embedding.
+@pytest.mark.parametrize(
+    "base",
+    [LLAMA, GPT_NEO, QWEN3_MOE, MAMBA2],
+    ids=["llama", "gpt_neo", "qwen3_moe", "mamba2"],
+)
 def test_model_equals_itself_in_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: dict[str, Any]
 ):
@@ -126,6 +135,73 @@ def test_model_equals_itself_in_transformers(
     assert comparison
     assert [prompt.parts_at for prompt in comparison.prompts] == [None, None]
     assert all(prompt.layer_differences for prompt in comparison.prompts)
+
+
+def test_random_prompts_fit_the_positions_of_doge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(tmp_path / "m", LATER_FAMILIES["doge"], max_position_embeddings=20)
+    comparison = prep.verify_logits("./m", "./m", tolerance=0)
+    assert [prompt.tokens for prompt in comparison.prompts] == [16, 20]
+    ids = ",".join(["3"] * 21)
+    Path("long.txt").write_text(f"{ids}\n")
+    with pytest.raises(UsageError, match="prompt 1 has 21 tokens"):
+        prep.verify_logits("./m", "./m", prompt_ids="long.txt")
+
+
+def test_transformers_does_not_ask_to_run_code(home: Path, monkeypatch: pytest.MonkeyPatch):
+    transformers = pytest.importorskip("transformers")
+    options: dict[str, Any] = {}
+
+    def refuse(folder: Path, **words: Any) -> None:
+        options.update(words)
+        raise ValueError("no model")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(PrepError, match="ValueError: no model"):
+        prep.verify_logits("./m", library="transformers")
+    assert options["trust_remote_code"] is False
+
+
+def test_error_inside_transformers_names_the_model(home: Path, monkeypatch: pytest.MonkeyPatch):
+    transformers = pytest.importorskip("transformers")
+
+    def fail(*_: Any, **words: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", fail)
+    with pytest.raises(PrepError, match=r"transformers cannot compute .*RuntimeError: no kernel"):
+        prep.verify_logits("./m", library="transformers")
+
+
+def test_random_prompts_fit_a_model_with_scores_of_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    config = LATER_FAMILIES["doge"]
+    make_checkpoint(tmp_path / "m", config)
+    comparison = prep.verify_logits("./m", "./m")
+    assert [prompt.tokens for prompt in comparison.prompts] == [
+        16,
+        config["max_position_embeddings"],
+    ]
+
+
+def test_prompts_with_too_large_outputs_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verify_logits_module, "MAX_OUTPUT_NBYTES", 10_000)
+    with pytest.raises(UsageError, match=r"have 528 tokens .* the limit is 9\.8 KiB"):
+        prep.verify_logits("./m", "./changed")
+
+
+def test_infinite_tolerance_accepts_finite_logits_only(
+    home: Path, capsys: pytest.CaptureFixture[str]
+):
+    make_checkpoint(home / "broken", LLAMA)
+    change_tensor(home / "broken", "model.norm.weight", np.nan)
+    words = ["--logits", "--prompt-ids", "prompts.txt", "--tolerance", "inf", "--json", "-q"]
+    assert main(["verify", "./m", "./changed", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["tolerance"] is None
+    assert main(["verify", "./m", "./broken", *words]) == 1
+    assert json.loads(capsys.readouterr().out)["equal"] is False
 
 
 def test_layouts_and_padding_do_not_change_logits(home: Path):

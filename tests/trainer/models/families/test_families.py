@@ -342,6 +342,14 @@ def test_codegen_rejects_heads_without_shards():
     assert caught.value.why == "n_head is 6, it must be a multiple of 4"
 
 
+def test_codegen_rejects_codegen2():
+    # CodeGen2 1B, with eight shards of heads in the fused tensor.
+    config = {"model_type": "codegen", "n_embd": 2048, "n_head": 16, "head_dim": 128}
+    with pytest.raises(PrepError) as caught:
+        FAMILIES["codegen"].sizes(config)
+    assert caught.value.what == "`head_dim` is not supported for this family"
+
+
 def test_codegen_rejects_rotary_dim_null():
     with pytest.raises(PrepError, match="rotary_dim is null"):
         FAMILIES["codegen"].arch_config({"model_type": "codegen", "rotary_dim": None})
