@@ -23,8 +23,8 @@ def test_coverage_page_names_keys_and_commands_that_exist(capsys: pytest.Capture
     check_names(sorted(names), capsys)
 
 
-@pytest.mark.parametrize("cells", ROWS, ids=[cells[1] for cells in ROWS])
-def test_coverage_page_shows_each_capability(cells: list[str]):
-    files = [name for name in code_in(cells[3]) if (ROOT / name).is_file()]
-    assert len(files) == len(code_in(cells[3]))
-    assert files or cells[3].startswith("[") or cells[2] in NOT_THERE
+def test_coverage_page_shows_each_capability():
+    for cells in ROWS:
+        files = [name for name in code_in(cells[3]) if (ROOT / name).is_file()]
+        assert len(files) == len(code_in(cells[3])), cells[1]
+        assert files or cells[3].startswith("[") or cells[2] in NOT_THERE, cells[1]

@@ -1,4 +1,4 @@
-"""Count the functions of a command: `python -m tools.trace [--tree] [--packages] [--deepest] prep COMMAND ...`.
+"""Count the functions of a command: `python -m tools.trace [OPTION ...] prep COMMAND ...`.
 
 The command runs in this process. Only functions of `prepcli` and `trainer` count, in all threads. The bodies of
 modules, classes and comprehensions are left out. Workers and other processes are not seen.

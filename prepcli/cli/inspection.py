@@ -100,6 +100,7 @@ def lock(
       prep lock gpt-neo-1.3B
       prep lock ./my-model --out approved.json
       prep lock ./my-model --sign key.pem
+      prep lock ./my-model --html lock.html
     """
     from prepcli.operations.lock import lock as run
     from prepcli.rendering.lock import lock_line, lock_report

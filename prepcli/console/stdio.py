@@ -19,7 +19,7 @@ class LossyStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write all of the text, or drop it."""
+        """Write the text. Drop it, and all later text, if the stream is broken."""
         with contextlib.suppress(OSError):
             return self._stream.write(text)
         redirect_to_null(self._stream)

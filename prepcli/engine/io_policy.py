@@ -68,7 +68,10 @@ class Writeback:
 
 
 class WritePolicy:
-    """Chooses the mode of each write of an output: measured over its first large writes, then fixed."""
+    """Chooses between direct and buffered I/O for each write of an output.
+
+    The first large writes try each mode in turn. The fastest one is then fixed.
+    """
 
     def __init__(self, total_nbytes: int, has_direct: bool = True) -> None:
         self.writeback = Writeback()

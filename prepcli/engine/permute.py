@@ -30,10 +30,12 @@ Assignment = tuple[np.ndarray, np.ndarray]  # target, source
 def gather(
     slab: Slab, tensor: ByteArray, *, out: ByteArray, pool: Executor | None = None
 ) -> ByteArray:
-    """Permute a slab from the tensor's order to the packed runs of its write copies.
+    """Permute values from the order of their tensor to the order in which they are written.
+
+    The runs of bytes that go to one place of the output become contiguous.
 
     Args:
-        slab: The slab.
+        slab: The part of a tensor that is copied at once, and its places in the output.
         tensor: Its bytes in the tensor's order, in the written dtype.
         out: Buffer of at least the same size.
         pool: Threads that share the work, or None to use the calling thread.

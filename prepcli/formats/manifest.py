@@ -282,6 +282,11 @@ class Manifest:
         return self.fields.get(SCALES_KEY, {})
 
     @property
+    def lost_values(self) -> int:
+        """Number of values that the scale of another trainer's layout has rounded."""
+        return sum(record["lost"] for record in self.scales.values())
+
+    @property
     def dropped(self) -> Sequence[Mapping[str, object]]:
         """Records of the tensors, rows and state slots of the source that are not in the output."""
         dropped = self.fields.get("dropped", ())
@@ -542,7 +547,8 @@ def _is_scale_record(record: JsonValue) -> bool:
     number = record.get("sqrt")
     lost = record.get("lost")
     is_known = record.get("significant") in ("", "float16", "bfloat16", "float32")
-    return is_known and isinstance(number, int) and number > 0 and isinstance(lost, int)
+    has_numbers = isinstance(number, int) and number > 0 and isinstance(lost, int)
+    return is_known and has_numbers and isinstance(record.get("digest"), str)
 
 
 def _check_records(path: Path, records: JsonValue) -> None:

@@ -51,7 +51,7 @@ class ArrayMeta:
     path: TreePath
     shape: tuple[int, ...]
     dtype: str  # a key of TYPESTR
-    # One extent >= 1 per axis. May not divide the shape.
+    # One extent >= 1 per axis. It need not divide the shape: the last chunk is then partly unused.
     chunk_shape: tuple[int, ...]
     is_scalar: bool = False
 

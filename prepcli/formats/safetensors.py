@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
@@ -192,15 +192,7 @@ def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
     Raises:
         PrepError: The folder is unreadable, a file is missing, or index and files disagree.
     """
-    candidates = select_safetensors_files(list_folder(folder))
-    if candidates == [INDEX_FILE]:
-        weight_map = read_weight_map(folder / INDEX_FILE, SUFFIX)
-    else:
-        weight_map = None
-    if weight_map is not None:
-        names = list_indexed_files(folder, weight_map)
-    else:
-        names = candidates
+    names, weight_map = _list_weight_files(folder)
     if weight_map is None:
         _check_model(folder, names)
     headers = tuple(
@@ -214,6 +206,26 @@ def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
     if weight_map is not None:
         check_index_matches_files(folder, weight_map, file_by_tensor)
     return SafetensorsFolder(folder, headers, tensors, weight_map is not None)
+
+
+def iter_folder_tensors(folder: Path) -> Iterator[FileTensor]:
+    """Yield the tensors of a model's files. A file is read when its first tensor is needed.
+
+    Raises:
+        PrepError: As `read_safetensors_folder`. The tensors are not compared with the index.
+    """
+    names, _ = _list_weight_files(folder)
+    for file_number, name in enumerate(names):
+        yield from read_safetensors_header(folder / name, file_number).tensors
+
+
+def _list_weight_files(folder: Path) -> tuple[Sequence[str], Mapping[str, str] | None]:
+    """Return the names of a model's files, and the index: the file of each tensor, or None without an index."""
+    names = select_safetensors_files(list_folder(folder))
+    if names != [INDEX_FILE]:
+        return names, None
+    weight_map = read_weight_map(folder / INDEX_FILE, SUFFIX)
+    return list_indexed_files(folder, weight_map), weight_map
 
 
 # Functions for a single file

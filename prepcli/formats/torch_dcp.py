@@ -34,6 +34,8 @@ from prepcli.formats.untrusted import quote_name, read_small_file, stat_file, un
 
 METADATA_FILE = ".metadata"
 SUFFIX = ".distcp"
+# A tensor takes about 110 as PyTorch writes it. DeepSeek-V3 has 46,000 tensors.
+MAX_METADATA_OPCODES = 6_000_000
 # Maximum number of cells of a grid. The edges of a tensor's boxes divide the tensor into the cells.
 MAX_CELLS = 1 << 20
 _MODULE = "torch.distributed.checkpoint.metadata."
@@ -111,7 +113,8 @@ def read_dcp_folder(folder: Path) -> DcpFolder:
     path = folder / METADATA_FILE
     data = read_small_file(path, MAX_NBYTES)
     try:
-        root = interpret_pickle(BoundedReader.from_bytes(data), _ALLOWED_NAMES).root
+        reader = BoundedReader.from_bytes(data)
+        root = interpret_pickle(reader, _ALLOWED_NAMES, max_opcodes=MAX_METADATA_OPCODES).root
         metadata = _object_attributes(root)
         entries = list(_dict_items(metadata.get("state_dict_metadata")))
         ranges = dict(_iter_ranges(metadata.get("storage_data")))

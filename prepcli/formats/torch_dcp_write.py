@@ -83,39 +83,43 @@ def encode_archive(dtype: str, shape: Sequence[int]) -> TensorArchive:
 
 def encode_metadata(entries: Iterable[DcpEntry]) -> bytes:
     """Return the content of `.metadata` for tensors that are stored whole."""
-    tensors: dict[str, bytes] = {}
-    planner: dict[str, bytes] = {}
+    memo = _Memo()
+    tensors: list[bytes] = []
+    planner: list[bytes] = []
     ranges: list[bytes] = []
     for entry in entries:
-        zeros = _size([0] * len(entry.shape))
-        size = _size(entry.shape)
-        chunk = _instance(f"{_METADATA} ChunkStorageMetadata", {"offsets": zeros, "sizes": size})
+        name = memo.refer(_text(entry.name))
+        zeros = memo.refer(_size([0] * len(entry.shape)))
+        size = memo.refer(_size(entry.shape))
+        chunk = memo.instance(
+            f"{_METADATA} ChunkStorageMetadata", {"offsets": zeros, "sizes": size}
+        )
         fields = {
-            "properties": _properties(entry.dtype),
+            "properties": memo.refer(_properties(entry.dtype)),
             "size": size,
             "chunks": b"](" + chunk + b"e",
         }
-        tensors[entry.name] = _instance(f"{_METADATA} TensorStorageMetadata", fields)
-        planner[entry.name] = _tuple([_text(entry.name)])
-        index = {"fqn": _text(entry.name), "index": _int(0), "offset": zeros}
+        tensors += [name, memo.instance(f"{_METADATA} TensorStorageMetadata", fields)]
+        planner += [name, _tuple([name])]
+        index = {"fqn": name, "index": _int(0), "offset": zeros}
         info = {
-            "relative_path": _text(entry.file),
+            "relative_path": memo.refer(_text(entry.file)),
             "offset": _int(entry.offset),
             "length": _int(entry.length),
         }
         ranges += [
-            _instance(f"{_METADATA} MetadataIndex", index),
-            _instance("torch.distributed.checkpoint.filesystem _StorageInfo", info),
+            memo.instance(f"{_METADATA} MetadataIndex", index),
+            memo.instance("torch.distributed.checkpoint.filesystem _StorageInfo", info),
         ]
-    storage_data = b"}" + _MARK + b"".join(ranges) + b"u"
     fields = {
-        "state_dict_metadata": _dict(tensors),
-        "planner_data": _dict(planner),
-        "storage_data": storage_data,
+        "state_dict_metadata": _mapping(tensors),
+        "planner_data": _mapping(planner),
+        "storage_data": _mapping(ranges),
         "storage_meta": b"N",
         "version": _text("1.0.0"),
     }
-    return _PROTO + _instance(f"{_METADATA} Metadata", fields) + b"."
+    metadata = memo.instance(f"{_METADATA} Metadata", fields)
+    return _PROTO + b"".join(memo.definitions) + metadata + b"."
 
 
 # Zip records
@@ -203,9 +207,33 @@ def _properties(dtype: str) -> bytes:
     return _name(f"{_METADATA} TensorProperties") + b")\x81" + _tuple(state) + b"b"
 
 
-def _instance(name: str, fields: Mapping[str, bytes]) -> bytes:
-    """Return a pickled dataclass."""
-    return _name(name) + b")\x81" + _dict(fields) + b"b"
+class _Memo:
+    """Objects that a pickle has once and refers to by number.
+
+    Each is pushed, stored and popped at the start of the pickle. Without the memo a tensor takes four times the bytes.
+
+    Attributes:
+        definitions: Pickled definitions of the objects, in order.
+    """
+
+    def __init__(self) -> None:
+        self.definitions: list[bytes] = []
+        self._references: dict[bytes, bytes] = {}
+
+    def refer(self, value: bytes) -> bytes:
+        """Return a reference to an immutable object, given in its pickled form."""
+        if value not in self._references:
+            number = struct.pack("<I", len(self._references))
+            self.definitions.append(value + b"r" + number + b"0")
+            self._references[value] = b"j" + number
+        return self._references[value]
+
+    def instance(self, name: str, fields: Mapping[str, bytes]) -> bytes:
+        """Return a pickled dataclass."""
+        items: list[bytes] = []
+        for key, value in fields.items():
+            items += [self.refer(_text(key)), value]
+        return self.refer(_name(name)) + b")\x81" + _mapping(items) + b"b"
 
 
 def _name(name: str) -> bytes:
@@ -218,9 +246,9 @@ def _size(numbers: Iterable[int]) -> bytes:
     return _name("torch Size") + _tuple([_tuple(map(_int, numbers))]) + b"R"
 
 
-def _dict(items: Mapping[str, bytes]) -> bytes:
-    pairs = b"".join(_text(key) + value for key, value in items.items())
-    return b"}" + _MARK + pairs + b"u"
+def _mapping(items: Iterable[bytes]) -> bytes:
+    """Return a mapping of alternating keys and values."""
+    return b"}" + _MARK + b"".join(items) + b"u"
 
 
 def _tuple(parts: Iterable[bytes]) -> bytes:

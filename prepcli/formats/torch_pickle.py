@@ -108,7 +108,9 @@ class BoundedReader:
         return line[:-1]
 
 
-def interpret_pickle(reader: BoundedReader, allowed_names: Collection[str]) -> UnpickledObject:
+def interpret_pickle(
+    reader: BoundedReader, allowed_names: Collection[str], *, max_opcodes: int = MAX_OPCODES
+) -> UnpickledObject:
     """Interpret the next pickle of a reader.
 
     Numbers, text, bytes, lists and tuples become Python objects, a set becomes a list, a mapping a `PickledMapping`.
@@ -116,12 +118,13 @@ def interpret_pickle(reader: BoundedReader, allowed_names: Collection[str]) -> U
     Args:
         reader: Reader at the start of the pickle. Afterwards it is at its end.
         allowed_names: Qualified names of classes and functions that may occur.
+        max_opcodes: Maximum number of opcodes.
 
     Raises:
         UnexpectedNameError: The pickle refers to another name.
         ValueError: The pickle is invalid or exceeds a limit.
     """
-    return _PickleMachine(reader, allowed_names).run()
+    return _PickleMachine(reader, allowed_names, max_opcodes).run()
 
 
 _MARK = object()
@@ -131,13 +134,16 @@ _T = TypeVar("_T")
 class _PickleMachine:
     """Stack machine that interprets the opcodes of a pickle."""
 
-    def __init__(self, reader: BoundedReader, allowed_names: Collection[str]) -> None:
+    def __init__(
+        self, reader: BoundedReader, allowed_names: Collection[str], max_opcodes: int
+    ) -> None:
         self.reader = reader
         self.allowed_names = allowed_names
         self.stack: list[object] = []
         self.memo: dict[int, object] = {}
         self.persistent_refs: list[PersistentRef] = []
-        self.steps_left = MAX_OPCODES
+        self.max_opcodes = max_opcodes
+        self.steps_left = max_opcodes
 
     def run(self) -> UnpickledObject:
         """Interpret all opcodes and return the root object."""
@@ -154,10 +160,10 @@ class _PickleMachine:
             execute(self)
 
     def count_steps(self, steps: int) -> None:
-        """Count steps. Raise ValueError if there are more than `MAX_OPCODES`."""
+        """Count steps. Raise ValueError if there are more than `max_opcodes`."""
         self.steps_left -= steps
         if self.steps_left < 0:
-            raise ValueError(f"it has more than {MAX_OPCODES:,} opcodes")
+            raise ValueError(f"it has more than {self.max_opcodes:,} opcodes")
 
     # Stack operations
 

@@ -221,8 +221,10 @@ def _with_text_part(contents: CheckpointContents) -> CheckpointContents:
 def _with_decoders(contents: CheckpointContents) -> CheckpointContents:
     """Return the contents with the decoders of quantised weights. A fault becomes one of `non_arrays`."""
     settings = model_quantization(contents.config, contents.folder)
-    if not settings and (remark := left_over_remark(contents.folder)):
-        return replace(contents, non_arrays=(*contents.non_arrays, remark))
+    if not settings and contents.kind in ("safetensors", "torch"):
+        remark = left_over_remark(contents.folder)
+        if remark:
+            return replace(contents, non_arrays=(*contents.non_arrays, remark))
     if not settings or contents.kind != "safetensors":
         return contents
     try:
@@ -423,7 +425,7 @@ def _read_meta_llama(path: Path, display_name: str) -> CheckpointContents:
         kind="meta",
         folder=path,
         entries=tuple(
-            _meta_entry(source.names.display_name(tensor.name), tensor, file_of_blob)
+            _meta_layout_entry(source.names.display_name(tensor.name), tensor, file_of_blob)
             for tensor in source.tensors
         ),
         files=source.files,
@@ -433,7 +435,7 @@ def _read_meta_llama(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _meta_entry(name: str, tensor: SourceTensor, file_of_blob: Sequence[int]) -> TensorEntry:
+def _meta_layout_entry(name: str, tensor: SourceTensor, file_of_blob: Sequence[int]) -> TensorEntry:
     # A tensor is split among the files of the shards. The copy of element 0 names the file and the offset
     # at which it begins.
     first_element_box = ((0, 1),) * len(tensor.shape)

@@ -74,7 +74,7 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
         family = manifest_family({**contents.manifest.fields, "config": config})
         layout = contents.manifest
     else:
-        family = _save_init_family(contents)
+        family = _family_of_save_init(contents)
         layout = NO_MANIFEST
     names = detect_names(family, config, full_names=[entry.name for entry in contents.entries])
     # An item has leaves, and a Hugging Face file has tensors: several of them may form one leaf.
@@ -131,7 +131,7 @@ def _other_leaf_name(contents: CheckpointContents, name: str) -> str:
     return f"{TOWERS}.{name}"
 
 
-def _save_init_family(contents: CheckpointContents) -> Family:
+def _family_of_save_init(contents: CheckpointContents) -> Family:
     """Return the family that `save-init` selects for a checkpoint of tensor files."""
     if contents.text_part is not None and not _is_kept(contents):
         return contents.text_part.family

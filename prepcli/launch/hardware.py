@@ -236,14 +236,14 @@ def _gpu_hardware(options: GkeOptions, training: Training) -> Hardware:
         )
     if options["devices_per_node"] is None:
         count, rest = divmod(training.num_devices or 0, options["nodes"])
-        raise _no_devices_error(count if count and not rest else 8)
+        raise _missing_devices_error(count if count and not rest else 8)
     return plain_hardware(options["nodes"], options["devices_per_node"])
 
 
-def _no_devices_error(count: int) -> PrepError:
+def _missing_devices_error(suggested: int) -> PrepError:
     why = "a pod gets the devices that it requests, and without a request it gets none"
     what = text("{} is missing", Option("devices_per_node"))
-    return usage_error(what, why, text("{}", Option("devices_per_node", count)))
+    return usage_error(what, why, text("{}", Option("devices_per_node", suggested)))
 
 
 def _tpu_pod_hardware(
@@ -266,7 +266,7 @@ def _tpu_pod_hardware(
         raise usage_error(what, f"no slice of {generation.name} has this topology", hint)
     sizes = generation.node_sizes(topology)
     if options["devices_per_node"] is None:
-        raise _no_devices_error(sizes[0])
+        raise _missing_devices_error(sizes[0])
     if options["devices_per_node"] not in sizes:
         what = text("{} is invalid", Option("devices_per_node", options["devices_per_node"]))
         why = (

@@ -35,7 +35,12 @@ from prepcli.operations.operation import public
 from prepcli.operations.pad_vocab import check_seed, make_fill
 from prepcli.operations.resized_folder import plan_resized_folder
 from prepcli.operations.results import Conversion
-from prepcli.operations.token_folder import check_folder, recorded_additions, replaced_files
+from prepcli.operations.token_folder import (
+    check_folder,
+    count_with_ids,
+    recorded_additions,
+    replaced_files,
+)
 from prepcli.operations.token_options import AddTokensOptions
 from prepcli.option_spec import REQUIRED, PathLike, format_command_line
 from prepcli.planning.manifest_fields import AddedTokensRecord
@@ -305,10 +310,9 @@ def _make_added_fill(
 
 def _notes(init: str, vocabulary: Vocabulary, added: AddedTokensRecord) -> tuple[str, ...]:
     first = vocabulary.true_size
-    count = added["count"]
+    tokens, ids = count_with_ids(first, added["count"])
     values = "the mean of their pieces" if init == "mean" else init
-    ids = f"ids {first} to {first + count - 1}"
-    notes = [f"{count} tokens added: {ids}, rows of {values}"]
+    notes = [f"{tokens} added: {ids}, rows of {values}"]
     padding = vocabulary.stored_size - vocabulary.true_size
     if padding:
         notes.append(f"the {padding} rows of padding are replaced: by tokens, then by zeros")

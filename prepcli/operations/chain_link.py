@@ -18,7 +18,7 @@ from prepcli.formats.torch_dcp import METADATA_FILE
 from prepcli.operations.chain_tokens import ADD, TokenChange
 from prepcli.operations.conversion import PlannedConversion
 from prepcli.option_spec import recorded_words
-from prepcli.planning.plan import Stream
+from prepcli.planning.plan import RootScale, Stream
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.planning.vocabulary import TRUE_VOCAB_SIZE_KEY, VOCAB_SIZE_KEY
@@ -82,13 +82,17 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Rows of a tensor of the output with their recorded digest, and the tensor of the source."""
+    """Rows of a tensor of the output with their recorded digest, and the tensor of the source.
+
+    With a scale, the digest is of the scaled values.
+    """
 
     name: str
     rows: Range
     digest: str
     dtype: str
     source_tensor: SourceTensor
+    scale: RootScale | None = None
 
 
 def compare_values(
@@ -103,7 +107,7 @@ def compare_values(
     """Compare the recorded digests of an output's tensors with the tensors of its source.
 
     Digests of the source's manifest are used as they are: its bytes are compared with them elsewhere. Other tensors are
-    read. Casts are computed again.
+    read. Casts and scales are computed again.
 
     Args:
         output: The output, with a manifest.
@@ -139,7 +143,8 @@ def compare_values(
             num_common = added_rows[0]
         for low, high, digest in tensor.digests:
             if low < num_common or low == high:
-                pieces.append(_Piece(name, (low, high), digest, tensor.dtype, source_tensor))
+                scale = _root_scale(output, name)
+                pieces.append(_Piece(name, (low, high), digest, tensor.dtype, source_tensor, scale))
             elif (low, high) == added_rows:
                 token_rows += high - low
             elif _is_filled_as_recorded(tensor, (low, high), digest, manifest):
@@ -159,6 +164,15 @@ def compare_values(
         report.proven.append(f"{token_rows} rows made for new tokens")
     if new_rows:
         report.proven.append(f"{new_rows} rows of padding")
+
+
+def _root_scale(output: Source, name: str) -> RootScale | None:
+    """Return the scale of a tensor that is read as it is stored. See `SourceHints.keeps_scales`."""
+    manifest = output.manifest or NO_MANIFEST
+    record = manifest.scales.get(output.names.full_name(name))
+    if record is None or not manifest.lost_values:
+        return None
+    return RootScale(record["sqrt"], record["significant"])
 
 
 def compare_sums(
@@ -313,7 +327,7 @@ def _changed_names(
     for piece in pieces:
         tensor = piece.source_tensor
         recorded = {(low, high): digest for low, high, digest in tensor.digests}
-        if piece.dtype != tensor.dtype or piece.rows not in recorded:
+        if piece.scale or piece.dtype != tensor.dtype or piece.rows not in recorded:
             unread.append(piece)
         elif recorded[piece.rows] != piece.digest:
             changed.add(piece.name)
@@ -330,7 +344,7 @@ def _changed_names(
         stream = row_stream(piece.source_tensor, piece.rows)
         if piece.dtype != stream.dtype:
             stream = replace(stream, cast_to=piece.dtype)
-        streams.append(stream)
+        streams.append(replace(stream, scale=piece.scale))
     digests = stream_digests(source, streams, memory_nbytes, progress=progress, task="compare")
     for piece, digest in zip(readable, digests):
         if parse_stream_digest(digest).written != piece.digest:

@@ -297,14 +297,14 @@ class ChainWalk:
         elif output.manifest.command != TRAIN:
             compare_values(
                 output.source,
-                self._with_towers(output, source),
+                self._add_towers_of_start(output, source),
                 self.common.memory_nbytes,
                 self.observer.progress(),
                 report,
                 change=change,
             )
 
-    def _with_towers(self, output: ChainCheckpoint, source: ChainCheckpoint) -> Source:
+    def _add_towers_of_start(self, output: ChainCheckpoint, source: ChainCheckpoint) -> Source:
         """Return a training step with the towers of its export, read from the start model of the run.
 
         Without the start model the towers stay unproven.

@@ -57,7 +57,6 @@ from prepcli.restore.earlier_checkpoints import note_missing_file_digests
 from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.folders import Access, make_access
-from prepcli.sources.left_over_settings import left_over_remark
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.references import default_checkpoint
@@ -210,6 +209,7 @@ def open_checkpoint(
     is_candidate: Callable[[Path], bool] = Path.is_dir,
     *,
     allow_adapters: bool = False,
+    keeps_scales: bool = False,
 ) -> tuple[LocatedCheckpoint, Source]:
     """Locate and open the checkpoint of the options.
 
@@ -218,6 +218,7 @@ def open_checkpoint(
         observer: Receives notes, warnings and progress.
         is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
         allow_adapters: Accept an adapter of PEFT.
+        keeps_scales: Read values that another trainer's scale has rounded as they are stored.
 
     Returns:
         The located checkpoint and its source. Only headers are read.
@@ -253,9 +254,6 @@ def open_checkpoint(
     if located.local_files.remote is None:
         # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
         remove_leftover(find_manifest_folder(located.local_files.path))
-    remark = left_over_remark(located.local_files.path)
-    if remark:
-        observer.note(remark)
     verbatim = common.verbatim
     if is_kept and is_quantized(located.local_files.path):
         verbatim = True
@@ -268,6 +266,7 @@ def open_checkpoint(
         verbatim=verbatim,
         copied_files=common.copied_files,
         dequantize=is_decoded,
+        keeps_scales=keeps_scales,
     )
     if common.verbatim and not source.family.is_verbatim:
         option = Option("verbatim", True)

@@ -80,6 +80,11 @@ from trainer.models.parameters import TreeLayout
 DEFAULT_SHARD_NBYTES = 5 * 10**9
 # Smaller shard sizes need a unit: `5` means 5 bytes, but the user means 5 GB.
 MIN_UNITLESS_NBYTES = 1 << 20
+# Formats without files of a chosen size: their name in messages, and the reason.
+UNSPLIT_FORMATS = {
+    STREAM_FORMAT: ("streams", "an EasyLM stream is one file"),
+    "orbax": ("Orbax items", "their chunks determine the files"),
+}
 
 
 @public
@@ -321,16 +326,15 @@ def _add_report_fields(
         "layout": layout,
         "format": file_format(options),
     }
-    # Only values that were not cast can be compared with the source.
-    compared_with = "" if options["dtype"] else f" {source.display_name}"
-    next_command = f"prep verify {OUT_PLACEHOLDER}{compared_with}"
+    next_command = f"prep verify {OUT_PLACEHOLDER}"
     notes = [line]
     if any(stream.scale and not stream.scale.is_exact for stream in plan.streams):
-        # `verify` refuses an output with values that the way back would change.
-        next_command = f"prep inspect {OUT_PLACEHOLDER}"
         notes.append(
             "the scale of the queries rounds: an output with changed values is not read back"
         )
+    elif not options["dtype"]:
+        # Only values that were not changed can be compared with the source.
+        next_command += f" {source.display_name}"
     return PlannedConversion(
         plan,
         f"{plan.settings['name']}-{_output_suffix(options)}",
@@ -409,10 +413,12 @@ def _check_request(options: ExportOptions, source: Source) -> None:
             f"supported: {known}",
             text("{}", Option("layout", HF_LAYOUT)),
         )
-    if file_format(options) == STREAM_FORMAT and _shard_nbytes(options) != DEFAULT_SHARD_NBYTES:
+    has_shard_size = _shard_nbytes(options) != DEFAULT_SHARD_NBYTES
+    if has_shard_size and file_format(options) in UNSPLIT_FORMATS:
+        name, why = UNSPLIT_FORMATS[file_format(options)]
         raise usage_error(
-            text("{} is not supported for streams", Option("shard_size")),
-            "an EasyLM stream is one file",
+            text("{} is not supported for {}", Option("shard_size"), name),
+            why,
             text("remove {}", Option("shard_size")),
         )
     is_folder = layout == HF_LAYOUT and file_format(options) != DCP_FORMAT

@@ -122,14 +122,16 @@ def layout_scales(
     if layout == HF_LAYOUT:
         return {}
     numbers = find_layout_scales(source, layout, [tensor.name for tensor in tensors])
-    stored_dtypes = {tensor.name: tensor.dtype for tensor in source.tensors}
-    scales: dict[str, RootScale] = {}
-    for tensor in tensors:
-        if tensor.name in numbers:
-            stored = stored_dtypes[tensor.name]
-            is_widened = itemsize(stored) < itemsize(tensor.dtype)
-            scales[tensor.name] = RootScale(numbers[tensor.name], stored if is_widened else "")
-    return scales
+    read_dtypes = {tensor.dtype for tensor in source.tensors if tensor.name in numbers}
+    written_dtypes = {tensor.dtype for tensor in tensors if tensor.name in numbers}
+    significant = ""
+    # The way back rounds all tensors to one dtype: a leaf may stack the queries of all layers.
+    if len(read_dtypes) == len(written_dtypes) == 1:
+        (read,) = read_dtypes
+        (written,) = written_dtypes
+        if itemsize(read) < itemsize(written):
+            significant = read
+    return {name: RootScale(number, significant) for name, number in numbers.items()}
 
 
 def small_files(

@@ -44,7 +44,7 @@ def open_original(
     if not is_quantized(source.root):
         raise usage_error(
             text("{} has no quantised bytes", Option("quantized_source", path)),
-            "its config.json has no quantization_config",
+            "its weights are not quantised",
             "name the quantised model that the checkpoint was made from",
         )
     return source

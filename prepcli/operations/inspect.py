@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -45,7 +45,6 @@ from trainer.models.mesh import Mesh, parse_mesh
 from trainer.models.parameters import VERBATIM
 from trainer.models.partition import Spec
 from trainer.models.rule_text import merge_rules
-from trainer.models.rules import Rules
 from trainer.models.suggest import suggest
 
 ShapeAndDtype = tuple[tuple[int, ...], str]
@@ -186,14 +185,9 @@ def check_view(pattern: str | None, view: ViewOptions) -> None:
     for name in ("tree", "stats", "shards", "diff"):
         if view[name] not in (None, False):
             views.append(Option(name, view[name]))
-    if view["quantized"] != "keep" and view["diff"] is not None:
-        quantized = Option("quantized", view["quantized"])
-        why = "it compares the tensors as they are stored"
-        raise usage_error(
-            text("{} has no effect", quantized), why, text("remove {}", Option("quantized"))
-        )
     if view["html"] is not None:
         _check_page_view(view)
+        _check_decoding(view)
         return
     if len(views) > 1:
         names = join_texts(" and ", [text("{}", option) for option in views])
@@ -211,6 +205,7 @@ def check_view(pattern: str | None, view: ViewOptions) -> None:
     if view["sort"] != "file" and (view["shards"] is not None or view["diff"] is not None):
         what = text("{} has no effect", Option("sort", view["sort"]))
         raise usage_error(what, "it sorts tables and trees", text("remove {}", Option("sort")))
+    _check_decoding(view)
     if pattern is not None and view["shards"] is not None:
         raise usage_error(
             f"unexpected argument `{pattern}`",
@@ -226,6 +221,16 @@ def _check_page_view(view: ViewOptions) -> None:
             what = text("{} has no effect with {}", Option(name), Option("html"))
             why = "the page has the tree and the shards of all leaves"
             raise usage_error(what, why, text("remove {}", Option(name)))
+
+
+def _check_decoding(view: ViewOptions) -> None:
+    """Raise UsageError for decoded weights in a comparison of stored tensors."""
+    if view["quantized"] != "keep" and view["diff"] is not None:
+        quantized = Option("quantized", view["quantized"])
+        why = text("{} compares the tensors as they are stored", Option("diff"))
+        raise usage_error(
+            text("{} has no effect", quantized), why, text("remove {}", Option("quantized"))
+        )
 
 
 def select_tensors(
@@ -305,24 +310,32 @@ def shard_leaf(
         contents.display_name,
         names_command=names_command,
     )
-    rules = merge_rules(partition_rules(contents))
-    spec = logical_leaf_spec(contents, leaf, mesh, rules)
+    (spec,) = shard_leaves(contents, [leaf], mesh)
     return LeafShards(inspected, leaf, spec, mesh)
 
 
-def logical_leaf_spec(
-    contents: CheckpointContents, leaf: LogicalLeaf, mesh: Mesh, rules: Rules
-) -> Spec:
-    """Return the sharding of a leaf. Raise UsageError if the mesh does not divide it."""
-    return item_leaf_spec(
-        leaf.name,
-        leaf.path,
-        leaf.dims,
-        leaf.shape,
-        mesh=mesh,
-        rules=rules,
-        checkpoint=contents.display_name,
-    )
+def shard_leaves(
+    contents: CheckpointContents, leaves: Iterable[LogicalLeaf], mesh: Mesh
+) -> list[Spec]:
+    """Return the sharding of leaves on a mesh by the rules of their checkpoint.
+
+    Raises:
+        UsageError: The mesh does not divide a leaf.
+    """
+    rules = merge_rules(partition_rules(contents))
+    specs: list[Spec] = []
+    for leaf in leaves:
+        spec = item_leaf_spec(
+            leaf.name,
+            leaf.path,
+            leaf.dims,
+            leaf.shape,
+            mesh=mesh,
+            rules=rules,
+            checkpoint=contents.display_name,
+        )
+        specs.append(spec)
+    return specs
 
 
 def compare_shapes(
@@ -403,7 +416,8 @@ def _read_checkpoint(
         stream=options.get("stream", False),
         allow_urls=True,
     )
-    access = replace(access, allow_adapters=True, allow_quantized=True, allow_gguf=True)
+    # The report names ignored settings of quantisation.
+    access = replace(access, allow_adapters=True, allow_quantized=True, allow_gguf=True, note=str)
     located = locate(checkpoint, options.get("revision"), step=options.get("step"), access=access)
     config = options.get("config")
     config_path = None if config is None else Path(config)
@@ -453,6 +467,7 @@ def _summarize_source(
     dtypes: dict[str, int] = {}
     for entry in contents.entries:
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.nbytes
+    is_stacked, stack_axis = _stacked_layers(contents)
     fields: SourceSummary = {
         "name": contents.display_name,
         "revision": located.local_files.commit,
@@ -470,8 +485,8 @@ def _summarize_source(
         "dtypes": dict(sorted(dtypes.items(), key=lambda item: -item[1])),
         "layout": manifest.fields.get("layout"),
         "mesh": manifest.fields.get("mesh"),
-        "scan": manifest.fields.get("scan"),
-        "scan_axis": manifest.fields.get("scan_axis"),
+        "scan": is_stacked,
+        "scan_axis": stack_axis,
         "others": contents.non_arrays,
     }
     if contents.adapter:
@@ -492,6 +507,17 @@ def _family_name(contents: CheckpointContents) -> str | None:
     if contents.family is None:
         return None
     return contents.family.name
+
+
+def _stacked_layers(contents: CheckpointContents) -> tuple[bool | None, int | None]:
+    """Return whether the leaves stack the layers, and their axis."""
+    fields = contents.manifest.fields
+    if contents.manifest.is_for_trainer and contents.family is not None:
+        # The layout determines the axis. The manifest does not repeat it.
+        layout = contents.family.layouts.get(fields.get("layout") or "")
+        if layout is not None:
+            return layout.stack_axis is not None, layout.stack_axis
+    return fields.get("scan"), fields.get("scan_axis")
 
 
 def _read_vocabulary_or_warn(contents: CheckpointContents, observer: Observer) -> Vocabulary | None:

@@ -9,15 +9,15 @@ from pathlib import Path
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer
 from prepcli.inspection.contents import CheckpointContents
-from prepcli.inspection.logical_leaves import logical_leaves, partition_rules
+from prepcli.inspection.logical_leaves import logical_leaves
 from prepcli.operations.inspect import (
     SelectedTensors,
     ShapeAndDtype,
     ShapeComparison,
     SourceSummary,
     compare_shapes,
-    logical_leaf_spec,
     select_tensors,
+    shard_leaves,
 )
 from prepcli.operations.inspection_options import ViewOptions
 from prepcli.operations.options import SourceOptions
@@ -29,7 +29,6 @@ from prepcli.pages.inspection_page import (
     write_inspection_page,
 )
 from trainer.models.mesh import parse_mesh
-from trainer.models.rule_text import merge_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ def write_page(
         observer: Receives warnings and progress.
         options: How the checkpoint is read.
         pattern: Shell pattern of tensor names. None selects all.
-        view: Mesh, order, statistics and comparison of the page. Without a mesh, the mesh of the manifest is used.
+        view: Mesh, order, decoding, statistics and comparison of the page. The default mesh is that of the manifest.
 
     Raises:
         UsageError: The mesh does not divide a leaf.
@@ -123,11 +122,9 @@ def _shard_model(contents: CheckpointContents, mesh_text: str | None) -> Sharded
     if mesh_text is None:
         return None
     mesh = parse_mesh(mesh_text)
-    rules = merge_rules(partition_rules(contents))
-    leaves = []
-    for leaf in logical_leaves(contents).values():
-        leaves.append((leaf, logical_leaf_spec(contents, leaf, mesh, rules)))
-    return ShardedModel(mesh, leaves)
+    leaves = list(logical_leaves(contents).values())
+    specs = shard_leaves(contents, leaves, mesh)
+    return ShardedModel(mesh, list(zip(leaves, specs)))
 
 
 def _differences(comparison: ShapeComparison | None) -> Iterator[ShapeDifference]:

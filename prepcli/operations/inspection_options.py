@@ -176,6 +176,15 @@ class LockOptions(SourceOptions, total=False):
             position=42,
         ),
     ]
+    html: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE",
+            "Write a page with the digests of the files.",
+            "File of a page with the source, the files with their digests, and the tensors by dtype. Default: none.",
+            position=44,
+        ),
+    ]
 
 
 class RoundtripOptions(SourceOptions, total=False):

@@ -21,6 +21,8 @@ from prepcli.operations.operation import public
 from prepcli.operations.result_files import check_result_path, has_content, write_result_file
 from prepcli.operations.results import LockedModel
 from prepcli.option_spec import PathLike
+from prepcli.pages.html_page import check_page_path
+from prepcli.pages.lock_page import write_lock_page
 from prepcli.restore.digest_checks import damaged_error, num_rows, tensor_digests
 from prepcli.sources.locate import check_stream
 from prepcli.sources.locked import RowDigests, make_lock
@@ -55,7 +57,7 @@ def lock(
         UsageError: An argument is invalid.
         OutputExistsError: `out` exists with other content, or its signature is by another key.
         DamagedError: A tensor differs from the digest that the checkpoint's manifest records.
-        PrepError: The checkpoint cannot be read, or the extra `signing` is missing.
+        PrepError: The checkpoint cannot be read, the page cannot be written, or the extra `signing` is missing.
 
     Example:
         locked = prep.lock("gpt-neo-1.3B")
@@ -67,6 +69,9 @@ def lock(
     if key is not None:
         # An unusable key is an error now, and not after all tensors are read.
         sign(b"", key)
+    page = None if options["html"] is None else Path(options["html"])
+    if page is not None:
+        check_page_path(page)
     # Quantised weights are locked as they are stored, without a note that they may be decoded.
     stored = {**options, "verbatim": None, "quantized": "stored"}
     common = common_options(checkpoint, None, stored)
@@ -87,6 +92,9 @@ def lock(
         progress=observer.progress(),
     )
     already_done = _write_lock(path, encode_lock(content), key, overwrite=options["overwrite"])
+    if page is not None:
+        write_lock_page(page, content)
+        observer.note(f"wrote {page}")
     return LockedModel(
         path=path,
         source=content.source,

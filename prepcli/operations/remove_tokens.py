@@ -24,7 +24,12 @@ from prepcli.operations.conversion import (
 from prepcli.operations.operation import public
 from prepcli.operations.resized_folder import plan_resized_folder
 from prepcli.operations.results import Conversion
-from prepcli.operations.token_folder import check_folder, recorded_additions, replaced_files
+from prepcli.operations.token_folder import (
+    check_folder,
+    count_with_ids,
+    recorded_additions,
+    replaced_files,
+)
 from prepcli.operations.token_options import RemoveTokensOptions
 from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.plan import Fill
@@ -155,9 +160,9 @@ def _check_vocabulary(source: Source, addition: Addition) -> None:
 
 def _notes(addition: Addition) -> tuple[str, ...]:
     first = addition.true_vocab_size
-    last = addition.new_vocab_size - 1
+    tokens, ids = count_with_ids(first, len(addition.tokens))
     notes = [
-        f"{len(addition.tokens)} tokens removed: ids {first} to {last}",
+        f"{tokens} removed: {ids}",
         "their rows are dropped, also where training changed them",
     ]
     padding = addition.padded_vocab_size - first

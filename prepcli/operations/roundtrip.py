@@ -57,7 +57,7 @@ MAX_DIFFERENCES = 5
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A conversion on a way: its command, and the options of the Python function."""
+    """One conversion of a round trip: its command, and the options of the Python function."""
 
     command: str
     options: Mapping[str, Any]

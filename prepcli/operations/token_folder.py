@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from prepcli.console.formatting import count_text
 from prepcli.errors import Command, Option, text, usage_error
 from prepcli.formats.added_tokens import RECORD_FILE, Addition, parse_record
 from prepcli.planning.plan import SmallFile
@@ -22,6 +23,15 @@ def check_folder(source: Source, command: str) -> None:
         what = f"{source.display_name} is a multimodal model, which is not supported"
         hint = text("{} writes its text model", Command("export", Option("text_only", True)))
         raise usage_error(what, why, hint)
+
+
+def count_with_ids(first: int, count: int) -> tuple[str, str]:
+    """Return how many tokens there are and their ids, e.g. `2 tokens` and `ids 7 to 8`."""
+    if count == 1:
+        ids = f"id {first}"
+    else:
+        ids = f"ids {first} to {first + count - 1}"
+    return count_text(count, "token"), ids
 
 
 def recorded_additions(source: Source) -> tuple[Addition, ...]:

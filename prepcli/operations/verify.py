@@ -156,7 +156,10 @@ def _verify_and_accept(request: _Request, files: Sequence[str], observer: Observ
 
 def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     """Compare a checkpoint with its manifest's digests, or with another checkpoint of any format and layout."""
-    located, source = open_checkpoint(request.common, observer, allow_adapters=True)
+    # Values that a scale has rounded have no way back, and their manifest has digests of the stored ones.
+    located, source = open_checkpoint(
+        request.common, observer, allow_adapters=True, keeps_scales=request.against is None
+    )
     observer.note(source_line(source))
     if request.against is None:
         check_config_option(request.common, source)

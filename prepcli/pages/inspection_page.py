@@ -27,9 +27,9 @@ MAX_ROWS = 2000
 MAX_DRAWINGS = 12
 # Cells of a picture. The device numbers of more cells do not fit, so these leaves are drawn as text.
 MAX_PICTURE_CELLS = 64
-# Parts of the bar of a device. The smaller ones are joined.
+# Parts of a bar. The smaller ones are joined.
 MAX_PARTS = 6
-OTHER_LEAVES = "other leaves"
+OTHERS = "others"
 
 STYLE = """
 details { margin-left: 1.2rem }
@@ -135,12 +135,12 @@ def _largest_parts(nbytes_of: dict[str, int]) -> list[Bar]:
     """Return the largest parts of a total, and the sum of the others.
 
     >>> [part.name for part in _largest_parts({name: 1 for name in "abcdefgh"})]
-    ['a', 'b', 'c', 'd', 'e', 'other leaves']
+    ['a', 'b', 'c', 'd', 'e', 'others']
     """
     by_size = sorted(nbytes_of.items(), key=lambda part: -part[1])
     if len(by_size) > MAX_PARTS:
         rest = sum(nbytes for _, nbytes in by_size[MAX_PARTS - 1 :])
-        by_size = [*by_size[: MAX_PARTS - 1], (OTHER_LEAVES, rest)]
+        by_size = [*by_size[: MAX_PARTS - 1], (OTHERS, rest)]
     return [Bar(name, nbytes, format_bytes(nbytes)) for name, nbytes in by_size]
 
 
@@ -236,7 +236,7 @@ def _drawing(kind: _LeafKind, mesh: Mesh) -> str:
         text = draw_shard_map(kind.leaf.name, shape, kind.leaf.dtype, spec, mesh)
         return f"<pre>{escape(text)}</pre>"
     down, across = _picture_dims(split_dims, len(shape))
-    boxes = [_matrix_box(box, down, across) for box in device_boxes(spec, mesh, shape)]
+    boxes = [_two_dims_of_box(box, down, across) for box in device_boxes(spec, mesh, shape)]
     names = f"{spec.dim_names[down] or '1'} down, {spec.dim_names[across] or '1'} across"
     picture = shard_map_svg((shape[down], shape[across]), boxes, f"shards of {kind.leaf.path}")
     return f"<p>{escape(names)}</p>{picture}"
@@ -256,7 +256,7 @@ def _picture_dims(split_dims: Sequence[int], num_dims: int) -> tuple[int, int]:
     return down, across
 
 
-def _matrix_box(box: Box, down: int, across: int) -> Box:
+def _two_dims_of_box(box: Box, down: int, across: int) -> Box:
     return (box[down], box[across])
 
 

@@ -212,12 +212,15 @@ class _ChunkBand:
 
 
 def _end_row(start: int, bands: tuple[_ChunkBand, ...], max_rows: int, page_rows: int) -> int:
-    """Return the end row of a slab: after whole bands of chunks, or else after whole pages of every chunk.
+    """Return the end row of a slab, the part of a tensor that is copied at once.
+
+    It ends with whole chunks of the output and of the source, if the rows that fit allow it, or else with whole pages
+    of every chunk. Partial chunks would be read or written twice.
 
     Args:
         start: First row of the slab.
-        bands: Bands of chunks, written ones first. Earlier bands have priority. A band that does not align with the
-            bands before it is split.
+        bands: Bands of chunks: those of the output, then those of the source. Earlier bands have priority. A band that
+            does not align with the bands before it is split.
         max_rows: Number of rows that fit a slab.
         page_rows: Number of rows that fill whole pages in every chunk.
     """

@@ -71,12 +71,14 @@ class TensorNames:
         embedding_alias: Bare name of the tied head, or of a duplicate, stored instead of the embedding.
             It is read as the embedding. Empty if the source stores the embedding itself.
         unprefixed_names: Names that lack the prefix in a source where other names have it.
+        missing_leaves: Leaf that the tree of another library lacks, by the bare name of a tensor in it.
     """
 
     family: Family
     is_prefixed: bool = True
     embedding_alias: str = ""
     unprefixed_names: frozenset[str] = frozenset()
+    missing_leaves: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def full_name(self, bare: str) -> str:
         """Return a tensor's name as prep writes it to files, with the base prefix if the source has it."""
@@ -403,7 +405,9 @@ def _find_mismatches(
             continue
         expected = uses[0].axis_map.source_shape
         if name not in tensors:
-            mismatches.missing.append(f"{names.display_name(name)} {list(expected)}")
+            leaf = names.missing_leaves.get(name)
+            place = f" (leaf {leaf})" if leaf else ""
+            mismatches.missing.append(f"{names.display_name(name)} {list(expected)}{place}")
         elif tensors[name].shape != expected:
             atoms = " x ".join(map(_describe_dim, uses[0].axis_map.source_dims))
             mismatches.wrong_shape.append(

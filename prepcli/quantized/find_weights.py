@@ -187,7 +187,7 @@ def _find_compressed(settings: Mapping[str, Any], stored: StoredWeights) -> Iter
         yield ScaledDecoder(
             weight,
             scale,
-            block=_compressed_block(schemes, weight, scale),
+            block=_shape_of_scaled_block(schemes, weight, scale),
             zero_point=stored.take_optional(f"{weight.name}_zero_point"),
             dtype=dtype,
         )
@@ -252,7 +252,7 @@ def _packed_weight(
     )
 
 
-def _compressed_block(
+def _shape_of_scaled_block(
     schemes: Sequence[Scheme], weight: FileTensor, scale: FileTensor
 ) -> tuple[int, int]:
     """Return how many rows and columns share a scale, for dense codes of compressed-tensors."""
@@ -292,9 +292,10 @@ def _scheme_block(scheme: Scheme, rows: int, columns: int) -> tuple[int, int] | 
 def _fitting_schemes(
     schemes: Sequence[Scheme], shape: tuple[int, ...], scale: FileTensor
 ) -> list[Scheme]:
-    """Return the schemes with the scales of a weight.
+    """Return the schemes that give scales of this shape.
 
-    Each scheme names modules by `targets`, which are names or classes. The scales show it without the modules.
+    A scheme names its modules by `targets`, names or classes. Classes are unknown here, so the shape of the scales
+    decides.
 
     Args:
         schemes: Schemes of all groups of modules.

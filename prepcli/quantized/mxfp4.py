@@ -78,7 +78,7 @@ class Mxfp4Decoder(InvertibleDecoder):
         values = np.empty((rows[1] - rows[0], self.columns), np.float32)
         row = rows[0]
         while row < rows[1]:
-            # Rows of one matrix, of all leading dims.
+            # All leading dims are merged to rows here. Each pass decodes the rows of one matrix.
             matrix, first = divmod(row, self.shape[-2])
             stop = min(self.shape[-2], first + rows[1] - row)
             target = values[row - rows[0] : row - rows[0] + stop - first]

@@ -24,6 +24,23 @@ ACTIVATION_SUFFIXES = (
     ".v_scale",
     ".q_scale",
 )
+# Endings of the scales of weights and activations. Whether float weights beside them are already multiplied with them
+# is unknown.
+SCALE_SUFFIXES = (
+    "weight_scale",
+    "weight_scale_2",
+    "weight_global_scale",
+    "weight_zero_point",
+    "_proj_scale",
+    "_scale_inv",
+    "_scales",
+    ".scales",
+    ".SCB",
+    ".absmax",
+    ".nested_absmax",
+    ".quant_map",
+    *ACTIVATION_SUFFIXES,
+)
 # A tensor with one of these endings holds values of a weight.
 WEIGHT_SUFFIXES = (".weight", ".weight_packed", ".qweight", "_blocks")
 
@@ -105,16 +122,17 @@ class StoredWeights:
         Args:
             method: The quantisation method in the settings.
         """
+        codes = [t for t in self._tensors.values() if is_quantized_weight(t.name, t.dtype)]
         if not self._used_names:
-            raise DamagedError(
-                f"{self.settings_file} and the tensors disagree",
-                f"it names the quantisation {method}, and no tensor is quantised in this way",
-                GET_AGAIN_HINT,
-            )
-        for tensor in self._tensors.values():
-            if tensor.name in self._used_names:
-                continue
-            if is_quantized_weight(tensor.name, tensor.dtype):
+            why = f"it names the quantisation {method}, and no tensor is quantised in this way"
+            hint = GET_AGAIN_HINT
+            scale = next((name for name in self._tensors if name.endswith(SCALE_SUFFIXES)), "")
+            if scale and not codes:
+                why = f"it names the quantisation {method}, {quote_name(scale)} is a scale, and no weight has codes"
+                hint = "if the weights are decoded, remove the scales and the settings; else get the model again"
+            raise DamagedError(f"{self.settings_file} and the tensors disagree", why, hint)
+        for tensor in codes:
+            if tensor.name not in self._used_names:
                 raise DamagedError(
                     f"{quote_name(tensor.name)} is {tensor.dtype}",
                     f"{self.settings_file} names the quantisation {method}, and no tensor has its scales",

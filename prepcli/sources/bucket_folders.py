@@ -11,6 +11,7 @@ from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation
 from prepcli.formats.ocdbt_read import read_ocdbt_index
 from prepcli.formats.orbax import ZARRAY, find_item
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
+from prepcli.formats.safetensors import select_safetensors_files
 from prepcli.formats.zarr import ZARR_JSON
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.placeholders import (
@@ -90,6 +91,12 @@ class BucketFolder:
         if name not in self._contents:
             self._contents[name] = read_all(self._bucket, self._files[name])
         return self._contents[name][start:stop]
+
+    def fetch_headers(self) -> Path | None:
+        """Fetch headers, indexes and small files if there are safetensors files at the top."""
+        if not select_safetensors_files(name for name in self._files if "/" not in name):
+            return None
+        return self.prepare_local_files("safetensors").path
 
     def prepare_local_files(self, kind: Kind) -> LocalFiles:
         """Fetch headers, indexes and small files into a folder of placeholder files.

@@ -236,11 +236,12 @@ def model_quantization(config: HFConfig, folder: Path) -> Mapping[str, Any]:
 def quantization_file(config: HFConfig, folder: Path) -> str:
     """Return the name of the file with the quantisation config of a model, or an empty string.
 
-    A settings file next to config.json counts only if a tensor has quantised values.
+    Settings count only if a tensor may be quantised.
     """
     if quantization_settings(config):
-        return CONFIG
-    name = find_settings_file(folder)
+        name = CONFIG
+    else:
+        name = find_settings_file(folder)
     if name and has_quantized_tensors(folder):
         return name
     return ""
@@ -277,6 +278,21 @@ def dequantize_source(source: Source) -> Source:
     if decoded.family.is_verbatim:
         return as_verbatim(decoded)
     return decoded
+
+
+def without_left_over_settings(source: Source) -> Source:
+    """Return a source without quantisation settings if no tensor of its files is quantised.
+
+    The outputs must not have the settings either: with a `quantization_config`, transformers needs the library of the
+    method and builds layers for codes and scales, whatever the tensors are.
+    """
+    files = tuple(file for file in source.small_files if file.name not in QUANTIZATION_FILES)
+    has_settings = bool(quantization_settings(source.config)) or files != source.small_files
+    if not has_settings or has_quantized_tensors(source.root):
+        return source
+    config = without_quantization(source.config)
+    config_path = source.config_path if config == source.config else None
+    return replace(source, config=config, config_path=config_path, small_files=files)
 
 
 def decode_alike(source: Source, other: Source) -> tuple[Source, Source]:

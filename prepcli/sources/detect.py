@@ -34,7 +34,7 @@ from prepcli.formats.torch_files import (
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES
 from prepcli.quantized.find_weights import QUANTIZATION_KEYS
 from prepcli.sources.folders import Folder, Kind, LocalFolder
-from prepcli.sources.left_over_settings import left_over_remark
+from prepcli.sources.left_over_settings import has_quantized_tensors
 from prepcli.sources.source_hints import CONFIG
 from trainer.files.json_values import load_json
 
@@ -176,6 +176,8 @@ RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
 def detect(folder: Folder, *, allow_adapters: bool = False, allow_quantized: bool = False) -> Kind:
     """Detect the format of a checkpoint. Of its contents, only the config is read.
 
+    The headers of weights are read too if there are settings of a quantisation tool, unless `allow_quantized`.
+
     An Orbax checkpoint may be an item, a step folder or a run folder with steps.
 
     Args:
@@ -194,11 +196,11 @@ def detect(folder: Folder, *, allow_adapters: bool = False, allow_quantized: boo
         if file == METADATA_FILE and len(folders) <= MAX_ITEM_DEPTH:
             return "orbax"
     top_names = sorted(name for name in names if "/" not in name)
-    # A settings file of a quantisation tool may be left over beside weights that were decoded.
-    is_left_over = isinstance(folder, LocalFolder) and bool(left_over_remark(folder.path))
-    verdict, selected_names = apply_rules(
-        top_names, allow_quantized=allow_quantized or is_left_over
-    )
+    verdict, selected_names = apply_rules(top_names, allow_quantized=allow_quantized)
+    is_settings_file = isinstance(verdict, Refusal) and verdict.is_quantized
+    if is_settings_file and _has_only_dense_tensors(folder):
+        allow_quantized = True
+        verdict, selected_names = apply_rules(top_names, allow_quantized=True)
     if verdict is None:
         raise _several_checkpoints_error(folder) or no_checkpoint_error(
             top_names, folder.display_name
@@ -268,8 +270,14 @@ def _check_config(folder: Folder, *, allow_quantized: bool) -> None:
             f"{folder.display_name} has a broken {CONFIG}", str(error), BROKEN_CONFIG_HINT
         ) from error
     quantisation = _find_quantisation(config)
-    if quantisation and not allow_quantized:
+    if quantisation and not allow_quantized and not _has_only_dense_tensors(folder):
         raise _quantised_refusal(f"{CONFIG} has a {quantisation}").error((), folder.display_name)
+
+
+def _has_only_dense_tensors(folder: Folder) -> bool:
+    """Return whether no tensor is quantised. Settings of a quantisation tool are then left over."""
+    headers = folder.fetch_headers()
+    return headers is not None and not has_quantized_tensors(headers)
 
 
 def _find_quantisation(config: Any) -> str:

@@ -32,6 +32,7 @@ class Access:
         allow_gguf: Accept GGUF files.
         progress: Receives the progress of a download.
         warn: Called with a warning if the hub is unreachable and a cached model is used.
+        note: Called with a note if quantisation settings of the model are ignored.
         retry_policy: Time-out and retries of each request.
         copied_files: Name patterns of further side files to fetch.
     """
@@ -44,6 +45,7 @@ class Access:
     allow_gguf: bool = False
     progress: Progress = field(default_factory=NullProgress)
     warn: Callable[[str], object] = str
+    note: Callable[[str], object] = str
     retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY
     copied_files: tuple[str, ...] = ()
 
@@ -62,6 +64,7 @@ def make_access(
         allow_urls,
         progress=observer.progress(),
         warn=observer.warn,
+        note=observer.note,
         retry_policy=policy,
     )
 
@@ -103,6 +106,16 @@ class Folder(Protocol):
         """Return bytes of a listed file, or fewer if the file is shorter."""
         ...
 
+    def fetch_headers(self) -> Path | None:
+        """Return a local folder with the headers of all safetensors files, or None if there are no such files.
+
+        A local folder is returned as it is, with weights of any format.
+
+        Raises:
+            PrepError: A header cannot be fetched.
+        """
+        ...
+
     def prepare_local_files(self, kind: Kind) -> LocalFiles:
         """Return the local files from which a checkpoint of this format is opened.
 
@@ -135,6 +148,10 @@ class LocalFolder:
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Return bytes of a file, or fewer if the file is shorter."""
         return read_bytes(self.path / name, start, stop - start)
+
+    def fetch_headers(self) -> Path:
+        """Return the folder itself."""
+        return self.path
 
     def prepare_local_files(self, kind: Kind) -> LocalFiles:
         """Return the folder itself: local files are read where they are."""

@@ -406,7 +406,7 @@ def _special_token(
 
 
 def _metadata_token(metadata: Mapping[str, Any], tokens: Sequence[str], key: str) -> str:
-    """Return a token by the key of its number, e.g. `bos`, or an empty string without one."""
+    """Return the text of a special token, such as that of the key `bos`, or an empty string without it."""
     default: int | None = None
     if metadata.get(f"{TOKENIZER_PREFIX}.model") == SENTENCEPIECE_MODEL:
         default = SENTENCEPIECE_IDS.get(key)

@@ -145,6 +145,16 @@ class HubFolder:
         with self._translate_errors():
             return self.listing.read(name, start, stop)
 
+    def fetch_headers(self) -> Path | None:
+        """Fetch the headers of the safetensors files to download, if the hub reports a commit."""
+        names = files_to_download(self.names())
+        weights = [name for name in names if name.endswith(".safetensors")]
+        if not weights or self.listing.commit is None:
+            return None
+        indexes = [name for name in names if name == safetensors.INDEX_FILE]
+        with self._translate_errors():
+            return self.listing.open_remote(weights, indexes).placeholder_folder
+
     def prepare_local_files(self, kind: Kind) -> LocalFiles:
         """Fetch the files of one weight format, the config and the tokenizer.
 

@@ -1,4 +1,4 @@
-"""Settings files of quantisation tools, which may be left over from the model before it was decoded."""
+"""Settings of quantisation tools, which may be left over from the model before it was decoded."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prepcli.errors import PrepError
-from prepcli.formats.safetensors import read_safetensors_folder, select_safetensors_files
+from prepcli.formats.safetensors import iter_folder_tensors, select_safetensors_files
 from prepcli.formats.torch_files import detect_torch_kind, read_torch_folder
 from prepcli.formats.untrusted import list_folder
-from prepcli.quantized.find_weights import QUANTIZATION_FILES
-from prepcli.quantized.stored_weights import is_quantized_weight
+from prepcli.planning.tensors import FLOAT_DTYPES
+from prepcli.quantized.find_weights import QUANTIZATION_FILES, quantization_settings
+from prepcli.quantized.stored_weights import SCALE_SUFFIXES
+from prepcli.sources.source import CONFIG, read_json_object
+
+# Integer tensors of dense models: attention masks of GPT-2, positions, and counters of batch norm.
+BUFFER_SUFFIXES = (
+    ".bias",
+    "position_ids",
+    "token_type_ids",
+    "position_index",
+    "num_batches_tracked",
+)
 
 
 def find_settings_file(folder: Path) -> str:
@@ -22,32 +33,45 @@ def find_settings_file(folder: Path) -> str:
 
 
 def has_quantized_tensors(folder: Path) -> bool:
-    """Return whether a weight in the files of a model has quantised values, by its name and dtype.
+    """Return whether a tensor of a model may be quantised, by its name and dtype.
 
     True for formats without dtypes in a header, and for broken headers: their error is raised by the opener.
     """
     try:
-        return any(is_quantized_weight(name, dtype) for name, dtype in _stored_dtypes(folder))
+        return any(may_be_quantized(name, dtype) for name, dtype in _stored_dtypes(folder))
     except (LookupError, PrepError):
         return True
 
 
+def may_be_quantized(name: str, dtype: str) -> bool:
+    """Return whether a stored tensor may have codes or scales of a quantised weight."""
+    if dtype in FLOAT_DTYPES:
+        return name.endswith(SCALE_SUFFIXES)
+    return dtype != "bool" and not name.endswith(BUFFER_SUFFIXES)
+
+
 def left_over_remark(folder: Path) -> str:
-    """Return a note about a settings file beside weights without quantised values, or an empty string."""
+    """Return a note about quantisation settings beside tensors that are all dense, or an empty string."""
+    names: list[str] = []
+    if (folder / CONFIG).is_file() and quantization_settings(read_json_object(folder / CONFIG)):
+        names.append(CONFIG)
     name = find_settings_file(folder)
-    if not name or has_quantized_tensors(folder):
+    if name:
+        names.append(name)
+    if not names or has_quantized_tensors(folder):
         return ""
-    return f"{name} is ignored: no tensor is quantised"
+    return f"the quantisation in {' and '.join(names)} is ignored: no tensor is quantised"
 
 
 def _stored_dtypes(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield name and dtype of each tensor. Raise LookupError for other formats than safetensors and PyTorch."""
     names = list_folder(folder)
     if select_safetensors_files(names):
-        tensors = read_safetensors_folder(folder).tensors
+        # Header by header: the first one of a quantised model is usually enough.
+        for tensor in iter_folder_tensors(folder):
+            yield tensor.name, tensor.dtype
     elif detect_torch_kind(names) == "torch":
-        tensors = read_torch_folder(folder).tensors
+        for tensor in read_torch_folder(folder).tensors:
+            yield tensor.name, tensor.dtype
     else:
         raise LookupError(folder)
-    for tensor in tensors:
-        yield tensor.name, tensor.dtype

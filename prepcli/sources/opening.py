@@ -11,7 +11,7 @@ from prepcli.formats.file_records import check_files, check_header
 from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
 from prepcli.planning.plan import SourceFile
 from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
-from prepcli.sources.dequantized import dequantize_source
+from prepcli.sources.dequantized import dequantize_source, without_left_over_settings
 from prepcli.sources.folders import LocalFiles
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import verbatim_error
@@ -28,6 +28,7 @@ def open_source(
     verbatim: bool | None = False,
     copied_files: tuple[str, ...] = (),
     dequantize: bool = False,
+    keeps_scales: bool = False,
 ) -> Source:
     """Read the headers and settings of a located checkpoint, but no weights.
 
@@ -37,6 +38,7 @@ def open_source(
         verbatim: True: use the verbatim family. None: use it if no family has the model_type. False: raise then.
         copied_files: Name patterns of further side files to copy.
         dequantize: Decode quantised weights.
+        keeps_scales: Read values that another trainer's scale has rounded as they are stored. See `SourceHints`.
 
     Raises:
         PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim
@@ -52,11 +54,14 @@ def open_source(
             verbatim,
             copied_files,
             is_remote=local_files.remote is not None,
+            keeps_scales=keeps_scales,
         )
         source = _read_headers(located, hints)
         _check_headers(source)
         if local_files.remote is not None:
             source = _with_remote_blobs(source, local_files.remote)
+        if located.kind in ("safetensors", "torch"):
+            source = without_left_over_settings(source)
         # The opener of GGUF files has already decoded the weights.
         if dequantize and located.kind != "gguf":
             source = dequantize_source(source)

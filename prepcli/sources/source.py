@@ -122,7 +122,7 @@ class MadeFiles:
 
     @cached_property
     def remarks(self) -> tuple[str, ...]:
-        """The reason why there are no files, if any."""
+        """A line with the reason, if the metadata does not describe the files. Empty otherwise."""
         return self._files_and_remarks[1]
 
     @cached_property

@@ -29,6 +29,8 @@ class SourceHints:
         verbatim: True: use the verbatim family. None: use it if no family has the model_type. False: never use it.
         copied_files: Name patterns of further side files to copy.
         is_remote: Whether the files are placeholders of remote files.
+        keeps_scales: Whether values that the scale of another trainer's layout has rounded are read as they are stored.
+            Otherwise they are refused.
     """
 
     config_path: Path | None = None
@@ -36,6 +38,7 @@ class SourceHints:
     verbatim: bool | None = False
     copied_files: tuple[str, ...] = ()
     is_remote: bool = False
+    keeps_scales: bool = False
 
     def resolve_config_path(self, folder: Path, display_name: str) -> Path:
         """Return the path of the config.json to use: the user's, else the one in `folder`.
@@ -48,7 +51,7 @@ class SourceHints:
             if not path.exists():
                 what = text("{} does not exist", Option("config", str(self.config_path)))
                 hint = f"pass a {CONFIG}, or a folder with one"
-                raise PrepError(what, "it describes the model of the weights", hint)
+                raise PrepError(what, "the weights are read by the config of their model", hint)
         else:
             path = folder
         if path.is_dir():

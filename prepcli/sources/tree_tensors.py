@@ -405,13 +405,22 @@ def match_foreign_tree(
     """
     tree_format = _best_format(leaves, family, config, display_name, roots)
     param_leaves = _leaves_below_root(leaves, tree_format, family, display_name)
-    leaf_tensors = _present_leaf_tensors(tree_format, family, config, param_leaves, display_name)
+    expected = _expected_leaf_tensors(tree_format, family, config, param_leaves, display_name)
+    leaf_tensors = [leaf_tensor for leaf_tensor in expected if leaf_tensor[0] in param_leaves]
+    missing_leaves = {
+        name: tree_format.root + path for path, _, name, _ in expected if path not in param_leaves
+    }
     matched = tuple(iter_tensors(param_leaves, iter(leaf_tensors), {}, TensorNames(family)))
     unknown = sorted(param_leaves.keys() - {path for path, _, _, _ in leaf_tensors})
     unprefixed = frozenset(
         path for path in unknown if tree_format.has_prefix and not path.startswith(family.prefix)
     )
-    names = TensorNames(family, tree_format.has_prefix, unprefixed_names=unprefixed)
+    names = TensorNames(
+        family,
+        tree_format.has_prefix,
+        unprefixed_names=unprefixed,
+        missing_leaves=missing_leaves,
+    )
     unmatched = tuple(
         replace(_leaf_as_tensor(path, param_leaves[path], {}), name=names.bare_name(path))
         for path in unknown
@@ -450,10 +459,10 @@ def _scales_by_path(tree_format: TreeFormat, family: Family, config: HFConfig) -
     return numbers
 
 
-def _present_leaf_tensors(
+def _expected_leaf_tensors(
     tree_format: TreeFormat, family: Family, config: HFConfig, leaves: Leaves, display_name: str
 ) -> list[LeafTensor]:
-    """List the tensors of the leaves that exist. Raise PrepError if a leaf has the wrong shape."""
+    """List the tensors of all leaves of a format. Raise PrepError if an existing leaf has the wrong shape."""
     sizes = family.sizes(config)
     # The config is untrusted, and the rows below are one object per layer. An unstacked tree has a
     # leaf for each layer, so its leaves bound them.
@@ -469,11 +478,10 @@ def _present_leaf_tensors(
             "are config.json and the weights of one model?",
         )
     rows = tree_format.rows(family, config)
-    leaf_tensors = [
-        leaf_tensor for leaf_tensor in _leaf_tensors(rows, sizes) if leaf_tensor[0] in leaves
-    ]
+    leaf_tensors = list(_leaf_tensors(rows, sizes))
     for path, row, _, _ in leaf_tensors:
-        _check_leaf_shape(path, leaves[path], row, "config", display_name)
+        if path in leaves:
+            _check_leaf_shape(path, leaves[path], row, "config", display_name)
     return leaf_tensors
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prepcli.errors import Option, PrepError, text
 from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
-from prepcli.formats.torch_dcp import METADATA_FILE
+from prepcli.formats.torch_dcp import MAX_METADATA_OPCODES, METADATA_FILE
 from prepcli.formats.torch_dcp_write import (
     DATA_FILE,
     SUPPORTED_DTYPES,
@@ -15,7 +15,11 @@ from prepcli.formats.torch_dcp_write import (
     encode_archive,
     encode_metadata,
 )
+from prepcli.formats.torch_pickle import MAX_NBYTES
 from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
+
+# A tensor takes 62 opcodes of `.metadata`.
+MAX_TENSORS = MAX_METADATA_OPCODES // 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ def lay_out_dcp_folder(entries: Sequence[LayoutEntry], shard_nbytes: int) -> Dcp
         shard_nbytes: Largest payload of a file.
 
     Raises:
-        PrepError: DCP does not support a dtype.
+        PrepError: DCP does not support a dtype, or there are too many tensors for one `.metadata`.
     """
     files: list[OutputFile] = []
     locations: dict[str, Contiguous] = {}
@@ -54,6 +58,10 @@ def lay_out_dcp_folder(entries: Sequence[LayoutEntry], shard_nbytes: int) -> Dcp
             offset += archive.nbytes
         files.append(OutputFile(file_name, offset, constant_ranges=tuple(constants)))
     metadata = SmallFile(METADATA_FILE, encode_metadata(dcp_entries))
+    if len(entries) > MAX_TENSORS or len(metadata.content) > MAX_NBYTES:
+        why = f"prep reads the metadata of up to {MAX_TENSORS:,} tensors in {MAX_NBYTES >> 20} MiB"
+        hint = text("use {}", Option("format", "safetensors"))
+        raise PrepError(f"{len(entries):,} tensors are too many for DCP", why, hint)
     return DcpLayout(tuple(files), locations, metadata)
 
 

@@ -152,7 +152,7 @@ def check_round_trip(subject: FamilyUnderTest) -> str:
 
 
 def check_params(subject: FamilyUnderTest) -> str:
-    """Compare the parameters that prep loads with a NumPy computation from the axis-map rows."""
+    """Compare the parameters that prep loads with the tensors of the file, transposed and stacked by NumPy."""
     loaded = flatten_tree(load_params(subject.folder))
     expected = flatten_tree(subject.params)
     _require(
@@ -199,17 +199,17 @@ def check_export(subject: FamilyUnderTest) -> str:
 
 
 def check_logits(subject: FamilyUnderTest) -> str:
-    """Compare the logits of sequences of equal length."""
+    """Compare the logits with transformers, for sequences of equal length."""
     return _check_logits(subject, (7, 7))
 
 
 def check_padded_batch(subject: FamilyUnderTest) -> str:
-    """Compare the logits of sequences of different lengths."""
+    """Compare the logits with transformers, for sequences of different lengths, the shorter one padded."""
     return _check_logits(subject, (7, 4))
 
 
 def check_long_sequence(subject: FamilyUnderTest) -> str:
-    """Compare the logits of a sequence longer than the window and the pretraining context."""
+    """Compare the logits with transformers, for a sequence longer than the window and the pretraining context."""
     return _check_logits(subject, (LONG_LENGTH,))
 
 

@@ -24,7 +24,9 @@ EXPERTS = 5
 HEAD_DIM = 16
 # Size of a head if it is independent of the hidden size.
 OTHER_HEAD_DIM = 24
-LEARNED_POSITIONS = 320
+# Enough for the longest check.
+CHECKED_POSITIONS = 320
+# Few enough for a check with more tokens than the positions of a scaled rotation.
 POSITIONS = 64
 ORIGINAL_POSITIONS = 32
 WINDOW = 5
@@ -206,7 +208,7 @@ def _with_enough_positions(family: Family, config: JsonObject) -> JsonObject:
         return config
     fields = [name for name in SIZE_FIELDS["positions"] if config.get(name) is not None]
     name = next(name for name in SIZE_FIELDS["positions"] if name in fields_read(family))
-    return config | dict.fromkeys(fields or [name], LEARNED_POSITIONS)
+    return config | dict.fromkeys(fields or [name], CHECKED_POSITIONS)
 
 
 def _tiny_sizes(
@@ -246,7 +248,7 @@ def _tiny_sizes(
         "full_kv_heads": 1 if original.get("full_kv_heads") == 1 else num_heads,
         "layer_vocab": VOCAB + 2,
         "layer_input": LAYER_INPUT,
-        "positions": POSITIONS,
+        "positions": _num_positions(family.arch_config(config)),
     }
     if "mixer_groups" in original:
         tiny_sizes |= _tiny_mixer_sizes(original, num_heads, tiny_sizes["embed"])
@@ -254,6 +256,14 @@ def _tiny_sizes(
         tiny_sizes["heads"] = tiny_sizes["mixer_heads"]
         tiny_sizes["head_dim"] = tiny_sizes["mixer_head_dim"]
     return tiny_sizes
+
+
+def _num_positions(arch_config: ArchConfig) -> int:
+    """Return a number of positions for a tiny model."""
+    # The table of plain rotations of GPT-J and CodeGen in transformers has a row per position.
+    if all(rope.rope_type == "default" for rope in arch_config.ropes):
+        return CHECKED_POSITIONS
+    return POSITIONS
 
 
 def _tiny_mixer_sizes(

@@ -17,6 +17,7 @@ from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import parameter_rows
 from trainer.models.registry import family_of
 from trainer.nn import transformer
+from trainer.nn.initialization import RESIDUAL_WEIGHTS
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model
 
 Tensors = Mapping[str, np.ndarray]
@@ -140,7 +141,8 @@ def random_tensors(
             continue
         shape = location.axis_map.source_shape
         values = rng.standard_normal(shape)
-        match tiny.model.leaves[location.leaf_path].role:
+        leaf = tiny.model.leaves[location.leaf_path]
+        match leaf.role:
             case "scale":
                 # An rms_offset norm multiplies by 1 + scale, so its scales are around 0. Other
                 # scales are around 1.
@@ -149,6 +151,9 @@ def random_tensors(
                 values = 0.1 * values
             case "embedding":
                 values = 0.5 * values / arch_config.lm_head_input_scale
+            case "matrix" if leaf.path.endswith(RESIDUAL_WEIGHTS):
+                # The layers of a trained model keep most of the residual stream.
+                values = 1.0 + 0.2 * values
             case "matrix":
                 # Variance 0.64 / shape[-1], the fan-in of a matrix [out, in].
                 values = 0.8 * values / math.sqrt(shape[-1])

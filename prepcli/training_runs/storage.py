@@ -121,10 +121,10 @@ def check_last_step(storage: RunStorage, step: int) -> None:
     # A new listing: without a lock, or after another process took the lock over, the known steps may be out of date.
     last_step = max(storage.steps(), default=0)
     if last_step != step:
-        raise _overtaken_error(storage, step, last_step)
+        raise _trained_meanwhile_error(storage, step, last_step)
 
 
-def _overtaken_error(storage: RunStorage, step: int, last_step: int) -> PrepError:
+def _trained_meanwhile_error(storage: RunStorage, step: int, last_step: int) -> PrepError:
     """Return the error for a run that another process has trained since this one read its last step."""
     what = f"{storage.name} is at step {last_step}, and this process has read step {step}"
     why = "another process has trained the run meanwhile; nothing was changed"
@@ -148,7 +148,7 @@ def explain_removed_step(storage: RunStorage, step: int) -> Iterator[None]:
         # Another process that trains the run removes old steps, also one that is being read here.
         steps = storage.steps()
         if step not in steps:
-            raise _overtaken_error(storage, step, max(steps, default=0)) from error
+            raise _trained_meanwhile_error(storage, step, max(steps, default=0)) from error
         raise
 
 

@@ -146,7 +146,11 @@ def random_rope(rng: random.Random, config: Mapping[str, Any]) -> Any:
             "high_freq_factor": rng.choice((4.0, 8.0)),
         }
     if rope_type == "longrope":
-        pairs = int(head_size(config) * (config.get("partial_rotary_factor") or 1)) // 2
+        share = config.get("partial_rotary_factor")
+        # An earlier change may have replaced it by an invalid value.
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            share = 1
+        pairs = int(head_size(config) * share) // 2
         scaling |= {
             key: [round(rng.uniform(1, 5), 2) for _ in range(pairs)]
             for key in ("short_factor", "long_factor")

@@ -112,7 +112,7 @@ LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
     },
     "codegen-names": TOKEN_FIELDS | {
         "model_type": "codegen", "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "max_position_embeddings": 64, "rotary_dim": 6, "activation_function": "relu", "tie_word_embeddings": True,
+        "max_position_embeddings": 300, "rotary_dim": 6, "activation_function": "relu", "tie_word_embeddings": True,
     },
     "diffllama-biases": FAMILIES["diffllama"] | {
         "attention_bias": True, "num_key_value_heads": None, "num_attention_heads": 6, "head_dim": None,
@@ -120,7 +120,7 @@ LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
     },
     "doge-sliding": FAMILIES["doge"] | {
         "attention_bias": False, "mlp_bias": True, "sliding_window": 5, "num_key_value_heads": None,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": True, "rms_norm_eps": 0.1,
     },
     "gpt_neox_japanese-one-layer": FAMILIES["gpt_neox_japanese"] | {
         "num_hidden_layers": 1, "rotary_pct": 0.5, "tie_word_embeddings": False, "hidden_act": "relu",

@@ -65,13 +65,19 @@ def settings(config: dict[str, Any], item: str, layout: str) -> dict[str, object
     }
     if rope.get("rope_type") == "llama3":
         values["rope_type"] = "llama3.1"
-    if model_type == "qwen3":
+    if model_type in ("qwen3", "qwen3_moe"):
         values["use_qk_norm"] = True
     if model_type == "qwen2":
         values["attention_bias"] = True
     if model_type == "mixtral":
         values |= {"num_experts": config["num_local_experts"], "num_experts_per_tok": 2}
         values |= {"megablox": False, "sparse_matmul": False}
+    if model_type == "qwen3_moe":
+        # transformers 5 writes one name for all families.
+        values |= {"num_experts": config["num_local_experts"], "num_experts_per_tok": 2}
+        values |= {"megablox": False, "sparse_matmul": False, "norm_topk_prob": True}
+        values["base_mlp_dim"] = config["moe_intermediate_size"]
+        values["base_moe_mlp_dim"] = config["moe_intermediate_size"]
     return values
 
 

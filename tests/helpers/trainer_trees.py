@@ -15,6 +15,8 @@ Tensors = Mapping[str, np.ndarray]
 Leaves = dict[str, np.ndarray]
 Config = Mapping[str, Any]
 
+# Layer, expert and projection of an expert's tensor.
+EXPERT_NAME = re.compile(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.weight")
 TUNIX_NORMS = {
     "input_layernorm.weight": "input_layernorm.w",
     "post_attention_layernorm.weight": "post_attention_layernorm.w",
@@ -37,8 +39,12 @@ def tunix_leaves(tensors: Tensors, config: Config) -> Leaves:
         return tunix_gemma_leaves(tensors, config)
     heads, kv_heads, head_dim = heads_of(config)
     leaves: Leaves = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
     for full_name, tensor in tensors.items():
-        if full_name == "model.embed_tokens.weight":
+        if match := EXPERT_NAME.fullmatch(full_name):
+            path = f"layers.{match[1]}.mlp.{match[3]}.value"
+            experts.setdefault(path, {})[int(match[2])] = tensor.T
+        elif full_name == "model.embed_tokens.weight":
             leaves["embedder.input_embedding.value"] = tensor
         elif full_name == "model.norm.weight":
             leaves["final_norm.w.value"] = tensor
@@ -48,6 +54,14 @@ def tunix_leaves(tensors: Tensors, config: Config) -> Leaves:
             layer, name = full_name.removeprefix("model.layers.").split(".", 1)
             path, leaf = _tunix_layer_leaf(name, tensor, heads, kv_heads, head_dim)
             leaves[f"layers.{layer}.{path}.value"] = leaf
+    return leaves | _stack_experts(experts)
+
+
+def _stack_experts(experts: Mapping[str, Mapping[int, np.ndarray]]) -> Leaves:
+    """Return the leaves of experts, stacked by number."""
+    leaves: Leaves = {}
+    for path, by_number in experts.items():
+        leaves[path] = np.stack([by_number[number] for number in range(len(by_number))])
     return leaves
 
 
@@ -60,6 +74,8 @@ def _tunix_layer_leaf(
         return TUNIX_NORMS[name], tensor
     if name in TUNIX_BIASES:
         return TUNIX_BIASES[name], tensor
+    if name == "mlp.gate.weight":
+        return "mlp.router.kernel", tensor.T
     if name.startswith("mlp."):
         return name.replace(".weight", ".kernel"), tensor.T
     path = name.replace("self_attn.", "attn.").replace(".weight", ".w")
@@ -128,7 +144,8 @@ MAXTEXT_NORMS = {
 }
 MAXTEXT_PROJECTIONS = {"q": "query", "k": "key", "v": "value", "o": "out"}
 MAXTEXT_MLP = {"gate_proj": "wi_0", "up_proj": "wi_1", "down_proj": "wo"}
-MAXTEXT_EXPERTS = {"w1": "wi_0", "w3": "wi_1", "w2": "wo"}
+MAXTEXT_EXPERTS = {"w1": "wi_0", "w3": "wi_1", "w2": "wo", **MAXTEXT_MLP}
+MAXTEXT_MOE_MODULES = {"mixtral": "MoeBlock_0", "qwen3_moe": "moe_block"}
 # Model types with a kernel of queries that is multiplied by 1 / sqrt(head_dim).
 MAXTEXT_SCALED = {"llama", "mistral", "mixtral"}
 
@@ -163,14 +180,14 @@ def maxtext_unscanned_leaves(tensors: Tensors, config: Config) -> Leaves:
         else:
             layer, name = full_name.removeprefix("model.layers.").split(".", 1)
             root = f"decoder.layers_{layer}"
-            if match := re.fullmatch(r".*\.experts\.(\d+)\.(w\d)\.weight", name):
-                path = f"{root}.MoeBlock_0.{MAXTEXT_EXPERTS[match[2]]}"
-                experts.setdefault(path, {})[int(match[1])] = tensor.T
+            if match := EXPERT_NAME.fullmatch(full_name):
+                module = MAXTEXT_MOE_MODULES[config["model_type"]]
+                path = f"{root}.{module}.{MAXTEXT_EXPERTS[match[3]]}"
+                experts.setdefault(path, {})[int(match[2])] = tensor.T
                 continue
             path, leaf = _maxtext_layer_leaf(name, tensor, config)
             leaves[f"{root}.{path}"] = leaf
-    for path, by_number in experts.items():
-        leaves[path] = np.stack([by_number[number] for number in range(len(by_number))])
+    leaves |= _stack_experts(experts)
     return {f"params.params.{path}": leaf for path, leaf in leaves.items()}
 
 
@@ -179,8 +196,8 @@ def _maxtext_layer_leaf(name: str, tensor: np.ndarray, config: Config) -> tuple[
     heads, kv_heads, head_dim = heads_of(config)
     if name in MAXTEXT_NORMS:
         return MAXTEXT_NORMS[name], tensor
-    if name.endswith("gate.weight"):
-        return "MoeBlock_0.gate.kernel", tensor.T
+    if name in ("block_sparse_moe.gate.weight", "mlp.gate.weight"):
+        return f"{MAXTEXT_MOE_MODULES[config['model_type']]}.gate.kernel", tensor.T
     module, projection, kind = name.split(".")
     if module == "mlp":
         return f"mlp.{MAXTEXT_MLP[projection]}.kernel", tensor.T

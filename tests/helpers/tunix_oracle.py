@@ -26,6 +26,7 @@ CLASSES = {
     "llama": ("llama3", "Llama3"),
     "qwen2": ("qwen2", "Qwen2"),
     "qwen3": ("qwen3", "Qwen3"),
+    "qwen3_moe": ("qwen3", "Qwen3"),
     "gemma": ("gemma", "Gemma"),
     "gemma2": ("gemma", "Gemma"),
     "gemma3_text": ("gemma3", "Gemma3"),
@@ -45,6 +46,10 @@ def make_config(module: ModuleType, config: dict[str, Any]) -> object:
         or config["hidden_size"] // config["num_attention_heads"],
         "num_kv_heads": config["num_key_value_heads"],
     }
+    if model_type == "qwen3_moe":
+        sizes["hidden_dim"] = config["moe_intermediate_size"]
+        sizes["num_experts"] = config["num_local_experts"]
+        sizes["num_experts_per_tok"] = config["num_experts_per_tok"]
     if not model_type.startswith("gemma"):
         tied_field = "weight_tying" if model_type == "llama" else "use_tied_embedding"
         return module.ModelConfig(

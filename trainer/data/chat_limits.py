@@ -150,7 +150,7 @@ class RenderLimits:
         self.check(self.count_chars(value) * max(0, count))
 
     def check_sum(self, left: Any, right: Any) -> None:
-        """Check the result of `left + right`."""
+        """Check the size of the result of `left + right` before it is computed."""
         if isinstance(left, int) and isinstance(right, int):
             self.check_bits(max(left.bit_length(), right.bit_length()))
         elif not isinstance(left, float) and not isinstance(right, float):

@@ -42,7 +42,7 @@ from trainer.data.store import (
     DamagedStoreError,
     MappedTokens,
     StoreMeta,
-    document_blocks,
+    document_end_blocks,
     file_digest,
 )
 from trainer.data.store_writer import HashingFile, lock_cache, publish_folder, remove_folder
@@ -101,7 +101,7 @@ def make_rows(tokens: MappedTokens, packing: str) -> PackedRows:
         tokens: The token store.
         packing: A key of `DOCUMENT_ROWS`.
     """
-    ends = document_blocks(tokens, BLOCK_DOCUMENTS)
+    ends = document_end_blocks(tokens, BLOCK_DOCUMENTS)
     return collect_rows(DOCUMENT_ROWS[packing](ends, tokens.seq_length), tokens.seq_length)
 
 
@@ -272,7 +272,7 @@ def _write_rows(folder: Path, identity: str, tokens: MappedTokens, packing: str)
         opened = {name: stack.enter_context((folder / name).open("xb")) for name in DTYPES}
         files = {name: HashingFile(file, xxhash.xxh3_128()) for name, file in opened.items()}
         for block in DOCUMENT_ROWS[packing](
-            document_blocks(tokens, BLOCK_DOCUMENTS), tokens.seq_length
+            document_end_blocks(tokens, BLOCK_DOCUMENTS), tokens.seq_length
         ):
             arrays = {
                 STARTS_FILE: block.pieces.starts,

@@ -117,7 +117,7 @@ class CompiledFields:
 
 
 def compile_list(fields: FieldList, settings: ExampleSettings, *, vocab: int) -> CompiledFields:
-    """Compile a list of fields.
+    """Turn a list of fields into functions from a record to the segments of its source and target.
 
     E.g. without an encoder, "[question], answer" has a part of weight 0 and a part of weight 1.
     With an encoder, the part in brackets is the source.

@@ -104,7 +104,7 @@ class MappedTokens:
         return self.n_tokens // self.seq_length
 
 
-def document_blocks(tokens: MappedTokens, n_documents: int) -> Iterator[npt.NDArray[np.int64]]:
+def document_end_blocks(tokens: MappedTokens, n_documents: int) -> Iterator[npt.NDArray[np.int64]]:
     """Yield the ends of all documents, `n_documents` at a time.
 
     Files are read, not mapped: pages of a map would stay in the memory of the process.

@@ -192,7 +192,7 @@ class ShardingContext:
         }:
             what = f"`model.offload` is not supported on {device.platform} devices"
             hint = text("{}", Key("model.offload", "none", is_override=True))
-            raise usage_error(what, "they have no host memory beside their own", hint)
+            raise usage_error(what, "they have no separate memory of the host", hint)
 
     @property
     def sequence_parallel_size(self) -> int:

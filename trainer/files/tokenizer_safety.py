@@ -50,6 +50,8 @@ def library_errors(what: str, hint: str) -> Iterator[None]:
 MAX_GROWTH = 16
 # Maximum normalized bytes of a text if the normalizer grows texts more than that.
 MAX_GROWN_NBYTES = 1 << 28
+# Each map reads the whole text. Tokenizers have one map, of the SentencePiece model that they were made from.
+MAX_MAPS = 16
 
 
 def normalizer_growth(tokenizer_json: bytes) -> float:
@@ -57,8 +59,19 @@ def normalizer_growth(tokenizer_json: bytes) -> float:
 
     Changes by the Unicode tables of the library are not counted: they are small, and no file can change them. A
     `Precompiled` normalizer has its own table, which is counted.
+
+    Raises:
+        ValueError: A map is malformed, or there are too many.
     """
-    return _max_growth(json.loads(tokenizer_json).get("normalizer"))
+    growth = 1.0
+    num_maps = 0
+    for step in _iter_steps(json.loads(tokenizer_json).get("normalizer")):
+        if step.get("type") == "Precompiled":
+            num_maps += 1
+        if num_maps > MAX_MAPS:
+            raise ValueError(f"it has more than {MAX_MAPS} precompiled maps in its normalizer")
+        growth *= _max_growth(step)
+    return growth
 
 
 def check_normalizer_growth(growth: float, num_chars: int, file: str, hint: str) -> None:
@@ -78,17 +91,21 @@ def check_normalizer_growth(growth: float, num_chars: int, file: str, hint: str)
     raise PrepError(f"the normalizer of {file} enlarges texts too much", why, hint)
 
 
-def _max_growth(normalizer: JsonValue) -> float:
-    """Return how many bytes a normalizer makes of one byte at most."""
+def _iter_steps(normalizer: JsonValue) -> Iterator[JsonObject]:
+    """Yield the normalizers of nested sequences in order, or a single normalizer."""
     if not isinstance(normalizer, dict):
-        return 1.0
-    if normalizer.get("type") == "Sequence":
-        growth = 1.0
-        steps = normalizer.get("normalizers")
-        if isinstance(steps, list):
-            for step in steps:
-                growth *= _max_growth(step)
-        return growth
+        return
+    if normalizer.get("type") != "Sequence":
+        yield normalizer
+        return
+    steps = normalizer.get("normalizers")
+    if isinstance(steps, list):
+        for step in steps:
+            yield from _iter_steps(step)
+
+
+def _max_growth(normalizer: JsonObject) -> float:
+    """Return how many bytes a normalizer makes of one byte at most."""
     if normalizer.get("type") == "Precompiled":
         encoded = normalizer.get("precompiled_charsmap")
         if not isinstance(encoded, str):

@@ -258,9 +258,9 @@ def _extents(factors: Iterable[SizedAxis]) -> list[int]:
 
 
 def _fixed_index(axis_map: AxisMap) -> tuple[int | slice, ...]:
-    """Return the index of the part of a tensor that an axis map uses.
+    """Return the index of a leaf's part of a tensor, e.g. `(0, :, :)` for the query in [qkv, heads, head_dim].
 
-    The tensor has one dim per named axis (atom).
+    The tensor has one dim per named axis of its axis map. Axes with a fixed index are selected by it.
     """
     index: list[int | slice] = []
     for factor in _source_factors(axis_map):

@@ -220,7 +220,8 @@ class Generator:
                 continue
             for prompt in prompts:
                 # e.g. a prompt of 10 tokens in 64 slots starts in slot 54. With 32 original
-                # positions its slot 54 + 32 = 86 is the first of a longer row: stop at 87 slots.
+                # positions, the token in slot 54 + 32 = 86 is the first beyond them. Decoding
+                # stops when 87 slots are filled, to recompute the cache.
                 start_slot = slots - len(prompt)
                 stops.add(start_slot + rope.original_max_positions + 1)
         return stops

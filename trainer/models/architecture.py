@@ -56,6 +56,8 @@ KeyValueRole = Literal["own", "stored", "reused"]
 OUTPUT_SCALE = "layers.output.scale"
 # Ends of the paths of the constants of xIELU.
 XIELU_CONSTANTS = ("mlp.xielu_beta.scale", "mlp.xielu_eps.scale")
+# Names of the vectors of differential attention among the weights of attention.
+LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 # Values in `layer_types`.
 LAYER_TYPES = ("full_attention", "sliding_attention")
 

@@ -152,8 +152,8 @@ class Projection:
         stack: Atom of the layers.
         out_dim: Output dim of the weight in its tensor.
         in_dim: Input dim of the weight in its tensor.
-        out_atoms: Output atoms of the leaf, in order.
-        in_atoms: Input atoms of the leaf, in order.
+        out_dims: Output dims of the leaf, in order.
+        in_dims: Input dims of the leaf, in order.
         is_transposed: Whether the tensor is stored as [in, out].
     """
 
@@ -163,20 +163,20 @@ class Projection:
     stack: str
     out_dim: str
     in_dim: str
-    out_atoms: tuple[str, ...]
-    in_atoms: tuple[str, ...]
+    out_dims: tuple[str, ...]
+    in_dims: tuple[str, ...]
     is_transposed: bool
 
     @property
     def lora_a_row(self) -> str:
         """Axis map of the LoRA matrix A."""
-        leaf = " ".join((self.stack, RANK_ATOM, *self.in_atoms))
+        leaf = " ".join((self.stack, RANK_ATOM, *self.in_dims))
         return f"{leaf} <- {self.module}.lora_A.weight: {RANK_ATOM} {self.in_dim}"
 
     @property
     def lora_b_row(self) -> str:
         """Axis map of the LoRA matrix B."""
-        leaf = " ".join((self.stack, *self.out_atoms, RANK_ATOM))
+        leaf = " ".join((self.stack, *self.out_dims, RANK_ATOM))
         return f"{leaf} <- {self.module}.lora_B.weight: {self.out_dim} {RANK_ATOM}"
 
 
@@ -191,14 +191,15 @@ def _projection(path: str, parameter: Parameter) -> Projection | None:
     """Return the projection of a parameter, or None if the parameter is not the matrix of one."""
     leaf, tensor, dims = split_row(parameter.row)
     # E.g. `layers embed heads head_dim <- …: embed (heads head_dim)` for the output projection. A leaf
-    # has its output atoms first, so the output dim is `embed` and the input dim `(heads head_dim)`.
-    stack, *atoms = leaf.split() or [""]
+    # has its output dims first, so the output dim is `embed` and the input dim `(heads head_dim)`. A dim of a leaf may
+    # have several atoms, e.g. `(head_shards shard_heads)`, all of them in one dim of the tensor.
+    stack, *leaf_dims = split_dims(leaf) or [""]
     tensor_dims = split_dims(dims)
     is_matrix = path.endswith(WEIGHT) and tensor.endswith(WEIGHT) and len(tensor_dims) == 2
     is_embedding = not EMBEDDING_PATH_PARTS.isdisjoint(path.split("."))
-    if stack not in LAYER_ATOMS or not is_matrix or is_embedding or "experts" in atoms:
+    if stack not in LAYER_ATOMS or not is_matrix or is_embedding or "experts" in leaf_dims:
         return None
-    out_dim = next(dim for dim in tensor_dims if atoms[0] in atoms_in(dim))
+    out_dim = next(dim for dim in tensor_dims if _has_dim(dim, leaf_dims[0]))
     in_dim = tensor_dims[1 - tensor_dims.index(out_dim)]
     return Projection(
         path=path.removesuffix(WEIGHT),
@@ -207,10 +208,15 @@ def _projection(path: str, parameter: Parameter) -> Projection | None:
         stack=stack,
         out_dim=out_dim,
         in_dim=in_dim,
-        out_atoms=tuple(atom for atom in atoms if atom in atoms_in(out_dim)),
-        in_atoms=tuple(atom for atom in atoms if atom in atoms_in(in_dim)),
+        out_dims=tuple(dim for dim in leaf_dims if _has_dim(out_dim, dim)),
+        in_dims=tuple(dim for dim in leaf_dims if _has_dim(in_dim, dim)),
         is_transposed=tensor_dims.index(out_dim) == 1,
     )
+
+
+def _has_dim(tensor_dim: str, leaf_dim: str) -> bool:
+    """Return whether a dim of a tensor has the atoms of a dim of a leaf, e.g. `(heads head_dim)` has `heads`."""
+    return not set(atoms_in(leaf_dim)).isdisjoint(atoms_in(tensor_dim))
 
 
 def select_targets(family: Family, config: HFConfig, targets: Sequence[str]) -> list[Projection]:

@@ -46,6 +46,12 @@ _TUNIX_QK_NORMS = {
 }
 
 
+_TUNIX_EXPERTS = {
+    "mlp.router.weight": "mlp.router.kernel: embed experts",
+    "mlp.gate.weight": "mlp.gate_proj: experts embed mlp",
+    "mlp.up.weight": "mlp.up_proj: experts embed mlp",
+    "mlp.down.weight": "mlp.down_proj: experts mlp embed",
+}
 # Facts of Tunix 0.1.7: models/gemma/model.py and models/gemma3/model.py. Some leaves stack several projections.
 _TUNIX_GEMMA_LEAVES = {
     "embed.tokens": "embedder.input_embedding: vocab embed",
@@ -100,7 +106,11 @@ _SCALED_QUERIES = "{} / sqrt(head_dim)"
 
 
 def tunix_layout(
-    parameters: Mapping[str, Parameter], *, qkv_biases: bool = False, qk_norms: bool = False
+    parameters: Mapping[str, Parameter],
+    *,
+    qkv_biases: bool = False,
+    qk_norms: bool = False,
+    has_experts: bool = False,
 ) -> dict[str, TreeLayout]:
     """Return the parameter tree of Tunix for a family with the names of LLaMA.
 
@@ -108,11 +118,14 @@ def tunix_layout(
         parameters: Parameters of the family.
         qkv_biases: Whether the class in Tunix has biases of queries, keys and values.
         qk_norms: Whether it has norms of queries and keys.
+        has_experts: Whether all layers have experts.
 
     Returns:
         Dict with the key "tunix".
     """
     layer = dict(_TUNIX_LAYER)
+    if has_experts:
+        layer |= _TUNIX_EXPERTS
     if qkv_biases:
         layer |= _TUNIX_QKV_BIASES
     if qk_norms:

@@ -199,7 +199,12 @@ class ReadPlan:
         return tuple(shape)
 
     def box(self, block: LeafBlock, coordinates: Mapping[str, int]) -> Box:
-        """Return the box of the leaf that the device at some mesh coordinates reads of a block. It may be empty."""
+        """Return the part of a block of rows that a device reads, as a box of the leaf. It may be empty.
+
+        Args:
+            block: The block.
+            coordinates: Mesh coordinates of the device.
+        """
         box = [(0, extent) for extent in self.leaf.shape]
         for dim in self.outer_dims:
             index = (

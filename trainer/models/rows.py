@@ -161,12 +161,12 @@ def stack(path: str, name: str, layer: Mapping[str, Parameter]) -> Parameters:
     # `layers embed <- h.{layers}.norm.weight: embed`.
     (atom,) = re.findall(r"{(\w+)}", name)
 
-    def stacked_row(row: str) -> str:
+    def row_with_layers(row: str) -> str:
         leaf, tensor, dims = split_row(row)
         return f"{atom} {leaf} <- {name}.{tensor}: {dims}"
 
     return {
-        f"{path}.{relative_path}": map_rows(parameter, stacked_row)
+        f"{path}.{relative_path}": map_rows(parameter, row_with_layers)
         for relative_path, parameter in layer.items()
     }
 

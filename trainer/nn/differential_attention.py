@@ -20,12 +20,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import LAMBDA_VECTORS
 from trainer.nn.attention_mask import KV
 from trainer.nn.layer_weights import Leaves, Projections
 from trainer.nn.norms import plain_rms_norm
 
-# Keys of the four vectors of a layer among the weights of attention.
-LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 # Key of the result of `pair_factors` in the weights of a chunk.
 PAIR_FACTORS = "pair_factors"
 
@@ -36,7 +35,7 @@ def initial_lambdas(num_layers: int) -> list[float]:
 
 
 def pair_factors(weights: Projections, initial: Array, dtype: jnp.dtype) -> Leaves:
-    """Return the factor of the second attention of a pair, and the factor of the output, in a dtype.
+    """Return the factor of the second attention of a pair in a dtype, and the factor of the output in float32.
 
     Args:
         weights: Weights of attention with LAMBDA_VECTORS, each [E].
@@ -44,10 +43,8 @@ def pair_factors(weights: Projections, initial: Array, dtype: jnp.dtype) -> Leav
         dtype: Dtype of the computation.
     """
     q1, k1, q2, k2 = (weights[name]["weight"].astype(jnp.float32) for name in LAMBDA_VECTORS)
-    first = jnp.exp(jnp.sum(q1 * k1)).astype(dtype)
-    second = jnp.exp(jnp.sum(q2 * k2)).astype(dtype)
-    initial = initial.astype(dtype)
-    return {"lambda": first - second + initial, "output": 1 - initial}
+    difference = jnp.exp(jnp.sum(q1 * k1)) - jnp.exp(jnp.sum(q2 * k2))
+    return {"lambda": (difference + initial).astype(dtype), "output": 1 - initial}
 
 
 def pair_values(kv: KV, sharding: ShardingContext) -> KV:
@@ -63,7 +60,7 @@ def subtract_pairs(mixed: Array, factors: Mapping[str, Array], eps: float) -> Ar
     """Subtract the attention of the second head of each pair from the first: [B, T, H, 2 E] -> [B, T, H, E]."""
     first, second = jnp.split(mixed, 2, axis=2)
     difference = first - factors["lambda"] * second
-    output = factors["output"] * plain_rms_norm(difference, eps)
+    output = (factors["output"] * plain_rms_norm(difference, eps)).astype(mixed.dtype)
     # The output of pair p has the 2 E elements of heads 2 p and 2 p + 1 of the output projection.
     rows, length, heads, width = mixed.shape
     return output.reshape(rows, length, heads, width // 2)

@@ -25,13 +25,15 @@ Sample = Callable[[Array, tuple[int, ...]], Array]
 # Ends of the paths of leaves of recurrent mixers.
 STEP_BIASES = "mixer.dt_bias.bias"
 MAMBA_STEP_BIASES = "mixer.dt_up.bias"
+# Factors of the residual stream (Doge).
+RESIDUAL_WEIGHTS = ("attn_residual.weight", "mlp_residual.weight")
 # End of a path -> initial values. The norm of a mixer scales by its weight, also where other norms of the model scale
 # by 1 + weight.
 CONSTANTS = {
     **{"mixer.norm.scale": 1.0, STEP_BIASES: 1.0, "mixer.d.weight": 1.0},
     **{"router.input_scale.weight": 1.0, "router.expert_scale.weight": 1.0},
     # All keys have the same score at first, and residual connections are plain.
-    **{"attn.score_rate.weight": 0.0, "attn_residual.weight": 1.0, "mlp_residual.weight": 1.0},
+    **{"attn.score_rate.weight": 0.0, **dict.fromkeys(RESIDUAL_WEIGHTS, 1.0)},
     # softplus gives 0.8 and 0.3, the initial factors of `XIELUActivation` in transformers.
     "mlp.xielu_alpha_p.weight": math.log(math.expm1(0.8)),
     "mlp.xielu_alpha_n.weight": math.log(math.expm1(0.3)),

@@ -249,7 +249,7 @@ def _numbered_layer(groups: Mapping[str, Tree], indices: Mapping[str, int]) -> T
 
 
 def _with_layer_inputs(layers: LayerWeights, context: StackContext) -> LayerWeights:
-    """Add the constants and inputs that differ between layers to their weights."""
+    """Return the weights of layers together with their constants and inputs, one entry per layer, for a scan."""
     num_layers = len(context.arch_config.sliding_windows)
     inputs: Tree = {}
     if context.arch_config.scale_attn_by_inverse_layer_idx:

@@ -113,7 +113,7 @@ def _list_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _source_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield source keys without a source."""
+    """Yield the keys that are for sources of an encoder, if the recipe has no source."""
     data = recipe.data
     if data.fields_from_example is not None:
         return

@@ -99,7 +99,7 @@ def main() -> None:
         # A second thread for decoding or reading would have buffers of its own.
         pyarrow.set_cpu_count(1)
         pyarrow.set_io_thread_count(1)
-        start_nbytes = _data_nbytes()
+        start_nbytes = _private_memory_nbytes()
         while True:
             _, settings = read_message(answers)
             _send_file(json.loads(settings), requests, answers, start_nbytes)
@@ -159,7 +159,7 @@ def _limit_memory(nbytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (nbytes, hard_limit))
 
 
-def _data_nbytes() -> int:
+def _private_memory_nbytes() -> int:
     """Return the bytes of this process that RLIMIT_DATA counts."""
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")

@@ -18,10 +18,10 @@ class ZLossField(TypedDict, total=False):
 
 
 class SpeedFields(TypedDict, total=False):
-    """The entries of a step's line for its speed.
+    """The speed of a step, as entries of its line in the log.
 
     Attributes:
-        seconds: Seconds of a step. Absent, as the next two, if they are unknown.
+        seconds: Seconds of a step. Absent if they are unknown, as are `tokens_per_s` and `mfu` then.
         tokens_per_s: Tokens of all devices per second.
         mfu: Model FLOPs utilization. Absent too if the peak rate of the devices is unknown.
         memory_bytes: Highest memory in use on a device. Absent if the devices do not count it.

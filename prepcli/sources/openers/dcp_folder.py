@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import digest_pieces
 from prepcli.errors import PrepError
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor, read_dcp_folder
@@ -20,6 +21,8 @@ from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim
 from trainer.models.boxes import Range, strides
 
 NOT_A_TENSOR_RULE = "not a tensor"
+# Bytes in memory at a time.
+MAX_PIECE_NBYTES = 1 << 20
 
 
 def open_dcp(
@@ -132,27 +135,37 @@ def _file_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:
 
 def _written_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:
     """Return the stamps of files that prep wrote. Each has the digest of the file's bytes outside of tensors."""
+    ranges_by_file: dict[int, list[Range]] = {}
+    for tensor in folder.tensors:
+        for box in tensor.boxes:
+            nbytes = math.prod(box.shape) * itemsize(tensor.dtype)
+            byte_range = (box.offset, box.offset + nbytes)
+            ranges_by_file.setdefault(box.file, []).append(byte_range)
     stamps: list[SourceFile] = []
     for number, path in enumerate(folder.files):
         stat = path.stat()
-        content = _bytes_between_tensors(folder, number, stat.st_size)
-        stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, digest(content)))
+        content = _bytes_between(path, sorted(ranges_by_file[number]), stat.st_size)
+        stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, digest_pieces(content)))
     return tuple(stamps)
 
 
-def _bytes_between_tensors(folder: DcpFolder, number: int, size: int) -> bytes:
-    """Read the bytes of a file outside of its tensors: the headers and directories of the archives."""
-    ranges: list[Range] = []
-    for tensor in folder.tensors:
-        for box in tensor.boxes:
-            if box.file == number:
-                nbytes = math.prod(box.shape) * itemsize(tensor.dtype)
-                ranges.append((box.offset, box.offset + nbytes))
-    content: list[bytes] = []
+def _bytes_between(path: Path, ranges: Sequence[Range], size: int) -> Iterator[bytes]:
+    """Yield the bytes of a file outside of its tensors: the headers and directories of the archives.
+
+    Args:
+        path: The file.
+        ranges: Byte range of each tensor, in ascending order.
+        size: Size of the file.
+    """
     position = 0
-    with folder.files[number].open("rb") as file:
-        for first, stop in [*sorted(ranges), (size, size)]:
+    with path.open("rb") as file:
+        for first, stop in [*ranges, (size, size)]:
             file.seek(position)
-            content.append(file.read(max(0, first - position)))
+            # A manifest of another origin may come with a file of any size between two tensors.
+            while position < first:
+                content = file.read(min(first - position, MAX_PIECE_NBYTES))
+                if not content:
+                    break
+                yield content
+                position += len(content)
             position = stop
-    return b"".join(content)

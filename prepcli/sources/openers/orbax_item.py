@@ -25,6 +25,7 @@ from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
 from prepcli.planning.grids import ExplicitPlacement, Placement, StridedPlacement
+from prepcli.planning.manifest_fields import ScaleRecord
 from prepcli.planning.plan import DroppedTensor, RootScale, SourceFile
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray
@@ -196,12 +197,15 @@ def _open_foreign_item(
         )
     else:
         tree = match_foreign_tree(leaves, family, config, display_name)
-        if tree.scales:
+        scale_records: Mapping[str, ScaleRecord] = {}
+        if hints.keeps_scales and manifest is not None and manifest.lost_values:
+            scale_records = manifest.scales
+        elif tree.scales:
             # The layout is known only after the match. The leaves with a scale are then read through it.
             blobs, leaves = stored_leaves(item, _root_scales(tree, manifest, display_name))
             tree = match_foreign_tree(leaves, family, config, display_name)
         names = tree.names
-        tensors = _with_recorded_digests(tree, manifest or NO_MANIFEST)
+        tensors = _with_recorded_digests(tree, manifest or NO_MANIFEST, scale_records)
         extra_entries = tree.extra_entries
     return Source(
         display_name=display_name,
@@ -249,13 +253,14 @@ def _root_scales(
     Raises:
         PrepError: The scale has changed values, so that the way back would not return the exported ones.
     """
-    records = (manifest or NO_MANIFEST).scales
-    lost = sum(record["lost"] for record in records.values())
-    if lost:
+    manifest = manifest or NO_MANIFEST
+    records = manifest.scales
+    if manifest.lost_values:
         number = next(iter(tree.scales.values()))
-        why = f"its layout divides by the square root of {number}, which changed {lost:,} values"
+        why = f"its layout divides by the square root of {number}, which changed {manifest.lost_values:,} values"
         hint = text(
-            "read the model that it was made from, or export it with {}", Option("dtype", "float32")
+            "read the model that it was made from; {} checks the stored values",
+            Command("verify", display_name),
         )
         raise PrepError(f"{display_name} cannot be converted back", why, hint)
     names = [tree.names.full_name(name) for name in tree.scaled_tensors]
@@ -264,11 +269,17 @@ def _root_scales(
     return {leaf: RootScale(number, dtype) for leaf, number in tree.scales.items()}
 
 
-def _with_recorded_digests(tree: ForeignTree, manifest: Manifest) -> tuple[SourceTensor, ...]:
-    """Return the tensors of a tree with the digests that the manifest records."""
+def _with_recorded_digests(
+    tree: ForeignTree, manifest: Manifest, scale_records: Mapping[str, ScaleRecord]
+) -> tuple[SourceTensor, ...]:
+    """Return the tensors of a tree with their digests: of the scaled values if the tensor has a scale record."""
     tensors: list[SourceTensor] = []
     for tensor in tree.tensors:
-        digests = recorded_digests(manifest.tensors, tree.names.full_name(tensor.name))
+        name = tree.names.full_name(tensor.name)
+        if name in scale_records:
+            digests = ((0, tensor.shape[0], scale_records[name]["digest"]),)
+        else:
+            digests = recorded_digests(manifest.tensors, name)
         tensors.append(replace(tensor, digests=digests))
     return tuple(tensors)
 

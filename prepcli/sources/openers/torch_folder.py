@@ -74,16 +74,16 @@ def placement_of(tensor: TorchTensor, blob: int) -> Contiguous | Strided:
 def assign_blobs(
     tensors: Sequence[TorchTensor], files: Sequence[Path]
 ) -> tuple[list[int], tuple[Path, ...]]:
-    """Assign each tensor a blob in which no two tensors overlap.
+    """Assign each tensor a blob, i.e. a file that is opened on its own, in which no two tensors overlap.
 
-    Tensors that share bytes of a file, as tied ones do, are assigned different blobs of the same file.
+    Tied tensors share bytes of a file. The file is then opened several times, and each of them has another blob.
 
     Args:
         tensors: Tensors in (file, offset) order.
         files: Files of the checkpoint, by file number.
 
     Returns:
-        The blob number of each tensor, and the file of each blob. The first blobs are `files`.
+        The blob number of each tensor, and the file of each blob. The first blob of each file has its number.
 
     Raises:
         PrepError: More than MAX_SHARING_TENSORS tensors share a byte.

@@ -37,20 +37,15 @@ def _command_with_empty_value(command: str, parameter: Any) -> list[str]:
     return [*command.split(), *["x"] * len(arguments), parameter.opts[-1], ""]
 
 
-@pytest.mark.parametrize(
-    ("command", "parameter"), VALUE_PARAMETERS, ids=lambda value: getattr(value, "name", value)
-)
 def test_empty_values_are_usage_errors(
-    command: str,
-    parameter: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(_command_with_empty_value(command, parameter)) == 2
-    assert "is empty" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    for command, parameter in VALUE_PARAMETERS:
+        line = _command_with_empty_value(command, parameter)
+        assert main(line) == 2, line
+        assert "is empty" in capsys.readouterr().err, line
+        assert list(tmp_path.iterdir()) == [], line
 
 
 def test_empty_option_error_has_a_hint(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,8 +32,11 @@ def test_power_of_four_is_exact_for_all_bfloat16_values(number: int):
 @pytest.mark.parametrize(
     ("number", "is_exact"), [(1, True), (4, True), (8, False), (64, True), (144, False)]
 )
-def test_roots_that_are_powers_of_two_are_exact(number: int, is_exact: bool):
+def test_scales_are_exact_if_the_root_is_a_power_of_two_or_float32_is_wider(
+    number: int, is_exact: bool
+):
     assert RootScale(number).is_exact == is_exact
+    # Float32 keeps enough digits to compute the bfloat16 value again.
     assert RootScale(number, "bfloat16").is_exact
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickletools
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,15 @@ import pytest
 from prepcli.engine.fills import numpy_dtype
 from prepcli.errors import PrepError
 from prepcli.formats.safetensors_layout import LayoutEntry
-from prepcli.formats.torch_dcp import read_dcp_folder
-from prepcli.formats.torch_dcp_write import SUPPORTED_DTYPES, encode_archive
+from prepcli.formats.torch_dcp import MAX_METADATA_OPCODES, read_dcp_folder
+from prepcli.formats.torch_dcp_write import (
+    SUPPORTED_DTYPES,
+    DcpEntry,
+    encode_archive,
+    encode_metadata,
+)
+from prepcli.formats.torch_pickle import MAX_NBYTES
+from prepcli.targets import dcp_folder
 from prepcli.targets.dcp_folder import lay_out_dcp_folder
 
 ARRAYS = {
@@ -122,6 +130,28 @@ def test_archive_above_4_gib_is_a_zip64(tmp_path: Path, rows: int):
         assert file.getinfo("archive/data/0").file_size == rows
         with file.open("archive/data.pkl") as record:
             assert b"_rebuild_tensor_v2" in record.read()
+
+
+def test_reader_takes_the_metadata_of_many_tensors():
+    """DeepSeek-V3 has 46,000 tensors, most of them experts."""
+    entries: list[DcpEntry] = []
+    for number in range(46_000):
+        name = f"model.layers.{number // 768}.mlp.experts.{number % 768}.down_proj.weight"
+        offset = number << 32
+        entries.append(DcpEntry(name, "bfloat16", (7168, 2048), "__0_99.distcp", offset, 1 << 33))
+    content = encode_metadata(entries)
+    assert len(content) < MAX_NBYTES
+    num_opcodes = sum(1 for _ in pickletools.genops(content))
+    assert num_opcodes < MAX_METADATA_OPCODES
+    # `MAX_TENSORS` follows from this number.
+    assert num_opcodes / len(entries) < 64
+
+
+def test_more_tensors_than_the_reader_takes_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dcp_folder, "MAX_TENSORS", 2)
+    entries: list[LayoutEntry] = [(f"w{number}", "uint8", (1,), 1) for number in range(3)]
+    with pytest.raises(PrepError, match="3 tensors are too many"):
+        lay_out_dcp_folder(entries, 1 << 30)
 
 
 def test_unsupported_dtype_is_named():

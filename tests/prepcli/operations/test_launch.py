@@ -14,6 +14,7 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.formats.run_steps import saved_steps
+from tests.helpers.processes import COMPILATION
 from tests.helpers.run_cli import run_failing
 from tests.helpers.training_folder import RECIPE, make_training_folder
 
@@ -313,27 +314,20 @@ def test_local_processes_report_their_error(capsys: pytest.CaptureFixture[str]):
     assert "process 0 exited with" in error
 
 
-@pytest.mark.slow
+# The only job of the default suite with new interpreters: the others are forked from a server that has imported JAX.
 def test_local_processes_train(capsys: pytest.CaptureFixture[str]):
     make_training_folder()
     capsys.readouterr()
-    command = [
-        "launch",
-        "local",
-        "recipe.toml",
-        "--processes",
-        "2",
-        "--devices",
-        "4",
-        "--",
-        "--out",
-        "run",
-    ]
-    assert main([*command, "--set", "train.steps=3", "--set", "train.log_every=1"]) == OK
+    job = ["--processes", "2", "--devices", "4"]
+    for name in COMPILATION:
+        if name in os.environ:
+            job += ["--env", f"{name}={os.environ[name]}"]
+    words = ["--out", "run", "--set", "train.steps=1", "--set", "data.holdout=0"]
+    assert main(["launch", "local", "recipe.toml", *job, "--", *words]) == OK
     out, err = capsys.readouterr()
-    assert out.splitlines()[-1] == "run/3"
-    assert "[0] step 1/3" in err
-    assert saved_steps(Path("run")) == [3]
+    assert out.splitlines()[-1] == "run/1"
+    assert "[0] step 1/1" in err
+    assert saved_steps(Path("run")) == [1]
 
 
 @pytest.mark.slow

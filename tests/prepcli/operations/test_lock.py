@@ -66,6 +66,28 @@ def test_lock_digests_equal_hashlib_and_xxhash(model: Path):
         assert locked["tensors"][name]["digests"] == [[0, array.shape[0], digest]]
 
 
+def test_page_lists_files_and_dtypes(model: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["lock", "m", "--html", "page.html"]) == OK
+    assert "wrote page.html" in capsys.readouterr().err
+    page = Path("page.html").read_text()
+    for path in json.loads(Path("m.lock.json").read_text())["files"]:
+        data = (model / path).read_bytes()
+        assert f"<td>{path}</td>" in page
+        assert hashlib.sha256(data).hexdigest() in page
+        assert f"{len(data):,}" in page
+    tensors = read_tensors(model)
+    nbytes = sum(array.nbytes for array in tensors.values())
+    row = f'<td>float32</td><td class="n">{len(tensors)}</td><td class="n">{nbytes:,}</td>'
+    assert row in page
+    assert hashlib.sha256(Path("m.lock.json").read_bytes()).hexdigest() in page
+
+
+def test_page_does_not_replace_another_file(model: Path):
+    with pytest.raises(PrepError, match=r"config\.json is not overwritten"):
+        prep.lock("m", "other.json", html="m/config.json")
+    assert not Path("other.json").exists()
+
+
 def test_result_counts_files_and_tensors(model: Path):
     locked = prep.lock(model, "other.json")
     assert (locked.path, locked.already_done) == (Path("other.json"), False)

@@ -166,9 +166,9 @@ def test_loss_and_gradients_equal_peft(case: str, modules: dict[str, list[str]])
         np.testing.assert_allclose(b, expected_b, atol=1e-5)
 
 
-# By default test_adapter_of_peft_has_equal_logits compares adapters, and test_lora trains and exports them.
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize(
+    "config", slow_except([LLAMA, GPT2], [GPT2]), ids=lambda config: config["model_type"]
+)
 def test_trained_adapter_has_equal_logits_in_peft(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):

@@ -73,8 +73,6 @@ def requests(
     return recorded
 
 
-# By default test_plan_matches_the_training_step compiles a recipe, and test_readme prints its plan.
-@pytest.mark.slow
 def test_step_is_compiled_for_cpu_devices(capsys: pytest.CaptureFixture[str]):
     report = plan_json(capsys, "--mesh", "1,2,2", "--set", "data.seq_length=32", "--compile")
     compiled = report["compiled"]

@@ -186,7 +186,7 @@ def test_left_over_settings_file_does_not_decode_values(capsys: pytest.CaptureFi
     Path("values/prep-manifest.json").unlink()
     assert prep.verify("init", against="./values")
     assert prep.verify("./values", against="init")
-    remark = "quantize_config.json is ignored: no tensor is quantised"
+    remark = "the quantisation in quantize_config.json is ignored: no tensor is quantised"
     with pytest.raises(UsageError, match=f"has no effect.*not quantised .{remark}"):
         prep.save_init("./values", "other", quantized="dequantize")
     assert main(["save-init", "./values", "--dtype", "float32", "--out", "other"]) == 0

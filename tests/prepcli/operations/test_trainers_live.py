@@ -40,6 +40,13 @@ LLAMA3_ROPE = {
 }
 # The rotary base of Tunix is fixed.
 TUNIX_ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0}
+QWEN3_MOE = {
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 MAXTEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama3.1": ("llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -47,11 +54,13 @@ MAXTEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
 }
 TUNIX_MODELS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": TUNIX_ROPE},
     "qwen2": {"rope_parameters": TUNIX_ROPE, "tie_word_embeddings": True},
     "qwen3": {"rope_parameters": TUNIX_ROPE, "head_dim": 16},
+    "qwen3_moe": {"rope_parameters": TUNIX_ROPE, **QWEN3_MOE},
     "gemma": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},

@@ -137,6 +137,17 @@ def test_model_equals_itself_in_transformers(
     assert all(prompt.layer_differences for prompt in comparison.prompts)
 
 
+def test_random_prompts_fit_the_positions_of_doge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(tmp_path / "m", LATER_FAMILIES["doge"], max_position_embeddings=20)
+    comparison = prep.verify_logits("./m", "./m", tolerance=0)
+    assert [prompt.tokens for prompt in comparison.prompts] == [16, 20]
+    ids = ",".join(["3"] * 21)
+    Path("long.txt").write_text(f"{ids}\n")
+    with pytest.raises(UsageError, match="prompt 1 has 21 tokens"):
+        prep.verify_logits("./m", "./m", prompt_ids="long.txt")
+
+
 def test_transformers_does_not_ask_to_run_code(home: Path, monkeypatch: pytest.MonkeyPatch):
     transformers = pytest.importorskip("transformers")
     options: dict[str, Any] = {}

@@ -42,7 +42,7 @@ def reference(arrays: Arrays) -> np.ndarray:
     return np.ascontiguousarray(((codes - zeros).astype(np.float16) * scales).T)
 
 
-def test_random_codes_equal_nibbles():
+def test_random_weight_decodes_like_the_reference_in_parts_of_any_size():
     arrays = random_weight(inputs=64, outputs=80, groups=4)
     decoder = decoder_of(arrays)
     for rows_per_part in (None, 1, 13):

@@ -30,7 +30,9 @@ GOOD = {
     "original/params.json": b"not wanted",
     "README.md": b"not wanted",
 }
-QUANTISED = {**GOOD, "config.json": b'{"quantization_config": {"quant_method": "gptq"}}'}
+CODES = save({"a.qweight": np.arange(3000, dtype=np.int32)})
+SETTINGS = {"config.json": b'{"quantization_config": {"quant_method": "gptq"}}'}
+SETTINGS_FILE = {"quantize_config.json": b'{"bits": 4}'}
 REPOS = {
     "o/good": FakeRepo(GOOD),
     "o/flax": FakeRepo(
@@ -45,8 +47,10 @@ REPOS = {
     "o/gguf": FakeRepo({"m-Q4.gguf": b"x", "README.md": b""}),
     "o/lora": FakeRepo({"adapter_config.json": b"{}", "adapter_model.safetensors": WEIGHTS}),
     "o/empty": FakeRepo({"README.md": b""}),
-    "o/gptq": FakeRepo(QUANTISED),
-    "o/older": FakeRepo({**GOOD, "quantize_config.json": b'{"bits": 4}'}),
+    "o/gptq": FakeRepo({**GOOD, **SETTINGS, "model.safetensors": CODES}),
+    "o/older": FakeRepo({**GOOD, **SETTINGS_FILE, "model.safetensors": CODES}),
+    "o/decoded": FakeRepo({**GOOD, **SETTINGS}),
+    "o/decoded-older": FakeRepo({**GOOD, **SETTINGS_FILE}),
     "o/huge": FakeRepo(GOOD, sizes={"model.safetensors": 1 << 60}),
     "o/gated": FakeRepo(status=401, error_code="GatedRepo"),
     "o/refused": FakeRepo(status=403, error_code="GatedRepo"),
@@ -257,13 +261,20 @@ def test_unsupported_model_fails_before_the_download(
     errors: list[Any] = [answer["error"] for answer in run_locate.locate_all([*expected])]
     assert [error[0] for error in errors] == [*expected.values()]
     assert {error[3] for error in errors} == {1}
-    assert not [
-        request
-        for request in hub.requests
-        if "/resolve/" in request and "config.json" not in request
-    ]
+    # Only the headers of the models with quantisation settings are read, and nothing of them is kept.
+    for request in hub.requests:
+        if "/resolve/" in request and "config.json" not in request:
+            assert "/o/gptq/" in request or "/o/older/" in request
+    assert not [*tmp_path.rglob("*.safetensors")]
     assert errors[-1][1].startswith(f"needs 1048576.00 TiB, {tmp_path / 'home' / 'hub'} has ")
     assert errors[-1][1].endswith(" free")
+
+
+@pytest.mark.parametrize("name", ["o/decoded", "o/decoded-older"])
+def test_left_over_quantisation_settings_are_ignored(run_locate: LocateRunner, name: str) -> None:
+    answer = run_locate(name)
+    assert answer["kind"] == "safetensors"
+    assert Path(str(answer["path"]), "model.safetensors").read_bytes() == WEIGHTS
 
 
 def test_unreachable_hub_is_an_error(tmp_path: Path) -> None:

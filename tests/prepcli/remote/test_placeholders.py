@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
+from safetensors.numpy import save
 
 from prepcli.engine.files import ByteArray
 from prepcli.errors import PrepError
@@ -117,6 +118,25 @@ def open_remote_checkpoint(files: dict[str, bytes]) -> dict[str, tuple[int, ...]
         return {tensor.name: tuple(tensor.shape) for tensor in source.tensors}
     finally:
         shutil.rmtree(local_files.path)
+
+
+@pytest.mark.parametrize("is_dense", [True, False])
+@pytest.mark.parametrize("name", ["config.json", "quantize_config.json"])
+def test_bucket_tensors_decide_about_quantisation_settings(
+    folder: Path, name: str, *, is_dense: bool
+):
+    files = contents(folder)
+    settings = {"quant_method": "gptq", "bits": 4}
+    if name == "config.json":
+        settings = {**json.loads(files[name]), "quantization_config": settings}
+    files[name] = json.dumps(settings).encode()
+    if is_dense:
+        assert len(open_remote_checkpoint(files)) == len(read_tensors(folder))
+        return
+    files = {key: data for key, data in files.items() if "safetensors" not in key}
+    files["model.safetensors"] = save({"a.qweight": np.arange(3000, dtype=np.int32)})
+    with pytest.raises(PrepError, match="gs://bucket/at is quantised"):
+        open_remote_checkpoint(files)
 
 
 @pytest.mark.parametrize("padding", [0, 100, 200_000])

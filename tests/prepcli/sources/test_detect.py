@@ -202,6 +202,9 @@ class ListedFolder:
     def read(self, name: str, start: int, stop: int) -> bytes:
         raise AssertionError(f"{name} was read")
 
+    def fetch_headers(self) -> Path | None:
+        raise AssertionError("headers were fetched")
+
     def prepare_local_files(self, kind: Kind) -> LocalFiles:
         raise AssertionError(f"files of {kind} were fetched")
 

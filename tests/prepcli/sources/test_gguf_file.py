@@ -83,8 +83,7 @@ def test_values_equal_transformers(architecture: str, type_name: str):
         assert np.array_equal(tensors[name], array.astype(np.float32)), name
 
 
-# The test above converts every architecture, so every second config is compared by default.
-@pytest.mark.parametrize("architecture", slow_except(CONFIGS, list(CONFIGS)[::2]))
+@pytest.mark.parametrize("architecture", CONFIGS)
 def test_config_equals_transformers(architecture: str):
     make_gguf(Path("m.gguf"), architecture)
     convert()

@@ -35,10 +35,10 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize("config", [*CONFIGS.values(), *BARE.values()], ids=[*CONFIGS, *BARE])
-def test_scale_down_shrinks_sizes_and_keeps_choices(config: dict):
-    for num_heads in (3, 4):
-        check_scaled_down(config, num_heads)
+def test_scale_down_shrinks_sizes_and_keeps_choices():
+    for config in (*CONFIGS.values(), *BARE.values()):
+        for num_heads in (3, 4):
+            check_scaled_down(config, num_heads)
 
 
 def check_scaled_down(config: dict, num_heads: int) -> None:
@@ -75,8 +75,27 @@ def test_scale_down_keeps_a_tiny_config(name: str):
 def test_scale_down_increases_too_few_learned_positions():
     assert (
         scale_down(ODD_HEADS["gpt2"] | {"n_positions": 16})["n_positions"]
-        == module.LEARNED_POSITIONS
+        == module.CHECKED_POSITIONS
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("gpt-j-6b", "n_positions"),
+        ("codegen-350m-mono", "n_positions"),
+        ("mistral-7b", "max_position_embeddings"),
+    ],
+)
+def test_scale_down_leaves_positions_for_every_check(name: str, field: str):
+    # The rotations of GPT-J and CodeGen in transformers are a table with as many rows.
+    assert scale_down(CONFIGS[name])[field] == module.CHECKED_POSITIONS
+
+
+def test_scale_down_shrinks_positions_of_scaled_rotations():
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    tiny = scale_down(CONFIGS["mistral-7b"] | {"rope_scaling": scaling})
+    assert tiny["max_position_embeddings"] == module.POSITIONS
 
 
 def test_scale_down_keeps_each_kind_of_layer():

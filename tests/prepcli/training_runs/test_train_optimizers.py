@@ -67,8 +67,6 @@ def test_summary_states_batch_and_optimizer_size(
     assert float(sizes["lion"]) == pytest.approx(float(sizes["adamw"]) * 2 / 3, rel=0.01)
 
 
-# By default test_loss_scale takes steps in float16.
-@pytest.mark.slow
 def test_float16_run_trains(work_dir: Path):
     options = ["--set", "model.dtype=float16", *STEPS]
     assert main(["train", "recipe.toml", "--out", "half", *options]) == OK

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import prepcli as prep
+from prepcli.cli.main import main
+from prepcli.errors import OK
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.tiny_checkpoints import read_tensors
 from tests.helpers.training_folder import make_training_folder, write_tokenizer
@@ -38,4 +40,17 @@ def test_trained_init_of_fp8_is_exported_with_its_values():
     trained = tensors[Q_PROJ].astype(np.float32)
     assert trained.shape == values[Q_PROJ].shape
     assert 0 < np.abs(trained - values[Q_PROJ]).max() < 0.1
+    assert "quantization_config" not in json.loads(Path("exported/config.json").read_text())
+
+
+def test_left_over_settings_do_not_refuse_training(capsys: pytest.CaptureFixture[str]):
+    config_path = Path("tiny/config.json")
+    config = json.loads(config_path.read_text())
+    settings = {"quantization_config": {"quant_method": "fp8"}}
+    config_path.write_text(json.dumps({**config, **settings}))
+    run = ["train", "recipe.toml", "--set", 'model.path="./tiny"', "--set", "train.steps=3"]
+    assert main([*run, "--set", "data.holdout=0"]) == OK
+    remark = "the quantisation in config.json is ignored: no tensor is quantised"
+    assert capsys.readouterr().err.count(remark) == 1
+    prep.export("runs/recipe", "exported")
     assert "quantization_config" not in json.loads(Path("exported/config.json").read_text())

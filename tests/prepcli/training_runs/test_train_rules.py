@@ -17,6 +17,8 @@ pytestmark = pytest.mark.usefixtures("work_dir")
 
 RULES = ("--set", 'rules=["embed=mp", "heads=fsdp", "mlp=none"]')
 OTHER_RULES = ("--set", "rules=embed=none")
+# The rules of a run with RULES.
+CHANGED = "vocab=mp, heads=fsdp, kv_heads=mp|none, mlp=none, embed=mp, layers=none, head_dim=none"
 DEFAULTS = "vocab=mp, heads=mp, kv_heads=mp|none, mlp=mp, embed=fsdp, layers=none, head_dim=none"
 
 
@@ -52,10 +54,18 @@ def test_dry_run_prints_the_rules(capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
     for words, text in (
         ((), DEFAULTS),
-        (
-            RULES,
-            "vocab=mp, heads=fsdp, kv_heads=mp|none, mlp=none, embed=mp, layers=none, head_dim=none",
-        ),
+        (RULES, CHANGED),
+    ):
+        assert main(["train", "recipe.toml", "--dry-run", *words]) == OK
+        assert f"rules {text}\n" in capsys.readouterr().err
+
+
+def test_resumed_run_takes_the_rules_of_its_last_step(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *RULES]) == STOPPED
+    capsys.readouterr()
+    for words, text in (
+        ((), CHANGED),
+        (OTHER_RULES, DEFAULTS.replace("embed=fsdp", "embed=none")),
     ):
         assert main(["train", "recipe.toml", "--dry-run", *words]) == OK
         assert f"rules {text}\n" in capsys.readouterr().err

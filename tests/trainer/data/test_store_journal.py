@@ -106,7 +106,9 @@ def test_store_of_a_running_process_is_copied(tmp_path: Path, monkeypatch: pytes
     assert {path.name: path.read_bytes() for path in running.iterdir()} == before
 
 
-def test_restored_journal_has_only_right_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_line_cut_by_a_crash_is_ignored_and_a_reopened_journal_keeps_one_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     partial = interrupted_store(tmp_path, monkeypatch)
     states = read_journal(partial)
     (partial / JOURNAL_FILE).write_bytes((partial / JOURNAL_FILE).read_bytes() + b'{"meta": {')

@@ -169,6 +169,7 @@ RULES = {
             ("inner", "llama", "1,2,4"),
             ("leaves", "mixtral", "1,2,4"),
             ("activations", "gpt_neo", "2,2,2"),
+            ("changed preset", "gpt_neo", "2,2,2"),
         ),
     ),
 )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.tiny_checkpoints import ALL_CONFIGS, FAMILY_CONFIGS, GPT2, LLAMA
+from tests.helpers.tiny_configs import GOLDEN
 from trainer.models.axis_map import bind_row
 from trainer.models.errors import PrepError, UsageError
 from trainer.models.lora import (
@@ -55,10 +56,9 @@ def test_default_targets_select_latent_projections(q_lora_rank: int | None, modu
     assert module_suffixes(FAMILIES["deepseek_v3"], config, LORA) == modules
 
 
-@pytest.mark.parametrize(
-    "config", ALL_CONFIGS, ids=[config["model_type"] for config in ALL_CONFIGS]
-)
-def test_adapters_have_the_dims_of_their_weights(config: dict[str, Any]):
+@pytest.mark.parametrize("name", GOLDEN)
+def test_adapters_have_the_dims_of_their_weights(name: str):
+    config = GOLDEN[name]
     family = FAMILIES[config["model_type"]]
     sizes, rows = family.sizes(config), parameter_rows(family, config)
     lora = LoraConfig(4, 8.0, ("*",))
@@ -77,6 +77,16 @@ def test_adapter_tensors_have_the_names_of_peft():
     assert shapes.keys() == {f"{layer}.lora_{matrix}.weight" for layer in layers for matrix in "AB"}
     assert shapes["layers.0.self_attn.v_proj.lora_A.weight"] == (4, 32)
     assert shapes["layers.0.self_attn.v_proj.lora_B.weight"] == (16, 4)
+
+
+def test_adapters_have_heads_in_shards():
+    # 8 heads of 5 elements in 4 shards, each with queries, values and keys.
+    config = GOLDEN["codegen"]
+    leaves = build_adapters(FAMILIES["codegen"], config, LORA).leaves
+    assert leaves["layers.attn.v.lora_b"].shape == (2, 8, 5, 4)
+    assert leaves["layers.attn.v.lora_b"].extent("heads") == 8
+    shapes = tensor_shapes(config, LORA)
+    assert shapes["h.0.attn.qkv_proj.lora_B.weight"] == (120, 4)
 
 
 def test_projections_in_one_tensor_share_an_adapter():

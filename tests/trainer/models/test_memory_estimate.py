@@ -46,9 +46,10 @@ def estimate(
     return estimate_memory(make_inputs(family_name, config, mesh, **options))
 
 
-@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.flags)
-def test_estimate_is_close_to_xla_plan(point: MemoryPoint):
-    assert point.estimated_nbytes / MIB == pytest.approx(point.recorded_mib, rel=0.15)
+def test_estimate_is_close_to_xla_plan():
+    for point in POINTS:
+        estimated_mib = point.estimated_nbytes / MIB
+        assert estimated_mib == pytest.approx(point.recorded_mib, rel=0.15), point.flags
 
 
 def test_attention_kernel_does_not_change_layers_without_attention():
@@ -208,12 +209,14 @@ def test_layers_of_a_window_period_overlap():
     assert copies == pytest.approx(4, rel=0.01), "two are saved and two transient"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_has_an_estimate(name: str):
-    inputs = make_inputs(name, {}, seq_length=16)
-    memory = estimate_memory(replace(inputs, source_length=16 if inputs.arch_config.encoder else 0))
-    assert min(memory.parameters, memory.saved, memory.layer, memory.head) > 0
-    assert (memory.scores > 0) == bool(inputs.arch_config.attention_layers)
+def test_every_family_has_an_estimate():
+    for name in FAMILIES:
+        inputs = make_inputs(name, {}, seq_length=16)
+        memory = estimate_memory(
+            replace(inputs, source_length=16 if inputs.arch_config.encoder else 0)
+        )
+        assert min(memory.parameters, memory.saved, memory.layer, memory.head) > 0, name
+        assert (memory.scores > 0) == bool(inputs.arch_config.attention_layers)
 
 
 @pytest.mark.parametrize(("mesh", "num_copies"), [("8,1,1", 3), ("1,8,1", 4)])

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import LAMBDA_VECTORS
 from trainer.nn.attention_mask import KV
 from trainer.nn.differential_attention import (
-    LAMBDA_VECTORS,
     initial_lambdas,
     pair_factors,
     pair_values,
@@ -39,6 +39,16 @@ def test_pair_factors_follow_the_equation():
     second = np.exp(vectors["lambda_q2"] @ vectors["lambda_k2"])
     np.testing.assert_allclose(factors["lambda"], first - second + 0.3, rtol=1e-5)
     np.testing.assert_allclose(factors["output"], 0.7, rtol=1e-6)
+
+
+def test_output_factor_is_not_rounded_to_bfloat16():
+    ones = {name: {"weight": jnp.ones(6)} for name in LAMBDA_VECTORS}
+    factors = pair_factors(ones, jnp.float32(0.2), jnp.dtype("bfloat16"))
+    assert factors["lambda"].dtype == jnp.bfloat16
+    # In bfloat16 it is 0.80078125: each layer would scale its output by 0.1 % too much.
+    assert float(factors["output"]) == np.float32(1) - np.float32(0.2)
+    mixed = jnp.asarray(normal(1, 3, 4, 6), jnp.bfloat16)
+    assert subtract_pairs(mixed, factors, EPS).dtype == jnp.bfloat16
 
 
 def test_pair_values_joins_heads_of_both_halves():

@@ -58,16 +58,16 @@ TEXT_OR_BOOLEAN: KeySchema = {
 }
 
 
-@pytest.mark.parametrize("key", KEY_SCHEMAS)
-def test_set_option_reads_back_equal(key: str):
-    for value in VALUES:
-        if is_accepted(value, KEY_SCHEMAS[key]):
-            argument = shlex.split(override_hint(key, to_toml(value))[1:-1])
-            assert (argument[0], len(argument)) == ("--set", 2), argument
-            raw = RawRecipe(Path("x.toml"), {name: {} for name in TABLE_NAMES})
-            overridden, diagnostics = apply_overrides(raw, argument[1:])
-            assert not diagnostics
-            assert overridden.get(key) == value
+def test_set_option_reads_back_equal():
+    for key in KEY_SCHEMAS:
+        for value in VALUES:
+            if is_accepted(value, KEY_SCHEMAS[key]):
+                argument = shlex.split(override_hint(key, to_toml(value))[1:-1])
+                assert (argument[0], len(argument)) == ("--set", 2), argument
+                raw = RawRecipe(Path("x.toml"), {name: {} for name in TABLE_NAMES})
+                overridden, diagnostics = apply_overrides(raw, argument[1:])
+                assert not diagnostics
+                assert overridden.get(key) == value
 
 
 @pytest.mark.parametrize("text", ["true", "false"])

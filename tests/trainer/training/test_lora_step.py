@@ -106,9 +106,7 @@ OPTIONS = [
 ]
 
 
-# By default test_lora trains adapters on a mesh, and test_sharding compares gradients of a mesh.
-@pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", slow_except(OPTIONS, OPTIONS[2:]))
 def test_lora_losses_do_not_depend_on_the_mesh(options: dict[str, Any]):
     mesh = options.pop("mesh", "")
     losses = run_steps(make_setup(mesh, **options), 3)[2]

@@ -6,7 +6,7 @@ import dataclasses
 
 from trainer.models.architecture import ArchConfig, reject_unsupported_fields
 from trainer.models.dropout_config import DropoutFields
-from trainer.models.errors import invalid_config_error
+from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.families import _gpt_style
 from trainer.models.parameters import HFConfig, read_size
 from trainer.models.rope_config import Rope, check_rotary_dim
@@ -28,8 +28,14 @@ def sizes(config: HFConfig) -> dict[str, int]:
     """Return the extent of each atom (named axis). Absent fields have the defaults of CodeGenConfig.
 
     Raises:
-        PrepError: A size is invalid, or the heads cannot be in four shards.
+        PrepError: A size is invalid, or the heads are not in four shards.
     """
+    # The code of CodeGen2 reads this field, and has eight shards in some models. CodeGenConfig does not have it.
+    if config.get("head_dim") is not None:
+        what = "`head_dim` is not supported for this family"
+        raise unsupported_config_error(
+            what, "models of CodeGen2 have it, with other shards of heads"
+        )
     axis_sizes = _gpt_style.sizes(
         config, vocab=50400, positions=2048, embed=4096, layers=28, heads=16
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from trainer.models.architecture import (
+    LAMBDA_VECTORS,
     ROPE_FIELDS,
     ArchConfig,
     read_positive,
@@ -17,7 +18,6 @@ from trainer.models.parameters import HFConfig, if_set
 from trainer.models.rows import Parameters, matrix
 
 BIAS = if_set("attention_bias")
-LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
@@ -43,14 +43,14 @@ def arch_config(config: HFConfig) -> ArchConfig:
             config, axis_sizes, max_positions=2048, norm_eps=("rms_norm_eps", 1e-5)
         ),
         has_differential_attention=True,
-        leaf_init_stds=tuple((f"attn.{name}.weight", lambda_std) for name in LAMBDAS),
+        leaf_init_stds=tuple((f"attn.{name}.weight", lambda_std) for name in LAMBDA_VECTORS),
     )
 
 
 def _lambdas() -> Parameters:
     """Return the four vectors of a layer that give the factor of the second attention."""
     parameters: Parameters = {}
-    for name in LAMBDAS:
+    for name in LAMBDA_VECTORS:
         parameters |= matrix(f"attn.{name}", f"head_dim <- self_attn.{name}: head_dim")
     return parameters
 

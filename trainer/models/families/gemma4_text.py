@@ -227,7 +227,7 @@ def _group_numbers(group: str, config: HFConfig) -> tuple[int, ...]:
 
 
 def _shape_groups(config: HFConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return the groups with some of the layers, and their numbers."""
+    """Return the groups of equally shaped layers and the numbers of their layers, without a group of all layers."""
     layers = len(_windows(config))
     numbers = {group: _group_numbers(group, config) for group in GROUP_PARAMETERS}
     return tuple((group, listed) for group, listed in numbers.items() if 0 < len(listed) < layers)
@@ -260,7 +260,7 @@ EXPERTS: Parameters = {
         moe_post_norm="post_feedforward_layernorm_2",
     ),
 }
-# Groups with all layers of some models.
+# Groups that may have all layers of a model.
 WHOLE_GROUPS = (FULL_LAYERS, NARROW_LAYERS)
 FAMILY = _grouped_style.build_family(
     name="gemma4_text",

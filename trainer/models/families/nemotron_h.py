@@ -99,11 +99,11 @@ def layer_types(config: HFConfig) -> tuple[str, ...]:
 def numbers_of(*names: str) -> LayerNumbers:
     """Return a function from a config to the numbers of its layers of some types."""
 
-    def numbers(config: HFConfig) -> tuple[int, ...]:
+    def layer_numbers(config: HFConfig) -> tuple[int, ...]:
         types = layer_types(config)
         return tuple(sorted(layer for name in names for layer in layers_of_type(types, name)))
 
-    return numbers
+    return layer_numbers
 
 
 def arch_config(config: HFConfig) -> ArchConfig:

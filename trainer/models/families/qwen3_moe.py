@@ -12,6 +12,7 @@ from trainer.models.architecture import (
 )
 from trainer.models.families import _llama_style, _moe_style
 from trainer.models.moe_config import Router
+from trainer.models.orbax_layouts import maxtext_layouts, tunix_layout
 from trainer.models.parameters import HFConfig, if_set, read_size
 
 
@@ -58,7 +59,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     )
 
 
-FAMILY = _moe_style.build_family(
+_FAMILY = _moe_style.build_family(
     name="qwen3_moe",
     sizes=sizes,
     arch_config=arch_config,
@@ -69,4 +70,12 @@ FAMILY = _moe_style.build_family(
     },
     moe=_moe_style.EXPERTS,
     dense_layers=dense_layers,
+)
+# The trainers have no layers with a dense MLP in this family. An export of a model with some is refused.
+FAMILY = dataclasses.replace(
+    _FAMILY,
+    layouts={
+        **tunix_layout(_FAMILY.parameters, qk_norms=True, has_experts=True),
+        **maxtext_layouts(_FAMILY.parameters, scales_queries=False, experts_module="moe_block"),
+    },
 )

@@ -32,7 +32,10 @@ def check_call_features(
 def _call_features(
     q: Array, kv: KV, *, arch_config: ArchConfig, mask: AttentionMask
 ) -> Iterator[AttentionFeature]:
-    """Yield the features of a call. Positions are compared by their shapes only."""
+    """Yield what a call of attention requires of a kernel, such as a window or dropout.
+
+    Positions of queries and keys count as equal if their shapes are equal, because traced values are unknown.
+    """
     is_causal = mask.is_causal and mask.q_positions is not None and mask.kv_positions is not None
     yield AttentionFeature.CAUSAL if is_causal else AttentionFeature.BIDIRECTIONAL
     if is_causal and mask.window != FULL_ATTENTION:

@@ -250,7 +250,7 @@ def test_output_and_gradients_match_float64(seed: int):
 
 
 @pytest.mark.slow
-def test_output_and_gradients_match_float64_often():
+def test_output_and_gradients_match_float64_in_600_draws():
     for seed in range(600):
         check_draw(seed)
         if seed % 50 == 0:

@@ -162,7 +162,7 @@ def test_random_masks_biases_and_softcaps_match_float64(seed: int):
 
 
 @pytest.mark.slow
-def test_random_masks_biases_and_softcaps_match_float64_often():
+def test_random_masks_biases_and_softcaps_match_float64_in_many_draws():
     for seed in range(40):
         for num_devices in (2, 4):
             check_ring(
