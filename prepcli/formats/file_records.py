@@ -23,7 +23,7 @@ from prepcli.formats.manifest import (
     read_manifest,
 )
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
-from prepcli.formats.orbax import METADATA_FILE
+from prepcli.formats.orbax import METADATA_FILE, ZARRAY
 from prepcli.formats.untrusted import unreadable_error
 from prepcli.planning.manifest_fields import FileRecord
 from trainer.files.reading import open_regular_file, resolve_named_path
@@ -32,6 +32,7 @@ READ_NBYTES = 1 << 20
 # Files that Orbax, not prep, names in an item.
 ITEM_FILES = {
     METADATA_FILE,
+    ZARRAY,
     OCDBT_MANIFEST,
     "_CHECKPOINT_METADATA",
     "commit_success.txt",

@@ -57,6 +57,7 @@ def test_commands_read_chunk_files(
     run_ok(*SAVE, *compress, "--storage", "files", "--out", "files")
     run_ok("verify", "files")
     run_ok("verify", "files", "./model")
+    run_ok("verify", "files", "--chain")
     run_ok("inspect", "files")
     run_ok("reshard", "files", "--no-scan", "--storage", "files", "--out", "unstacked")
     run_ok("verify", "unstacked", "./model")
@@ -119,6 +120,19 @@ def test_missing_chunk_file_is_damage(
     assert "misses chunk 1.0.0.0" in capsys.readouterr().err
     assert main([*SAVE, "--storage", "files", "--out", "out", "-q"]) == 1
     assert "its files are damaged" in capsys.readouterr().err
+
+
+def test_damaged_array_document_cannot_be_accepted(
+    tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
+    run_ok(*SAVE, "--storage", "files", "--out", "out")
+    name = "params.layers.attn.k.weight/.zarray"
+    (tmp_path / "out" / name).write_text("{}")
+    assert main(["verify", "out", "-q"]) == 1
+    error = capsys.readouterr().err
+    assert f"{name} is damaged" in error
+    assert "--accept" not in error
+    assert main(["verify", "out", "--accept", name, "-q"]) != 0
 
 
 def test_other_storage_is_another_output(
