@@ -239,7 +239,11 @@ def _read_tensor(
         file, first, length = ranges[name, start]
         if Path(file).name != file:
             raise ValueError(f"its file {quote_name(file)} is outside of the folder")
-        offset, strides = _read_box(folder / file, (first, length), dtype, box_shape)
+        try:
+            offset, strides = _read_box(folder / file, (first, length), dtype, box_shape)
+        except ValueError as error:
+            broken = ValueError(f"{quote_name(name)}: {error}")
+            raise _damaged_error(folder / file, broken) from error
         number = numbers.setdefault(file, len(numbers))
         boxes.append(DcpBox(start, box_shape, number, offset, strides))
     _check_tiling(shape, boxes)
@@ -267,7 +271,7 @@ def _read_box(
     """Return the offset of a box's first element in its file, and its strides."""
     start, length = byte_range
     if start + length > stat_file(path).st_size:
-        raise ValueError(f"{path.name} is cut short: it ends before byte {start + length:,}")
+        raise ValueError(f"it is cut short: it ends before byte {start + length:,}")
     try:
         with path.open("rb") as file:
             view, offset = read_archived_tensor(io.BufferedReader(_Window(file, start, length)))
@@ -275,7 +279,7 @@ def _read_box(
         raise unreadable_error(path, error) from error
     if (view.dtype, view.shape) != (dtype, shape):
         stored = f"{view.dtype} {list(view.shape)}"
-        raise ValueError(f"{path.name} has {stored} where {dtype} {list(shape)} should be")
+        raise ValueError(f"it has {stored} where {dtype} {list(shape)} should be")
     return start + offset, view.byte_strides
 
 

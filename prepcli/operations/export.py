@@ -76,6 +76,7 @@ from prepcli.targets.streams import (
 )
 from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.parameters import TreeLayout
+from trainer.models.suggest import did_you_mean
 
 DEFAULT_SHARD_NBYTES = 5 * 10**9
 # Smaller shard sizes need a unit: `5` means 5 bytes, but the user means 5 GB.
@@ -385,20 +386,26 @@ def _manifest_settings(
 def _check_request(options: ExportOptions, source: Source) -> None:
     """Raise UsageError for a conflict of layout, format and size, and for an export without any change."""
     layout = options["layout"]
-    formats = FORMATS_BY_LAYOUT.get(layout, ())
-    if not formats or options["format"] not in (None, *formats):
-        pairs: list[str] = []
-        for known_layout, known_formats in FORMATS_BY_LAYOUT.items():
-            for known_format in known_formats:
-                pair = text("{} {}", Option("layout", known_layout), Option("format", known_format))
-                pairs.append(pair)
-        requested = text("{}", Option("layout", layout))
-        if options["format"]:
-            requested = text("{} {}", requested, Option("format", options["format"]))
+    if layout not in FORMATS_BY_LAYOUT:
+        layouts = list(FORMATS_BY_LAYOUT)
+        raise usage_error(
+            text("{} is unknown", Option("layout", layout)),
+            f"the layouts are {', '.join(layouts)}",
+            did_you_mean(layout, layouts),
+        )
+    formats = FORMATS_BY_LAYOUT[layout]
+    requested_format = options["format"]
+    if requested_format is not None and requested_format not in formats:
+        requested = text("{} {}", Option("layout", layout), Option("format", requested_format))
+        hint = text("remove {}", Option("format"))
+        for other_layout, other_formats in FORMATS_BY_LAYOUT.items():
+            if requested_format in other_formats:
+                hint = join_texts(", or ", [hint, text("use {}", Option("layout", other_layout))])
+                break
         raise usage_error(
             text("{} is not supported", requested),
-            "each layout has its own formats",
-            text("use one of {}", join_texts(", ", pairs)),
+            f"the layout {layout} has the format {' or '.join(formats)}",
+            hint,
         )
     if layout != HF_LAYOUT and source.wrapper is not None:
         raise usage_error(

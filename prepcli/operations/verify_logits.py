@@ -115,7 +115,7 @@ def verify_logits(
         _check_vocabularies(first, second)
         if library != "prep":
             check_reference(second.folder, second.name, is_remote=second.is_remote)
-        prompts = _make_prompts(options["prompt_ids"], (first, second))
+        prompts = _make_prompts(options["prompt_ids"], (first, second), library)
         ids = list(prompts.values())
         _check_output_size(ids, first)
         # The parameters of the first model are deleted before the second ones are loaded.
@@ -187,7 +187,7 @@ def _check_vocabularies(first: _Model, second: _Model) -> None:
         )
 
 
-def _make_prompts(file: PathLike | None, models: Sequence[_Model]) -> Prompts:
+def _make_prompts(file: PathLike | None, models: Sequence[_Model], library: str) -> Prompts:
     """Return the prompts of a file, or random ones: a short and a long one, within the positions of the models."""
     if file is not None:
         prompts = _read_prompts(str(file))
@@ -198,7 +198,11 @@ def _make_prompts(file: PathLike | None, models: Sequence[_Model]) -> Prompts:
     random_prompts: dict[str, Sequence[int]] = {}
     for length in RANDOM_LENGTHS:
         for model in models:
-            length = min(length, _max_length(model.opened) or length)
+            limit = _max_length(model.opened)
+            if library != "prep":
+                # Some models of transformers have a table of rotations with one row per position.
+                limit = model.opened.model.arch_config.max_positions
+            length = min(length, limit or length)
         ids = generator.integers(0, models[0].opened.model.true_vocab_size, length)
         random_prompts[f"{length} random tokens"] = ids.tolist()
     return random_prompts

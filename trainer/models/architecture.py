@@ -134,7 +134,7 @@ class ArchConfig:
             FULL_ATTENTION.
         rope: Rotary embedding. If it and `score_bias` are None, the model has learned
             positions.
-        max_positions: Number of learned positions.
+        max_positions: Number of positions of the config. A model may compute longer sequences.
         init_std: Standard deviation of the initial matrices and embeddings.
         block_type: Residual connections and norms of a layer.
         has_final_norm: Whether a norm follows the last layer.

@@ -76,6 +76,15 @@ def test_damaged_dcp_is_found(name: str, position: int, capsys: pytest.CaptureFi
         assert f"{name} is" in message
 
 
+def test_short_file_is_named(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("model"), LLAMA)
+    run_ok("export", "./model", "--format", "dcp", "--out", "out")
+    path = Path("out/__0_0.distcp")
+    path.write_bytes(path.read_bytes()[:-1])
+    message = run_failing(capsys, 1, "verify", "out")
+    assert "out/__0_0.distcp is broken" in message
+
+
 def test_dtype_is_cast():
     tensors = make_checkpoint(Path("model"), LLAMA, "bfloat16")
     run_ok("export", "./model", "--format", "dcp", "--dtype", "float32", "--out", "out")
@@ -88,6 +97,14 @@ def test_format_of_another_layout_is_refused(capsys: pytest.CaptureFixture[str])
     make_checkpoint(Path("model"), LLAMA)
     lines = error_lines(capsys, "export", "./model", "--layout", "easylm", "--format", "dcp")
     assert lines[0] == "error: `--layout easylm` `--format dcp` is not supported"
+    assert "the layout easylm has the format stream" in lines[1]
+
+
+def test_unknown_layout_has_a_suggestion(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("model"), LLAMA)
+    lines = error_lines(capsys, "export", "./model", "--layout", "maxtex")
+    assert lines[0] == "error: `--layout maxtex` is unknown"
+    assert "maxtext" in lines[-1]
 
 
 @pytest.mark.parametrize("words", [("--format", "dcp"), ("--layout", "maxtext")])

@@ -16,10 +16,8 @@ import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, USAGE
 from prepcli.pages.inspection_page import MAX_DRAWINGS, MAX_ROWS
-from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_inspect import SMALL_LLAMA, make_model_and_init
 from tests.helpers.tiny_checkpoints import make_checkpoint
-from tests.helpers.towers import write_model
 
 VOID_TAGS = {"meta"}
 
@@ -121,29 +119,6 @@ def test_shards_of_large_meshes_are_drawn_as_text():
     make_checkpoint(Path("model"), config, files=1)
     page = inspect_page("model", "--mesh", "1,64,2")
     assert "vocab down; embed across" in page.text
-
-
-def test_towers_are_split_as_the_view_of_shards_says(capsys: pytest.CaptureFixture[str]):
-    write_model("llava", Path("model"))
-    page = inspect_page("model", "--mesh", "1,2,2")
-    cells = page.texts[page.texts.index("copies") + 1 : page.texts.index("Shards")]
-    rows = [cells[i : i + 5] for i in range(0, len(cells), 5) if cells[i].startswith("towers.")]
-    assert len(rows) > 4
-    for row in rows:
-        leaf = row[0].partition(" and ")[0]
-        capsys.readouterr()
-        assert main(["inspect", "model", "--shards", leaf, "--mesh", "1,2,2", "--json"]) == OK
-        assert row[4] == str(json.loads(capsys.readouterr().out)["shards"]["copies"])
-
-
-def test_page_of_decoded_weights_has_no_scales(capsys: pytest.CaptureFixture[str]):
-    values = make_quantized(Path("model"), "fp8")
-    page = inspect_page("model", "--quantized", "dequantize", "--stats", "--mesh", "1,4,1")
-    assert "weight_scale_inv" not in page.source
-    assert values.keys() <= {*page.texts}
-    words = ["--html", "page.html", "--quantized", "dequantize", "--diff", "model"]
-    assert main(["inspect", "model", *words]) == USAGE
-    assert "`--quantized dequantize` has no effect" in capsys.readouterr().err
 
 
 def test_statistics_equal_numpy():

@@ -78,7 +78,9 @@ def test_cut_file_of_a_rank_is_rejected(capsys: pytest.CaptureFixture[str]):
     shutil.copytree(FOLDER, "m")
     path = Path("m/__0_0.distcp")
     path.write_bytes(path.read_bytes()[:-100])
-    assert "__0_0.distcp is cut short" in run_failing(capsys, 1, "save-init", "./m")
+    message = run_failing(capsys, 1, "save-init", "./m")
+    assert "m/__0_0.distcp is broken" in message
+    assert "it is cut short" in message
 
 
 @pytest.mark.parametrize("name", [METADATA_FILE, "__0_0.distcp"])

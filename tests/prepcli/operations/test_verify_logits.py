@@ -21,6 +21,8 @@ from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.tiny_configs import QWEN3_MOE
 
+# The rotations of CodeGen in transformers are a table of 64 positions. The longer random prompt has 512 tokens.
+CODEGEN = LATER_FAMILIES["codegen"] | {"n_positions": 64}
 PROMPT = "3,1,4,1,5,9,2,6,5,3,5,8"
 
 
@@ -122,8 +124,8 @@ def test_changed_weight_parts_at_its_layer(home: Path):
 # Rows of these experts are no multiple of 16 bytes. The hidden states of Mamba in transformers lack the embedding.
 @pytest.mark.parametrize(
     "base",
-    [LLAMA, GPT_NEO, QWEN3_MOE, MAMBA2],
-    ids=["llama", "gpt_neo", "qwen3_moe", "mamba2"],
+    [LLAMA, GPT_NEO, QWEN3_MOE, MAMBA2, CODEGEN],
+    ids=["llama", "gpt_neo", "qwen3_moe", "mamba2", "codegen"],
 )
 def test_model_equals_itself_in_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: dict[str, Any]

@@ -51,8 +51,12 @@ FAMILY_CASES = [
     *(("llama-biases", name) for name in OPTIONS),
     *((family, "all chunked") for family in ("gpt_neo", "gemma2", "mixtral", "t5")),
     *((family, "named activations") for family in ("gemma2", "t5")),
+    ("mixtral", "MLP chunks"),
 ]
-FAST_CASES = [("llama-biases", name) for name in ("uneven tiles", "offload")]
+FAST_CASES = [
+    *(("llama-biases", name) for name in ("uneven tiles", "offload")),
+    ("mixtral", "MLP chunks"),
+]
 
 
 @cache
