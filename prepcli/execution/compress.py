@@ -27,6 +27,7 @@ from prepcli.engine.background_sync import SYNC_INTERVAL_S
 from prepcli.engine.files import io_error
 from prepcli.engine.journal import seal_line, unseal_line
 from prepcli.engine.no_follow import open_no_follow, read_no_follow
+from prepcli.engine.sync_files import sync_paths
 from prepcli.errors import RESUME_HINT, Option, PrepError, text, usage_error
 from prepcli.formats.orbax_write import WrittenChunk
 from prepcli.planning.chunk_placement import FILE_NBYTES
@@ -207,6 +208,8 @@ class _Compressor:
         self.lengths = _durable_lengths(journal, folder, len(chunks), data_files)
         # The digest of the bytes compressed since the last mark.
         self.digest = xxhash.xxh3_128()
+        # Full data files with chunks since the last mark. They are synced together: files of one chunk are many.
+        self.full_paths: list[Path] = []
         # The descriptor of the data file being written.
         self.out_fd = -1
         # The number and the descriptor of the raw file being read.
@@ -228,10 +231,7 @@ class _Compressor:
         for row in self.chunks[marked:]:
             chunk = _ByteRange(*map(int, row))
             if offset >= self.data_files.full_nbytes:
-                # A line of the journal syncs one file, so the chunks of a full file are recorded before the next file
-                # begins.
-                marked = self._record_progress(marked)
-                unmarked_nbytes = 0
+                self.full_paths.append(self.folder / self.data_files.path(file))
                 file += 1
                 offset = 0
                 self._open_data_file(file, offset)
@@ -301,10 +301,11 @@ class _Compressor:
         return len(data)
 
     def _record_progress(self, marked: int) -> int:
-        """Sync the data file and record the chunks since the last mark. Return the number of durable chunks."""
+        """Sync the data files and record the chunks since the last mark. Return the number of durable chunks."""
         # The chunks are durable before the line that lists them. A kill between the two leaves bytes
         # after the last listed chunk, which `_open_data_file` truncates.
         try:
+            sync_paths(self.full_paths)
             os.fdatasync(self.out_fd)
             fd = open_no_follow(self.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             try:
@@ -315,6 +316,7 @@ class _Compressor:
                 os.close(fd)
         except OSError as error:
             raise io_error(self.journal, error) from error
+        self.full_paths.clear()
         self.digest.reset()
         return len(self.lengths)
 

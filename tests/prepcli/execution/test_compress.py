@@ -190,6 +190,35 @@ def test_damaged_chunks_are_compressed_again(tmp_path: Path, spoil: Callable[[Pa
     assert content(tmp_path / "item", again) == content(tmp_path / "whole", undisturbed)
 
 
+def compress_to_chunk_files(folder: Path, progress: NullProgress) -> dict[str, bytes]:
+    """Compress each chunk to a file of its own, and return the content of the files."""
+    chunks, paths, _ = raw_chunks(folder)
+    packed = compress_chunks(
+        iter(chunks),
+        paths,
+        folder=folder / "item",
+        journal=folder / "journal",
+        level=1,
+        progress=progress,
+        chunk_paths=[f"leaf/{chunk.index[0]}" for chunk in chunks],
+    )
+    return {name: (folder / "item" / name).read_bytes() for name in packed.files}
+
+
+def test_files_of_single_chunks_share_a_mark_and_resume(tmp_path: Path):
+    whole = compress_to_chunk_files(tmp_path / "whole", NullProgress())
+    assert len(whole) == len(LENGTHS)
+    assert len((tmp_path / "whole/journal").read_bytes().splitlines()) < len(LENGTHS)
+    folder = tmp_path / "stopped"
+    for pieces in (3, 1, 6):
+        with pytest.raises(StoppedError):
+            compress_to_chunk_files(folder, StopAfter(pieces))
+    (folder / "item/leaf/2").write_bytes(b"left by a kill")
+    assert compress_to_chunk_files(folder, NullProgress()) == whole
+    (folder / "item/leaf/5").unlink()
+    assert compress_to_chunk_files(folder, NullProgress()) == whole
+
+
 def test_compress_ignores_a_journal_of_earlier_versions(tmp_path: Path):
     (tmp_path / "item").mkdir()
     (tmp_path / "item/journal").write_bytes(b"[10, 20, 30]\n")

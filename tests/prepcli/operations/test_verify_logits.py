@@ -175,19 +175,6 @@ def test_error_inside_transformers_names_the_model(home: Path, monkeypatch: pyte
         prep.verify_logits("./m", library="transformers")
 
 
-def test_random_prompts_fit_a_model_with_scores_of_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    config = LATER_FAMILIES["doge"]
-    make_checkpoint(tmp_path / "m", config)
-    comparison = prep.verify_logits("./m", "./m")
-    assert [prompt.tokens for prompt in comparison.prompts] == [
-        16,
-        config["max_position_embeddings"],
-    ]
-
-
 def test_prompts_with_too_large_outputs_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(verify_logits_module, "MAX_OUTPUT_NBYTES", 10_000)
     with pytest.raises(UsageError, match=r"have 528 tokens .* the limit is 9\.8 KiB"):
