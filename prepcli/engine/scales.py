@@ -27,7 +27,9 @@ def scale_values(values: np.ndarray, number: int) -> np.ndarray:
 
 
 def unscale_values(values: np.ndarray, scale: RootScale) -> np.ndarray:
-    """Multiply values by the square root of the number of a scale, and round them to its significant dtype.
+    """Undo a scale: multiply values by `sqrt(scale.number)`.
+
+    Values that were stored in a wider dtype are rounded to their dtype before, `scale.significant`.
 
     Args:
         values: Values of a tensor in the layout with the scale.
@@ -56,9 +58,9 @@ def _widen(values: np.ndarray) -> np.ndarray:
 
 
 class StreamScale(ValueTransform):
-    """Casts and scales the values of a stream.
+    """Cast of a stream of values and their division by a square root.
 
-    `counts` compares the values that were read with the values of the way back.
+    `counts` compares the values read with the values after the scale is undone.
     """
 
     def __init__(self, source: str, target: str, scale: RootScale) -> None:
@@ -78,7 +80,7 @@ class StreamScale(ValueTransform):
             self._scale_block(values[block], out[block])
 
     def _scale_block(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Scale one block of values into `out`, and compare the way back."""
+        """Scale one block of values into `out`, and count the values that differ after the scale is undone."""
         wide = values.astype(self._wide, copy=False)
         cast = round_to_dtype(wide, self._target)
         self._unscaled_state.update(cast.view(np.uint8).data)

@@ -88,24 +88,24 @@ def encode_metadata(entries: Iterable[DcpEntry]) -> bytes:
     planner: list[bytes] = []
     ranges: list[bytes] = []
     for entry in entries:
-        name = memo.refer(_text(entry.name))
-        zeros = memo.refer(_size([0] * len(entry.shape)))
-        size = memo.refer(_size(entry.shape))
+        name = memo.refer(_pickle_text(entry.name))
+        zeros = memo.refer(_pickle_size([0] * len(entry.shape)))
+        size = memo.refer(_pickle_size(entry.shape))
         chunk = memo.instance(
             f"{_METADATA} ChunkStorageMetadata", {"offsets": zeros, "sizes": size}
         )
         fields = {
-            "properties": memo.refer(_properties(entry.dtype)),
+            "properties": memo.refer(_pickle_properties(entry.dtype)),
             "size": size,
             "chunks": b"](" + chunk + b"e",
         }
         tensors += [name, memo.instance(f"{_METADATA} TensorStorageMetadata", fields)]
-        planner += [name, _tuple([name])]
-        index = {"fqn": name, "index": _int(0), "offset": zeros}
+        planner += [name, _pickle_tuple([name])]
+        index = {"fqn": name, "index": _pickle_int(0), "offset": zeros}
         info = {
-            "relative_path": memo.refer(_text(entry.file)),
-            "offset": _int(entry.offset),
-            "length": _int(entry.length),
+            "relative_path": memo.refer(_pickle_text(entry.file)),
+            "offset": _pickle_int(entry.offset),
+            "length": _pickle_int(entry.length),
         }
         ranges += [
             memo.instance(f"{_METADATA} MetadataIndex", index),
@@ -116,7 +116,7 @@ def encode_metadata(entries: Iterable[DcpEntry]) -> bytes:
         "planner_data": _mapping(planner),
         "storage_data": _mapping(ranges),
         "storage_meta": b"N",
-        "version": _text("1.0.0"),
+        "version": _pickle_text("1.0.0"),
     }
     metadata = memo.instance(f"{_METADATA} Metadata", fields)
     return _PROTO + b"".join(memo.definitions) + metadata + b"."
@@ -180,31 +180,42 @@ def _tensor_pickle(dtype: str, shape: Sequence[int]) -> bytes:
     """Return the pickle of a contiguous tensor with the storage `0`."""
     count = math.prod(shape)
     storage = [
-        _text("storage"),
-        _name(f"torch {_STORAGE_NAMES[dtype]}Storage"),
-        _text("0"),
-        _text("cpu"),
-        _int(count),
+        _pickle_text("storage"),
+        _pickle_global(f"torch {_STORAGE_NAMES[dtype]}Storage"),
+        _pickle_text("0"),
+        _pickle_text("cpu"),
+        _pickle_int(count),
     ]
     steps = strides(shape, 1)
-    hooks = _name("collections OrderedDict") + b")R"
+    hooks = _pickle_global("collections OrderedDict") + b")R"
     arguments = [
-        _tuple(storage) + b"Q",
-        _int(0),
-        _tuple(map(_int, shape)),
-        _tuple(map(_int, steps)),
+        _pickle_tuple(storage) + b"Q",
+        _pickle_int(0),
+        _pickle_tuple(map(_pickle_int, shape)),
+        _pickle_tuple(map(_pickle_int, steps)),
         b"\x89",
         hooks,
     ]
-    return _PROTO + _name("torch._utils _rebuild_tensor_v2") + _tuple(arguments) + b"R."
+    return (
+        _PROTO
+        + _pickle_global("torch._utils _rebuild_tensor_v2")
+        + _pickle_tuple(arguments)
+        + b"R."
+    )
 
 
-def _properties(dtype: str) -> bytes:
+def _pickle_properties(dtype: str) -> bytes:
     """Return a pickled TensorProperties: dtype, layout, requires_grad, memory format and pin_memory."""
-    layout = _name("torch.serialization _get_layout") + _tuple([_text("torch.strided")]) + b"R"
-    memory_format = _name(f"{_METADATA} _MEM_FORMAT_ENCODING") + _tuple([_int(0)]) + b"R"
-    state = [_name(f"torch {dtype}"), layout, b"\x89", memory_format, b"\x89"]
-    return _name(f"{_METADATA} TensorProperties") + b")\x81" + _tuple(state) + b"b"
+    layout = (
+        _pickle_global("torch.serialization _get_layout")
+        + _pickle_tuple([_pickle_text("torch.strided")])
+        + b"R"
+    )
+    memory_format = (
+        _pickle_global(f"{_METADATA} _MEM_FORMAT_ENCODING") + _pickle_tuple([_pickle_int(0)]) + b"R"
+    )
+    state = [_pickle_global(f"torch {dtype}"), layout, b"\x89", memory_format, b"\x89"]
+    return _pickle_global(f"{_METADATA} TensorProperties") + b")\x81" + _pickle_tuple(state) + b"b"
 
 
 class _Memo:
@@ -232,18 +243,22 @@ class _Memo:
         """Return a pickled dataclass."""
         items: list[bytes] = []
         for key, value in fields.items():
-            items += [self.refer(_text(key)), value]
-        return self.refer(_name(name)) + b")\x81" + _mapping(items) + b"b"
+            items += [self.refer(_pickle_text(key)), value]
+        return self.refer(_pickle_global(name)) + b")\x81" + _mapping(items) + b"b"
 
 
-def _name(name: str) -> bytes:
-    """Return a reference to `MODULE NAME`."""
+def _pickle_global(name: str) -> bytes:
+    """Return the pickle opcode that imports a global, given as `MODULE NAME`."""
     module, _, last = name.partition(" ")
     return f"c{module}\n{last}\n".encode()
 
 
-def _size(numbers: Iterable[int]) -> bytes:
-    return _name("torch Size") + _tuple([_tuple(map(_int, numbers))]) + b"R"
+def _pickle_size(numbers: Iterable[int]) -> bytes:
+    return (
+        _pickle_global("torch Size")
+        + _pickle_tuple([_pickle_tuple(map(_pickle_int, numbers))])
+        + b"R"
+    )
 
 
 def _mapping(items: Iterable[bytes]) -> bytes:
@@ -251,17 +266,17 @@ def _mapping(items: Iterable[bytes]) -> bytes:
     return b"}" + _MARK + b"".join(items) + b"u"
 
 
-def _tuple(parts: Iterable[bytes]) -> bytes:
+def _pickle_tuple(parts: Iterable[bytes]) -> bytes:
     return _MARK + b"".join(parts) + b"t"
 
 
-def _text(value: str) -> bytes:
+def _pickle_text(value: str) -> bytes:
     data = value.encode()
     return b"X" + struct.pack("<I", len(data)) + data
 
 
-def _int(value: int) -> bytes:
-    """Return a number of up to 64 bits."""
+def _pickle_int(value: int) -> bytes:
+    """Return the pickle of an integer of up to 64 bits."""
     if value < 1 << 31:
         return b"J" + struct.pack("<i", value)
     return b"\x8a\x08" + struct.pack("<q", value)

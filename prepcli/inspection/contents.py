@@ -37,7 +37,7 @@ from prepcli.sources.dequantized import (
     without_quantization,
 )
 from prepcli.sources.folders import Kind
-from prepcli.sources.left_over_settings import left_over_remark
+from prepcli.sources.left_over_settings import unused_quantization_note
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, find_text_part
 from prepcli.sources.openers.dcp_folder import box_locations
@@ -222,7 +222,7 @@ def _with_decoders(contents: CheckpointContents) -> CheckpointContents:
     """Return the contents with the decoders of quantised weights. A fault becomes one of `non_arrays`."""
     settings = model_quantization(contents.config, contents.folder)
     if not settings and contents.kind in ("safetensors", "torch"):
-        remark = left_over_remark(contents.folder)
+        remark = unused_quantization_note(contents.folder)
         if remark:
             return replace(contents, non_arrays=(*contents.non_arrays, remark))
     if not settings or contents.kind != "safetensors":

@@ -117,7 +117,16 @@ def lay_out_weights(
 def layout_scales(
     options: ExportOptions, source: Source, tensors: Sequence[SourceTensor]
 ) -> dict[str, RootScale]:
-    """Return the scales of the layout, by the name of the tensor. `tensors` have the dtypes of the output."""
+    """Return the scale of each tensor that the layout stores divided by a square root, such as MaxText's queries.
+
+    Args:
+        options: Options of the export.
+        source: The opened source.
+        tensors: The tensors with the dtypes of the output.
+
+    Returns:
+        Name of the tensor -> scale.
+    """
     layout = options["layout"]
     if layout == HF_LAYOUT:
         return {}

@@ -85,7 +85,7 @@ def write_page(
     inspected = selected.checkpoint
     page = InspectionPage(
         name=inspected.contents.display_name,
-        facts=list(_facts(inspected.summary)),
+        facts=list(_summary_rows(inspected.summary)),
         entries=selected.entries,
         statistics=selected.statistics,
         sharded=_shard_model(inspected.contents, view["mesh"]),
@@ -97,8 +97,8 @@ def write_page(
     return WrittenPage(path, selected, comparison)
 
 
-def _facts(summary: SourceSummary) -> Iterator[tuple[str, str]]:
-    """Yield name and text of the facts that a checkpoint has."""
+def _summary_rows(summary: SourceSummary) -> Iterator[tuple[str, str]]:
+    """Yield label and text of each row of the summary."""
     yield "family", summary["family"] or "unknown"
     if summary["parameters"] is not None:
         yield "parameters", f"{summary['parameters']:,}"

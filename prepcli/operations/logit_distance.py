@@ -36,7 +36,7 @@ class LogitDistance:
     max_abs: float
 
 
-def measure_logits(a: np.ndarray, b: np.ndarray) -> LogitDistance:
+def logit_distance(a: np.ndarray, b: np.ndarray) -> LogitDistance:
     """Return the distance between two arrays of logits [T, V]."""
     num_tokens = len(a)
     divergences = np.zeros(num_tokens)

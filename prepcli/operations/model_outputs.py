@@ -108,7 +108,7 @@ def _residual_stream(model: Any, ids: Any, states: tuple[Any, ...]) -> tuple[Any
     return states
 
 
-def check_reference(folder: Path, display_name: str, *, is_remote: bool) -> None:
+def check_transformers_can_load(folder: Path, display_name: str, *, is_remote: bool) -> None:
     """Raise PrepError if transformers is not installed, or UsageError if a checkpoint is no folder for it.
 
     Args:

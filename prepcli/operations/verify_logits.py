@@ -33,10 +33,10 @@ from prepcli.operations.inspection_options import (
     LogitsOptions,
     VerifyOptions,
 )
-from prepcli.operations.logit_distance import measure_logits, relative_differences
+from prepcli.operations.logit_distance import logit_distance, relative_differences
 from prepcli.operations.model_outputs import (
     PromptOutput,
-    check_reference,
+    check_transformers_can_load,
     prep_outputs,
     transformers_outputs,
 )
@@ -110,11 +110,11 @@ def verify_logits(
     with (
         catch_out_of_memory(OUT_OF_MEMORY_HINT),
         _open_model(common, observer) as first,
-        _open_model(_second_options(common, against), observer) as second,
+        _open_model(_second_checkpoint_options(common, against), observer) as second,
     ):
         _check_vocabularies(first, second)
         if library != "prep":
-            check_reference(second.folder, second.name, is_remote=second.is_remote)
+            check_transformers_can_load(second.folder, second.name, is_remote=second.is_remote)
         prompts = _make_prompts(options["prompt_ids"], (first, second), library)
         ids = list(prompts.values())
         _check_output_size(ids, first)
@@ -169,7 +169,7 @@ def _open_model(common: CommonOptions, observer: Observer) -> Iterator[_Model]:
         yield _Model(name, files.path, files.remote is not None, opened)
 
 
-def _second_options(common: CommonOptions, against: PathLike | None) -> CommonOptions:
+def _second_checkpoint_options(common: CommonOptions, against: PathLike | None) -> CommonOptions:
     """Return the options of the second checkpoint. The revision, the step and the lock belong to the first one."""
     if against is None:
         return common
@@ -270,7 +270,7 @@ def _check_output_size(prompts: Sequence[Sequence[int]], model: _Model) -> None:
 
 def _compare(prompt_name: str, first: PromptOutput, second: PromptOutput) -> PromptComparison:
     """Return the distances between two outputs on one prompt."""
-    distance = measure_logits(first.logits, second.logits)
+    distance = logit_distance(first.logits, second.logits)
     shapes = [state.shape for state in first.states]
     layers: tuple[float, ...] = ()
     # Models of other depth or width have no corresponding layers.

@@ -216,7 +216,7 @@ def _kind_row(kind: _LeafKind, mesh: Mesh) -> list[str]:
 
 
 def _drawings(kinds: Sequence[_LeafKind], mesh: Mesh) -> Iterator[str]:
-    """Yield the shards of the largest kinds of split leaves."""
+    """Yield the elements of the section with a drawing of the shards of each of the largest kinds of leaves."""
     split = [kind for kind in kinds if max(kind.spec.shards_per_dim, default=1) > 1]
     if not split:
         return
@@ -243,7 +243,7 @@ def _drawing(kind: _LeafKind, mesh: Mesh) -> str:
 
 
 def _picture_dims(split_dims: Sequence[int], num_dims: int) -> tuple[int, int]:
-    """Return the dims that a picture shows down and across: the split ones, and the last other ones.
+    """Return the dims that a picture shows down and across: the split ones, or else the last ones of the leaf.
 
     >>> _picture_dims([1], 3), _picture_dims([0, 2], 3)
     ((1, 2), (0, 2))

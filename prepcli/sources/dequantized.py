@@ -39,9 +39,9 @@ from prepcli.quantized.find_weights import (
     quantization_settings,
 )
 from prepcli.sources.left_over_settings import (
-    find_settings_file,
+    find_quantization_file,
     has_quantized_tensors,
-    left_over_remark,
+    unused_quantization_note,
 )
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.multimodal import split_text_part
@@ -241,7 +241,7 @@ def quantization_file(config: HFConfig, folder: Path) -> str:
     if quantization_settings(config):
         name = CONFIG
     else:
-        name = find_settings_file(folder)
+        name = find_quantization_file(folder)
     if name and has_quantized_tensors(folder):
         return name
     return ""
@@ -418,7 +418,7 @@ def not_quantized_error(display_name: str, folder: Path) -> PrepError:
     """Return the error for a request to decode a model without quantised weights."""
     option = Option("quantized", "dequantize")
     why = f"{display_name} is not quantised"
-    remark = left_over_remark(folder)
+    remark = unused_quantization_note(folder)
     if remark:
         why = f"{why} ({remark})"
     return usage_error(text("{} has no effect", option), why, text("remove {}", option))

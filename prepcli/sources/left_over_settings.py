@@ -14,7 +14,7 @@ from prepcli.quantized.find_weights import QUANTIZATION_FILES, quantization_sett
 from prepcli.quantized.stored_weights import SCALE_SUFFIXES
 from prepcli.sources.source import CONFIG, read_json_object
 
-# Integer tensors of dense models: attention masks of GPT-2, positions, and counters of batch norm.
+# Integer tensors of models without quantised weights: masks of GPT-2, positions, and counters of batch norm.
 BUFFER_SUFFIXES = (
     ".bias",
     "position_ids",
@@ -24,8 +24,8 @@ BUFFER_SUFFIXES = (
 )
 
 
-def find_settings_file(folder: Path) -> str:
-    """Return the name of the settings file in a folder, or an empty string."""
+def find_quantization_file(folder: Path) -> str:
+    """Return the name of a file with quantisation settings, e.g. `quantize_config.json`, or an empty string."""
     for name in QUANTIZATION_FILES:
         if (folder / name).is_file():
             return name
@@ -50,12 +50,12 @@ def may_be_quantized(name: str, dtype: str) -> bool:
     return dtype != "bool" and not name.endswith(BUFFER_SUFFIXES)
 
 
-def left_over_remark(folder: Path) -> str:
-    """Return a note about quantisation settings beside tensors that are all dense, or an empty string."""
+def unused_quantization_note(folder: Path) -> str:
+    """Return a note about quantisation settings beside tensors without quantised weights, or an empty string."""
     names: list[str] = []
     if (folder / CONFIG).is_file() and quantization_settings(read_json_object(folder / CONFIG)):
         names.append(CONFIG)
-    name = find_settings_file(folder)
+    name = find_quantization_file(folder)
     if name:
         names.append(name)
     if not names or has_quantized_tensors(folder):

@@ -13,7 +13,7 @@ from prepcli.sources.bucket_folders import open_bucket_folder
 from prepcli.sources.detect import detect, detect_file, detect_gguf
 from prepcli.sources.folders import DEFAULT_ACCESS, Access, Folder, Kind, LocalFiles, LocalFolder
 from prepcli.sources.hub_folders import open_hub_folder
-from prepcli.sources.left_over_settings import left_over_remark
+from prepcli.sources.left_over_settings import unused_quantization_note
 from prepcli.sources.references import (
     BucketUrl,
     HubRepo,
@@ -82,7 +82,9 @@ def locate(
     local_files = folder.prepare_local_files(kind)
     with local_files.rename_in_errors(reference.display_name):
         manifest = _read_manifest(local_files.path)
-        if kind in ("safetensors", "torch") and (remark := left_over_remark(local_files.path)):
+        if kind in ("safetensors", "torch") and (
+            remark := unused_quantization_note(local_files.path)
+        ):
             access.note(remark)
     if isinstance(reference, LocalPath):
         part = reference.part

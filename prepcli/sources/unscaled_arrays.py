@@ -19,7 +19,7 @@ BLOCK_NBYTES = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class UnscaledArray:
-    """A blob of the decoded chunks of one array, with each value multiplied back."""
+    """The bytes of one decoded array, with the scale of the layout undone: multiplied by `sqrt(scale.number)`."""
 
     array: DecodedArray
     scale: RootScale

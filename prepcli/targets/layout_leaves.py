@@ -47,7 +47,7 @@ def find_layout_leaves(
 
 
 def find_layout_scales(source: Source, layout: str, tensors: Collection[str]) -> dict[str, int]:
-    """Return the tensors with a scale in the tree of another library.
+    """Return the tensors that the tree of another library stores divided by a square root.
 
     Args:
         source: The opened source.
@@ -92,10 +92,10 @@ def _check_layout_complete(
 ) -> None:
     """Raise PrepError unless tensors and leaves of the layout match one to one."""
     problems = {
-        "has no place for": tensors.keys() - leaves.keys(),
-        "needs": leaves.keys() - tensors.keys(),
+        "the layout has no place for": tensors.keys() - leaves.keys(),
+        "the layout needs": leaves.keys() - tensors.keys(),
     }
-    for verb, names in problems.items():
+    for start, names in problems.items():
         if not names:
             continue
         listed = ", ".join(map(source.names.full_name, sorted(names)[:MAX_NAMES]))
@@ -103,6 +103,6 @@ def _check_layout_complete(
             listed += f" and {len(names) - MAX_NAMES} more"
         raise PrepError(
             f"{source.display_name} cannot be written in the layout {layout}",
-            f"the layout {verb} {listed}",
+            f"{start} {listed}",
             "use another layout, e.g. a Hugging Face folder",
         )

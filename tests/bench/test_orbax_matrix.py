@@ -28,7 +28,7 @@ def check_results(results: list[FormResult]) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["two-processes-*", "zarr?-ocdbt-[gb]*"])
-def test_each_form_is_read_or_refused(tmp_path: Path, pattern: str):
+def test_item_of_each_storage_form_is_read_or_refused(tmp_path: Path, pattern: str):
     results = run_matrix(tmp_path, pattern)
     assert len(results) >= 2
     check_results(results)

@@ -214,7 +214,7 @@ def maxtext_layouts(
     attention = "decoder.layers_{layers}.self_attention"
     if interleaves_heads is not None:
         for path in (f"{attention}.query.kernel", f"{attention}.key.kernel"):
-            leaves[path] = _interleave_heads(leaves[path], interleaves_heads)
+            leaves[path] = _interleave_rotary_pairs(leaves[path], interleaves_heads)
     if scales_queries:
         path = f"{attention}.query.kernel"
         leaves[path] = map_rows(leaves[path], _SCALED_QUERIES.format)
@@ -223,8 +223,8 @@ def maxtext_layouts(
     return {"maxtext": scanned, "maxtext-unscanned": unscanned}
 
 
-def _interleave_heads(parameter: Parameter, condition: Condition) -> Parameter:
-    """Return the parameter of queries or keys, with interleaved heads under a condition."""
+def _interleave_rotary_pairs(parameter: Parameter, condition: Condition) -> Parameter:
+    """Return a query or key parameter with adjacent rotary pairs in each head, if the config meets the condition."""
     leaf, tensor, dims = split_row(parameter.row)
     # With 4 elements per head, the tensor has the pairs (0, 2) and (1, 3). The leaf has the order 0, 2, 1, 3.
     interleaved_leaf = leaf.replace("head_dim", "(half two)")

@@ -17,7 +17,8 @@ from trainer.models.axis_map import (
 )
 
 
-# A command parses the rows of its family several times. Rows that are made for the tensors of one checkpoint are many.
+# A command parses the rows of its family several times. The cache is bounded, because other rows are made for the
+# tensors of one checkpoint.
 @lru_cache(maxsize=4096)
 def parse_row(text: str) -> ParsedAxisMap:
     """Parse `leaf dims <- name: tensor dims`.
@@ -130,17 +131,17 @@ def _parse_name_pattern(text: str, content: str) -> NamePattern:
     atoms, _, index_list = atoms.partition("@")
     pattern = NamePattern(_parse_terms(text, atoms), index_list.strip(), words=tuple(names.split()))
     is_one_free_atom = len(pattern.terms) == 1 and pattern.terms[0].fixed is None
-    if not pattern.terms or (pattern.has_own_size and not is_one_free_atom):
-        raise row_error(
-            text, f"`{{{content}}}` has no atom, or a list for anything but one free atom"
-        )
+    if not pattern.terms:
+        raise row_error(text, f"`{{{content}}}` has no atom")
+    if pattern.has_own_size and not is_one_free_atom:
+        raise row_error(text, f"`{{{content}}}`: `@` and `of` follow one atom without an index")
     return pattern
 
 
 def _check_atoms(row: ParsedAxisMap) -> None:
-    """Raise PrepError unless both sides have the same atoms, once each, without the fixed ones.
+    """Raise PrepError unless each atom appears once on each side.
 
-    The leaf may lack atoms in braces.
+    Terms with a fixed index (`gate=0`) do not count. An atom in braces (`{layers}`) may be missing in the leaf.
     """
     leaf_atoms = [*itertools.chain.from_iterable(row.leaf_dims)]
     name_atoms: list[str] = []

@@ -69,4 +69,4 @@ def test_stream_scale_digests_the_values_before_and_after():
 
 
 def test_digest_without_scale_records_the_written_values():
-    assert StreamDigest("a", "b").recorded == "b"
+    assert StreamDigest("read", "written").recorded == "written"

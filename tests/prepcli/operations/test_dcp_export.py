@@ -108,7 +108,7 @@ def test_unknown_layout_has_a_suggestion(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("words", [("--format", "dcp"), ("--layout", "maxtext")])
-def test_chain_proves_the_export(words: tuple[str, str]):
+def test_verify_chain_accepts_an_export(words: tuple[str, str]):
     make_checkpoint(Path("model"), LLAMA, "bfloat16")
     run_ok("save-init", "./model", "--out", "init")
     run_ok("export", "init", *words, "--out", "out")

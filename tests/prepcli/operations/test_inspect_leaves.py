@@ -98,7 +98,7 @@ def test_decoding_without_effect_is_an_error(capsys: Capture):
     assert "`--quantized dequantize` has no effect" in message
 
 
-def test_fault_of_quantised_tensors_is_an_error(capsys: Capture):
+def test_only_decoding_needs_the_scales_of_quantised_tensors(capsys: Capture):
     scale = "model.layers.1.self_attn.q_proj.weight_scale_inv"
     make_quantized(Path("m"), "fp8", change=lambda stored: stored.pop(scale))
     run_ok("inspect", "./m")

@@ -231,7 +231,7 @@ def test_scale_that_rounds_is_counted():
     assert sum(manifest["scales"][name]["lost"] for name in QUERIES) == changed
 
 
-def test_way_back_of_a_scale_that_rounds_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_export_with_a_rounding_scale_cannot_be_converted_back(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("model"), ROUNDED, "bfloat16")
     run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
     capsys.readouterr()
@@ -313,7 +313,7 @@ def test_wider_dtype_makes_the_way_back_exact(dtype: str):
     assert_same(read_tensors(Path("back")), tensors)
 
 
-def test_trained_queries_are_multiplied_back():
+def test_queries_of_a_maxtext_item_without_a_manifest_are_unscaled():
     tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
     write_item(Path("run/7/items"), TREES["maxtext"](tensors, ROUNDED))
     run_ok("export", "./run", "--config", "./model", "--out", "back")

@@ -14,7 +14,7 @@ import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import PrepError, UsageError
 from prepcli.operations import verify_logits as verify_logits_module
-from prepcli.operations.logit_distance import BLOCK_ROWS, measure_logits, relative_differences
+from prepcli.operations.logit_distance import BLOCK_ROWS, logit_distance, relative_differences
 from tests.helpers.hybrid_configs import MAMBA2
 from tests.helpers.later_configs import LATER_FAMILIES
 from tests.helpers.run_cli import run_ok
@@ -82,10 +82,10 @@ def test_measure_logits_follows_the_definitions(rows: int):
     generator = np.random.default_rng(rows)
     a = generator.normal(size=(rows, 50)).astype(np.float32)
     b = (a + 0.3 * generator.normal(size=a.shape)).astype(np.float32)
-    distance = measure_logits(a, b)
+    distance = logit_distance(a, b)
     for name, value in expected_distance(a.astype(float), b.astype(float)).items():
         assert getattr(distance, name) == pytest.approx(value, rel=1e-9, abs=1e-12)
-    same = measure_logits(a, a)
+    same = logit_distance(a, a)
     assert (same.kl_max, same.top1_agreement, same.top5_overlap, same.max_abs) == (0, 1, 1, 0)
 
 
@@ -93,7 +93,7 @@ def test_measure_logits_treats_nan_as_infinitely_far():
     a = np.zeros((2, 8), np.float32)
     b = a.copy()
     b[1, 3] = np.nan
-    assert measure_logits(a, b).max_abs == np.inf
+    assert logit_distance(a, b).max_abs == np.inf
     assert relative_differences([a], [b]) == (np.inf,)
 
 

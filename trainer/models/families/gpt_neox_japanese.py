@@ -48,7 +48,7 @@ def _other_layers(config: HFConfig) -> tuple[int, ...]:
 
 
 def _shape_groups(config: HFConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return the groups with some of the layers, and their numbers. A model of one layer has none."""
+    """Return the groups of layers without and with a bias, each with its layers. A model of one layer has no groups."""
     others = _other_layers(config)
     if not others:
         return ()
