@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,8 +95,8 @@ def test_data_cut_during_a_load_is_a_damaged_error(init: Path, monkeypatch: pyte
 
     read_item = item_reader.read_item
 
-    def cut_after_reading(folder: Path) -> object:
-        item = read_item(folder)
+    def cut_after_reading(folder: Path, **options: Any) -> object:
+        item = read_item(folder, **options)
         cut(largest(init / "d"))
         return item
 

@@ -140,7 +140,7 @@ def test_check_devices_rejects_offload_without_host_memory(device: Device):
     assert caught.value.code == USAGE
     assert caught.value.message == (
         f"`model.offload` is not supported on {device.platform} devices - "
-        "they have no host memory beside their own - `--set model.offload=none`"
+        "they have no separate memory of the host - `--set model.offload=none`"
     )
 
 
