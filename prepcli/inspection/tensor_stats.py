@@ -114,6 +114,22 @@ def compute_stats(
     )
 
 
+def stats_cells(statistics: TensorStats | None) -> list[str]:
+    """Return minimum, maximum, mean, and the numbers of NaN, infinite and zero values as texts.
+
+    >>> stats_cells(TensorStats(-1.5, 2.0, None, nan=0, inf=0, zeros=1200))
+    ['-1.5', '2', '-', '0', '0', '1,200']
+    """
+    if statistics is None:
+        return ["-"] * 6
+    cells: list[str] = []
+    for value in (statistics.minimum, statistics.maximum, statistics.mean):
+        cells.append("-" if value is None else f"{value:.6g}")
+    for count in (statistics.nan, statistics.inf, statistics.zeros):
+        cells.append(f"{count:,}")
+    return cells
+
+
 def stored_nbytes(entry: TensorEntry) -> int:
     """Return the number of bytes that `compute_stats` reads, in whole chunks."""
     # Chunks at the edge are stored whole, with padding beyond the tensor.

@@ -382,6 +382,14 @@ def compare_shapes(
     return ShapeComparison(a, b, num_compared=len(matches), differences=differences)
 
 
+def shape_text(shape_and_dtype: ShapeAndDtype | None) -> str:
+    """Return a shape and a dtype as text, such as `[2, 3] float32`. Empty for a missing tensor."""
+    if shape_and_dtype is None:
+        return ""
+    shape, dtype = shape_and_dtype
+    return f"{list(shape)} {dtype}"
+
+
 def inspect_checkpoint(
     checkpoint: str, observer: Observer, options: SourceOptions, *, dequantize: bool = False
 ) -> InspectedCheckpoint:

@@ -12,11 +12,11 @@ from prepcli.inspection.contents import CheckpointContents
 from prepcli.inspection.logical_leaves import logical_leaves
 from prepcli.operations.inspect import (
     SelectedTensors,
-    ShapeAndDtype,
     ShapeComparison,
     SourceSummary,
     compare_shapes,
     select_tensors,
+    shape_text,
     shard_leaves,
 )
 from prepcli.operations.inspection_options import ViewOptions
@@ -24,7 +24,6 @@ from prepcli.operations.options import SourceOptions
 from prepcli.pages.html_page import check_page_path
 from prepcli.pages.inspection_page import (
     InspectionPage,
-    ShapeDifference,
     ShardedModel,
     write_inspection_page,
 )
@@ -127,15 +126,8 @@ def _shard_model(contents: CheckpointContents, mesh_text: str | None) -> Sharded
     return ShardedModel(mesh, list(zip(leaves, specs)))
 
 
-def _differences(comparison: ShapeComparison | None) -> Iterator[ShapeDifference]:
+def _differences(comparison: ShapeComparison | None) -> Iterator[tuple[str, str, str]]:
     if comparison is None:
         return
     for name, first, second in comparison.differences:
-        yield ShapeDifference(name, _shape_text(first), _shape_text(second))
-
-
-def _shape_text(shape_and_dtype: ShapeAndDtype | None) -> str:
-    if shape_and_dtype is None:
-        return ""
-    shape, dtype = shape_and_dtype
-    return f"{list(shape)} {dtype}"
+        yield name, shape_text(first), shape_text(second)

@@ -24,6 +24,7 @@ table {{ border-collapse: collapse; width: 100% }}
 td, th {{ text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #8884; vertical-align: top }}
 td.n, th.n {{ text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }}
 code {{ font-size: 13px }}
+.scroll {{ overflow-x: auto }}
 svg {{ max-width: 100%; height: auto; font: 12px system-ui, sans-serif }}
 {CHART_STYLE}"""
 
@@ -90,6 +91,13 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator
     for row in rows:
         yield f"<tr>{_cell_elements('td', row)}</tr>"
     yield "</table>"
+
+
+def scrolling_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield a table as `html_table` does. A wide one scrolls on narrow screens."""
+    yield '<div class="scroll">'
+    yield from html_table(header, rows)
+    yield "</div>"
 
 
 def _cell_elements(tag: str, texts: Sequence[str]) -> str:

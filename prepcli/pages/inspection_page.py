@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,12 @@ from pathlib import Path
 from prepcli.console.formatting import count_text, format_bytes
 from prepcli.inspection.contents import TensorEntry
 from prepcli.inspection.logical_leaves import LogicalLeaf
-from prepcli.inspection.name_tree import TreeNode, build_tree
+from prepcli.inspection.name_tree import build_tree, count_nodes, tree_rows
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map
-from prepcli.inspection.tensor_stats import TensorStats
+from prepcli.inspection.tensor_stats import TensorStats, stats_cells
 from prepcli.pages.charts import Bar, shard_map_svg, stacked_bar
-from prepcli.pages.html_page import html_table, write_html_page
+from prepcli.pages.html_page import html_table, scrolling_table, write_html_page
 from prepcli.planning.tensors import array_bits
-from trainer.models.boxes import Box
 from trainer.models.mesh import Mesh
 from trainer.models.partition import Spec, device_boxes, num_replicas, shard_shape
 
@@ -32,12 +32,8 @@ MAX_PARTS = 6
 OTHERS = "others"
 
 STYLE = """
-details { margin-left: 1.2rem }
-.leaf { margin-left: 2.3rem }
-.size { float: right; font-variant-numeric: tabular-nums }
-.share { display: block; height: 3px; background: var(--color0); opacity: .6 }
+.tree td:first-child { white-space: pre; font-family: monospace }
 pre { overflow-x: auto; font-size: 12px; line-height: 1.2 }
-.scroll { overflow-x: auto }
 .shards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 27rem), 1fr)); gap: 0 1.5rem }
 .shards section { min-width: 0 }
 """
@@ -51,15 +47,6 @@ class ShardedModel:
     leaves: Sequence[tuple[LogicalLeaf, Spec]]
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeDifference:
-    """A tensor that differs between two checkpoints: its shape and dtype in each as text, empty if it is missing."""
-
-    name: str
-    first: str
-    second: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectionPage:
     """Contents of the page of a checkpoint.
@@ -71,7 +58,7 @@ class InspectionPage:
         statistics: Statistics of each tensor, or None if they were not computed.
         sharded: The sharded leaves, or None without a mesh.
         against: Name of the checkpoint to compare with, or None.
-        differences: The different tensors.
+        differences: Name of each different tensor, and its shape and dtype in both checkpoints, empty if it is missing.
     """
 
     name: str
@@ -80,7 +67,7 @@ class InspectionPage:
     statistics: Sequence[TensorStats | None] | None = None
     sharded: ShardedModel | None = None
     against: str | None = None
-    differences: Sequence[ShapeDifference] = ()
+    differences: Sequence[tuple[str, str, str]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +131,12 @@ def _largest_parts(nbytes_of: dict[str, int]) -> list[Bar]:
     return [Bar(name, nbytes, format_bytes(nbytes)) for name, nbytes in by_size]
 
 
-def _difference_section(against: str, differences: Sequence[ShapeDifference]) -> Iterator[str]:
+def _difference_section(against: str, differences: Sequence[tuple[str, str, str]]) -> Iterator[str]:
     yield f"<h2>Differences to {escape(against)}</h2>"
     if not differences:
         yield "<p>No difference in names, shapes and dtypes.</p>"
         return
-    rows = []
-    for difference in differences[:MAX_ROWS]:
-        rows.append([difference.name, difference.first or "-", difference.second or "-"])
-    yield from _wide_table(["tensor", "first", "second"], rows)
+    yield from scrolling_table(["tensor", "first", "second"], differences[:MAX_ROWS])
     yield from _omitted_line(len(differences))
 
 
@@ -172,7 +156,7 @@ def _device_section(sharded: ShardedModel) -> Iterator[str]:
     yield stacked_bar(_largest_parts(nbytes_of), "bytes of the parameters on each device")
     kinds = _leaf_kinds(sharded)
     header = ["leaf", "shape", "sharding", "per device", "copies"]
-    yield from _wide_table(header, [_kind_row(kind, mesh) for kind in kinds[:MAX_ROWS]])
+    yield from scrolling_table(header, [_kind_row(kind, mesh) for kind in kinds[:MAX_ROWS]])
     yield from _omitted_line(len(kinds))
     if mesh.n_devices <= MAX_DRAWN_DEVICES:
         yield from _drawings(kinds, mesh)
@@ -236,7 +220,7 @@ def _drawing(kind: _LeafKind, mesh: Mesh) -> str:
         text = draw_shard_map(kind.leaf.name, shape, kind.leaf.dtype, spec, mesh)
         return f"<pre>{escape(text)}</pre>"
     down, across = _picture_dims(split_dims, len(shape))
-    boxes = [_two_dims_of_box(box, down, across) for box in device_boxes(spec, mesh, shape)]
+    boxes = [(box[down], box[across]) for box in device_boxes(spec, mesh, shape)]
     names = f"{spec.dim_names[down] or '1'} down, {spec.dim_names[across] or '1'} across"
     picture = shard_map_svg((shape[down], shape[across]), boxes, f"shards of {kind.leaf.path}")
     return f"<p>{escape(names)}</p>{picture}"
@@ -256,75 +240,26 @@ def _picture_dims(split_dims: Sequence[int], num_dims: int) -> tuple[int, int]:
     return down, across
 
 
-def _two_dims_of_box(box: Box, down: int, across: int) -> Box:
-    return (box[down], box[across])
-
-
 def _statistics_section(
     entries: Sequence[TensorEntry], statistics: Sequence[TensorStats | None]
 ) -> Iterator[str]:
     """Yield a table of the values of each tensor."""
     yield "<h2>Statistics</h2>"
     rows = []
-    for entry, stats in zip(entries[:MAX_ROWS], statistics):
-        cells = ["-"] * 6
-        if stats is not None:
-            moments = [_value_text(value) for value in (stats.minimum, stats.maximum, stats.mean)]
-            counts = [f"{count:,}" for count in (stats.nan, stats.inf, stats.zeros)]
-            cells = [*moments, *counts]
-        rows.append([entry.name, *cells])
-    yield from _wide_table(["tensor", "min", "max", "mean", "nan", "inf", "zeros"], rows)
+    for entry, entry_stats in zip(entries[:MAX_ROWS], statistics):
+        rows.append([entry.name, *stats_cells(entry_stats)])
+    yield from scrolling_table(["tensor", "min", "max", "mean", "nan", "inf", "zeros"], rows)
     yield from _omitted_line(len(entries))
 
 
-def _value_text(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.6g}"
-
-
 def _tree_section(entries: Sequence[TensorEntry]) -> Iterator[str]:
-    """Yield the tree of names, with a bar below each node for its share of all bytes."""
+    """Yield the tree of names, with equal layers merged."""
     nodes = build_tree(entries)
-    total = sum(node.nbytes for node in nodes)
-    yield "<h2>Tree</h2>"
-    room = [MAX_ROWS]
-    for node in nodes:
-        yield from _node_elements(node, total, room)
-    if room[0] < 0:
-        yield f"<p>The first {MAX_ROWS:,} nodes are shown.</p>"
-
-
-def _node_elements(node: TreeNode, total: int, room: list[int]) -> Iterator[str]:
-    """Yield a node and its children.
-
-    Args:
-        node: The node.
-        total: Bytes of the whole tree.
-        room: How many more nodes may be shown, a list of one number that each node decreases.
-    """
-    room[0] -= 1
-    if room[0] < 0:
-        return
-    share = 100 * node.nbytes / max(1, total)
-    label = f'<span class="size">{format_bytes(node.nbytes)}</span><code>{escape(node.name)}</code>'
-    bar = f'<span class="share" style="width:{share:.2f}%"></span>'
-    if not node.children:
-        times = f"{node.tensors:,} x " if node.tensors > 1 else ""
-        shape = f"{times}{list(node.shape)} {node.dtype}"
-        yield f'<div class="leaf">{label} {escape(shape)}{bar}</div>'
-        return
-    yield f"<details open><summary>{label}{bar}</summary>"
-    for child in node.children:
-        yield from _node_elements(child, total, room)
-    yield "</details>"
-
-
-def _wide_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield a table that scrolls on narrow screens."""
-    yield '<div class="scroll">'
-    yield from html_table(header, rows)
+    yield '<h2>Tree</h2><div class="tree">'
+    rows = itertools.islice(tree_rows(nodes), MAX_ROWS)
+    yield from scrolling_table(["name", "shape", "dtype", "size"], rows)
     yield "</div>"
+    yield from _omitted_line(count_nodes(nodes))
 
 
 def _omitted_line(num_rows: int) -> Iterator[str]:

@@ -9,11 +9,8 @@ from html import escape
 from pathlib import Path
 
 from prepcli.formats.lock_file import Lock, encode_lock
-from prepcli.pages.html_page import html_table, write_html_page
+from prepcli.pages.html_page import scrolling_table, write_html_page
 from prepcli.planning.tensors import array_bits
-
-# Digests are wider than a narrow screen.
-STYLE = ".scroll { overflow-x: auto }"
 
 
 def write_lock_page(path: Path, lock: Lock) -> None:
@@ -22,12 +19,12 @@ def write_lock_page(path: Path, lock: Lock) -> None:
     Raises:
         PrepError: The file cannot be written, or the path is something other than a page of prep.
     """
-    write_html_page(path, f"prep lock {lock.source}", _page_body(lock), style=STYLE)
+    write_html_page(path, f"prep lock {lock.source}", _page_body(lock))
 
 
 def _page_body(lock: Lock) -> Iterator[str]:
     file_nbytes = sum(file.bytes for file in lock.files.values())
-    yield f'<h1>{escape(lock.source)}</h1><div class="scroll">'
+    yield f"<h1>{escape(lock.source)}</h1>"
     facts = [
         ("revision", lock.revision or "-"),
         ("files", f"{len(lock.files):,}"),
@@ -36,15 +33,15 @@ def _page_body(lock: Lock) -> Iterator[str]:
         # The page shows which lock file it describes, as `sha256sum` prints it.
         ("SHA-256 of the lock file", hashlib.sha256(encode_lock(lock)).hexdigest()),
     ]
-    yield from html_table(["lock", ""], facts)
+    yield from scrolling_table(["lock", ""], facts)
     yield "<h2>Files</h2>"
     rows: list[list[str]] = []
     for name, file in lock.files.items():
         rows.append([name, f"{file.bytes:,}", file.digest or "-"])
-    yield from html_table(["file", "bytes", "SHA-256"], rows)
+    yield from scrolling_table(["file", "bytes", "SHA-256"], rows)
     yield "<h2>Tensors by dtype</h2>"
-    yield from html_table(["dtype", "tensors", "bytes"], _dtype_rows(lock))
-    yield "<p>The lock file has the XXH3-128 of each tensor.</p></div>"
+    yield from scrolling_table(["dtype", "tensors", "bytes"], _dtype_rows(lock))
+    yield "<p>The lock file has the XXH3-128 of each tensor.</p>"
 
 
 def _dtype_rows(lock: Lock) -> Iterator[list[str]]:

@@ -38,7 +38,6 @@ STYLE = """
 .charts .chart { width: 100% }
 .charts h3 { margin: 1rem 0 .2rem; font-size: 1rem }
 .chip { display: inline-block; width: .8em; height: .8em; border-radius: .2em; margin-right: .4em }
-.scroll { overflow-x: auto }
 .scroll td { min-width: 4.5rem }
 .scroll td + td:has(code) { overflow-wrap: anywhere }
 .sample { white-space: pre-wrap; overflow-wrap: anywhere }

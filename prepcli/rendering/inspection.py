@@ -20,13 +20,14 @@ from prepcli.inspection.contents import (
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_fields, tree_rows
 from prepcli.inspection.parameter_count import nbytes_below
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map, summarize_sharding
-from prepcli.inspection.tensor_stats import TensorStats
+from prepcli.inspection.tensor_stats import TensorStats, stats_cells
 from prepcli.operations.inspect import (
     LeafShards,
     SelectedTensors,
     ShapeAndDtype,
     ShapeComparison,
     SourceSummary,
+    shape_text,
 )
 from prepcli.operations.inspect_page import WrittenPage
 from prepcli.planning.state_names import OPT_STATE, PARAMS
@@ -237,16 +238,7 @@ def _stats_table(
     header = ("name", "shape", "dtype", "min", "max", "mean", "nan", "inf", "zeros")
     rows: list[list[Cell]] = []
     for entry, entry_stats in zip(entries, statistics):
-        values: list[Cell] = ["-"] * 6
-        if entry_stats is not None:
-            moments = (entry_stats.minimum, entry_stats.maximum, entry_stats.mean)
-            values = [
-                *map(_value_text, moments),
-                entry_stats.nan,
-                entry_stats.inf,
-                entry_stats.zeros,
-            ]
-        rows.append([entry.name, str(list(entry.shape)), entry.dtype, *values])
+        rows.append([entry.name, str(list(entry.shape)), entry.dtype, *stats_cells(entry_stats)])
     return format_table(rows, header, set(header[3:]), columns, optional=("shape",))
 
 
@@ -255,10 +247,6 @@ def _stats_fields(statistics: TensorStats | None) -> dict[str, object] | None:
         return None
     counts = {"nan": statistics.nan, "inf": statistics.inf, "zeros": statistics.zeros}
     return {"min": statistics.minimum, "max": statistics.maximum, "mean": statistics.mean, **counts}
-
-
-def _value_text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
 
 
 def header_lines(contents: CheckpointContents, source: SourceSummary) -> list[str]:
@@ -355,11 +343,7 @@ def difference_line(
 ) -> str:
     """Describe the difference of one tensor between two checkpoints."""
     if a_shape and b_shape:
-        return f"differs  {name}  {_shape_text(a_shape)} -> {_shape_text(b_shape)}"
+        return f"differs  {name}  {shape_text(a_shape)} -> {shape_text(b_shape)}"
     if a_shape:
-        return f"only in {a_name}  {name}  {_shape_text(a_shape)}"
-    return f"only in {b_name}  {name}  {_shape_text(b_shape)}"
-
-
-def _shape_text(shape: ShapeAndDtype | None) -> str:
-    return f"{list(shape[0])} {shape[1]}" if shape else ""
+        return f"only in {a_name}  {name}  {shape_text(a_shape)}"
+    return f"only in {b_name}  {name}  {shape_text(b_shape)}"
