@@ -37,7 +37,6 @@ from prepcli.sources.dequantized import (
     without_quantization,
 )
 from prepcli.sources.folders import Kind
-from prepcli.sources.left_over_settings import unused_quantization_note
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, find_text_part
 from prepcli.sources.openers.dcp_folder import box_locations
@@ -49,6 +48,7 @@ from prepcli.sources.openers.torch_folder import placement_of
 from prepcli.sources.opening import check_local_files
 from prepcli.sources.source import CONFIG, SourceTensor, read_config
 from prepcli.sources.source_hints import NO_HINTS, SourceHints
+from prepcli.sources.unused_quantization import unused_quantization_note
 from trainer.models.json_types import HFConfig
 from trainer.models.parameters import VERBATIM, Family
 from trainer.models.registry import FAMILIES

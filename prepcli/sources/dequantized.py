@@ -38,14 +38,14 @@ from prepcli.quantized.find_weights import (
     quantization_config_of_file,
     quantization_settings,
 )
-from prepcli.sources.left_over_settings import (
+from prepcli.sources.model_family import as_verbatim
+from prepcli.sources.multimodal import split_text_part
+from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
+from prepcli.sources.unused_quantization import (
     find_quantization_file,
     has_quantized_tensors,
     unused_quantization_note,
 )
-from prepcli.sources.model_family import as_verbatim
-from prepcli.sources.multimodal import split_text_part
-from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
 from trainer.models.boxes import Range
 from trainer.models.json_types import HFConfig, JsonObject
 
@@ -280,7 +280,7 @@ def dequantize_source(source: Source) -> Source:
     return decoded
 
 
-def without_left_over_settings(source: Source) -> Source:
+def without_unused_quantization(source: Source) -> Source:
     """Return a source without quantisation settings if no tensor of its files is quantised.
 
     The outputs must not have the settings either: with a `quantization_config`, transformers needs the library of the

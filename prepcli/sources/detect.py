@@ -34,8 +34,8 @@ from prepcli.formats.torch_files import (
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES
 from prepcli.quantized.find_weights import QUANTIZATION_KEYS
 from prepcli.sources.folders import Folder, Kind, LocalFolder
-from prepcli.sources.left_over_settings import has_quantized_tensors
 from prepcli.sources.source_hints import CONFIG
+from prepcli.sources.unused_quantization import has_quantized_tensors
 from trainer.files.json_values import load_json
 
 MAX_LISTED = 6

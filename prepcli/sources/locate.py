@@ -13,7 +13,6 @@ from prepcli.sources.bucket_folders import open_bucket_folder
 from prepcli.sources.detect import detect, detect_file, detect_gguf
 from prepcli.sources.folders import DEFAULT_ACCESS, Access, Folder, Kind, LocalFiles, LocalFolder
 from prepcli.sources.hub_folders import open_hub_folder
-from prepcli.sources.left_over_settings import unused_quantization_note
 from prepcli.sources.references import (
     BucketUrl,
     HubRepo,
@@ -22,6 +21,7 @@ from prepcli.sources.references import (
     RunStep,
     parse_reference,
 )
+from prepcli.sources.unused_quantization import unused_quantization_note
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from prepcli.formats.file_records import check_files, check_header
 from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
 from prepcli.planning.plan import SourceFile
 from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
-from prepcli.sources.dequantized import dequantize_source, without_left_over_settings
+from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
 from prepcli.sources.folders import LocalFiles
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import verbatim_error
@@ -61,7 +61,7 @@ def open_source(
         if local_files.remote is not None:
             source = _with_remote_blobs(source, local_files.remote)
         if located.kind in ("safetensors", "torch"):
-            source = without_left_over_settings(source)
+            source = without_unused_quantization(source)
         # The opener of GGUF files has already decoded the weights.
         if dequantize and located.kind != "gguf":
             source = dequantize_source(source)

@@ -20,13 +20,16 @@ def test_each_item_is_synced_once(count: int):
 
 def test_many_items_are_synced_at_the_same_time():
     barrier = threading.Barrier(SYNC_THREADS, timeout=60)
+    met: list[int] = []
 
     def sync(item: int) -> None:
-        # Each of the first items waits for the others.
+        # Each of the first items waits for the others. The barrier raises an error if they do not all come.
         if item < SYNC_THREADS:
             barrier.wait()
+            met.append(item)
 
     sync_many(sync, range(2 * SYNC_THREADS))
+    assert sorted(met) == list(range(SYNC_THREADS))
 
 
 @pytest.mark.parametrize("count", [3, 500])
