@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prepcli.console.formatting import count_text, format_bytes
 from prepcli.console.observer import LEAVES
@@ -29,12 +30,15 @@ from prepcli.operations.inspect import (
     SourceSummary,
     shape_text,
 )
-from prepcli.operations.inspect_page import WrittenPage
 from prepcli.planning.state_names import OPT_STATE, PARAMS
 from prepcli.sources.source import CONFIG
 from trainer.models.parameters import VERBATIM
 from trainer.models.partition import device_boxes, num_replicas, shard_shape
 from trainer.models.verbatim import CANNOT_TRAIN
+
+if TYPE_CHECKING:
+    # Only `--html` needs the modules of pages.
+    from prepcli.operations.inspect_page import WrittenPage
 
 # Rows of a table. A malicious header may list millions of tensors.
 MAX_ROWS = 2000
