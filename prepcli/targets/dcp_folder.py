@@ -7,15 +7,11 @@ from dataclasses import dataclass
 
 from prepcli.errors import Option, PrepError, text
 from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
+from prepcli.formats.torch_archive_write import encode_archive
 from prepcli.formats.torch_dcp import MAX_METADATA_OPCODES, METADATA_FILE
-from prepcli.formats.torch_dcp_write import (
-    DATA_FILE,
-    SUPPORTED_DTYPES,
-    DcpEntry,
-    encode_archive,
-    encode_metadata,
-)
+from prepcli.formats.torch_dcp_write import DATA_FILE, DcpEntry, encode_metadata
 from prepcli.formats.torch_pickle import MAX_NBYTES
+from prepcli.formats.torch_pickle_write import SUPPORTED_DTYPES
 from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
 
 # A tensor takes 62 opcodes of `.metadata`.
