@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from prepcli.operations.token_options import AddTokensOptions, RemoveTokensOptions
     from prepcli.operations.towers_options import TowersOptions
     from prepcli.operations.train import train
+    from prepcli.operations.training_state_options import TrainingStateOptions
     from prepcli.operations.verify import verify
     from prepcli.operations.verify_logits import verify_logits
     from prepcli.planning.plan import Plan
@@ -144,6 +145,7 @@ __all__ = [
     "TowersOptions",
     "TrainOptions",
     "TrainingRun",
+    "TrainingStateOptions",
     "UsageError",
     "VerbatimOptions",
     "Verification",
@@ -196,6 +198,7 @@ _MODULES = {
     ),
     "prepcli.operations.token_options": ("AddTokensOptions", "RemoveTokensOptions"),
     "prepcli.operations.towers_options": ("TowersOptions",),
+    "prepcli.operations.training_state_options": ("TrainingStateOptions",),
     "prepcli.operations.inspect": ("inspect",),
     "prepcli.operations.inspection_options": (
         "ChainOptions",

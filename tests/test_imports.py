@@ -92,7 +92,15 @@ COMPUTES = {
     *(
         f"prepcli.training_runs.{name}"
         for name in (
-            *("checks", "environment", "export", "metrics", "observe", "prepare"),
+            *(
+                "checks",
+                "continued_state",
+                "environment",
+                "export",
+                "metrics",
+                "observe",
+                "prepare",
+            ),
             *("processes", "remote_data", "run", "start", "storage", "summary", "train"),
         )
     ),

@@ -98,6 +98,7 @@ class CommonOptions:
         public_key: Key that must have signed the lock.
         quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
             or the decoded tensors of GGUF.
+        training_state: Read the optimizer state of another framework.
     """
 
     checkpoint: str | None
@@ -119,6 +120,7 @@ class CommonOptions:
     lock: Path | None = None
     public_key: Path | None = None
     quantized: str = "refuse"
+    training_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,7 @@ def common_options(
         allow_overflow=options.get("allow_overflow", False),
         ema=options.get("ema", False),
         quantized=options.get("quantized", "refuse"),
+        training_state=options.get("training_state", False),
         verbatim=options.get("verbatim", False),
         copied_files=as_tuple(options.get("copy", ())),
         lock=Path(lock) if lock is not None else None,
@@ -267,18 +270,24 @@ def open_checkpoint(
         copied_files=common.copied_files,
         dequantize=is_decoded,
         keeps_scales=keeps_scales,
+        training_state=common.training_state,
     )
-    if common.verbatim and not source.family.is_verbatim:
-        option = Option("verbatim", True)
-        why = f"{source.display_name} was already converted with the tensor names of family {source.family.name}"
-        hint = text("remove {}, or convert the original model", option)
-        raise usage_error(text("{} has no effect", option), why, hint)
+    _check_verbatim(common, source)
     note_missing_file_digests(source.display_name, source.manifest, observer)
     if lock is not None:
         from prepcli.sources.locked import apply_lock
 
         source = apply_lock(source, lock, str(common.lock), located.local_files.commit)
     return located, use_averaged_params(source) if common.ema else source
+
+
+def _check_verbatim(common: CommonOptions, source: Source) -> None:
+    """Raise UsageError if the names of the files were lost in an earlier conversion."""
+    if common.verbatim and not source.family.is_verbatim:
+        option = Option("verbatim", True)
+        why = f"{source.display_name} was already converted with the tensor names of family {source.family.name}"
+        hint = text("remove {}, or convert the original model", option)
+        raise usage_error(text("{} has no effect", option), why, hint)
 
 
 def check_config_option(common: CommonOptions, *sources: Source) -> None:

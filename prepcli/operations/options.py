@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
 from prepcli.operations.towers_options import TowersOptions
+from prepcli.operations.training_state_options import TrainingStateOptions
 from prepcli.option_spec import NOT_RECORDED, NonNegativeInt, OptionSpec, PathLike, PositiveInt
 
 DEFAULT_MEMORY = "512MiB"
@@ -381,7 +382,7 @@ class LayoutOptions(ConversionOptions, VerbatimOptions, total=False):
     ]
 
 
-class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
+class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, TrainingStateOptions, total=False):
     """Options of `save_init`."""
 
     pad_vocab: Annotated[
@@ -437,7 +438,9 @@ class ReshardOptions(LayoutOptions, total=False):
     ]
 
 
-class ExportOptions(ConversionOptions, VerbatimOptions, TowersOptions, total=False):
+class ExportOptions(
+    ConversionOptions, VerbatimOptions, TowersOptions, TrainingStateOptions, total=False
+):
     """Options of `export`."""
 
     layout: Annotated[

@@ -40,6 +40,11 @@ from prepcli.operations.conversion import (
     recorded_values,
     run_conversion,
 )
+from prepcli.operations.imported_state import (
+    check_imported_state,
+    imported_state_notes,
+    imported_step_fields,
+)
 from prepcli.operations.operation import public
 from prepcli.operations.options import ReshardOptions, SaveInitOptions
 from prepcli.operations.pad_vocab import check_seed, make_fill
@@ -229,7 +234,11 @@ def plan_orbax_item(
         PrepError: The source is of the wrong kind, or does not match the request, its family or the mesh.
     """
     _check_source_kind(command, source)
-    source, dropped_state_tensors = _without_state(source, params_only)
+    if options["training_state"]:
+        check_imported_state(options, source)
+        dropped_state_tensors: tuple[DroppedTensor, ...] = ()
+    else:
+        source, dropped_state_tensors = _without_state(source, params_only)
     later_layers: tuple[DroppedTensor, ...] = ()
     if options["layers"] is not None:
         source, later_layers = truncate_layers(source, options["layers"])
@@ -263,20 +272,31 @@ def plan_orbax_item(
         name=located.model_name,
     )
     _check_index_size(plan)
+    notes = (*source.made_files.remarks, *_layout_lines(layout, item, dropped_state_tensors))
+    if source.training_record is not None and layout.is_training_step:
+        notes += tuple(imported_state_notes(source.training_record))
     mesh = layout.partitioning.mesh
-    suffix = folder_suffix(mesh) if mesh and command == "reshard" else "init"
     meshes = {"from": layout.source_manifest.mesh, "to": str(mesh) if mesh else None}
-    fields = {"leaves": len(item.leaves), "layout": "native", "mesh": meshes}
     next_command = f"prep reshard {OUT_PLACEHOLDER} --mesh DP,FSDP,MP"
     if command == "reshard":
         next_command = f"prep verify {OUT_PLACEHOLDER}"
     return PlannedConversion(
         plan,
-        f"{located.model_name}-{suffix}",
-        notes=(*source.made_files.remarks, *_layout_lines(layout, item, dropped_state_tensors)),
-        fields=fields,
+        f"{located.model_name}-{_output_suffix(command, layout)}",
+        notes=notes,
+        fields={"leaves": len(item.leaves), "layout": "native", "mesh": meshes},
         next_command=next_command,
     )
+
+
+def _output_suffix(command: str, layout: _ItemLayout) -> str:
+    """Return the end of the output's default name."""
+    mesh = layout.partitioning.mesh
+    if mesh is not None and command == "reshard":
+        return folder_suffix(mesh)
+    if layout.is_training_step and command == "save-init":
+        return "step"
+    return "init"
 
 
 def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[DroppedTensor, ...]]:
@@ -412,14 +432,17 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
         vocab_rows=_vocab_rows(options, source, vocabulary=vocabulary, partitioning=partitioning),
         rules=rules,
         source_manifest=source_manifest,
-        is_training_step=source_manifest.is_training_step and not params_only,
+        is_training_step=options["training_state"]
+        or (source_manifest.is_training_step and not params_only),
     )
 
 
 def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> ManifestFields:
     """Return the fields of the manifest about the model and the layout."""
     kept: ManifestFields = {}
-    if layout.is_training_step:
+    if source.training_record is not None and layout.is_training_step:
+        kept = imported_step_fields(source.training_record)
+    elif layout.is_training_step:
         kept = step_fields(layout.source_manifest)
     fields: ManifestFields = {
         **kept,

@@ -6,9 +6,10 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from prepcli.errors import Option, Text, text
+from prepcli.errors import Option, Text, text, usage_error
 from prepcli.formats.file_records import check_files, check_header
 from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
+from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.plan import SourceFile
 from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
@@ -29,6 +30,7 @@ def open_source(
     copied_files: tuple[str, ...] = (),
     dequantize: bool = False,
     keeps_scales: bool = False,
+    training_state: bool = False,
 ) -> Source:
     """Read the headers and settings of a located checkpoint, but no weights.
 
@@ -39,6 +41,7 @@ def open_source(
         copied_files: Name patterns of further side files to copy.
         dequantize: Decode quantised weights.
         keeps_scales: Read values that another trainer's scale has rounded as they are stored. See `SourceHints`.
+        training_state: Read the optimizer state of another framework. It is read in any case from an output of prep.
 
     Raises:
         PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim
@@ -57,6 +60,8 @@ def open_source(
             keeps_scales=keeps_scales,
         )
         source = _read_headers(located, hints)
+        if training_state or (source.manifest and TRAINING_STATE_KEY in source.manifest.fields):
+            source = _with_training_state(source, located)
         _check_headers(source)
         if local_files.remote is not None:
             source = _with_remote_blobs(source, local_files.remote)
@@ -118,6 +123,27 @@ def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
             from prepcli.sources.openers.gguf_file import open_gguf
 
             return open_gguf(path, display_name, hints)
+
+
+def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
+    """Return the source with its training state.
+
+    Raises:
+        UsageError: The format has no training state that prep reads.
+    """
+    # The state of a run of prep has been read with its parameters.
+    if source.tree_manifest.is_tree:
+        return source
+    option = Option("training_state", True)
+    if located.local_files.remote is not None:
+        what = text("{} is not supported for {}", option, located.display_name)
+        raise usage_error(what, "its optimizer state is on a server", "copy it to this machine")
+    if located.kind in ("safetensors", "torch"):
+        from prepcli.sources.trainer_checkpoint import read_trainer_checkpoint
+
+        return read_trainer_checkpoint(source)
+    what = text("{} is not supported for {}", option, located.display_name)
+    raise usage_error(what, "its format has no training state that prep reads")
 
 
 def _split_unless_verbatim(source: Source, verbatim: bool | None) -> Source:

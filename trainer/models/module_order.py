@@ -18,7 +18,7 @@ from trainer.models.errors import PrepError
 
 ORDER_FILE = Path(__file__).with_suffix(".toml")
 NUMBER = re.compile(r"\d+")
-# Stands for the number of a layer in a pattern.
+# Placeholder of a number in a pattern.
 ANY_NUMBER = "*"
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from prepcli.engine.digest import digest_pieces
 from prepcli.errors import PrepError
+from prepcli.formats.file_records import bytes_between
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor, read_dcp_folder
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
@@ -21,8 +21,6 @@ from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim
 from trainer.models.boxes import Range, strides
 
 NOT_A_TENSOR_RULE = "not a tensor"
-# Bytes in memory at a time.
-MAX_PIECE_NBYTES = 1 << 20
 
 
 def open_dcp(
@@ -144,28 +142,6 @@ def _written_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:
     stamps: list[SourceFile] = []
     for number, path in enumerate(folder.files):
         stat = path.stat()
-        content = _bytes_between(path, sorted(ranges_by_file[number]), stat.st_size)
+        content = bytes_between(path, sorted(ranges_by_file[number]), stat.st_size)
         stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, digest_pieces(content)))
     return tuple(stamps)
-
-
-def _bytes_between(path: Path, ranges: Sequence[Range], size: int) -> Iterator[bytes]:
-    """Yield the bytes of a file outside of its tensors: the headers and directories of the archives.
-
-    Args:
-        path: The file.
-        ranges: Byte range of each tensor, in ascending order.
-        size: Size of the file.
-    """
-    position = 0
-    with path.open("rb") as file:
-        for first, stop in [*ranges, (size, size)]:
-            file.seek(position)
-            # A manifest of another origin may come with a file of any size between two tensors.
-            while position < first:
-                content = file.read(min(first - position, MAX_PIECE_NBYTES))
-                if not content:
-                    break
-                yield content
-                position += len(content)
-            position = stop

@@ -13,7 +13,7 @@ from trainer.models.module_order import module_order, optimizer_groups
 torch = pytest.importorskip("torch")
 
 CONFIGS = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": LLAMA}
-CONFIGS |= {name: FAMILY_CONFIGS[name] for name in ("qwen2", "qwen3", "gemma2", "phi3", "olmo2")}
+CONFIGS |= {name: FAMILY_CONFIGS[name] for name in ("qwen2", "qwen3", "gemma2", "phi3")}
 
 
 def torch_model(config: dict[str, Any]) -> Any:
