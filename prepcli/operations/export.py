@@ -268,14 +268,11 @@ def plan_copy(
     scales = layout_scales(options, source, tensors)
     targets = _tensor_targets(tensors, weight_files, row_counts, scales)
     written_vocabulary = Vocabulary(vocabulary.true_size, vocab_rows)
-    config = _written_config(options, source, written_vocabulary, is_tied=match.is_tied)
+    is_tied = match.is_tied
+    config = _written_config(options, source, written_vocabulary, is_tied=is_tied)
+    name = _base_name(located, written_vocabulary)
     settings = _manifest_settings(
-        source,
-        _base_name(located, written_vocabulary),
-        options["layout"],
-        written_vocabulary,
-        is_tied=match.is_tied,
-        config=config,
+        source, name, options["layout"], written_vocabulary, is_tied=is_tied, config=config
     )
     settings.update(state.settings())
     left_source = state.left_source(source)
@@ -301,10 +298,11 @@ def plan_copy(
         display_names=source.display_names(),
         item=weight_files.folder,
     )
-    planned = _add_report_fields(
-        plan, options, left_source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
+    return state.describe(
+        _add_report_fields(
+            plan, options, left_source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
+        )
     )
-    return state.describe(planned)
 
 
 def _base_name(located: LocatedCheckpoint, vocabulary: Vocabulary) -> str:

@@ -234,11 +234,7 @@ def plan_orbax_item(
         PrepError: The source is of the wrong kind, or does not match the request, its family or the mesh.
     """
     _check_source_kind(command, source)
-    if options["training_state"]:
-        check_imported_state(options, source)
-        dropped_state_tensors: tuple[DroppedTensor, ...] = ()
-    else:
-        source, dropped_state_tensors = _without_state(source, params_only)
+    source, dropped_state_tensors = _converted_state(options, source, params_only)
     later_layers: tuple[DroppedTensor, ...] = ()
     if options["layers"] is not None:
         source, later_layers = truncate_layers(source, options["layers"])
@@ -297,6 +293,16 @@ def _output_suffix(command: str, layout: _ItemLayout) -> str:
     if layout.is_training_step and command == "save-init":
         return "step"
     return "init"
+
+
+def _converted_state(
+    options: SaveInitOptions, source: Source, params_only: bool
+) -> tuple[Source, tuple[DroppedTensor, ...]]:
+    """Return a source with the state to convert, and a record of each dropped tensor. See `_without_state`."""
+    if options["training_state"]:
+        check_imported_state(options, source)
+        return source, ()
+    return _without_state(source, params_only)
 
 
 def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[DroppedTensor, ...]]:
