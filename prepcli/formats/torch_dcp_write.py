@@ -18,6 +18,7 @@ from prepcli.formats.torch_pickle_write import (
     pickle_mapping,
     pickle_text,
     pickle_tuple,
+    pickle_value,
 )
 
 DATA_FILE = "__0_{}.distcp"
@@ -26,7 +27,17 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 
 @dataclass(frozen=True, slots=True)
 class DcpEntry:
-    """A tensor and the byte range of its archive in a file."""
+    """A tensor or another object, and the byte range of its archive in a file.
+
+    Attributes:
+        name: The keys of `path`, joined by dots.
+        dtype: Dtype of a tensor. Empty for another object.
+        shape: Shape of a tensor.
+        file: Name of the file.
+        offset: First byte of the archive.
+        length: Size of the archive.
+        path: Keys in the nested state dict. Empty for the name alone.
+    """
 
     name: str
     dtype: str
@@ -34,29 +45,26 @@ class DcpEntry:
     file: str
     offset: int
     length: int
+    path: tuple[str | int, ...] = ()
 
 
 def encode_metadata(entries: Iterable[DcpEntry]) -> bytes:
     """Return the content of `.metadata` for tensors that are stored whole."""
     memo = _Memo()
-    tensors: list[bytes] = []
+    stored: list[bytes] = []
     planner: list[bytes] = []
     ranges: list[bytes] = []
     for entry in entries:
         name = memo.refer(pickle_text(entry.name))
         zeros = memo.refer(_pickle_size([0] * len(entry.shape)))
-        size = memo.refer(_pickle_size(entry.shape))
-        chunk = memo.instance(
-            f"{_METADATA} ChunkStorageMetadata", {"offsets": zeros, "sizes": size}
-        )
-        fields = {
-            "properties": memo.refer(_pickle_properties(entry.dtype)),
-            "size": size,
-            "chunks": b"](" + chunk + b"e",
-        }
-        tensors += [name, memo.instance(f"{_METADATA} TensorStorageMetadata", fields)]
-        planner += [name, pickle_tuple([name])]
-        index = {"fqn": name, "index": pickle_int(0), "offset": zeros}
+        index = {"fqn": name, "index": b"N", "offset": b"N"}
+        if entry.dtype:
+            index = {"fqn": name, "index": pickle_int(0), "offset": zeros}
+            stored += [name, _tensor_metadata(memo, entry, zeros)]
+        else:
+            stored += [name, memo.instance(f"{_METADATA} BytesStorageMetadata", {})]
+        keys = [memo.refer(pickle_value(key)) for key in entry.path or (entry.name,)]
+        planner += [name, pickle_tuple(keys)]
         info = {
             "relative_path": memo.refer(pickle_text(entry.file)),
             "offset": pickle_int(entry.offset),
@@ -67,7 +75,7 @@ def encode_metadata(entries: Iterable[DcpEntry]) -> bytes:
             memo.instance("torch.distributed.checkpoint.filesystem _StorageInfo", info),
         ]
     fields = {
-        "state_dict_metadata": pickle_mapping(tensors),
+        "state_dict_metadata": pickle_mapping(stored),
         "planner_data": pickle_mapping(planner),
         "storage_data": pickle_mapping(ranges),
         "storage_meta": b"N",
@@ -75,6 +83,18 @@ def encode_metadata(entries: Iterable[DcpEntry]) -> bytes:
     }
     metadata = memo.instance(f"{_METADATA} Metadata", fields)
     return PROTO + b"".join(memo.definitions) + metadata + b"."
+
+
+def _tensor_metadata(memo: _Memo, entry: DcpEntry, zeros: bytes) -> bytes:
+    """Return a pickled TensorStorageMetadata with one chunk."""
+    size = memo.refer(_pickle_size(entry.shape))
+    chunk = memo.instance(f"{_METADATA} ChunkStorageMetadata", {"offsets": zeros, "sizes": size})
+    fields = {
+        "properties": memo.refer(_pickle_properties(entry.dtype)),
+        "size": size,
+        "chunks": b"](" + chunk + b"e",
+    }
+    return memo.instance(f"{_METADATA} TensorStorageMetadata", fields)
 
 
 # Pickles

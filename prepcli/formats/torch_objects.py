@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from prepcli.engine.digest import digest
 from prepcli.errors import DamagedError, PrepError
@@ -52,20 +53,26 @@ class ArchivedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchObject:
-    """An object in a file.
+class ArchivedObject:
+    """An object in an archive.
 
     Attributes:
         root: The object, of dicts, lists, tuples, plain values and `ArchivedTensor`. Other objects are None.
-        size: Size of the file.
-        mtime_ns: Time of its last change.
         digest: XXH3-128 of the metadata.
     """
 
     root: object
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class TorchObject:
+    """An object in a file, with the size of the file and the time of its last change. See `ArchivedObject`."""
+
+    root: object
+    digest: str
     size: int
     mtime_ns: int
-    digest: str
 
 
 def read_torch_object(path: Path) -> TorchObject:
@@ -80,12 +87,7 @@ def read_torch_object(path: Path) -> TorchObject:
             if not file.read(4).startswith(torch_zip.ZIP_MAGIC):
                 why = "it is no zip archive, as PyTorch writes since version 1.6"
                 raise PrepError(f"{path.name} is not supported", why, download_again_hint(path))
-            archive = open_torch_archive(file)
-            pickled = torch_zip.read_record(file, archive, "data.pkl", MAX_NBYTES)
-            unpickled = interpret_pickle(BoundedReader.from_bytes(pickled), ALLOWED_NAMES)
-            sizes = _storage_sizes(unpickled)
-            offsets = storage_offsets(file, archive, sizes)
-        root = _convert(unpickled.root, offsets, depth=0)
+            archived = read_archived_object(file)
     except OSError as error:
         raise unreadable_error(path, error) from error
     except UnexpectedNameError as error:
@@ -93,8 +95,22 @@ def read_torch_object(path: Path) -> TorchObject:
     except ValueError as error:
         what = f"{path.name} is not a usable PyTorch file"
         raise DamagedError(what, str(error), download_again_hint(path)) from error
-    metadata_digest = digest(pickled + archive.directory)
-    return TorchObject(root, stat.st_size, stat.st_mtime_ns, metadata_digest)
+    return TorchObject(archived.root, archived.digest, stat.st_size, stat.st_mtime_ns)
+
+
+def read_archived_object(file: BinaryIO) -> ArchivedObject:
+    """Read the object of an archive.
+
+    Raises:
+        UnexpectedNameError: It refers to a class or function that no state dict has.
+        ValueError: The archive is invalid.
+    """
+    archive = open_torch_archive(file)
+    pickled = torch_zip.read_record(file, archive, "data.pkl", MAX_NBYTES)
+    unpickled = interpret_pickle(BoundedReader.from_bytes(pickled), ALLOWED_NAMES)
+    offsets = storage_offsets(file, archive, _storage_sizes(unpickled))
+    root = _convert(unpickled.root, offsets, depth=0)
+    return ArchivedObject(root, digest(pickled + archive.directory))
 
 
 def _storage_sizes(unpickled: UnpickledObject) -> dict[str, int]:

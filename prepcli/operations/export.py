@@ -42,7 +42,7 @@ from prepcli.operations.export_layouts import (
 from prepcli.operations.export_quantized import open_original, writes_quantized
 from prepcli.operations.export_towers import no_effect_error, select_parts
 from prepcli.operations.export_training_state import (
-    NO_STATE,
+    StateExport,
     check_no_adapter,
     check_state_request,
     lay_out_training_state,
@@ -256,15 +256,10 @@ def plan_copy(
     parameters = [t for t in source.tensors if t.name in match.uses or t.name in tied_head]
     tensors = [t.cast(options["dtype"]) for t in (*parameters, *source.tower_tensors)]
     row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
-    lay_out = partial(lay_out_weights, vocab_rows=vocab_rows, shard_nbytes=_shard_nbytes(options))
-    state = NO_STATE
-    if options["training_state"]:
-        state = lay_out_training_state(options, source, tensors, row_counts, lay_out)
-        weight_files = state.weight_files
-        tensors.extend(state.moments)
-        row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
-    else:
-        weight_files = lay_out(options, source, tensors, row_counts)
+    state = _lay_out_files(options, source, tensors, row_counts, vocab_rows)
+    weight_files = state.weight_files
+    tensors.extend(state.moments)
+    row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
     scales = layout_scales(options, source, tensors)
     targets = _tensor_targets(tensors, weight_files, row_counts, scales)
     written_vocabulary = Vocabulary(vocabulary.true_size, vocab_rows)
@@ -303,6 +298,30 @@ def plan_copy(
             plan, options, left_source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
         )
     )
+
+
+def _lay_out_files(
+    options: ExportOptions,
+    source: Source,
+    tensors: Sequence[SourceTensor],
+    row_counts: Mapping[str, int],
+    vocab_rows: int,
+) -> StateExport:
+    """Lay out the weight files, and the training state if it is requested."""
+    shard_nbytes = _shard_nbytes(options)
+    if options["training_state"]:
+        return lay_out_training_state(
+            options,
+            source,
+            tensors,
+            row_counts,
+            vocab_rows=vocab_rows,
+            shard_nbytes=shard_nbytes,
+        )
+    weight_files = lay_out_weights(
+        options, source, tensors, row_counts, vocab_rows=vocab_rows, shard_nbytes=shard_nbytes
+    )
+    return StateExport(weight_files)
 
 
 def _base_name(located: LocatedCheckpoint, vocabulary: Vocabulary) -> str:

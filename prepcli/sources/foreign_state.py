@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from prepcli.engine.blobs import MemoryBlob
 from prepcli.engine.digest import digest
+from prepcli.errors import PrepError
 from prepcli.planning.plan import Contiguous, SourceFile
 from prepcli.planning.state_names import qualify
 from prepcli.sources.adam_state import NUM_UPDATES, SKIPPED, SKIPPED_IN_ROW, STEP, AdamSettings
@@ -25,7 +27,7 @@ class ForeignState:
         num_updates: Number of updates that the moments average.
         settings: Settings of the optimizer.
         left_out: Names of the parts without a counterpart.
-        files: Files of the moments.
+        files: Files of the moments that are no files of the source.
         stamps: Size, time and digest of these files.
     """
 
@@ -34,8 +36,8 @@ class ForeignState:
     num_updates: int
     settings: AdamSettings
     left_out: tuple[str, ...]
-    files: tuple[Path, ...]
-    stamps: tuple[SourceFile, ...]
+    files: tuple[Path, ...] = ()
+    stamps: tuple[SourceFile, ...] = ()
 
 
 def add_foreign_state(source: Source, state: ForeignState) -> Source:
@@ -67,3 +69,21 @@ def add_foreign_state(source: Source, state: ForeignState) -> Source:
             "left_out": state.left_out,
         },
     )
+
+
+def one_count(source: Source, counts: Mapping[str, float]) -> int:
+    """Return the number of updates of all parameters.
+
+    Raises:
+        PrepError: Parameters have different numbers.
+    """
+    names: dict[float, str] = {}
+    for name, count in counts.items():
+        names.setdefault(count, name)
+    if len(names) > 1:
+        listed = ", ".join(f"{count:g} of {name}" for count, name in list(names.items())[:2])
+        raise PrepError(
+            f"{source.display_name} has several numbers of updates",
+            f"{listed}; prep has one for all parameters",
+        )
+    return int(next(iter(names)))

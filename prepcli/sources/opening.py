@@ -142,6 +142,10 @@ def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
         from prepcli.sources.trainer_checkpoint import read_trainer_checkpoint
 
         return read_trainer_checkpoint(source)
+    if located.kind == "dcp":
+        from prepcli.sources.dcp_state import read_dcp_state
+
+        return read_dcp_state(source)
     what = text("{} is not supported for {}", option, located.display_name)
     raise usage_error(what, "its format has no training state that prep reads")
 

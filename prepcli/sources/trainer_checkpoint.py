@@ -19,7 +19,7 @@ from prepcli.formats.torch_objects import ArchivedTensor, TorchObject, read_torc
 from prepcli.planning.plan import Contiguous, SourceFile, Strided
 from prepcli.planning.state_names import qualify
 from prepcli.sources.adam_state import MOMENTS, AdamSettings
-from prepcli.sources.foreign_state import ForeignState, add_foreign_state
+from prepcli.sources.foreign_state import ForeignState, add_foreign_state, one_count
 from prepcli.sources.source import Source, SourceTensor, read_json_object, recorded_digests
 from trainer.models.module_order import module_order, optimizer_groups
 
@@ -180,21 +180,14 @@ def _num_updates(
     source: Source, path: Path, tensors: Mapping[str, Mapping[str, ArchivedTensor]]
 ) -> int:
     """Return the number of updates. All parameters have the same one."""
-    counts: dict[float, str] = {}
+    counts: dict[str, float] = {}
     with open_blobs([path]) as files:
         for name, entry in tensors.items():
             count = entry[NUM_UPDATES]
             buffer = allocate_buffer(count.nbytes)[: count.nbytes]
             files.read_at(0, count.offset, buffer)
-            values = np.frombuffer(bytes(buffer), numpy_dtype(count.dtype))
-            counts.setdefault(values[0].item(), name)
-    if len(counts) > 1:
-        listed = ", ".join(f"{count:g} of {name}" for count, name in list(counts.items())[:2])
-        raise PrepError(
-            f"{source.display_name} has several numbers of updates",
-            f"{listed}; prep has one for all parameters",
-        )
-    return int(next(iter(counts)))
+            counts[name] = np.frombuffer(bytes(buffer), numpy_dtype(count.dtype))[0].item()
+    return one_count(source, counts)
 
 
 def _moments(

@@ -140,3 +140,75 @@ class HFTraining:
         """Train to the last step, and return the loss of each step."""
         self.trainer.train(resume_from_checkpoint=checkpoint)
         return self.losses
+
+
+class TorchTraining:
+    """A plain loop of PyTorch: AdamW with and without weight decay, and a schedule."""
+
+    def __init__(self, folder: str) -> None:
+        """Load the model of a folder."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        decayed: list[Any] = []
+        others: list[Any] = []
+        for name, parameter in self.model.named_parameters():
+            (others if "norm" in name else decayed).append(parameter)
+        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(
+            groups,
+            lr=SETTINGS["lr"],
+            betas=(SETTINGS["b1"], SETTINGS["b2"]),
+            eps=SETTINGS["eps"],
+            weight_decay=SETTINGS["weight_decay"],
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, relative_rate)
+
+    def train(self, first: int, last: int) -> dict[int, float]:
+        """Take the steps from `first` to `last`, counted from 1, and return their losses."""
+        import torch
+
+        losses: dict[int, float] = {}
+        for step, batch in enumerate(batches(), 1):
+            if not first <= step <= last:
+                continue
+            tokens = torch.tensor(batch.astype(np.int64))
+            for group in self.optimizer.param_groups:
+                group["lr"] = SETTINGS["lr"] * relative_rate(step - 1)
+            loss = self.model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses[step] = loss.item()
+        return losses
+
+    def save(self, folder: str) -> None:
+        """Save model and optimizer as a torch distributed checkpoint."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+
+    def load(self, folder: str) -> None:
+        """Load model and optimizer from a torch distributed checkpoint."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        load(state, checkpoint_id=folder)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+
+def relative_rate(step: int) -> float:
+    """Return the learning rate of an update, counted from 0, as a fraction of the peak."""
+    if step < WARMUP:
+        return step / WARMUP
+    return (STEPS - step) / (STEPS - WARMUP)
