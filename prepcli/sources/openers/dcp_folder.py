@@ -88,7 +88,7 @@ def _split_state(folder: DcpFolder) -> tuple[DcpFolder, tuple[DcpTensor, ...]]:
 
 
 def _extra_entries(folder: DcpFolder, state: Sequence[DcpTensor]) -> Iterator[DroppedTensor]:
-    """Yield the content beside the model: the optimizer state as a whole, and values that are no tensors."""
+    """Yield the unused content: the optimizer state as a whole, and values that are no tensors."""
     if state:
         nbytes = sum(math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in state)
         yield DroppedTensor(STATE_PREFIX.removesuffix("."), nbytes, OPT_STATE_RULE)
