@@ -47,20 +47,16 @@ from prepcli.planning.manifest_fields import AddedTokensRecord
 from prepcli.planning.plan import Fill
 from prepcli.planning.tensor_match import TensorMatch, layer_vocab_tensors, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
-from prepcli.sources.json_tokenizer import JsonTokenizer, parse_tokenizer
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
+from prepcli.targets.source_tokenizer import (
+    SourceTokenizer,
+    VocabularyTokenizer,
+    open_tokenizer,
+    tokens_for,
+)
 from prepcli.targets.streams import VocabResize
-from prepcli.targets.token_files import files_with_tokens, read_side_file
-from trainer.files.tokenizer_names import (
-    SENTENCEPIECE_SUFFIX,
-    TOKENIZER_FILE,
-    VOCABULARY_FILES,
-)
-
-OTHER_TOKENIZER_HINT = (
-    "save it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-)
+from prepcli.targets.token_files import files_with_tokens
 
 
 @public
@@ -73,7 +69,9 @@ def add_tokens(
     process_options: ProcessOptions | None = None,
     **options: Unpack[AddTokensOptions],
 ) -> Conversion:
-    """Add tokens to a Hugging Face folder with a tokenizer.json, and write another folder.
+    """Add tokens to a Hugging Face folder with its tokenizer, and write another folder.
+
+    The tokenizer is a tokenizer.json, or a SentencePiece model alone.
 
     Embedding, head and the head's bias [V, ...] become [V + N, ...] for N tokens. Rows of padding are used first.
 
@@ -129,7 +127,9 @@ def plan_add_tokens(
         PrepError: The source or its tokenizer is not supported, or has one of the tokens.
     """
     check_folder(source, "add-tokens")
-    tokenizer = _open_tokenizer(source)
+    opened = open_tokenizer(source)
+    tokenizer = opened.tokenizer
+    tokens = tokens_for(opened, tokens)
     vocabulary = source.vocabulary(options["true_vocab"])
     _check_sizes(source, tokenizer, vocabulary)
     _check_new(source, tokenizer, tokens)
@@ -146,8 +146,9 @@ def plan_add_tokens(
         added_fill=_make_added_fill(options, source, tokenizer, tokens),
         dropped_rule="padding replaced",
     )
-    contents, edits = files_with_tokens(source, tokens, first_id)
-    _check_tokenizer(source, contents[TOKENIZER_FILE], tokens, first_id)
+    contents, edits = files_with_tokens(source, opened.file_name, tokens, first_id)
+    changed = opened.changed(source.root / opened.file_name, contents[opened.file_name])
+    _check_tokenizer(source, changed, tokens, first_id)
     recorded = [
         RecordedToken(id=token_id, content=token["content"])
         for token_id, token in enumerate(tokens, first_id)
@@ -198,29 +199,10 @@ def _addition(
     )
 
 
-def _open_tokenizer(source: Source) -> JsonTokenizer:
-    """Load the tokenizer.json of a source."""
-    data = read_side_file(source, TOKENIZER_FILE)
-    if data is not None:
-        return parse_tokenizer(source.root / TOKENIZER_FILE, data)
-    names = [path.name for path in source.small_files]
-    others = [
-        name for name in names if name.endswith(SENTENCEPIECE_SUFFIX) or name in VOCABULARY_FILES
-    ]
-    if others:
-        what = f"the tokenizer of {source.display_name} is not supported"
-        why = f"it has {join_names(others)}; add-tokens changes only a {TOKENIZER_FILE}"
-        raise usage_error(what, why, OTHER_TOKENIZER_HINT)
-    what = f"{source.display_name} has no tokenizer"
-    raise usage_error(
-        what, f"add-tokens changes a {TOKENIZER_FILE}", "copy the model's into its folder"
-    )
-
-
-def _check_sizes(source: Source, tokenizer: JsonTokenizer, vocabulary: Vocabulary) -> None:
+def _check_sizes(source: Source, tokenizer: VocabularyTokenizer, vocabulary: Vocabulary) -> None:
     """Raise UsageError unless the tokenizer has as many ids as the true vocabulary.
 
-    The tokenizers library numbers added tokens from the last one on, so that ids cannot skip rows.
+    The libraries number added tokens from the last one on, so that ids cannot skip rows.
     """
     size = tokenizer.size
     if size == vocabulary.true_size:
@@ -243,7 +225,9 @@ def _check_layer_embeddings(source: Source, match: TensorMatch) -> None:
         raise usage_error(what, why, "use a model without `hidden_size_per_layer_input`")
 
 
-def _check_new(source: Source, tokenizer: JsonTokenizer, tokens: Sequence[AddedToken]) -> None:
+def _check_new(
+    source: Source, tokenizer: VocabularyTokenizer, tokens: Sequence[AddedToken]
+) -> None:
     """Raise UsageError for tokens in the vocabulary, and for overlaps with its added tokens."""
     contents = [token["content"] for token in tokens]
     searched = _searched_texts(tokenizer, tokens)
@@ -263,7 +247,7 @@ def _check_new(source: Source, tokenizer: JsonTokenizer, tokens: Sequence[AddedT
         raise usage_error(what, join_names(overlaps), hint)
 
 
-def _searched_texts(tokenizer: JsonTokenizer, tokens: Sequence[AddedToken]) -> list[str]:
+def _searched_texts(tokenizer: VocabularyTokenizer, tokens: Sequence[AddedToken]) -> list[str]:
     """Return the text of each token, normalized for a token with `normalized`."""
     # A lowercasing tokenizer searches `Tool` as `tool`, so that the new token would hide an old token `tool`.
     texts: list[str] = []
@@ -274,13 +258,12 @@ def _searched_texts(tokenizer: JsonTokenizer, tokens: Sequence[AddedToken]) -> l
 
 
 def _check_tokenizer(
-    source: Source, data: bytes, tokens: Sequence[AddedToken], first_id: int
+    source: Source, changed: SourceTokenizer, tokens: Sequence[AddedToken], first_id: int
 ) -> None:
     """Raise PrepError unless the changed tokenizer encodes each new token as its id."""
-    tokenizer = parse_tokenizer(source.root / TOKENIZER_FILE, data)
     contents = [token["content"] for token in tokens]
     wrong: list[str] = []
-    for token_id, ids in enumerate(tokenizer.encode(contents), first_id):
+    for token_id, ids in enumerate(changed.tokenizer.encode(contents), first_id):
         if ids != (token_id,):
             wrong.append(f"{contents[token_id - first_id]!r} has ids {list(ids)}, not [{token_id}]")
     if wrong:
@@ -292,7 +275,7 @@ def _check_tokenizer(
 def _make_added_fill(
     options: AddTokensOptions,
     source: Source,
-    tokenizer: JsonTokenizer,
+    tokenizer: VocabularyTokenizer,
     tokens: Sequence[AddedToken],
 ) -> Fill:
     """Return the initialization of the embedding rows of the added tokens (`--init`)."""

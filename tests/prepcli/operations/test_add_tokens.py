@@ -427,7 +427,7 @@ def test_sizes_of_tokenizer_and_model_must_agree(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tokenizer.model", "is not supported"),
+        ("sentencepiece.bpe.model", "is not supported"),
         ("vocab.txt", "is not supported"),
         ("README.md", "has no tokenizer"),
     ],
