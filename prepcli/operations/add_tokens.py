@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -18,7 +18,6 @@ from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.added_tokens import (
     RECORD_FILE,
     Addition,
-    FileEdit,
     RecordedToken,
     encode_record,
 )
@@ -38,6 +37,7 @@ from prepcli.operations.results import Conversion
 from prepcli.operations.token_folder import (
     check_folder,
     count_with_ids,
+    folder_options,
     recorded_additions,
     replaced_files,
 )
@@ -45,10 +45,10 @@ from prepcli.operations.token_options import AddTokensOptions
 from prepcli.option_spec import REQUIRED, PathLike, format_command_line
 from prepcli.planning.manifest_fields import AddedTokensRecord
 from prepcli.planning.plan import Fill
-from prepcli.planning.tensor_match import TensorMatch, layer_vocab_tensors, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
+from prepcli.sources.source import Source
+from prepcli.sources.vocabulary_tensors import find_vocabulary
 from prepcli.targets.source_tokenizer import (
     SourceTokenizer,
     VocabularyTokenizer,
@@ -99,8 +99,11 @@ def add_tokens(
         hint = text("{}", Option("tokens", "FILE"))
         raise usage_error(text("{} is missing", Option("tokens")), "it lists the new tokens", hint)
     tokens = read_token_list(Path(options["tokens"]))
+    common = common_options(
+        checkpoint, out, options, dry_run=dry_run, process_options=process_options
+    )
     return run_conversion(
-        common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
+        folder_options(common),
         observer_of(progress),
         partial(plan_add_tokens, options, tokens),
     )
@@ -128,42 +131,30 @@ def plan_add_tokens(
     """
     check_folder(source, "add-tokens")
     opened = open_tokenizer(source)
-    tokenizer = opened.tokenizer
     tokens = tokens_for(opened, tokens)
-    vocabulary = source.vocabulary(options["true_vocab"])
-    _check_sizes(source, tokenizer, vocabulary)
-    _check_new(source, tokenizer, tokens)
-    first_id = vocabulary.true_size
-    size = check_padded_size(first_id + len(tokens), Option("tokens", str(options["tokens"])))
-    match = match_source_tensors(source, source_axis_maps(source), make_match_options(options))
-    _check_layer_embeddings(source, match)
+    present = find_vocabulary(source, make_match_options(options), options["true_vocab"])
+    vocabulary = present.vocabulary
+    _check_sizes(source, opened.tokenizer, vocabulary)
+    _check_new(source, opened.tokenizer, tokens)
+    _check_layer_embeddings(source, present.layer_names)
+    size = check_padded_size(
+        vocabulary.true_size + len(tokens), Option("tokens", str(options["tokens"]))
+    )
     resize = VocabResize(
         vocabulary,
-        vocab_tensors(match),
+        present.names,
         Fill("zeros"),
         keeps_padding=False,
         added_count=len(tokens),
-        added_fill=_make_added_fill(options, source, tokenizer, tokens),
+        added_fill=_make_added_fill(options, source, opened.tokenizer, tokens),
         dropped_rule="padding replaced",
     )
-    contents, edits = files_with_tokens(source, opened.file_name, tokens, first_id)
-    changed = opened.changed(source.root / opened.file_name, contents[opened.file_name])
-    _check_tokenizer(source, changed, tokens, first_id)
-    recorded = [
-        RecordedToken(id=token_id, content=token["content"])
-        for token_id, token in enumerate(tokens, first_id)
-    ]
-    addition = _addition(options["init"], recorded, vocabulary, edits)
-    contents[RECORD_FILE] = encode_record((*recorded_additions(source), addition))
-    added: AddedTokensRecord = {
-        "init": options["init"],
-        "count": len(tokens),
-        "tokens": [{"id": token.id, "content": token.content} for token in recorded],
-    }
+    contents, addition = _change_files(options["init"], source, opened, vocabulary, tokens)
+    added = _added_record(addition)
     name = f"{located.model_name}-added"
     plan = plan_resized_folder(
         source,
-        match,
+        present.match,
         resize,
         new_vocabulary=Vocabulary(size, max(size, vocabulary.stored_size)),
         command="add-tokens",
@@ -184,19 +175,40 @@ def plan_add_tokens(
     )
 
 
-def _addition(
+def _change_files(
     init: str,
-    tokens: Sequence[RecordedToken],
+    source: Source,
+    opened: SourceTokenizer,
     vocabulary: Vocabulary,
-    edits: Mapping[str, FileEdit],
-) -> Addition:
-    return Addition(
-        tokens=tuple(tokens),
+    tokens: Sequence[AddedToken],
+) -> tuple[dict[str, bytes], Addition]:
+    """Return the content of each changed file, with the record of all additions, and the new addition."""
+    first_id = vocabulary.true_size
+    contents, edits = files_with_tokens(source, opened.file_name, tokens, first_id)
+    changed = opened.changed(source.root / opened.file_name, contents[opened.file_name])
+    _check_tokenizer(source, changed, tokens, first_id)
+    recorded = [
+        RecordedToken(id=token_id, content=token["content"])
+        for token_id, token in enumerate(tokens, first_id)
+    ]
+    addition = Addition(
+        tokens=tuple(recorded),
         init=init,
         true_vocab_size=vocabulary.true_size,
         padded_vocab_size=vocabulary.stored_size,
         files=edits,
     )
+    contents[RECORD_FILE] = encode_record((*recorded_additions(source), addition))
+    return contents, addition
+
+
+def _added_record(addition: Addition) -> AddedTokensRecord:
+    """Return the entry of the manifest about new tokens."""
+    return {
+        "init": addition.init,
+        "count": len(addition.tokens),
+        "tokens": [{"id": token.id, "content": token.content} for token in addition.tokens],
+    }
 
 
 def _check_sizes(source: Source, tokenizer: VocabularyTokenizer, vocabulary: Vocabulary) -> None:
@@ -216,9 +228,8 @@ def _check_sizes(source: Source, tokenizer: VocabularyTokenizer, vocabulary: Voc
     raise usage_error(what, why, hint)
 
 
-def _check_layer_embeddings(source: Source, match: TensorMatch) -> None:
+def _check_layer_embeddings(source: Source, names: Collection[str]) -> None:
     """Raise UsageError for embeddings per layer: new tokens would have no row in them."""
-    names = layer_vocab_tensors(match)
     if names:
         what = f"{source.display_name} has embeddings per layer, which is not supported"
         why = f"new tokens would have no rows in {join_names(sorted(names))}"

@@ -27,16 +27,17 @@ from prepcli.operations.results import Conversion
 from prepcli.operations.token_folder import (
     check_folder,
     count_with_ids,
+    folder_options,
     recorded_additions,
     replaced_files,
 )
 from prepcli.operations.token_options import RemoveTokensOptions
 from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.plan import Fill
-from prepcli.planning.tensor_match import vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
+from prepcli.sources.source import Source
+from prepcli.sources.vocabulary_tensors import find_vocabulary
 from prepcli.targets.streams import VocabResize
 from prepcli.targets.token_files import files_without_tokens
 
@@ -76,8 +77,11 @@ def remove_tokens(
         PrepError: The tokenizer was changed since, or the conversion failed. An interrupted one resumes when called
             again.
     """
+    common = common_options(
+        checkpoint, out, options, dry_run=dry_run, process_options=process_options
+    )
     return run_conversion(
-        common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
+        folder_options(common),
         observer_of(progress),
         partial(plan_remove_tokens, options),
     )
@@ -106,12 +110,12 @@ def plan_remove_tokens(
         hint = text("pass an output of {}", Command("add-tokens"))
         raise usage_error(what, f"it has no {RECORD_FILE}", hint)
     addition = additions[-1]
-    _check_vocabulary(source, addition)
-    match = match_source_tensors(source, source_axis_maps(source), make_match_options(options))
+    present = find_vocabulary(source, make_match_options(options))
+    _check_vocabulary(source, present.vocabulary.true_size, addition)
     old_vocabulary = Vocabulary(addition.true_vocab_size, addition.padded_vocab_size)
     resize = VocabResize(
         old_vocabulary,
-        vocab_tensors(match),
+        present.names,
         Fill("zeros"),
         keeps_padding=False,
         dropped_rule="added tokens",
@@ -126,7 +130,7 @@ def plan_remove_tokens(
     name = f"{located.model_name.removesuffix('-added')}-removed"
     plan = plan_resized_folder(
         source,
-        match,
+        present.match,
         resize,
         new_vocabulary=old_vocabulary,
         command="remove-tokens",
@@ -147,9 +151,8 @@ def plan_remove_tokens(
     )
 
 
-def _check_vocabulary(source: Source, addition: Addition) -> None:
+def _check_vocabulary(source: Source, true_size: int, addition: Addition) -> None:
     """Raise PrepError unless the true vocabulary ends with the added tokens."""
-    true_size = source.vocabulary().true_size
     if true_size == addition.new_vocab_size:
         return
     what = f"the vocabulary of {source.display_name} has {true_size:,} tokens"

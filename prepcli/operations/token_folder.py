@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from prepcli.console.formatting import count_text
-from prepcli.errors import Command, Option, text, usage_error
+from prepcli.errors import Command, text, usage_error
 from prepcli.formats.added_tokens import RECORD_FILE, Addition, parse_record
+from prepcli.operations.conversion import CommonOptions
 from prepcli.planning.plan import SmallFile
 from prepcli.sources.source import Source
 from prepcli.targets.hf_folder import copied_small_files
@@ -14,15 +16,16 @@ from prepcli.targets.token_files import read_side_file
 
 
 def check_folder(source: Source, command: str) -> None:
-    """Raise UsageError unless the source is a Hugging Face folder of a text model."""
-    why = f"{command} changes Hugging Face folders of text models"
+    """Raise UsageError unless the source is a Hugging Face folder that transformers loads."""
+    why = f"{command} changes Hugging Face folders"
     if not source.tensor_file_names:
         hint = text("{} writes a Hugging Face folder", Command("export"))
         raise usage_error(f"{source.display_name} is not a Hugging Face folder", why, hint)
-    if source.wrapper is not None:
-        what = f"{source.display_name} is a multimodal model, which is not supported"
-        hint = text("{} writes its text model", Command("export", Option("text_only", True)))
-        raise usage_error(what, why, hint)
+
+
+def folder_options(common: CommonOptions) -> CommonOptions:
+    """Return options to open a folder with. A quantised model keeps its codes and scales."""
+    return replace(common, quantized="stored", verbatim=None)
 
 
 def count_with_ids(first: int, count: int) -> tuple[str, str]:
