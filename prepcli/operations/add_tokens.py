@@ -1,4 +1,4 @@
-"""`prep add-tokens`: add tokens to the tokenizer, the config and the vocabulary of a Hugging Face folder."""
+"""`prep add-tokens`: add tokens to the tokenizer, the config and the vocabulary of a checkpoint."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The decorator `public` has added the default of each option.
@@ -32,16 +32,19 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.operation import public
 from prepcli.operations.pad_vocab import check_seed, make_fill
-from prepcli.operations.resized_folder import plan_resized_folder
 from prepcli.operations.results import Conversion
 from prepcli.operations.token_folder import (
-    check_folder,
     count_with_ids,
     folder_options,
     recorded_additions,
-    replaced_files,
 )
 from prepcli.operations.token_options import AddTokensOptions
+from prepcli.operations.vocabulary_change import (
+    VocabularyChange,
+    check_source,
+    padded_rows,
+    plan_change,
+)
 from prepcli.option_spec import REQUIRED, PathLike, format_command_line
 from prepcli.planning.manifest_fields import AddedTokensRecord
 from prepcli.planning.plan import Fill
@@ -58,6 +61,8 @@ from prepcli.targets.source_tokenizer import (
 from prepcli.targets.streams import VocabResize
 from prepcli.targets.token_files import files_with_tokens
 
+ADD = "add-tokens"
+
 
 @public
 def add_tokens(
@@ -69,9 +74,10 @@ def add_tokens(
     process_options: ProcessOptions | None = None,
     **options: Unpack[AddTokensOptions],
 ) -> Conversion:
-    """Add tokens to a Hugging Face folder with its tokenizer, and write another folder.
+    """Add tokens to a checkpoint and its tokenizer, and write another checkpoint.
 
-    The tokenizer is a tokenizer.json, or a SentencePiece model alone.
+    The source is a Hugging Face folder or an Orbax checkpoint of prep, with a tokenizer.json or a SentencePiece model
+    alone. The output has the same format. New rows of moments are zeros.
 
     Embedding, head and the head's bias [V, ...] become [V + N, ...] for N tokens. Rows of padding are used first.
 
@@ -129,7 +135,7 @@ def plan_add_tokens(
     Raises:
         PrepError: The source or its tokenizer is not supported, or has one of the tokens.
     """
-    check_folder(source, "add-tokens")
+    check_source(source, ADD)
     opened = open_tokenizer(source)
     tokens = tokens_for(opened, tokens)
     present = find_vocabulary(source, make_match_options(options), options["true_vocab"])
@@ -137,41 +143,41 @@ def plan_add_tokens(
     _check_sizes(source, opened.tokenizer, vocabulary)
     _check_new(source, opened.tokenizer, tokens)
     _check_layer_embeddings(source, present.layer_names)
-    size = check_padded_size(
-        vocabulary.true_size + len(tokens), Option("tokens", str(options["tokens"]))
-    )
-    resize = VocabResize(
-        vocabulary,
-        present.names,
-        Fill("zeros"),
-        keeps_padding=False,
-        added_count=len(tokens),
-        added_fill=_make_added_fill(options, source, opened.tokenizer, tokens),
-        dropped_rule="padding replaced",
-    )
+    num_tokens = vocabulary.true_size + len(tokens)
+    check_padded_size(num_tokens, Option("tokens", str(options["tokens"])))
     contents, addition = _change_files(options["init"], source, opened, vocabulary, tokens)
     added = _added_record(addition)
+    num_rows = padded_rows(source, max(num_tokens, vocabulary.stored_size))
     name = f"{located.model_name}-added"
-    plan = plan_resized_folder(
-        source,
-        present.match,
-        resize,
-        new_vocabulary=Vocabulary(size, max(size, vocabulary.stored_size)),
-        command="add-tokens",
+    change = VocabularyChange(
+        command=ADD,
         request=format_command_line(
-            "add-tokens", source.display_name, AddTokensOptions, recorded_values(options)
+            ADD, source.display_name, AddTokensOptions, recorded_values(options)
         ),
         name=name,
-        init="zeros",
-        side_files=replaced_files(source, contents),
+        present=present,
+        vocabulary=Vocabulary(num_tokens, num_rows),
+        resize=VocabResize(
+            vocabulary,
+            present.names,
+            Fill("zeros"),
+            keeps_padding=False,
+            added_count=len(tokens),
+            added_fill=_make_added_fill(options, source, opened.tokenizer, tokens),
+            dropped_rule="padding replaced",
+        ),
+        files=contents,
         settings={"added_tokens": added},
     )
+    next_command = f"prep pad-vocab {OUT_PLACEHOLDER}"
+    if source.tree_manifest:
+        next_command = f"prep verify {OUT_PLACEHOLDER}"
     return PlannedConversion(
-        plan,
+        plan_change(source, change),
         name,
         notes=_notes(options["init"], vocabulary, added),
         fields={"added_tokens": added},
-        next_command=f"prep pad-vocab {OUT_PLACEHOLDER}",
+        next_command=next_command,
     )
 
 
@@ -181,11 +187,11 @@ def _change_files(
     opened: SourceTokenizer,
     vocabulary: Vocabulary,
     tokens: Sequence[AddedToken],
-) -> tuple[dict[str, bytes], Addition]:
+) -> tuple[dict[str, bytes | None], Addition]:
     """Return the content of each changed file, with the record of all additions, and the new addition."""
     first_id = vocabulary.true_size
-    contents, edits = files_with_tokens(source, opened.file_name, tokens, first_id)
-    changed = opened.changed(source.root / opened.file_name, contents[opened.file_name])
+    new_files, edits = files_with_tokens(source, opened.file_name, tokens, first_id)
+    changed = opened.changed(source.root / opened.file_name, new_files[opened.file_name])
     _check_tokenizer(source, changed, tokens, first_id)
     recorded = [
         RecordedToken(id=token_id, content=token["content"])
@@ -198,6 +204,7 @@ def _change_files(
         padded_vocab_size=vocabulary.stored_size,
         files=edits,
     )
+    contents: dict[str, bytes | None] = {**new_files}
     contents[RECORD_FILE] = encode_record((*recorded_additions(source), addition))
     return contents, addition
 

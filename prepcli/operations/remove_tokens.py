@@ -1,4 +1,4 @@
-"""`prep remove-tokens`: undo the last `prep add-tokens` of a Hugging Face folder."""
+"""`prep remove-tokens`: undo the last `prep add-tokens` of a checkpoint."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The decorator `public` has added the default of each option.
@@ -22,16 +22,19 @@ from prepcli.operations.conversion import (
     run_conversion,
 )
 from prepcli.operations.operation import public
-from prepcli.operations.resized_folder import plan_resized_folder
 from prepcli.operations.results import Conversion
 from prepcli.operations.token_folder import (
-    check_folder,
     count_with_ids,
     folder_options,
     recorded_additions,
-    replaced_files,
 )
 from prepcli.operations.token_options import RemoveTokensOptions
+from prepcli.operations.vocabulary_change import (
+    VocabularyChange,
+    check_source,
+    padded_rows,
+    plan_change,
+)
 from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.plan import Fill
 from prepcli.planning.vocabulary import Vocabulary
@@ -40,6 +43,8 @@ from prepcli.sources.source import Source
 from prepcli.sources.vocabulary_tensors import find_vocabulary
 from prepcli.targets.streams import VocabResize
 from prepcli.targets.token_files import files_without_tokens
+
+REMOVE = "remove-tokens"
 
 
 @public
@@ -52,7 +57,7 @@ def remove_tokens(
     process_options: ProcessOptions | None = None,
     **options: Unpack[RemoveTokensOptions],
 ) -> Conversion:
-    """Remove the tokens of the last `add_tokens`, and write another folder.
+    """Remove the tokens of the last `add_tokens`, and write another checkpoint of the same format.
 
     Embedding, head and the head's bias [V + N, ...] become [V, ...]. The files of the tokenizer are byte for byte as
     before the addition.
@@ -103,7 +108,7 @@ def plan_remove_tokens(
     Raises:
         PrepError: There is no addition, or vocabulary or tokenizer were changed since.
     """
-    check_folder(source, "remove-tokens")
+    check_source(source, REMOVE)
     additions = recorded_additions(source)
     if not additions:
         what = f"{source.display_name} records no added tokens"
@@ -112,38 +117,31 @@ def plan_remove_tokens(
     addition = additions[-1]
     present = find_vocabulary(source, make_match_options(options))
     _check_vocabulary(source, present.vocabulary.true_size, addition)
-    old_vocabulary = Vocabulary(addition.true_vocab_size, addition.padded_vocab_size)
-    resize = VocabResize(
-        old_vocabulary,
-        present.names,
-        Fill("zeros"),
-        keeps_padding=False,
-        dropped_rule="added tokens",
-    )
-    contents = files_without_tokens(source, addition)
-    dropped_files: tuple[str, ...] = ()
-    if remaining := additions[:-1]:
-        contents[RECORD_FILE] = encode_record(remaining)
-    else:
-        dropped_files = (RECORD_FILE,)
-    side_files = replaced_files(source, contents)
+    num_rows = padded_rows(source, addition.padded_vocab_size)
+    old_vocabulary = Vocabulary(addition.true_vocab_size, num_rows)
+    contents: dict[str, bytes | None] = {**files_without_tokens(source, addition)}
+    contents[RECORD_FILE] = encode_record(additions[:-1]) if additions[:-1] else None
     name = f"{located.model_name.removesuffix('-added')}-removed"
-    plan = plan_resized_folder(
-        source,
-        present.match,
-        resize,
-        new_vocabulary=old_vocabulary,
-        command="remove-tokens",
+    change = VocabularyChange(
+        command=REMOVE,
         request=format_command_line(
-            "remove-tokens", source.display_name, RemoveTokensOptions, recorded_values(options)
+            REMOVE, source.display_name, RemoveTokensOptions, recorded_values(options)
         ),
         name=name,
-        init="zeros",
-        side_files=[file for file in side_files if file.path not in dropped_files],
+        present=present,
+        vocabulary=old_vocabulary,
+        resize=VocabResize(
+            old_vocabulary,
+            present.names,
+            Fill("zeros"),
+            keeps_padding=False,
+            dropped_rule="added tokens",
+        ),
+        files=contents,
     )
     removed = [{"id": token.id, "content": token.content} for token in addition.tokens]
     return PlannedConversion(
-        plan,
+        plan_change(source, change),
         name,
         notes=_notes(addition),
         fields={"removed_tokens": {"count": len(removed), "tokens": removed}},

@@ -461,17 +461,6 @@ def test_broken_tokenizer_is_one_error(capsys: pytest.CaptureFixture[str]):
     assert "is not a valid tokenizer" in lines[0]
 
 
-@pytest.mark.parametrize("command", ["add-tokens", "remove-tokens"])
-def test_orbax_checkpoints_are_refused(command: str, capsys: pytest.CaptureFixture[str]):
-    write_model(Path("m"))
-    run_ok("save-init", "./m", "--out", "init")
-    words = ["--tokens", "tokens.json"] if command == "add-tokens" else []
-    capsys.readouterr()
-    code, lines = run_failing_unchanged(capsys, command, "./init", *words)
-    assert code == USAGE
-    assert "init is not a Hugging Face folder" in lines[0]
-
-
 def test_folder_without_a_record_is_refused(capsys: pytest.CaptureFixture[str]):
     write_model(Path("m"))
     code, lines = run_failing_unchanged(capsys, "remove-tokens", "./m")

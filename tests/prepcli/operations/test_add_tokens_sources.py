@@ -14,7 +14,7 @@ from tests.helpers import towers
 from tests.helpers.quantized_folders import FORMATS, Arrays, make_quantized
 from tests.helpers.run_cli import run_failing_unchanged, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, assert_same, read_tensors
-from tests.helpers.tokenizer_folders import side_files, train_tokenizer, write_json
+from tests.helpers.tokenizer_folders import side_files, train_tokenizer, write_json, write_model
 
 CONTENTS = ["<tool>", "<end>"]
 
@@ -140,3 +140,37 @@ def test_unknown_model_types_are_refused(capsys: pytest.CaptureFixture[str]):
     code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
     assert code == FAILED
     assert "unheard_of" in " ".join(lines)
+
+
+def exported(name: str) -> dict[str, np.ndarray]:
+    """Return the tensors of a checkpoint, exported to a Hugging Face folder."""
+    folder = f"{name}-exported"
+    run_ok("export", name, "--out", folder)
+    return read_tensors(Path(folder))
+
+
+@pytest.mark.parametrize("words", [[], ["--mesh", "1,1,4", "--pad-vocab", "auto"], ["--no-scan"]])
+def test_init_gets_the_rows_that_the_folder_gets(words: list[str]):
+    size = write_model(Path("m")).get_vocab_size()
+    run_ok("add-tokens", "./m", "--tokens", "tokens.json", "--out", "expected")
+    run_ok("save-init", "./m", "--out", "init", *words)
+    run_ok("add-tokens", "./init", "--tokens", "tokens.json", "--out", "added")
+    manifest = json.loads(Path("added/prep-manifest.json").read_text())
+    assert manifest["vocab"]["true"] == size + len(CONTENTS)
+    assert manifest["mesh"] == ("1,1,4" if "--mesh" in words else None)
+    assert_same(exported("added"), read_tensors(Path("expected")))
+    assert side_files(Path("added-exported")) == side_files(Path("expected"))
+    run_ok("verify", "added", "--chain")
+    run_ok("remove-tokens", "./added", "--out", "removed")
+    assert_same(exported("removed"), read_tensors(Path("m")))
+    assert side_files(Path("removed/hf")) == side_files(Path("m"))
+    run_ok("verify", "removed", "--chain")
+
+
+def test_rows_of_a_mesh_stay_divisible():
+    size = write_model(Path("m")).get_vocab_size()
+    run_ok("save-init", "./m", "--out", "init", "--mesh", "1,1,8", "--pad-vocab", "auto")
+    write_json(Path("tokens.json"), [f"<t{number}>" for number in range(9)])
+    run_ok("add-tokens", "./init", "--tokens", "tokens.json", "--out", "added")
+    vocabulary = json.loads(Path("added/prep-manifest.json").read_text())["vocab"]
+    assert vocabulary == {"true": size + 9, "padded": -(-(size + 9) // 8) * 8}
