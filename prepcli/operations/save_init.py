@@ -251,18 +251,13 @@ def plan_orbax_item(
         # Compressed chunks are written from raw chunks in data files.
         has_chunk_files=options["storage"] == "files" and options["compress"] is None,
     )
-    resize = VocabResize(
-        layout.vocabulary,
-        vocab_tensor_names(source, match),
-        make_fill(options["init"], options["seed"], source),
-    )
     plan = plan_item(
         options,
         source,
         layout,
         match,
         item,
-        resize,
+        _padding(options, source, layout, match),
         command=command,
         request=_command_line(command, options, source, params_only=params_only),
         dropped=(*match.dropped, *later_layers, *dropped_state_tensors),
@@ -284,6 +279,14 @@ def plan_orbax_item(
         fields=fields,
         next_command=next_command,
     )
+
+
+def _padding(
+    options: SaveInitOptions, source: Source, layout: ItemLayout, match: TensorMatch
+) -> VocabResize:
+    """Return the requested padding of the vocabulary."""
+    fill = make_fill(options["init"], options["seed"], source)
+    return VocabResize(layout.vocabulary, vocab_tensor_names(source, match), fill)
 
 
 def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[DroppedTensor, ...]]:
