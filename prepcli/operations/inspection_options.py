@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
+from prepcli.operations.map_options import MapOptions
 from prepcli.operations.options import VERBATIM, SourceOptions
 from prepcli.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
 
@@ -59,7 +60,7 @@ _LIBRARY = OptionSpec(
 Library = Literal["prep", "transformers"]
 
 
-class VerifyOptions(SourceOptions, total=False):
+class VerifyOptions(SourceOptions, MapOptions, total=False):
     """Options of `verify`."""
 
     verbatim: Annotated[bool | None, replace(VERBATIM, record=NOT_RECORDED)]

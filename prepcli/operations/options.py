@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
+from prepcli.operations.map_options import ExportMapOptions, MapOptions
 from prepcli.operations.towers_options import TowersOptions
 from prepcli.option_spec import NOT_RECORDED, NonNegativeInt, OptionSpec, PathLike, PositiveInt
 
@@ -312,7 +313,7 @@ class PadVocabOptions(ConversionOptions, DropOptions, NewRowOptions, total=False
     ]
 
 
-class LayoutOptions(ConversionOptions, VerbatimOptions, total=False):
+class LayoutOptions(ConversionOptions, VerbatimOptions, MapOptions, total=False):
     """Layout of an Orbax checkpoint."""
 
     mesh: Annotated[
@@ -437,7 +438,9 @@ class ReshardOptions(LayoutOptions, total=False):
     ]
 
 
-class ExportOptions(ConversionOptions, VerbatimOptions, TowersOptions, total=False):
+class ExportOptions(
+    ConversionOptions, VerbatimOptions, TowersOptions, ExportMapOptions, total=False
+):
     """Options of `export`."""
 
     layout: Annotated[

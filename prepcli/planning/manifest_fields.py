@@ -169,6 +169,8 @@ class PrepFields(TypedDict, total=False):
     scales: Mapping[str, ScaleRecord]
     # Record of the multimodal model, if the parameters are its text part.
     towers: Mapping[str, object]
+    # Name and digest of the tensor map. An export also has its content.
+    map: Mapping[str, object]
     # Its reader checks the type.
     checksums: object
     files: dict[str, FileRecord]
