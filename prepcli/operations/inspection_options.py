@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
-from prepcli.operations.map_options import MapOptions
+from prepcli.operations.map_options import TENSOR_MAP, MapOptions
 from prepcli.operations.options import VERBATIM, SourceOptions
 from prepcli.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
 
@@ -58,6 +58,10 @@ _LIBRARY = OptionSpec(
     position=24,
 )
 Library = Literal["prep", "transformers"]
+
+
+class InspectOptions(SourceOptions, MapOptions, total=False):
+    """Options of `inspect`."""
 
 
 class VerifyOptions(SourceOptions, MapOptions, total=False):
@@ -360,6 +364,7 @@ class PlanOptions(TypedDict, total=False):
             position=4,
         ),
     ]
+    map: Annotated[PathLike | None, replace(TENSOR_MAP, position=4)]
     offline: Annotated[
         bool,
         OptionSpec(

@@ -13,6 +13,7 @@ import torch
 import xxhash
 from flax import serialization
 
+import prepcli as prep
 from prepcli.cli.main import main
 from tests.helpers.foreign_names import (
     CONFIG,
@@ -22,7 +23,7 @@ from tests.helpers.foreign_names import (
     write_foreign_folder,
 )
 from tests.helpers.hf_folders import write_hf_folder
-from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.run_cli import run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, assert_same, make_checkpoint, read_tensors
 
 Write = Callable[[Path, dict[str, np.ndarray]], None]
@@ -311,3 +312,31 @@ def test_export_refuses_a_map_for_other_models_and_formats(
     assert "model.norm.weight is in no row" in error
     words = ("export", "init", "--map", "own.map", "--layout", "easylm", "--out", "back")
     assert "is not supported for the layout easylm" in run_failing(capsys, 2, *words)
+
+
+def test_inspect_shows_the_mapped_tensors(
+    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
+    mapped = run_json(capsys, "inspect", "own", "--map", "own.map", "--stats")
+    assert mapped["source"]["family"] == "llama"
+    assert mapped["source"]["parameters"] == sum(value.size for value in tensors.values())
+    assert {entry["name"]: tuple(entry["shape"]) for entry in mapped["tensors"]} == {
+        name: value.shape for name, value in tensors.items()
+    }
+    for entry in mapped["tensors"]:
+        assert entry["stats"]["max"] == pytest.approx(float(tensors[entry["name"]].max()))
+    assert (
+        main(["inspect", "own", "--map", "own.map", "--shards", "q.weight", "--mesh", "1,1,2"]) == 0
+    )
+    with_python = prep.inspect("own", map="own.map")
+    assert {tensor.name for tensor in with_python.tensors} == tensors.keys()
+
+
+def test_plan_of_a_mapped_checkpoint_is_that_of_its_family(
+    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
+    mapped = run_json(capsys, "plan", "own", "--map", "own.map", "--devices", "v5p:4")
+    original = run_json(capsys, "plan", "llama", "--devices", "v5p:4")
+    assert mapped["memory"] == original["memory"]
+    error = run_failing(capsys, 2, "plan", "llama-7b-32k", "--map", "own.map")
+    assert "`--map` has no effect for llama-7b-32k" in error
