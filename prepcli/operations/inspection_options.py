@@ -28,6 +28,11 @@ Way = Literal[
     "hf-flax",
     "easylm",
     "tunix",
+    "maxtext",
+    "maxtext-unscanned",
+    "dcp",
+    "files",
+    "zarr3",
 ]
 
 _SEARCH = OptionSpec(
@@ -199,10 +204,10 @@ class RoundtripOptions(SourceOptions, total=False):
         Sequence[Way],
         OptionSpec(
             "WAY",
-            "Take this way: init, no-scan, scan-axis, mesh, compress, pad, verbatim, hf-flax or easylm. Repeatable."
-            " Default: all.",
-            'Ways to take: "init", "no-scan", "scan-axis", "mesh", "compress", "pad", "verbatim", "hf-flax" or'
-            ' "easylm". Default: all.',
+            "Take this way: init, no-scan, scan-axis, mesh, compress, pad, verbatim, hf-flax, easylm, tunix, maxtext,"
+            " maxtext-unscanned, dcp, files or zarr3. Repeatable. Default: all.",
+            'Ways to take: "init", "no-scan", "scan-axis", "mesh", "compress", "pad", "verbatim", "hf-flax", "easylm",'
+            ' "tunix", "maxtext", "maxtext-unscanned", "dcp", "files" or "zarr3". Default: all.',
             default=(),
             position=1,
         ),

@@ -370,11 +370,11 @@ class LayoutOptions(ConversionOptions, VerbatimOptions, MapOptions, total=False)
         ),
     ]
     storage: Annotated[
-        Literal["ocdbt", "files"],
+        Literal["ocdbt", "files", "zarr3"],
         OptionSpec(
-            "ocdbt|files",
-            "Store chunks in a few data files (OCDBT), or each chunk in a file.",
-            '"ocdbt" (the default), or "files": a folder per leaf with one file per chunk, for Pathways.',
+            "ocdbt|files|zarr3",
+            "Store chunks in a few data files (OCDBT, of zarr 2 or 3), or each chunk in a file.",
+            '"ocdbt" (the default), "files": one file per chunk, for Pathways, or "zarr3": OCDBT with zarr 3.',
             default="ocdbt",
             position=31,
             record=17,

@@ -354,8 +354,8 @@ def _item_plan(
     settings = _manifest_settings(source, name, layout)
     if level:
         settings["compress"] = f"{METHOD}:{level}"
-    if options["storage"] == "files":
-        settings["storage"] = "files"
+    if options["storage"] != "ocdbt":
+        settings["storage"] = options["storage"]
     settings["tied"] = match.is_tied
     settings["config"] = config
     return Plan(
