@@ -8,7 +8,6 @@ of processes: any number of them may continue the work of others.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -101,16 +100,11 @@ def write_plan(folder: Path, plan: ShardPlan) -> None:
     Raises:
         PrepError: The folder cannot be written.
     """
-    # `link` fails if the name exists, on every file system of a cluster. The first writer wins, and
-    # the plan has its name only when it is complete.
     path = folder / PLAN_FILE
-    partial = folder / f"{PLAN_FILE}.{os.getpid()}.{os.urandom(4).hex()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(partial, _encode(plan))
         with suppress(FileExistsError):
-            os.link(partial, path)
-        partial.unlink()
+            write_file(path, _encode(plan), overwrite=False)
     except OSError as error:
         raise io_error(path, error) from error
 

@@ -19,7 +19,7 @@ from trainer.data.example_settings import ExampleSettings
 from trainer.data.examples import Example, FileStart
 from trainer.data.fields import ExampleBuilder, compile_fields
 from trainer.data.files import DataFile, EmptyFileError, Note, check_not_empty, hash_file
-from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
+from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type, with_companions
 from trainer.data.readers import READERS
 from trainer.data.records import RecordSettings, read_examples
 from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
@@ -146,7 +146,7 @@ def find_config_files(
     config = set_file_type(config, file_type)
     if READERS[file_type].has_ids:
         check_unused_settings(config, note)
-    return config, found
+    return config, with_companions(found, file_type)
 
 
 def map_new_tokens(
