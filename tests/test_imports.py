@@ -92,21 +92,15 @@ COMPUTES = {
     *(
         f"prepcli.training_runs.{name}"
         for name in (
-            *(
-                "checks",
-                "continued_state",
-                "environment",
-                "export",
-                "metrics",
-                "observe",
-                "prepare",
-            ),
-            *("processes", "remote_data", "run", "start", "storage", "summary", "train"),
+            *("checks", "continued_state", "environment", "export", "metrics", "observe"),
+            *("prepare", "processes", "recipe_data", "remote_data", "run", "start", "storage"),
+            *("summary", "train"),
         )
     ),
     *(
         f"prepcli.operations.{name}"
         for name in (
+            "batches",
             "compute_together",
             "evaluate",
             "evaluation_model",

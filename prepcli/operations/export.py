@@ -39,6 +39,7 @@ from prepcli.operations.export_layouts import (
     layout_scales,
     small_files,
 )
+from prepcli.operations.export_map import WrittenMap, read_export_map
 from prepcli.operations.export_quantized import open_original, writes_quantized
 from prepcli.operations.export_towers import no_effect_error, select_parts
 from prepcli.operations.export_training_state import (
@@ -131,7 +132,8 @@ def export(
         checkpoint, out, options, dry_run=dry_run, process_options=process_options
     )
     # The option is about the output. A model that is quantised itself is refused.
-    common = replace(common, quantized="refuse")
+    # The map is about the output, too.
+    common = replace(common, quantized="refuse", tensor_map=None)
     observer = observer_of(progress)
     check_allow_overflow(options["allow_overflow"], options["dtype"])
 
@@ -249,14 +251,15 @@ def plan_copy(
     """Plan an export whose request has been checked. See `plan_export`."""
     vocabulary = source.vocabulary(options["true_vocab"])
     vocab_rows = vocabulary.stored_size if options["keep_padding"] else vocabulary.true_size
-    tied_head = {source.family.tying.head_tensor} if _stores_tied_head(options, source) else set()
+    written_map = read_export_map(options, source)
+    tied_head = _stored_tied_head(options, source, written_map)
     source = with_tied_head(source) if tied_head else source
     match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
     resize = VocabResize(vocabulary, vocab_tensor_names(source, match), Fill("zeros"))
     parameters = [t for t in source.tensors if t.name in match.uses or t.name in tied_head]
     tensors = [t.cast(options["dtype"]) for t in (*parameters, *source.tower_tensors)]
     row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
-    state = _lay_out_files(options, source, tensors, row_counts, vocab_rows)
+    state = _lay_out_files(options, source, tensors, row_counts, vocab_rows, written_map)
     weight_files = state.weight_files
     tensors.extend(state.moments)
     row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
@@ -269,7 +272,6 @@ def plan_copy(
     settings = _manifest_settings(
         source, name, options["layout"], written_vocabulary, is_tied=is_tied, config=config
     )
-    settings.update(state.settings())
     left_source = state.left_source(source)
     dropped = (
         *(d for d in match.dropped if d.name not in tied_head),
@@ -289,7 +291,7 @@ def plan_copy(
         leaves=weight_files.leaves,
         dropped=dropped,
         checks=match.checks,
-        settings=settings,
+        settings=settings | state.settings() | written_map.record,
         display_names=source.display_names(),
         item=weight_files.folder,
     )
@@ -306,6 +308,7 @@ def _lay_out_files(
     tensors: Sequence[SourceTensor],
     row_counts: Mapping[str, int],
     vocab_rows: int,
+    written_map: WrittenMap,
 ) -> StateExport:
     """Lay out the weight files, and the training state if it is requested."""
     shard_nbytes = _shard_nbytes(options)
@@ -319,7 +322,13 @@ def _lay_out_files(
             shard_nbytes=shard_nbytes,
         )
     weight_files = lay_out_weights(
-        options, source, tensors, row_counts, vocab_rows=vocab_rows, shard_nbytes=shard_nbytes
+        options,
+        source,
+        tensors,
+        row_counts,
+        vocab_rows=vocab_rows,
+        shard_nbytes=shard_nbytes,
+        tensor_map=written_map.tensor_map,
     )
     return StateExport(weight_files)
 
@@ -481,7 +490,7 @@ def _check_request(options: ExportOptions, source: Source) -> None:
             text("remove {}", Option("shard_size")),
         )
     is_folder = layout == HF_LAYOUT and file_format(options) != DCP_FORMAT
-    is_unchanged = is_folder and not options["dtype"] and not options["text_only"]
+    is_unchanged = is_folder and not (options["dtype"] or options["text_only"] or options["map"])
     if (
         is_unchanged
         and source.tensor_file_names
@@ -519,14 +528,18 @@ def _check_adapter_request(options: ExportOptions, source: Source) -> None:
             raise no_effect_error(Option(name, value), source, "it has only adapters")
 
 
-def _stores_tied_head(options: ExportOptions, source: Source) -> bool:
-    """Return whether a tied head is written as a tensor, for a library that does not support tied heads."""
-    is_tied = source.family.is_tied(source.config)
-    return (
-        is_tied
-        and options["layout"] != HF_LAYOUT
-        and not source.family.layouts[options["layout"]].allows_tied_head
-    )
+def _stored_tied_head(options: ExportOptions, source: Source, written_map: WrittenMap) -> set[str]:
+    """Return the name of a tied head that is written as a tensor of its own. Empty if there is none.
+
+    A library that does not support tied heads needs it, and a map may name it.
+    """
+    layout = source.family.layouts.get(options["layout"])
+    needs_head = layout is not None and not layout.allows_tied_head
+    if needs_head and source.family.is_tied(source.config):
+        return {source.family.tying.head_tensor}
+    if written_map.names_tied_head(source):
+        return {source.family.tying.head_tensor}
+    return set()
 
 
 def _is_all_safetensors(source: Source) -> bool:

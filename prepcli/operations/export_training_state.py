@@ -140,6 +140,7 @@ def check_state_request(options: ExportOptions, source: Source) -> None:
     option = Option("training_state", True)
     conflicts = [
         (options["layout"] != HF_LAYOUT, Option("layout", options["layout"]), "it has no training state"),
+        (options["map"] is not None, Option("map"), "a map has no names for moments"),
         (options["dtype"] is not None, Option("dtype", options["dtype"]),
          "moments belong to the values that were trained"),
         (source.has_averages, Option("ema", True), "moments belong to the trained parameters"),

@@ -22,6 +22,6 @@ class TrainingStateOptions(TypedDict, total=False):
             " Default: False.",
             default=False,
             position=29,
-            record=65,
+            record=66,
         ),
     ]
