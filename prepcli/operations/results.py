@@ -152,9 +152,10 @@ class PromptComparison:
         top5_overlap: Mean fraction of the five largest logits in common.
         max_difference: Largest |a - b| of a logit. Infinite if a logit is not finite.
         layer_differences: max |a - b| / max |a| of the hidden states before the first layer, after each layer, and
-            after the final norm in place of the last layer. Empty if the models differ in depth or width.
-        parts_at: First of these places with a difference above 0.001: "embedding", "layer N" or "final norm". None if
-            there is none.
+            after the final norm in place of the last layer. The layers of an encoder come first. Empty if the models
+            differ in depth or width.
+        parts_at: First of these places with a difference above 0.001: "embedding", "layer N" or "final norm", with
+            "encoder" before them in an encoder. None if there is none.
     """
 
     name: str
