@@ -67,8 +67,7 @@ def encode(
     Raises:
         PrepError: The model has no encoder.
     """
-    params = computed_params(params, model, forward_config)
-    x, context = _encoder_inputs(
+    params, x, context = _encoder_inputs(
         params, source_tokens, model, forward_config, source_mask, dropout=dropout
     )
     x, _ = run_stack(x, params, context)
@@ -94,8 +93,7 @@ def encoder_states_by_layer(
     Raises:
         PrepError: The model has no encoder.
     """
-    params = computed_params(params, model, forward_config)
-    x, context = _encoder_inputs(params, source_tokens, model, forward_config)
+    params, x, context = _encoder_inputs(params, source_tokens, model, forward_config)
     yield x
     yield from layer_outputs(x, params, context)
 
@@ -108,16 +106,19 @@ def _encoder_inputs(
     source_mask: Array | None = None,
     *,
     dropout: Dropout | None = None,
-) -> tuple[Array, StackContext]:
-    """Return the residual stream [B, S, D] before the first encoder layer, and the inputs of all layers.
+) -> tuple[Tree, Array, StackContext]:
+    """Return the inputs of the encoder layers. The arguments and errors are those of `encode`.
 
-    The arguments and errors are those of `encode`, with parameters in the dtype of the computation.
+    Returns:
+        The parameters in the dtype of the computation, the residual stream [B, S, D] before the first layer, and the
+        context of all layers.
     """
     arch_config = model.arch_config.encoder
     sharding = forward_config.sharding
     if arch_config is None:
         why = "it is a decoder-only model"
         raise PrepError(f"{model.family.name} has no encoder", why, "tokens without a source")
+    params = computed_params(params, model, forward_config)
     positions = order_tokens(jnp.arange(source_tokens.shape[1]), sharding)
     mask = AttentionMask(
         q_positions=positions, kv_positions=positions, kv_valid=source_mask, is_causal=False
@@ -128,7 +129,7 @@ def _encoder_inputs(
         dropout = dropout.for_stack(Stack.ENCODER)
         x = dropout.drop_embedding(x, positions)
     context = StackContext(ENCODER, model, arch_config, forward_config, mask, dropout=dropout)
-    return x, context
+    return params, x, context
 
 
 def precompute_cross_kv(
