@@ -120,6 +120,7 @@ class Verification:
         against: The second checkpoint, as errors name it. None for a comparison with digests.
         total_tensors: Number of tensors of the checkpoint, equal or not.
         distances: With a tolerance, the distance of each tensor that both checkpoints have in one shape.
+        remedy: How to replace a damaged checkpoint, e.g. by the command that made it. Empty for two checkpoints.
     """
 
     is_equal: bool
@@ -134,6 +135,7 @@ class Verification:
     against: str | None = None
     total_tensors: int = 0
     distances: tuple[TensorDistance, ...] = ()
+    remedy: str = ""
 
     def __bool__(self) -> bool:
         return self.is_equal
