@@ -52,6 +52,7 @@ from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.mapped import map_record
 from prepcli.sources.model_family import as_verbatim, truncate_layers
 from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.source import (
@@ -370,8 +371,8 @@ def plan_item(
     settings = _manifest_settings(source, name, layout)
     if level:
         settings["compress"] = f"{METHOD}:{level}"
-    if options["storage"] == "files":
-        settings["storage"] = "files"
+    if options["storage"] != "ocdbt":
+        settings["storage"] = options["storage"]
     settings["tied"] = match.is_tied
     settings["config"] = config
     return Plan(
@@ -442,6 +443,7 @@ def _manifest_settings(source: Source, name: str, layout: ItemLayout) -> Manifes
         **kept,
         **adapter_fields(layout.source_manifest),
         **_quantization_entries(source),
+        **map_record(source),
         "name": name,
         "kind": "train" if layout.is_training_step else "init",
         "family": source.family.name,

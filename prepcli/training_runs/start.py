@@ -371,7 +371,7 @@ def open_model_start(
     return StartCheckpoint(
         reader,
         StartModel(manifest, with_recipe_tokenizer(files, recipe)),
-        _tokenizer_folder(source),
+        checkpoint_tokenizer_folder(source),
         commit=located.local_files.commit,
     )
 
@@ -430,7 +430,7 @@ def _is_written_by_prep(path: Path) -> bool:
     return item is None or read_manifest(find_manifest_folder(item)) is not None
 
 
-def _tokenizer_folder(source: Source) -> Path:
+def checkpoint_tokenizer_folder(source: Source) -> Path:
     """Return the folder of the model's small files."""
     if source.small_files:
         return source.small_files[0].parent
