@@ -12,7 +12,8 @@ from typing import Unpack
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.engine.files import io_error
-from prepcli.errors import GET_AGAIN_HINT, Option, OutputExistsError, text
+from prepcli.errors import Option, OutputExistsError, text
+from prepcli.formats.again_hint import again_hint
 from prepcli.formats.lock_file import encode_lock
 from prepcli.formats.lock_signature import is_signed_with, sign, signature_path
 from prepcli.operations.conversion import common_options, open_checkpoint, source_line
@@ -134,7 +135,7 @@ def _digest_tensors(
         digests.setdefault(tensor.name, []).append((first, stop, digest))
     for tensor in source.all_tensors:
         if tensor.digests and list(tensor.digests) != digests[tensor.name]:
-            raise damaged_error(source, tensor, GET_AGAIN_HINT)
+            raise damaged_error(source, tensor, again_hint(source.manifest))
     return {name: tuple(ranges) for name, ranges in digests.items()}
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prepcli.errors import Option, Text, text, usage_error
+from prepcli.formats.again_hint import again_hints
 from prepcli.formats.file_records import check_files, check_header
 from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
@@ -53,7 +54,7 @@ def open_source(
     """
     local_files = located.local_files
     display_name = located.display_name
-    with local_files.rename_in_errors(display_name):
+    with local_files.rename_in_errors(display_name), again_hints(located.manifest):
         check_local_files(local_files, located.manifest)
         tensor_map = tensor_map or recorded_map(located.manifest)
         hints = SourceHints(
