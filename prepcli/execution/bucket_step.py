@@ -34,8 +34,8 @@ from prepcli.execution.run_notes import decode_record, encode_record
 from prepcli.execution.run_storage import StepSave
 from prepcli.execution.staging import WORK_FOLDER, Staging
 from prepcli.execution.step_writer import MEMORY_NBYTES
-from prepcli.execution.uploads import COMMIT_MARKER
 from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.formats.orbax_write import COMMIT_MARKER
 from prepcli.planning.plan import OutputLeaf, Stream
 from prepcli.planning.process_files import ChunkIndex, LeafGroup, ProcessFiles
 from prepcli.planning.shares import divide_streams, subplan
