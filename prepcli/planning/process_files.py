@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prepcli.errors import PrepError
+from prepcli.planning.chunk_moves import ChunkIndex, move_chunks
 from prepcli.planning.chunk_placement import MIN_ALIGNED_CHUNK_NBYTES
-from prepcli.planning.grids import ExplicitPlacement, StridedPlacement
-from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan, Stream
+from prepcli.planning.grids import StridedPlacement
+from prepcli.planning.plan import OutputFile, OutputLeaf, Plan
 from prepcli.planning.slabs import PAGE
 from prepcli.planning.strided_copies import ChunkedLocation
 from trainer.models.boxes import Box, volume
@@ -23,7 +24,6 @@ from trainer.models.boxes import Box, volume
 # A reader opens at most as many data files of an item.
 MAX_PROCESSES = 200
 
-ChunkIndex = tuple[int, ...]
 # Boxes of one process's shards, by leaf name.
 LeafBoxes = Mapping[str, Sequence[Box]]
 
@@ -86,7 +86,7 @@ def plan_process_files(
         for name, entries in chunks.items():
             for index, offset in entries:
                 locations[name][index] = (file, offset)
-    moved_plan = _move_chunks(replace(plan, files=tuple(files)), locations)
+    moved_plan = move_chunks(replace(plan, files=tuple(files)), locations)
     return ProcessFiles(moved_plan, groups, tuple(chunks_by_process))
 
 
@@ -185,38 +185,6 @@ def _place_chunks(
             chunks[leaf.name].append((index, offset))
             size = offset + leaf.chunk_nbytes
     return chunks, size
-
-
-def _move_chunks(plan: Plan, locations: Mapping[str, Mapping[ChunkIndex, tuple[int, int]]]) -> Plan:
-    """Return the plan with other locations of its chunks."""
-    placements: dict[StridedPlacement, ExplicitPlacement] = {}
-    leaves: list[OutputLeaf] = []
-    for leaf in plan.leaves:
-        places = locations[leaf.name]
-        for chunks in leaf.placed_chunks:
-            own_places = {index: places[index] for index in chunks.indices()}
-            placements[chunks.placement] = ExplicitPlacement(own_places)
-        leaves.append(replace(leaf, placed_chunks=_placed_chunks(leaf, places)))
-    streams: list[Stream] = []
-    for stream in plan.streams:
-        writes: list[ChunkedLocation] = []
-        for write in stream.writes:
-            if isinstance(write, ChunkedLocation) and isinstance(write.placement, StridedPlacement):
-                writes.append(replace(write, placement=placements[write.placement]))
-        streams.append(replace(stream, writes=tuple(writes)))
-    return replace(plan, leaves=tuple(leaves), streams=tuple(streams))
-
-
-def _placed_chunks(
-    leaf: OutputLeaf, chunks: Mapping[ChunkIndex, tuple[int, int]]
-) -> tuple[PlacedChunks, ...]:
-    """Return one box for each chunk of a leaf."""
-    strides = (leaf.chunk_nbytes,) * len(leaf.grid.shape)
-    boxes: list[PlacedChunks] = []
-    for index, (file, offset) in chunks.items():
-        stop = tuple(i + 1 for i in index)
-        boxes.append(PlacedChunks(index, stop, StridedPlacement(file, offset, index, strides)))
-    return tuple(boxes)
 
 
 def _file_path(process: int) -> str:
