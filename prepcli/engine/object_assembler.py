@@ -34,12 +34,14 @@ class PieceLimits:
         total_nbytes: Memory for all pieces.
         piece_nbytes: Maximum size of a piece.
         split_files: Maximum number of objects in several pieces that are sent at the same time.
+        parts_in_flight: Number of parts of one object that are sent at the same time.
         num_threads: Number of pieces that are sent at the same time.
     """
 
     total_nbytes: int
     piece_nbytes: int
     split_files: int = 1
+    parts_in_flight: int = 1
     num_threads: int = 4
 
 

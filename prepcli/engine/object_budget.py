@@ -18,6 +18,7 @@ MIN_BUFFERS = 4
 MAX_PIECE_NBYTES = 64 * MIB
 MIN_PIECE_NBYTES = 4 * MIB
 MAX_SENDING_THREADS = 8
+MAX_PARTS_IN_FLIGHT = 4
 
 
 def make_object_budget(
@@ -61,11 +62,16 @@ def make_object_budget(
     piece_nbytes = min(MAX_PIECE_NBYTES, max(object_nbytes, pieces_nbytes // 4))
     if piece_nbytes <= pieces_nbytes and largest_nbytes <= piece_nbytes:
         return budget, PieceLimits(pieces_nbytes, piece_nbytes, num_threads=MAX_SENDING_THREADS)
-    # A multipart upload has two parts in memory: one that is filled, and one that is sent.
-    split_files = max(1, pieces_nbytes // 4 // (2 * part_nbytes))
-    pieces_nbytes -= split_files * 2 * part_nbytes
-    piece_nbytes = max(MIN_PIECE_NBYTES, min(piece_nbytes, pieces_nbytes))
-    limits = PieceLimits(max(pieces_nbytes, piece_nbytes), piece_nbytes, split_files)
+    # A multipart upload has one part in memory that is filled, and the parts that are sent.
+    max_parts = pieces_nbytes // 4 // part_nbytes
+    parts_in_flight = max(1, min(MAX_PARTS_IN_FLIGHT, max_parts - 1))
+    split_files = max(1, max_parts // (1 + parts_in_flight))
+    pieces_nbytes -= split_files * (1 + parts_in_flight) * part_nbytes
+    # At least two pieces, so that one is assembled while another one is sent.
+    piece_nbytes = max(MIN_PIECE_NBYTES, min(piece_nbytes, pieces_nbytes // 2))
+    limits = PieceLimits(
+        max(pieces_nbytes, piece_nbytes), piece_nbytes, split_files, parts_in_flight
+    )
     return budget, limits
 
 

@@ -250,7 +250,9 @@ class BucketExecutor:
             numbers += unit.streams
             file_numbers += unit.files
         existing = {file.path: file for file in self.bucket.list_files()}
-        uploads = ObjectUploads(self.bucket, existing, on_sent=self._count_sent)
+        uploads = ObjectUploads(
+            self.bucket, existing, self.limits.parts_in_flight, on_sent=self._count_sent
+        )
         progress = UnitProgress(self.plan, units, uploads, on_done=self._note_unit)
         share_plan = self._share_plan(numbers)
         integrity = IntegrityChecker(share_plan, self.source, allow_overflow=self.allow_overflow)

@@ -123,11 +123,13 @@ class ObjectUploads:
     Attributes:
         bucket: Client of the output's URL.
         existing: Objects that an earlier run has written, by path. They are compared and not sent again.
+        parts_in_flight: Number of parts of one object that are sent at the same time.
         on_sent: Called with the number of bytes of each request.
     """
 
     bucket: Bucket
     existing: Mapping[str, RemoteFile]
+    parts_in_flight: int = 1
     on_sent: Callable[[int], object] = lambda n: None
     # Multipart uploads under way, by path
     _writers: dict[str, Any] = field(default_factory=dict)
@@ -176,7 +178,7 @@ class ObjectUploads:
                     bucket.store,
                     bucket.url.key(path),
                     buffer_size=part_nbytes(size),
-                    max_concurrency=1,
+                    max_concurrency=self.parts_in_flight,
                 )
             for offset in range(0, data.size, WRITE_NBYTES):
                 part = data[offset : offset + WRITE_NBYTES]
