@@ -26,7 +26,6 @@ from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.planning.plan import OutputLeaf
 from prepcli.planning.process_files import (
-    MAX_PROCESSES,
     LeafBoxes,
     ProcessFiles,
     plan_process_files,
@@ -82,16 +81,12 @@ class BucketStorage:
         """The URL."""
         return str(self._url)
 
-    def check(self, num_processes: int) -> None:
+    def check(self) -> None:
         """Check that a run may be written below the URL.
 
         Raises:
-            PrepError: Other objects are there, the store cannot be reached, or there are more than MAX_PROCESSES.
+            PrepError: Other objects are there, or the store cannot be reached.
         """
-        if num_processes > MAX_PROCESSES:
-            why = f"each process writes a data file, and a step has at most {MAX_PROCESSES}"
-            hint = text("set {} to a folder on a file system that all hosts share", Option("out"))
-            raise PrepError(f"{num_processes} processes cannot save to {self.name}", why, hint)
         paths = [file.path for file in self._list_files()]
         if paths and RECIPE_FILE not in paths and not self._known_steps:
             raise PrepError(
@@ -244,7 +239,9 @@ def _exchange_boxes(save: StepSave) -> Sequence[LeafBoxes]:
     """Exchange the boxes of shards with all processes. Return each process's boxes by leaf name."""
     own: dict[str, list[Box]] = {}
     for name, leaf in save.leaves.items():
-        own[name] = [shard.box for shard in leaf.shards]
+        # Most leaves have no shard of a process among thousands.
+        if leaf.shards:
+            own[name] = [shard.box for shard in leaf.shards]
     gathered = save.group.gather(f"{save.name}-boxes", _encode_json(own))
     # Only process 0 has the texts of all processes after a gather, so that it sends them to the others.
     collected = _encode_json(list(map(_decode_json, gathered)))

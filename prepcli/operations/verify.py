@@ -29,11 +29,11 @@ from prepcli.operations.conversion import (
     check_config_option,
     common_options,
     open_checkpoint,
-    source_line,
 )
 from prepcli.operations.inspection_options import VerifyOptions
 from prepcli.operations.operation import public
 from prepcli.operations.results import TensorDifference, TensorDistance, Verification
+from prepcli.operations.source_line import source_line
 from prepcli.option_spec import PathLike
 from prepcli.planning.plan import RootScale, Stream
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
