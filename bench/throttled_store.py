@@ -41,11 +41,13 @@ class Traffic:
         requests: Requests of all kinds.
         nbytes: Bytes of objects that were sent.
         repeated_nbytes: Bytes of these that had been sent before.
+        max_concurrent: Largest number of requests under way at once.
     """
 
     requests: int = 0
     nbytes: int = 0
     repeated_nbytes: int = 0
+    max_concurrent: int = 0
 
 
 @dataclass
@@ -64,13 +66,23 @@ class ThrottledStore:
     delay_s: float
     url: str = ""
     _requests: int = 0
+    _concurrent: int = 0
+    _max_concurrent: int = 0
     _sent: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def count_request(self) -> None:
-        """Count a request."""
+    @contextlib.contextmanager
+    def counted_request(self) -> Iterator[None]:
+        """Count a request, which is under way until the end of the block."""
         with self._lock:
             self._requests += 1
+            self._concurrent += 1
+            self._max_concurrent = max(self._max_concurrent, self._concurrent)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._concurrent -= 1
 
     def count_bytes(self, key: str, start: int, stop: int) -> None:
         """Count bytes of an object."""
@@ -81,6 +93,7 @@ class ThrottledStore:
         """Forget the traffic."""
         with self._lock:
             self._requests = 0
+            self._max_concurrent = self._concurrent
             self._sent.clear()
 
     def traffic(self) -> Traffic:
@@ -88,12 +101,13 @@ class ThrottledStore:
         with self._lock:
             spans = [sorted(ranges) for ranges in self._sent.values()]
             requests = self._requests
+            max_concurrent = self._max_concurrent
         nbytes = 0
         distinct_nbytes = 0
         for ranges in spans:
             nbytes += sum(stop - start for start, stop in ranges)
             distinct_nbytes += union_nbytes(ranges)
-        return Traffic(requests, nbytes, nbytes - distinct_nbytes)
+        return Traffic(requests, nbytes, nbytes - distinct_nbytes, max_concurrent)
 
 
 def union_nbytes(ranges: list[tuple[int, int]]) -> int:
@@ -146,7 +160,10 @@ class _Handler(loopback.Handler):
             self._answer()
 
     def _answer(self) -> None:
-        self.served.count_request()
+        with self.served.counted_request():
+            self._answer_late()
+
+    def _answer_late(self) -> None:
         time.sleep(self.served.delay_s)
         url = urlsplit(self.path)
         bucket, _, key = unquote(url.path).lstrip("/").partition("/")

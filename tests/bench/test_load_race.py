@@ -37,10 +37,14 @@ def test_store_counts_requests_and_repeated_bytes(tmp_path: Path):
     with serve_throttled(tmp_path, FAST, 0.0) as store:
         assert fetch(store.url, "file", "10-19") == bytes(range(10, 20))
         assert fetch(store.url, "file", "15-24") == bytes(range(15, 25))
-        assert store.traffic() == Traffic(requests=2, nbytes=20, repeated_nbytes=5)
+        assert store.traffic() == Traffic(
+            requests=2, nbytes=20, repeated_nbytes=5, max_concurrent=1
+        )
         store.reset()
         assert fetch(store.url, "file") == bytes(range(100))
-        assert store.traffic() == Traffic(requests=1, nbytes=100, repeated_nbytes=0)
+        assert store.traffic() == Traffic(
+            requests=1, nbytes=100, repeated_nbytes=0, max_concurrent=1
+        )
 
 
 def test_store_lists_objects_below_a_prefix(tmp_path: Path):
