@@ -1,7 +1,7 @@
 """The command that tokenizes data: tokenize."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
-# A group of options has the default of each option.
+# `expand_option_groups` sets every option.
 
 from __future__ import annotations
 

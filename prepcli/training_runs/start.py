@@ -330,7 +330,7 @@ def open_model_start(
     lock: Lock | None = None
     revision: str | None = None
     if recipe.model.lock is not None:
-        lock = read_lock(Path(recipe.model.lock).expanduser())
+        lock = _read_lock(recipe)
         revision = pinned_revision(recipe.model.path, None, lock)
     located = locate(recipe.model.path, revision, access=access)
     check_stream(access.stream, located)
@@ -373,6 +373,15 @@ def open_model_start(
         checkpoint_tokenizer_folder(source),
         commit=located.local_files.commit,
     )
+
+
+def _read_lock(recipe: Recipe) -> Lock:
+    """Return the lock of a recipe, after the check of its signature if the recipe has a public key."""
+    model = recipe.model
+    public_key: Path | None = None
+    if model.public_key is not None:
+        public_key = Path(model.public_key).expanduser()
+    return read_lock(Path(str(model.lock)).expanduser(), public_key)
 
 
 def _apply_lock(
