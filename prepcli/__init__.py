@@ -80,6 +80,8 @@ if TYPE_CHECKING:
         TensorDifference,
         TensorDistance,
         TensorSummary,
+        Tokenization,
+        TokenizedData,
         TrainingRun,
         Verification,
     )
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
     from prepcli.operations.save_init import reshard, save_init
     from prepcli.operations.save_params import save_params
     from prepcli.operations.token_options import AddTokensOptions, RemoveTokensOptions
+    from prepcli.operations.tokenize import tokenize_shard
     from prepcli.operations.towers_options import TowersOptions
     from prepcli.operations.train import train
     from prepcli.operations.training_state_options import TrainingStateOptions
@@ -147,6 +150,8 @@ __all__ = [
     "TensorDifference",
     "TensorDistance",
     "TensorSummary",
+    "Tokenization",
+    "TokenizedData",
     "TowersOptions",
     "TrainOptions",
     "TrainingRun",
@@ -178,6 +183,7 @@ __all__ = [
     "save_init",
     "save_params",
     "to_hf_flax",
+    "tokenize_shard",
     "train",
     "verify",
     "verify_chain",
@@ -238,7 +244,8 @@ _MODULES = {
             "RunsReport",
             "StepPlan",
         ),
-        *("TensorDifference", "TensorDistance", "TensorSummary", "TrainingRun", "Verification"),
+        *("TensorDifference", "TensorDistance", "TensorSummary", "Tokenization", "TokenizedData"),
+        *("TrainingRun", "Verification"),
     ),
     "prepcli.console.observer": ("Observer",),
     "prepcli.console.progress": ("Progress",),
@@ -256,6 +263,7 @@ _MODULES = {
     "prepcli.operations.roundtrip": ("roundtrip",),
     "prepcli.operations.save_init": ("reshard", "save_init"),
     "prepcli.operations.save_params": ("save_params",),
+    "prepcli.operations.tokenize": ("tokenize_shard",),
     "prepcli.operations.train": ("train",),
     "prepcli.operations.verify": ("verify",),
     "prepcli.operations.verify_logits": ("verify_logits",),

@@ -114,6 +114,7 @@ COMPUTES = {
             "save_params",
             "target_metrics",
             "token_stream",
+            "tokenize",
             "train",
             "verify_logits",
         )
