@@ -1,0 +1,115 @@
+"""`prep launch ENGINE -- COMMAND`: the parser of `prep` checks the command before a script is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.cli.root import COMMANDS, command_name
+from prepcli.errors import OK, USAGE
+from tests.helpers.run_cli import run_failing
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
+from tests.helpers.training_folder import RECIPE
+
+SAVE_INIT = ["save-init", "./model", "--mesh", "1,2,1"]
+TPU = ["--accelerator", "v5p-16", "--zone", "us-east5-a"]
+GKE = ["--image", "image", "--claim", "models"]
+# Engine and options; the command that its script runs
+CONVERSIONS = [
+    (["slurm", "--array", "4"], 'prep save-init --processes 4/"$SLURM_ARRAY_TASK_ID" ./model'),
+    (["slurm", "--nodes", "4"], "srun --label --kill-on-bad-exit=0 --wait=300 prep save-init"),
+    (["tpu", *TPU], "prep save-init ./model --mesh 1,2,1"),
+    (["gke", *GKE, "--nodes", "4"], "exec prep save-init ./model --mesh 1,2,1"),
+    (["ray", "--workers", "4", "--folder", "/shared"], "words=('save-init', './model', "),
+]
+REFUSED = [  # words after `prep launch slurm`; error, hint
+    (["--", "save-init", "./model", "--messh", "1,2,1"], "no option `--messh`", "--mesh"),
+    (["--", "save-init", "./model", "--workers", "none"], "--workers", "prep save-init --help"),
+    (["--", "save-init", ""], "CHECKPOINT is empty", ""),
+    (["--", "save-int", "./model"], "unknown command `save-int`", "save-init"),
+    (["--", "launch", "slurm", "recipe.toml"], "unknown command `launch`", ""),
+    (["--"], "unknown command ``", "prep --help"),
+    ([], "no command was given", "`prep launch slurm -- COMMAND ARGS`"),
+    (["--", "train"], "no recipe was given", "`prep train RECIPE`"),
+    (["--", "train", "--force", "recipe.toml"], "the recipe must follow", "train recipe.toml"),
+    (["recipe.toml", "--", "--stepz", "3"], "no option `--stepz`", ""),
+    (["recipe.toml", "extra"], "extra", ""),
+    (["--", *SAVE_INIT, "--processes", "4/0"], "`--processes` cannot be given", "remove"),
+    (["--nodes", "2", "--", "inspect", "m"], "`prep inspect` runs in one process", "--nodes 1"),
+    (["--array", "2", "--", "eval", "m", "--data", "d"], "`--array 2` is for conv", "--nodes 2"),
+    (["--array", "2", "recipe.toml"], "`--array 2` is for conversions", "`--nodes 2` instead"),
+    (["--array", "2", "--nodes", "3", "--", *SAVE_INIT], "`--array 2` excludes `--nodes 3`", ""),
+    (["--nodes", "2", "--devices-per-node", "8", "--", "eval", "m", "--mesh", "1,2,4"], "16", ""),
+]
+
+
+@pytest.fixture(autouse=True)
+def _recipe_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.toml").write_text(RECIPE)
+
+
+@pytest.mark.parametrize(("words", "command"), CONVERSIONS, ids=lambda value: value[0])
+def test_every_engine_runs_a_conversion(
+    words: list[str], command: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["launch", *words, "--", *SAVE_INIT]) == OK
+    assert command in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "what", "hint"), REFUSED, ids=lambda value: str(value))
+def test_invalid_commands_are_usage_errors(
+    words: list[str], what: str, hint: str, capsys: pytest.CaptureFixture[str]
+):
+    code = main(["launch", "slurm", *words])
+    out, err = capsys.readouterr()
+    error = " ".join(err.split())
+    assert (code, out) == (USAGE, "")
+    assert what in error
+    assert hint in error
+
+
+def test_long_form_of_a_training_equals_the_short_form(capsys: pytest.CaptureFixture[str]):
+    assert main(["launch", "slurm", "recipe.toml", "--", "--set", "seed=1"]) == OK
+    short = capsys.readouterr().out
+    assert main(["launch", "slurm", "--", "train", "recipe.toml", "--set", "seed=1"]) == OK
+    assert capsys.readouterr().out == short
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=command_name)
+def test_parser_knows_every_command(command: object, capsys: pytest.CaptureFixture[str]):
+    """A new command can be launched without a change of `prep launch`."""
+    name = command_name(command)  # pyright: ignore[reportArgumentType]
+    assert main(["launch", "slurm", "--", name, "--help"]) == OK
+    assert f"Usage: prep {name} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["gke", "--image", "image"], "`--claim NAME`"),
+        (["ray"], "`--folder FOLDER`"),
+        (["sky"], "--out gs://BUCKET/NAME"),
+    ],
+)
+def test_outputs_on_lost_disks_are_refused(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+):
+    error = run_failing(capsys, USAGE, "launch", *words, "--", *SAVE_INIT)
+    assert "the checkpoints are lost" in error
+    assert hint in " ".join(error.split())
+
+
+def test_local_processes_convert_together(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("model"), LLAMA)
+    assert main(["launch", "local", "--processes", "2", "--", *SAVE_INIT, "--out", "two"]) == OK
+    out, err = capsys.readouterr()
+    assert out.strip() == "two"
+    assert "[1] process 1 of 2" in err
+    assert main([*SAVE_INIT, "--out", "one", "--processes", "1/0"]) == OK
+    capsys.readouterr()
+    assert main(["verify", "two", "one", "--json"]) == OK
+    assert json.loads(capsys.readouterr().out)["ok"]
