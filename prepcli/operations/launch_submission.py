@@ -21,7 +21,7 @@ STDIN_COMMANDS = {
 # `sky` reads its file several times, so it cannot be a pipe. `--async` ends it when the job is accepted.
 SKY_COMMAND = ("sky", "jobs", "launch", "--yes", "--async")
 # The driver is a word of its own command, so that no file has to reach the cluster.
-RAY_COMMAND = ("ray", "job", "submit", "--no-wait", "--", "python", "-c")
+RAY_COMMAND = ("ray", "job", "submit", "--no-wait", "--log-color", "false", "--", "python", "-c")
 
 
 def submit_line(target: str, path: Path) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.cli.root import COMMANDS, command_name
-from prepcli.errors import OK, USAGE
+from prepcli.errors import FAILED, OK, USAGE
 from tests.helpers.run_cli import run_failing
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import RECIPE
@@ -113,3 +113,69 @@ def test_local_processes_convert_together(capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
     assert main(["verify", "two", "one", "--json"]) == OK
     assert json.loads(capsys.readouterr().out)["ok"]
+
+
+RECORDER = """#!/bin/bash
+printf '%s\\0' "$@" > {name}.words
+for word in "$@"; do
+    case $word in *.yaml) cat "$word" > {name}.file ;; esac
+done
+echo submitted
+"""
+
+
+def install_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a program into PATH that records its words, and the content of a file among them."""
+    Path("bin").mkdir()
+    program = Path("bin") / name
+    program.write_text(RECORDER.format(name=name))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{Path('bin').resolve()}:/usr/bin:/bin")
+
+
+def test_sky_reads_the_job_from_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    command = ["--", "export", "gs://runs/a", "--out", "gs://models/a"]
+    assert main(["launch", "sky", *command]) == OK
+    task = capsys.readouterr().out
+    install_program("sky", monkeypatch)
+    assert main(["launch", "sky", "--submit", *command]) == OK
+    assert capsys.readouterr().out == "submitted\n"
+    words = Path("sky.words").read_text().split("\0")
+    assert words[:4] == ["jobs", "launch", "--yes", "--async"]
+    assert Path("sky.file").read_text() == task
+    # The file is removed when SkyPilot has read it.
+    assert not Path(words[4]).exists()
+
+
+def test_ray_gets_the_driver_as_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    command = ["--folder", "/shared", "--", *SAVE_INIT]
+    assert main(["launch", "ray", *command]) == OK
+    driver = capsys.readouterr().out
+    install_program("ray", monkeypatch)
+    assert main(["launch", "ray", "--submit", *command]) == OK
+    words = Path("ray.words").read_text().split("\0")
+    assert words[-4:-2] == ["python", "-c"]
+    assert words[-2] == driver
+
+
+@pytest.mark.parametrize("engine", ["sky", "ray"])
+def test_missing_engine_is_an_error(
+    engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("PATH", str(Path().resolve()))
+    words = ["launch", engine, "--submit", "--", "export", "m", "--out", "gs://models/a"]
+    assert f"`{engine}` is not installed" in run_failing(capsys, FAILED, *words)
+
+
+@pytest.mark.parametrize("engine", ["sky", "ray", "gke"])
+def test_next_command_submits_the_written_file(engine: str, capsys: pytest.CaptureFixture[str]):
+    options = ["--image", "image"] if engine == "gke" else []
+    words = ["--", "export", "m", "--out", "gs://models/a"]
+    assert main(["launch", engine, *options, "--out", "a b.job", *words]) == OK
+    out, err = capsys.readouterr()
+    assert out == "a b.job\n"
+    assert "'a b.job'" in err
