@@ -83,7 +83,18 @@ PURE_MODULES = {
     "trainer.files.json_values",
     *(
         f"prepcli.launch.{name}"
-        for name in ("job", "options", "shell", "slurm", "tpu", "gke", "hardware")
+        for name in (
+            "job",
+            "options",
+            "shell",
+            "ray",
+            "sky",
+            "slurm",
+            "tpu",
+            "command",
+            "gke",
+            "hardware",
+        )
     ),
     "trainer.planning.tpu_topologies",
 }
