@@ -14,8 +14,10 @@ from prepcli import testing
 from prepcli.operations import (
     compute_options,
     inspection_options,
+    map_options,
     options,
     results,
+    suggestion_options,
     token_options,
     towers_options,
 )
@@ -36,6 +38,7 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.save_init": "",
     "prepcli.operations.export": "",
     "prepcli.operations.merge": "",
+    "prepcli.operations.suggest_map": "",
     "prepcli.operations.verify": "Check",
     "prepcli.operations.verify_logits": "",
     "prepcli.operations.lock": "",
@@ -52,7 +55,10 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.save_params": "Save",
     "prepcli.operations.flax_models": "Flax",
 }
-OPTION_MODULES = (options, token_options, towers_options, compute_options, inspection_options)
+OPTION_MODULES = (
+    *(options, token_options, towers_options, map_options),
+    *(compute_options, inspection_options, suggestion_options),
+)
 MAX_LINE = 100  # a longer signature has one line per parameter
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:[ \t]+\S.*\n?|\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^([\w*]+): ", re.MULTILINE)
