@@ -13,6 +13,7 @@ import prepcli
 from prepcli import testing
 from prepcli.operations import (
     compute_options,
+    data_options,
     inspection_options,
     map_options,
     options,
@@ -48,6 +49,7 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.load_params": "Compute",
     "prepcli.operations.generate": "",
     "prepcli.operations.train": "",
+    "prepcli.operations.batches": "Read training data",
     "prepcli.operations.evaluate": "Evaluate",
     "prepcli.operations.harness_model": "Standard tasks",
     "prepcli.operations.plan": "Plan",
@@ -56,8 +58,14 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.flax_models": "Flax",
 }
 OPTION_MODULES = (
-    *(options, token_options, towers_options, map_options),
-    *(compute_options, inspection_options, suggestion_options),
+    options,
+    token_options,
+    towers_options,
+    map_options,
+    compute_options,
+    data_options,
+    inspection_options,
+    suggestion_options,
 )
 MAX_LINE = 100  # a longer signature has one line per parameter
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:[ \t]+\S.*\n?|\n)+)", re.MULTILINE)
