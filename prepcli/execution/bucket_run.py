@@ -158,7 +158,12 @@ class BucketRun:
             PrepError: The run there has another plan.
         """
         earlier = self._read_record(RUN_OBJECT)
-        if earlier is None or earlier != self._identity:
+        if earlier is None:
+            return False
+        if earlier != self._identity:
+            # Process 0 replaces the record before it deletes the manifest of an older output.
+            if self._bucket.find_file(MANIFEST_FILE) is None:
+                raise other_run_error(self._bucket.name, earlier, self._identity)
             return False
         is_ready = self._read_record(READY_OBJECT) == self._identity
         if is_ready:

@@ -93,7 +93,8 @@ def test_a_run_with_another_plan_is_refused_without_restart(store: FakeObjectSto
     with pytest.raises(PrepError, match="gs://bucket/out belongs to another run"):
         make_run("b").begin(list_output(), restart=False)
     assert store.objects["bucket/out/d/1"] == b"kept"
-    assert not make_run("b", Share(2, 1)).is_open()
+    with pytest.raises(PrepError, match="gs://bucket/out belongs to another run"):
+        make_run("b", Share(2, 1)).is_open()
     make_run("b").begin(list_output(), restart=True)
     assert "bucket/out/d/1" not in store.objects
     assert make_run("b", Share(2, 1)).is_open()

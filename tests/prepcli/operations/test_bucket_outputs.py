@@ -339,6 +339,13 @@ def test_an_output_does_not_overlap_its_source(site: StoreSite):
     assert site.writes() == []
 
 
+def test_processes_of_one_output_cannot_restart_it(site: StoreSite, home: Path):
+    arguments = (*words("save-init", home), "--out", "gs://bucket/out", "--restart")
+    error = site.run_prep(*arguments, "--processes", "2/0")["error"]
+    assert (error["code"], "several processes" in error["what"]) == (2, True)
+    assert site.writes() == []
+
+
 def test_a_missing_process_is_an_error(
     site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
 ):
