@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
     from prepcli.operations.add_tokens import add_tokens
+    from prepcli.operations.batches import BatchDigest, Batches, batches
     from prepcli.operations.chain import verify_chain
     from prepcli.operations.compute_options import EvaluateOptions, GenerateOptions, TrainOptions
+    from prepcli.operations.data_options import DataOptions
     from prepcli.operations.evaluate import evaluate
     from prepcli.operations.export import export
     from prepcli.operations.flax_models import from_hf_flax, linen_model, nnx_model, to_hf_flax
@@ -78,6 +80,8 @@ if TYPE_CHECKING:
         TensorDifference,
         TensorDistance,
         TensorSummary,
+        Tokenization,
+        TokenizedData,
         TrainingRun,
         Verification,
     )
@@ -85,8 +89,10 @@ if TYPE_CHECKING:
     from prepcli.operations.save_init import reshard, save_init
     from prepcli.operations.save_params import save_params
     from prepcli.operations.token_options import AddTokensOptions, RemoveTokensOptions
+    from prepcli.operations.tokenize import tokenize_shard
     from prepcli.operations.towers_options import TowersOptions
     from prepcli.operations.train import train
+    from prepcli.operations.training_state_options import TrainingStateOptions
     from prepcli.operations.verify import verify
     from prepcli.operations.verify_logits import verify_logits
     from prepcli.planning.plan import Plan
@@ -96,12 +102,15 @@ if TYPE_CHECKING:
 __all__ = [
     "AcceptedChange",
     "AddTokensOptions",
+    "BatchDigest",
+    "Batches",
     "Chain",
     "ChainLink",
     "ChainOptions",
     "Conversion",
     "ConversionOptions",
     "DamagedError",
+    "DataOptions",
     "DropOptions",
     "EvaluateOptions",
     "Evaluation",
@@ -141,15 +150,19 @@ __all__ = [
     "TensorDifference",
     "TensorDistance",
     "TensorSummary",
+    "Tokenization",
+    "TokenizedData",
     "TowersOptions",
     "TrainOptions",
     "TrainingRun",
+    "TrainingStateOptions",
     "UsageError",
     "VerbatimOptions",
     "Verification",
     "VerifyOptions",
     "__version__",
     "add_tokens",
+    "batches",
     "evaluate",
     "export",
     "from_hf_flax",
@@ -170,6 +183,7 @@ __all__ = [
     "save_init",
     "save_params",
     "to_hf_flax",
+    "tokenize_shard",
     "train",
     "verify",
     "verify_chain",
@@ -178,6 +192,8 @@ __all__ = [
 
 _MODULES = {
     "prepcli.operations.add_tokens": ("add_tokens",),
+    "prepcli.operations.batches": ("BatchDigest", "Batches", "batches"),
+    "prepcli.operations.data_options": ("DataOptions",),
     "prepcli.operations.compute_options": ("EvaluateOptions", "GenerateOptions", "TrainOptions"),
     "prepcli.operations.options": (
         "ConversionOptions",
@@ -196,6 +212,7 @@ _MODULES = {
     ),
     "prepcli.operations.token_options": ("AddTokensOptions", "RemoveTokensOptions"),
     "prepcli.operations.towers_options": ("TowersOptions",),
+    "prepcli.operations.training_state_options": ("TrainingStateOptions",),
     "prepcli.operations.inspect": ("inspect",),
     "prepcli.operations.inspection_options": (
         "ChainOptions",
@@ -227,7 +244,8 @@ _MODULES = {
             "RunsReport",
             "StepPlan",
         ),
-        *("TensorDifference", "TensorDistance", "TensorSummary", "TrainingRun", "Verification"),
+        *("TensorDifference", "TensorDistance", "TensorSummary", "Tokenization", "TokenizedData"),
+        *("TrainingRun", "Verification"),
     ),
     "prepcli.console.observer": ("Observer",),
     "prepcli.console.progress": ("Progress",),
@@ -245,6 +263,7 @@ _MODULES = {
     "prepcli.operations.roundtrip": ("roundtrip",),
     "prepcli.operations.save_init": ("reshard", "save_init"),
     "prepcli.operations.save_params": ("save_params",),
+    "prepcli.operations.tokenize": ("tokenize_shard",),
     "prepcli.operations.train": ("train",),
     "prepcli.operations.verify": ("verify",),
     "prepcli.operations.verify_logits": ("verify_logits",),

@@ -19,6 +19,7 @@ from prepcli.execution.bucket_step import BucketStep
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.run_storage import StepSave
 from prepcli.execution.uploads import RETRIES
+from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.planning.plan import OutputLeaf
@@ -31,7 +32,6 @@ from prepcli.remote.object_store import Bucket, ObjectStoreUrl
 from prepcli.remote.placeholders import download_file
 from prepcli.remote.remote_files import RemoteFile, without_read_ahead
 from prepcli.remote.retries import RetryPolicy
-from prepcli.restore.digest_checks import RECREATE_HINT
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate

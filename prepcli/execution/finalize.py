@@ -38,8 +38,14 @@ from prepcli.formats.orbax_write import (
     encode_step_metadata,
     write_files,
 )
-from prepcli.planning.manifest_fields import FileRecord, LeafRecord, ScaleRecord, TensorRecord
-from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
+from prepcli.planning.manifest_fields import (
+    TRAINING_STATE_KEY,
+    FileRecord,
+    LeafRecord,
+    ScaleRecord,
+    TensorRecord,
+)
+from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile, Stream
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.state_names import PARAMS, qualify, split_name
 from trainer.files.reading import not_regular_error
@@ -131,6 +137,7 @@ def encode_metadata(plan: Plan, compressed: CompressedChunks | None = None) -> d
             newest_source_ns(plan),
             zstd_level=plan.zstd_level,
             uses_ocdbt=plan.uses_ocdbt,
+            uses_zarr3=plan.uses_zarr3,
         )
         for path, content in item_files.items():
             files[output_path(plan, path)] = content
@@ -348,6 +355,13 @@ def _quantized_records(manifest: Mapping[str, Any]) -> dict[str, dict[str, objec
     return records
 
 
+def _is_state(plan: Plan, stream: Stream) -> bool:
+    """Return whether a stream of a folder has scales of quantised weights, or moments."""
+    if plan.settings.get(QUANTIZED_KEY):
+        return is_quantization_tensor(stream.name)
+    return TRAINING_STATE_KEY in plan.settings
+
+
 def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]:
     """Return the manifest's records of the written tensors: shape, dtype and digests by row range.
 
@@ -361,7 +375,7 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]
         if not stream.writes and stream.nbytes:
             continue
         slot = PARAMS
-        if plan.item or (plan.settings.get(QUANTIZED_KEY) and is_quantization_tensor(stream.name)):
+        if plan.item or _is_state(plan, stream):
             slot, _ = split_name(stream.name)
         name = plan.display_names.get(stream.name, stream.name)
         if not slot:

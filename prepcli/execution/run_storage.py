@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.planning.plan import Plan
-from prepcli.restore.digest_checks import RECREATE_HINT
 from prepcli.restore.item_reader import ItemReader
 from trainer.distributed.process_group import ProcessGroup
 from trainer.models.checkpoint_store import HostLeaf

@@ -29,6 +29,8 @@ from prepcli.formats.orbax import (
     find_name_clash,
     unravel_chunk_index,
 )
+from prepcli.formats.zarr import ZARR_JSON
+from prepcli.formats.zarr_documents import encode_zarr_json, encode_zarray, zarr3_chunk_key
 
 CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
 COMMIT_MARKER = "commit_success.txt"  # name that Orbax uses
@@ -71,6 +73,7 @@ def write_item_metadata(
     node_nbytes: int = NODE_NBYTES,
     zstd_level: int | None = None,
     uses_ocdbt: bool = True,
+    uses_zarr3: bool = False,
 ) -> None:
     """Write the metadata of an Orbax item into its folder. See `encode_item_metadata`."""
     files = encode_item_metadata(
@@ -82,6 +85,7 @@ def write_item_metadata(
         node_nbytes=node_nbytes,
         zstd_level=zstd_level,
         uses_ocdbt=uses_ocdbt,
+        uses_zarr3=uses_zarr3,
     )
     write_files(folder, files)
 
@@ -103,6 +107,7 @@ def encode_item_metadata(
     node_nbytes: int = NODE_NBYTES,
     zstd_level: int | None = None,
     uses_ocdbt: bool = True,
+    uses_zarr3: bool = False,
 ) -> dict[str, bytes]:
     """Return the metadata files of an Orbax item, by their paths in its folder. The item is also a checkpoint.
 
@@ -118,6 +123,7 @@ def encode_item_metadata(
         node_nbytes: Decoded size at which an index node is split.
         zstd_level: Compression level of the chunks. None stores raw chunks.
         uses_ocdbt: Write an OCDBT index. Otherwise each chunk is a file, with the path of `chunk_file_path`.
+        uses_zarr3: Write arrays of zarr 3 to the OCDBT index.
 
     Returns:
         Content of each file. `commit_success.txt` is the last one.
@@ -136,10 +142,12 @@ def encode_item_metadata(
             raise PrepError(what, "the plan does not place it", _BUG_HINT)
     if uses_ocdbt:
         entries = _iter_entries(tables, file_names, zstd_level)
+        if uses_zarr3:
+            entries = sorted(_iter_zarr3_entries(tables, file_names, zstd_level), key=_entry_key)
         files = encode_ocdbt_index(entries, now_ns, node_nbytes)
     else:
         files = _encode_array_documents(tables, file_names, zstd_level)
-    files[METADATA_FILE] = _encode_json(_tree_metadata(arrays, non_arrays, uses_ocdbt))
+    files[METADATA_FILE] = _encode_json(_tree_metadata(arrays, non_arrays, uses_ocdbt, uses_zarr3))
     files[CHECKPOINT_METADATA_FILE] = _encode_json(_checkpoint_metadata(_HANDLER, now_ns))
     texts: dict[str, str] = {}
     for leaf in non_arrays:
@@ -156,26 +164,6 @@ def encode_step_metadata(item_name: str, now_ns: int) -> dict[str, bytes]:
     """Return the file that makes a folder a training step of Orbax with the item in its subfolder `item_name`."""
     metadata = _checkpoint_metadata({item_name: _HANDLER}, now_ns)
     return {CHECKPOINT_METADATA_FILE: _encode_json(metadata)}
-
-
-def encode_zarray(meta: ArrayMeta, zstd_level: int | None = None) -> bytes:
-    """Return the `.zarray` document of an array, byte for byte as TensorStore writes it."""
-    # The keys are in TensorStore's order, which is the alphabetical one.
-    compressor = None
-    if zstd_level is not None:
-        compressor = {"id": "zstd", "level": zstd_level}
-    document = {
-        "chunks": meta.chunk_shape,
-        "compressor": compressor,
-        "dimension_separator": ".",
-        "dtype": ZARR_TYPESTRS[meta.dtype],
-        "fill_value": None,
-        "filters": None,
-        "order": "C",
-        "shape": meta.shape,
-        "zarr_format": 2,
-    }
-    return json.dumps(document, separators=(",", ":")).encode()
 
 
 def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
@@ -279,9 +267,28 @@ def _iter_entries(
     entries = _iter_array_entries(tables, file_names, zstd_level)
     if any("/" in table.meta.name for table in tables):
         # The keys of `a/0` come between the chunks 0 and 1 of `a`: a/.zarray, a/0, a/0/.zarray, a/0/0, a/1.
-        yield from sorted(entries, key=lambda entry: entry[0])
+        yield from sorted(entries, key=_entry_key)
     else:
         yield from entries
+
+
+def _entry_key(entry: OcdbtEntry) -> bytes:
+    return entry[0]
+
+
+def _iter_zarr3_entries(
+    tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
+) -> Iterator[OcdbtEntry]:
+    """Yield the index entries of arrays of zarr 3, array by array."""
+    for table in tables:
+        prefix = f"{table.meta.name}/"
+        yield (prefix + ZARR_JSON).encode(), encode_zarr_json(table.meta, zstd_level)
+        for chunk_number, file in enumerate(table.files):
+            index = unravel_chunk_index(table.grid, chunk_number)
+            location = ValueLocation(
+                file_names[file], table.offsets[chunk_number], table.nbytes[chunk_number]
+            )
+            yield (prefix + zarr3_chunk_key(index)).encode(), location
 
 
 def _iter_array_entries(
@@ -312,7 +319,10 @@ def _iter_array_entries(
 
 
 def _tree_metadata(
-    arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray], uses_ocdbt: bool
+    arrays: Sequence[ArrayMeta],
+    non_arrays: Sequence[OrbaxNonArray],
+    uses_ocdbt: bool,
+    uses_zarr3: bool,
 ) -> dict[str, object]:
     """Return the content of the metadata file with the tree's keys and value types."""
     tree: dict[str, object] = {}
@@ -336,7 +346,7 @@ def _tree_metadata(
     return {
         "tree_metadata": tree,
         "use_ocdbt": uses_ocdbt,
-        "use_zarr3": False,
+        "use_zarr3": uses_zarr3,
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Unpack
@@ -32,25 +33,30 @@ from prepcli.operations.export_layouts import (
     FORMATS_BY_LAYOUT,
     HF_LAYOUT,
     LAYOUT_TITLES,
+    WeightFiles,
     file_format,
     lay_out_weights,
     layout_scales,
     small_files,
 )
+from prepcli.operations.export_map import WrittenMap, read_export_map
 from prepcli.operations.export_quantized import open_original, writes_quantized
 from prepcli.operations.export_towers import no_effect_error, select_parts
+from prepcli.operations.export_training_state import (
+    StateExport,
+    check_no_adapter,
+    check_state_request,
+    lay_out_training_state,
+)
 from prepcli.operations.operation import public
 from prepcli.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.operations.push import check_private, convert_and_push
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.manifest_fields import ManifestFields
-from prepcli.planning.plan import (
-    Fill,
-    Plan,
-)
+from prepcli.planning.plan import Fill, Plan, RootScale
 from prepcli.planning.quantization_leaves import is_decoded_tensor
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch, vocab_tensors
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import LocatedCheckpoint
@@ -58,6 +64,7 @@ from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.requantized import requantize_source
 from prepcli.sources.source import (
     Source,
+    SourceTensor,
     match_source_tensors,
     stored_axis_maps,
 )
@@ -73,6 +80,7 @@ from prepcli.targets.streams import (
     dropped_state,
     optimizer_nbytes,
     output_rows,
+    vocab_tensor_names,
 )
 from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.parameters import TreeLayout
@@ -124,7 +132,8 @@ def export(
         checkpoint, out, options, dry_run=dry_run, process_options=process_options
     )
     # The option is about the output. A model that is quantised itself is refused.
-    common = replace(common, quantized="refuse")
+    # The map is about the output, too.
+    common = replace(common, quantized="refuse", tensor_map=None)
     observer = observer_of(progress)
     check_allow_overflow(options["allow_overflow"], options["dtype"])
 
@@ -225,9 +234,12 @@ def plan_export(
     """
     if source.tree_manifest.is_adapter:
         _check_adapter_request(options, source)
+        check_no_adapter(options, source)
         return plan_adapter_export(source, located, options["dtype"])
     source = select_parts(options, source, access, check_digest=check_towers)
     _check_request(options, source)
+    if options["training_state"]:
+        check_state_request(options, source)
     if writes_quantized(options, source):
         source = requantize_source(source, original, true_vocab=options["true_vocab"])
     return plan_copy(options, source, located)
@@ -238,36 +250,34 @@ def plan_copy(
 ) -> PlannedConversion:
     """Plan an export whose request has been checked. See `plan_export`."""
     vocabulary = source.vocabulary(options["true_vocab"])
-    layout_name = options["layout"]
-    dtype = options["dtype"]
     vocab_rows = vocabulary.stored_size if options["keep_padding"] else vocabulary.true_size
-    tied_head = {source.family.tying.head_tensor} if _stores_tied_head(options, source) else set()
+    written_map = read_export_map(options, source)
+    tied_head = _stored_tied_head(options, source, written_map)
     source = with_tied_head(source) if tied_head else source
     match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
-    resize = VocabResize(vocabulary, vocab_tensors(match), Fill("zeros"))
+    resize = VocabResize(vocabulary, vocab_tensor_names(source, match), Fill("zeros"))
     parameters = [t for t in source.tensors if t.name in match.uses or t.name in tied_head]
-    tensors = [t.cast(dtype) for t in (*parameters, *source.tower_tensors)]
+    tensors = [t.cast(options["dtype"]) for t in (*parameters, *source.tower_tensors)]
     row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
-    weight_files = lay_out_weights(
-        options,
-        source,
-        tensors,
-        row_counts,
-        vocab_rows=vocab_rows,
-        shard_nbytes=_shard_nbytes(options),
-    )
+    state = _lay_out_files(options, source, tensors, row_counts, vocab_rows, written_map)
+    weight_files = state.weight_files
+    tensors.extend(state.moments)
+    row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
     scales = layout_scales(options, source, tensors)
-    targets: dict[str, TensorTarget] = {}
-    for tensor in tensors:
-        name = tensor.name
-        targets[name] = TensorTarget(
-            weight_files.locations[name], row_counts[name], tensor.dtype, scales.get(name)
-        )
+    targets = _tensor_targets(tensors, weight_files, row_counts, scales)
     written_vocabulary = Vocabulary(vocabulary.true_size, vocab_rows)
-    config = _written_config(options, source, written_vocabulary, is_tied=match.is_tied)
-    base_name = located.model_name
-    if vocab_rows == vocabulary.true_size:
-        base_name = base_name.removesuffix("-padded")
+    is_tied = match.is_tied
+    config = _written_config(options, source, written_vocabulary, is_tied=is_tied)
+    name = _base_name(located, written_vocabulary)
+    settings = _manifest_settings(
+        source, name, options["layout"], written_vocabulary, is_tied=is_tied, config=config
+    )
+    left_source = state.left_source(source)
+    dropped = (
+        *(d for d in match.dropped if d.name not in tied_head),
+        *dropped_padding(source, targets, resize=resize),
+        *dropped_state(left_source),
+    )
     plan = Plan(
         command="export",
         request=_command_line(options, source),
@@ -279,21 +289,72 @@ def plan_copy(
         files=weight_files.files,
         small_files=small_files(source, config, weight_files),
         leaves=weight_files.leaves,
-        dropped=(
-            *(d for d in match.dropped if d.name not in tied_head),
-            *dropped_padding(source, targets, resize=resize),
-            *dropped_state(source),
-        ),
+        dropped=dropped,
         checks=match.checks,
-        settings=_manifest_settings(
-            source, base_name, layout_name, written_vocabulary, is_tied=match.is_tied, config=config
-        ),
+        settings=settings | state.settings() | written_map.record,
         display_names=source.display_names(),
         item=weight_files.folder,
     )
-    return _add_report_fields(
-        plan, options, source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
+    return state.describe(
+        _add_report_fields(
+            plan, options, left_source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
+        )
     )
+
+
+def _lay_out_files(
+    options: ExportOptions,
+    source: Source,
+    tensors: Sequence[SourceTensor],
+    row_counts: Mapping[str, int],
+    vocab_rows: int,
+    written_map: WrittenMap,
+) -> StateExport:
+    """Lay out the weight files, and the training state if it is requested."""
+    shard_nbytes = _shard_nbytes(options)
+    if options["training_state"]:
+        return lay_out_training_state(
+            options,
+            source,
+            tensors,
+            row_counts,
+            vocab_rows=vocab_rows,
+            shard_nbytes=shard_nbytes,
+        )
+    weight_files = lay_out_weights(
+        options,
+        source,
+        tensors,
+        row_counts,
+        vocab_rows=vocab_rows,
+        shard_nbytes=shard_nbytes,
+        tensor_map=written_map.tensor_map,
+    )
+    return StateExport(weight_files)
+
+
+def _base_name(located: LocatedCheckpoint, vocabulary: Vocabulary) -> str:
+    """Return the start of the output's default name."""
+    name = located.model_name
+    if vocabulary.stored_size == vocabulary.true_size:
+        return name.removesuffix("-padded")
+    return name
+
+
+def _tensor_targets(
+    tensors: Sequence[SourceTensor],
+    weight_files: WeightFiles,
+    row_counts: Mapping[str, int],
+    scales: Mapping[str, RootScale],
+) -> dict[str, TensorTarget]:
+    """Return the target of each tensor, by name."""
+    targets: dict[str, TensorTarget] = {}
+    for tensor in tensors:
+        name = tensor.name
+        targets[name] = TensorTarget(
+            weight_files.locations[name], row_counts[name], tensor.dtype, scales.get(name)
+        )
+    return targets
 
 
 def _compared_names(source: Source, match: TensorMatch) -> set[str]:
@@ -429,7 +490,7 @@ def _check_request(options: ExportOptions, source: Source) -> None:
             text("remove {}", Option("shard_size")),
         )
     is_folder = layout == HF_LAYOUT and file_format(options) != DCP_FORMAT
-    is_unchanged = is_folder and not options["dtype"] and not options["text_only"]
+    is_unchanged = is_folder and not (options["dtype"] or options["text_only"] or options["map"])
     if (
         is_unchanged
         and source.tensor_file_names
@@ -467,14 +528,18 @@ def _check_adapter_request(options: ExportOptions, source: Source) -> None:
             raise no_effect_error(Option(name, value), source, "it has only adapters")
 
 
-def _stores_tied_head(options: ExportOptions, source: Source) -> bool:
-    """Return whether a tied head is written as a tensor, for a library that does not support tied heads."""
-    is_tied = source.family.is_tied(source.config)
-    return (
-        is_tied
-        and options["layout"] != HF_LAYOUT
-        and not source.family.layouts[options["layout"]].allows_tied_head
-    )
+def _stored_tied_head(options: ExportOptions, source: Source, written_map: WrittenMap) -> set[str]:
+    """Return the name of a tied head that is written as a tensor of its own. Empty if there is none.
+
+    A library that does not support tied heads needs it, and a map may name it.
+    """
+    layout = source.family.layouts.get(options["layout"])
+    needs_head = layout is not None and not layout.allows_tied_head
+    if needs_head and source.family.is_tied(source.config):
+        return {source.family.tying.head_tensor}
+    if written_map.names_tied_head(source):
+        return {source.family.tying.head_tensor}
+    return set()
 
 
 def _is_all_safetensors(source: Source) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
+from prepcli.operations.map_options import TENSOR_MAP, MapOptions
 from prepcli.operations.options import VERBATIM, SourceOptions
 from prepcli.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
 
@@ -27,6 +28,11 @@ Way = Literal[
     "hf-flax",
     "easylm",
     "tunix",
+    "maxtext",
+    "maxtext-unscanned",
+    "dcp",
+    "files",
+    "zarr3",
 ]
 
 _SEARCH = OptionSpec(
@@ -49,6 +55,12 @@ _PROMPT_IDS = OptionSpec(
     "File of comma-separated token ids, one prompt per line. Default: 16 and 512 random ids.",
     position=24,
 )
+_LOGITS_MESH = OptionSpec(
+    "DP,FSDP,MP",
+    "With --logits: compute on this device mesh. Default: one device.",
+    '"dp,fsdp,mp" sizes or named axes. Default: the first device.',
+    position=24,
+)
 _LIBRARY = OptionSpec(
     "prep|transformers",
     "With --logits: compute the second model with this library.",
@@ -59,7 +71,11 @@ _LIBRARY = OptionSpec(
 Library = Literal["prep", "transformers"]
 
 
-class VerifyOptions(SourceOptions, total=False):
+class InspectOptions(SourceOptions, MapOptions, total=False):
+    """Options of `inspect`."""
+
+
+class VerifyOptions(SourceOptions, MapOptions, total=False):
     """Options of `verify`."""
 
     verbatim: Annotated[bool | None, replace(VERBATIM, record=NOT_RECORDED)]
@@ -135,6 +151,7 @@ class LogitsOptions(SourceOptions, total=False):
     ]
     prompt_ids: Annotated[PathLike | None, _PROMPT_IDS]
     library: Annotated[Library, _LIBRARY]
+    mesh: Annotated[str | None, _LOGITS_MESH]
 
 
 class LogitsCommandOptions(TypedDict):
@@ -152,6 +169,7 @@ class LogitsCommandOptions(TypedDict):
     ]
     prompt_ids: Annotated[PathLike | None, _PROMPT_IDS]
     library: Annotated[Library, _LIBRARY]
+    mesh: Annotated[str | None, _LOGITS_MESH]
 
 
 class LockOptions(SourceOptions, total=False):
@@ -194,10 +212,10 @@ class RoundtripOptions(SourceOptions, total=False):
         Sequence[Way],
         OptionSpec(
             "WAY",
-            "Take this way: init, no-scan, scan-axis, mesh, compress, pad, verbatim, hf-flax or easylm. Repeatable."
-            " Default: all.",
-            'Ways to take: "init", "no-scan", "scan-axis", "mesh", "compress", "pad", "verbatim", "hf-flax" or'
-            ' "easylm". Default: all.',
+            "Take this way: init, no-scan, scan-axis, mesh, compress, pad, verbatim, hf-flax, easylm, tunix, maxtext,"
+            " maxtext-unscanned, dcp, files or zarr3. Repeatable. Default: all.",
+            'Ways to take: "init", "no-scan", "scan-axis", "mesh", "compress", "pad", "verbatim", "hf-flax", "easylm",'
+            ' "tunix", "maxtext", "maxtext-unscanned", "dcp", "files" or "zarr3". Default: all.',
             default=(),
             position=1,
         ),
@@ -359,6 +377,7 @@ class PlanOptions(TypedDict, total=False):
             position=4,
         ),
     ]
+    map: Annotated[PathLike | None, replace(TENSOR_MAP, position=4)]
     offline: Annotated[
         bool,
         OptionSpec(

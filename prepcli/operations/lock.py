@@ -12,7 +12,8 @@ from typing import Unpack
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.engine.files import io_error
-from prepcli.errors import GET_AGAIN_HINT, Option, OutputExistsError, text
+from prepcli.errors import Option, OutputExistsError, text
+from prepcli.formats.again_hint import again_hint
 from prepcli.formats.lock_file import encode_lock
 from prepcli.formats.lock_signature import is_signed_with, sign, signature_path
 from prepcli.operations.conversion import common_options, open_checkpoint
@@ -76,7 +77,8 @@ def lock(
     # Quantised weights are locked as they are stored, without a note that they may be decoded.
     stored = {**options, "verbatim": None, "quantized": "stored"}
     common = common_options(checkpoint, None, stored)
-    located, source = open_checkpoint(common, observer, allow_adapters=True)
+    # Values that a scale of another trainer's layout has rounded are locked as they are stored, too.
+    located, source = open_checkpoint(common, observer, allow_adapters=True, keeps_scales=True)
     check_stream(common.stream, located)
     observer.note(source_line(source))
     # The name of the folder, e.g. `m-init`, and not the one of the model in its manifest.
@@ -134,7 +136,7 @@ def _digest_tensors(
         digests.setdefault(tensor.name, []).append((first, stop, digest))
     for tensor in source.all_tensors:
         if tensor.digests and list(tensor.digests) != digests[tensor.name]:
-            raise damaged_error(source, tensor, GET_AGAIN_HINT)
+            raise damaged_error(source, tensor, again_hint(source.manifest))
     return {name: tuple(ranges) for name, ranges in digests.items()}
 
 

@@ -79,6 +79,23 @@ class VocabularyRecord(TypedDict):
 MAX_ROWS = (1 << 31) - 1
 
 
+# Key of the manifest with the training state of another framework.
+TRAINING_STATE_KEY = "training_state"
+
+
+class TrainingStateRecord(TypedDict):
+    """A training state that came from another framework, or goes to one.
+
+    `step` counts the steps, and `updates` the steps without a skipped update. `optimizer` has the settings of AdamW.
+    `left_out` names the parts without a counterpart.
+    """
+
+    step: int
+    updates: int
+    optimizer: Mapping[str, float]
+    left_out: Sequence[str]
+
+
 class TokenRecord(TypedDict):
     """An added token."""
 
@@ -161,7 +178,7 @@ class PrepFields(TypedDict, total=False):
     compress: str
     casts: Sequence[CastEntry]
     packed: Mapping[str, int]
-    # `files` if each chunk is a file. Omitted for an OCDBT database.
+    # `files` if each chunk is a file, `zarr3` for arrays of zarr 3. Omitted for an OCDBT database of zarr 2.
     storage: str
     quantization: Mapping[str, object]
     quantized: Mapping[str, QuantizedRecord]
@@ -169,6 +186,8 @@ class PrepFields(TypedDict, total=False):
     scales: Mapping[str, ScaleRecord]
     # Record of the multimodal model, if the parameters are its text part.
     towers: Mapping[str, object]
+    # Name and digest of the tensor map. An export also has its content.
+    map: Mapping[str, object]
     # Its reader checks the type.
     checksums: object
     files: dict[str, FileRecord]
@@ -189,6 +208,7 @@ class ManifestFields(PrepFields, total=False):
     # Loss of a step, and the number of sequences that it was computed on. Their reader checks the types.
     eval_loss: object
     eval_sequences: object
+    training_state: TrainingStateRecord
 
 
 PREP_KEYS = frozenset(PrepFields.__annotations__)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from trainer.data.chat_template import ChatTemplate, load_chat_template
 from trainer.data.example_settings import ExampleSettings
@@ -28,10 +29,12 @@ from trainer.data.tokenize import (
 from trainer.data.tokenizer import load_tokenizer
 from trainer.distributed.hosts import writes_shared_folder
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
+from trainer.models.architecture import ArchConfig
 from trainer.models.errors import Key, PrepError, text, usage_error
 from trainer.models.json_types import HFConfig
-from trainer.nn.model_spec import ModelSpec
+from trainer.models.parameters import Family
 from trainer.recipe import Recipe
+from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
 from trainer.recipe.field_checks import check_packing, check_source_length
 from trainer.recipe.field_grammar import parse_fields
@@ -47,9 +50,28 @@ CHAT = "chat"
 CONFIG_HINT = "correct the config.json of the source checkpoint, and convert it again"
 
 
+class DataModel(Protocol):
+    """The properties of a model that its data depends on."""
+
+    @property
+    def family(self) -> Family:
+        """The model family."""
+        ...
+
+    @property
+    def arch_config(self) -> ArchConfig:
+        """The choices of its layers."""
+        ...
+
+    @property
+    def true_vocab_size(self) -> int:
+        """Vocabulary size without padding."""
+        ...
+
+
 def build_datasets(
     recipe: Recipe,
-    model: ModelSpec,
+    model: DataModel,
     *,
     model_config: HFConfig,
     folders: Mapping[str, Path],
@@ -99,10 +121,10 @@ def _build_source(
     data: Data,
     note: Note,
     *,
-    model: ModelSpec,
+    model: DataModel,
     model_config: HFConfig,
     seed: int,
-    make_config: Callable[[Data, ModelSpec, HFConfig], TokenizeConfig],
+    make_config: Callable[[Data, DataModel, HFConfig], TokenizeConfig],
     tokenize: Callable[..., MappedTokens],
 ) -> Datasets:
     """Return the datasets of one source."""
@@ -126,10 +148,7 @@ def _build_source(
         train, evaluation = split_holdout(make_dataset(tokens), data.holdout)
         return Datasets(train, evaluation, tokens.identity)
     # The evaluation files come first: they are usually small, so their errors show early.
-    eval_config = replace(
-        config, paths=data.eval_paths, selection=eval_selection(data), max_examples=0
-    )
-    eval_tokens = tokenize(eval_config, note=note)
+    eval_tokens = tokenize(_eval_config(config, data), note=note)
     train_tokens = tokenize(config, note=note)
     return Datasets(
         train=make_dataset(train_tokens),
@@ -138,9 +157,43 @@ def _build_source(
     )
 
 
+def tokenize_configs(
+    recipe: Recipe,
+    model: DataModel,
+    *,
+    model_config: HFConfig,
+    folders: Mapping[str, Path],
+    remote: RemoteFiles = NO_REMOTE_FILES,
+) -> Iterator[tuple[str, TokenizeConfig]]:
+    """Yield the name and the config of each token store of a recipe, in the order of `build_datasets`.
+
+    The names are `train` and `validation`, after the name of the source in a mixture. The arguments are as for
+    `build_datasets`.
+
+    Raises:
+        PrepError: The data does not fit the model.
+    """
+    for source, data in split_sources(recipe.data):
+        prefix = ""
+        if source is not None:
+            prefix = f"{source.name}-"
+        config = _tokenize_config(
+            data, model, model_config, folders=folders, remote=remote, is_mixed=source is not None
+        )
+        if data.eval_paths is not None:
+            yield f"{prefix}validation", _eval_config(config, data)
+        yield f"{prefix}train", config
+
+
+def _eval_config(config: TokenizeConfig, data: Data) -> TokenizeConfig:
+    """Return the config of the evaluation files of a source."""
+    assert data.eval_paths is not None
+    return replace(config, paths=data.eval_paths, selection=eval_selection(data), max_examples=0)
+
+
 def _tokenize_config(
     data: Data,
-    model: ModelSpec,
+    model: DataModel,
     model_config: HFConfig,
     *,
     folders: Mapping[str, Path],
@@ -176,7 +229,7 @@ def _tokenize_config(
 
 
 def _example_settings(
-    data: Data, model: ModelSpec, model_config: HFConfig, *, tokenizer: Path
+    data: Data, model: DataModel, model_config: HFConfig, *, tokenizer: Path
 ) -> ExampleSettings:
     """Return the settings of examples.
 
