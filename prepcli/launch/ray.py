@@ -44,9 +44,10 @@ def _command_lines(job: LaunchJob, options: RayOptions, recipe_text: str) -> lis
         env.setdefault("JAX_PLATFORMS", "cpu")
     return [
         "COMMAND = RayCommand(",
-        f"    words={job.command.words!r},",
+        f"    name={job.command.name!r},",
         f"    recipe_name={PurePosixPath(job.command.recipe).name!r},",
         f"    recipe_text={recipe_text!r},",
+        f"    arguments={job.command.arguments!r},",
         f"    folder={options['folder']!r},",
         f"    env={env!r},",
         ")",

@@ -235,8 +235,8 @@ def launch_local(
 
 
 def _load_recipe(command: LaunchedCommand) -> Recipe | None:
-    """Return the recipe of a training. Raise UsageError for an invalid one before the job waits in a queue."""
-    if command.name != TRAIN:
+    """Return the recipe of a command. Raise UsageError for an invalid one before the job waits in a queue."""
+    if not command.recipe:
         return None
     return load_recipe(find_training_recipe(Path(command.recipe)), command.overrides).recipe
 
@@ -252,7 +252,7 @@ def _with_recipe_file(command: LaunchedCommand) -> LaunchedCommand:
 
 
 def _recipe_text(command: LaunchedCommand) -> str:
-    """Return the text of the recipe, for scripts with a copy of it. Empty without a recipe."""
+    """Return the text of a recipe, for scripts with a copy of it. Empty without a recipe."""
     if not command.recipe:
         return ""
     return find_training_recipe(Path(command.recipe)).read_text("utf-8")
@@ -287,7 +287,7 @@ def _check_output_is_kept(command: LaunchedCommand, option: Option | None, event
         option: Option for a disk that outlives the job. None if the engine has none.
         event: The end of the disk, for the error.
     """
-    if not command.writes_checkpoints or parse_out_url(command.out) is not None:
+    if not command.writes_output or parse_out_url(command.out) is not None:
         return
     why = f"without a bucket, the checkpoints are lost when {event}"
     hint: Text | str = "`-- --out gs://BUCKET/RUN`"

@@ -23,7 +23,7 @@ CONVERSIONS = [
     (["slurm", "--nodes", "4"], "srun --label --kill-on-bad-exit=0 --wait=300 prep save-init"),
     (["tpu", *TPU], "prep save-init ./model --mesh 1,2,1"),
     (["gke", *GKE, "--nodes", "4"], "exec prep save-init ./model --mesh 1,2,1"),
-    (["ray", "--workers", "4", "--folder", "/shared"], "words=('save-init', './model', "),
+    (["ray", "--workers", "4", "--folder", "/shared"], "name='save-init',"),
 ]
 REFUSED = [  # words after `prep launch slurm`; error, hint
     (["--", "save-init", "./model", "--messh", "1,2,1"], "no option `--messh`", "--mesh"),
