@@ -53,6 +53,11 @@ class LaunchedCommand:
         """Words of the command line after `prep`."""
         return self.words_with_recipe(self.recipe)
 
+    @property
+    def title(self) -> str:
+        """The command and its first word, for a comment, e.g. `prep save-init llama-13b`."""
+        return " ".join(["prep", *self.words[:2]])
+
     def words_with_recipe(self, recipe: str) -> tuple[str, ...]:
         """Return the words with another path of the recipe."""
         recipe_words = (recipe,) if self.recipe else ()

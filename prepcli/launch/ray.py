@@ -29,8 +29,7 @@ def ray_driver(job: LaunchJob, options: RayOptions, *, recipe_text: str = "") ->
     check_label(job.name)
     _check_devices(options)
     command = _command_lines(job, options, recipe_text)
-    title = " ".join(job.command.words[:2])
-    head = [comment(f"Runs `prep {title}` on a Ray cluster whose nodes have prep.")]
+    head = [comment(f"Runs `{job.command.title}` on a Ray cluster whose nodes have prep.")]
     if job.command.has_mesh:
         return script([*head, *_trainer_lines(job, options, command)])
     return script([*head, *_task_lines(job, options, command)])
