@@ -103,17 +103,9 @@ COMPUTES = {
     *(
         f"prepcli.training_runs.{name}"
         for name in (
-            *("checks", "environment", "export", "metrics", "observe", "prepare"),
-            *(
-                "processes",
-                "recipe_data",
-                "remote_data",
-                "run",
-                "start",
-                "storage",
-                "summary",
-                "train",
-            ),
+            *("checks", "continued_state", "environment", "export", "metrics", "observe"),
+            *("prepare", "processes", "recipe_data", "remote_data", "run", "start", "storage"),
+            *("summary", "train"),
         )
     ),
     *(
@@ -133,6 +125,7 @@ COMPUTES = {
             "save_params",
             "target_metrics",
             "token_stream",
+            "tokenize",
             "train",
             "verify_logits",
         )

@@ -51,6 +51,7 @@ from prepcli.cli.plan import plan
 from prepcli.cli.recipes import recipes
 from prepcli.cli.report import report
 from prepcli.cli.strict import OneProcessCommand, StrictCommand
+from prepcli.cli.tokenize import tokenize
 from prepcli.cli.train import generate, train
 from prepcli.console.job_errors import label_errors, process_of
 from prepcli.console.ui import version
@@ -60,7 +61,7 @@ from prepcli.execution.signals import Interrupted, notes_of
 COMMANDS = (  # in the order of `--help`
     *(pad_vocab, add_tokens, remove_tokens),
     *(save_init, reshard, export, merge, verify, lock, roundtrip, inspect),
-    *(plan, train, report, evaluate, generate),
+    *(plan, tokenize, train, report, evaluate, generate),
     *(demo, docs, models, recipes, check_family, env),
 )
 # Names of commands, where they differ from the name of the function.
@@ -80,6 +81,7 @@ GUIDES = {
     "roundtrip": "prove",
     "inspect": "convert",
     "plan": "plan",
+    "tokenize": "tokenize",
     "train": "train",
     "report": "train",
     "eval": "evaluate",
