@@ -29,8 +29,7 @@ def ray_driver(job: LaunchJob, options: RayOptions, *, recipe_text: str = "") ->
     check_label(job.name)
     _check_devices(options)
     command = _command_lines(job, options, recipe_text)
-    title = " ".join(job.command.words[:2])
-    head = [comment(f"Runs `prep {title}` on a Ray cluster whose nodes have prep.")]
+    head = [comment(f"Runs `{job.command.title}` on a Ray cluster whose nodes have prep.")]
     if job.command.has_mesh:
         return script([*head, *_trainer_lines(job, options, command)])
     return script([*head, *_task_lines(job, options, command)])
@@ -44,9 +43,10 @@ def _command_lines(job: LaunchJob, options: RayOptions, recipe_text: str) -> lis
         env.setdefault("JAX_PLATFORMS", "cpu")
     return [
         "COMMAND = RayCommand(",
-        f"    words={job.command.words!r},",
+        f"    name={job.command.name!r},",
         f"    recipe_name={PurePosixPath(job.command.recipe).name!r},",
         f"    recipe_text={recipe_text!r},",
+        f"    arguments={job.command.arguments!r},",
         f"    folder={options['folder']!r},",
         f"    env={env!r},",
         ")",

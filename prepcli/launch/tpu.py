@@ -50,14 +50,13 @@ def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
     check_text(text("{}", Option("project")), options["project"] or "")
     for flag in options["gcloud"]:
         _check_flag(flag)
-    title = " ".join(job.command.words[:2])
     name = shlex.quote(job.name)
     location = _location_flags(options)
     delete = f"{RESOURCES} delete {name} {location} --force --quiet"
     return script(
         [
             "#!/bin/bash",
-            comment(f"Runs `prep {title}` on a TPU {options['accelerator']}."),
+            comment(f"Runs `{job.command.title}` on a TPU {options['accelerator']}."),
             comment(f"{NOT_RUN} Its flags are those of gcloud's reference."),
             comment(f"To delete the TPU: {delete}"),
             "set -euo pipefail",
