@@ -64,7 +64,9 @@ def _resources(options: SkyOptions) -> JsonObject:
     resources: JsonObject = {}
     if options["devices_per_node"] and not options["accelerator"]:
         what = text("{} is missing", Option("accelerator"))
-        why = text("{} counts accelerators", Option("devices_per_node", options["devices_per_node"]))
+        why = text(
+            "{} counts accelerators", Option("devices_per_node", options["devices_per_node"])
+        )
         raise usage_error(what, why, text("{}", Option("accelerator", "H100")))
     if options["infra"]:
         check_text(text("{}", Option("infra")), options["infra"])

@@ -137,7 +137,7 @@ def test_sky_node_ends_after_a_failed_setup_line(recorders: Path):
 
 
 def test_sky_task_rejects_devices_of_no_accelerator():
-    with pytest.raises(UsageError, match="accelerator. is missing"):
+    with pytest.raises(UsageError, match="is missing"):
         task_of(JOB, {"devices_per_node": 8})
 
 
