@@ -75,7 +75,7 @@ def tpu(
     options: TpuOptions,
     output_options: OutputOptions,
 ) -> int:
-    """Write a script that creates a Cloud TPU and runs a command on it, or run it.
+    """Write a script for a command on a new Cloud TPU, or run it.
 
     Commands without a mesh run on the first host.
 
@@ -177,7 +177,7 @@ def local(
 ) -> int:
     """Run a command in several processes with CPU devices on this machine.
 
-    A line that begins with [1] is from process 1. A signal stops all processes.
+    Lines of process 1 begin with [1]. A signal stops all processes.
 
     Examples:
       prep launch local recipe.toml --processes 2 --devices 4

@@ -1,4 +1,4 @@
-"""Check that a training can run on the devices of a job. The functions do no I/O.
+"""Check a training against the devices of a job. The functions do no I/O.
 
 A job with a wrong mesh would wait in a queue and fail after all hosts have connected. It is refused before anything is
 allocated.
@@ -75,7 +75,7 @@ class Hardware:
 
 
 def check_training(training: Training, hardware: Hardware) -> None:
-    """Check that a training can run on the hardware of a job.
+    """Check a training against the hardware of a job.
 
     Raises:
         UsageError: The mesh, the slices or the processes do not fit the hardware.
@@ -281,7 +281,7 @@ def _tpu_pod_hardware(
 
 
 def _slice_options(generation: TpuGeneration, topology: str, slices: int) -> str:
-    """Return the options that request slices of a topology, for a hint. Empty without a topology."""
+    """Return the options for slices of a topology, for a hint. Empty without a topology."""
     if not topology:
         return ""
     nodes = slices * num_chips(topology) // generation.node_sizes(topology)[0]

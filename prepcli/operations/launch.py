@@ -58,7 +58,7 @@ class LaunchedScript:
         target: Name of the engine, e.g. `slurm`.
         script: Text of the script.
         out: File with the script. None if it was not written.
-        reply: Output of the command that submitted the script. None if it was not submitted.
+        reply: Output of the submission. None if the script was not submitted.
     """
 
     target: str
@@ -69,12 +69,12 @@ class LaunchedScript:
 
 @dataclass(frozen=True, slots=True)
 class LocalJob:
-    """A command that ended in several processes of this machine.
+    """An ended command in several processes of this machine.
 
     Attributes:
         processes: Number of processes.
         devices: CPU devices of each process.
-        result: Text that process 0 printed to stdout.
+        result: Stdout of process 0.
     """
 
     processes: int
@@ -203,7 +203,7 @@ def launch_local(
         **options: See `LocalOptions`.
 
     Raises:
-        PrepError: A process failed or was stopped. The process that caused the end gives the exit code.
+        PrepError: A process failed or was stopped. The first cause determines the exit code.
     """
     recipe = _load_recipe(command)
     processes = options["processes"]
@@ -287,7 +287,7 @@ def _check_output_is_kept(
     Args:
         command: The command.
         event: The end of the disk, for the error.
-        option: Option for a disk that outlives the job. None if the engine has none.
+        option: Option for a permanent disk. None if the engine has no such option.
     """
     if not command.writes_output or parse_out_url(command.out) is not None:
         return

@@ -132,7 +132,7 @@ echo submitted
 
 
 def install_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a program into PATH that records its words, and the content of a file among them."""
+    """Put a program into PATH. It records its words, and the content of a YAML file."""
     Path("bin").mkdir()
     program = Path("bin") / name
     program.write_text(RECORDER.format(name=name))
