@@ -59,6 +59,7 @@ from prepcli.targets.trainer_item_state import (
 from trainer.models.module_order import OptimizerGroups, optimizer_groups
 
 STATE_LAYOUTS = (HF_LAYOUT, "maxtext", "maxtext-unscanned")
+NO_STATE_LAYOUT = f"training states have the layouts {', '.join(STATE_LAYOUTS)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,7 @@ def check_state_request(options: ExportOptions, source: Source) -> None:
     """
     option = Option("training_state", True)
     conflicts = [
-        (options["layout"] not in STATE_LAYOUTS, Option("layout", options["layout"]), "it has no training state"),
+        (options["layout"] not in STATE_LAYOUTS, Option("layout", options["layout"]), NO_STATE_LAYOUT),
         (options["map"] is not None, Option("map"), "a map has no names for moments"),
         (options["dtype"] is not None, Option("dtype", options["dtype"]),
          "moments belong to the values that were trained"),

@@ -46,9 +46,9 @@ log_every = 1
 """
 
 
-def make_folder(**config: Any) -> None:
+def make_folder(config: dict[str, Any] = LLAMA) -> None:
     """Write a model, its data and a recipe to the current folder."""
-    make_checkpoint(Path("tiny"), LLAMA, "float32", **config)
+    make_checkpoint(Path("tiny"), config, "float32")
     write_tokenizer(Path("tiny"))
     assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
     np.save("ids.npy", token_ids())
