@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prepcli.errors import Option, Text, text, usage_error
+from prepcli.formats.again_hint import again_hints
 from prepcli.formats.file_records import check_files, check_header
 from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
@@ -16,7 +17,7 @@ from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
 from prepcli.sources.folders import LocalFiles
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.mapped import apply_map, recorded_map
+from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_text_part
 from prepcli.sources.source import Source
@@ -53,14 +54,14 @@ def open_source(
     """
     local_files = located.local_files
     display_name = located.display_name
-    with local_files.rename_in_errors(display_name):
+    with local_files.rename_in_errors(display_name), again_hints(located.manifest):
         check_local_files(local_files, located.manifest)
-        tensor_map = tensor_map or recorded_map(located.manifest)
+        export_map = None if tensor_map else recorded_map(located.manifest)
         hints = SourceHints(
             config_path,
             located.part,
             # A map is about the names in the files.
-            True if tensor_map else verbatim,
+            True if tensor_map or export_map else verbatim,
             copied_files,
             is_remote=local_files.remote is not None,
             keeps_scales=keeps_scales,
@@ -79,6 +80,8 @@ def open_source(
             source = dequantize_source(source)
         if tensor_map is not None:
             source = apply_map(source, tensor_map)
+        elif export_map is not None:
+            source = apply_recorded_map(source, export_map)
         elif source.family.is_verbatim and located.kind in MULTIMODAL_KINDS:
             source = _split_unless_verbatim(source, verbatim)
         if verbatim is False and source.family.is_verbatim:

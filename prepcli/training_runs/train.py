@@ -168,7 +168,7 @@ def _check_storage(run: Run) -> None:
     """Check that the storage of the run is empty or a run, that all processes see it, and that it can have the logs."""
     storage = run.storage
     if run.is_first:
-        storage.check(run.group.count)
+        storage.check()
         check_logs(run.recipe.log, storage)
     if run.group.count > 1 and storage.is_on_disk and not run.request.dry_run:
         check_shared_folder(run.folder, run.group)
@@ -425,6 +425,8 @@ def _open_checkpoints(prepared: PreparedRun, exports: StepExports | None) -> Che
         "config": prepared.model_config,
         "mesh": str(sharding.mesh),
         "origin": prepared.start.origin(model_path),
+        # The start checkpoint may have another one.
+        "storage": table.storage,
     }
     if run.recipe.rules is not None:
         changes["rules"] = run.recipe.rules
