@@ -98,7 +98,7 @@ def main(request: Request) -> None:
 
 
 def linen_dict(state: Any) -> Any:
-    """Return a state in the layout that MaxText saves."""
+    """Return a state in the layout of MaxText's checkpoints."""
     return train_state_nnx.to_linen_checkpoint_dict(nnx.to_pure_dict(state))
 
 
