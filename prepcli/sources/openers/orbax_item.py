@@ -30,7 +30,12 @@ from prepcli.planning.plan import DroppedTensor, RootScale, SourceFile
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.model_family import select_family
-from prepcli.sources.openers.orbax_state import MomentTrees, add_item_state, match_moment_trees
+from prepcli.sources.openers.orbax_state import (
+    MomentTrees,
+    add_item_state,
+    match_moment_trees,
+    moment_scales,
+)
 from prepcli.sources.source import (
     CONFIG,
     HF_FOLDER,
@@ -195,21 +200,17 @@ def _open_foreign_item(
     scale_records: Mapping[str, ScaleRecord] = {}
     if family.is_verbatim:
         tensors = verbatim_tensors(leaves)
-        extra_entries = tuple(
-            DroppedTensor(dotted_name(entry.path), 0, NO_ARRAY_RULE) for entry in item.non_arrays
-        )
+        extra_entries = _non_arrays(item)
     else:
         tree = match_foreign_tree(leaves, family, config, display_name)
-        if hints.training_state or (manifest and TRAINING_STATE_KEY in manifest.fields):
+        if _has_state(hints, manifest):
             moments = match_moment_trees(leaves, family, config, display_name)
         if hints.keeps_scales and manifest is not None and manifest.lost_values:
             scale_records = manifest.scales
         elif tree.scales:
             # The layout is known only after the match. The leaves with a scale are then read through it.
             scales = _root_scales(tree, manifest, display_name)
-            if moments is not None:
-                scales |= moments.scales()
-            blobs, leaves = stored_leaves(item, scales)
+            blobs, leaves = stored_leaves(item, scales | moment_scales(moments))
             tree = match_foreign_tree(leaves, family, config, display_name)
             if moments is not None:
                 moments = match_moment_trees(leaves, family, config, display_name)
@@ -234,6 +235,19 @@ def _open_foreign_item(
     if moments is None:
         return source
     return add_item_state(source, moments, leaves, scale_records)
+
+
+def _has_state(hints: SourceHints, manifest: Manifest | None) -> bool:
+    """Return whether the training state of an item is read: on request, and from an export of prep that has one."""
+    if manifest is not None and TRAINING_STATE_KEY in manifest.fields:
+        return True
+    return hints.training_state
+
+
+def _non_arrays(item: OrbaxItem) -> tuple[DroppedTensor, ...]:
+    """Return the texts and empty containers of an item."""
+    names = [dotted_name(entry.path) for entry in item.non_arrays]
+    return tuple(DroppedTensor(name, 0, NO_ARRAY_RULE) for name in names)
 
 
 def _find_foreign_config(
