@@ -58,7 +58,7 @@ class FolderStorage:
         """Path of the folder."""
         return str(self.local_folder)
 
-    def check(self, num_processes: int) -> None:
+    def check(self) -> None:
         """Check that a run may be written to the folder.
 
         Raises:

@@ -62,11 +62,11 @@ class RunStorage(Protocol):
         """Whether steps are saved to `local_folder`, which all processes of the run see."""
         ...
 
-    def check(self, num_processes: int) -> None:
-        """Check that a run of this many processes may be written here.
+    def check(self) -> None:
+        """Check that a run may be written here.
 
         Raises:
-            PrepError: Other files are here, the storage cannot be reached, or there are too many processes.
+            PrepError: Other files are here, or the storage cannot be reached.
         """
         ...
 

@@ -16,11 +16,12 @@ from prepcli.errors import Option, OutputExistsError, text
 from prepcli.formats.again_hint import again_hint
 from prepcli.formats.lock_file import encode_lock
 from prepcli.formats.lock_signature import is_signed_with, sign, signature_path
-from prepcli.operations.conversion import common_options, open_checkpoint, source_line
+from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.operations.inspection_options import LockOptions
 from prepcli.operations.operation import public
 from prepcli.operations.result_files import check_result_path, has_content, write_result_file
 from prepcli.operations.results import LockedModel
+from prepcli.operations.source_line import source_line
 from prepcli.option_spec import PathLike
 from prepcli.pages.html_page import check_page_path
 from prepcli.pages.lock_page import write_lock_page

@@ -282,6 +282,31 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
+class MapSuggestion:
+    """The rows of a suggested map. True in a condition if every tensor of both checkpoints has one.
+
+    Attributes:
+        path: The written map.
+        rows: The rows.
+        targets: Number of tensors that the rows make.
+        ambiguous: Target with several tensors of its values -> their names, the chosen one first.
+        unmatched: Tensors of the target without a row.
+        unused: Tensors of the mapped checkpoint without a row.
+    """
+
+    path: Path
+    rows: tuple[str, ...]
+    targets: int
+    ambiguous: Mapping[str, tuple[str, ...]]
+    unmatched: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        """Return whether the map is complete."""
+        return not (self.unmatched or self.unused)
+
+
+@dataclass(frozen=True, slots=True)
 class RoundtripWay:
     """A model after conversions and the way back.
 
@@ -459,6 +484,44 @@ class NewTokens:
     prompt: int
     tokens: tuple[int, ...]
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedData:
+    """The tokens of the training data or of the evaluation data of a recipe, or of one of its sources.
+
+    Attributes:
+        name: "train" or "validation", after the name of the source in a mixture.
+        path: The token store, or the file of another format. None if shards are missing.
+        shards: Number of shards.
+        missing_shards: Number of shards that other processes have not made yet.
+        tokens: Number of tokens, or None if shards are missing.
+        documents: Number of documents, or None if shards are missing.
+    """
+
+    name: str
+    path: Path | None
+    shards: int
+    missing_shards: int
+    tokens: int | None
+    documents: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenization:
+    """The tokens of a recipe after the work of a process.
+
+    Attributes:
+        is_complete: Whether all tokens exist. The last process to finish completes them.
+        data: The training and evaluation data of each source.
+        seconds: Duration of the call in seconds.
+        process: Index of this process in a job of several processes, or None.
+    """
+
+    is_complete: bool
+    data: tuple[TokenizedData, ...]
+    seconds: float
+    process: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from prepcli.operations.conversion import (
     check_config_option,
     common_options,
     open_checkpoint,
-    source_line,
 )
 from prepcli.operations.file_arrays import temporary_folder
 from prepcli.operations.inspection_options import (
@@ -47,6 +46,7 @@ from prepcli.operations.operation import public
 from prepcli.operations.options import SourceOptions
 from prepcli.operations.prompts import read_prompts
 from prepcli.operations.results import LogitComparison, PromptComparison
+from prepcli.operations.source_line import source_line
 from prepcli.operations.token_ids import MAX_ID_DIGITS, split_token_ids
 from prepcli.option_spec import PathLike
 from prepcli.restore.params import OpenedModel

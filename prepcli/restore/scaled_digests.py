@@ -26,7 +26,7 @@ def stored_scale(output: Source, name: str) -> RootScale | None:
     # The opener of Orbax items compares the records with the layout. Other formats have no scale.
     if record is None or not manifest.lost_values or output.tensor_file_names:
         return None
-    return RootScale(record["sqrt"], record["significant"])
+    return RootScale(record["sqrt"], record["significant"], record.get("power", 1))
 
 
 def written_stream(
