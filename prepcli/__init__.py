@@ -83,6 +83,8 @@ if TYPE_CHECKING:
         TensorDifference,
         TensorDistance,
         TensorSummary,
+        Tokenization,
+        TokenizedData,
         TrainingRun,
         Verification,
     )
@@ -92,8 +94,10 @@ if TYPE_CHECKING:
     from prepcli.operations.suggest_map import suggest_map
     from prepcli.operations.suggestion_options import SuggestMapOptions
     from prepcli.operations.token_options import AddTokensOptions, RemoveTokensOptions
+    from prepcli.operations.tokenize import tokenize_shard
     from prepcli.operations.towers_options import TowersOptions
     from prepcli.operations.train import train
+    from prepcli.operations.training_state_options import TrainingStateOptions
     from prepcli.operations.verify import verify
     from prepcli.operations.verify_logits import verify_logits
     from prepcli.planning.plan import Plan
@@ -156,9 +160,12 @@ __all__ = [
     "TensorDifference",
     "TensorDistance",
     "TensorSummary",
+    "Tokenization",
+    "TokenizedData",
     "TowersOptions",
     "TrainOptions",
     "TrainingRun",
+    "TrainingStateOptions",
     "UsageError",
     "VerbatimOptions",
     "Verification",
@@ -187,6 +194,7 @@ __all__ = [
     "save_params",
     "suggest_map",
     "to_hf_flax",
+    "tokenize_shard",
     "train",
     "verify",
     "verify_chain",
@@ -217,6 +225,7 @@ _MODULES = {
     "prepcli.operations.towers_options": ("TowersOptions",),
     "prepcli.operations.map_options": ("ExportMapOptions", "MapOptions"),
     "prepcli.operations.suggestion_options": ("SuggestMapOptions",),
+    "prepcli.operations.training_state_options": ("TrainingStateOptions",),
     "prepcli.operations.inspect": ("inspect",),
     "prepcli.operations.inspection_options": (
         "ChainOptions",
@@ -250,7 +259,8 @@ _MODULES = {
             "RunsReport",
             "StepPlan",
         ),
-        *("TensorDifference", "TensorDistance", "TensorSummary", "TrainingRun", "Verification"),
+        *("TensorDifference", "TensorDistance", "TensorSummary", "Tokenization", "TokenizedData"),
+        *("TrainingRun", "Verification"),
     ),
     "prepcli.console.observer": ("Observer",),
     "prepcli.console.progress": ("Progress",),
@@ -269,6 +279,7 @@ _MODULES = {
     "prepcli.operations.suggest_map": ("suggest_map",),
     "prepcli.operations.save_init": ("reshard", "save_init"),
     "prepcli.operations.save_params": ("save_params",),
+    "prepcli.operations.tokenize": ("tokenize_shard",),
     "prepcli.operations.train": ("train",),
     "prepcli.operations.verify": ("verify",),
     "prepcli.operations.verify_logits": ("verify_logits",),

@@ -45,12 +45,14 @@ from prepcli.cli.conversion import (
 from prepcli.cli.docs import docs
 from prepcli.cli.evaluation import evaluate
 from prepcli.cli.inspection import check_family, demo, env, inspect, lock, models, roundtrip, verify
-from prepcli.cli.launch import gke, local, slurm, tpu
+from prepcli.cli.launch import gke, local, ray, sky, slurm, tpu
+from prepcli.cli.launched import LaunchCommand
 from prepcli.cli.maps import suggest
 from prepcli.cli.plan import plan
 from prepcli.cli.recipes import recipes
 from prepcli.cli.report import report
 from prepcli.cli.strict import OneProcessCommand, StrictCommand
+from prepcli.cli.tokenize import tokenize
 from prepcli.cli.train import generate, train
 from prepcli.console.job_errors import label_errors, process_of
 from prepcli.console.ui import version
@@ -60,12 +62,12 @@ from prepcli.execution.signals import Interrupted, notes_of
 COMMANDS = (  # in the order of `--help`
     *(pad_vocab, add_tokens, remove_tokens),
     *(save_init, reshard, export, merge, verify, lock, roundtrip, inspect),
-    *(plan, train, report, evaluate, generate),
+    *(plan, tokenize, train, report, evaluate, generate),
     *(demo, docs, models, recipes, check_family, env),
 )
 # Names of commands, where they differ from the name of the function.
 COMMAND_NAMES = {evaluate: "eval"}
-LAUNCH_COMMANDS = (slurm, tpu, gke, local)
+LAUNCH_COMMANDS = (slurm, tpu, gke, sky, ray, local)
 MAP_COMMANDS = (suggest,)
 # The page of `prep docs` about each command.
 GUIDES = {
@@ -81,6 +83,7 @@ GUIDES = {
     "roundtrip": "prove",
     "inspect": "convert",
     "plan": "plan",
+    "tokenize": "tokenize",
     "train": "train",
     "report": "train",
     "eval": "evaluate",
@@ -94,6 +97,8 @@ GUIDES = {
     "slurm": "slurm",
     "tpu": "tpu-pod",
     "gke": "gke",
+    "sky": "sky",
+    "ray": "ray",
     "local": "several-processes",
 }
 # Several processes must not run these commands. Conversions and `train` divide their work, and all others only read.
@@ -170,10 +175,10 @@ def _help_text(command: Callable[..., int]) -> str:
 
 
 launch_app = typer.Typer(
-    help="Start prep train on several hosts or in several processes.", rich_markup_mode=None
+    help="Start a command on a cluster, or in several processes.", rich_markup_mode=None
 )
 for command in LAUNCH_COMMANDS:
-    launch_app.command(cls=StrictCommand, help=_help_text(command))(command)
+    launch_app.command(cls=LaunchCommand, help=_help_text(command))(command)
 map_app = typer.Typer(
     help="Propose maps between the tensors of checkpoints.", rich_markup_mode=None
 )
