@@ -65,6 +65,7 @@ def open_source(
             copied_files,
             is_remote=local_files.remote is not None,
             keeps_scales=keeps_scales,
+            training_state=training_state,
         )
         source = _read_headers(located, hints)
         if training_state or (source.manifest and TRAINING_STATE_KEY in source.manifest.fields):
@@ -142,8 +143,8 @@ def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
     Raises:
         UsageError: The format has no training state that prep reads.
     """
-    # The state of a run of prep has been read with its parameters.
-    if source.tree_manifest.is_tree:
+    # The state of an Orbax item has been read with its parameters.
+    if source.tree_manifest.is_tree or source.training_record is not None:
         return source
     option = Option("training_state", True)
     if located.local_files.remote is not None:
