@@ -49,6 +49,7 @@ from prepcli.operations.conversion_details import (
 from prepcli.operations.options import DEFAULT_MEMORY
 from prepcli.operations.output_location import check_output_location, check_output_url
 from prepcli.operations.results import Conversion
+from prepcli.operations.source_arguments import check_verbatim, read_map_option
 from prepcli.operations.source_line import source_line
 from prepcli.option_spec import PathLike, as_tuple
 from prepcli.planning.manifest_fields import ManifestFields
@@ -70,7 +71,6 @@ from trainer.models.verbatim import CANNOT_TRAIN
 
 if TYPE_CHECKING:
     from prepcli.formats.lock_file import Lock
-    from prepcli.planning.map_file import TensorMap
 
 OUT_PLACEHOLDER = "{out}"
 # A message names at most this many files left out of the output.
@@ -289,36 +289,15 @@ def open_checkpoint(
         dequantize=is_decoded,
         keeps_scales=keeps_scales,
         training_state=common.training_state,
-        tensor_map=_read_tensor_map(common),
+        tensor_map=read_map_option(common.tensor_map, verbatim=common.verbatim),
     )
-    _check_verbatim(common, source)
+    check_verbatim(common.verbatim, source)
     note_missing_file_digests(source.display_name, source.manifest, observer)
     if lock is not None:
         from prepcli.sources.locked import apply_lock
 
         source = apply_lock(source, lock, str(common.lock), located.local_files.commit)
     return located, use_averaged_params(source) if common.ema else source
-
-
-def _check_verbatim(common: CommonOptions, source: Source) -> None:
-    """Raise UsageError if the names of the files were lost in an earlier conversion."""
-    if common.verbatim and not source.family.is_verbatim:
-        option = Option("verbatim", True)
-        why = f"{source.display_name} was already converted with the tensor names of family {source.family.name}"
-        hint = text("remove {}, or convert the original model", option)
-        raise usage_error(text("{} has no effect", option), why, hint)
-
-
-def _read_tensor_map(common: CommonOptions) -> TensorMap | None:
-    """Return the map of the options, if any."""
-    if common.tensor_map is None:
-        return None
-    if common.verbatim:
-        what = text("{} and {} exclude each other", Option("map"), Option("verbatim", True))
-        raise usage_error(what, "a map replaces the names of the file", "remove one of them")
-    from prepcli.sources.mapped import read_map
-
-    return read_map(common.tensor_map)
 
 
 def check_config_option(common: CommonOptions, *sources: Source) -> None:
