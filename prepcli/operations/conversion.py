@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prepcli.console.lists import join_names
-from prepcli.console.observer import LEAVES, Observer, RecordingObserver
+from prepcli.console.observer import Observer, RecordingObserver
 from prepcli.engine import casts
 from prepcli.engine.budget import parse_memory
 from prepcli.engine.pipeline import ConversionResult
@@ -48,9 +47,9 @@ from prepcli.operations.conversion_details import (
 )
 from prepcli.operations.options import DEFAULT_MEMORY
 from prepcli.operations.output_location import check_output_location, check_output_url
+from prepcli.operations.plan_notes import note_plan
 from prepcli.operations.results import Conversion
 from prepcli.operations.source_arguments import check_verbatim, read_map_option
-from prepcli.operations.source_line import source_line
 from prepcli.option_spec import PathLike, as_tuple
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.object_files import plan_object_files
@@ -67,14 +66,11 @@ from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source
-from trainer.models.verbatim import CANNOT_TRAIN
 
 if TYPE_CHECKING:
     from prepcli.formats.lock_file import Lock
 
 OUT_PLACEHOLDER = "{out}"
-# A message names at most this many files left out of the output.
-MAX_LEFT_FILES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,7 +474,7 @@ def _convert(
     planned = opened.planned
     source = opened.source
     fields = plan_fields(planned.plan, source)
-    _note_plan(planned, source, fields["not_computed"], observer)
+    note_plan(planned.plan, planned.notes, source, fields["not_computed"], observer)
     details: dict[str, object] = {
         "source": source_fields(source, opened.located),
         **planned.fields,
@@ -534,36 +530,6 @@ def _process_share(common: CommonOptions, observer: Observer) -> Share:
     if launcher:
         observer.note(f"process {share.index} of {share.count}, according to {launcher}")
     return share
-
-
-def _note_plan(
-    planned: PlannedConversion,
-    source: Source,
-    unsupported_reason: str | None,
-    observer: Observer,
-) -> None:
-    """Note the source and the plan, at `-v` also each leaf and each dropped tensor."""
-    observer.note(source_line(source))
-    if source.family.is_verbatim:
-        observer.warn(f"{source.display_name}: {CANNOT_TRAIN}")
-    elif unsupported_reason:
-        observer.warn(
-            f"{source.display_name} can be converted, but not trained or sampled from:"
-            f" {unsupported_reason}"
-        )
-    if source.left_files:
-        names = join_names([path.name for path in source.left_files], max_names=MAX_LEFT_FILES)
-        observer.note(text("not copied: {} ({} copies them)", names, Option("copy", "GLOB")))
-    for line in planned.notes:
-        observer.note(line)
-    plan = planned.plan
-    for leaf in plan.leaves:
-        grid = leaf.grid
-        chunks = f"in chunks of {list(grid.chunk_shape)}"
-        observer.note(f"  {leaf.name}  {list(grid.shape)} {leaf.dtype} {chunks}", LEAVES)
-    for dropped in plan.dropped:
-        name = plan.display_names.get(dropped.name, dropped.name)
-        observer.note(f"  dropped {name}: {dropped.rule}", LEAVES)
 
 
 def _result_details(

@@ -111,7 +111,7 @@ def _relate(source: Source, target: Source, observer: Observer) -> tuple[RowWrit
 
 
 def _named_tensors(source: Source) -> dict[str, SourceTensor]:
-    """Return the tensors of a verbatim source by name. Names without a place in a row are left out."""
+    """Return the tensors of a verbatim source by name. Names without a place in a row are omitted."""
     tensors = {source.names.stored_name(tensor.name): tensor for tensor in source.tensors}
     return {name: tensor for name, tensor in tensors.items() if can_be_named(name)}
 
