@@ -45,7 +45,9 @@ from prepcli.cli.conversion import (
 from prepcli.cli.docs import docs
 from prepcli.cli.evaluation import evaluate
 from prepcli.cli.inspection import check_family, demo, env, inspect, lock, models, roundtrip, verify
-from prepcli.cli.launch import gke, local, slurm, tpu
+from prepcli.cli.launch import gke, local, ray, sky, slurm, tpu
+from prepcli.cli.launched import LaunchCommand
+from prepcli.cli.maps import suggest
 from prepcli.cli.plan import plan
 from prepcli.cli.recipes import recipes
 from prepcli.cli.report import report
@@ -65,7 +67,8 @@ COMMANDS = (  # in the order of `--help`
 )
 # Names of commands, where they differ from the name of the function.
 COMMAND_NAMES = {evaluate: "eval"}
-LAUNCH_COMMANDS = (slurm, tpu, gke, local)
+LAUNCH_COMMANDS = (slurm, tpu, gke, sky, ray, local)
+MAP_COMMANDS = (suggest,)
 # The page of `prep docs` about each command.
 GUIDES = {
     "pad-vocab": "pad",
@@ -90,9 +93,12 @@ GUIDES = {
     "recipes": "train",
     "check-family": "add-a-family",
     "env": "launchers",
+    "suggest": "map",
     "slurm": "slurm",
     "tpu": "tpu-pod",
     "gke": "gke",
+    "sky": "sky",
+    "ray": "ray",
     "local": "several-processes",
 }
 # Several processes must not run these commands. Conversions and `train` divide their work, and all others only read.
@@ -169,13 +175,19 @@ def _help_text(command: Callable[..., int]) -> str:
 
 
 launch_app = typer.Typer(
-    help="Start prep train on several hosts or in several processes.", rich_markup_mode=None
+    help="Start a command on a cluster, or in several processes.", rich_markup_mode=None
 )
 for command in LAUNCH_COMMANDS:
-    launch_app.command(cls=StrictCommand, help=_help_text(command))(command)
+    launch_app.command(cls=LaunchCommand, help=_help_text(command))(command)
+map_app = typer.Typer(
+    help="Propose maps between the tensors of checkpoints.", rich_markup_mode=None
+)
+for command in MAP_COMMANDS:
+    map_app.command(cls=StrictCommand, help=_help_text(command))(command)
 for command in COMMANDS:
     command_class = OneProcessCommand if command in ONE_PROCESS_COMMANDS else StrictCommand
     app.command(command_name(command), cls=command_class, help=_help_text(command))(command)
+app.add_typer(map_app, name="map")
 app.add_typer(launch_app, name="launch")
 
 
