@@ -52,7 +52,7 @@ def batches(
 
     The tokens are in `data.cache`, or in the folder of the run. Missing ones are made first. `prep tokenize` makes them
     in several processes. Process 0 reads data files and tokens for their digests. All others open the tokens at once if
-    the sizes and times of the data files are those that made them. Neither weights are read nor devices used, and jax
+    the data files have unchanged sizes and times. Neither weights are read nor devices used, and jax
     is not imported.
 
     ```python

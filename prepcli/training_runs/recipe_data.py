@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RecipeModel:
-    """The parts of a recipe's model that its data depends on.
+    """The parts of a recipe's model for its data.
 
     Attributes:
         model: The model, with the changes of the recipe.

@@ -1,4 +1,4 @@
-"""Records of which files have which tokens in a cache, by the sizes and times of the files.
+"""Records of the files of each token store in a cache, by the sizes and times of the files.
 
 A record lets a process open tokens without reading all data files for their digests, as `make` trusts
 the times of files. It is a file `opened-KEY.json` in the cache. The key is a digest of the paths and of
@@ -46,19 +46,19 @@ def _stamp(file: Path | DataFile) -> Stamp:
 
 
 def paths_digest(paths: Sequence[str], selection: Selection, settings: str = "") -> str:
-    """Return a digest of the paths of a dataset and of settings, which does not depend on the files."""
+    """Return a digest of the paths of a dataset and of settings, without the content of the files."""
     inputs = [paths, selection.config, selection.split, selection.revision, settings]
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
 def write_record(cache: Path, key: str, stamps: Sequence[Stamp], identity: str) -> None:
-    """Record the identity of the tokens of files. A cache that cannot be written gets no record.
+    """Record the identity of the tokens of files. A read-only cache gets no record.
 
     Args:
         cache: The cache.
         key: Result of `paths_digest`.
-        stamps: Stamps of the files, taken before they were read. A file that has changed since then has
-            another stamp.
+        stamps: Stamps of the files, taken before the files were read. A later change gives another
+            stamp.
         identity: Identity of their tokens.
     """
     content = json.dumps({"identity": identity, "stamps": stamps}).encode()

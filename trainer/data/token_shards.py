@@ -1,4 +1,4 @@
-"""Tokenize the files of a store in several processes. The store has the bytes that one process writes.
+"""Tokenize the files of a store in several processes. The store has the same bytes as with one process.
 
 Each process makes the stores of its shards, with a journal each. The last one to finish appends them
 in order to the final store. A killed process is started again with the same number, or its shards
@@ -51,9 +51,9 @@ class ShardedTokens:
     """The state of a store after the work of a process.
 
     Attributes:
-        folder: Folder that the store has, or will have.
+        folder: Folder of the store, also of a missing one.
         n_shards: Number of shards.
-        n_missing: Number of shards that other processes have not made yet.
+        n_missing: Number of shards left to other processes.
         meta: Metadata of the store. None if shards are missing.
         tokens: The mapped store. None if shards are missing.
     """

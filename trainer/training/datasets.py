@@ -56,7 +56,7 @@ CONFIG_HINT = "correct the config.json of the source checkpoint, and convert it 
 
 
 class DataModel(Protocol):
-    """The properties of a model that its data depends on."""
+    """The properties of a model for its data."""
 
     @property
     def family(self) -> Family:

@@ -6,7 +6,7 @@ The format is the one of `megatron/core/datasets/indexed_dataset.py` (version 1)
 - number S of sequences and number D + 1 of document bounds (uint64)
 - tokens of each sequence (S x int32), and its first byte in the `.bin` file (S x int64)
 - first sequence of each document, and S (D + 1 x int64)
-- for multimodal data the mode of each sequence, which is not read
+- for multimodal data the mode of each sequence (not read)
 
 A document is all of its sequences. It does not end at end-of-sequence tokens within it.
 """
@@ -151,6 +151,7 @@ def _document_bytes(
     edges = np.concatenate([offsets[:1], ends])
     if not n_sequences:
         edges = np.zeros(1, np.int64)
+    # The bounds count sequences from the start of the file, the edges from the first one read here.
     starts = edges[bounds - first].tolist()
     yield from itertools.pairwise(starts)
 
