@@ -167,6 +167,7 @@ def planned_data_files(
     if len(files) != len(plan.files):
         why = f"this process has {len(files):,} files, the plan has {len(plan.files):,}"
         raise _other_data_error(folder, "the data", why)
+    # The name and the size cost no read. A reader compares the digest, of the files of its shards only.
     planned: list[DataFile] = []
     for file, expected in zip(files, plan.files):
         actual = PlannedFile(_name(file), file.nbytes, file.digest or expected.digest)

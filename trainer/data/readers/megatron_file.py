@@ -1,4 +1,4 @@
-"""Indexed datasets of Megatron-LM: token ids in a `.bin` file, and their documents in an `.idx` file beside it.
+"""Indexed datasets of Megatron-LM: token ids in a `.bin` file, and their documents in an `.idx` file.
 
 The format is the one of `megatron/core/datasets/indexed_dataset.py` (version 1), little-endian:
 
@@ -36,7 +36,7 @@ HEADER = struct.Struct("<9sQBQQ")
 # Codes of Megatron's `DType` that can be token ids.
 DTYPE_NAMES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 DTYPE_CODES = {name: code for code, name in DTYPE_NAMES.items()}
-# Documents whose bounds are read together, and ids of a document that are read together.
+# Documents per read of bounds, and bytes per read of ids.
 BLOCK_DOCUMENTS = 1 << 16
 CHUNK_NBYTES = 1 << 20
 LENGTH_DTYPE = np.dtype("<i4")
