@@ -1,4 +1,4 @@
-"""Parse the command that a job of `prep launch` runs, with the parser of `prep` itself."""
+"""Parse the command of a job of `prep launch` with the parser of `prep` itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LaunchCommand(StrictCommand):
 def launched_command(
     context: typer.Context, recipe: Path | None, words: Sequence[str]
 ) -> LaunchedCommand:
-    """Return the command that a job runs.
+    """Return the command of a job.
 
     Args:
         context: Context of `prep launch ENGINE`.
@@ -57,7 +57,7 @@ def launched_command(
 
 
 def _parse_command(context: typer.Context, words: list[str]) -> LaunchedCommand:
-    """Return the command with the values of its options that a job depends on."""
+    """Return the command with the relevant values of its options."""
     root = context.find_root()
     commands: dict[str, Any] = vars(root.command)["commands"]
     known = [name for name, command in commands.items() if not isinstance(command, TyperGroup)]

@@ -1,4 +1,4 @@
-"""The command of `prep` that a job runs. The functions do no I/O."""
+"""The command of `prep` in a job. The functions do no I/O."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LaunchedCommand:
 
 
 def train_command(recipe: str, arguments: Sequence[str] = ()) -> LaunchedCommand:
-    """Return the command that trains with a recipe.
+    """Return the command for training with a recipe.
 
     >>> train_command("run.toml", ["--set", "seed=1"]).words
     ('train', 'run.toml', '--set', 'seed=1')

@@ -1,4 +1,4 @@
-"""The JobSet that runs a command on Kubernetes with one process per pod. The functions do no I/O."""
+"""The JobSet for a command on Kubernetes with one process per pod. The functions do no I/O."""
 
 from __future__ import annotations
 

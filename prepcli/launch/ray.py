@@ -1,4 +1,4 @@
-"""The driver of a Ray job that runs a command in several workers. The functions do no I/O.
+"""The driver of a Ray job with a command in several workers. The functions do no I/O.
 
 Training runs in `JaxTrainer` of Ray Train (https://docs.ray.io/en/latest/train/getting-started-jax.html), which places
 the workers and starts all of them again. Conversions run as tasks with a share each, and a stopped task runs again.
@@ -19,7 +19,7 @@ STRATEGY = "SPREAD"
 
 
 def ray_driver(job: LaunchJob, options: RayOptions, *, recipe_text: str = "") -> str:
-    """Return the Python program that starts the workers and waits for them.
+    """Return the Python program to start the workers and to wait for them.
 
     Args:
         job: The job.
@@ -54,7 +54,7 @@ def _command_lines(job: LaunchJob, options: RayOptions, recipe_text: str) -> lis
 
 
 def _trainer_lines(job: LaunchJob, options: RayOptions, command: list[str]) -> list[str]:
-    """Return the driver of a training. An error that a restart would repeat ends the job with its exit code."""
+    """Return the driver of a training. Its exit codes 1 and 2 end the job without a restart."""
     return [
         "import os",
         "import sys",

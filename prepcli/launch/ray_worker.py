@@ -45,7 +45,7 @@ def coordinator_address(host: str) -> str:
 
 
 class ExitCode:
-    """Actor with the exit code of a job: the first code of a process that no restart would change."""
+    """Actor with the exit code of a job: the first failure of a process, apart from 75 and kills."""
 
     def __init__(self) -> None:
         self.code = OK
@@ -61,7 +61,7 @@ class ExitCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayCommand:
-    """A command of `prep` that the workers of a job run, each in a process of its own.
+    """A command of `prep` for the workers of a job, with a process in each.
 
     The process has a main thread, so it handles signals as on the command line.
 
@@ -82,7 +82,7 @@ class RayCommand:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def run_together(self, index: int, count: int, address: str) -> int:
-        """Run a process that connects to the other ones, and return its exit code.
+        """Run a process of a connected job, and return its exit code.
 
         Args:
             index: Index of the process, from 0.
@@ -100,7 +100,7 @@ class RayCommand:
         return self._run([], place)
 
     def run_share(self, index: int, count: int) -> int:
-        """Run a process that writes a share of the output, and return its exit code.
+        """Run a process with a share of the output, and return its exit code.
 
         Args:
             index: Index of the share, from 0.

@@ -1,4 +1,4 @@
-"""The managed job of SkyPilot that runs a command with one process per node. The functions do no I/O.
+"""The managed job of SkyPilot for a command with one process per node. The functions do no I/O.
 
 Keys: https://docs.skypilot.co/en/latest/reference/yaml-spec.html.
 """

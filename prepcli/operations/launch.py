@@ -1,4 +1,4 @@
-"""Write, submit or run a script or a command that several processes execute."""
+"""Write, submit or run a script or a command with several processes."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def _load_recipe(command: LaunchedCommand) -> Recipe | None:
 
 
 def _with_recipe_file(command: LaunchedCommand) -> LaunchedCommand:
-    """Return the command with the file of its recipe, e.g. of a recipe that is shipped with prep.
+    """Return the command with the file of its recipe, e.g. of a shipped recipe.
 
     Scripts for other machines contain or copy the file.
     """
@@ -259,7 +259,7 @@ def _recipe_text(command: LaunchedCommand) -> str:
 
 
 def _training_needs(command: LaunchedCommand, recipe: Recipe | None) -> Training | None:
-    """Return the mesh, processes and devices that a command needs, or None if it computes on no mesh.
+    """Return the required mesh, processes and devices of a command, or None if it computes on no mesh.
 
     Raises:
         UsageError: The mesh or the URL of `--out` is invalid.
@@ -282,7 +282,7 @@ def _training_needs(command: LaunchedCommand, recipe: Recipe | None) -> Training
 def _check_output_is_kept(
     command: LaunchedCommand, event: str, option: Option | None = None
 ) -> None:
-    """Raise UsageError if a command would write to a disk that ends with the job.
+    """Raise UsageError if a command would write to a temporary disk.
 
     Args:
         command: The command.
@@ -318,7 +318,7 @@ def _heartbeat_timeout_s(recipe: Recipe | None) -> float:
 def _script_job(
     command: LaunchedCommand, options: ScriptOptions, name: str, max_restarts: int = MAX_RESTARTS
 ) -> LaunchJob:
-    """Return the job that a script starts."""
+    """Return the job of a script."""
     return LaunchJob(
         command=command,
         name=name,
