@@ -30,6 +30,7 @@ def batches(
     of: PositiveInt = 1,
     start: NonNegativeInt = 0,
     out: PathLike | None = None,
+    verify: bool | None = None,
     progress: Progress | Observer | None = None,
     **options: Unpack[DataOptions],
 ) -> Batches:
@@ -49,8 +50,10 @@ def batches(
     batch of one process: packing, mixture and epochs depend on the step only. Save `step` of the iterator in your
     checkpoint, and pass it as `start`. A start takes the same time at any step, and may have another `of`.
 
-    The tokens are in `data.cache`, or in the folder of the run. A missing one is made first. `prep tokenize` makes it
-    in several processes. Neither weights are read nor devices used, and jax is not imported.
+    The tokens are in `data.cache`, or in the folder of the run. Missing ones are made first. `prep tokenize` makes them
+    in several processes. Process 0 reads data files and tokens for their digests. All others open the tokens at once if
+    the data files have unchanged sizes and times. Neither weights are read nor devices used, and jax
+    is not imported.
 
     ```python
     batches = prep.batches("recipe.toml", process=0, of=2, start=100)
@@ -64,6 +67,7 @@ def batches(
         of: Number of processes.
         start: Step of the first batch, from 0.
         out: Folder of the run, for its tokens. Default: `runs/NAME`.
+        verify: Whether this process reads data files and tokens for their digests. Default: in process 0.
         progress: Receives the bytes tokenized. Default: none. See `Progress`.
         **options: See `DataOptions`.
 
@@ -76,12 +80,15 @@ def batches(
     """
     from trainer.training.source_datasets import make_order
 
+    if verify is None:
+        verify = process == 0
     loaded = load_recipe(find_training_recipe(Path(recipe)), as_tuple(options["overrides"])).recipe
     datasets = open_datasets(
         loaded,
         out=Path(out) if out is not None else None,
         offline=options["offline"],
         observer=run_observer_of(progress),
+        checks_digests=verify,
     )
     order = make_order(
         datasets, run_batch_size(loaded), seed=loaded.seed, shuffle=loaded.data.shuffle
@@ -91,7 +98,8 @@ def batches(
         order,
         steps=loaded.train.steps or order.steps_for_epochs(loaded.train.epochs or 0),
         identity=datasets.identity,
-        reopen=partial(batches, recipe, process=process, of=of, out=out, **options),
+        # This process has checked the digests, so its copies need not.
+        reopen=partial(batches, recipe, process=process, of=of, out=out, verify=False, **options),
         process=process,
         of=of,
         start=start,

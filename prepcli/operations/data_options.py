@@ -1,4 +1,4 @@
-"""The options of the operations that prepare data: `batches`, `tokenize` and `tokenize_shard`.
+"""The options for preparing data: `batches`, `tokenize` and `tokenize_shard`.
 
 This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
 """

@@ -40,9 +40,9 @@ def tokenize_shard(
 ) -> Tokenization:
     """Tokenize the share of one process of the data of a recipe. The last process to finish completes the tokens.
 
-    The tokens have the bytes that one process writes. `prep train` and `prep.batches` find them in `data.cache`, or in
-    the folder of the run, which all processes must share. A shard is one or more files, so one file is the work of one
-    process. With `data.bad_lines` or `data.max_examples`, which count over all files, all files are one shard. The
+    The tokens have the same bytes as with one process. `prep train` and `prep.batches` find them in `data.cache`, or in
+    the folder of the run. All processes must share it. A shard is one or more files, so one file is the work of one
+    process. `data.bad_lines` and `data.max_examples` count over all files: with them, all files are one shard. The
     first process records the size and the digest of each file.
 
     A killed process loses about a second of work. Start it again with the same arguments, in any order and with any
@@ -52,7 +52,7 @@ def tokenize_shard(
         recipe: A TOML file, or the name of one of `prep recipes`.
         process: Index of this process, from 0.
         of: Number of processes.
-        out: Folder of the run. With another format, folder of its files, which is then required.
+        out: Folder of the run. With another format, the folder of its files (required).
         format: "megatron" writes `train.idx` and `train.bin` for Megatron-LM. "parquet" writes `train.parquet`, with a
             list of `input_ids` per document. `validation` has the evaluation data, and the names of sources come first.
         progress: Receives the bytes tokenized. Default: none. See `Progress`.
@@ -101,7 +101,7 @@ def tokenize_shard(
 
 
 def _check_exportable(config: TokenizeConfig, file_format: TokenFormat) -> None:
-    """Raise PrepError for pairs of sources and targets, which other formats do not have."""
+    """Raise PrepError for pairs of sources and targets. No other format has them."""
     if config.examples.has_encoder:
         why = "the data has pairs of a source and a target, for a model with an encoder"
         hint = text("remove {}", Option("format"))

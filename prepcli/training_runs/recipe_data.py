@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RecipeModel:
-    """The parts of a recipe's model that its data depends on.
+    """The parts of a recipe's model for its data.
 
     Attributes:
         model: The model, with the changes of the recipe.
@@ -44,7 +44,12 @@ class RecipeModel:
 
 
 def open_datasets(
-    recipe: Recipe, *, out: Path | None, offline: bool, observer: Observer
+    recipe: Recipe,
+    *,
+    out: Path | None,
+    offline: bool,
+    observer: Observer,
+    checks_digests: bool = True,
 ) -> Datasets:
     """Return the datasets of a recipe, from the cache or tokenized now.
 
@@ -53,6 +58,7 @@ def open_datasets(
         out: Folder of its run. None for the default.
         offline: Use only the caches of the hub.
         observer: Receives notes and progress.
+        checks_digests: See `TokenizeConfig`.
 
     Raises:
         PrepError: The model or the data is missing or invalid.
@@ -66,6 +72,7 @@ def open_datasets(
         model_config=opened.model.config,
         folders={"tokenizer": opened.tokenizer_folder, "cache": tokens_folder(recipe, out)},
         remote=DataFinder(make_access(observer, offline=offline), observer.note),
+        checks_digests=checks_digests,
         progress=tokenize_progress(observer),
         note=observer.note,
     )

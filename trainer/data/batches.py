@@ -24,8 +24,8 @@ DIGEST_MODULUS = 1 << 128
 class BatchDigest:
     """A digest of the rows of batches.
 
-    It depends on the step, the position and the content of each row, and not on the order in which
-    rows are added. The digests of the shares of several processes add up to the digest of the whole
+    It depends on the step, the position and the content of each row, and not on the order of the
+    additions. The digests of the shares of several processes add up to the digest of the whole
     batches.
     """
 
@@ -74,7 +74,7 @@ class Batches:
         steps: Steps of the run. The iterator ends after them.
         batch_size: Rows of a whole batch.
         first_row: Position in the whole batch of the first row of this process.
-        n_rows: Rows of a batch that this process gets.
+        n_rows: Rows of a batch in the share of this process.
         columns: Length and dtype of each array, by name.
         identity: Digest of the tokens of the run.
     """
@@ -135,6 +135,7 @@ class Batches:
 
     def __next__(self) -> Arrays:
         """Return the batch of the next step."""
+        # The step grows after the read. An interrupted read leaves the iterator at the same batch.
         if self.step == self.steps:
             raise StopIteration
         batch = self.batch(self.step)
@@ -187,6 +188,7 @@ def share_start(batch_size: int, process: int, of: int) -> int:
 
     E.g. 8 rows among 3 processes start at 0, 2 and 5.
     """
+    # Whole numbers: the end of a share is the start of the next one, without gaps and overlaps.
     return batch_size * process // of
 
 

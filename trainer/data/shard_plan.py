@@ -1,4 +1,4 @@
-"""The plan by which several processes tokenize the files of one store.
+"""The plan of several processes for the files of one store.
 
 A shard is a range of consecutive files, and its tokens are a store of their own. The plan has the
 size and the digest of each file. The first process writes it, and it does not depend on the number
@@ -36,7 +36,7 @@ class PlannedFile:
     """A file of a plan.
 
     Attributes:
-        name: Its name without folders, which may differ from host to host.
+        name: Its name without folders. Hosts may have different ones.
         nbytes: Size in bytes.
         digest: Digest of its content. See `DataFile.digest`.
     """
@@ -89,6 +89,7 @@ def _shard_ends(files: Sequence[PlannedFile], max_shards: int) -> Iterable[int]:
     nbytes = 0
     for index, file in enumerate(files, start=1):
         nbytes += file.nbytes
+        # In whole numbers, so that all hosts divide the files alike.
         if nbytes * max_shards >= total_nbytes or index == len(files):
             yield index
             nbytes = 0
@@ -157,7 +158,7 @@ def planned_data_files(
 ) -> tuple[DataFile, ...]:
     """Return the files of this process with the digests of the plan. Local files are not read.
 
-    A reader checks the digest of each file that it reads.
+    The readers check the digests.
 
     Raises:
         PrepError: The files of this process differ from the plan.
@@ -166,6 +167,7 @@ def planned_data_files(
     if len(files) != len(plan.files):
         why = f"this process has {len(files):,} files, the plan has {len(plan.files):,}"
         raise _other_data_error(folder, "the data", why)
+    # The name and the size cost no read. A reader compares the digest, of the files of its shards only.
     planned: list[DataFile] = []
     for file, expected in zip(files, plan.files):
         actual = PlannedFile(_name(file), file.nbytes, file.digest or expected.digest)

@@ -57,7 +57,7 @@ def export_tokens(store: Path, meta: StoreMeta, target: Path, file_format: Expor
         file_format: Its format.
 
     Returns:
-        The file to name in a recipe: `.idx` with the `.bin` beside it, or `.parquet`.
+        The file to name in a recipe: `.idx` of a dataset, or `.parquet`.
 
     Raises:
         PrepError: The format cannot store the tokens, other tokens are there already, or a file
@@ -178,6 +178,8 @@ def _record_batches(tokens: MappedTokens, schema: Schema) -> Iterator[RecordBatc
     """Yield the documents of a store as rows."""
     import pyarrow as pa
 
+    # A list array has the values of all rows in one array, and the offset of each row: no row is
+    # copied on its own.
     first = 0
     for ends in document_end_blocks(tokens, ROW_GROUP_DOCUMENTS):
         part = slice(first, int(ends[-1]))

@@ -1,4 +1,4 @@
-"""Tokenize the files of a store in several processes. The store has the bytes that one process writes.
+"""Tokenize the files of a store in several processes. The store has the same bytes as with one process.
 
 Each process makes the stores of its shards, with a journal each. The last one to finish appends them
 in order to the final store. A killed process is started again with the same number, or its shards
@@ -7,15 +7,13 @@ are made by another division of the processes.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from trainer.data import store
+from trainer.data.cache_records import Stamp, file_stamps, paths_digest, write_record
 from trainer.data.examples import FileStart, ReadPosition
 from trainer.data.fields import compile_fields
 from trainer.data.files import DataFile, Note
@@ -40,6 +38,7 @@ from trainer.data.tokenize import (
     ids_dtype,
     map_new_tokens,
     read_valid_meta,
+    record_key,
     store_identity,
     tokenize_files,
 )
@@ -52,9 +51,9 @@ class ShardedTokens:
     """The state of a store after the work of a process.
 
     Attributes:
-        folder: Folder that the store has, or will have.
+        folder: Folder of the store, also of a missing one.
         n_shards: Number of shards.
-        n_missing: Number of shards that other processes have not made yet.
+        n_missing: Number of shards left to other processes.
         meta: Metadata of the store. None if shards are missing.
         tokens: The mapped store. None if shards are missing.
     """
@@ -75,6 +74,7 @@ class ShardJob:
     plan: ShardPlan
     files: tuple[DataFile, ...]
     tokenizer: TextTokenizer
+    stamps: list[Stamp]
 
     @property
     def store_folder(self) -> Path:
@@ -148,6 +148,8 @@ def complete_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) ->
     _remove_plan(job.folder)
     # Errors of the whole data, such as too few tokens, are those of one process.
     tokens = map_new_tokens(job.store_folder, meta, job.config, job.tokenizer, note)
+    key = record_key(job.config, job.tokenizer)
+    write_record(job.config.cache, key, job.stamps, job.plan.identity)
     return ShardedTokens(job.store_folder, n_shards, 0, meta, tokens)
 
 
@@ -157,9 +159,7 @@ def _plan_folder(config: TokenizeConfig) -> Path:
     It is the same for all contents of the files and all settings, so that processes with other ones
     find the plan and fail.
     """
-    selection = config.selection
-    inputs = [config.paths, selection.config, selection.split, selection.revision]
-    return config.cache / f"shards-{xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())}"
+    return config.cache / f"shards-{paths_digest(config.paths, config.selection)}"
 
 
 def open_shards(config: TokenizeConfig, note: Note) -> ShardJob:
@@ -176,6 +176,7 @@ def open_shards(config: TokenizeConfig, note: Note) -> ShardJob:
     tokenizer = load_tokenizer(config.tokenizer)
     config, found = find_config_files(config, note)
     settings = store_identity(config, (), tokenizer.digest)
+    stamps = file_stamps(found)
     # The lock saves work: on a file system with locks, only the first process reads all files for
     # their digests.
     with lock_cache(config.cache, note):
@@ -187,7 +188,8 @@ def open_shards(config: TokenizeConfig, note: Note) -> ShardJob:
         if plan is None:
             plan = _make_plan(folder, config, found, tokenizer, note=note)
     check_settings(folder, plan, settings)
-    return ShardJob(folder, config, plan, planned_data_files(folder, plan, found), tokenizer)
+    files = planned_data_files(folder, plan, found)
+    return ShardJob(folder, config, plan, files, tokenizer, stamps)
 
 
 def _make_plan(

@@ -13,6 +13,7 @@ from pathlib import Path
 import xxhash
 
 from trainer.data import store
+from trainer.data.cache_records import file_stamps, paths_digest, read_record, write_record
 from trainer.data.document_rows import open_rows, stored_rows
 from trainer.data.encode import fill_store
 from trainer.data.example_settings import ExampleSettings
@@ -69,6 +70,8 @@ class TokenizeConfig:
         remote: Finds the files of URLs.
         is_mixed: Whether other sources of the run have the same settings.
         packing: The recipe's `data.packing`. Ignored with an encoder.
+        checks_digests: Read all data files and tokens for their digests. If False, files whose sizes and
+            times are those of an earlier call, and their tokens, are trusted.
     """
 
     type: DataType
@@ -88,6 +91,7 @@ class TokenizeConfig:
     remote: RemoteFiles = NO_REMOTE_FILES
     is_mixed: bool = False
     packing: Packing = CONCATENATED
+    checks_digests: bool = True
 
     @property
     def has_blocks(self) -> bool:
@@ -106,7 +110,7 @@ def tokenize_files(
     """Return the tokens of the configured files, from the cache or tokenized now.
 
     All files are read once for their digests. Tokens in the cache are read once to check their
-    digests, and rebuilt if damaged.
+    digests, and rebuilt if damaged. See `TokenizeConfig.checks_digests`.
 
     Args:
         config: Files, tokenizer and cache.
@@ -120,6 +124,12 @@ def tokenize_files(
     """
     tokenizer = load_tokenizer(config.tokenizer)
     config, found = find_config_files(config, note)
+    key = record_key(config, tokenizer)
+    stamps = file_stamps(found)
+    if not config.checks_digests:
+        recorded = read_record(config.cache, key, stamps)
+        if recorded is not None and (config.cache / recorded).exists():
+            return open_tokens(config, recorded, note=note)
     files = hash_files(found, note)
     identity = store_identity(config, files, tokenizer.digest)
     folder = config.cache / identity
@@ -129,7 +139,16 @@ def tokenize_files(
     else:
         folder = (config.scratch_dir or config.cache) / identity
         meta = build_token_store(folder, config, files, tokenizer, progress=progress, note=note)
-    return map_new_tokens(folder, meta, config, tokenizer, note)
+    tokens = map_new_tokens(folder, meta, config, tokenizer, note)
+    if config.scratch_dir is None:
+        write_record(config.cache, key, stamps, identity)
+    return tokens
+
+
+def record_key(config: TokenizeConfig, tokenizer: TextTokenizer) -> str:
+    """Return the key of the record of a config's tokens."""
+    settings = store_identity(config, (), tokenizer.digest)
+    return paths_digest(config.paths, config.selection, settings)
 
 
 def find_config_files(

@@ -56,7 +56,7 @@ CONFIG_HINT = "correct the config.json of the source checkpoint, and convert it 
 
 
 class DataModel(Protocol):
-    """The properties of a model that its data depends on."""
+    """The properties of a model for its data."""
 
     @property
     def family(self) -> Family:
@@ -82,6 +82,7 @@ def build_datasets(
     folders: Mapping[str, Path],
     group: ProcessGroup | None = None,
     remote: RemoteFiles = NO_REMOTE_FILES,
+    checks_digests: bool = True,
     progress: Callable[[int, int, int], None],
     note: Callable[[str], None],
 ) -> Datasets:
@@ -97,6 +98,7 @@ def build_datasets(
             optional: folder for tokens missing in the cache, if the cache must not be written to.
         group: Processes of the job. None means one process.
         remote: Finds the data files of URLs.
+        checks_digests: See `TokenizeConfig`.
         progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
         note: Called with messages for the user.
 
@@ -116,6 +118,7 @@ def build_datasets(
             folders=folders,
             remote=remote,
             is_mixed=recipe.data.sources is not None,
+            checks_digests=checks_digests,
         ),
         tokenize=partial(tokenize_in_group, group=group or SingleProcess(), progress=progress),
     )
@@ -204,6 +207,7 @@ def _tokenize_config(
     folders: Mapping[str, Path],
     remote: RemoteFiles,
     is_mixed: bool,
+    checks_digests: bool = True,
 ) -> TokenizeConfig:
     """Return how a recipe tokenizes its data."""
     check_packing(data, has_encoder=model.arch_config.encoder is not None)
@@ -230,6 +234,7 @@ def _tokenize_config(
         remote=remote,
         is_mixed=is_mixed,
         packing=data.packing,
+        checks_digests=checks_digests,
     )
 
 

@@ -1,4 +1,4 @@
-"""Indexed datasets of Megatron-LM: token ids in a `.bin` file, and their documents in an `.idx` file beside it.
+"""Indexed datasets of Megatron-LM: token ids in a `.bin` file, and their documents in an `.idx` file.
 
 The format is the one of `megatron/core/datasets/indexed_dataset.py` (version 1), little-endian:
 
@@ -6,7 +6,7 @@ The format is the one of `megatron/core/datasets/indexed_dataset.py` (version 1)
 - number S of sequences and number D + 1 of document bounds (uint64)
 - tokens of each sequence (S x int32), and its first byte in the `.bin` file (S x int64)
 - first sequence of each document, and S (D + 1 x int64)
-- for multimodal data the mode of each sequence, which is not read
+- for multimodal data the mode of each sequence (not read)
 
 A document is all of its sequences. It does not end at end-of-sequence tokens within it.
 """
@@ -36,7 +36,7 @@ HEADER = struct.Struct("<9sQBQQ")
 # Codes of Megatron's `DType` that can be token ids.
 DTYPE_NAMES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 DTYPE_CODES = {name: code for code, name in DTYPE_NAMES.items()}
-# Documents whose bounds are read together, and ids of a document that are read together.
+# Documents per read of bounds, and bytes per read of ids.
 BLOCK_DOCUMENTS = 1 << 16
 CHUNK_NBYTES = 1 << 20
 LENGTH_DTYPE = np.dtype("<i4")
@@ -151,6 +151,7 @@ def _document_bytes(
     edges = np.concatenate([offsets[:1], ends])
     if not n_sequences:
         edges = np.zeros(1, np.int64)
+    # The bounds count sequences from the start of the file, the edges from the first one read here.
     starts = edges[bounds - first].tolist()
     yield from itertools.pairwise(starts)
 
