@@ -21,6 +21,7 @@ from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes
 from prepcli.execution.staging import WORK_FOLDER, Staging
 from prepcli.formats.checksums import CHECKSUMS_FILE, write_checksums
 from prepcli.formats.file_records import record_file, record_files
+from prepcli.formats.levanter_write import write_levanter_metadata
 from prepcli.formats.manifest import (
     FILES_KEY,
     HEADER_KEY,
@@ -118,6 +119,9 @@ def _write_index(plan: Plan, folder: Path, compressed: CompressedChunks | None) 
     if compressed:
         chunks = compressed.relocate(chunks)
         names = compressed.files
+    if plan.is_levanter:
+        write_levanter_metadata(folder, array_metas, chunks, names, newest_source_ns(plan))
+        return
     write_item_metadata(
         folder,
         array_metas,

@@ -49,7 +49,7 @@ class WrittenChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class _ChunkColumns:
+class ChunkColumns:
     """File, offset and size of each chunk of an array, in C order of its grid. File -1 if not placed yet."""
 
     meta: ArrayMeta
@@ -90,35 +90,28 @@ def write_item_metadata(
     Raises:
         PrepError: A leaf cannot be stored, or a chunk is missing, duplicate or of the wrong size. Nothing is written.
     """
-    _check_leaves(arrays, non_arrays)
-    tables = [_empty_columns(meta) for meta in arrays]
-    for chunk in chunks:
-        _record_chunk(tables[chunk.array], chunk, zstd_level is not None)
-    for table in tables:
-        if -1 in table.files:
-            missing_index = unravel_chunk_index(table.grid, table.files.index(-1))
-            what = f"the index of {table.meta.name} misses chunk {chunk_key(missing_index)}"
-            raise PrepError(what, "the plan does not place it", _BUG_HINT)
+    check_leaves(arrays, non_arrays)
+    tables = collect_chunks(arrays, chunks, is_compressed=zstd_level is not None)
     if uses_ocdbt:
         entries = _iter_entries(tables, file_names, zstd_level)
         write_ocdbt_index(folder, entries, now_ns, node_nbytes)
     else:
         _write_array_documents(folder, tables, file_names, zstd_level)
-    _write_json(folder / METADATA_FILE, _tree_metadata(arrays, non_arrays, uses_ocdbt))
-    _write_json(folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata(_HANDLER, now_ns))
+    write_json(folder / METADATA_FILE, _tree_metadata(arrays, non_arrays, uses_ocdbt))
+    write_json(folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata(_HANDLER, now_ns))
     texts: dict[str, str] = {}
     for leaf in non_arrays:
         if leaf.value_type == "string":
             texts[dotted_name(leaf.path)] = leaf.text
     if texts:
-        _write_json(folder / STRINGS_FILE, texts)
+        write_json(folder / STRINGS_FILE, texts)
     # Orbax on Google Cloud Storage takes an item without this marker for unfinished.
     write_no_follow(folder / "commit_success.txt", b"Checkpoint commit was successful.\n")
 
 
 def write_step_metadata(folder: Path, item_name: str, now_ns: int) -> None:
     """Write the metadata that makes `folder` a training step of Orbax with the item in its subfolder `item_name`."""
-    _write_json(
+    write_json(
         folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata({item_name: _HANDLER}, now_ns)
     )
 
@@ -143,7 +136,7 @@ def encode_zarray(meta: ArrayMeta, zstd_level: int | None = None) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
+def check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
     """Raise PrepError if an Orbax checkpoint cannot have these leaves."""
     if not arrays:
         raise PrepError(
@@ -179,10 +172,29 @@ def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArra
         )
 
 
-def _empty_columns(meta: ArrayMeta) -> _ChunkColumns:
+def collect_chunks(
+    arrays: Sequence[ArrayMeta], chunks: Iterable[WrittenChunk], *, is_compressed: bool
+) -> list[ChunkColumns]:
+    """Return the locations of all chunks of each array.
+
+    Raises:
+        PrepError: A chunk is missing, duplicate or of the wrong size.
+    """
+    tables = [_empty_columns(meta) for meta in arrays]
+    for chunk in chunks:
+        _record_chunk(tables[chunk.array], chunk, is_compressed)
+    for table in tables:
+        if -1 in table.files:
+            missing_index = unravel_chunk_index(table.grid, table.files.index(-1))
+            what = f"the index of {table.meta.name} misses chunk {chunk_key(missing_index)}"
+            raise PrepError(what, "the plan does not place it", _BUG_HINT)
+    return tables
+
+
+def _empty_columns(meta: ArrayMeta) -> ChunkColumns:
     grid = meta.grid
     chunk_count = math.prod(grid)
-    return _ChunkColumns(
+    return ChunkColumns(
         meta,
         grid,
         meta.chunk_nbytes,
@@ -192,7 +204,7 @@ def _empty_columns(meta: ArrayMeta) -> _ChunkColumns:
     )
 
 
-def _record_chunk(table: _ChunkColumns, chunk: WrittenChunk, is_compressed: bool) -> None:
+def _record_chunk(table: ChunkColumns, chunk: WrittenChunk, is_compressed: bool) -> None:
     # The index is a number with the grid's extents as its base, e.g. [1, 2] in [2, 3] is 1 * 3 + 2.
     chunk_number = 0
     is_inside = len(chunk.index) == len(table.grid)
@@ -213,16 +225,14 @@ def _record_chunk(table: _ChunkColumns, chunk: WrittenChunk, is_compressed: bool
     table.nbytes[chunk_number] = chunk.nbytes
 
 
-def _chunk_error(
-    table: _ChunkColumns, chunk: WrittenChunk, suffix: str, why: str = ""
-) -> PrepError:
+def _chunk_error(table: ChunkColumns, chunk: WrittenChunk, suffix: str, why: str = "") -> PrepError:
     what = f"the index of {table.meta.name} has chunk {chunk_key(chunk.index)}{suffix}"
     return PrepError(what, why, _BUG_HINT)
 
 
 def _write_array_documents(
     folder: Path,
-    tables: Sequence[_ChunkColumns],
+    tables: Sequence[ChunkColumns],
     file_names: Sequence[str],
     zstd_level: int | None,
 ) -> None:
@@ -241,7 +251,7 @@ def _write_array_documents(
 
 
 def _iter_entries(
-    tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
+    tables: Sequence[ChunkColumns], file_names: Sequence[str], zstd_level: int | None
 ) -> Iterator[OcdbtEntry]:
     """Yield the index entries in the order of keys."""
     entries = _iter_array_entries(tables, file_names, zstd_level)
@@ -253,7 +263,7 @@ def _iter_entries(
 
 
 def _iter_array_entries(
-    tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
+    tables: Sequence[ChunkColumns], file_names: Sequence[str], zstd_level: int | None
 ) -> Iterator[OcdbtEntry]:
     """Yield the index entries array by array. `.` and `/` sort before digits."""
     by_key = sorted((f"{table.meta.name}/".encode(), n) for n, table in enumerate(tables))
@@ -321,5 +331,6 @@ def _checkpoint_metadata(handlers: str | dict[str, str], now_ns: int) -> dict[st
     }
 
 
-def _write_json(path: Path, document: object) -> None:
+def write_json(path: Path, document: object) -> None:
+    """Write a JSON file. Links are not followed."""
     write_no_follow(path, json.dumps(document).encode())

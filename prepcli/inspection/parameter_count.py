@@ -11,7 +11,8 @@ from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.sources.tree_tensors import StoredLeaf, match_foreign_tree
+from prepcli.sources.foreign_trees import match_foreign_tree
+from prepcli.sources.tree_tensors import StoredLeaf
 from trainer.models.axis_map import ParsedAxisMap
 from trainer.models.parameters import Family, parameter_rows
 

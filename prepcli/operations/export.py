@@ -32,6 +32,8 @@ from prepcli.operations.export_layouts import (
     FORMATS_BY_LAYOUT,
     HF_LAYOUT,
     LAYOUT_TITLES,
+    LEVANTER_LAYOUTS,
+    TENSORSTORE_FORMAT,
     file_format,
     lay_out_weights,
     layout_scales,
@@ -85,6 +87,7 @@ MIN_UNITLESS_NBYTES = 1 << 20
 UNSPLIT_FORMATS = {
     STREAM_FORMAT: ("streams", "an EasyLM stream is one file"),
     "orbax": ("Orbax items", "their chunks determine the files"),
+    TENSORSTORE_FORMAT: ("Levanter checkpoints", "their chunks determine the files"),
 }
 
 
@@ -375,6 +378,8 @@ def _manifest_settings(
     }
     if layout != HF_LAYOUT:
         settings["layout"] = layout
+    if layout in LEVANTER_LAYOUTS:
+        settings["storage"] = "levanter"
     settings["prefixed"] = source.names.is_prefixed
     settings["tied"] = is_tied
     settings["config"] = config

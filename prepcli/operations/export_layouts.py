@@ -31,12 +31,15 @@ from trainer.models.json_types import HFConfig
 PAYLOAD_PAGE_OFFSET = 0
 HF_LAYOUT = "hf"
 DCP_FORMAT = "dcp"
+TENSORSTORE_FORMAT = "tensorstore"
+LEVANTER_LAYOUTS = ("levanter", "levanter-unscanned")
 # The formats of each layout. The first one is the default.
 FORMATS_BY_LAYOUT: Mapping[str, tuple[str, ...]] = {
     HF_LAYOUT: ("safetensors", DCP_FORMAT),
     "hf-flax": ("msgpack",),
     "easylm": (STREAM_FORMAT,),
     **dict.fromkeys(TRAINER_ITEMS, ("orbax",)),
+    **dict.fromkeys(LEVANTER_LAYOUTS, (TENSORSTORE_FORMAT,)),
 }
 LAYOUT_TITLES = {
     HF_LAYOUT: "Hugging Face safetensors",
@@ -45,6 +48,8 @@ LAYOUT_TITLES = {
     "maxtext": "Orbax checkpoint for MaxText",
     "maxtext-unscanned": "Orbax checkpoint for MaxText",
     "tunix": "Orbax checkpoint for Tunix",
+    "levanter": "Levanter checkpoint",
+    "levanter-unscanned": "Levanter checkpoint",
 }
 
 

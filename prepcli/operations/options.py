@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
 from prepcli.operations.towers_options import TowersOptions
+from prepcli.operations.tree_options import TreeOptions
 from prepcli.option_spec import NOT_RECORDED, NonNegativeInt, OptionSpec, PathLike, PositiveInt
 
 DEFAULT_MEMORY = "512MiB"
@@ -437,34 +438,9 @@ class ReshardOptions(LayoutOptions, total=False):
     ]
 
 
-class ExportOptions(ConversionOptions, VerbatimOptions, TowersOptions, total=False):
+class ExportOptions(TreeOptions, ConversionOptions, VerbatimOptions, TowersOptions, total=False):
     """Options of `export`."""
 
-    layout: Annotated[
-        Literal["hf", "hf-flax", "easylm", "maxtext", "maxtext-unscanned", "tunix"],
-        OptionSpec(
-            "TREE",
-            "Write the tree of hf, hf-flax, easylm, maxtext, maxtext-unscanned or tunix.",
-            '"hf" (safetensors, the default), "hf-flax" (Flax msgpack), "easylm" (stream), or Orbax for another '
-            'trainer: "maxtext" (stacked layers), "maxtext-unscanned" or "tunix".',
-            default="hf",
-            cli_type=str,
-            position=3,
-            record=2,
-        ),
-    ]
-    format: Annotated[
-        Literal["safetensors", "dcp", "msgpack", "stream", "orbax"] | None,
-        OptionSpec(
-            "KIND",
-            "Write safetensors, dcp, msgpack, stream or orbax. Default: by layout.",
-            "Format of the files. Default: the first one of the layout. The layout hf has safetensors and dcp (torch "
-            "distributed checkpoint).",
-            cli_type=str,
-            position=4,
-            record=NOT_RECORDED,
-        ),
-    ]
     keep_padding: Annotated[
         bool,
         OptionSpec(

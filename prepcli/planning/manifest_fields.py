@@ -161,7 +161,7 @@ class PrepFields(TypedDict, total=False):
     compress: str
     casts: Sequence[CastEntry]
     packed: Mapping[str, int]
-    # `files` if each chunk is a file. Omitted for an OCDBT database.
+    # `files` if each chunk is a file, `levanter` for a checkpoint of Levanter. Omitted for an OCDBT database of Orbax.
     storage: str
     quantization: Mapping[str, object]
     quantized: Mapping[str, QuantizedRecord]

@@ -368,6 +368,11 @@ class Plan:
         return self.settings.get("storage") != "files"
 
     @property
+    def is_levanter(self) -> bool:
+        """Whether the leaves are a checkpoint of Levanter: zarr 3 arrays in an OCDBT database."""
+        return self.settings.get("storage") == "levanter"
+
+    @property
     def chunk_count(self) -> int:
         """Number of chunks of all leaves."""
         return sum(math.prod(leaf.grid.chunk_counts) for leaf in self.leaves)

@@ -30,14 +30,15 @@ def find_layout_leaves(
         PrepError: A tensor has no leaf in the layout, or a leaf has no tensor.
     """
     family = source.family
+    tree = family.layouts[layout]
     sizes = family.sizes(source.config) | {"vocab": vocab_size}
     leaves: dict[str, list[LayoutLeaf]] = {}
     for path, row in _layout_rows(source, layout, tensors).items():
         axis_map = bind_row(row, sizes)
-        # The layout has the paths of a model with a head, e.g. `transformer.h.0` of GPT-2.
+        # A layout of Flax has the paths of a model with a head, e.g. `transformer.h.0` of GPT-2.
         # A base model has the same leaf as `h.0`.
         path_template = path
-        if not source.names.is_prefixed:
+        if tree.follows_prefix and not source.names.is_prefixed:
             path_template = path.removeprefix(family.prefix)
         for tensor, indices in axis_map.tensors():
             leaf = (path_template.format(**indices), axis_map, tuple(indices.items()))

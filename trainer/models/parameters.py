@@ -110,6 +110,8 @@ class TreeLayout:
         allows_tied_head: Whether a tree with a tied head has no leaf for it.
         path_aliases: Path that some trees use -> path in `parameters`.
         ignored_fields: Config fields without effect in that library.
+        non_parameters: Ends of the paths of further leaves, which are not parameters.
+        follows_prefix: Whether the paths of a base model, saved without its head, lack the family's prefix.
     """
 
     parameters: Mapping[str, Parameter]
@@ -118,6 +120,8 @@ class TreeLayout:
     allows_tied_head: bool = False
     path_aliases: Mapping[str, str] = field(default_factory=dict)
     ignored_fields: tuple[str, ...] = ()
+    non_parameters: tuple[str, ...] = ()
+    follows_prefix: bool = False
 
     @property
     def readable_axes(self) -> tuple[int | None, ...]:

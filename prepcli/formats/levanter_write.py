@@ -1,0 +1,96 @@
+"""Write the metadata of a Levanter checkpoint, given its chunks: the OCDBT index and `metadata.json`.
+
+Neither Levanter nor TensorStore is imported, and no weights are read or written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from prepcli.formats.levanter import LEVANTER_METADATA_FILE
+from prepcli.formats.ocdbt import NODE_NBYTES, OcdbtEntry, ValueLocation, write_ocdbt_index
+from prepcli.formats.orbax import ArrayMeta, unravel_chunk_index
+from prepcli.formats.orbax_write import (
+    ChunkColumns,
+    WrittenChunk,
+    check_leaves,
+    collect_chunks,
+    write_json,
+)
+from prepcli.formats.zarr import ZARR_JSON
+from prepcli.planning.tensors import FLOAT_DTYPES
+
+
+def write_levanter_metadata(
+    folder: Path,
+    arrays: Sequence[ArrayMeta],
+    chunks: Iterable[WrittenChunk],
+    file_names: Sequence[str],
+    now_ns: int,
+) -> None:
+    """Write the metadata of a checkpoint of step 0 over existing data files. Equal arguments give equal files.
+
+    Args:
+        folder: Folder of the checkpoint.
+        arrays: Arrays of the checkpoint.
+        chunks: Location of every chunk of every array. Chunks are not compressed.
+        file_names: Data files by number, relative to `folder`.
+        now_ns: Time of the checkpoint in nanoseconds since the epoch.
+
+    Raises:
+        PrepError: A leaf cannot be stored, or a chunk is missing, duplicate or of the wrong size. Nothing is written.
+    """
+    check_leaves(arrays, ())
+    tables = collect_chunks(arrays, chunks, is_compressed=False)
+    write_ocdbt_index(folder, _iter_entries(tables, file_names), now_ns, NODE_NBYTES)
+    # Levanter compares the times of checkpoints of one step, and writes them without a time zone.
+    time = datetime.fromtimestamp(now_ns // 10**9, UTC).replace(tzinfo=None)
+    step = {"step": 0, "timestamp": time.isoformat(), "is_temporary": False}
+    write_json(folder / LEVANTER_METADATA_FILE, step)
+
+
+def encode_zarr_json(meta: ArrayMeta) -> bytes:
+    """Return the `zarr.json` document of an array with raw chunks, as TensorStore writes it for JAX."""
+    fill_value = 0.0 if meta.dtype in FLOAT_DTYPES else 0
+    document = {
+        "chunk_grid": {"configuration": {"chunk_shape": meta.chunk_shape}, "name": "regular"},
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": [{"configuration": {"endian": "little"}, "name": "bytes"}],
+        "data_type": meta.dtype,
+        "fill_value": fill_value,
+        "node_type": "array",
+        "shape": meta.shape,
+        "zarr_format": 3,
+    }
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _iter_entries(
+    tables: Sequence[ChunkColumns], file_names: Sequence[str]
+) -> Iterator[OcdbtEntry]:
+    """Yield the index entries in the order of keys."""
+    by_prefix: dict[str, ChunkColumns] = {}
+    for table in tables:
+        by_prefix["/".join(map(str, table.meta.path)) + "/"] = table
+    # No path is the start of another one, so that the keys of an array are consecutive. Keys are UTF-8, and Python
+    # sorts texts in the same order.
+    for prefix, table in sorted(by_prefix.items(), key=lambda item: item[0]):
+        for key, chunk_number in sorted(_chunk_keys(table)):
+            location = ValueLocation(
+                file_names[table.files[chunk_number]],
+                table.offsets[chunk_number],
+                table.nbytes[chunk_number],
+            )
+            yield f"{prefix}{key}".encode(), location
+        # `c` sorts before `z`.
+        yield f"{prefix}{ZARR_JSON}".encode(), encode_zarr_json(table.meta)
+
+
+def _chunk_keys(table: ChunkColumns) -> Iterator[tuple[str, int]]:
+    """Yield the key of each chunk without its prefix, e.g. `c/0/3`, and the number of the chunk."""
+    for chunk_number in range(len(table.files)):
+        index = unravel_chunk_index(table.grid, chunk_number)
+        yield "/".join(("c", *map(str, index))), chunk_number

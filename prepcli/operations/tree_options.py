@@ -1,0 +1,49 @@
+"""Options of `export` for the parameter tree and the format of the files."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypedDict
+
+from prepcli.option_spec import NOT_RECORDED, OptionSpec
+
+Layout = Literal[
+    "hf",
+    "hf-flax",
+    "easylm",
+    "maxtext",
+    "maxtext-unscanned",
+    "tunix",
+    "levanter",
+    "levanter-unscanned",
+]
+
+
+class TreeOptions(TypedDict, total=False):
+    """Options for the tree of another library."""
+
+    layout: Annotated[
+        Layout,
+        OptionSpec(
+            "TREE",
+            "Write the tree of hf, hf-flax, easylm, maxtext, maxtext-unscanned, tunix, levanter or levanter-unscanned.",
+            '"hf" (safetensors, the default), "hf-flax" (Flax msgpack), "easylm" (stream), or a checkpoint of another '
+            'trainer: "maxtext", "tunix" or "levanter". "maxtext-unscanned" and "levanter-unscanned" have one leaf per '
+            "layer.",
+            default="hf",
+            cli_type=str,
+            position=3,
+            record=2,
+        ),
+    ]
+    format: Annotated[
+        Literal["safetensors", "dcp", "msgpack", "stream", "orbax", "tensorstore"] | None,
+        OptionSpec(
+            "KIND",
+            "Write safetensors, dcp, msgpack, stream, orbax or tensorstore. Default: by layout.",
+            "Format of the files. Default: the first one of the layout. The layout hf has safetensors and dcp (torch "
+            "distributed checkpoint).",
+            cli_type=str,
+            position=4,
+            record=NOT_RECORDED,
+        ),
+    ]
