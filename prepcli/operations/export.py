@@ -451,7 +451,9 @@ def _check_request(options: ExportOptions, source: Source) -> None:
 
 def _output_suffix(options: ExportOptions) -> str:
     """Return the end of the output's default name."""
-    return DCP_FORMAT if file_format(options) == DCP_FORMAT else options["layout"]
+    if options["layout"] == HF_LAYOUT and file_format(options) == DCP_FORMAT:
+        return DCP_FORMAT
+    return options["layout"]
 
 
 def _check_adapter_request(options: ExportOptions, source: Source) -> None:

@@ -15,6 +15,7 @@ Layout = Literal[
     "tunix",
     "levanter",
     "levanter-unscanned",
+    "torchtitan",
 ]
 
 
@@ -25,10 +26,11 @@ class TreeOptions(TypedDict, total=False):
         Layout,
         OptionSpec(
             "TREE",
-            "Write the tree of hf, hf-flax, easylm, maxtext, maxtext-unscanned, tunix, levanter or levanter-unscanned.",
+            "Write the tree of hf, hf-flax, easylm, maxtext, maxtext-unscanned, tunix, levanter, levanter-unscanned"
+            " or torchtitan.",
             '"hf" (safetensors, the default), "hf-flax" (Flax msgpack), "easylm" (stream), or a checkpoint of another '
-            'trainer: "maxtext", "tunix" or "levanter". "maxtext-unscanned" and "levanter-unscanned" have one leaf per '
-            "layer.",
+            'trainer: "maxtext", "tunix", "levanter" or "torchtitan" (torch distributed '
+            'checkpoint). "maxtext-unscanned" and "levanter-unscanned" have one leaf per layer.',
             default="hf",
             cli_type=str,
             position=3,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prepcli.errors import GET_AGAIN_HINT, PrepError
@@ -103,6 +103,7 @@ def match_foreign_tree(
     config: HFConfig,
     display_name: str,
     roots: Collection[str] = ROOTS,
+    layouts: Collection[str] | None = None,
 ) -> ForeignTree:
     """Match the leaves of a tree with the layout that fits them best.
 
@@ -115,11 +116,13 @@ def match_foreign_tree(
         config: The model's config.json.
         display_name: Name of the checkpoint in messages.
         roots: Possible prefixes of the parameters.
+        layouts: Names of possible layouts. None allows all of the family, and prep's own.
 
     Raises:
         PrepError: No layout fits, a leaf has the wrong shape, or a tensor occurs twice.
     """
-    tree_format = _best_format(leaves, family, config, display_name, roots)
+    candidates = _candidate_formats(family, roots, layouts)
+    tree_format = _best_format(leaves, family, config, display_name, candidates)
     leaves, ignored = _split_non_parameters(leaves, tree_format, family)
     param_leaves = _leaves_below_root(leaves, tree_format, family, display_name)
     expected = _expected_leaf_tensors(tree_format, family, config, param_leaves, display_name)
@@ -168,17 +171,20 @@ def match_foreign_tree(
 def _split_non_parameters(
     leaves: Leaves, tree_format: TreeFormat, family: Family
 ) -> tuple[Leaves, list[DroppedTensor]]:
-    """Return the leaves without those that the layout names as no parameters, and a record of each of these."""
+    """Return the leaves that may be parameters of the layout, and the records of its other leaves."""
     layout = family.layouts.get(tree_format.layout, TreeLayout({}))
     kept: dict[str, StoredLeaf] = {}
     ignored: list[DroppedTensor] = []
+    state: list[tuple[str, StoredLeaf]] = []
     for name, leaf in leaves.items():
         if layout.non_parameters and name.endswith(layout.non_parameters):
             nbytes = math.prod(leaf.shape) * itemsize(leaf.dtype)
             ignored.append(DroppedTensor(name, nbytes, NON_PARAMETER_RULE))
+        elif name.partition(".")[0] in layout.state_keys:
+            state.append((name, leaf))
         else:
             kept[name] = leaf
-    return kept, ignored
+    return kept, [*ignored, *_extra_entries(state)]
 
 
 def _scales_by_path(tree_format: TreeFormat, family: Family, config: HFConfig) -> dict[str, int]:
@@ -242,8 +248,7 @@ def _leaves_below_root(
     below: dict[str, StoredLeaf] = {}
     for name, leaf in leaves.items():
         if name.startswith(root):
-            path = name.removeprefix(root).removesuffix(BOXED_SUFFIX)
-            path = layout.path_aliases.get(path, path)
+            path = layout.resolve_alias(name.removeprefix(root).removesuffix(BOXED_SUFFIX))
             if path in below:
                 why = f"two leaves are named {path}"
                 raise PrepError(f"{display_name} has a leaf twice", why, GET_AGAIN_HINT)
@@ -252,12 +257,16 @@ def _leaves_below_root(
 
 
 def _best_format(
-    leaves: Leaves, family: Family, config: HFConfig, display_name: str, roots: Collection[str]
+    leaves: Leaves,
+    family: Family,
+    config: HFConfig,
+    display_name: str,
+    candidates: Sequence[TreeFormat],
 ) -> TreeFormat:
-    """Return the format with the highest score."""
+    """Return the candidate with the highest score. The first one wins a tie."""
     best = None
     best_score = 0
-    for tree_format in _candidate_formats(family, roots):
+    for tree_format in candidates:
         score = _score_format(tree_format, leaves, family, config)
         if score > best_score:
             best = tree_format
@@ -267,15 +276,18 @@ def _best_format(
         if len(leaves) > MAX_LISTED:
             listed += " …"
         why = f"found {listed}, which are not the leaves of a {family.name}"
-        hint = f"supported layouts: {_example_leaves(family, config)}, below {_roots_text(roots)}"
+        names = dict.fromkeys(candidate.layout for candidate in candidates)
+        roots = dict.fromkeys(candidate.root for candidate in candidates)
+        examples = _example_leaves(family, config, names)
+        hint = f"supported layouts: {examples}, below {_roots_text(roots)}"
         raise PrepError(f"{display_name} has no known layout", why, hint)
     return best
 
 
-def _example_leaves(family: Family, config: HFConfig) -> str:
-    """Describe each supported layout by one of its leaves, as in `native (layers.attn.q.weight)`."""
+def _example_leaves(family: Family, config: HFConfig, layouts: Iterable[str]) -> str:
+    """Describe each layout by one of its leaves, as in `native (layers.attn.q.weight)`."""
     examples: list[str] = []
-    for name in (NATIVE_LAYOUT, *family.layouts):
+    for name in layouts:
         rows = TreeFormat(name, "").rows(family, config)
         path = next(filter(layer_atom_in, rows), "").format(**dict.fromkeys(LAYER_ATOMS, 0))
         examples.append(f"{name} ({path})")
@@ -300,7 +312,8 @@ def _score_format(tree_format: TreeFormat, leaves: Leaves, family: Family, confi
     for path, row in rows.items():
         first = path.format(**dict.fromkeys(LAYER_ATOMS, 0))
         plain = tree_format.root + first
-        alias = tree_format.root + alias_of.get(first, first)
+        alias_path = alias_of.get(path, path).format(**dict.fromkeys(LAYER_ATOMS, 0))
+        alias = tree_format.root + alias_path
         names = (plain, plain + BOXED_SUFFIX, alias, alias + BOXED_SUFFIX)
         leaf = next((leaves[name] for name in names if name in leaves), None)
         num_present += leaf is not None
@@ -312,15 +325,20 @@ def _score_format(tree_format: TreeFormat, leaves: Leaves, family: Family, confi
     return 0
 
 
-def _candidate_formats(family: Family, roots: Collection[str]) -> Iterator[TreeFormat]:
-    # Of two formats with equal scores `_best_format` keeps the first one. A tree with as many layers
-    # as the first dim has rows fits both axes by its shapes, so the usual axis 0 comes first.
+def _candidate_formats(
+    family: Family, roots: Collection[str], layouts: Collection[str] | None
+) -> list[TreeFormat]:
+    """Return all formats of some layouts."""
+    # A tree with as many layers as the first dim has rows fits both axes by its shapes, so the usual axis 0 comes
+    # first.
+    candidates: list[TreeFormat] = []
     for root in roots:
-        for axis in (0, 1, None):
-            yield TreeFormat(NATIVE_LAYOUT, root, axis)
+        candidates += [TreeFormat(NATIVE_LAYOUT, root, axis) for axis in (0, 1, None)]
         for name, layout in family.layouts.items():
-            for axis in layout.readable_axes:
-                yield TreeFormat(name, root, axis)
+            candidates += [TreeFormat(name, root, axis) for axis in layout.readable_axes]
             # A base model, saved without its head, has the paths below the prefix.
             if family.prefix and layout.follows_prefix:
-                yield TreeFormat(name, root, None, has_prefix=False)
+                candidates.append(TreeFormat(name, root, None, has_prefix=False))
+    if layouts is None:
+        return candidates
+    return [candidate for candidate in candidates if candidate.layout in layouts]

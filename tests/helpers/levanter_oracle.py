@@ -47,6 +47,7 @@ def make_config(config: dict[str, Any], layout: str) -> Any:
     values = dict(config)
     # Version 4 of transformers, which Levanter needs, has other names for some fields.
     rope = values.pop("rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
     if "rope_theta" in rope:
         values["rope_theta"] = rope["rope_theta"]
     if rope.get("rope_type", "default") != "default":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from prepcli.engine.digest import digest_pieces
@@ -13,9 +14,11 @@ from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor, read_dcp_fol
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import Contiguous, DroppedTensor, Locations, SourceFile
 from prepcli.planning.strided_copies import ChunkedLocation
+from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import itemsize
+from prepcli.sources.dcp_trees import TORCHTITAN_EMBEDDING, match_torchtitan
 from prepcli.sources.model_family import find_config_path, read_folder_model
-from prepcli.sources.source import Source, SourceTensor, recorded_digests
+from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim
 from trainer.models.boxes import Range, strides
@@ -43,30 +46,52 @@ def open_dcp(
     config_path = find_config_path(hints, path, display_name)
     types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
     model = read_folder_model(path, config_path, hints, types)
-    tensors: list[SourceTensor] = []
-    for tensor in sorted(folder.tensors, key=_file_position):
-        name = model.names.bare_name(tensor.name)
-        digests = recorded_digests((manifest or NO_MANIFEST).tensors, model.names.full_name(name))
-        tensors.append(
-            SourceTensor(name, tensor.dtype, tensor.shape, box_locations(tensor), digests)
-        )
+    names = model.names
+    tensors = _named_tensors(folder, names)
+    extra_entries: tuple[DroppedTensor, ...] = ()
+    if TORCHTITAN_EMBEDDING in types and not model.family.is_verbatim:
+        tree = match_torchtitan(folder, model.family, model.config, display_name)
+        names = tree.names
+        tensors = tree.tensors
+        extra_entries = tree.extra_entries
+    records = (manifest or NO_MANIFEST).tensors
+    recorded: list[SourceTensor] = []
+    for tensor in sorted(tensors, key=file_position):
+        digests = recorded_digests(records, names.full_name(tensor.name))
+        recorded.append(replace(tensor, digests=digests))
+    non_tensors = _without_keys(folder.non_tensors, [entry.name for entry in extra_entries])
     return Source(
         display_name=display_name,
         root=path,
         family=model.family,
         config=model.config,
-        names=model.names,
-        tensors=tuple(tensors),
+        names=names,
+        tensors=tuple(recorded),
         files=folder.files,
         file_stamps=_written_stamps(folder) if manifest else _file_stamps(folder),
         small_files=tuple(file for file in model.copied_files if file not in folder.files),
         manifest=manifest,
-        extra_entries=tuple(
-            DroppedTensor(name, 0, NOT_A_TENSOR_RULE) for name in folder.non_tensors
+        extra_entries=(
+            *extra_entries,
+            *(DroppedTensor(name, 0, NOT_A_TENSOR_RULE) for name in non_tensors),
         ),
         config_path=config_path,
         left_files=model.left_files,
     )
+
+
+def _named_tensors(folder: DcpFolder, names: TensorNames) -> tuple[SourceTensor, ...]:
+    """Return the tensors of a checkpoint under the names of Hugging Face."""
+    tensors: list[SourceTensor] = []
+    for tensor in folder.tensors:
+        name = names.bare_name(tensor.name)
+        tensors.append(SourceTensor(name, tensor.dtype, tensor.shape, box_locations(tensor)))
+    return tuple(tensors)
+
+
+def _without_keys(names: Iterable[str], keys: Collection[str]) -> list[str]:
+    """Return the names without those below a key, e.g. `optimizer`. The records of tensors list the key already."""
+    return [name for name in names if name.partition(".")[0] not in keys]
 
 
 def box_locations(tensor: DcpTensor) -> Locations:
@@ -118,10 +143,6 @@ def _dims_in_memory(tensor: DcpTensor, box: DcpBox) -> list[int]:
             hint = "save contiguous tensors"
             raise PrepError(f"{tensor.name} is not supported", why, hint)
     return dims
-
-
-def _file_position(tensor: DcpTensor) -> tuple[int, int]:
-    return min(((box.file, box.offset) for box in tensor.boxes), default=(0, 0))
 
 
 def _file_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:

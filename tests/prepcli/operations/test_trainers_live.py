@@ -1,7 +1,7 @@
-"""Exports restored by MaxText, Tunix and Levanter themselves: their logits equal those of transformers.
+"""Exports restored by MaxText, Tunix, Levanter and torchtitan themselves: their logits equal those of transformers.
 
-They need versions of jax of their own. `PREP_MAXTEXT_PYTHON`, `PREP_TUNIX_PYTHON` and `PREP_LEVANTER_PYTHON` name a
-Python with each of them.
+They need environments of their own. `PREP_MAXTEXT_PYTHON`, `PREP_TUNIX_PYTHON`, `PREP_LEVANTER_PYTHON` and
+`PREP_TORCHTITAN_PYTHON` name a Python with each of them.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ LLAMA3_ROPE = {
 }
 # The rotary base of Tunix is fixed.
 TUNIX_ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0}
+# Levanter rotates all layers of Gemma 3 with one base.
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 QWEN3_MOE = {
     "head_dim": 16,
     "num_experts": 4,
@@ -80,10 +85,15 @@ LEVANTER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         {"head_dim": 16, "query_pre_attn_scalar": 16, "final_logit_softcapping": None},
     ),
-    "gemma3_text": ("gemma3_text", TUNIX_MODELS["gemma3_text"]),
+    "gemma3_text": ("gemma3_text", TUNIX_MODELS["gemma3_text"] | {"rope_parameters": GEMMA3_ROPE}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {}),
     "gpt2": ("gpt2", {"n_positions": 64, "n_embd": 64, "n_layer": 3, "n_head": 4}),
+}
+TORCHTITAN_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
 }
 LEVANTER_CASES = [
     *(("levanter", model) for model in LEVANTER_MODELS if model != "olmo3"),
@@ -157,6 +167,18 @@ def test_levanter_restores_and_saves_every_bit(layout: str, model: str):
     exported, saved = (str(Path(name).absolute()) for name in ("out", "saved"))
     words = ("model/config.json", exported, layout, saved, "logits.npy")
     run_oracle("PREP_LEVANTER_PYTHON", "levanter_oracle.py", *words)
+    check_logits(expected)
+    prep.export("./saved", "back", config="model")
+    assert_same(read_tensors(Path("back")), read_tensors(Path("model")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", TORCHTITAN_MODELS)
+def test_torchtitan_restores_and_saves_every_bit(model: str):
+    expected = make_model(*TORCHTITAN_MODELS[model])
+    run_ok("export", "./model", "--layout", "torchtitan", "--out", "out")
+    words = ("model/config.json", "out", "saved", "logits.npy")
+    run_oracle("PREP_TORCHTITAN_PYTHON", "torchtitan_oracle.py", *words)
     check_logits(expected)
     prep.export("./saved", "back", config="model")
     assert_same(read_tensors(Path("back")), read_tensors(Path("model")))

@@ -10,6 +10,7 @@ from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.orbax_layouts import maxtext_layouts, tunix_layout
 from trainer.models.parameters import HFConfig, if_set
 from trainer.models.rope_config import has_llama3_scaling
+from trainer.models.torchtitan_layouts import torchtitan_layout
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
@@ -52,5 +53,6 @@ FAMILY = _llama_style.build_family(
         # MaxText rotates adjacent pairs in LLaMA 3.1 and later, which have scaled rotary frequencies.
         **maxtext_layouts(parameters, scales_queries=True, interleaves_heads=has_llama3_scaling),
         **levanter_layouts(parameters),
+        **torchtitan_layout(parameters, interleaves_heads=True),
     },
 )

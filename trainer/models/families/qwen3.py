@@ -9,6 +9,7 @@ from trainer.models.families import _llama_style
 from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.orbax_layouts import maxtext_layouts, tunix_layout
 from trainer.models.parameters import HFConfig, if_set
+from trainer.models.torchtitan_layouts import torchtitan_layout
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
@@ -43,5 +44,6 @@ FAMILY = _llama_style.build_family(
         **tunix_layout(parameters, qk_norms=True),
         **maxtext_layouts(parameters, scales_queries=False),
         **levanter_layouts(parameters),
+        **torchtitan_layout(parameters),
     },
 )
