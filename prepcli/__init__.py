@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
     from prepcli.operations.add_tokens import add_tokens
+    from prepcli.operations.batches import BatchDigest, Batches, batches
     from prepcli.operations.chain import verify_chain
     from prepcli.operations.compute_options import EvaluateOptions, GenerateOptions, TrainOptions
+    from prepcli.operations.data_options import DataOptions
     from prepcli.operations.evaluate import evaluate
     from prepcli.operations.export import export
     from prepcli.operations.flax_models import from_hf_flax, linen_model, nnx_model, to_hf_flax
@@ -96,12 +98,15 @@ if TYPE_CHECKING:
 __all__ = [
     "AcceptedChange",
     "AddTokensOptions",
+    "BatchDigest",
+    "Batches",
     "Chain",
     "ChainLink",
     "ChainOptions",
     "Conversion",
     "ConversionOptions",
     "DamagedError",
+    "DataOptions",
     "DropOptions",
     "EvaluateOptions",
     "Evaluation",
@@ -150,6 +155,7 @@ __all__ = [
     "VerifyOptions",
     "__version__",
     "add_tokens",
+    "batches",
     "evaluate",
     "export",
     "from_hf_flax",
@@ -178,6 +184,8 @@ __all__ = [
 
 _MODULES = {
     "prepcli.operations.add_tokens": ("add_tokens",),
+    "prepcli.operations.batches": ("BatchDigest", "Batches", "batches"),
+    "prepcli.operations.data_options": ("DataOptions",),
     "prepcli.operations.compute_options": ("EvaluateOptions", "GenerateOptions", "TrainOptions"),
     "prepcli.operations.options": (
         "ConversionOptions",

@@ -93,12 +93,22 @@ COMPUTES = {
         f"prepcli.training_runs.{name}"
         for name in (
             *("checks", "environment", "export", "metrics", "observe", "prepare"),
-            *("processes", "remote_data", "run", "start", "storage", "summary", "train"),
+            *(
+                "processes",
+                "recipe_data",
+                "remote_data",
+                "run",
+                "start",
+                "storage",
+                "summary",
+                "train",
+            ),
         )
     ),
     *(
         f"prepcli.operations.{name}"
         for name in (
+            "batches",
             "compute_together",
             "evaluate",
             "evaluation_model",

@@ -13,6 +13,7 @@ import prepcli
 from prepcli import testing
 from prepcli.operations import (
     compute_options,
+    data_options,
     inspection_options,
     options,
     results,
@@ -45,6 +46,7 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.load_params": "Compute",
     "prepcli.operations.generate": "",
     "prepcli.operations.train": "",
+    "prepcli.operations.batches": "Read training data",
     "prepcli.operations.evaluate": "Evaluate",
     "prepcli.operations.harness_model": "Standard tasks",
     "prepcli.operations.plan": "Plan",
@@ -52,7 +54,14 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.save_params": "Save",
     "prepcli.operations.flax_models": "Flax",
 }
-OPTION_MODULES = (options, token_options, towers_options, compute_options, inspection_options)
+OPTION_MODULES = (
+    options,
+    token_options,
+    towers_options,
+    compute_options,
+    data_options,
+    inspection_options,
+)
 MAX_LINE = 100  # a longer signature has one line per parameter
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:[ \t]+\S.*\n?|\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^([\w*]+): ", re.MULTILINE)

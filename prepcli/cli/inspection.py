@@ -18,6 +18,7 @@ from prepcli.cli.options import (
 from prepcli.operations.command_options import CheckFamilyOptions, DemoOptions, EnvOptions
 from prepcli.operations.inspection_options import (
     ChainCommandOptions,
+    InspectOptions,
     LockArguments,
     LockOptions,
     LogitsCommandOptions,
@@ -26,7 +27,7 @@ from prepcli.operations.inspection_options import (
     VerifyOptions,
     ViewOptions,
 )
-from prepcli.operations.options import DEFAULT_MEMORY, SourceOptions
+from prepcli.operations.options import DEFAULT_MEMORY
 
 
 @expand_option_groups
@@ -150,7 +151,7 @@ def inspect(
     ] = None,
     *,
     view: ViewOptions,
-    options: Annotated[SourceOptions, Omit("step", "memory", "lock", "public_key")],
+    options: Annotated[InspectOptions, Omit("step", "memory", "lock", "public_key")],
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:

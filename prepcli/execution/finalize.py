@@ -130,6 +130,7 @@ def _write_index(plan: Plan, folder: Path, compressed: CompressedChunks | None) 
         now_ns=newest_source_ns(plan),
         zstd_level=plan.zstd_level,
         uses_ocdbt=plan.uses_ocdbt,
+        uses_zarr3=plan.uses_zarr3,
     )
 
 

@@ -5,7 +5,6 @@ Neither Levanter nor TensorStore is imported, and no weights are read or written
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +20,7 @@ from prepcli.formats.orbax_write import (
     write_json,
 )
 from prepcli.formats.zarr import ZARR_JSON
-from prepcli.planning.tensors import FLOAT_DTYPES
+from prepcli.formats.zarr_documents import encode_zarr_json, zarr3_chunk_key
 
 
 def write_levanter_metadata(
@@ -52,22 +51,6 @@ def write_levanter_metadata(
     write_json(folder / LEVANTER_METADATA_FILE, step)
 
 
-def encode_zarr_json(meta: ArrayMeta) -> bytes:
-    """Return the `zarr.json` document of an array with raw chunks, as TensorStore writes it for JAX."""
-    fill_value = 0.0 if meta.dtype in FLOAT_DTYPES else 0
-    document = {
-        "chunk_grid": {"configuration": {"chunk_shape": meta.chunk_shape}, "name": "regular"},
-        "chunk_key_encoding": {"name": "default"},
-        "codecs": [{"configuration": {"endian": "little"}, "name": "bytes"}],
-        "data_type": meta.dtype,
-        "fill_value": fill_value,
-        "node_type": "array",
-        "shape": meta.shape,
-        "zarr_format": 3,
-    }
-    return json.dumps(document, separators=(",", ":")).encode()
-
-
 def _iter_entries(
     tables: Sequence[ChunkColumns], file_names: Sequence[str]
 ) -> Iterator[OcdbtEntry]:
@@ -93,4 +76,4 @@ def _chunk_keys(table: ChunkColumns) -> Iterator[tuple[str, int]]:
     """Yield the key of each chunk without its prefix, e.g. `c/0/3`, and the number of the chunk."""
     for chunk_number in range(len(table.files)):
         index = unravel_chunk_index(table.grid, chunk_number)
-        yield "/".join(("c", *map(str, index))), chunk_number
+        yield zarr3_chunk_key(index), chunk_number

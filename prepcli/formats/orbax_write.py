@@ -29,6 +29,8 @@ from prepcli.formats.orbax import (
     find_name_clash,
     unravel_chunk_index,
 )
+from prepcli.formats.zarr import ZARR_JSON
+from prepcli.formats.zarr_documents import encode_zarr_json, encode_zarray, zarr3_chunk_key
 
 CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
 # Hint of errors in the arguments, which a correct plan cannot cause.
@@ -70,6 +72,7 @@ def write_item_metadata(
     node_nbytes: int = NODE_NBYTES,
     zstd_level: int | None = None,
     uses_ocdbt: bool = True,
+    uses_zarr3: bool = False,
 ) -> None:
     """Write the metadata of an Orbax item over existing data files. The item is also a checkpoint.
 
@@ -86,6 +89,7 @@ def write_item_metadata(
         node_nbytes: Decoded size at which an index node is split.
         zstd_level: Compression level of the chunks. None stores raw chunks.
         uses_ocdbt: Write an OCDBT index. Otherwise each chunk is a file, with the path of `chunk_file_path`.
+        uses_zarr3: Write arrays of zarr 3 to the OCDBT index.
 
     Raises:
         PrepError: A leaf cannot be stored, or a chunk is missing, duplicate or of the wrong size. Nothing is written.
@@ -93,11 +97,15 @@ def write_item_metadata(
     check_leaves(arrays, non_arrays)
     tables = collect_chunks(arrays, chunks, is_compressed=zstd_level is not None)
     if uses_ocdbt:
-        entries = _iter_entries(tables, file_names, zstd_level)
+        if uses_zarr3:
+            entries = sorted(_iter_zarr3_entries(tables, file_names, zstd_level), key=_entry_key)
+        else:
+            entries = _iter_entries(tables, file_names, zstd_level)
         write_ocdbt_index(folder, entries, now_ns, node_nbytes)
     else:
         _write_array_documents(folder, tables, file_names, zstd_level)
-    write_json(folder / METADATA_FILE, _tree_metadata(arrays, non_arrays, uses_ocdbt))
+    tree_metadata = _tree_metadata(arrays, non_arrays, uses_ocdbt, uses_zarr3)
+    write_json(folder / METADATA_FILE, tree_metadata)
     write_json(folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata(_HANDLER, now_ns))
     texts: dict[str, str] = {}
     for leaf in non_arrays:
@@ -114,26 +122,6 @@ def write_step_metadata(folder: Path, item_name: str, now_ns: int) -> None:
     write_json(
         folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata({item_name: _HANDLER}, now_ns)
     )
-
-
-def encode_zarray(meta: ArrayMeta, zstd_level: int | None = None) -> bytes:
-    """Return the `.zarray` document of an array, byte for byte as TensorStore writes it."""
-    # The keys are in TensorStore's order, which is the alphabetical one.
-    compressor = None
-    if zstd_level is not None:
-        compressor = {"id": "zstd", "level": zstd_level}
-    document = {
-        "chunks": meta.chunk_shape,
-        "compressor": compressor,
-        "dimension_separator": ".",
-        "dtype": ZARR_TYPESTRS[meta.dtype],
-        "fill_value": None,
-        "filters": None,
-        "order": "C",
-        "shape": meta.shape,
-        "zarr_format": 2,
-    }
-    return json.dumps(document, separators=(",", ":")).encode()
 
 
 def check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
@@ -257,9 +245,28 @@ def _iter_entries(
     entries = _iter_array_entries(tables, file_names, zstd_level)
     if any("/" in table.meta.name for table in tables):
         # The keys of `a/0` come between the chunks 0 and 1 of `a`: a/.zarray, a/0, a/0/.zarray, a/0/0, a/1.
-        yield from sorted(entries, key=lambda entry: entry[0])
+        yield from sorted(entries, key=_entry_key)
     else:
         yield from entries
+
+
+def _entry_key(entry: OcdbtEntry) -> bytes:
+    return entry[0]
+
+
+def _iter_zarr3_entries(
+    tables: Sequence[ChunkColumns], file_names: Sequence[str], zstd_level: int | None
+) -> Iterator[OcdbtEntry]:
+    """Yield the index entries of arrays of zarr 3, array by array."""
+    for table in tables:
+        prefix = f"{table.meta.name}/"
+        yield (prefix + ZARR_JSON).encode(), encode_zarr_json(table.meta, zstd_level)
+        for chunk_number, file in enumerate(table.files):
+            index = unravel_chunk_index(table.grid, chunk_number)
+            location = ValueLocation(
+                file_names[file], table.offsets[chunk_number], table.nbytes[chunk_number]
+            )
+            yield (prefix + zarr3_chunk_key(index)).encode(), location
 
 
 def _iter_array_entries(
@@ -290,7 +297,10 @@ def _iter_array_entries(
 
 
 def _tree_metadata(
-    arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray], uses_ocdbt: bool
+    arrays: Sequence[ArrayMeta],
+    non_arrays: Sequence[OrbaxNonArray],
+    uses_ocdbt: bool,
+    uses_zarr3: bool,
 ) -> dict[str, object]:
     """Return the content of the metadata file with the tree's keys and value types."""
     tree: dict[str, object] = {}
@@ -314,7 +324,7 @@ def _tree_metadata(
     return {
         "tree_metadata": tree,
         "use_ocdbt": uses_ocdbt,
-        "use_zarr3": False,
+        "use_zarr3": uses_zarr3,
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }

@@ -1,11 +1,11 @@
-"""`prep add-tokens`: add tokens to the tokenizer, the config and the vocabulary of a Hugging Face folder."""
+"""`prep add-tokens`: add tokens to the tokenizer, the config and the vocabulary of a checkpoint."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The decorator `public` has added the default of each option.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -18,7 +18,6 @@ from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.added_tokens import (
     RECORD_FILE,
     Addition,
-    FileEdit,
     RecordedToken,
     encode_record,
 )
@@ -33,34 +32,36 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.operation import public
 from prepcli.operations.pad_vocab import check_seed, make_fill
-from prepcli.operations.resized_folder import plan_resized_folder
 from prepcli.operations.results import Conversion
 from prepcli.operations.token_folder import (
-    check_folder,
     count_with_ids,
+    folder_options,
     recorded_additions,
-    replaced_files,
 )
 from prepcli.operations.token_options import AddTokensOptions
+from prepcli.operations.vocabulary_change import (
+    VocabularyChange,
+    check_source,
+    padded_rows,
+    plan_change,
+)
 from prepcli.option_spec import REQUIRED, PathLike, format_command_line
 from prepcli.planning.manifest_fields import AddedTokensRecord
 from prepcli.planning.plan import Fill
-from prepcli.planning.tensor_match import TensorMatch, layer_vocab_tensors, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
-from prepcli.sources.json_tokenizer import JsonTokenizer, parse_tokenizer
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
+from prepcli.sources.source import Source
+from prepcli.sources.vocabulary_tensors import find_vocabulary
+from prepcli.targets.source_tokenizer import (
+    SourceTokenizer,
+    VocabularyTokenizer,
+    open_tokenizer,
+    tokens_for,
+)
 from prepcli.targets.streams import VocabResize
-from prepcli.targets.token_files import files_with_tokens, read_side_file
-from trainer.files.tokenizer_names import (
-    SENTENCEPIECE_SUFFIX,
-    TOKENIZER_FILE,
-    VOCABULARY_FILES,
-)
+from prepcli.targets.token_files import files_with_tokens
 
-OTHER_TOKENIZER_HINT = (
-    "save it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-)
+ADD = "add-tokens"
 
 
 @public
@@ -73,7 +74,10 @@ def add_tokens(
     process_options: ProcessOptions | None = None,
     **options: Unpack[AddTokensOptions],
 ) -> Conversion:
-    """Add tokens to a Hugging Face folder with a tokenizer.json, and write another folder.
+    """Add tokens to a checkpoint and its tokenizer, and write another checkpoint.
+
+    The source is a Hugging Face folder or an Orbax checkpoint of prep, with a tokenizer.json or a SentencePiece model
+    alone. The output has the same format. New rows of moments are zeros.
 
     Embedding, head and the head's bias [V, ...] become [V + N, ...] for N tokens. Rows of padding are used first.
 
@@ -101,8 +105,11 @@ def add_tokens(
         hint = text("{}", Option("tokens", "FILE"))
         raise usage_error(text("{} is missing", Option("tokens")), "it lists the new tokens", hint)
     tokens = read_token_list(Path(options["tokens"]))
+    common = common_options(
+        checkpoint, out, options, dry_run=dry_run, process_options=process_options
+    )
     return run_conversion(
-        common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
+        folder_options(common),
         observer_of(progress),
         partial(plan_add_tokens, options, tokens),
     )
@@ -128,99 +135,93 @@ def plan_add_tokens(
     Raises:
         PrepError: The source or its tokenizer is not supported, or has one of the tokens.
     """
-    check_folder(source, "add-tokens")
-    tokenizer = _open_tokenizer(source)
-    vocabulary = source.vocabulary(options["true_vocab"])
-    _check_sizes(source, tokenizer, vocabulary)
-    _check_new(source, tokenizer, tokens)
-    first_id = vocabulary.true_size
-    size = check_padded_size(first_id + len(tokens), Option("tokens", str(options["tokens"])))
-    match = match_source_tensors(source, source_axis_maps(source), make_match_options(options))
-    _check_layer_embeddings(source, match)
-    resize = VocabResize(
-        vocabulary,
-        vocab_tensors(match),
-        Fill("zeros"),
-        keeps_padding=False,
-        added_count=len(tokens),
-        added_fill=_make_added_fill(options, source, tokenizer, tokens),
-        dropped_rule="padding replaced",
+    check_source(source, ADD)
+    opened = open_tokenizer(source)
+    tokens = tokens_for(opened, tokens)
+    present = find_vocabulary(source, make_match_options(options), options["true_vocab"])
+    vocabulary = present.vocabulary
+    _check_sizes(source, opened.tokenizer, vocabulary)
+    _check_new(source, opened.tokenizer, tokens)
+    _check_layer_embeddings(source, present.layer_names)
+    num_tokens = vocabulary.true_size + len(tokens)
+    check_padded_size(num_tokens, Option("tokens", str(options["tokens"])))
+    contents, addition = _change_files(options["init"], source, opened, vocabulary, tokens)
+    added = _added_record(addition)
+    num_rows = padded_rows(source, max(num_tokens, vocabulary.stored_size))
+    name = f"{located.model_name}-added"
+    change = VocabularyChange(
+        command=ADD,
+        request=format_command_line(
+            ADD, source.display_name, AddTokensOptions, recorded_values(options)
+        ),
+        name=name,
+        present=present,
+        vocabulary=Vocabulary(num_tokens, num_rows),
+        resize=VocabResize(
+            vocabulary,
+            present.names,
+            Fill("zeros"),
+            keeps_padding=False,
+            added_count=len(tokens),
+            added_fill=_make_added_fill(options, source, opened.tokenizer, tokens),
+            dropped_rule="padding replaced",
+        ),
+        files=contents,
+        settings={"added_tokens": added},
     )
-    contents, edits = files_with_tokens(source, tokens, first_id)
-    _check_tokenizer(source, contents[TOKENIZER_FILE], tokens, first_id)
+    next_command = f"prep pad-vocab {OUT_PLACEHOLDER}"
+    if source.tree_manifest:
+        next_command = f"prep verify {OUT_PLACEHOLDER}"
+    return PlannedConversion(
+        plan_change(source, change),
+        name,
+        notes=_notes(options["init"], vocabulary, added),
+        fields={"added_tokens": added},
+        next_command=next_command,
+    )
+
+
+def _change_files(
+    init: str,
+    source: Source,
+    opened: SourceTokenizer,
+    vocabulary: Vocabulary,
+    tokens: Sequence[AddedToken],
+) -> tuple[dict[str, bytes | None], Addition]:
+    """Return the content of each changed file, with the record of all additions, and the new addition."""
+    first_id = vocabulary.true_size
+    new_files, edits = files_with_tokens(source, opened.file_name, tokens, first_id)
+    changed = opened.changed(source.root / opened.file_name, new_files[opened.file_name])
+    _check_tokenizer(source, changed, tokens, first_id)
     recorded = [
         RecordedToken(id=token_id, content=token["content"])
         for token_id, token in enumerate(tokens, first_id)
     ]
-    addition = _addition(options["init"], recorded, vocabulary, edits)
-    contents[RECORD_FILE] = encode_record((*recorded_additions(source), addition))
-    added: AddedTokensRecord = {
-        "init": options["init"],
-        "count": len(tokens),
-        "tokens": [{"id": token.id, "content": token.content} for token in recorded],
-    }
-    name = f"{located.model_name}-added"
-    plan = plan_resized_folder(
-        source,
-        match,
-        resize,
-        new_vocabulary=Vocabulary(size, max(size, vocabulary.stored_size)),
-        command="add-tokens",
-        request=format_command_line(
-            "add-tokens", source.display_name, AddTokensOptions, recorded_values(options)
-        ),
-        name=name,
-        init="zeros",
-        side_files=replaced_files(source, contents),
-        settings={"added_tokens": added},
-    )
-    return PlannedConversion(
-        plan,
-        name,
-        notes=_notes(options["init"], vocabulary, added),
-        fields={"added_tokens": added},
-        next_command=f"prep pad-vocab {OUT_PLACEHOLDER}",
-    )
-
-
-def _addition(
-    init: str,
-    tokens: Sequence[RecordedToken],
-    vocabulary: Vocabulary,
-    edits: Mapping[str, FileEdit],
-) -> Addition:
-    return Addition(
-        tokens=tuple(tokens),
+    addition = Addition(
+        tokens=tuple(recorded),
         init=init,
         true_vocab_size=vocabulary.true_size,
         padded_vocab_size=vocabulary.stored_size,
         files=edits,
     )
+    contents: dict[str, bytes | None] = {**new_files}
+    contents[RECORD_FILE] = encode_record((*recorded_additions(source), addition))
+    return contents, addition
 
 
-def _open_tokenizer(source: Source) -> JsonTokenizer:
-    """Load the tokenizer.json of a source."""
-    data = read_side_file(source, TOKENIZER_FILE)
-    if data is not None:
-        return parse_tokenizer(source.root / TOKENIZER_FILE, data)
-    names = [path.name for path in source.small_files]
-    others = [
-        name for name in names if name.endswith(SENTENCEPIECE_SUFFIX) or name in VOCABULARY_FILES
-    ]
-    if others:
-        what = f"the tokenizer of {source.display_name} is not supported"
-        why = f"it has {join_names(others)}; add-tokens changes only a {TOKENIZER_FILE}"
-        raise usage_error(what, why, OTHER_TOKENIZER_HINT)
-    what = f"{source.display_name} has no tokenizer"
-    raise usage_error(
-        what, f"add-tokens changes a {TOKENIZER_FILE}", "copy the model's into its folder"
-    )
+def _added_record(addition: Addition) -> AddedTokensRecord:
+    """Return the entry of the manifest about new tokens."""
+    return {
+        "init": addition.init,
+        "count": len(addition.tokens),
+        "tokens": [{"id": token.id, "content": token.content} for token in addition.tokens],
+    }
 
 
-def _check_sizes(source: Source, tokenizer: JsonTokenizer, vocabulary: Vocabulary) -> None:
+def _check_sizes(source: Source, tokenizer: VocabularyTokenizer, vocabulary: Vocabulary) -> None:
     """Raise UsageError unless the tokenizer has as many ids as the true vocabulary.
 
-    The tokenizers library numbers added tokens from the last one on, so that ids cannot skip rows.
+    The libraries number added tokens from the last one on, so that ids cannot skip rows.
     """
     size = tokenizer.size
     if size == vocabulary.true_size:
@@ -234,16 +235,17 @@ def _check_sizes(source: Source, tokenizer: JsonTokenizer, vocabulary: Vocabular
     raise usage_error(what, why, hint)
 
 
-def _check_layer_embeddings(source: Source, match: TensorMatch) -> None:
+def _check_layer_embeddings(source: Source, names: Collection[str]) -> None:
     """Raise UsageError for embeddings per layer: new tokens would have no row in them."""
-    names = layer_vocab_tensors(match)
     if names:
         what = f"{source.display_name} has embeddings per layer, which is not supported"
         why = f"new tokens would have no rows in {join_names(sorted(names))}"
         raise usage_error(what, why, "use a model without `hidden_size_per_layer_input`")
 
 
-def _check_new(source: Source, tokenizer: JsonTokenizer, tokens: Sequence[AddedToken]) -> None:
+def _check_new(
+    source: Source, tokenizer: VocabularyTokenizer, tokens: Sequence[AddedToken]
+) -> None:
     """Raise UsageError for tokens in the vocabulary, and for overlaps with its added tokens."""
     contents = [token["content"] for token in tokens]
     searched = _searched_texts(tokenizer, tokens)
@@ -263,7 +265,7 @@ def _check_new(source: Source, tokenizer: JsonTokenizer, tokens: Sequence[AddedT
         raise usage_error(what, join_names(overlaps), hint)
 
 
-def _searched_texts(tokenizer: JsonTokenizer, tokens: Sequence[AddedToken]) -> list[str]:
+def _searched_texts(tokenizer: VocabularyTokenizer, tokens: Sequence[AddedToken]) -> list[str]:
     """Return the text of each token, normalized for a token with `normalized`."""
     # A lowercasing tokenizer searches `Tool` as `tool`, so that the new token would hide an old token `tool`.
     texts: list[str] = []
@@ -274,13 +276,12 @@ def _searched_texts(tokenizer: JsonTokenizer, tokens: Sequence[AddedToken]) -> l
 
 
 def _check_tokenizer(
-    source: Source, data: bytes, tokens: Sequence[AddedToken], first_id: int
+    source: Source, changed: SourceTokenizer, tokens: Sequence[AddedToken], first_id: int
 ) -> None:
     """Raise PrepError unless the changed tokenizer encodes each new token as its id."""
-    tokenizer = parse_tokenizer(source.root / TOKENIZER_FILE, data)
     contents = [token["content"] for token in tokens]
     wrong: list[str] = []
-    for token_id, ids in enumerate(tokenizer.encode(contents), first_id):
+    for token_id, ids in enumerate(changed.tokenizer.encode(contents), first_id):
         if ids != (token_id,):
             wrong.append(f"{contents[token_id - first_id]!r} has ids {list(ids)}, not [{token_id}]")
     if wrong:
@@ -292,7 +293,7 @@ def _check_tokenizer(
 def _make_added_fill(
     options: AddTokensOptions,
     source: Source,
-    tokenizer: JsonTokenizer,
+    tokenizer: VocabularyTokenizer,
     tokens: Sequence[AddedToken],
 ) -> Fill:
     """Return the initialization of the embedding rows of the added tokens (`--init`)."""

@@ -23,6 +23,7 @@ from prepcli.planning.state_names import split_name
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.planning.vocabulary import TRUE_VOCAB_SIZE_KEY, VOCAB_SIZE_KEY
 from prepcli.restore.digest_checks import num_rows, row_stream, stream_digests, tensor_digests
+from prepcli.restore.scaled_digests import stored_scale, written_digests, written_stream
 from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.model_family import as_verbatim
@@ -143,7 +144,7 @@ def compare_values(
             num_common = added_rows[0]
         for low, high, digest in tensor.digests:
             if low < num_common or low == high:
-                scale = _root_scale(output, name)
+                scale = stored_scale(output, name)
                 pieces.append(_Piece(name, (low, high), digest, tensor.dtype, source_tensor, scale))
             elif (low, high) == added_rows:
                 token_rows += high - low
@@ -164,15 +165,6 @@ def compare_values(
         report.proven.append(f"{token_rows} rows made for new tokens")
     if new_rows:
         report.proven.append(f"{new_rows} rows of padding")
-
-
-def _root_scale(output: Source, name: str) -> RootScale | None:
-    """Return the scale of a tensor that is read as it is stored. See `SourceHints.keeps_scales`."""
-    manifest = output.manifest or NO_MANIFEST
-    record = manifest.scales.get(output.names.full_name(name))
-    if record is None or not manifest.lost_values:
-        return None
-    return RootScale(record["sqrt"], record["significant"])
 
 
 def compare_sums(
@@ -341,13 +333,10 @@ def _changed_names(
             readable.append(piece)
     streams: list[Stream] = []
     for piece in readable:
-        stream = row_stream(piece.source_tensor, piece.rows)
-        if piece.dtype != stream.dtype:
-            stream = replace(stream, cast_to=piece.dtype)
-        streams.append(replace(stream, scale=piece.scale))
-    digests = stream_digests(source, streams, memory_nbytes, progress=progress, task="compare")
+        streams.append(written_stream(piece.source_tensor, piece.rows, piece.dtype, piece.scale))
+    digests = written_digests(source, streams, memory_nbytes, progress=progress, task="compare")
     for piece, digest in zip(readable, digests):
-        if parse_stream_digest(digest).written != piece.digest:
+        if digest != piece.digest:
             changed.add(piece.name)
     return changed
 

@@ -9,6 +9,7 @@ from prepcli.formats.added_tokens import RECORD_FILE
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.operations.token_folder import recorded_additions
 from prepcli.sources.source import Source
+from prepcli.sources.vocabulary_tensors import stored_vocabulary
 from prepcli.targets.token_files import files_without_tokens, read_side_file
 from trainer.models.boxes import Range
 
@@ -61,6 +62,6 @@ def token_change(output: Source, source: Source) -> TokenChange | None:
     num_added = len(addition.tokens) if command == ADD else 0
     return TokenChange(
         added_rows=(first_row, first_row + num_added),
-        vocab_rows=output.vocabulary().stored_size,
+        vocab_rows=stored_vocabulary(output).stored_size,
         files=frozenset(equal_files),
     )

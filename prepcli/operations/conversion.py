@@ -66,6 +66,7 @@ from trainer.models.verbatim import CANNOT_TRAIN
 
 if TYPE_CHECKING:
     from prepcli.formats.lock_file import Lock
+    from prepcli.planning.map_file import TensorMap
 
 UNWRITTEN_SOURCES = "sources are never written to"
 OUT_PLACEHOLDER = "{out}"
@@ -96,6 +97,7 @@ class CommonOptions:
         copied_files: Patterns of further small files to copy.
         lock: Lock file of the checkpoint.
         public_key: Key that must have signed the lock.
+        tensor_map: File of the map of the checkpoint's tensors.
         quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
             or the decoded tensors of GGUF.
     """
@@ -118,6 +120,7 @@ class CommonOptions:
     copied_files: tuple[str, ...] = ()
     lock: Path | None = None
     public_key: Path | None = None
+    tensor_map: Path | None = None
     quantized: str = "refuse"
 
 
@@ -152,6 +155,7 @@ def common_options(
 ) -> CommonOptions:
     """Return the options that converting operations share."""
     config = options.get("config")
+    tensor_map = options.get("map")
     lock = options.get("lock")
     public_key = options.get("public_key")
     if lock is None:
@@ -177,6 +181,7 @@ def common_options(
         copied_files=as_tuple(options.get("copy", ())),
         lock=Path(lock) if lock is not None else None,
         public_key=Path(public_key) if public_key is not None else None,
+        tensor_map=Path(tensor_map) if tensor_map is not None else None,
     )
 
 
@@ -191,8 +196,9 @@ def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("drop", "rules", "copy"):
         if name in values:
             values[name] = as_tuple(values[name])
-    if values["config"] is not None:
-        values["config"] = Path(values["config"])
+    for name in ("config", "map"):
+        if values.get(name) is not None:
+            values[name] = Path(values[name])
     # An omitted seed means 0. Manifests record neither, so that an equal request has an equal line.
     values["seed"] = values.get("seed") or None
     return values
@@ -267,6 +273,7 @@ def open_checkpoint(
         copied_files=common.copied_files,
         dequantize=is_decoded,
         keeps_scales=keeps_scales,
+        tensor_map=_read_tensor_map(common),
     )
     if common.verbatim and not source.family.is_verbatim:
         option = Option("verbatim", True)
@@ -279,6 +286,18 @@ def open_checkpoint(
 
         source = apply_lock(source, lock, str(common.lock), located.local_files.commit)
     return located, use_averaged_params(source) if common.ema else source
+
+
+def _read_tensor_map(common: CommonOptions) -> TensorMap | None:
+    """Return the map of the options, if any."""
+    if common.tensor_map is None:
+        return None
+    if common.verbatim:
+        what = text("{} and {} exclude each other", Option("map"), Option("verbatim", True))
+        raise usage_error(what, "a map replaces the names of the file", "remove one of them")
+    from prepcli.sources.mapped import read_map
+
+    return read_map(common.tensor_map)
 
 
 def check_config_option(common: CommonOptions, *sources: Source) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Unpack
@@ -34,11 +35,13 @@ from prepcli.operations.export_layouts import (
     LAYOUT_TITLES,
     LEVANTER_LAYOUTS,
     TENSORSTORE_FORMAT,
+    WeightFiles,
     file_format,
     lay_out_weights,
     layout_scales,
     small_files,
 )
+from prepcli.operations.export_map import WrittenMap, read_export_map
 from prepcli.operations.export_quantized import open_original, writes_quantized
 from prepcli.operations.export_towers import no_effect_error, select_parts
 from prepcli.operations.operation import public
@@ -50,6 +53,7 @@ from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import (
     Fill,
     Plan,
+    RootScale,
 )
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch, vocab_tensors
@@ -60,6 +64,7 @@ from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.requantized import requantize_source
 from prepcli.sources.source import (
     Source,
+    SourceTensor,
     match_source_tensors,
     stored_axis_maps,
 )
@@ -127,7 +132,8 @@ def export(
         checkpoint, out, options, dry_run=dry_run, process_options=process_options
     )
     # The option is about the output. A model that is quantised itself is refused.
-    common = replace(common, quantized="refuse")
+    # The map is about the output, too.
+    common = replace(common, quantized="refuse", tensor_map=None)
     observer = observer_of(progress)
     check_allow_overflow(options["allow_overflow"], options["dtype"])
 
@@ -244,7 +250,8 @@ def plan_copy(
     layout_name = options["layout"]
     dtype = options["dtype"]
     vocab_rows = vocabulary.stored_size if options["keep_padding"] else vocabulary.true_size
-    tied_head = {source.family.tying.head_tensor} if _stores_tied_head(options, source) else set()
+    written_map = read_export_map(options, source)
+    tied_head = _stored_tied_head(options, source, written_map)
     source = with_tied_head(source) if tied_head else source
     match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
     resize = VocabResize(vocabulary, vocab_tensors(match), Fill("zeros"))
@@ -258,19 +265,18 @@ def plan_copy(
         row_counts,
         vocab_rows=vocab_rows,
         shard_nbytes=_shard_nbytes(options),
+        tensor_map=written_map.tensor_map,
     )
     scales = layout_scales(options, source, tensors)
-    targets: dict[str, TensorTarget] = {}
-    for tensor in tensors:
-        name = tensor.name
-        targets[name] = TensorTarget(
-            weight_files.locations[name], row_counts[name], tensor.dtype, scales.get(name)
-        )
+    targets = _tensor_targets(tensors, weight_files, row_counts, scales)
     written_vocabulary = Vocabulary(vocabulary.true_size, vocab_rows)
     config = _written_config(options, source, written_vocabulary, is_tied=match.is_tied)
     base_name = located.model_name
     if vocab_rows == vocabulary.true_size:
         base_name = base_name.removesuffix("-padded")
+    settings = _manifest_settings(
+        source, base_name, layout_name, written_vocabulary, is_tied=match.is_tied, config=config
+    )
     plan = Plan(
         command="export",
         request=_command_line(options, source),
@@ -288,15 +294,29 @@ def plan_copy(
             *dropped_state(source),
         ),
         checks=match.checks,
-        settings=_manifest_settings(
-            source, base_name, layout_name, written_vocabulary, is_tied=match.is_tied, config=config
-        ),
+        settings=settings | written_map.record,
         display_names=source.display_names(),
         item=weight_files.folder,
     )
     return _add_report_fields(
         plan, options, source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
     )
+
+
+def _tensor_targets(
+    tensors: Sequence[SourceTensor],
+    weight_files: WeightFiles,
+    row_counts: Mapping[str, int],
+    scales: Mapping[str, RootScale],
+) -> dict[str, TensorTarget]:
+    """Return the target of each tensor, by name."""
+    targets: dict[str, TensorTarget] = {}
+    for tensor in tensors:
+        name = tensor.name
+        targets[name] = TensorTarget(
+            weight_files.locations[name], row_counts[name], tensor.dtype, scales.get(name)
+        )
+    return targets
 
 
 def _compared_names(source: Source, match: TensorMatch) -> set[str]:
@@ -434,7 +454,7 @@ def _check_request(options: ExportOptions, source: Source) -> None:
             text("remove {}", Option("shard_size")),
         )
     is_folder = layout == HF_LAYOUT and file_format(options) != DCP_FORMAT
-    is_unchanged = is_folder and not options["dtype"] and not options["text_only"]
+    is_unchanged = is_folder and not (options["dtype"] or options["text_only"] or options["map"])
     if (
         is_unchanged
         and source.tensor_file_names
@@ -474,14 +494,18 @@ def _check_adapter_request(options: ExportOptions, source: Source) -> None:
             raise no_effect_error(Option(name, value), source, "it has only adapters")
 
 
-def _stores_tied_head(options: ExportOptions, source: Source) -> bool:
-    """Return whether a tied head is written as a tensor, for a library that does not support tied heads."""
-    is_tied = source.family.is_tied(source.config)
-    return (
-        is_tied
-        and options["layout"] != HF_LAYOUT
-        and not source.family.layouts[options["layout"]].allows_tied_head
-    )
+def _stored_tied_head(options: ExportOptions, source: Source, written_map: WrittenMap) -> set[str]:
+    """Return the name of a tied head that is written as a tensor of its own. Empty if there is none.
+
+    A library that does not support tied heads needs it, and a map may name it.
+    """
+    layout = source.family.layouts.get(options["layout"])
+    needs_head = layout is not None and not layout.allows_tied_head
+    if needs_head and source.family.is_tied(source.config):
+        return {source.family.tying.head_tensor}
+    if written_map.names_tied_head(source):
+        return {source.family.tying.head_tensor}
+    return set()
 
 
 def _is_all_safetensors(source: Source) -> bool:

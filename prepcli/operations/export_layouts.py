@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from prepcli.formats.safetensors_layout import split_into_shards
 from prepcli.operations.options import ExportOptions
+from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import Locations, OutputFile, OutputLeaf, RootScale, SmallFile
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import HF_FOLDER, Source, SourceTensor
@@ -24,6 +25,7 @@ from prepcli.targets.hf_folder import (
     model_files,
 )
 from prepcli.targets.layout_leaves import find_layout_scales
+from prepcli.targets.mapped_folder import lay_out_mapped_folder
 from prepcli.targets.trainer_item import TRAINER_ITEMS, lay_out_trainer_item
 from trainer.models.json_types import HFConfig
 from trainer.models.torchtitan_layouts import TORCHTITAN_LAYOUT
@@ -88,8 +90,19 @@ def lay_out_weights(
     *,
     vocab_rows: int,
     shard_nbytes: int,
+    tensor_map: TensorMap | None = None,
 ) -> WeightFiles:
-    """Lay out the weight files of the requested layout. `row_counts` has the output rows of each tensor."""
+    """Lay out the weight files of the requested layout or map. `row_counts` has the output rows of each tensor."""
+    if tensor_map is not None:
+        mapped = lay_out_mapped_folder(
+            source,
+            tensors,
+            tensor_map,
+            row_counts=row_counts,
+            vocab_rows=vocab_rows,
+            shard_nbytes=shard_nbytes,
+        )
+        return WeightFiles(mapped.files, mapped.locations, mapped.index)
     if options["layout"] == HF_LAYOUT:
         entries = header_entries(source, tensors, rows=row_counts)
         if file_format(options) == DCP_FORMAT:

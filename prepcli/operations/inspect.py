@@ -26,11 +26,11 @@ from prepcli.inspection.logical_leaves import (
     logical_leaves,
     partition_rules,
 )
+from prepcli.inspection.mapped_contents import read_mapped_contents
 from prepcli.inspection.parameter_count import count_parameters, nbytes_below
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
-from prepcli.operations.inspection_options import SortKey, ViewOptions
+from prepcli.operations.inspection_options import InspectOptions, SortKey, ViewOptions
 from prepcli.operations.operation import public
-from prepcli.operations.options import SourceOptions
 from prepcli.operations.results import Inspection, TensorSummary
 from prepcli.option_spec import PathLike
 from prepcli.planning.manifest_fields import VocabularyRecord
@@ -39,6 +39,7 @@ from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabul
 from prepcli.sources.dequantized import DECODED_DTYPE, model_quantization
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
+from prepcli.sources.mapped import read_map
 from prepcli.sources.opening import open_source
 from prepcli.targets.orbax_item import item_leaf_spec
 from trainer.models.mesh import Mesh, parse_mesh
@@ -146,12 +147,12 @@ class ShapeComparison:
 
 
 @public
-def inspect(checkpoint: PathLike, **options: Unpack[SourceOptions]) -> Inspection:
+def inspect(checkpoint: PathLike, **options: Unpack[InspectOptions]) -> Inspection:
     """List the tensors of a checkpoint. Reads headers and indices only.
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
-        **options: See `SourceOptions`.
+        **options: See `InspectOptions`.
 
     Returns:
         Name, shape, dtype and size of every tensor, and the number of parameters.
@@ -161,13 +162,13 @@ def inspect(checkpoint: PathLike, **options: Unpack[SourceOptions]) -> Inspectio
         DamagedError: A header, an index or other metadata is damaged.
         PrepError: The checkpoint cannot be read.
     """
-    _, contents = _read_checkpoint(str(checkpoint), SilentObserver(), options)
+    located, contents = _read_checkpoint(str(checkpoint), SilentObserver(), options)
     tensors: list[TensorSummary] = []
     for entry in contents.entries:
         tensors.append(TensorSummary(entry.name, entry.shape, entry.dtype, entry.nbytes))
     return Inspection(
         name=contents.display_name,
-        format=contents.kind,
+        format=located.kind,
         tensors=tuple(tensors),
         parameters=count_parameters(contents),
     )
@@ -236,7 +237,7 @@ def _check_decoding(view: ViewOptions) -> None:
 def select_tensors(
     checkpoint: str,
     observer: Observer,
-    options: SourceOptions,
+    options: InspectOptions,
     *,
     pattern: str | None = None,
     sort: SortKey = "file",
@@ -269,7 +270,7 @@ def select_tensors(
 def shard_leaf(
     checkpoint: str,
     observer: Observer,
-    options: SourceOptions,
+    options: InspectOptions,
     *,
     leaf_name: str,
     mesh_text: str | None,
@@ -342,7 +343,7 @@ def compare_shapes(
     checkpoint: str,
     against: str,
     observer: Observer,
-    options: SourceOptions,
+    options: InspectOptions,
     *,
     pattern: str | None = None,
 ) -> ShapeComparison:
@@ -361,7 +362,7 @@ def compare_shapes(
         PrepError: No name matches, or a checkpoint cannot be read.
     """
     a = inspect_checkpoint(checkpoint, observer, options)
-    against_options: SourceOptions = {
+    against_options: InspectOptions = {
         "offline": options.get("offline", False),
         "stream": options.get("stream", False),
     }
@@ -391,7 +392,7 @@ def shape_text(shape_and_dtype: ShapeAndDtype | None) -> str:
 
 
 def inspect_checkpoint(
-    checkpoint: str, observer: Observer, options: SourceOptions, *, dequantize: bool = False
+    checkpoint: str, observer: Observer, options: InspectOptions, *, dequantize: bool = False
 ) -> InspectedCheckpoint:
     """Read the headers or the index of a checkpoint, and summarize it.
 
@@ -406,7 +407,7 @@ def inspect_checkpoint(
 
 
 def _read_checkpoint(
-    checkpoint: str, observer: Observer, options: SourceOptions, *, dequantize: bool = False
+    checkpoint: str, observer: Observer, options: InspectOptions, *, dequantize: bool = False
 ) -> tuple[LocatedCheckpoint, CheckpointContents]:
     """Locate a checkpoint, and read its headers or index.
 
@@ -432,6 +433,10 @@ def _read_checkpoint(
     if located.kind == "gguf":
         path = located.local_files.path
         return located, read_gguf_contents(path, located.display_name, config_path)
+    tensor_map = options.get("map")
+    if tensor_map is not None:
+        mapped = read_mapped_contents(located, config_path, read_map(Path(tensor_map)))
+        return located, mapped
     with collector_paused():
         contents = read_contents(located, config_path, dequantize=dequantize)
     return located, contents
@@ -481,7 +486,7 @@ def _summarize_source(
         "revision": located.local_files.commit,
         "files": len(contents.files),
         "bytes": sum(path.stat().st_size for path in contents.files),
-        "format": contents.kind,
+        "format": located.kind,
         "family": _family_name(contents),
         "tensors": len(contents.entries),
         "chunks": contents.num_chunks,

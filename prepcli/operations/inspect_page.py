@@ -19,8 +19,7 @@ from prepcli.operations.inspect import (
     shape_text,
     shard_leaves,
 )
-from prepcli.operations.inspection_options import ViewOptions
-from prepcli.operations.options import SourceOptions
+from prepcli.operations.inspection_options import InspectOptions, ViewOptions
 from prepcli.pages.html_page import check_page_path
 from prepcli.pages.inspection_page import (
     InspectionPage,
@@ -49,7 +48,7 @@ def write_page(
     checkpoint: str,
     path: Path,
     observer: Observer,
-    options: SourceOptions,
+    options: InspectOptions,
     *,
     pattern: str | None,
     view: ViewOptions,

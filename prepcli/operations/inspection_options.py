@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
+from prepcli.operations.map_options import TENSOR_MAP, MapOptions
 from prepcli.operations.options import VERBATIM, SourceOptions
 from prepcli.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
 
@@ -27,6 +28,11 @@ Way = Literal[
     "hf-flax",
     "easylm",
     "tunix",
+    "maxtext",
+    "maxtext-unscanned",
+    "dcp",
+    "files",
+    "zarr3",
 ]
 
 _SEARCH = OptionSpec(
@@ -59,7 +65,11 @@ _LIBRARY = OptionSpec(
 Library = Literal["prep", "transformers"]
 
 
-class VerifyOptions(SourceOptions, total=False):
+class InspectOptions(SourceOptions, MapOptions, total=False):
+    """Options of `inspect`."""
+
+
+class VerifyOptions(SourceOptions, MapOptions, total=False):
     """Options of `verify`."""
 
     verbatim: Annotated[bool | None, replace(VERBATIM, record=NOT_RECORDED)]
@@ -194,10 +204,10 @@ class RoundtripOptions(SourceOptions, total=False):
         Sequence[Way],
         OptionSpec(
             "WAY",
-            "Take this way: init, no-scan, scan-axis, mesh, compress, pad, verbatim, hf-flax or easylm. Repeatable."
-            " Default: all.",
-            'Ways to take: "init", "no-scan", "scan-axis", "mesh", "compress", "pad", "verbatim", "hf-flax" or'
-            ' "easylm". Default: all.',
+            "Take this way: init, no-scan, scan-axis, mesh, compress, pad, verbatim, hf-flax, easylm, tunix, maxtext,"
+            " maxtext-unscanned, dcp, files or zarr3. Repeatable. Default: all.",
+            'Ways to take: "init", "no-scan", "scan-axis", "mesh", "compress", "pad", "verbatim", "hf-flax", "easylm",'
+            ' "tunix", "maxtext", "maxtext-unscanned", "dcp", "files" or "zarr3". Default: all.',
             default=(),
             position=1,
         ),
@@ -359,6 +369,7 @@ class PlanOptions(TypedDict, total=False):
             position=4,
         ),
     ]
+    map: Annotated[PathLike | None, replace(TENSOR_MAP, position=4)]
     offline: Annotated[
         bool,
         OptionSpec(

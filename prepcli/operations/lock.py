@@ -75,7 +75,8 @@ def lock(
     # Quantised weights are locked as they are stored, without a note that they may be decoded.
     stored = {**options, "verbatim": None, "quantized": "stored"}
     common = common_options(checkpoint, None, stored)
-    located, source = open_checkpoint(common, observer, allow_adapters=True)
+    # Values that a scale of another trainer's layout has rounded are locked as they are stored, too.
+    located, source = open_checkpoint(common, observer, allow_adapters=True, keeps_scales=True)
     check_stream(common.stream, located)
     observer.note(source_line(source))
     # The name of the folder, e.g. `m-init`, and not the one of the model in its manifest.

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
+from prepcli.operations.map_options import ExportMapOptions, MapOptions
 from prepcli.operations.towers_options import TowersOptions
 from prepcli.operations.tree_options import TreeOptions
 from prepcli.option_spec import NOT_RECORDED, NonNegativeInt, OptionSpec, PathLike, PositiveInt
@@ -313,7 +314,7 @@ class PadVocabOptions(ConversionOptions, DropOptions, NewRowOptions, total=False
     ]
 
 
-class LayoutOptions(ConversionOptions, VerbatimOptions, total=False):
+class LayoutOptions(ConversionOptions, VerbatimOptions, MapOptions, total=False):
     """Layout of an Orbax checkpoint."""
 
     mesh: Annotated[
@@ -370,11 +371,11 @@ class LayoutOptions(ConversionOptions, VerbatimOptions, total=False):
         ),
     ]
     storage: Annotated[
-        Literal["ocdbt", "files"],
+        Literal["ocdbt", "files", "zarr3"],
         OptionSpec(
-            "ocdbt|files",
-            "Store chunks in a few data files (OCDBT), or each chunk in a file.",
-            '"ocdbt" (the default), or "files": a folder per leaf with one file per chunk, for Pathways.',
+            "ocdbt|files|zarr3",
+            "Store chunks in a few data files (OCDBT, of zarr 2 or 3), or each chunk in a file.",
+            '"ocdbt" (the default), "files": one file per chunk, for Pathways, or "zarr3": OCDBT with zarr 3.',
             default="ocdbt",
             position=31,
             record=17,
@@ -438,7 +439,9 @@ class ReshardOptions(LayoutOptions, total=False):
     ]
 
 
-class ExportOptions(TreeOptions, ConversionOptions, VerbatimOptions, TowersOptions, total=False):
+class ExportOptions(
+    TreeOptions, ConversionOptions, VerbatimOptions, TowersOptions, ExportMapOptions, total=False
+):
     """Options of `export`."""
 
     keep_padding: Annotated[

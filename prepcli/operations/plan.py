@@ -21,6 +21,7 @@ from prepcli.option_spec import PathLike, as_tuple
 from prepcli.pages.html_page import check_page_path
 from prepcli.pages.plan_page import write_plan_page
 from prepcli.pages.plan_rows import CompiledStep, change_text
+from prepcli.sources.mapped import read_map
 from trainer.models.attention_kernels import ANY_ACCELERATOR
 from trainer.models.mesh import parse_mesh, resolve_mesh
 from trainer.planning.accelerators import ACCELERATORS, Accelerator, parse_devices
@@ -218,6 +219,7 @@ def _resolve_plan_target(
         str(target),
         overrides,
         config=None if config is None else Path(config),
+        tensor_map=None if options["map"] is None else read_map(Path(options["map"])),
         # Without a recipe, fsdp takes all devices: it splits parameters, moments and the batch.
         default_mesh="1,-1,1" if devices.number else "1,1,1",
         offline=options["offline"],

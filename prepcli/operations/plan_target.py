@@ -9,8 +9,10 @@ from pathlib import Path
 from prepcli.console.observer import Observer
 from prepcli.errors import Key, Option, PrepError, text, usage_error
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
-from prepcli.inspection.contents import read_contents
+from prepcli.inspection.contents import CheckpointContents, read_contents
+from prepcli.inspection.mapped_contents import read_mapped_contents
 from prepcli.operations.recipe_files import find_recipe, recipes_folder, similar_recipe
+from prepcli.planning.map_file import TensorMap
 from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import locate
@@ -72,6 +74,7 @@ def resolve_target(
     default_mesh: str,
     offline: bool,
     observer: Observer,
+    tensor_map: TensorMap | None = None,
 ) -> PlanTarget:
     """Return a recipe with its model and rules. A checkpoint gets a recipe with default settings.
 
@@ -83,18 +86,25 @@ def resolve_target(
         default_mesh: Mesh of a checkpoint without a recipe and without a recorded mesh.
         offline: Use only the hub's cache.
         observer: Receives progress and warnings.
+        tensor_map: Map of the checkpoint's tensors.
 
     Raises:
         PrepError: The recipe is invalid, or the model is unknown or not supported.
     """
     path = _recipe_path(target)
     if path.suffix == RECIPE_SUFFIX:
+        if tensor_map is not None:
+            what = text("{} has no effect for {}", Option("map"), target)
+            hint = text("remove {}, or name a checkpoint", Option("map"))
+            raise usage_error(what, "a recipe starts from a converted model", hint)
         recipe = load_recipe(path, overrides).recipe
         checkpoint = _read_start(recipe.model, config, offline=offline, observer=observer)
     else:
         if config is None:
             _check_name(target)
-        checkpoint = _read_checkpoint(target, config, offline=offline, observer=observer)
+        checkpoint = _read_checkpoint(
+            target, config, offline=offline, observer=observer, tensor_map=tensor_map
+        )
         mesh = checkpoint.manifest.mesh or default_mesh
         recipe = complete_recipe(_default_recipe(target, checkpoint.model, mesh), overrides).recipe
     rule_texts = recipe.rules if recipe.rules is not None else checkpoint.manifest.rules
@@ -152,9 +162,18 @@ def _read_start(
 
 
 def _read_checkpoint(
-    name: str, config: Path | None, *, offline: bool, observer: Observer
+    name: str,
+    config: Path | None,
+    *,
+    offline: bool,
+    observer: Observer,
+    tensor_map: TensorMap | None = None,
 ) -> _Checkpoint:
     """Read the model from `config`, the checkpoint's headers, or the published configs if the path does not exist."""
+    access = make_access(observer, offline=offline, stream=True, allow_urls=True)
+    if tensor_map is not None:
+        contents = read_mapped_contents(locate(name, access=access), config, tensor_map)
+        return _Checkpoint(_stored_model(contents), contents.display_name, NO_MANIFEST)
     if config is not None:
         path = config / "config.json" if config.is_dir() else config
         return _Checkpoint(model_of_config(read_config(path)), str(path), NO_MANIFEST)
@@ -164,9 +183,7 @@ def _read_checkpoint(
         return _Checkpoint(
             model_of_config(PRESETS[preset]), f"the published config of {preset}", NO_MANIFEST
         )
-    contents = read_contents(
-        locate(name, access=make_access(observer, offline=offline, stream=True, allow_urls=True))
-    )
+    contents = read_contents(locate(name, access=access))
     if not contents.config:
         why = f"{contents.display_name} has no config.json"
         hint = text("{}", Option("config", "CONFIG.json"))
@@ -175,11 +192,15 @@ def _read_checkpoint(
         return _Checkpoint(
             model_of_manifest(contents.manifest.fields), contents.display_name, contents.manifest
         )
+    return _Checkpoint(_stored_model(contents), contents.display_name, NO_MANIFEST)
+
+
+def _stored_model(contents: CheckpointContents) -> PlannedModel:
+    """Return the model of the config and the tensors of a checkpoint without a manifest."""
     head_tensor = family_of(contents.config).tying.head_tensor
     # Some families use a stored head although the config ties it. It then counts as a parameter of its own.
     has_stored_head = head_tensor in {entry.name for entry in contents.entries}
-    model = model_of_config(contents.config, has_stored_head=has_stored_head)
-    return _Checkpoint(model, contents.display_name, NO_MANIFEST)
+    return model_of_config(contents.config, has_stored_head=has_stored_head)
 
 
 def _default_recipe(name: str, model: PlannedModel, mesh: str) -> RawRecipe:

@@ -1,4 +1,4 @@
-"""`prep remove-tokens`: undo the last `prep add-tokens` of a Hugging Face folder."""
+"""`prep remove-tokens`: undo the last `prep add-tokens` of a checkpoint."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The decorator `public` has added the default of each option.
@@ -22,23 +22,29 @@ from prepcli.operations.conversion import (
     run_conversion,
 )
 from prepcli.operations.operation import public
-from prepcli.operations.resized_folder import plan_resized_folder
 from prepcli.operations.results import Conversion
 from prepcli.operations.token_folder import (
-    check_folder,
     count_with_ids,
+    folder_options,
     recorded_additions,
-    replaced_files,
 )
 from prepcli.operations.token_options import RemoveTokensOptions
+from prepcli.operations.vocabulary_change import (
+    VocabularyChange,
+    check_source,
+    padded_rows,
+    plan_change,
+)
 from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.plan import Fill
-from prepcli.planning.tensor_match import vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
+from prepcli.sources.source import Source
+from prepcli.sources.vocabulary_tensors import find_vocabulary
 from prepcli.targets.streams import VocabResize
 from prepcli.targets.token_files import files_without_tokens
+
+REMOVE = "remove-tokens"
 
 
 @public
@@ -51,7 +57,7 @@ def remove_tokens(
     process_options: ProcessOptions | None = None,
     **options: Unpack[RemoveTokensOptions],
 ) -> Conversion:
-    """Remove the tokens of the last `add_tokens`, and write another folder.
+    """Remove the tokens of the last `add_tokens`, and write another checkpoint of the same format.
 
     Embedding, head and the head's bias [V + N, ...] become [V, ...]. The files of the tokenizer are byte for byte as
     before the addition.
@@ -76,8 +82,11 @@ def remove_tokens(
         PrepError: The tokenizer was changed since, or the conversion failed. An interrupted one resumes when called
             again.
     """
+    common = common_options(
+        checkpoint, out, options, dry_run=dry_run, process_options=process_options
+    )
     return run_conversion(
-        common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
+        folder_options(common),
         observer_of(progress),
         partial(plan_remove_tokens, options),
     )
@@ -99,47 +108,40 @@ def plan_remove_tokens(
     Raises:
         PrepError: There is no addition, or vocabulary or tokenizer were changed since.
     """
-    check_folder(source, "remove-tokens")
+    check_source(source, REMOVE)
     additions = recorded_additions(source)
     if not additions:
         what = f"{source.display_name} records no added tokens"
         hint = text("pass an output of {}", Command("add-tokens"))
         raise usage_error(what, f"it has no {RECORD_FILE}", hint)
     addition = additions[-1]
-    _check_vocabulary(source, addition)
-    match = match_source_tensors(source, source_axis_maps(source), make_match_options(options))
-    old_vocabulary = Vocabulary(addition.true_vocab_size, addition.padded_vocab_size)
-    resize = VocabResize(
-        old_vocabulary,
-        vocab_tensors(match),
-        Fill("zeros"),
-        keeps_padding=False,
-        dropped_rule="added tokens",
-    )
-    contents = files_without_tokens(source, addition)
-    dropped_files: tuple[str, ...] = ()
-    if remaining := additions[:-1]:
-        contents[RECORD_FILE] = encode_record(remaining)
-    else:
-        dropped_files = (RECORD_FILE,)
-    side_files = replaced_files(source, contents)
+    present = find_vocabulary(source, make_match_options(options))
+    _check_vocabulary(source, present.vocabulary.true_size, addition)
+    num_rows = padded_rows(source, addition.padded_vocab_size)
+    old_vocabulary = Vocabulary(addition.true_vocab_size, num_rows)
+    contents: dict[str, bytes | None] = {**files_without_tokens(source, addition)}
+    contents[RECORD_FILE] = encode_record(additions[:-1]) if additions[:-1] else None
     name = f"{located.model_name.removesuffix('-added')}-removed"
-    plan = plan_resized_folder(
-        source,
-        match,
-        resize,
-        new_vocabulary=old_vocabulary,
-        command="remove-tokens",
+    change = VocabularyChange(
+        command=REMOVE,
         request=format_command_line(
-            "remove-tokens", source.display_name, RemoveTokensOptions, recorded_values(options)
+            REMOVE, source.display_name, RemoveTokensOptions, recorded_values(options)
         ),
         name=name,
-        init="zeros",
-        side_files=[file for file in side_files if file.path not in dropped_files],
+        present=present,
+        vocabulary=old_vocabulary,
+        resize=VocabResize(
+            old_vocabulary,
+            present.names,
+            Fill("zeros"),
+            keeps_padding=False,
+            dropped_rule="added tokens",
+        ),
+        files=contents,
     )
     removed = [{"id": token.id, "content": token.content} for token in addition.tokens]
     return PlannedConversion(
-        plan,
+        plan_change(source, change),
         name,
         notes=_notes(addition),
         fields={"removed_tokens": {"count": len(removed), "tokens": removed}},
@@ -147,9 +149,8 @@ def plan_remove_tokens(
     )
 
 
-def _check_vocabulary(source: Source, addition: Addition) -> None:
+def _check_vocabulary(source: Source, true_size: int, addition: Addition) -> None:
     """Raise PrepError unless the true vocabulary ends with the added tokens."""
-    true_size = source.vocabulary().true_size
     if true_size == addition.new_vocab_size:
         return
     what = f"the vocabulary of {source.display_name} has {true_size:,} tokens"

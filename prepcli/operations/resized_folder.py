@@ -9,7 +9,7 @@ from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Contiguous, Plan, SmallFile
 from prepcli.planning.slabs import PAGE
 from prepcli.planning.tensor_match import DROP_RULE, TensorMatch
-from prepcli.planning.vocabulary import Vocabulary
+from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.hf_folder import (
@@ -69,6 +69,9 @@ def plan_resized_folder(
         location = locations[source.file_name(tensor)]
         targets[tensor.name] = TensorTarget((location,), row_counts[tensor.name])
     config = output_config(source, new_vocabulary, match.is_tied)
+    if source.family.is_verbatim:
+        # A quantised model with the names of its files has its own sizes in the config, as any other model.
+        config = with_vocabulary(source.config, new_vocabulary)
     fields: ManifestFields = {
         "name": name,
         "kind": "hf",

@@ -95,6 +95,11 @@ WAYS: dict[str, tuple[_Step, ...]] = {
     "hf-flax": (_Step("export", {"layout": "hf-flax"}), INIT, EXPORT),
     "easylm": (_Step("export", {"layout": "easylm"}), INIT, EXPORT),
     "tunix": (_Step("export", {"layout": "tunix"}), INIT, EXPORT),
+    "maxtext": (_Step("export", {"layout": "maxtext"}), INIT, EXPORT),
+    "maxtext-unscanned": (_Step("export", {"layout": "maxtext-unscanned"}), INIT, EXPORT),
+    "dcp": (_Step("export", {"format": "dcp"}), INIT, EXPORT),
+    "files": (_Step("save-init", {"storage": "files"}), EXPORT),
+    "zarr3": (_Step("save-init", {"storage": "zarr3"}), EXPORT),
 }
 
 
@@ -216,6 +221,11 @@ class _Trip:
         for number, step in enumerate(steps):
             out = folder / str(number)
             self._convert(current, out, step, is_first=number == 0)
+            lost_values = (read_manifest(out) or NO_MANIFEST).lost_values
+            if lost_values:
+                # Such an output is refused as a source.
+                reason = f"the scale of the layout changes {lost_values:,} values"
+                return replace(way, reason=reason)
             if number:
                 # The disk needs room for two steps of a way, and not for all.
                 shutil.rmtree(current)

@@ -46,12 +46,13 @@ from prepcli.operations.pad_vocab import check_seed, make_fill
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, as_tuple, format_command_line, with_defaults
 from prepcli.planning.manifest_fields import ManifestFields
-from prepcli.planning.plan import DroppedTensor, Plan
+from prepcli.planning.plan import DroppedTensor, Plan, SmallFile
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.mapped import map_record
 from prepcli.sources.model_family import as_verbatim, truncate_layers
 from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.source import (
@@ -181,14 +182,14 @@ def _is_unresharded(folder: Path) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _ItemLayout:
-    """Layout of the output, after the defaults of the request are filled in from the source."""
+class ItemLayout:
+    """Layout of an Orbax item, after the defaults of the request are filled in from the source."""
 
     partitioning: Partitioning
     scan: bool
     scan_axis: int
-    vocabulary: Vocabulary
-    vocab_rows: int  # rows of the padded vocabulary
+    vocabulary: Vocabulary  # of the source
+    output_vocabulary: Vocabulary
     rules: tuple[str, ...]  # rules of `--rule`, or of the source
     source_manifest: Manifest  # empty if prep did not write the source
     is_training_step: bool  # the output is a training step, with its optimizer state
@@ -237,7 +238,7 @@ def plan_orbax_item(
         _check_verbatim_options(options, source)
         if options["dtype"]:
             source = as_verbatim(source, options["dtype"])
-    layout = _resolve_layout(options, source, params_only=params_only)
+    layout = resolve_layout(options, source, params_only=params_only)
     axis_maps = source_axis_maps(source, layout.scan, layout.scan_axis)
     match = match_source_tensors(source, axis_maps, make_match_options(options))
     check_leaf_rules(layout.partitioning.rules, _leaf_dims(source, axis_maps, match))
@@ -245,24 +246,26 @@ def plan_orbax_item(
         source,
         match,
         axis_maps=axis_maps,
-        vocab_size=layout.vocab_rows,
+        vocab_size=layout.output_vocabulary.stored_size,
         partitioning=layout.partitioning,
         dtype=options["dtype"],
         # Compressed chunks are written from raw chunks in data files.
         has_chunk_files=options["storage"] == "files" and options["compress"] is None,
     )
-    plan = _item_plan(
+    plan = plan_item(
         options,
         source,
         layout,
         match,
         item,
+        _padding(options, source, layout, match),
         command=command,
         request=_command_line(command, options, source, params_only=params_only),
         dropped=(*match.dropped, *later_layers, *dropped_state_tensors),
         name=located.model_name,
+        side_files=copied_small_files(source, f"{HF_FOLDER}/"),
     )
-    _check_index_size(plan)
+    check_index_size(plan)
     mesh = layout.partitioning.mesh
     suffix = folder_suffix(mesh) if mesh and command == "reshard" else "init"
     meshes = {"from": layout.source_manifest.mesh, "to": str(mesh) if mesh else None}
@@ -277,6 +280,14 @@ def plan_orbax_item(
         fields=fields,
         next_command=next_command,
     )
+
+
+def _padding(
+    options: SaveInitOptions, source: Source, layout: ItemLayout, match: TensorMatch
+) -> VocabResize:
+    """Return the requested padding of the vocabulary."""
+    fill = make_fill(options["init"], options["seed"], source)
+    return VocabResize(layout.vocabulary, vocab_tensor_names(source, match), fill)
 
 
 def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[DroppedTensor, ...]]:
@@ -313,7 +324,7 @@ def _leaf_dims(
     return dims
 
 
-def _check_index_size(plan: Plan) -> None:
+def check_index_size(plan: Plan) -> None:
     """Raise UsageError if the index of the output would have more entries than prep reads."""
     num_entries = plan.chunk_count + len(plan.leaves)
     if num_entries > MAX_ENTRIES:
@@ -325,36 +336,43 @@ def _check_index_size(plan: Plan) -> None:
         raise usage_error(what, why, hint)
 
 
-def _item_plan(
+def plan_item(
     options: SaveInitOptions,
     source: Source,
-    layout: _ItemLayout,
+    layout: ItemLayout,
     match: TensorMatch,
     item: OrbaxItemLayout,
+    resize: VocabResize,
     *,
     command: str,
     request: str,
     dropped: tuple[DroppedTensor, ...],
     name: str,
+    side_files: Sequence[SmallFile],
 ) -> Plan:
-    """Return the plan of an item after its layout is known. See `plan_orbax_item`."""
+    """Return the plan of an item after its layout is known.
+
+    Args:
+        options: Dtype, compression and storage.
+        source: The opened source.
+        layout: Layout of the item.
+        match: Match of the source's tensors.
+        item: Leaves and chunks.
+        resize: Tensors of the vocabulary, and their new rows.
+        command: Name of the command.
+        request: Its recorded command line.
+        dropped: Tensors and rows without a place in the item.
+        name: Name of the model in the manifest.
+        side_files: Files other than config.json.
+    """
     level = parse_compress(options["compress"])
-    resize = VocabResize(
-        layout.vocabulary,
-        vocab_tensor_names(source, match),
-        make_fill(options["init"], options["seed"], source),
-    )
-    config = output_config(
-        source,
-        Vocabulary(layout.vocabulary.true_size, layout.vocab_rows),
-        match.is_tied,
-        options["dtype"],
-    )
+    vocabulary = layout.output_vocabulary
+    config = output_config(source, vocabulary, match.is_tied, options["dtype"])
     settings = _manifest_settings(source, name, layout)
     if level:
         settings["compress"] = f"{METHOD}:{level}"
-    if options["storage"] == "files":
-        settings["storage"] = "files"
+    if options["storage"] != "ocdbt":
+        settings["storage"] = options["storage"]
     settings["tied"] = match.is_tied
     settings["config"] = config
     return Plan(
@@ -362,12 +380,11 @@ def _item_plan(
         request=request,
         source_name=source.display_name,
         source_files=source.file_stamps,
-        streams=item_streams(source, match, item=item, vocab_size=layout.vocab_rows, resize=resize),
-        files=item.files,
-        small_files=(
-            *config_files(source, config, f"{HF_FOLDER}/"),
-            *copied_small_files(source, f"{HF_FOLDER}/"),
+        streams=item_streams(
+            source, match, item=item, vocab_size=vocabulary.stored_size, resize=resize
         ),
+        files=item.files,
+        small_files=(*config_files(source, config, f"{HF_FOLDER}/"), *side_files),
         leaves=item.leaves,
         dropped=dropped,
         checks=match.checks,
@@ -378,7 +395,7 @@ def _item_plan(
     )
 
 
-def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bool) -> _ItemLayout:
+def resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bool) -> ItemLayout:
     """Resolve the layout options, with the source's layout for options not given."""
     source_manifest = source.tree_manifest
     mesh_text = source_manifest.mesh if options["mesh"] is None else options["mesh"]
@@ -394,6 +411,7 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
         rules = with_default_preset(rules)
     partitioning = Partitioning(mesh, merge_rules(rules))
     vocabulary = source.vocabulary(options["true_vocab"])
+    vocab_rows = _vocab_rows(options, source, vocabulary=vocabulary, partitioning=partitioning)
     scan = source_manifest.scan if options["scan"] is None else options["scan"]
     if not scan:
         reject_without(
@@ -402,21 +420,21 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
             Option("scan", True),
             "unstacked layers have no layer axis",
         )
-    return _ItemLayout(
+    return ItemLayout(
         partitioning=partitioning,
         scan=scan,
         scan_axis=source_manifest.scan_axis
         if options["scan_axis"] is None
         else options["scan_axis"],
         vocabulary=vocabulary,
-        vocab_rows=_vocab_rows(options, source, vocabulary=vocabulary, partitioning=partitioning),
+        output_vocabulary=Vocabulary(vocabulary.true_size, vocab_rows),
         rules=rules,
         source_manifest=source_manifest,
         is_training_step=source_manifest.is_training_step and not params_only,
     )
 
 
-def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> ManifestFields:
+def _manifest_settings(source: Source, name: str, layout: ItemLayout) -> ManifestFields:
     """Return the fields of the manifest about the model and the layout."""
     kept: ManifestFields = {}
     if layout.is_training_step:
@@ -425,10 +443,14 @@ def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> Manife
         **kept,
         **adapter_fields(layout.source_manifest),
         **_quantization_entries(source),
+        **map_record(source),
         "name": name,
         "kind": "train" if layout.is_training_step else "init",
         "family": source.family.name,
-        "vocab": {"true": layout.vocabulary.true_size, "padded": layout.vocab_rows},
+        "vocab": {
+            "true": layout.output_vocabulary.true_size,
+            "padded": layout.output_vocabulary.stored_size,
+        },
         "layout": "native",
         "mesh": str(layout.partitioning.mesh) if layout.partitioning.mesh else None,
         "rules": layout.rules,
@@ -526,14 +548,15 @@ def _vocab_rows(
 
 
 def _layout_lines(
-    layout: _ItemLayout, item: OrbaxItemLayout, dropped_state_tensors: Sequence[DroppedTensor]
+    layout: ItemLayout, item: OrbaxItemLayout, dropped_state_tensors: Sequence[DroppedTensor]
 ) -> Iterator[str]:
     """Yield the notes about a layout: padding, mesh, dims that stay whole, and the dropped optimizer state."""
     stored_size = layout.vocabulary.stored_size
     mesh = layout.partitioning.mesh
-    if layout.vocab_rows != stored_size:
-        added = layout.vocab_rows - stored_size
-        yield f"vocabulary {stored_size} -> {layout.vocab_rows} (+{added} rows)"
+    vocab_rows = layout.output_vocabulary.stored_size
+    if vocab_rows != stored_size:
+        added = vocab_rows - stored_size
+        yield f"vocabulary {stored_size} -> {vocab_rows} (+{added} rows)"
     if mesh is not None:
         axes = " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes))
         source_mesh = layout.source_manifest.mesh

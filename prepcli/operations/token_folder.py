@@ -1,28 +1,22 @@
-"""Hugging Face folders with a record of added tokens, as add-tokens and remove-tokens read and write them."""
+"""Checkpoints with a record of added tokens, as add-tokens and remove-tokens read and write them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from prepcli.console.formatting import count_text
-from prepcli.errors import Command, Option, text, usage_error
 from prepcli.formats.added_tokens import RECORD_FILE, Addition, parse_record
+from prepcli.operations.conversion import CommonOptions
 from prepcli.planning.plan import SmallFile
-from prepcli.sources.source import Source
+from prepcli.sources.source import HF_FOLDER, Source
 from prepcli.targets.hf_folder import copied_small_files
 from prepcli.targets.token_files import read_side_file
 
 
-def check_folder(source: Source, command: str) -> None:
-    """Raise UsageError unless the source is a Hugging Face folder of a text model."""
-    why = f"{command} changes Hugging Face folders of text models"
-    if not source.tensor_file_names:
-        hint = text("{} writes a Hugging Face folder", Command("export"))
-        raise usage_error(f"{source.display_name} is not a Hugging Face folder", why, hint)
-    if source.wrapper is not None:
-        what = f"{source.display_name} is a multimodal model, which is not supported"
-        hint = text("{} writes its text model", Command("export", Option("text_only", True)))
-        raise usage_error(what, why, hint)
+def folder_options(common: CommonOptions) -> CommonOptions:
+    """Return options to open a checkpoint with. A quantised model keeps its codes and scales."""
+    return replace(common, quantized="stored", verbatim=None)
 
 
 def count_with_ids(first: int, count: int) -> tuple[str, str]:
@@ -46,8 +40,12 @@ def recorded_additions(source: Source) -> tuple[Addition, ...]:
     return parse_record(source.root / RECORD_FILE, data)
 
 
-def replaced_files(source: Source, contents: Mapping[str, bytes]) -> tuple[SmallFile, ...]:
-    """Return the small files of a source, some of them with another content."""
-    copied = [file for file in copied_small_files(source) if file.path not in contents]
-    written = [SmallFile(name, content) for name, content in contents.items()]
-    return (*copied, *written)
+def replaced_files(source: Source, contents: Mapping[str, bytes | None]) -> list[SmallFile]:
+    """Return the small files of a source, some of them with another content, or without the ones of None."""
+    prefix = f"{HF_FOLDER}/" if source.tree_manifest else ""
+    new_files = {prefix + name: content for name, content in contents.items()}
+    files = [file for file in copied_small_files(source, prefix) if file.path not in new_files]
+    for path, content in new_files.items():
+        if content is not None:
+            files.append(SmallFile(path, content))
+    return files

@@ -21,7 +21,7 @@ from prepcli.engine.digest import digest_of_zeros
 from prepcli.engine.distance import Distance, measure_distance
 from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.formats.checksums import read_checksum_bytes
-from prepcli.formats.manifest import unwritten_manifest
+from prepcli.formats.manifest import MANIFEST_FILE, find_manifest_folder, unwritten_manifest
 from prepcli.operations.accept import accept_files
 from prepcli.operations.conversion import (
     CommonOptions,
@@ -34,9 +34,10 @@ from prepcli.operations.inspection_options import VerifyOptions
 from prepcli.operations.operation import public
 from prepcli.operations.results import TensorDifference, TensorDistance, Verification
 from prepcli.option_spec import PathLike
-from prepcli.planning.plan import Stream
+from prepcli.planning.plan import RootScale, Stream
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.restore.digest_checks import tensor_digests
+from prepcli.restore.scaled_digests import stored_scale, written_digests, written_stream
 from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.locate import check_stream
 from prepcli.sources.model_family import as_verbatim
@@ -156,9 +157,11 @@ def _verify_and_accept(request: _Request, files: Sequence[str], observer: Observ
 
 def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     """Compare a checkpoint with its manifest's digests, or with another checkpoint of any format and layout."""
-    # Values that a scale has rounded have no way back, and their manifest has digests of the stored ones.
+    # Values that a scale has rounded have no way back. They are compared as they are stored, and a tolerance is for the
+    # values of the model.
+    keeps_scales = request.tolerance is None
     located, source = open_checkpoint(
-        request.common, observer, allow_adapters=True, keeps_scales=request.against is None
+        _first_options(request), observer, allow_adapters=True, keeps_scales=keeps_scales
     )
     observer.note(source_line(source))
     if request.against is None:
@@ -166,7 +169,7 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
         check_stream(request.common.stream, located)
         return _verify_digests(_collect_model(source), request, observer)
     against_located, against_source = open_checkpoint(
-        _against_options(request), observer, allow_adapters=True
+        _against_options(request), observer, allow_adapters=True, keeps_scales=keeps_scales
     )
     check_config_option(request.common, source, against_source)
     check_stream(request.common.stream, located, against_located)
@@ -230,6 +233,31 @@ def _ignored_tower_lines(sources: Iterable[Source]) -> Iterator[str]:
             yield f"{towers} ignored: only the text part is compared"
 
 
+def _maps_first(request: _Request) -> bool:
+    """Return whether the map is for the first checkpoint, because prep wrote the second one."""
+    if request.against is None or "://" in request.against:
+        return False
+    path = Path(request.against).expanduser()
+    return path.exists() and (find_manifest_folder(path) / MANIFEST_FILE).exists()
+
+
+def _first_options(request: _Request) -> CommonOptions:
+    """Return the options of the first checkpoint.
+
+    Raises:
+        UsageError: There is a map, and no second checkpoint.
+    """
+    common = request.common
+    if common.tensor_map is None or _maps_first(request):
+        return common
+    if request.against is None:
+        option = Option("map")
+        what = text("{} requires a second checkpoint", option)
+        why = "the digests of an output are those of the mapped tensors"
+        raise usage_error(what, why, text("remove {}, or name the second checkpoint", option))
+    return replace(common, tensor_map=None)
+
+
 def _against_options(request: _Request) -> CommonOptions:
     """Return the options of the second checkpoint. The step and the revision belong to the first one."""
     common = request.common
@@ -241,6 +269,7 @@ def _against_options(request: _Request) -> CommonOptions:
         stream=common.stream,
         config=common.config,
         quantized=common.quantized,
+        tensor_map=None if _maps_first(request) else common.tensor_map,
         # One checkpoint with the names of its file is enough: the other one is then compared by them.
         verbatim=None if common.verbatim else common.verbatim,
     )
@@ -414,22 +443,40 @@ def _value_findings(
     second time, side by side, for the first different value.
     """
     digests_by_name: list[dict[str, str]] = []
-    compared = {*names}
-    for model in (a, b):
-        pieces = [
-            (t, _unpadded_rows(model, t)) for t in model.source.all_tensors if t.name in compared
-        ]
-        digests = tensor_digests(
+    for model, other in ((a, b), (b, a)):
+        compared = [tensor for tensor in model.source.all_tensors if tensor.name in {*names}]
+        streams: list[Stream] = []
+        for tensor in compared:
+            scale = _missing_scale(model, other, tensor.name)
+            streams.append(
+                written_stream(tensor, _unpadded_rows(model, tensor), tensor.dtype, scale)
+            )
+        digests = written_digests(
             model.source,
-            pieces,
+            streams,
             memory_nbytes,
             progress=observer.progress(),
             task=f"verify {model.source.display_name}",
         )
-        digests_by_name.append({t.name: digest for (t, _), digest in zip(pieces, digests)})
+        digests_by_name.append({t.name: digest for t, digest in zip(compared, digests)})
     for name in names:
-        if digests_by_name[0][name] != digests_by_name[1][name]:
+        if digests_by_name[0][name] == digests_by_name[1][name]:
+            continue
+        scale = _missing_scale(a, b, name) or _missing_scale(b, a, name)
+        if scale is None:
             yield _value_finding(a, b, name)
+        else:
+            # The values are not side by side: one model has them divided.
+            predicate = f"has other values than the division by the square root of {scale.number}"
+            yield Finding(a.labels[name], predicate)
+
+
+def _missing_scale(model: _VerifiedModel, other: _VerifiedModel, name: str) -> RootScale | None:
+    """Return the scale of a tensor that the other checkpoint stores, and that this one does not."""
+    scale = stored_scale(other.source, name)
+    if scale == stored_scale(model.source, name):
+        return None
+    return scale
 
 
 def _value_finding(a: _VerifiedModel, b: _VerifiedModel, name: str) -> Finding:

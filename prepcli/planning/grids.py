@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import mul, sub
 
 from trainer.models.axis_map import SizedAxis
@@ -152,6 +152,40 @@ def split_dim(
         )
 
 
+def split_dim_part(
+    factors: Sequence[SizedAxis], chunk_length: int, *, atom_ranges: Mapping[str, Range], start: int
+) -> Iterator[DimPiece]:
+    """Split a part of a leaf dim at the chunk boundaries of the dim. See `split_dim`.
+
+    Args:
+        factors: The axes of the part, outermost first.
+        chunk_length: Length of a chunk along the dim.
+        atom_ranges: Index range of each axis. Axes of other dims are ignored.
+        start: First index of the part in the dim, e.g. 6 for the second part of `(a=2 b=3 | c=4)`.
+
+    Yields:
+        Pieces that cover the box, each element once.
+    """
+    if start == 0:
+        yield from split_dim(factors, chunk_length, atom_ranges=atom_ranges)
+        return
+    chunk, element = divmod(start, chunk_length)
+    extent = math.prod(factor.extent for factor in factors)
+    if element and element + extent > chunk_length:
+        # Chunk boundaries cut the part at other indices than those of a dim of its own.
+        ranges = [atom_ranges[factor.atom] for factor in factors]
+        yield from _pieces_by_chunk(factors, chunk_length, ranges, start)
+        return
+    # The part lies in one chunk, or starts at a chunk boundary. It is a dim of its own, moved by chunks and elements.
+    own_length = extent if element else chunk_length
+    for piece in split_dim(factors, own_length, atom_ranges=atom_ranges):
+        yield replace(
+            piece,
+            chunk_index=piece.chunk_index + chunk,
+            element_offset=piece.element_offset + element,
+        )
+
+
 def find_split_atom(extents: Sequence[int], chunk_length: int) -> int | None:
     """Return the position of the axis of a dim split by chunk boundaries.
 
@@ -231,7 +265,7 @@ def _aligned_piece(
 
 
 def _pieces_by_chunk(
-    factors: Sequence[SizedAxis], chunk_length: int, ranges: Sequence[Range]
+    factors: Sequence[SizedAxis], chunk_length: int, ranges: Sequence[Range], dim_start: int = 0
 ) -> Iterator[DimPiece]:
     """Yield one piece per chunk and per run of the innermost axis, for unevenly placed chunk boundaries."""
     # E.g. (a=2 b=3) in chunks of 2: elements 0 1 | 2 3 | 4 5. Row a=0 has the elements 0..3, in
@@ -241,7 +275,7 @@ def _pieces_by_chunk(
     inner_start, inner_stop = ranges[-1]
     outer_ranges = [range(start, stop) for start, stop in ranges[:-1]]
     for index in itertools.product(*outer_ranges):
-        row_start = sum(map(mul, index, atom_strides))
+        row_start = dim_start + sum(map(mul, index, atom_strides))
         start = row_start + inner_start
         row_stop = row_start + inner_stop
         while start < row_stop:

@@ -161,7 +161,8 @@ class PrepFields(TypedDict, total=False):
     compress: str
     casts: Sequence[CastEntry]
     packed: Mapping[str, int]
-    # `files` if each chunk is a file, `levanter` for a checkpoint of Levanter. Omitted for an OCDBT database of Orbax.
+    # `files` if each chunk is a file, `zarr3` for arrays of zarr 3, `levanter` for a checkpoint of Levanter.
+    # Omitted for an OCDBT database of zarr 2.
     storage: str
     quantization: Mapping[str, object]
     quantized: Mapping[str, QuantizedRecord]
@@ -169,6 +170,8 @@ class PrepFields(TypedDict, total=False):
     scales: Mapping[str, ScaleRecord]
     # Record of the multimodal model, if the parameters are its text part.
     towers: Mapping[str, object]
+    # Name and digest of the tensor map. An export also has its content.
+    map: Mapping[str, object]
     # Its reader checks the type.
     checksums: object
     files: dict[str, FileRecord]

@@ -373,6 +373,11 @@ class Plan:
         return self.settings.get("storage") == "levanter"
 
     @property
+    def uses_zarr3(self) -> bool:
+        """Whether the leaves are arrays of zarr 3."""
+        return self.settings.get("storage") == "zarr3"
+
+    @property
     def chunk_count(self) -> int:
         """Number of chunks of all leaves."""
         return sum(math.prod(leaf.grid.chunk_counts) for leaf in self.leaves)

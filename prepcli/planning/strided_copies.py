@@ -52,6 +52,7 @@ from prepcli.planning.grids import (
     StridedPlacement,
     free_atom_ranges,
     split_dim,
+    split_dim_part,
 )
 from trainer.models.axis_map import AxisMap
 from trainer.models.boxes import Box, Range, full_box, intersect, split_merged_range, strides
@@ -121,6 +122,7 @@ class ChunkedLocation:
         grid: Chunk grid of the leaf.
         placement: Where the chunks are stored.
         itemsize: Bytes per element.
+        starts: First index of the tensor's part along each leaf dim. None if the axis map covers every dim from 0.
     """
 
     axis_map: AxisMap
@@ -128,6 +130,7 @@ class ChunkedLocation:
     grid: ChunkGrid
     placement: Placement
     itemsize: int
+    starts: tuple[int, ...] | None = None
 
 
 def region_copies(
@@ -317,9 +320,11 @@ def _copies_to_chunks(
     axis_map = region.axis_map
     chunk_shape = region.grid.chunk_shape
     element_strides = strides(chunk_shape, region.itemsize)
+    starts = region.starts or (0,) * len(chunk_shape)
     pieces_per_dim: list[list[DimPiece]] = []
-    for dim, length in zip(axis_map.leaf_dims, chunk_shape):
-        pieces_per_dim.append(list(split_dim(dim, length, atom_ranges=atom_ranges)))
+    for dim, length, start in zip(axis_map.leaf_dims, chunk_shape, starts):
+        pieces = split_dim_part(dim, length, atom_ranges=atom_ranges, start=start)
+        pieces_per_dim.append(list(pieces))
     for dim_pieces in itertools.product(*pieces_per_dim):
         if isinstance(region.placement, StridedPlacement):
             file, file_offset = region.placement.find([piece.chunk_index for piece in dim_pieces])

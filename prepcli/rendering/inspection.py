@@ -263,7 +263,7 @@ def header_lines(contents: CheckpointContents, source: SourceSummary) -> list[st
     )
     size = f"{format_bytes(sum(entry.nbytes for entry in contents.entries))} {', '.join(source['dtypes'])}".rstrip()
     model = "  ".join([source["name"], _family_text(contents), size_in_values, size])
-    kind = FORMAT_TITLES.get(contents.kind, contents.kind)
+    kind = FORMAT_TITLES.get(source["format"], source["format"])
     stored = [
         f"{kind}, {count_text(source['files'], 'file')}, {count_text(source['tensors'], 'tensor')}"
     ]

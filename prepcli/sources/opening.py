@@ -9,11 +9,13 @@ from pathlib import Path
 from prepcli.errors import Option, Text, text
 from prepcli.formats.file_records import check_files, check_header
 from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
+from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import SourceFile
 from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
 from prepcli.sources.folders import LocalFiles
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.mapped import apply_map, recorded_map
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_text_part
 from prepcli.sources.source import Source
@@ -29,6 +31,7 @@ def open_source(
     copied_files: tuple[str, ...] = (),
     dequantize: bool = False,
     keeps_scales: bool = False,
+    tensor_map: TensorMap | None = None,
 ) -> Source:
     """Read the headers and settings of a located checkpoint, but no weights.
 
@@ -39,6 +42,7 @@ def open_source(
         copied_files: Name patterns of further side files to copy.
         dequantize: Decode quantised weights.
         keeps_scales: Read values that another trainer's scale has rounded as they are stored. See `SourceHints`.
+        tensor_map: Map from the tensors of the files to those of a model. Default: the one that an export recorded.
 
     Raises:
         PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim
@@ -48,10 +52,12 @@ def open_source(
     display_name = located.display_name
     with local_files.rename_in_errors(display_name):
         check_local_files(local_files, located.manifest)
+        tensor_map = tensor_map or recorded_map(located.manifest)
         hints = SourceHints(
             config_path,
             located.part,
-            verbatim,
+            # A map is about the names in the files.
+            True if tensor_map else verbatim,
             copied_files,
             is_remote=local_files.remote is not None,
             keeps_scales=keeps_scales,
@@ -65,7 +71,9 @@ def open_source(
         # The opener of GGUF files has already decoded the weights.
         if dequantize and located.kind != "gguf":
             source = dequantize_source(source)
-        if source.family.is_verbatim and located.kind in MULTIMODAL_KINDS:
+        if tensor_map is not None:
+            source = apply_map(source, tensor_map)
+        elif source.family.is_verbatim and located.kind in MULTIMODAL_KINDS:
             source = _split_unless_verbatim(source, verbatim)
         if verbatim is False and source.family.is_verbatim:
             raise verbatim_error(display_name)

@@ -27,6 +27,7 @@ from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
 from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.manifest_fields import QuantizedRecord, TensorRecords
+from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import DroppedTensor, Locations, SmallFile, SourceFile
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
 from prepcli.planning.state_names import TOWERS, qualify, split_name
@@ -165,6 +166,7 @@ class Source:
         is_locked: Whether a lock approves the files and the digests of the tensors. See `sources.locked`.
         wrapper: The multimodal model around the parameters, if any.
         tower_tensors: Its other tensors, named `towers/TENSOR`.
+        tensor_map: The map that made the tensors from those of the files, if any.
     """
 
     display_name: str
@@ -190,6 +192,7 @@ class Source:
     is_locked: bool = False
     wrapper: Wrapper | None = None
     tower_tensors: tuple[SourceTensor, ...] = ()
+    tensor_map: TensorMap | None = None
 
     @property
     def byte_sources(self) -> tuple[Path | Blob, ...]:

@@ -49,6 +49,7 @@ class VocabResize:
         keeps_padding: Whether padding of the source is copied. Otherwise all rows after the true ones are filled.
         added_count: Number of tokens to add after the true vocabulary, if padding is not copied.
         added_fill: Fill of their rows.
+        zero_tensors: Names of tensors whose added rows are zeros, e.g. moments: no step has changed the rows.
         dropped_rule: Rule of the rows that are not copied.
     """
 
@@ -59,6 +60,7 @@ class VocabResize:
     added_count: int = 0
     added_fill: Fill | None = None
     dropped_rule: str = "padding taken off"
+    zero_tensors: Collection[str] = ()
 
     def copied_rows(self, tensor: SourceTensor, rows: int) -> int:
         """Return how many rows of a vocabulary tensor are copied to an output with `rows` rows."""
@@ -170,8 +172,11 @@ def _vocab_streams(
     for low, high in itertools.pairwise(sorted(inside)):
         yield replace(true_stream, rows=(low, high))
     added_stop = kept_rows + resize.added_count
+    added_fill = resize.added_fill
+    if tensor.name in resize.zero_tensors:
+        added_fill = Fill("zeros")
     for rows, fill in (
-        ((kept_rows, added_stop), resize.added_fill),
+        ((kept_rows, added_stop), added_fill),
         ((added_stop, target.rows), resize.fill),
     ):
         if fill is not None and rows[0] < rows[1]:
@@ -224,7 +229,7 @@ def dropped_padding(
     source: Source, targets: Mapping[str, TensorTarget], *, resize: VocabResize
 ) -> Iterator[DroppedTensor]:
     """Yield the rows of the source's vocabulary that are not copied."""
-    for tensor in source.tensors:
+    for tensor in source.all_tensors:
         target = targets.get(tensor.name)
         if target is None or tensor.name not in resize.tensors:
             continue

@@ -13,12 +13,17 @@ from prepcli.formats.added_tokens import Addition, FileEdit
 from prepcli.formats.file_records import recorded_xxh3
 from prepcli.formats.json_edits import find_value, insert_members, remove_insertion
 from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.sentencepiece_pieces import encode_pieces
 from prepcli.formats.token_list import AddedToken
 from prepcli.formats.untrusted import parse_json
 from prepcli.sources.source import Source
 from prepcli.sources.symlinks import resolve_small_file
 from trainer.files.reading import read_regular_file
-from trainer.files.tokenizer_names import MAX_TOKENIZER_NBYTES, SETTINGS_FILE, TOKENIZER_FILE
+from trainer.files.tokenizer_names import (
+    MAX_TOKENIZER_NBYTES,
+    SENTENCEPIECE_FILES,
+    SETTINGS_FILE,
+)
 from trainer.models.json_types import JsonObject, JsonValue
 
 SPECIAL_TOKENS = "special_tokens_map.json"
@@ -53,12 +58,13 @@ def read_side_file(source: Source, name: str) -> bytes | None:
 
 
 def files_with_tokens(
-    source: Source, tokens: Sequence[AddedToken], first_id: int
+    source: Source, tokenizer_file: str, tokens: Sequence[AddedToken], first_id: int
 ) -> tuple[dict[str, bytes], dict[str, FileEdit]]:
     """Return the content of each file that new tokens change, and its record.
 
     Args:
-        source: A source with a tokenizer.json.
+        source: A source with the tokenizer.
+        tokenizer_file: Name of the tokenizer: a tokenizer.json or a SentencePiece model.
         tokens: The tokens.
         first_id: Id of the first token. The others follow.
 
@@ -70,15 +76,25 @@ def files_with_tokens(
     """
     contents: dict[str, bytes] = {}
     edits: dict[str, FileEdit] = {}
-    for name in (TOKENIZER_FILE, SETTINGS_FILE, SPECIAL_TOKENS, TOKEN_IDS):
+    for name in (tokenizer_file, SETTINGS_FILE, SPECIAL_TOKENS, TOKEN_IDS):
         data = read_side_file(source, name)
         if data is None:
+            continue
+        if name in SENTENCEPIECE_FILES:
+            contents[name], edits[name] = _append_pieces(data, tokens)
             continue
         document = _parse_object(source.root / name, data)
         insertions = _insertions(name, document, tokens, first_id)
         if insertions:
             contents[name], edits[name] = _edit(source.root / name, data, insertions)
     return contents, edits
+
+
+def _append_pieces(data: bytes, tokens: Sequence[AddedToken]) -> tuple[bytes, FileEdit]:
+    """Append the tokens to a SentencePiece model."""
+    new_data = data + encode_pieces([token["content"] for token in tokens])
+    inserted = (len(data), len(new_data))
+    return new_data, FileEdit(inserted=(inserted,), before=digest(data), after=digest(new_data))
 
 
 def files_without_tokens(source: Source, addition: Addition) -> dict[str, bytes]:

@@ -330,7 +330,7 @@ def open_model_start(
     lock: Lock | None = None
     revision: str | None = None
     if recipe.model.lock is not None:
-        lock = read_lock(Path(recipe.model.lock).expanduser())
+        lock = _read_lock(recipe)
         revision = pinned_revision(recipe.model.path, None, lock)
     located = locate(recipe.model.path, revision, access=access)
     check_stream(access.stream, located)
@@ -370,9 +370,18 @@ def open_model_start(
     return StartCheckpoint(
         reader,
         StartModel(manifest, with_recipe_tokenizer(files, recipe)),
-        _tokenizer_folder(source),
+        checkpoint_tokenizer_folder(source),
         commit=located.local_files.commit,
     )
+
+
+def _read_lock(recipe: Recipe) -> Lock:
+    """Return the lock of a recipe, after the check of its signature if the recipe has a public key."""
+    model = recipe.model
+    public_key: Path | None = None
+    if model.public_key is not None:
+        public_key = Path(model.public_key).expanduser()
+    return read_lock(Path(str(model.lock)).expanduser(), public_key)
 
 
 def _apply_lock(
@@ -420,7 +429,7 @@ def _is_written_by_prep(path: Path) -> bool:
     return item is None or read_manifest(find_manifest_folder(item)) is not None
 
 
-def _tokenizer_folder(source: Source) -> Path:
+def checkpoint_tokenizer_folder(source: Source) -> Path:
     """Return the folder of the model's small files."""
     if source.small_files:
         return source.small_files[0].parent

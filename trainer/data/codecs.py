@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
+from trainer.files.sentencepiece_model import load_sentencepiece
 from trainer.models.errors import PrepError
 from trainer.models.json_types import JsonValue
 
@@ -219,13 +220,7 @@ def sentencepiece_codec(
         PrepError: The extra `sentencepiece` is not installed.
         Exception: The file is not such a model. The library defines no exception type.
     """
-    try:
-        from sentencepiece import SentencePieceProcessor
-    except ModuleNotFoundError as error:
-        hint = "`pip install 'prepcli[sentencepiece]'`"
-        raise PrepError(f"cannot read {file}", "sentencepiece is not installed", hint) from error
-    processor = SentencePieceProcessor()
-    processor.LoadFromSerializedProto(data)
+    processor = load_sentencepiece(file, data)
     class_name = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
     return SentencePieceCodec(
         processor,

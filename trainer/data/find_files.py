@@ -80,6 +80,24 @@ def find_data_files(
     return tuple(files.values())
 
 
+def with_companions(
+    files: Sequence[Path | DataFile], file_type: FileType
+) -> tuple[Path | DataFile, ...]:
+    """Return files, each local one followed by the second file of its type, if the type has one.
+
+    E.g. an index of Megatron is followed by the file with its ids.
+    """
+    suffix = READERS[file_type].companion_suffix
+    if not suffix:
+        return tuple(files)
+    complete: dict[Path | DataFile, None] = {}
+    for file in files:
+        complete[file] = None
+        if isinstance(file, Path):
+            complete[file.with_suffix(suffix)] = None
+    return tuple(complete)
+
+
 def check_selection(
     paths: Sequence[str], selection: Selection, *, split_key: str = "split"
 ) -> None:

@@ -155,8 +155,8 @@ def _piece_examples(
 def _ids_examples(chunk: IdsChunk, settings: RecordSettings) -> Iterator[Example]:
     """Yield the documents in a chunk of token ids.
 
-    A document ends after each end-of-sequence token, and where the chunk says so. E.g. with eos 2,
-    ids [5, 2, 7, 8] -> [5, 2] and [7, 8].
+    A document ends after each end-of-sequence token, unless the chunk says otherwise, and where the
+    chunk says so. E.g. with eos 2, ids [5, 2, 7, 8] -> [5, 2] and [7, 8].
 
     Raises:
         PrepError: An id is out of range.
@@ -170,10 +170,13 @@ def _ids_examples(chunk: IdsChunk, settings: RecordSettings) -> Iterator[Example
         hint = text("{} sets the dtype of .bin files", Key("data.ids_dtype"))
         raise PrepError(what, why, hint)
     # -1 is no id: without an end token, only the end of the chunk ends a document.
-    eos_id = -1 if settings.eos_id is None else settings.eos_id
+    eos_id = -1
+    if settings.eos_id is not None and chunk.ends_at_eos:
+        eos_id = settings.eos_id
     ends_here = ids == eos_id
     bounds = [0, *(np.flatnonzero(ends_here[:-1]) + 1).tolist(), len(ids)]
     for start, end in itertools.pairwise(bounds):
         segment = Segment(ids[start:end].astype(np.uint32))
-        ends_document = bool(ends_here[end - 1]) or chunk.ends_document
+        # An empty chunk has no last id, and always ends a document.
+        ends_document = chunk.ends_document or bool(ends_here[end - 1])
         yield Example((segment,), (end - start) * ids.itemsize, ends_document=ends_document)

@@ -224,14 +224,21 @@ def _damaged_store_error(folder: Path, why: str) -> DamagedStoreError:
 
 
 def map_tokens(folder: Path, meta: StoreMeta, seq_length: int) -> MappedTokens:
-    """Map the files of a nonempty store into memory, without reading them."""
+    """Map the files of a store into memory, without reading them."""
     # A map costs no memory of its own: the pages belong to the page cache, all processes of a host
     # share them, and the system may drop them at any time. The digests were checked on opening.
-    ids = np.memmap(folder / TOKENS_FILE, little_endian(meta.dtype), "r", shape=(meta.n_tokens,))
-    ends = np.memmap(folder / DOCUMENTS_FILE, "<u8", "r", shape=(meta.n_documents,))
+    ids = _map_array(folder / TOKENS_FILE, little_endian(meta.dtype), meta.n_tokens)
+    ends = _map_array(folder / DOCUMENTS_FILE, np.dtype("<u8"), meta.n_documents)
     weights = None
     if meta.has_weights:
-        weights = np.memmap(folder / WEIGHTS_FILE, np.uint8, "r", shape=(meta.n_tokens,))
+        weights = _map_array(folder / WEIGHTS_FILE, np.dtype(np.uint8), meta.n_tokens)
     return MappedTokens(
         ids=ids, ends=ends, identity=meta.identity, seq_length=seq_length, weights=weights
     )
+
+
+def _map_array(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+    """Map a file into memory. An empty file cannot be mapped."""
+    if not count:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, "r", shape=(count,))

@@ -35,6 +35,7 @@ from trainer.data.store import (
     TOKENS_FILE,
     WEIGHTS_FILE,
     DamagedStoreError,
+    MappedTokens,
     StoreMeta,
     little_endian,
     read_meta,
@@ -50,6 +51,8 @@ from trainer.data.store_journal import (
 from trainer.files.writing import fsync_path
 
 LOCK_FILE = "lock"
+# Tokens or documents that are copied together.
+COPY_TOKENS = 1 << 20
 EMPTY_DIGEST = xxhash.xxh3_128().hexdigest()
 # Errors of file systems without locks, e.g. Lustre without `flock` and some network mounts.
 NO_LOCKS = (
@@ -120,6 +123,32 @@ class TokenWriter:
         """End the current document."""
         self._files[DOCUMENTS_FILE].write(self.n_tokens.to_bytes(DOCUMENT_END_NBYTES, "little"))
         self.n_documents += 1
+
+    def append_documents(
+        self, tokens: MappedTokens, *, max_id: int, first_token: int = 0, first_document: int = 0
+    ) -> None:
+        """Append the documents of another store with the same dtype.
+
+        Args:
+            tokens: The other store.
+            max_id: Its largest id.
+            first_token: Number of its tokens that this store has already.
+            first_document: Number of its documents that this store has already.
+        """
+        # Ends count from the first token of the other store, which is before the end of this one by
+        # the tokens that it has already.
+        shift = np.uint64(self.n_tokens - first_token)
+        for low in range(first_token, tokens.n_tokens, COPY_TOKENS):
+            part = slice(low, low + COPY_TOKENS)
+            self._files[TOKENS_FILE].write(tokens.ids[part].tobytes())
+            if tokens.weights is not None:
+                self._files[WEIGHTS_FILE].write(tokens.weights[part].tobytes())
+        for low in range(first_document, tokens.n_documents, COPY_TOKENS):
+            ends = tokens.ends[low : low + COPY_TOKENS] + shift
+            self._files[DOCUMENTS_FILE].write(ends.astype("<u8").tobytes())
+        self.n_tokens += tokens.n_tokens - first_token
+        self.n_documents += tokens.n_documents - first_document
+        self.max_id = max(self.max_id, max_id)
 
     def commit(self, position: ReadPosition) -> None:
         """Set the position after the appended examples, and save the state about once per second.

@@ -17,9 +17,9 @@ from trainer.data.document_rows import open_rows, stored_rows
 from trainer.data.encode import fill_store
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.examples import Example, FileStart
-from trainer.data.fields import compile_fields
+from trainer.data.fields import ExampleBuilder, compile_fields
 from trainer.data.files import DataFile, EmptyFileError, Note, check_not_empty, hash_file
-from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
+from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type, with_companions
 from trainer.data.readers import READERS
 from trainer.data.records import RecordSettings, read_examples
 from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
@@ -119,21 +119,48 @@ def tokenize_files(
             tokens do not fill one block.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    _check_eos_id(config)
-    found = find_data_files(config.paths, config.type, config.selection, remote=config.remote)
-    file_type = resolve_type(found, config.type)
-    config = _set_file_type(config, file_type)
-    if READERS[file_type].has_ids:
-        _check_unused_settings(config, note)
-    files = _hash_files(found, note)
+    config, found = find_config_files(config, note)
+    files = hash_files(found, note)
     identity = store_identity(config, files, tokenizer.digest)
     folder = config.cache / identity
-    meta = _read_valid_meta(folder, note)
+    meta = read_valid_meta(folder, note)
     if meta is not None:
         note(f"using the tokens of an earlier run: {folder}")
     else:
         folder = (config.scratch_dir or config.cache) / identity
-        meta = _build_store(folder, config, files, tokenizer, progress=progress, note=note)
+        meta = build_token_store(folder, config, files, tokenizer, progress=progress, note=note)
+    return map_new_tokens(folder, meta, config, tokenizer, note)
+
+
+def find_config_files(
+    config: TokenizeConfig, note: Note
+) -> tuple[TokenizeConfig, tuple[Path | DataFile, ...]]:
+    """Return a config with the type of its files, and the files. Local ones are not read yet.
+
+    Raises:
+        PrepError: There are no files, or the config does not fit them.
+    """
+    check_eos_id(config)
+    found = find_data_files(config.paths, config.type, config.selection, remote=config.remote)
+    file_type = resolve_type(found, config.type)
+    config = set_file_type(config, file_type)
+    if READERS[file_type].has_ids:
+        check_unused_settings(config, note)
+    return config, with_companions(found, file_type)
+
+
+def map_new_tokens(
+    folder: Path,
+    meta: store.StoreMeta,
+    config: TokenizeConfig,
+    tokenizer: TextTokenizer,
+    note: Note,
+) -> store.MappedTokens:
+    """Map a complete store with checked digests, and store its rows of documents.
+
+    Raises:
+        PrepError: The tokens do not fit the model, or do not fill one block.
+    """
     tokens = _map_token_store(folder, meta, config, tokenizer, note)
     if not config.has_rows:
         return tokens
@@ -143,7 +170,7 @@ def tokenize_files(
     )
 
 
-def _hash_files(found: Sequence[Path | DataFile], note: Note) -> list[DataFile]:
+def hash_files(found: Sequence[Path | DataFile], note: Note) -> list[DataFile]:
     """Return files with their digests. Empty ones are skipped with a note.
 
     Raises:
@@ -165,7 +192,7 @@ def _hash_files(found: Sequence[Path | DataFile], note: Note) -> list[DataFile]:
     return files
 
 
-def _set_file_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
+def set_file_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
     """Return a config for files of a type. Types without columns have no fields.
 
     Raises:
@@ -188,7 +215,7 @@ def _set_file_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfi
     return replace(config, type=file_type, examples=replace(settings, fields=""))
 
 
-def _check_unused_settings(config: TokenizeConfig, note: Note) -> None:
+def check_unused_settings(config: TokenizeConfig, note: Note) -> None:
     """Raise UsageError for settings that add tokens to data of token ids.
 
     In a mixture the settings may be meant for another source, so they are only reported.
@@ -247,7 +274,8 @@ def _map_token_store(
     return tokens
 
 
-def _check_eos_id(config: TokenizeConfig) -> None:
+def check_eos_id(config: TokenizeConfig) -> None:
+    """Raise PrepError if the end-of-sequence token is not in the vocabulary."""
     eos_id = config.examples.eos_id
     if eos_id is not None and not 0 <= eos_id < config.vocab:
         why = f"the vocabulary without padding has {config.vocab:,} tokens"
@@ -289,7 +317,7 @@ def store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer_
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
-def _build_store(
+def build_token_store(
     folder: Path,
     config: TokenizeConfig,
     files: Sequence[DataFile],
@@ -311,7 +339,7 @@ def _build_store(
     )
     with lock_cache(folder.parent, note):
         # Another process may have built the store while this one waited for the lock.
-        meta = _read_valid_meta(folder)
+        meta = read_valid_meta(folder)
         if meta is not None:
             return meta
 
@@ -341,16 +369,20 @@ def _build_store(
                 # The rest of the files is not read.
                 report(total_nbytes, writer.n_tokens)
 
-        # The dtype is fixed before the first id is known, so it must hold every id that may come.
-        max_id = max(tokenizer.max_id, builder.max_extra_token_id)
-        if READERS[file_type].has_ids:
-            max_id = max(max_id, config.vocab - 1)
-        dtype = dtype_for(max_id)
+        dtype = ids_dtype(config, tokenizer, builder)
         build_store(folder, dtype, fill, has_weights=builder.has_weights)
         return store.read_meta(folder)
 
 
-def _read_valid_meta(folder: Path, note: Note = lambda text: None) -> store.StoreMeta | None:
+def ids_dtype(config: TokenizeConfig, tokenizer: TextTokenizer, builder: ExampleBuilder) -> str:
+    """Return the dtype of a store. It is fixed before the first id is known, so it holds every possible id."""
+    max_id = max(tokenizer.max_id, builder.max_extra_token_id)
+    if READERS[resolve_type((), config.type)].has_ids:
+        max_id = max(max_id, config.vocab - 1)
+    return dtype_for(max_id)
+
+
+def read_valid_meta(folder: Path, note: Note = lambda text: None) -> store.StoreMeta | None:
     """Return a store's metadata, or None if it is missing or damaged. Damage is reported."""
     if not folder.exists():
         return None

@@ -31,6 +31,7 @@ from trainer.files.json_values import load_json
 from trainer.files.reading import not_regular_error, read_regular_file
 from trainer.files.tokenizer_names import (
     MAX_TOKENIZER_NBYTES,
+    SENTENCEPIECE_FILES,
     SENTENCEPIECE_SUFFIX,
     SETTINGS_FILE,
     TOKENIZER_FILE,
@@ -46,12 +47,6 @@ from trainer.models.json_types import JsonObject
 
 TOKENIZER_HINT = Text(Key("data.tokenizer", "PATH", is_override=True))
 FILE_HINT = "correct it, or get the files of the tokenizer again"
-# Files with the ids of the library. Under other names, e.g. `sentencepiece.bpe.model` of XLM-R,
-# transformers shifts the ids of the library by one.
-SENTENCEPIECE_FILES = (
-    "tokenizer.model",
-    "spiece.model",
-)
 # Files that decide the ids of a tokenizer that transformers builds
 TRANSFORMERS_FILES = (
     *(SETTINGS_FILE, *VOCABULARY_FILES, "merges.txt"),

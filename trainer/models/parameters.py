@@ -259,6 +259,20 @@ def read_size(config: HFConfig, key: str, default: int, maximum: int = MAX_AXIS_
     return value
 
 
+def true_vocab_size(family: Family, config: HFConfig) -> int:
+    """Return the vocabulary size of a config without padding.
+
+    Raises:
+        PrepError: The config has an invalid size.
+    """
+    padded_size = family.sizes(config)["vocab"]
+    true_size = config.get("true_vocab_size", padded_size)
+    if not isinstance(true_size, int) or not 1 <= true_size <= padded_size:
+        why = f"true_vocab_size is {true_size!r:.60}, not an integer from 1 to vocab_size {padded_size}"
+        raise invalid_config_error(why)
+    return true_size
+
+
 def read_count(config: HFConfig, key: str, default: int, maximum: int = MAX_AXIS_SIZE) -> int:
     """Return the number in a config field, or the default if the field is absent.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
 from trainer.models.axis_map import (
@@ -35,17 +36,60 @@ def parse_row(text: str) -> ParsedAxisMap:
     if text.count("<-") != 1 or ":" not in text.partition("<-")[2]:
         raise row_error(text, "it is not of the form `leaf dims <- name: tensor dims`")
     left, right = text.split("<-")
-    name, dims = right.rsplit(":", 1)
-    dims, _, scale = dims.partition(" / ")
+    right, _, scale = right.partition(" / ")
+    tensor = parse_tensor(text, right)
     row = ParsedAxisMap(
         text=text,
         leaf_dims=_parse_leaf_dims(text, left),
-        name_parts=_parse_name(text, name.strip()),
-        source_dims=tuple(_parse_source_dim(text, d) for d in _split_dims(text, dims)),
+        name_parts=tensor.name_parts,
+        source_dims=tensor.dims,
         scale_atom=_parse_scale(text, scale),
     )
     _check_atoms(row)
     return row
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTensor:
+    """The text `name: dims` of a tensor, parsed.
+
+    Attributes:
+        name_parts: Pieces of the name, and the patterns in braces between them.
+        dims: Dims of the tensor.
+    """
+
+    name_parts: tuple[str | NamePattern, ...]
+    dims: tuple[SourceDim, ...]
+
+    @property
+    def free_atoms(self) -> tuple[str, ...]:
+        """Atoms without a fixed index, in the name and in the selected part of each dim."""
+        atoms: list[str] = []
+        for part in self.name_parts:
+            if isinstance(part, NamePattern):
+                atoms += _unfixed_atoms(part.terms)
+        for dim in self.dims:
+            atoms += _unfixed_atoms(dim.parts[dim.selected])
+        return tuple(atoms)
+
+
+def parse_tensor(row: str, tensor: str) -> ParsedTensor:
+    """Parse `name: dims`, the right side of a row.
+
+    Args:
+        row: The whole row, for messages.
+        tensor: The text of the tensor.
+
+    Raises:
+        PrepError: The text is malformed.
+    """
+    if ":" not in tensor:
+        raise row_error(row, f"`{tensor.strip()}` is not of the form `name: dims`")
+    name, dims = tensor.rsplit(":", 1)
+    return ParsedTensor(
+        _parse_name(row, name.strip()),
+        tuple(_parse_source_dim(row, dim) for dim in _split_dims(row, dims)),
+    )
 
 
 def _parse_scale(text: str, scale: str) -> str:

@@ -13,13 +13,12 @@ from trainer.models.errors import (
     Key,
     Option,
     PrepError,
-    invalid_config_error,
     text,
     usage_error,
 )
 from trainer.models.lora import Adapters, LoraConfig, build_adapters
 from trainer.models.param_tree import ParamLeaf, param_leaves
-from trainer.models.parameters import Family, HFConfig
+from trainer.models.parameters import Family, HFConfig, true_vocab_size
 from trainer.models.remat import OFFLOAD_NONE, REMAT_NONE, RematPolicy, check_remat
 from trainer.nn.kernels.options import AttentionOptions
 
@@ -123,11 +122,6 @@ def build_model(
     """
     arch_config = family.arch_config(config)
     leaves = param_leaves(family, config, is_tied, scan=scan, scan_axis=scan_axis)
-    padded_size = family.sizes(config)["vocab"]
-    true_size = config.get("true_vocab_size", padded_size)
-    if not isinstance(true_size, int) or not 1 <= true_size <= padded_size:
-        why = f"true_vocab_size is {true_size!r:.60}, not an integer from 1 to vocab_size {padded_size}"
-        raise invalid_config_error(why)
     adapters = (
         build_adapters(family, config, lora, scan=scan, scan_axis=scan_axis) if lora else None
     )
@@ -135,7 +129,7 @@ def build_model(
         family=family,
         arch_config=arch_config,
         leaves={**leaves, **adapters.leaves} if adapters else leaves,
-        true_vocab_size=true_size,
+        true_vocab_size=true_vocab_size(family, config),
         is_tied=is_tied,
         adapters=adapters,
     )

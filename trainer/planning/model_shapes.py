@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainer.models.architecture import ArchConfig
 from trainer.models.config_overrides import override_fields
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf, param_leaves
-from trainer.models.parameters import HFConfig
+from trainer.models.parameters import Family, HFConfig, true_vocab_size
 from trainer.models.partition import vocab_multiple
 from trainer.models.registry import family_of
 from trainer.models.rope_overrides import override_rope
@@ -35,6 +36,21 @@ class PlannedModel:
     scan: bool = True
     scan_axis: int = 0
     is_converted: bool = False
+
+    @property
+    def family(self) -> Family:
+        """The family of the config."""
+        return family_of(self.config)
+
+    @property
+    def arch_config(self) -> ArchConfig:
+        """The choices of its layers. Raise PrepError if the config is invalid."""
+        return self.family.arch_config(self.config)
+
+    @property
+    def true_vocab_size(self) -> int:
+        """Vocabulary size without padding. Raise PrepError if the config is invalid."""
+        return true_vocab_size(self.family, self.config)
 
     def shapes(self, mesh: Mesh, rules: Rules) -> ModelShapes:
         """Return the architecture and the parameters, with the vocabulary of `--pad-vocab auto` before conversion.

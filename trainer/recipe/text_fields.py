@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-FileType = Literal["text", "json", "csv", "parquet", "arrow", "ids"]
+FileType = Literal["text", "json", "csv", "parquet", "arrow", "ids", "megatron"]
 # `auto` takes the type that the suffix of the files names.
 DataType = Literal["auto", FileType]
 DataFormat = Literal["text", "prompt_completion", "chat"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from trainer.data.chat_template import ChatTemplate, load_chat_template
 from trainer.data.example_settings import ExampleSettings
@@ -28,9 +29,10 @@ from trainer.data.tokenize import (
 from trainer.data.tokenizer import load_tokenizer
 from trainer.distributed.hosts import writes_shared_folder
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
+from trainer.models.architecture import ArchConfig
 from trainer.models.errors import Key, PrepError, text, usage_error
 from trainer.models.json_types import HFConfig
-from trainer.nn.model_spec import ModelSpec
+from trainer.models.parameters import Family
 from trainer.recipe import Recipe
 from trainer.recipe.data_table import Data
 from trainer.recipe.field_checks import check_packing, check_source_length
@@ -47,9 +49,28 @@ CHAT = "chat"
 CONFIG_HINT = "correct the config.json of the source checkpoint, and convert it again"
 
 
+class DataModel(Protocol):
+    """The properties of a model that its data depends on."""
+
+    @property
+    def family(self) -> Family:
+        """The model family."""
+        ...
+
+    @property
+    def arch_config(self) -> ArchConfig:
+        """The choices of its layers."""
+        ...
+
+    @property
+    def true_vocab_size(self) -> int:
+        """Vocabulary size without padding."""
+        ...
+
+
 def build_datasets(
     recipe: Recipe,
-    model: ModelSpec,
+    model: DataModel,
     *,
     model_config: HFConfig,
     folders: Mapping[str, Path],
@@ -99,10 +120,10 @@ def _build_source(
     data: Data,
     note: Note,
     *,
-    model: ModelSpec,
+    model: DataModel,
     model_config: HFConfig,
     seed: int,
-    make_config: Callable[[Data, ModelSpec, HFConfig], TokenizeConfig],
+    make_config: Callable[[Data, DataModel, HFConfig], TokenizeConfig],
     tokenize: Callable[..., MappedTokens],
 ) -> Datasets:
     """Return the datasets of one source."""
@@ -140,7 +161,7 @@ def _build_source(
 
 def _tokenize_config(
     data: Data,
-    model: ModelSpec,
+    model: DataModel,
     model_config: HFConfig,
     *,
     folders: Mapping[str, Path],
@@ -176,7 +197,7 @@ def _tokenize_config(
 
 
 def _example_settings(
-    data: Data, model: ModelSpec, model_config: HFConfig, *, tokenizer: Path
+    data: Data, model: DataModel, model_config: HFConfig, *, tokenizer: Path
 ) -> ExampleSettings:
     """Return the settings of examples.
 

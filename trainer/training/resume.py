@@ -22,6 +22,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         "rules",
         "model.path",
         "model.lock",
+        "model.public_key",
         "model.scan_layers",
         "model.remat_policy",
         "model.offload",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,30 +11,13 @@ import pytest
 import prepcli as prep
 from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
 from tests.helpers.run_cli import run_failing, run_json, run_ok
+from tests.helpers.signing_keys import KEYS, make_key, needs_openssl, openssl
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 
 pytest.importorskip("cryptography")
-OPENSSL = shutil.which("openssl")
-pytestmark = pytest.mark.skipif(OPENSSL is None, reason="needs openssl")
-KEYS = {
-    "ed25519": ["-algorithm", "ed25519"],
-    "p256": ["-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256"],
-    "p521": ["-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-521"],
-}
+pytestmark = needs_openssl
 LOCK = Path("m.lock.json")
 SIGNATURE = Path("m.lock.json.sig")
-
-
-def openssl(*words: str) -> None:
-    """Run openssl. A failure is an error."""
-    assert OPENSSL is not None
-    subprocess.run([OPENSSL, *words], check=True, capture_output=True)
-
-
-def make_key(name: str, kind: str = "ed25519") -> None:
-    """Write a private key `NAME.pem` and its public key `NAME.pub`."""
-    openssl("genpkey", *KEYS[kind], "-out", f"{name}.pem")
-    openssl("pkey", "-in", f"{name}.pem", "-pubout", "-out", f"{name}.pub")
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def wrap_export(monkeypatch: pytest.MonkeyPatch, after: Callable[[Path], None]) 
 
     def export(checkpoint: str, out: Path, **options: Any) -> prep.Conversion:
         result = prep.export(checkpoint, out, **options)
-        if not options["dry_run"] and "layout" not in options:
+        if not options["dry_run"] and not {"layout", "format"} & options.keys():
             after(out)
         return result
 
@@ -97,6 +97,17 @@ def test_other_families_come_back_in_half_precision(
     certificate = prep.roundtrip("m", layout=["init", "no-scan", "pad", "hf-flax"])
     assert certificate
     assert [way.status for way in certificate.ways][:3] == ["equal"] * 3
+
+
+def test_way_with_a_rounding_scale_is_not_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # MaxText divides queries by the square root of the 8 elements of a head.
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(Path("m"), LLAMA, num_attention_heads=4, num_key_value_heads=2)
+    certificate = prep.roundtrip("m", layout=["init", "maxtext", "maxtext-unscanned"])
+    assert [way.status for way in certificate.ways] == ["equal", "not available", "not available"]
+    assert "the scale of the layout changes" in certificate.ways[1].reason
 
 
 def test_no_temporary_file_remains(model: Path, monkeypatch: pytest.MonkeyPatch):

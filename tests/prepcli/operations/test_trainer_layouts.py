@@ -251,6 +251,42 @@ def test_verify_checks_stored_values_of_a_scale_that_rounds():
     assert "self_attn.q_proj.weight" in differences[0]["tensor"]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_verify_divides_the_model_by_a_scale_that_rounds(dtype: str):
+    make_checkpoint(Path("model"), ROUNDED, dtype)
+    run_ok("save-init", "./model", "--out", "init")
+    run_ok("export", "init", "--layout", "maxtext", "--out", "out")
+    run_ok("export", "./model", "--layout", "maxtext", "--out", "same")
+    assert json.loads(Path("out/prep-manifest.json").read_text())["scales"][QUERIES[0]]["lost"]
+    for pair in (("out", "./model"), ("./model", "out"), ("init", "out"), ("out", "same")):
+        assert prep.verify(*pair), pair
+    flip_bit(Path("out/0/items"), "query.kernel")
+    for pair in (("out", "./model"), ("./model", "out")):
+        (difference,) = prep.verify(*pair).differences
+        assert "self_attn.q_proj.weight" in difference["tensor"]
+        assert "the square root of 8" in difference["what"]
+    (difference,) = prep.verify("out", "same").differences
+    assert difference.get("count") == 1
+
+
+def test_output_with_a_scale_that_rounds_has_no_tolerance(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("model"), ROUNDED, "bfloat16")
+    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
+    capsys.readouterr()
+    lines = error_lines(capsys, "verify", "out", "./model", "--tolerance", "1")
+    assert lines[0] == "error: out cannot be converted back"
+
+
+def test_lock_of_a_scale_that_rounds_is_enforced():
+    make_checkpoint(Path("model"), ROUNDED, "bfloat16")
+    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
+    run_ok("lock", "out")
+    run_ok("verify", "out", "--lock", "out.lock.json")
+    run_ok("verify", "out", "./model", "--lock", "out.lock.json")
+    flip_bit(Path("out/0/items"), "query.kernel")
+    assert not prep.verify("out", lock="out.lock.json")
+
+
 def test_chain_proves_a_scale_that_rounds():
     make_checkpoint(Path("model"), ROUNDED, "bfloat16")
     run_ok("save-init", "./model", "--out", "init")

@@ -18,6 +18,7 @@ from prepcli.planning.grids import (
     find_split_atom,
     free_atom_ranges,
     split_dim,
+    split_dim_part,
 )
 from trainer.models.axis_map import SizedAxis
 from trainer.models.boxes import strides
@@ -44,6 +45,24 @@ def elements(piece: DimPiece) -> Iterator[tuple[dict[str, int], int, int]]:
                 offset + iteration * step.element_step,
             )
         yield atom_indices, chunk, offset
+
+
+@given(EXTENTS, st.integers(0, 9), st.data())
+def test_split_dim_part_puts_elements_after_its_start(extents: list[int], start: int, data):
+    factors = factors_of(extents)
+    chunk_length = data.draw(st.integers(1, start + math.prod(extents) + 2))
+    ranges = {factor.atom: (0, factor.extent) for factor in factors}
+    expected = {
+        index: divmod(start + number, chunk_length)
+        for number, index in enumerate(itertools.product(*map(range, extents)))
+    }
+    found = [
+        (tuple(index.values()), (chunk, offset))
+        for piece in split_dim_part(factors, chunk_length, atom_ranges=ranges, start=start)
+        for index, chunk, offset in elements(piece)
+    ]
+    assert dict(found) == expected
+    assert len(found) == len(expected)
 
 
 @given(EXTENTS, st.data())

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 import prepcli as prep
-from prepcli.errors import DamagedError, PrepError
-from tests.helpers.run_cli import run_ok
+from prepcli.cli.main import main
+from prepcli.errors import OK, USAGE, DamagedError, PrepError
+from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.signing_keys import make_key, needs_openssl
 
 pytestmark = pytest.mark.usefixtures("work_dir")
 
@@ -43,3 +45,47 @@ def test_lock_is_refused_with_no_verify():
     prep.lock("tiny-init", "start.json")
     with pytest.raises(PrepError, match="has no effect without the check"):
         prep.train("recipe.toml", overrides=ONE_STEP, verify=False)
+
+
+@needs_openssl
+def test_signed_lock_trains_and_another_one_does_not():
+    pytest.importorskip("cryptography")
+    make_key("author")
+    make_key("other")
+    signed = (*ONE_STEP, "model.public_key=author.pub")
+    prep.lock("tiny-init", "start.json")
+    with pytest.raises(DamagedError, match=r"start\.json is not signed"):
+        prep.train("recipe.toml", "none", overrides=signed)
+    prep.lock("tiny-init", "start.json", sign="other.pem")
+    with pytest.raises(DamagedError, match=r"start\.json has a wrong signature"):
+        prep.train("recipe.toml", "none", overrides=signed)
+    prep.lock("tiny-init", "start.json", sign="author.pem", overwrite=True)
+    prep.train("recipe.toml", overrides=signed)
+    # A change of the approved list itself, with the old signature.
+    lock = Path("start.json")
+    lock.write_text(lock.read_text().replace('"source"', ' "source"', 1))
+    with pytest.raises(DamagedError, match=r"start\.json has a wrong signature"):
+        prep.train("recipe.toml", "none", overrides=signed)
+    assert not Path("none").exists()
+
+
+def test_public_key_requires_a_lock(capsys: pytest.CaptureFixture[str]):
+    err = run_failing(capsys, USAGE, "train", "recipe.toml", "--set", "model.public_key=k.pub")
+    assert "only a lock is signed, and `model.lock` is not set" in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["slurm"],
+        ["tpu", "--accelerator", "v4-16", "--zone", "us-central2-b"],
+        ["gke", "--image", "I", "--nodes", "1", "--devices-per-node", "8", "--claim", "runs"],
+    ],
+)
+def test_launch_passes_lock_and_key_on(words: list[str], capsys: pytest.CaptureFixture[str]):
+    keys = ["--set", "model.lock=start.json", "--set", "model.public_key=author.pub"]
+    capsys.readouterr()
+    assert main(["launch", words[0], "recipe.toml", *words[1:], "--", *keys]) == OK
+    script = capsys.readouterr().out
+    assert "model.lock=start.json" in script
+    assert "model.public_key=author.pub" in script

@@ -353,7 +353,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
         "checkpoint.best",
         *SAVE_KEYS,
     }
-    excluded |= {"model.offload", *START_KEYS} | draw(
+    excluded |= {"model.offload", "model.public_key", *START_KEYS} | draw(
         st.sampled_from([{"model.remat_policy"}, policy_conflicts])
     )
     excluded |= {
@@ -413,6 +413,8 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     if "optimizer.schedule" in values and draw(st.booleans()):
         values |= {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": 1}
     values |= draw(st.sampled_from(LORA_VALUES))
+    if "model.lock" in values:
+        values |= draw(st.fixed_dictionaries({}, optional={"model.public_key": PATHS}))
     if values.get("data.holdout") or "data.eval_path" in values:
         values |= {
             "train.eval_every": draw(st.integers(0, 9)),

@@ -28,7 +28,7 @@ ADDED_KEYS = (
         "fcm_ratio",
         "offload",
     ),
-    *("reduction", "reduction_shards", "init", "preset", "config", "overrides"),
+    *("reduction", "reduction_shards", "init", "preset", "config", "overrides", "public_key"),
     *(
         "init_lr",
         "cooldown_steps",
@@ -65,6 +65,7 @@ mesh = "4,1,2"
 [model]
 path = "flan-t5-base-init"
 # lock: no lock                                 # default
+# public_key: no signature is required          # default
 init = "checkpoint"                             # default
 # preset: no preset                             # default
 # config: the config of `path` or `preset`      # default

@@ -8,6 +8,7 @@ from trainer.data.readers.arrow_file import ARROW_READER, PARQUET_READER
 from trainer.data.readers.csv_file import CSV_READER
 from trainer.data.readers.ids_file import IDS_READER
 from trainer.data.readers.json_lines import JSON_READER
+from trainer.data.readers.megatron_file import MEGATRON_READER
 from trainer.data.readers.reader import Reader
 from trainer.data.readers.text_file import TEXT_READER
 from trainer.recipe.text_fields import FileType
@@ -19,4 +20,5 @@ READERS: Mapping[FileType, Reader] = {
     "parquet": PARQUET_READER,
     "arrow": ARROW_READER,
     "ids": IDS_READER,
+    "megatron": MEGATRON_READER,
 }

@@ -61,6 +61,7 @@ class IdsChunk:
         first: Position of the first id in the file.
         nbytes: Bytes of the file that it accounts for. Progress reports add them up.
         ends_document: Whether a document ends with it.
+        ends_at_eos: Whether a document also ends after each end-of-sequence token in it.
     """
 
     ids: npt.NDArray[np.integer[Any]]
@@ -68,6 +69,7 @@ class IdsChunk:
     first: int
     nbytes: int
     ends_document: bool
+    ends_at_eos: bool = True
 
 
 DataPiece: TypeAlias = Record | TextChunk
@@ -111,6 +113,7 @@ class Reader:
         other_suffixes: More suffixes for files named in the recipe, outside of folders.
         is_compressible: Whether files may be compressed as a whole, with a suffix more.
         has_ids: Whether files have token ids instead of texts.
+        companion_suffix: Suffix of a second file beside each file, which belongs to it.
     """
 
     suffixes: tuple[str, ...]
@@ -118,6 +121,7 @@ class Reader:
     other_suffixes: tuple[str, ...] = ()
     is_compressible: bool = False
     has_ids: bool = False
+    companion_suffix: str = ""
 
     def read(self, file: DataFile, options: ReadOptions = DEFAULT_OPTIONS) -> Pieces:
         """Yield the records, the text or the ids of a file, in order and in bounded memory.

@@ -1,0 +1,96 @@
+"""`prep.batches`: the batches of a recipe for a training loop of the user."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Unpack
+
+from prepcli.console.observer import Observer, run_observer_of
+from prepcli.console.progress import Progress
+from prepcli.operations.data_options import DataOptions
+from prepcli.operations.operation import public
+from prepcli.operations.recipe_files import find_training_recipe
+from prepcli.option_spec import NonNegativeInt, PathLike, PositiveInt, as_tuple
+from prepcli.training_runs.recipe_data import open_datasets, run_batch_size
+from trainer.data.batches import BatchDigest, Batches
+from trainer.recipe import load_recipe
+
+__all__ = ["BatchDigest", "Batches", "batches"]
+
+
+@public
+def batches(
+    recipe: PathLike,
+    *,
+    process: NonNegativeInt = 0,
+    of: PositiveInt = 1,
+    start: NonNegativeInt = 0,
+    out: PathLike | None = None,
+    progress: Progress | Observer | None = None,
+    **options: Unpack[DataOptions],
+) -> Batches:
+    """Iterate over the batches of `prep train RECIPE`, in a training loop of your own.
+
+    Each batch is a dict of NumPy arrays with one row per sequence, `[rows, seq_length]`:
+
+    - `tokens`, int32: input tokens.
+    - `targets`, int32: the token to predict at each position, the next one. 0 without a target.
+    - `weights`, float32: loss weight of each target. 0 for padding, prompts and positions without a target.
+    - `segment_ids` and `positions`, int32, with `data.packing = "documents"`: number of the document in its sequence
+      from 1, and position in the document. 0 in padding. Attention stays within a segment.
+    - `source`, int32, and `present`, bool, with an encoder: `[rows, source_length]` tokens of the source, and whether
+      a position has one.
+
+    `process` gets its share of the sequences of each batch, as consecutive rows. The shares of all processes are the
+    batch of one process: packing, mixture and epochs depend on the step only. Save `step` of the iterator in your
+    checkpoint, and pass it as `start`. A start takes the same time at any step, and may have another `of`.
+
+    The tokens are in `data.cache`, or in the folder of the run. A missing one is made first. `prep tokenize` makes it
+    in several processes. Neither weights are read nor devices used, and jax is not imported.
+
+    >>> batches = prep.batches("recipe.toml", process=0, of=2, start=100)  # doctest: +SKIP
+    >>> {name: array.shape for name, array in next(batches).items()}  # doctest: +SKIP
+    {'tokens': (4, 16), 'targets': (4, 16), 'weights': (4, 16)}
+
+    Args:
+        recipe: A TOML file, or the name of one of `prep recipes`.
+        process: Index of this process, from 0.
+        of: Number of processes.
+        start: Step of the first batch, from 0.
+        out: Folder of the run, for its tokens. Default: `runs/NAME`.
+        progress: Receives the bytes tokenized. Default: none. See `Progress`.
+        **options: See `DataOptions`.
+
+    Returns:
+        The iterator. It ends after the last step of the recipe. A copy in another process opens the tokens again.
+
+    Raises:
+        UsageError: An argument or a key of the recipe is invalid, or the batch size depends on unknown devices.
+        PrepError: The model, its tokenizer or the data cannot be used.
+    """
+    from trainer.training.source_datasets import make_order
+
+    loaded = load_recipe(find_training_recipe(Path(recipe)), as_tuple(options["overrides"])).recipe
+    datasets = open_datasets(
+        loaded,
+        out=Path(out) if out is not None else None,
+        offline=options["offline"],
+        observer=run_observer_of(progress),
+    )
+    order = make_order(
+        datasets, run_batch_size(loaded), seed=loaded.seed, shuffle=loaded.data.shuffle
+    )
+    return Batches(
+        datasets.train,
+        order,
+        steps=loaded.train.steps or order.steps_for_epochs(loaded.train.epochs or 0),
+        identity=datasets.identity,
+        reopen=partial(batches, recipe, process=process, of=of, out=out, **options),
+        process=process,
+        of=of,
+        start=start,
+    )

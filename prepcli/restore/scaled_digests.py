@@ -1,0 +1,58 @@
+"""Digests of tensors that the layout of another trainer stores divided by a square root, such as MaxText's queries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from prepcli.console.progress import Progress
+from prepcli.engine.casts import parse_stream_digest
+from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.planning.plan import RootScale, Stream
+from prepcli.restore.digest_checks import row_stream, stream_digests
+from prepcli.sources.source import Source, SourceTensor
+from trainer.models.boxes import Range
+
+
+def stored_scale(output: Source, name: str) -> RootScale | None:
+    """Return the scale of a tensor that is read as it is stored. See `SourceHints.keeps_scales`.
+
+    Args:
+        output: The output, opened with its stored values.
+        name: Name of the tensor in `output.tensors`.
+    """
+    manifest = output.manifest or NO_MANIFEST
+    record = manifest.scales.get(output.names.full_name(name))
+    if record is None or not manifest.lost_values:
+        return None
+    return RootScale(record["sqrt"], record["significant"])
+
+
+def written_stream(
+    tensor: SourceTensor, rows: Range, dtype: str, scale: RootScale | None
+) -> Stream:
+    """Return a stream that computes the rows of an output: scaled, and cast to its dtype.
+
+    Args:
+        tensor: The tensor of the source.
+        rows: The rows.
+        dtype: Dtype in the output.
+        scale: Scale of the values in the output, or None.
+    """
+    stream = row_stream(tensor, rows)
+    if dtype != stream.dtype:
+        stream = replace(stream, cast_to=dtype)
+    return replace(stream, scale=scale)
+
+
+def written_digests(
+    source: Source,
+    streams: Sequence[Stream],
+    memory_nbytes: int,
+    *,
+    progress: Progress,
+    task: str,
+) -> list[str]:
+    """Return the digest of the scaled and cast values of each stream. The arguments are as for `stream_digests`."""
+    digests = stream_digests(source, streams, memory_nbytes, progress=progress, task=task)
+    return [parse_stream_digest(digest).written for digest in digests]

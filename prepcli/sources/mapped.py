@@ -1,0 +1,333 @@
+"""Apply a tensor map to a source: tensors under other names, transposed, stacked and taken apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from prepcli.engine.digest import digest
+from prepcli.errors import Command, Option, PrepError, text, usage_error
+from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.formats.untrusted import read_small_file
+from prepcli.planning.composed_locations import compose_location
+from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.map_file import (
+    MAX_NBYTES,
+    MapLine,
+    TensorMap,
+    compute_size,
+    map_error,
+    parse_map,
+)
+from prepcli.planning.map_rows import MapCoverage, MapRow, bind_map
+from prepcli.planning.plan import DroppedTensor, Location
+from prepcli.planning.tensor_match import VOCAB_ATOM, TensorInfo, TensorNames, detect_names
+from prepcli.planning.tensors import itemsize
+from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
+from trainer.models.axis_map import bind_row
+from trainer.models.json_types import HFConfig
+from trainer.models.parameters import Family, dropped_patterns, parameter_rows
+from trainer.models.registry import FAMILIES, family_of
+from trainer.models.suggest import did_you_mean
+from trainer.models.verbatim import verbatim_family
+
+# Rule of the tensors that a map drops, as plans and JSON objects name it.
+DROP_RULE = "drop line of --map"
+# Key of the record of a map in manifests.
+MAP_KEY: Final = "map"
+# Key of the text of the map in the record of an export.
+CONTENT_KEY = "content"
+AtomSizes = dict[str, int | tuple[int, ...]]
+
+
+def read_map(path: Path) -> TensorMap:
+    """Read the file of a map.
+
+    Raises:
+        PrepError: The file cannot be read, is no text, or has malformed lines.
+    """
+    data = read_small_file(path, MAX_NBYTES)
+    try:
+        content = data.decode()
+    except UnicodeDecodeError as error:
+        why = f"byte {error.start:,} is not UTF-8"
+        raise map_error(path.name, [why]) from error
+    return parse_map(path.name, content)
+
+
+def recorded_map(manifest: Manifest | None) -> TensorMap | None:
+    """Return the map that an export recorded, or None. It leads from the tensors of its files to those of the model.
+
+    Raises:
+        PrepError: The record is malformed.
+    """
+    record = _stored_record(manifest or NO_MANIFEST)
+    content = record.get(CONTENT_KEY)
+    if not isinstance(content, str):
+        return None
+    # An export has no tensor without a row.
+    return replace(parse_map(str(record.get("name")), content), drops=())
+
+
+def map_record(source: Source) -> ManifestFields:
+    """Return the manifest's record of the map of a source, or of the map that made the source. Empty without one."""
+    if source.tensor_map is not None:
+        record = {
+            "name": source.tensor_map.name,
+            "xxh3": digest(source.tensor_map.content.encode()),
+        }
+        return {MAP_KEY: record}
+    stored = _stored_record(source.tree_manifest)
+    if stored:
+        return {MAP_KEY: stored}
+    return {}
+
+
+def _stored_record(manifest: Manifest) -> Mapping[str, object]:
+    record = manifest.fields.get(MAP_KEY)
+    return record if isinstance(record, dict) else {}
+
+
+def apply_map(source: Source, tensor_map: TensorMap) -> Source:
+    """Return a source with the targets of a map as its tensors.
+
+    Args:
+        source: A source of the verbatim family.
+        tensor_map: The map.
+
+    Raises:
+        PrepError: The map does not fit the source. The error lists all reasons.
+    """
+    family, config = _map_family(tensor_map, source)
+    rows, problems = bind_model_map(tensor_map, family, config)
+    tensors = {source.names.stored_name(tensor.name): tensor for tensor in source.tensors}
+    infos = {name: TensorInfo(t.dtype, t.shape, t.nbytes) for name, t in tensors.items()}
+    if problems:
+        # Without these rows, the tensors that they name would be listed as unused.
+        raise misfit_error(tensor_map, source, problems)
+    coverage = MapCoverage(rows, infos)
+    coverage.check_elements()
+    dropped = coverage.check_unused(tensor_map.drops)
+    problems += coverage.problems
+    if family:
+        problems += _family_problems(family, config, coverage.targets)
+    if not problems:
+        problems += _dtype_problems(rows, tensors)
+    if problems:
+        raise misfit_error(tensor_map, source, problems)
+    names = detect_names(family, config, full_names=coverage.targets.keys()) if family else None
+    mapped = _map_tensors(rows, tensors, names)
+    if family is None or names is None:
+        types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in mapped}
+        family = verbatim_family(types)
+        names = TensorNames(family, is_prefixed=False)
+    if source.manifest is not None:
+        mapped = _with_recorded_digests(mapped, names, source.manifest)
+    return replace(
+        source,
+        family=family,
+        names=names,
+        config=config,
+        tensor_map=tensor_map,
+        tensors=mapped,
+        tensor_file_names=_file_names(source, mapped),
+        extra_entries=(*source.extra_entries, *_dropped_tensors(dropped, tensors)),
+    )
+
+
+def _map_family(tensor_map: TensorMap, source: Source) -> tuple[Family | None, HFConfig]:
+    """Return the family of the targets, if the map names one, and the config of the mapped model."""
+    if not source.family.is_verbatim:
+        what = text("{} has no effect for {}", Option("map"), source.display_name)
+        why = f"its tensors already have the names of family {source.family.name}"
+        raise usage_error(what, why, text("remove {}", Option("map")))
+    if not tensor_map.family:
+        return None, source.config
+    if tensor_map.family not in FAMILIES:
+        hint = did_you_mean(tensor_map.family, FAMILIES) or text(
+            "{} lists the families", Command("models")
+        )
+        what = f"the map {tensor_map.name} is not valid"
+        raise PrepError(what, f"the family `{tensor_map.family:.60}` is unknown", hint)
+    if not source.config:
+        what = f"the map {tensor_map.name} needs the config of {source.display_name}"
+        why = f"the sizes of family {tensor_map.family} come from its config.json"
+        raise PrepError(what, why, text("{}", Option("config", "CONFIG.json")))
+    config = {**source.config, "model_type": tensor_map.family}
+    return family_of(config), config
+
+
+def bind_model_map(
+    tensor_map: TensorMap, family: Family | None, config: HFConfig, vocab_rows: int | None = None
+) -> tuple[list[MapRow], list[str]]:
+    """Give the rows of a map the sizes of a model.
+
+    Args:
+        tensor_map: The map.
+        family: Family of the model, or None for a verbatim one.
+        config: Content of the model's config.json.
+        vocab_rows: Rows of the vocabulary, if they differ from those in the config.
+
+    Returns:
+        The rows, and the problems of its `size` lines and of the other rows.
+    """
+    sizes, problems = _map_sizes(tensor_map, family, config)
+    if family is not None and vocab_rows is not None:
+        sizes[VOCAB_ATOM] = vocab_rows
+    numbers = family.layer_numbers(config) if family else {}
+    rows, row_problems = bind_map(tensor_map, sizes, numbers)
+    return rows, problems + row_problems
+
+
+def _map_sizes(
+    tensor_map: TensorMap, family: Family | None, config: HFConfig
+) -> tuple[AtomSizes, list[str]]:
+    """Return the size of each atom, and the problems of the `size` lines."""
+    sizes: AtomSizes = {}
+    if family is not None:
+        sizes |= family.sizes(config)
+    problems: list[str] = []
+    for atom, line in tensor_map.sizes.items():
+        try:
+            size = compute_size(line.value, config)
+        except ValueError as error:
+            problems.append(f"line {line.line}: {error}")
+            continue
+        if sizes.get(atom, size) != size:
+            why = f"the atom `{atom}` has two sizes: {size}, and {sizes[atom]} in config.json"
+            problems.append(f"line {line.line}: {why}")
+        sizes[atom] = size
+    return sizes, problems
+
+
+def misfit_error(tensor_map: TensorMap, source: Source, problems: list[str]) -> PrepError:
+    """Return the error of a map that is valid, but not for this checkpoint."""
+    error = map_error(tensor_map.name, problems)
+    what = f"the map {tensor_map.name} does not fit {source.display_name}"
+    return PrepError(what, error.why, error.hint)
+
+
+def _dtype_problems(rows: Sequence[MapRow], tensors: Mapping[str, SourceTensor]) -> list[str]:
+    """Return the problems of targets made of tensors with several dtypes."""
+    dtypes: dict[str, str] = {}
+    problems: list[str] = []
+    for row in rows:
+        for target, name, _ in row.pairs():
+            dtype = tensors[name].dtype
+            if dtypes.setdefault(target, dtype) != dtype:
+                why = f"{target} would be {dtypes[target]} and {dtype}"
+                problems.append(f"line {row.line}: {why}")
+                break
+    return problems
+
+
+def _family_problems(
+    family: Family, config: HFConfig, targets: Mapping[str, Sequence[MapRow]]
+) -> list[str]:
+    """Return the problems of targets that the family does not have, or has and the map does not fill."""
+    names = detect_names(family, config, full_names=targets.keys())
+    by_name = {names.bare_name(name): rows for name, rows in targets.items()}
+    expected = _expected_shapes(family, config, by_name)
+    ignored = re.compile("|".join(map("({})".format, dropped_patterns(family, config))) or r"(?!)")
+    duplicates = {*family.duplicates, family.tying.head_tensor}
+    problems: list[str] = []
+    for name, rows in by_name.items():
+        shape = rows[0].target.source_shape
+        is_ignored = name in duplicates or ignored.fullmatch(name)
+        if name not in expected and not is_ignored:
+            why = f"{names.full_name(name)} is no tensor of family {family.name}"
+            problems.append(f"line {rows[0].line}: {why}")
+        elif expected.get(name, shape) != shape:
+            why = f"{names.full_name(name)} has the shape {[*shape]}"
+            why += f", family {family.name} has {[*expected[name]]}"
+            problems.append(f"line {rows[0].line}: {why}")
+    for name in expected.keys() - by_name.keys():
+        problems.append(f"no row fills {names.full_name(name)} {[*expected[name]]}")
+    return problems
+
+
+def _expected_shapes(
+    family: Family, config: HFConfig, tensors: Mapping[str, object]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a model, by bare name."""
+    rows = parameter_rows(family, config, tensors=tensors.keys())
+    if family.is_tied(config, tensors.keys()):
+        rows.pop(family.tying.head_leaf, None)
+    sizes = family.sizes(config)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for row in rows.values():
+        axis_map = bind_row(row, sizes)
+        for name, _ in axis_map.tensors():
+            shapes[name] = axis_map.source_shape
+    return shapes
+
+
+def _map_tensors(
+    rows: Sequence[MapRow], tensors: Mapping[str, SourceTensor], names: TensorNames | None
+) -> tuple[SourceTensor, ...]:
+    """Return the targets, in the order of their bytes in the files."""
+    targets: dict[str, SourceTensor] = {}
+    for row in rows:
+        for target, source_name, indices in row.pairs():
+            stored = tensors[source_name]
+            name = names.bare_name(target) if names else target
+            if row.is_copy:
+                targets[name] = replace(stored, name=name)
+                continue
+            location = _composed(row, indices, stored)
+            if name in targets:
+                placement = (*targets[name].placement, location)
+                targets[name] = replace(targets[name], placement=placement)
+            else:
+                shape = row.target.source_shape
+                targets[name] = SourceTensor(
+                    name, stored.dtype, shape, (location,), (), stored.default_dtype
+                )
+    return tuple(sorted(targets.values(), key=file_position))
+
+
+def _with_recorded_digests(
+    tensors: Sequence[SourceTensor], names: TensorNames, manifest: Manifest
+) -> tuple[SourceTensor, ...]:
+    """Return the tensors of an export with its recorded digests, which are those of the model's tensors."""
+    recorded: list[SourceTensor] = []
+    for tensor in tensors:
+        digests = recorded_digests(manifest.tensors, names.full_name(tensor.name))
+        recorded.append(replace(tensor, digests=digests or tensor.digests))
+    return tuple(recorded)
+
+
+def _composed(row: MapRow, indices: Mapping[str, int], stored: SourceTensor) -> Location:
+    """Return where a target is stored in a tensor.
+
+    Raises:
+        PrepError: The tensor is stored in several parts.
+    """
+    location = None
+    if len(stored.placement) == 1:
+        location = compose_location(row, indices, stored.placement[0], itemsize(stored.dtype))
+    if location is None:
+        what = f"{stored.name} cannot be transposed or taken apart"
+        why = f"it is stored in parts, and line {row.line} of the map changes its order"
+        hint = text("{} first, and map its output", Option("verbatim", True))
+        raise PrepError(what, why, hint)
+    return location
+
+
+def _file_names(source: Source, mapped: Sequence[SourceTensor]) -> tuple[str, ...]:
+    """Return the file name of each target for a Hugging Face folder: that of its first tensor."""
+    if not source.tensor_file_names:
+        return ()
+    name_of_file: dict[int, str] = {}
+    for tensor, file_name in zip(source.tensors, source.tensor_file_names):
+        name_of_file[file_position(tensor)[0]] = file_name
+    return tuple(name_of_file[file_position(tensor)[0]] for tensor in mapped)
+
+
+def _dropped_tensors(
+    dropped: Mapping[str, MapLine], tensors: Mapping[str, SourceTensor]
+) -> list[DroppedTensor]:
+    return [DroppedTensor(name, tensors[name].nbytes, DROP_RULE) for name in sorted(dropped)]

@@ -1,0 +1,119 @@
+"""The data of a recipe without a run: tokenized for the recipe's model, with neither weights nor devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prepcli.console.observer import Observer
+from prepcli.errors import Key
+from prepcli.execution.run_storage import TOKENS_FOLDER
+from prepcli.formats.lock_file import read_lock
+from prepcli.sources.folders import make_access
+from prepcli.sources.locate import locate
+from prepcli.sources.locked import pinned_revision
+from prepcli.sources.opening import open_source
+from prepcli.sources.source import Source
+from prepcli.targets.tokenizer_files import tokenizer_folder
+from prepcli.training_runs.observe import tokenize_progress
+from prepcli.training_runs.random_start import random_config
+from prepcli.training_runs.remote_data import DataFinder
+from prepcli.training_runs.start import checkpoint_tokenizer_folder
+from prepcli.training_runs.storage import RUNS_FOLDER
+from trainer.models.mesh import parse_mesh
+from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
+from trainer.recipe import Recipe, batch_shape
+
+if TYPE_CHECKING:
+    from trainer.training.source_datasets import Datasets
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeModel:
+    """The parts of a recipe's model that its data depends on.
+
+    Attributes:
+        model: The model, with the changes of the recipe.
+        tokenizer_folder: Folder with its tokenizer.
+    """
+
+    model: PlannedModel
+    tokenizer_folder: Path
+
+
+def open_datasets(
+    recipe: Recipe, *, out: Path | None, offline: bool, observer: Observer
+) -> Datasets:
+    """Return the datasets of a recipe, from the cache or tokenized now.
+
+    Args:
+        recipe: The recipe.
+        out: Folder of its run. None for the default.
+        offline: Use only the caches of the hub.
+        observer: Receives notes and progress.
+
+    Raises:
+        PrepError: The model or the data is missing or invalid.
+    """
+    from trainer.training.datasets import build_datasets
+
+    opened = open_recipe_model(recipe, offline=offline, observer=observer)
+    return build_datasets(
+        recipe,
+        opened.model,
+        model_config=opened.model.config,
+        folders={"tokenizer": opened.tokenizer_folder, "cache": tokens_folder(recipe, out)},
+        remote=DataFinder(make_access(observer, offline=offline), observer.note),
+        progress=tokenize_progress(observer),
+        note=observer.note,
+    )
+
+
+def tokens_folder(recipe: Recipe, out: Path | None) -> Path:
+    """Return the folder of the tokens of a run, unless the recipe has a `data.cache`."""
+    return (out or RUNS_FOLDER / recipe.name) / TOKENS_FOLDER
+
+
+def open_recipe_model(recipe: Recipe, *, offline: bool, observer: Observer) -> RecipeModel:
+    """Return the model of a recipe. Only the headers of a checkpoint are read.
+
+    Args:
+        recipe: The recipe.
+        offline: Use only the cache of the hub.
+        observer: Receives notes and progress.
+
+    Raises:
+        PrepError: The checkpoint is missing or invalid.
+    """
+    if recipe.model.path is None:
+        model = model_of_config(random_config(recipe.model))
+        return RecipeModel(model.of_recipe(recipe.model), tokenizer_folder(recipe))
+    revision: str | None = None
+    if recipe.model.lock is not None:
+        lock = read_lock(Path(recipe.model.lock).expanduser())
+        revision = pinned_revision(recipe.model.path, None, lock)
+    access = make_access(observer, offline=offline, stream=True, allow_urls=True)
+    source = open_source(locate(recipe.model.path, revision, access=access))
+    model = _source_model(source).of_recipe(recipe.model)
+    return RecipeModel(model, checkpoint_tokenizer_folder(source))
+
+
+def _source_model(source: Source) -> PlannedModel:
+    """Return the model of a checkpoint, of prep or of another format."""
+    if source.tree_manifest.is_tree:
+        return model_of_manifest(source.tree_manifest.fields)
+    return model_of_config(source.config)
+
+
+def run_batch_size(recipe: Recipe) -> int:
+    """Return the sequences of a step of a recipe.
+
+    Raises:
+        UsageError: The size depends on the number of devices, and the mesh does not name it.
+    """
+    if recipe.batch.size is not None:
+        return recipe.batch.size
+    mesh = parse_mesh(recipe.mesh, Key("mesh"))
+    n_replicas = mesh.size("dp") * mesh.size("fsdp")
+    return batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas).size

@@ -1,0 +1,217 @@
+"""Datasets of Megatron-LM: written by an independent writer, and by Megatron itself where it is installed."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.corpus import EOS, change, make_config, tokenize_quietly
+from trainer.data.readers import megatron_file
+from trainer.data.store import MappedTokens, read_meta
+from trainer.data.token_formats import export_tokens
+from trainer.models.errors import PrepError
+
+# Documents of sequences. One has an end token inside, one no sequence, and one a sequence without ids.
+DOCUMENTS = [[[5, EOS, 7], [8]], [[9, EOS]], [], [[], [250]], [[3] * 40]]
+CODES = {"uint8": 1, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+
+
+def write_dataset(prefix: Path, documents: list[list[list[int]]], dtype: str = "uint16") -> None:
+    """Write a dataset as megatron/core/datasets/indexed_dataset.py describes it."""
+    sequences = [np.array(ids, dtype) for document in documents for ids in document]
+    bounds = np.cumsum([0, *(len(document) for document in documents)])
+    lengths = np.array([len(ids) for ids in sequences], np.int32)
+    offsets = np.cumsum([0, *(ids.nbytes for ids in sequences)])[:-1]
+    prefix.with_suffix(".bin").write_bytes(b"".join(ids.tobytes() for ids in sequences))
+    header = b"MMIDIDX\x00\x00" + struct.pack(
+        "<QBQQ", 1, CODES[dtype], len(sequences), len(documents) + 1
+    )
+    arrays = (
+        lengths.tobytes() + offsets.astype(np.int64).tobytes() + bounds.astype(np.int64).tobytes()
+    )
+    prefix.with_suffix(".idx").write_bytes(header + arrays)
+
+
+def read_index(path: Path) -> tuple[str, list[int], list[int], list[int]]:
+    """Return dtype, lengths, offsets and bounds of an index, by an independent reader."""
+    data = path.read_bytes()
+    assert data[:9] == b"MMIDIDX\x00\x00"
+    version, code, n_sequences, n_bounds = struct.unpack_from("<QBQQ", data, 9)
+    assert version == 1
+    lengths = np.frombuffer(data, "<i4", n_sequences, 34)
+    offsets = np.frombuffer(data, "<i8", n_sequences, 34 + lengths.nbytes)
+    bounds = np.frombuffer(data, "<i8", n_bounds, 34 + lengths.nbytes + offsets.nbytes)
+    assert len(data) == 34 + lengths.nbytes + offsets.nbytes + bounds.nbytes
+    (dtype,) = [name for name, number in CODES.items() if number == code]
+    return dtype, lengths.tolist(), offsets.tolist(), bounds.tolist()
+
+
+def documents_of(tokens: MappedTokens) -> list[list[int]]:
+    bounds = [0, *tokens.ends.tolist()]
+    return [tokens.ids[low:high].tolist() for low, high in itertools.pairwise(bounds)]
+
+
+def joined(documents: list[list[list[int]]]) -> list[list[int]]:
+    return [[token for ids in document for token in ids] for document in documents]
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_documents_are_those_of_the_index(tmp_path: Path, dtype: str):
+    write_dataset(tmp_path / "data", DOCUMENTS, dtype)
+    config = make_config(tmp_path, tmp_path / "data.idx", type="auto")
+    assert documents_of(tokenize_quietly(config)) == joined(DOCUMENTS)
+
+
+def test_blocks_and_chunks_do_not_change_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    numbers = np.random.default_rng(0)
+    documents = [
+        [
+            numbers.integers(0, 250, numbers.integers(0, 9)).tolist()
+            for _ in range(numbers.integers(4))
+        ]
+        for _ in range(50)
+    ]
+    write_dataset(tmp_path / "data", documents)
+    monkeypatch.setattr(megatron_file, "BLOCK_DOCUMENTS", 7)
+    monkeypatch.setattr(megatron_file, "CHUNK_NBYTES", 6)
+    config = make_config(tmp_path, tmp_path / "data.idx", type="megatron")
+    assert documents_of(tokenize_quietly(config)) == joined(documents)
+
+
+def test_folder_of_datasets_is_read_in_order(tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    for name in ("b", "a"):
+        write_dataset(tmp_path / "data" / name, [[[ord(name)] * 9]])
+    config = make_config(tmp_path, tmp_path / "data", type="megatron")
+    assert documents_of(tokenize_quietly(config)) == [[97] * 9, [98] * 9]
+
+
+def test_ids_are_part_of_the_identity(tmp_path: Path):
+    write_dataset(tmp_path / "data", DOCUMENTS)
+    config = make_config(tmp_path, tmp_path / "data.idx", type="megatron")
+    before = tokenize_quietly(config).identity
+    ids = tmp_path / "data.bin"
+    ids.write_bytes(ids.read_bytes()[:-2] + b"\x04\x00")
+    assert tokenize_quietly(config).identity != before
+
+
+def change_index(path: Path, offset: int, data: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset : offset + len(data)] = data
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("offset", "data", "message"),
+    [
+        (0, b"X", "is not an index of Megatron"),
+        (9, b"\x02", "is malformed - it has version 2"),
+        (17, b"\x07", "dtype code 7"),
+        (18, b"\xff\xff", "its header declares"),
+        (34, struct.pack("<i", -1), "its sequences are not one after the other"),
+        (-8, struct.pack("<q", 99), "its document bounds are not ascending"),
+    ],
+    ids=["magic", "version", "dtype", "count", "length", "bounds"],
+)
+def test_malformed_index_is_one_error(tmp_path: Path, offset: int, data: bytes, message: str):
+    write_dataset(tmp_path / "data", DOCUMENTS)
+    index = tmp_path / "data.idx"
+    change_index(index, offset % index.stat().st_size, data)
+    with pytest.raises(PrepError, match=message):
+        tokenize_quietly(make_config(tmp_path, index, type="megatron"))
+
+
+def test_missing_and_short_ids_are_errors(tmp_path: Path):
+    write_dataset(tmp_path / "data", DOCUMENTS)
+    config = make_config(tmp_path, tmp_path / "data.idx", type="megatron")
+    ids = tmp_path / "data.bin"
+    ids.write_bytes(ids.read_bytes()[:-4])
+    with pytest.raises(PrepError, match=r"data\.bin is cut short"):
+        tokenize_quietly(config)
+    ids.unlink()
+    with pytest.raises(PrepError, match=r"cannot read or write .*data\.bin"):
+        tokenize_quietly(config)
+
+
+@pytest.mark.parametrize("vocab", [300, 70_000])
+def test_export_is_read_by_an_independent_reader(tmp_path: Path, vocab: int):
+    documents = [[[5, 6, EOS]], [[7, vocab - 1]], [[4] * 20]]
+    write_dataset(tmp_path / "data", documents, "int32")
+    config = make_config(tmp_path, tmp_path / "data.idx", type="megatron", vocab=vocab)
+    store = config.cache / tokenize_quietly(config).identity
+    index = export_tokens(store, read_meta(store), tmp_path / "out" / "train", "megatron")
+    dtype, lengths, offsets, bounds = read_index(index)
+    assert dtype == ("uint16" if vocab == 300 else "int32")
+    ids = np.fromfile(index.with_suffix(".bin"), dtype)
+    itemsize = np.dtype(dtype).itemsize
+    read = [ids[at // itemsize :][:length].tolist() for at, length in zip(offsets, lengths)]
+    assert read == joined(documents)
+    assert bounds == [0, 1, 2, 3]
+
+
+def test_export_is_read_back_equal(tmp_path: Path):
+    write_dataset(tmp_path / "data", DOCUMENTS)
+    config = make_config(tmp_path, tmp_path / "data.idx", type="megatron")
+    tokens = tokenize_quietly(config)
+    store = config.cache / tokens.identity
+    index = export_tokens(store, read_meta(store), tmp_path / "copy", "megatron")
+    again = tokenize_quietly(change(config, paths=(str(index),)))
+    assert documents_of(again) == documents_of(tokens)
+    # A second export finds equal ids, and one of other tokens refuses to replace them.
+    export_tokens(store, read_meta(store), tmp_path / "copy", "megatron")
+    (tmp_path / "copy.bin").write_bytes(bytes(20))
+    with pytest.raises(PrepError, match="already exists - it has other tokens"):
+        export_tokens(store, read_meta(store), tmp_path / "copy", "megatron")
+
+
+def test_loss_weights_are_refused_by_megatron_only(tmp_path: Path):
+    pq: Any = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "a.jsonl").write_text('{"q": "the cat", "text": "sat on the mat"}\n' * 5)
+    config = make_config(tmp_path, tmp_path / "a.jsonl", type="json", fields="[q], text")
+    tokens = tokenize_quietly(config)
+    store = config.cache / tokens.identity
+    with pytest.raises(PrepError, match="Megatron's format has no loss weights"):
+        export_tokens(store, read_meta(store), tmp_path / "out", "megatron")
+    path = export_tokens(store, read_meta(store), tmp_path / "out", "parquet")
+    table = pq.read_table(path).to_pydict()
+    assert table["input_ids"] == documents_of(tokens)
+    assert tokens.weights is not None
+    assert [weight for row in table["loss_mask"] for weight in row] == tokens.weights.tolist()
+
+
+def test_parquet_is_read_back_equal(tmp_path: Path):
+    pytest.importorskip("pyarrow")
+    write_dataset(tmp_path / "data", [document for document in DOCUMENTS if joined([document])[0]])
+    config = make_config(tmp_path, tmp_path / "data.idx", type="megatron")
+    tokens = tokenize_quietly(config)
+    store = config.cache / tokens.identity
+    path = export_tokens(store, read_meta(store), tmp_path / "copy", "parquet")
+    again = change(config, type="parquet", paths=(str(path),), fields="{input_ids}", add_eos=False)
+    assert documents_of(tokenize_quietly(again)) == documents_of(tokens)
+    assert export_tokens(store, read_meta(store), tmp_path / "copy", "parquet") == path
+
+
+def test_megatron_reads_the_export_and_is_read(tmp_path: Path):
+    pytest.importorskip("megatron.core")
+    torch: Any = pytest.importorskip("torch")
+    from megatron.core.datasets import indexed_dataset  # type: ignore[import-not-found]
+
+    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "data.bin"), dtype=np.uint16)
+    for document in DOCUMENTS:
+        for ids in document:
+            builder.add_item(torch.tensor(ids, dtype=torch.int64))
+        builder.end_document()
+    builder.finalize(str(tmp_path / "data.idx"))
+    config = make_config(tmp_path, tmp_path / "data.idx", type="megatron")
+    tokens = tokenize_quietly(config)
+    assert documents_of(tokens) == joined(DOCUMENTS)
+    store = config.cache / tokens.identity
+    index = export_tokens(store, read_meta(store), tmp_path / "copy", "megatron")
+    dataset = indexed_dataset.IndexedDataset(str(index.with_suffix("")))
+    assert [dataset[i].tolist() for i in range(len(dataset))] == joined(DOCUMENTS)
+    assert dataset.document_indices.tolist() == [*range(len(DOCUMENTS) + 1)]

@@ -1,0 +1,284 @@
+"""Tokenize the files of a store in several processes. The store has the bytes that one process writes.
+
+Each process makes the stores of its shards, with a journal each. The last one to finish appends them
+in order to the final store. A killed process is started again with the same number, or its shards
+are made by another division of the processes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from trainer.data import store
+from trainer.data.examples import FileStart, ReadPosition
+from trainer.data.fields import compile_fields
+from trainer.data.files import DataFile, Note
+from trainer.data.shard_plan import (
+    MAX_SHARDS,
+    PLAN_FILE,
+    FoundFile,
+    ShardPlan,
+    check_settings,
+    make_plan,
+    planned_data_files,
+    read_plan,
+    write_plan,
+)
+from trainer.data.store_writer import TokenWriter, build_store, lock_cache, remove_folder
+from trainer.data.tokenize import (
+    TokenizeConfig,
+    TokenizeProgress,
+    build_token_store,
+    find_config_files,
+    hash_files,
+    ids_dtype,
+    map_new_tokens,
+    read_valid_meta,
+    store_identity,
+    tokenize_files,
+)
+from trainer.data.tokenizer import TextTokenizer, load_tokenizer
+from trainer.models.errors import PrepError
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTokens:
+    """The state of a store after the work of a process.
+
+    Attributes:
+        folder: Folder that the store has, or will have.
+        n_shards: Number of shards.
+        n_missing: Number of shards that other processes have not made yet.
+        meta: Metadata of the store. None if shards are missing.
+    """
+
+    folder: Path
+    n_shards: int
+    n_missing: int
+    meta: store.StoreMeta | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A plan, and the files of this process."""
+
+    folder: Path
+    config: TokenizeConfig
+    plan: ShardPlan
+    files: tuple[DataFile, ...]
+    tokenizer: TextTokenizer
+
+    @property
+    def store_folder(self) -> Path:
+        """Folder of the final store."""
+        return self.config.cache / self.plan.identity
+
+    def shard_folder(self, shard: int) -> Path:
+        """Return the folder of a shard's store. Its parent has a lock for this shard alone."""
+        files = self.files[self.plan.shard_files(shard)]
+        identity = store_identity(self.config, files, self.tokenizer.digest)
+        return self.folder / f"{shard:05d}" / identity
+
+
+def tokenize_share(
+    config: TokenizeConfig,
+    process: int,
+    of: int,
+    *,
+    progress: TokenizeProgress,
+    note: Note,
+) -> ShardedTokens:
+    """Make every `of`-th shard of a store, starting at shard `process`. The last process makes the store.
+
+    One process makes the store without shards, unless others have begun it.
+
+    Args:
+        config: Files, tokenizer and cache. The cache is shared by all processes.
+        process: Index of this process, from 0.
+        of: Number of processes.
+        progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
+        note: Called with messages for the user.
+
+    Raises:
+        PrepError: The files or settings differ from the plan of the other processes, or the tokens
+            cannot be made.
+    """
+    if of == 1 and not _plan_folder(config).exists():
+        tokens = tokenize_files(config, progress=progress, note=note)
+        folder = config.cache / tokens.identity
+        return ShardedTokens(folder, 1, 0, store.read_meta(folder, checks_digests=False))
+    job = _open_job(config, note)
+    meta = read_valid_meta(job.store_folder, note)
+    if meta is None:
+        shards = range(process, job.plan.n_shards, of)
+        _make_shards(job, shards, progress=progress, note=note)
+        missing = [shard for shard in range(job.plan.n_shards) if not _is_complete(job, shard)]
+        if missing:
+            return ShardedTokens(job.store_folder, job.plan.n_shards, len(missing), None)
+        meta = _merge_shards(job, progress=progress, note=note)
+    _remove_plan(job.folder)
+    # Errors of the whole data, such as too few tokens, are those of one process.
+    map_new_tokens(job.store_folder, meta, job.config, job.tokenizer, note)
+    return ShardedTokens(job.store_folder, job.plan.n_shards, 0, meta)
+
+
+def _plan_folder(config: TokenizeConfig) -> Path:
+    """Return the folder of a plan.
+
+    It is the same for all contents of the files and all settings, so that processes with other ones
+    find the plan and fail.
+    """
+    selection = config.selection
+    inputs = [config.paths, selection.config, selection.split, selection.revision]
+    return config.cache / f"shards-{xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())}"
+
+
+def _open_job(config: TokenizeConfig, note: Note) -> _Job:
+    """Read the plan, or write it if this is the first process."""
+    folder = _plan_folder(config)
+    tokenizer = load_tokenizer(config.tokenizer)
+    config, found = find_config_files(config, note)
+    settings = store_identity(config, (), tokenizer.digest)
+    # The lock saves work: on a file system with locks, only the first process reads all files for
+    # their digests.
+    with lock_cache(config.cache, note):
+        plan = read_plan(folder)
+        if plan is not None and (config.cache / plan.identity).exists():
+            # A kill between the publication of a store and the end of the removal leaves the plan.
+            _remove_plan(folder)
+            plan = None
+        if plan is None:
+            plan = _make_plan(folder, config, found, tokenizer, note=note)
+    check_settings(folder, plan, settings)
+    return _Job(folder, config, plan, planned_data_files(folder, plan, found), tokenizer)
+
+
+def _make_plan(
+    folder: Path,
+    config: TokenizeConfig,
+    found: Sequence[FoundFile],
+    tokenizer: TextTokenizer,
+    *,
+    note: Note,
+) -> ShardPlan:
+    """Read all files for their digests, and return the plan of the first process to write one."""
+    files = hash_files(found, note)
+    identity = store_identity(config, files, tokenizer.digest)
+    settings = store_identity(config, (), tokenizer.digest)
+    # These limits count the records of all files, so one process must read them in order.
+    max_shards = MAX_SHARDS
+    if config.max_examples or config.bad_lines:
+        max_shards = 1
+    plan = make_plan(settings, identity, files, max_shards=max_shards)
+    if (config.cache / identity).exists():
+        return plan
+    write_plan(folder, plan)
+    return read_plan(folder) or plan
+
+
+def _make_shards(
+    job: _Job, shards: Sequence[int], *, progress: TokenizeProgress, note: Note
+) -> None:
+    """Make the missing stores of shards, one after the other."""
+    total_nbytes = sum(_shard_nbytes(job, shard) for shard in shards)
+    done_nbytes = 0
+    done_tokens = 0
+
+    def report(nbytes: int, _: int, n_tokens: int) -> None:
+        progress(done_nbytes + nbytes, total_nbytes, done_tokens + n_tokens)
+
+    for shard in shards:
+        meta = _make_shard(job, shard, progress=report, note=note)
+        done_nbytes += _shard_nbytes(job, shard)
+        done_tokens += meta.n_tokens
+
+
+def _shard_nbytes(job: _Job, shard: int) -> int:
+    return sum(file.nbytes for file in job.files[job.plan.shard_files(shard)])
+
+
+def _make_shard(
+    job: _Job, shard: int, *, progress: TokenizeProgress, note: Note
+) -> store.StoreMeta:
+    """Make the store of a shard, or continue the one of a killed process."""
+    folder = job.shard_folder(shard)
+    meta = read_valid_meta(folder, note)
+    if meta is not None:
+        return meta
+    files = job.files[job.plan.shard_files(shard)]
+    try:
+        return build_token_store(
+            folder, job.config, files, job.tokenizer, progress=progress, note=note
+        )
+    except PrepError:
+        # Another process with the same number has made the store and removed the shards.
+        meta = read_valid_meta(job.store_folder)
+        if meta is None:
+            raise
+        return meta
+
+
+def _is_complete(job: _Job, shard: int) -> bool:
+    """Return whether the store of a shard has its name. Its digests are checked by the merge."""
+    return job.shard_folder(shard).exists()
+
+
+def _merge_shards(job: _Job, *, progress: TokenizeProgress, note: Note) -> store.StoreMeta:
+    """Append the stores of all shards to the final store."""
+    builder = compile_fields(job.config.examples, vocab=job.config.vocab)
+    with lock_cache(job.config.cache, note):
+        meta = read_valid_meta(job.store_folder)
+        if meta is not None:
+            return meta
+        # A damaged shard is made again here.
+        metas = [
+            _make_shard(job, shard, progress=progress, note=note)
+            for shard in range(job.plan.n_shards)
+        ]
+
+        def fill(writer: TokenWriter) -> None:
+            _append_shards(writer, job, metas)
+
+        dtype = ids_dtype(job.config, job.tokenizer, builder)
+        build_store(job.store_folder, dtype, fill, has_weights=builder.has_weights)
+        return store.read_meta(job.store_folder, checks_digests=False)
+
+
+def _append_shards(writer: TokenWriter, job: _Job, metas: Sequence[store.StoreMeta]) -> None:
+    """Append the shards to a writer. It may have the first part of the store from a killed process."""
+    first_token = first_document = nbytes = 0
+    for shard, meta in enumerate(metas):
+        nbytes += _shard_nbytes(job, shard)
+        end_token = first_token + meta.n_tokens
+        end_document = first_document + meta.n_documents
+        if writer.n_tokens < end_token or writer.n_documents < end_document:
+            # One process and several write the same bytes, so it does not matter who wrote the first
+            # part of this shard.
+            writer.append_documents(
+                store.map_tokens(job.shard_folder(shard), meta, seq_length=1),
+                max_id=meta.max_id,
+                first_token=max(writer.n_tokens - first_token, 0),
+                first_document=max(writer.n_documents - first_document, 0),
+            )
+            # The examples of a shard are not counted. At the start of a file they need not be: a
+            # process that continues alone reads the next file from its start.
+            writer.commit(ReadPosition(0, nbytes, FileStart(job.plan.shard_ends[shard])))
+        first_token = end_token
+        first_document = end_document
+
+
+def _remove_plan(folder: Path) -> None:
+    """Remove the shards and the plan of a complete store. The plan goes last."""
+    # A kill in between leaves the plan, by which the next process finds the complete store.
+    if not folder.exists():
+        return
+    for path in folder.iterdir():
+        if path.name != PLAN_FILE:
+            shutil.rmtree(path, ignore_errors=True)
+    remove_folder(folder)
