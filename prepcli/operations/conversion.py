@@ -98,6 +98,7 @@ class CommonOptions:
         lock: Lock file of the checkpoint.
         public_key: Key that must have signed the lock.
         tensor_map: File of the map of the checkpoint's tensors.
+        source_layout: Layout of a tree of another library. None for the one that fits best.
         quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
             or the decoded tensors of GGUF.
     """
@@ -121,6 +122,7 @@ class CommonOptions:
     lock: Path | None = None
     public_key: Path | None = None
     tensor_map: Path | None = None
+    source_layout: str | None = None
     quantized: str = "refuse"
 
 
@@ -182,6 +184,7 @@ def common_options(
         lock=Path(lock) if lock is not None else None,
         public_key=Path(public_key) if public_key is not None else None,
         tensor_map=Path(tensor_map) if tensor_map is not None else None,
+        source_layout=options.get("source_layout"),
     )
 
 
@@ -274,6 +277,7 @@ def open_checkpoint(
         dequantize=is_decoded,
         keeps_scales=keeps_scales,
         tensor_map=_read_tensor_map(common),
+        layout=common.source_layout,
     )
     if common.verbatim and not source.family.is_verbatim:
         option = Option("verbatim", True)

@@ -19,7 +19,7 @@ from typing import Annotated, Literal, TypedDict
 
 from prepcli.operations.map_options import ExportMapOptions, MapOptions
 from prepcli.operations.towers_options import TowersOptions
-from prepcli.operations.tree_options import TreeOptions
+from prepcli.operations.tree_options import SourceTreeOptions, TreeOptions
 from prepcli.option_spec import NOT_RECORDED, NonNegativeInt, OptionSpec, PathLike, PositiveInt
 
 DEFAULT_MEMORY = "512MiB"
@@ -314,7 +314,7 @@ class PadVocabOptions(ConversionOptions, DropOptions, NewRowOptions, total=False
     ]
 
 
-class LayoutOptions(ConversionOptions, VerbatimOptions, MapOptions, total=False):
+class LayoutOptions(ConversionOptions, VerbatimOptions, MapOptions, SourceTreeOptions, total=False):
     """Layout of an Orbax checkpoint."""
 
     mesh: Annotated[
@@ -440,7 +440,13 @@ class ReshardOptions(LayoutOptions, total=False):
 
 
 class ExportOptions(
-    TreeOptions, ConversionOptions, VerbatimOptions, TowersOptions, ExportMapOptions, total=False
+    TreeOptions,
+    SourceTreeOptions,
+    ConversionOptions,
+    VerbatimOptions,
+    TowersOptions,
+    ExportMapOptions,
+    total=False,
 ):
     """Options of `export`."""
 

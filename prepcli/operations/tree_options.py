@@ -1,4 +1,7 @@
-"""Options of `export` for the parameter tree and the format of the files."""
+"""Options for the parameter trees of other libraries: of `export`, and of commands that read such a tree.
+
+This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,22 @@ Layout = Literal[
     "levanter-unscanned",
     "torchtitan",
 ]
+
+
+class SourceTreeOptions(TypedDict, total=False):
+    """The layout of a tree to read."""
+
+    source_layout: Annotated[
+        str | None,
+        OptionSpec(
+            "TREE",
+            "Read the tree as native, easylm, hf-flax, maxtext, tunix, levanter, ... Default: by its leaves.",
+            "Layout of a checkpoint that another library wrote, by the names of `layout`, or native for prep's own."
+            " Default: the one that fits the names and shapes of the leaves best.",
+            position=23,
+            record=66,
+        ),
+    ]
 
 
 class TreeOptions(TypedDict, total=False):

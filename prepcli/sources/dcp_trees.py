@@ -41,7 +41,7 @@ def match_torchtitan(
         raise PrepError(f"{display_name} is not supported", why, hint)
     leaves = {tensor.name: _stored_leaf(tensor) for tensor in folder.tensors}
     return match_foreign_tree(
-        leaves, family, config, display_name, roots=("",), layouts=(TORCHTITAN_LAYOUT,)
+        leaves, family, config, display_name, roots=("",), layout=TORCHTITAN_LAYOUT
     )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from prepcli.errors import GET_AGAIN_HINT, PrepError
+from prepcli.errors import GET_AGAIN_HINT, Option, PrepError, text
 from prepcli.formats.levanter import LEVANTER_MODEL_ROOT
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, TRAINING_STATE_RULE
@@ -31,6 +31,7 @@ from trainer.models.parameters import (
     layout_rows,
     parameter_rows,
 )
+from trainer.models.suggest import did_you_mean
 
 # Prefix of the parameters in a tree of parameters, in Flax variables, and in training states of Flax and Levanter.
 ROOTS = (
@@ -103,7 +104,7 @@ def match_foreign_tree(
     config: HFConfig,
     display_name: str,
     roots: Collection[str] = ROOTS,
-    layouts: Collection[str] | None = None,
+    layout: str | None = None,
 ) -> ForeignTree:
     """Match the leaves of a tree with the layout that fits them best.
 
@@ -116,13 +117,12 @@ def match_foreign_tree(
         config: The model's config.json.
         display_name: Name of the checkpoint in messages.
         roots: Possible prefixes of the parameters.
-        layouts: Names of possible layouts. None allows all of the family, and prep's own.
+        layout: Name of the layout. None allows all layouts of the family, and prep's own.
 
     Raises:
         PrepError: No layout fits, a leaf has the wrong shape, or a tensor occurs twice.
     """
-    candidates = _candidate_formats(family, roots, layouts)
-    tree_format = _best_format(leaves, family, config, display_name, candidates)
+    tree_format = _find_format(leaves, family, config, display_name, roots, layout)
     leaves, ignored = _split_non_parameters(leaves, tree_format, family)
     param_leaves = _leaves_below_root(leaves, tree_format, family, display_name)
     expected = _expected_leaf_tensors(tree_format, family, config, param_leaves, display_name)
@@ -256,14 +256,51 @@ def _leaves_below_root(
     return below
 
 
-def _best_format(
+def _find_format(
     leaves: Leaves,
     family: Family,
     config: HFConfig,
     display_name: str,
-    candidates: Sequence[TreeFormat],
+    roots: Collection[str],
+    layout: str | None,
 ) -> TreeFormat:
-    """Return the candidate with the highest score. The first one wins a tie."""
+    """Return the format that fits the leaves best.
+
+    Raises:
+        PrepError: No format fits, or the layout is unknown.
+    """
+    all_formats = _candidate_formats(family, roots)
+    candidates = all_formats
+    if layout is not None:
+        candidates = [candidate for candidate in all_formats if candidate.layout == layout]
+        names = (NATIVE_LAYOUT, *family.layouts)
+        if not candidates:
+            what = text("{} is unknown for {}", Option("source_layout", layout), family.name)
+            raise PrepError(
+                what, f"its layouts are {', '.join(names)}", did_you_mean(layout, names)
+            )
+    best = _best_format(leaves, family, config, candidates)
+    if best is not None:
+        return best
+    listed = ", ".join(list(leaves)[:MAX_LISTED]) or "no arrays"
+    if len(leaves) > MAX_LISTED:
+        listed += " …"
+    why = f"found {listed}, which are not the leaves of a {family.name}"
+    fitting = _best_format(leaves, family, config, all_formats)
+    if layout is not None and fitting is not None:
+        what = text("{} contradicts {}", Option("source_layout", layout), display_name)
+        why = f"{why} in this layout"
+        raise PrepError(what, why, text("{}", Option("source_layout", fitting.layout)))
+    names = dict.fromkeys(candidate.layout for candidate in candidates)
+    examples = _example_leaves(family, config, names)
+    hint = f"supported layouts: {examples}, below {_roots_text(roots)}"
+    raise PrepError(f"{display_name} has no known layout", why, hint)
+
+
+def _best_format(
+    leaves: Leaves, family: Family, config: HFConfig, candidates: Iterable[TreeFormat]
+) -> TreeFormat | None:
+    """Return the candidate with the highest score, or None if none fits. The first one wins a tie."""
     best = None
     best_score = 0
     for tree_format in candidates:
@@ -271,16 +308,6 @@ def _best_format(
         if score > best_score:
             best = tree_format
             best_score = score
-    if best is None:
-        listed = ", ".join(list(leaves)[:MAX_LISTED]) or "no arrays"
-        if len(leaves) > MAX_LISTED:
-            listed += " …"
-        why = f"found {listed}, which are not the leaves of a {family.name}"
-        names = dict.fromkeys(candidate.layout for candidate in candidates)
-        roots = dict.fromkeys(candidate.root for candidate in candidates)
-        examples = _example_leaves(family, config, names)
-        hint = f"supported layouts: {examples}, below {_roots_text(roots)}"
-        raise PrepError(f"{display_name} has no known layout", why, hint)
     return best
 
 
@@ -325,10 +352,8 @@ def _score_format(tree_format: TreeFormat, leaves: Leaves, family: Family, confi
     return 0
 
 
-def _candidate_formats(
-    family: Family, roots: Collection[str], layouts: Collection[str] | None
-) -> list[TreeFormat]:
-    """Return all formats of some layouts."""
+def _candidate_formats(family: Family, roots: Collection[str]) -> list[TreeFormat]:
+    """Return all formats of a family's trees."""
     # A tree with as many layers as the first dim has rows fits both axes by its shapes, so the usual axis 0 comes
     # first.
     candidates: list[TreeFormat] = []
@@ -339,6 +364,4 @@ def _candidate_formats(
             # A base model, saved without its head, has the paths below the prefix.
             if family.prefix and layout.follows_prefix:
                 candidates.append(TreeFormat(name, root, None, has_prefix=False))
-    if layouts is None:
-        return candidates
-    return [candidate for candidate in candidates if candidate.layout in layouts]
+    return candidates

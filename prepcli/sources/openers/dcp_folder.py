@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prepcli.engine.digest import digest_pieces
-from prepcli.errors import PrepError
+from prepcli.errors import Option, PrepError, text
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor, read_dcp_folder
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
@@ -22,7 +22,10 @@ from prepcli.sources.source import Source, SourceTensor, file_position, recorded
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim
 from trainer.models.boxes import Range, strides
+from trainer.models.suggest import did_you_mean
+from trainer.models.torchtitan_layouts import TORCHTITAN_LAYOUT
 
+DCP_LAYOUTS = ("hf", TORCHTITAN_LAYOUT)
 NOT_A_TENSOR_RULE = "not a tensor"
 # Bytes in memory at a time.
 MAX_PIECE_NBYTES = 1 << 20
@@ -49,7 +52,7 @@ def open_dcp(
     names = model.names
     tensors = _named_tensors(folder, names)
     extra_entries: tuple[DroppedTensor, ...] = ()
-    if TORCHTITAN_EMBEDDING in types and not model.family.is_verbatim:
+    if _has_torchtitan_names(types, hints) and not model.family.is_verbatim:
         tree = match_torchtitan(folder, model.family, model.config, display_name)
         names = tree.names
         tensors = tree.tensors
@@ -78,6 +81,21 @@ def open_dcp(
         config_path=config_path,
         left_files=model.left_files,
     )
+
+
+def _has_torchtitan_names(names: Collection[str], hints: SourceHints) -> bool:
+    """Return whether the tensors have the names of torchtitan, or the user says so.
+
+    Raises:
+        PrepError: The user names a layout of another format.
+    """
+    if hints.layout not in (None, *DCP_LAYOUTS):
+        what = text("{} is unknown for DCP", Option("source_layout", hints.layout))
+        why = f"its layouts are {', '.join(DCP_LAYOUTS)}"
+        raise PrepError(what, why, did_you_mean(hints.layout or "", DCP_LAYOUTS))
+    if hints.layout is None:
+        return TORCHTITAN_EMBEDDING in names
+    return hints.layout == TORCHTITAN_LAYOUT
 
 
 def _named_tensors(folder: DcpFolder, names: TensorNames) -> tuple[SourceTensor, ...]:

@@ -93,7 +93,7 @@ def _open_tree(
     tree_tensors = verbatim_tensors(leaves) if family.is_verbatim else ()
     extra_entries: tuple[DroppedTensor, ...] = ()
     if not family.is_verbatim:
-        tree = match_foreign_tree(leaves, family, config, display_name)
+        tree = match_foreign_tree(leaves, family, config, display_name, layout=hints.layout)
         _check_no_scale(tree, display_name)
         _check_easylm_prefix(tree, hints, display_name)
         names = tree.names

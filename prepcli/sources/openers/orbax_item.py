@@ -195,14 +195,14 @@ def _open_foreign_item(
             DroppedTensor(dotted_name(entry.path), 0, NO_ARRAY_RULE) for entry in item.non_arrays
         )
     else:
-        tree = match_foreign_tree(leaves, family, config, display_name)
+        tree = match_foreign_tree(leaves, family, config, display_name, layout=hints.layout)
         scale_records: Mapping[str, ScaleRecord] = {}
         if hints.keeps_scales and manifest is not None and manifest.lost_values:
             scale_records = manifest.scales
         elif tree.scales:
             # The layout is known only after the match. The leaves with a scale are then read through it.
             blobs, leaves = stored_leaves(item, _root_scales(tree, manifest, display_name))
-            tree = match_foreign_tree(leaves, family, config, display_name)
+            tree = match_foreign_tree(leaves, family, config, display_name, layout=hints.layout)
         names = tree.names
         tensors = _with_recorded_digests(tree, manifest or NO_MANIFEST, scale_records)
         extra_entries = tree.extra_entries
