@@ -80,6 +80,8 @@ if TYPE_CHECKING:
         TensorDifference,
         TensorDistance,
         TensorSummary,
+        Tokenization,
+        TokenizedData,
         TrainingRun,
         Verification,
     )
@@ -87,8 +89,10 @@ if TYPE_CHECKING:
     from prepcli.operations.save_init import reshard, save_init
     from prepcli.operations.save_params import save_params
     from prepcli.operations.token_options import AddTokensOptions, RemoveTokensOptions
+    from prepcli.operations.tokenize import tokenize_shard
     from prepcli.operations.towers_options import TowersOptions
     from prepcli.operations.train import train
+    from prepcli.operations.training_state_options import TrainingStateOptions
     from prepcli.operations.verify import verify
     from prepcli.operations.verify_logits import verify_logits
     from prepcli.planning.plan import Plan
@@ -146,9 +150,12 @@ __all__ = [
     "TensorDifference",
     "TensorDistance",
     "TensorSummary",
+    "Tokenization",
+    "TokenizedData",
     "TowersOptions",
     "TrainOptions",
     "TrainingRun",
+    "TrainingStateOptions",
     "UsageError",
     "VerbatimOptions",
     "Verification",
@@ -176,6 +183,7 @@ __all__ = [
     "save_init",
     "save_params",
     "to_hf_flax",
+    "tokenize_shard",
     "train",
     "verify",
     "verify_chain",
@@ -204,6 +212,7 @@ _MODULES = {
     ),
     "prepcli.operations.token_options": ("AddTokensOptions", "RemoveTokensOptions"),
     "prepcli.operations.towers_options": ("TowersOptions",),
+    "prepcli.operations.training_state_options": ("TrainingStateOptions",),
     "prepcli.operations.inspect": ("inspect",),
     "prepcli.operations.inspection_options": (
         "ChainOptions",
@@ -235,7 +244,8 @@ _MODULES = {
             "RunsReport",
             "StepPlan",
         ),
-        *("TensorDifference", "TensorDistance", "TensorSummary", "TrainingRun", "Verification"),
+        *("TensorDifference", "TensorDistance", "TensorSummary", "Tokenization", "TokenizedData"),
+        *("TrainingRun", "Verification"),
     ),
     "prepcli.console.observer": ("Observer",),
     "prepcli.console.progress": ("Progress",),
@@ -253,6 +263,7 @@ _MODULES = {
     "prepcli.operations.roundtrip": ("roundtrip",),
     "prepcli.operations.save_init": ("reshard", "save_init"),
     "prepcli.operations.save_params": ("save_params",),
+    "prepcli.operations.tokenize": ("tokenize_shard",),
     "prepcli.operations.train": ("train",),
     "prepcli.operations.verify": ("verify",),
     "prepcli.operations.verify_logits": ("verify_logits",),

@@ -47,6 +47,7 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.generate": "",
     "prepcli.operations.train": "",
     "prepcli.operations.batches": "Read training data",
+    "prepcli.operations.tokenize": "",
     "prepcli.operations.evaluate": "Evaluate",
     "prepcli.operations.harness_model": "Standard tasks",
     "prepcli.operations.plan": "Plan",

@@ -34,8 +34,8 @@ from prepcli.execution.run_notes import decode_record, encode_record
 from prepcli.execution.run_storage import StepSave
 from prepcli.execution.staging import WORK_FOLDER, Staging
 from prepcli.execution.step_writer import MEMORY_NBYTES
-from prepcli.execution.uploads import COMMIT_MARKER
 from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.formats.orbax_write import COMMIT_MARKER
 from prepcli.planning.plan import OutputLeaf, Stream
 from prepcli.planning.process_files import ChunkIndex, LeafGroup, ProcessFiles
 from prepcli.planning.shares import divide_streams, subplan
@@ -50,7 +50,7 @@ from trainer.models.checkpoint_store import HostLeaf, HostShard
 from trainer.models.json_types import JsonObject
 
 NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step holds the digests and checksums of process I
-NUM_THREADS = 8  # concurrent requests for small objects
+NUM_THREADS = 32  # concurrent requests for small objects
 
 Shards = list[tuple[Box, np.ndarray]]  # fetched shards of a leaf, with their boxes
 
@@ -130,7 +130,7 @@ class BucketStep:
         for group in self.files.groups:
             shards = {name: _fetch_shards(name, self.save.leaves[name]) for name in group.leaves}
             for name in group.leaves:
-                for chunk_index, offset in chunks[name]:
+                for chunk_index, offset in chunks.get(name, ()):
                     data = _chunk_bytes(leaves[name], chunk_index, shards[name])
                     checksums.record((StridedCopy(0, index, offset, data.size),), data)
                     yield bytes(offset - stop)  # zeros up to the aligned start of the chunk

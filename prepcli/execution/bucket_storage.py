@@ -21,11 +21,11 @@ from prepcli.execution.bucket_step import BucketStep
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.run_storage import StepSave
 from prepcli.execution.uploads import RETRIES
+from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.planning.plan import OutputLeaf
 from prepcli.planning.process_files import (
-    MAX_PROCESSES,
     LeafBoxes,
     ProcessFiles,
     plan_process_files,
@@ -35,7 +35,6 @@ from prepcli.remote.object_store import Bucket, ObjectStoreUrl
 from prepcli.remote.placeholders import download_file
 from prepcli.remote.remote_files import RemoteFile, without_read_ahead
 from prepcli.remote.retries import RetryPolicy
-from prepcli.restore.digest_checks import RECREATE_HINT
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
@@ -82,16 +81,12 @@ class BucketStorage:
         """The URL."""
         return str(self._url)
 
-    def check(self, num_processes: int) -> None:
+    def check(self) -> None:
         """Check that a run may be written below the URL.
 
         Raises:
-            PrepError: Other objects are there, the store cannot be reached, or there are more than MAX_PROCESSES.
+            PrepError: Other objects are there, or the store cannot be reached.
         """
-        if num_processes > MAX_PROCESSES:
-            why = f"each process writes a data file, and a step has at most {MAX_PROCESSES}"
-            hint = text("set {} to a folder on a file system that all hosts share", Option("out"))
-            raise PrepError(f"{num_processes} processes cannot save to {self.name}", why, hint)
         paths = [file.path for file in self._list_files()]
         if paths and RECIPE_FILE not in paths and not self._known_steps:
             raise PrepError(
@@ -244,7 +239,9 @@ def _exchange_boxes(save: StepSave) -> Sequence[LeafBoxes]:
     """Exchange the boxes of shards with all processes. Return each process's boxes by leaf name."""
     own: dict[str, list[Box]] = {}
     for name, leaf in save.leaves.items():
-        own[name] = [shard.box for shard in leaf.shards]
+        # Most leaves have no shard of a process among thousands.
+        if leaf.shards:
+            own[name] = [shard.box for shard in leaf.shards]
     gathered = save.group.gather(f"{save.name}-boxes", _encode_json(own))
     # Only process 0 has the texts of all processes after a gather, so that it sends them to the others.
     collected = _encode_json(list(map(_decode_json, gathered)))

@@ -1,54 +1,55 @@
-"""Write the metadata of a Levanter checkpoint, given its chunks: the OCDBT index and `metadata.json`.
+"""Encode the metadata of a Levanter checkpoint, given its chunks: the OCDBT index and `metadata.json`.
 
 Neither Levanter nor TensorStore is imported, and no weights are read or written.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
 from prepcli.formats.levanter import LEVANTER_METADATA_FILE
-from prepcli.formats.ocdbt import NODE_NBYTES, OcdbtEntry, ValueLocation, write_ocdbt_index
+from prepcli.formats.ocdbt import NODE_NBYTES, OcdbtEntry, ValueLocation, encode_ocdbt_index
 from prepcli.formats.orbax import ArrayMeta, unravel_chunk_index
 from prepcli.formats.orbax_write import (
     ChunkColumns,
     WrittenChunk,
     check_leaves,
     collect_chunks,
-    write_json,
 )
 from prepcli.formats.zarr import ZARR_JSON
 from prepcli.formats.zarr_documents import encode_zarr_json, zarr3_chunk_key
 
 
-def write_levanter_metadata(
-    folder: Path,
+def encode_levanter_metadata(
     arrays: Sequence[ArrayMeta],
     chunks: Iterable[WrittenChunk],
     file_names: Sequence[str],
     now_ns: int,
-) -> None:
-    """Write the metadata of a checkpoint of step 0 over existing data files. Equal arguments give equal files.
+) -> dict[str, bytes]:
+    """Return the metadata files of a checkpoint of step 0, by their paths in its folder.
 
     Args:
-        folder: Folder of the checkpoint.
         arrays: Arrays of the checkpoint.
         chunks: Location of every chunk of every array. Chunks are not compressed.
-        file_names: Data files by number, relative to `folder`.
+        file_names: Data files by number, relative to the folder.
         now_ns: Time of the checkpoint in nanoseconds since the epoch.
 
+    Returns:
+        Content of each file. `metadata.json` is the last one.
+
     Raises:
-        PrepError: A leaf cannot be stored, or a chunk is missing, duplicate or of the wrong size. Nothing is written.
+        PrepError: A leaf cannot be stored, or a chunk is missing, duplicate or of the wrong size.
     """
     check_leaves(arrays, ())
     tables = collect_chunks(arrays, chunks, is_compressed=False)
-    write_ocdbt_index(folder, _iter_entries(tables, file_names), now_ns, NODE_NBYTES)
+    files = encode_ocdbt_index(_iter_entries(tables, file_names), now_ns, NODE_NBYTES)
     # Levanter compares the times of checkpoints of one step, and writes them without a time zone.
     time = datetime.fromtimestamp(now_ns // 10**9, UTC).replace(tzinfo=None)
     step = {"step": 0, "timestamp": time.isoformat(), "is_temporary": False}
-    write_json(folder / LEVANTER_METADATA_FILE, step)
+    files[LEVANTER_METADATA_FILE] = json.dumps(step).encode()
+    return files
 
 
 def _iter_entries(

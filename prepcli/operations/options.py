@@ -19,6 +19,7 @@ from typing import Annotated, Literal, TypedDict
 
 from prepcli.operations.map_options import ExportMapOptions, MapOptions
 from prepcli.operations.towers_options import TowersOptions
+from prepcli.operations.training_state_options import TrainingStateOptions
 from prepcli.operations.tree_options import SourceTreeOptions, TreeOptions
 from prepcli.option_spec import NOT_RECORDED, NonNegativeInt, OptionSpec, PathLike, PositiveInt
 
@@ -383,7 +384,7 @@ class LayoutOptions(ConversionOptions, VerbatimOptions, MapOptions, SourceTreeOp
     ]
 
 
-class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
+class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, TrainingStateOptions, total=False):
     """Options of `save_init`."""
 
     pad_vocab: Annotated[
@@ -446,6 +447,7 @@ class ExportOptions(
     VerbatimOptions,
     TowersOptions,
     ExportMapOptions,
+    TrainingStateOptions,
     total=False,
 ):
     """Options of `export`."""

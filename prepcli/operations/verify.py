@@ -19,7 +19,8 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.compare import Difference, compare_streams
 from prepcli.engine.digest import digest_of_zeros
 from prepcli.engine.distance import Distance, measure_distance
-from prepcli.errors import Command, Option, PrepError, text, usage_error
+from prepcli.errors import Command, DamagedError, Option, PrepError, text, usage_error
+from prepcli.formats.again_hint import again_hint
 from prepcli.formats.checksums import read_checksum_bytes
 from prepcli.formats.manifest import MANIFEST_FILE, find_manifest_folder, unwritten_manifest
 from prepcli.operations.accept import accept_files
@@ -28,11 +29,11 @@ from prepcli.operations.conversion import (
     check_config_option,
     common_options,
     open_checkpoint,
-    source_line,
 )
 from prepcli.operations.inspection_options import VerifyOptions
 from prepcli.operations.operation import public
 from prepcli.operations.results import TensorDifference, TensorDistance, Verification
+from prepcli.operations.source_line import source_line
 from prepcli.option_spec import PathLike
 from prepcli.planning.plan import RootScale, Stream
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
@@ -310,8 +311,7 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
     """Compare with the digests of the manifest."""
     source = model.source
     tensors = [t for t in source.all_tensors if t.digests]
-    # Raises for a damaged checksum file, which the digests of tensors do not cover.
-    read_checksum_bytes(source.root, source.tree_manifest)
+    _check_checksum_file(source)
     if request.quick:
         return _quick_verification(model, HEADER_CHECKS)
     if not tensors:
@@ -336,7 +336,16 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
     for tensor in model.tensors.values():
         if not tensor.digests:
             findings.append(Finding(model.labels[tensor.name], "has no digest in the manifest"))
-    return _make_verification(model, findings)
+    return replace(_make_verification(model, findings), remedy=again_hint(source.manifest))
+
+
+def _check_checksum_file(source: Source) -> None:
+    """Raise DamagedError for a damaged checksum file. The digests of tensors do not cover it."""
+    try:
+        read_checksum_bytes(source.root, source.tree_manifest)
+    except DamagedError as error:
+        # Its hint is for commands with an option to read without checks.
+        raise error.with_texts(hint=again_hint(source.manifest)) from error.__cause__
 
 
 def _tie_findings(

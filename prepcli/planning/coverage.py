@@ -77,6 +77,11 @@ def unwritten_spans(plan: Plan) -> Iterator[FileSpan]:
         last_stop = stop
 
 
+def written_spans(plan: Plan) -> list[FileSpan]:
+    """Return the byte ranges of the data files that streams write, sorted and joined."""
+    return _merge_spans("written", _expected_write_spans(plan))
+
+
 def stream_write_spans(stream: Stream) -> list[FileSpan]:
     """Return the byte ranges of the data files written by a stream."""
     return _stream_spans(stream, stream.writes, itemsize(stream.written_dtype))

@@ -20,6 +20,7 @@ from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import PAGE, ByteArray
 from prepcli.engine.fills import numpy_dtype
 from prepcli.errors import Command, DamagedError, PrepError, text
+from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.checksums import BlockChecksums, read_checksums
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
@@ -30,7 +31,7 @@ from prepcli.planning.checksum_blocks import chunk_blocks
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.strided_copies import StridedCopy
 from prepcli.planning.tensors import itemsize
-from prepcli.restore.digest_checks import RECREATE_HINT
+from prepcli.remote.remote_files import MAX_READ_THREADS
 from prepcli.restore.job_queue import run_jobs
 from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
@@ -134,11 +135,13 @@ class ItemReader:
             read_unit = _read_unit_shape(item, number)
             self._array_numbers[meta.name] = number
             self.leaves[meta.name] = checkpoint_store.LeafSpec(meta.shape, meta.dtype, read_unit)
+        self.is_remote = bool(remote_blobs)
         self._num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
+        if self.is_remote:
+            self._num_threads = MAX_READ_THREADS
         self._buffers = BufferPool(
             Budget(self._num_threads * PIECE_NBYTES, PIECE_NBYTES, self._num_threads)
         )
-        self.is_remote = bool(remote_blobs)
         # An item with more files than a process may hold open has no chunks that are read directly.
         blobs = remote_blobs
         if not blobs and len(item.files) <= MAX_OPEN_FILES:

@@ -20,7 +20,11 @@ from prepcli.planning.state_names import PARAMS
 from prepcli.planning.strided_copies import leaf_box_parts
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, VOCAB_ATOM, TensorUse
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
-from prepcli.remote.remote_files import MIN_READ_AHEAD_NBYTES, without_read_ahead
+from prepcli.remote.remote_files import (
+    MAX_READ_THREADS,
+    MIN_READ_AHEAD_NBYTES,
+    without_read_ahead,
+)
 from prepcli.restore.duplicates import check_equal, find_duplicates
 from prepcli.restore.item_reader import MIN_RUN_NBYTES
 from prepcli.restore.job_queue import run_jobs
@@ -36,7 +40,7 @@ from prepcli.restore.tensor_jobs import (
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
 from trainer.models import checkpoint_store
 from trainer.models.axis_map import AxisMap, bind_row
-from trainer.models.boxes import Box
+from trainer.models.boxes import Box, volume
 
 BoxArrays = Mapping[Box, np.ndarray]
 # Each thread has a buffer of 8 MiB.
@@ -117,7 +121,7 @@ class WeightsReader:
         self._verify = verify
         self._count_lock = threading.Lock()
         self._files = open_blobs(without_read_ahead(source.byte_sources))
-        self._num_threads = 1 if is_decoded else MAX_THREADS  # decoders share a cache
+        self._num_threads = _thread_count(is_decoded=is_decoded, is_remote=self.is_remote)
         # In a remote file, another process of the job requests the bytes of a gap. The store would send them twice.
         self._min_skipped_gap_nbytes = 1 if self.is_remote else MIN_RUN_NBYTES
         self._shared_tensors = {name for name, uses in match.uses.items() if len(uses) > 1}
@@ -151,9 +155,10 @@ class WeightsReader:
                 The arrays must not be used then.
         """
         leaf = self._leaves[name]
-        # Padding has no tensor, so that no read fills it.
-        for array in parts.values():
-            array.fill(0)
+        for box, array in parts.items():
+            # Zeros in arrays without padding would cost one more pass over all their pages, before the first read.
+            if _has_padding(leaf, box):
+                array.fill(0)
         errors = run_jobs(
             self._leaf_jobs(leaf, parts), self._run_job, self._buffers, self._num_threads
         )
@@ -203,6 +208,21 @@ class WeightsReader:
             what = f"{self.source.display_name} changed while it was read"
             why = f"{error.duplicate_tensor.name} and {job.tensor.name} differed, and are equal now"
             raise PrepError(what, why, RERUN_HINT) from error
+
+
+def _has_padding(leaf: _LeafTensors, box: Box) -> bool:
+    """Return whether a box of a leaf has elements of no tensor."""
+    num_filled = 0
+    for part in leaf_box_parts(leaf.axis_map, box, leaf.unscanned_index):
+        num_filled += math.prod(stop - start for start, stop in part.atom_ranges.values())
+    return num_filled != volume(box)
+
+
+def _thread_count(*, is_decoded: bool, is_remote: bool) -> int:
+    # Decoders share a cache.
+    if is_decoded:
+        return 1
+    return MAX_READ_THREADS if is_remote else MAX_THREADS
 
 
 def _group_by_leaf(

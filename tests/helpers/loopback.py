@@ -45,6 +45,8 @@ def stall(handler: BaseHTTPRequestHandler, kind: str) -> None:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    # A job opens many connections at once. The default queue of 5 would refuse some of them.
+    request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that disconnect."""

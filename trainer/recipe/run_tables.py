@@ -91,7 +91,7 @@ class Checkpoint(BaseModel):
 
 
 class Log(BaseModel):
-    """The processes that print and write metrics, logs besides `metrics.jsonl`, and texts to generate during a run."""
+    """The processes that print and write metrics, logs beside `metrics.jsonl`, and texts to generate during a run."""
 
     model_config = STRICT
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from trainer.models.errors import Key, PrepError, text, usage_error
 from trainer.models.json_types import HFConfig
 from trainer.models.parameters import Family
 from trainer.recipe import Recipe
+from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
 from trainer.recipe.field_checks import check_packing, check_source_length
 from trainer.recipe.field_grammar import parse_fields
@@ -147,16 +148,47 @@ def _build_source(
         train, evaluation = split_holdout(make_dataset(tokens), data.holdout)
         return Datasets(train, evaluation, tokens.identity)
     # The evaluation files come first: they are usually small, so their errors show early.
-    eval_config = replace(
-        config, paths=data.eval_paths, selection=eval_selection(data), max_examples=0
-    )
-    eval_tokens = tokenize(eval_config, note=note)
+    eval_tokens = tokenize(_eval_config(config, data), note=note)
     train_tokens = tokenize(config, note=note)
     return Datasets(
         train=make_dataset(train_tokens),
         evaluation=make_dataset(eval_tokens),
         identity=f"{train_tokens.identity} {eval_tokens.identity}",
     )
+
+
+def tokenize_configs(
+    recipe: Recipe,
+    model: DataModel,
+    *,
+    model_config: HFConfig,
+    folders: Mapping[str, Path],
+    remote: RemoteFiles = NO_REMOTE_FILES,
+) -> Iterator[tuple[str, TokenizeConfig]]:
+    """Yield the name and the config of each token store of a recipe, in the order of `build_datasets`.
+
+    The names are `train` and `validation`, after the name of the source in a mixture. The arguments are as for
+    `build_datasets`.
+
+    Raises:
+        PrepError: The data does not fit the model.
+    """
+    for source, data in split_sources(recipe.data):
+        prefix = ""
+        if source is not None:
+            prefix = f"{source.name}-"
+        config = _tokenize_config(
+            data, model, model_config, folders=folders, remote=remote, is_mixed=source is not None
+        )
+        if data.eval_paths is not None:
+            yield f"{prefix}validation", _eval_config(config, data)
+        yield f"{prefix}train", config
+
+
+def _eval_config(config: TokenizeConfig, data: Data) -> TokenizeConfig:
+    """Return the config of the evaluation files of a source."""
+    assert data.eval_paths is not None
+    return replace(config, paths=data.eval_paths, selection=eval_selection(data), max_examples=0)
 
 
 def _tokenize_config(

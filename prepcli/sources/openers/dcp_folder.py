@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from prepcli.engine.digest import digest_pieces
 from prepcli.errors import Option, PrepError, text
+from prepcli.formats.file_records import bytes_between
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor, read_dcp_folder
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import Contiguous, DroppedTensor, Locations, SourceFile
+from prepcli.planning.state_names import OPT_STATE_RULE
 from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import itemsize
@@ -26,9 +28,11 @@ from trainer.models.suggest import did_you_mean
 from trainer.models.torchtitan_layouts import TORCHTITAN_LAYOUT
 
 DCP_LAYOUTS = ("hf", TORCHTITAN_LAYOUT)
+# Names in the state dicts of `get_state_dict`.
+MODEL_PREFIX = "model."
+STATE_PREFIX = "optimizer.state."
+COUNTER_SUFFIX = ".step"
 NOT_A_TENSOR_RULE = "not a tensor"
-# Bytes in memory at a time.
-MAX_PIECE_NBYTES = 1 << 20
 
 
 def open_dcp(
@@ -46,23 +50,27 @@ def open_dcp(
         PrepError: A file is broken or not supported.
     """
     folder = read_dcp_folder(path)
+    state: tuple[DcpTensor, ...] = ()
+    is_torchtitan = _has_torchtitan_names([tensor.name for tensor in folder.tensors], hints)
+    if not is_torchtitan:
+        folder, state = _split_state(folder)
     config_path = find_config_path(hints, path, display_name)
     types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
     model = read_folder_model(path, config_path, hints, types)
     names = model.names
     tensors = _named_tensors(folder, names)
     extra_entries: tuple[DroppedTensor, ...] = ()
-    if _has_torchtitan_names(types, hints) and not model.family.is_verbatim:
+    if is_torchtitan and not model.family.is_verbatim:
         tree = match_torchtitan(folder, model.family, model.config, display_name)
         names = tree.names
         tensors = tree.tensors
         extra_entries = tree.extra_entries
+        folder = _without_keys(folder, [entry.name for entry in extra_entries])
     records = (manifest or NO_MANIFEST).tensors
     recorded: list[SourceTensor] = []
     for tensor in sorted(tensors, key=file_position):
         digests = recorded_digests(records, names.full_name(tensor.name))
         recorded.append(replace(tensor, digests=digests))
-    non_tensors = _without_keys(folder.non_tensors, [entry.name for entry in extra_entries])
     return Source(
         display_name=display_name,
         root=path,
@@ -71,13 +79,10 @@ def open_dcp(
         names=names,
         tensors=tuple(recorded),
         files=folder.files,
-        file_stamps=_written_stamps(folder) if manifest else _file_stamps(folder),
+        file_stamps=_written_stamps(folder, state) if manifest else _file_stamps(folder),
         small_files=tuple(file for file in model.copied_files if file not in folder.files),
         manifest=manifest,
-        extra_entries=(
-            *extra_entries,
-            *(DroppedTensor(name, 0, NOT_A_TENSOR_RULE) for name in non_tensors),
-        ),
+        extra_entries=(*extra_entries, *_extra_entries(folder, state)),
         config_path=config_path,
         left_files=model.left_files,
     )
@@ -107,9 +112,34 @@ def _named_tensors(folder: DcpFolder, names: TensorNames) -> tuple[SourceTensor,
     return tuple(tensors)
 
 
-def _without_keys(names: Iterable[str], keys: Collection[str]) -> list[str]:
-    """Return the names without those below a key, e.g. `optimizer`. The records of tensors list the key already."""
-    return [name for name in names if name.partition(".")[0] not in keys]
+def _without_keys(folder: DcpFolder, keys: Collection[str]) -> DcpFolder:
+    """Return a checkpoint without the values below a key, e.g. `optimizer`, that are no tensors."""
+    names = [name for name in folder.non_tensors if name.partition(".")[0] not in keys]
+    return replace(folder, non_tensors=tuple(names))
+
+
+def _split_state(folder: DcpFolder) -> tuple[DcpFolder, tuple[DcpTensor, ...]]:
+    """Return a training checkpoint as its model under the names of the model, and the tensors of the optimizer.
+
+    A checkpoint without optimizer state is returned as it is.
+    """
+    state = tuple(tensor for tensor in folder.tensors if tensor.name.startswith(STATE_PREFIX))
+    if not state:
+        return folder, ()
+    model: list[DcpTensor] = []
+    for tensor in folder.tensors:
+        if tensor.name.startswith(MODEL_PREFIX):
+            model.append(replace(tensor, name=tensor.name.removeprefix(MODEL_PREFIX)))
+    return replace(folder, tensors=tuple(model)), state
+
+
+def _extra_entries(folder: DcpFolder, state: Sequence[DcpTensor]) -> Iterator[DroppedTensor]:
+    """Yield the unused content: the optimizer state as a whole, and values that are no tensors."""
+    if state:
+        nbytes = sum(math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in state)
+        yield DroppedTensor(STATE_PREFIX.removesuffix("."), nbytes, OPT_STATE_RULE)
+    for name in folder.non_tensors:
+        yield DroppedTensor(name, 0, NOT_A_TENSOR_RULE)
 
 
 def box_locations(tensor: DcpTensor) -> Locations:
@@ -172,39 +202,18 @@ def _file_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:
     return tuple(stamps)
 
 
-def _written_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:
+def _written_stamps(folder: DcpFolder, state: Sequence[DcpTensor]) -> tuple[SourceFile, ...]:
     """Return the stamps of files that prep wrote. Each has the digest of the file's bytes outside of tensors."""
-    ranges_by_file: dict[int, list[Range]] = {}
-    for tensor in folder.tensors:
+    ranges_by_file: dict[int, list[Range]] = {number: [] for number in range(len(folder.files))}
+    # Counters are constants of the plan, and no streams.
+    moments = [tensor for tensor in state if not tensor.name.endswith(COUNTER_SUFFIX)]
+    for tensor in (*folder.tensors, *moments):
         for box in tensor.boxes:
             nbytes = math.prod(box.shape) * itemsize(tensor.dtype)
-            byte_range = (box.offset, box.offset + nbytes)
-            ranges_by_file.setdefault(box.file, []).append(byte_range)
+            ranges_by_file[box.file].append((box.offset, box.offset + nbytes))
     stamps: list[SourceFile] = []
     for number, path in enumerate(folder.files):
         stat = path.stat()
-        content = _bytes_between(path, sorted(ranges_by_file[number]), stat.st_size)
+        content = bytes_between(path, sorted(ranges_by_file[number]), stat.st_size)
         stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, digest_pieces(content)))
     return tuple(stamps)
-
-
-def _bytes_between(path: Path, ranges: Sequence[Range], size: int) -> Iterator[bytes]:
-    """Yield the bytes of a file outside of its tensors: the headers and directories of the archives.
-
-    Args:
-        path: The file.
-        ranges: Byte range of each tensor, in ascending order.
-        size: Size of the file.
-    """
-    position = 0
-    with path.open("rb") as file:
-        for first, stop in [*ranges, (size, size)]:
-            file.seek(position)
-            # A manifest of another origin may come with a file of any size between two tensors.
-            while position < first:
-                content = file.read(min(first - position, MAX_PIECE_NBYTES))
-                if not content:
-                    break
-                yield content
-                position += len(content)
-            position = stop

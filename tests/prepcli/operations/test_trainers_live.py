@@ -110,7 +110,7 @@ def make_model(model_type: str, changes: dict[str, Any]) -> np.ndarray:
     """Save a random model of transformers to `model`, and return its logits for the tokens 1 to 12."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model_type, **(SIZES | changes))
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained("model")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from prepcli.errors import PrepError
+from prepcli.restore import weights_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
@@ -84,6 +85,15 @@ def test_vocab_padding_is_zeros_and_recorded(tmp_path: Path):
         for name in ("params.embed.tokens", "params.head.weight"):
             np.testing.assert_array_equal(read_leaf(padded, name)[:131], read_leaf(plain, name))
             assert not read_leaf(padded, name)[131:].any()
+
+
+def test_read_writes_no_zeros_without_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Zeros in every array would touch all its pages in one thread, before the first byte is read."""
+    make_checkpoint(tmp_path / "m", LLAMA)
+    monkeypatch.setattr(weights_reader, "run_jobs", lambda *arguments: [])
+    with open_weights(tmp_path / "m", 8) as reader:
+        assert np.isnan(read_leaf(reader, "params.layers.attn.q.weight")).all()
+        assert not read_leaf(reader, "params.embed.tokens").any()
 
 
 def test_read_casts_to_the_dtype_of_the_array(tmp_path: Path):

@@ -1,0 +1,127 @@
+"""Run a command of `prep` in a worker of Ray. Only the driver of `prep launch ray` imports Ray itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prepcli.errors import OK, STOPPED
+from prepcli.execution.signals import PARENT_VARIABLE
+from prepcli.launch.local import free_port
+
+# First version with `JaxTrainer`.
+MIN_VERSION = (2, 50)
+# Signals that end a process whose command resumes. SIGINT is absent: it is Ctrl-C.
+SIGNALS = range(3, 32)
+
+
+class RestartError(Exception):
+    """A process was stopped or killed, and the same command resumes."""
+
+
+def check_ray_version(version: str) -> None:
+    """End the driver with one message if Ray is too old.
+
+    Args:
+        version: `ray.__version__`.
+    """
+    numbers = tuple(int(number) for number in version.split(".")[:2])
+    if numbers < MIN_VERSION:
+        minimum = ".".join(map(str, MIN_VERSION))
+        sys.exit(
+            f"error: Ray {version} is not supported: JaxTrainer is part of Ray {minimum}\n"
+            f" hint: pip install 'ray[train]>={minimum}'"
+        )
+
+
+def coordinator_address(host: str) -> str:
+    """Return an address for process 0 with a free port of this host."""
+    return f"{host}:{free_port()}"
+
+
+class ExitCode:
+    """Actor with the exit code of a job: the first code of a process that no restart would change."""
+
+    def __init__(self) -> None:
+        self.code = OK
+
+    def record(self, code: int) -> None:
+        """Record the exit code of a process."""
+        self.code = self.code or code
+
+    def get(self) -> int:
+        """Return the recorded code."""
+        return self.code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayCommand:
+    """A command of `prep` that the workers of a job run, each in a process of its own.
+
+    The process has a main thread, so it handles signals as on the command line.
+
+    Attributes:
+        words: Words after `prep`.
+        recipe_name: File name of the recipe, or empty. The recipe is the second word.
+        recipe_text: Text of the recipe.
+        folder: Working folder, or None for that of the worker.
+        env: Environment variables.
+    """
+
+    words: tuple[str, ...]
+    recipe_name: str = ""
+    recipe_text: str = ""
+    folder: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def run_together(self, index: int, count: int, address: str) -> int:
+        """Run a process that connects to the other ones, and return its exit code.
+
+        Args:
+            index: Index of the process, from 0.
+            count: Number of processes.
+            address: Address of process 0.
+
+        Raises:
+            RestartError: The process was stopped or killed.
+        """
+        place = {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": str(count),
+            "JAX_PROCESS_ID": str(index),
+        }
+        return self._run(self.words, place)
+
+    def run_share(self, index: int, count: int) -> int:
+        """Run a process that writes a share of the output, and return its exit code.
+
+        Args:
+            index: Index of the share, from 0.
+            count: Number of shares. With 1 the process does the whole work.
+
+        Raises:
+            RestartError: The process was stopped or killed.
+        """
+        name, *words = self.words
+        if count > 1:
+            words = ["--processes", f"{count}/{index}", *words]
+        return self._run((name, *words), {})
+
+    def _run(self, words: tuple[str, ...], place: Mapping[str, str]) -> int:
+        with tempfile.TemporaryDirectory(prefix="prep-") as folder:
+            if self.recipe_name:
+                recipe = Path(folder) / self.recipe_name
+                recipe.write_text(self.recipe_text, "utf-8")
+                words = (words[0], str(recipe), *words[2:])
+            # The process ends with this worker, also after a SIGKILL: see `die_with_parent`.
+            env = {**os.environ, **self.env, **place, PARENT_VARIABLE: str(os.getpid())}
+            command = [sys.executable, "-m", "prepcli", *words]
+            code = subprocess.run(command, cwd=self.folder, env=env, check=False).returncode
+        if code == STOPPED or -code in SIGNALS:
+            raise RestartError(f"`prep {words[0]}` ended with {code}, and resumes")
+        return code

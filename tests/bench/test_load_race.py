@@ -1,0 +1,143 @@
+"""The race of loaders from a throttled bucket: the store counts, and the harness compares what was loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prepcli as prep
+from bench.load_race import Race, RaceRow, matrices_of, race_text, run_race, serve_bucket
+from bench.race_loaders import COLUMNS, ROWS, SPLITS, Job, leaf_index, shard_index, word_sum
+from bench.throttled_store import Traffic, serve_throttled
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
+
+FAST = float(1 << 30)
+NUM_PROCESSES = 2
+
+
+def fetch(url: str, key: str, span: str = "") -> bytes:
+    """Return the body of an object or of a range of it."""
+    request = urllib.request.Request(f"{url}/bucket/{key}")
+    if span:
+        request.add_header("Range", f"bytes={span}")
+    with urllib.request.urlopen(request) as answer:
+        return answer.read()
+
+
+def test_store_counts_requests_and_repeated_bytes(tmp_path: Path):
+    (tmp_path / "file").write_bytes(bytes(range(100)))
+    with serve_throttled(tmp_path, FAST, 0.0) as store:
+        assert fetch(store.url, "file", "10-19") == bytes(range(10, 20))
+        assert fetch(store.url, "file", "15-24") == bytes(range(15, 25))
+        assert store.traffic() == Traffic(
+            requests=2, nbytes=20, repeated_nbytes=5, max_concurrent=1
+        )
+        store.reset()
+        assert fetch(store.url, "file") == bytes(range(100))
+        assert store.traffic() == Traffic(
+            requests=1, nbytes=100, repeated_nbytes=0, max_concurrent=1
+        )
+
+
+def test_store_lists_objects_below_a_prefix(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "a").write_bytes(b"12")
+    (tmp_path / "other").write_bytes(b"1")
+    with serve_throttled(tmp_path, FAST, 0.0) as store:
+        listing = fetch(store.url, "?list-type=2&prefix=model/").decode()
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            fetch(store.url, "absent")
+    assert "<Key>model/a</Key><Size>2</Size>" in listing
+    assert "other" not in listing
+
+
+def test_store_keeps_the_rate_and_the_delay(tmp_path: Path):
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    with serve_throttled(tmp_path, float(4 << 20), 0.1) as store:
+        start_s = time.monotonic()
+        fetch(store.url, "file")
+    assert time.monotonic() - start_s >= 0.1 + 0.25
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_shards_of_all_processes_are_the_matrix(split: str):
+    jobs = [Job("", index, NUM_PROCESSES, split, 0, "") for index in range(NUM_PROCESSES)]
+    matrix = np.arange(48, dtype=np.uint16).reshape(8, 6)
+    stack = np.arange(192, dtype=np.uint16).reshape(2, 4, 4, 6)
+    for name in ("q_proj", "o_proj"):
+        shards = [matrix[shard_index(name, matrix.shape, job)] for job in jobs]
+        assert sum(shard.size for shard in shards) == matrix.size
+        assert word_sum(shards) == matrix.sum()
+    for path in ("params.layers.attn.q.weight", "params.layers.attn.o.weight"):
+        shards = [stack[leaf_index(path, stack.shape, job)] for job in jobs]
+        assert word_sum(shards) == stack.sum()
+
+
+def test_splits_take_the_dims_of_llama():
+    rows = Job("", 1, NUM_PROCESSES, ROWS, 0, "")
+    columns = Job("", 1, NUM_PROCESSES, COLUMNS, 0, "")
+    whole = slice(None)
+    assert shard_index("q_proj", (8, 6), rows) == (slice(4, 8), whole)
+    assert shard_index("q_proj", (8, 6), columns) == (whole, slice(3, 6))
+    assert shard_index("down_proj", (8, 6), rows) == (whole, slice(3, 6))
+    assert leaf_index("params.layers.norm.scale", (2, 6), rows) == (whole, whole)
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a tiny LLaMA and its Orbax item."""
+    folder = tmp_path_factory.mktemp("bucket")
+    # Much larger than the first 64 KiB of each file, which prep reads for the header.
+    make_checkpoint(folder / "model", LLAMA, "float16", vocab_size=1 << 14)
+    prep.save_init(folder / "model", out=folder / "item")
+    return folder
+
+
+@pytest.fixture
+def race(bucket: Path, tmp_path: Path) -> Iterator[Race]:
+    """Serve the bucket at a rate that leaves time for a kill."""
+    nbytes, total = matrices_of(bucket / "model")
+    with serve_bucket(bucket, mib_s=2, delay_ms=1) as url:
+        yield Race(url, tmp_path / "race", sys.executable, nbytes, total)
+
+
+@pytest.mark.parametrize("loader", ["prep, folder", "TensorStore, item"])
+def test_race_loads_every_byte_once(race: Race, loader: str):
+    row = run_race(race, loader, 1, ROWS, kill=False)
+    assert row.error == ""
+    assert row.traffic.nbytes >= race.weights_nbytes
+    assert row.traffic.repeated_nbytes < race.weights_nbytes // 4
+    assert row.shard_nbytes == race.weights_nbytes
+    assert row.peak_nbytes > row.start_nbytes > 0
+
+
+def test_load_after_a_kill_sends_bytes_twice(race: Race):
+    row = run_race(race, "TensorStore, item", 1, ROWS, kill=True)
+    assert row.error == ""
+    assert row.traffic.repeated_nbytes >= race.weights_nbytes // 4
+
+
+def test_loader_that_fails_is_a_row_with_its_error(race: Race):
+    row = run_race(race, "Orbax, item", 1, ROWS, kill=False)
+    assert row.error != ""
+    assert "error" in race_text([row])
+
+
+def test_other_values_are_an_error(race: Race):
+    other = dataclasses.replace(race, matrix_sum=race.matrix_sum + 1)
+    row = run_race(other, "TensorStore, item", 1, ROWS, kill=False)
+    assert row.error == "the shards have other values than the bucket"
+
+
+def test_table_is_at_most_80_columns_wide():
+    traffic = Traffic(requests=99999, nbytes=8000, repeated_nbytes=7000)
+    row = RaceRow("TensorStore, item", 8, COLUMNS, 1000.0, traffic, 1000, 9 << 34, 0, 0)
+    assert max(map(len, race_text([row]).splitlines())) <= 80

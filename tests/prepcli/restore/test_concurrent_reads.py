@@ -1,0 +1,56 @@
+"""A remote checkpoint is read by many requests at once: a store limits the rate of each connection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prepcli as prep
+from bench.throttled_store import Traffic, serve_throttled
+from prepcli.restore import item_reader, tensor_jobs
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
+
+# A block of the checksums of an item.
+PIECE_NBYTES = 1 << 20
+RATE = float(16 << 20)
+DELAY_S = 0.1
+# boto3 and Run:ai keep 8 to 10 requests under way.
+MIN_CONCURRENT = 12
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model of 16 pieces per embedding, and its init."""
+    folder = tmp_path_factory.mktemp("bucket")
+    make_checkpoint(folder / "model", LLAMA, "float16", vocab_size=1 << 18)
+    prep.save_init(folder / "model", out=folder / "item")
+    return folder
+
+
+def load(bucket: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    """Load a checkpoint of the bucket, and return the traffic."""
+    monkeypatch.setattr(tensor_jobs, "PIECE_NBYTES", PIECE_NBYTES)
+    monkeypatch.setattr(item_reader, "PIECE_NBYTES", PIECE_NBYTES)
+    with serve_throttled(bucket, RATE, DELAY_S) as store:
+        environment = {
+            "AWS_ENDPOINT_URL": store.url,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_SKIP_SIGNATURE": "true",
+            "AWS_REGION": "x",
+        }
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        params = prep.load_params(f"s3://bucket/{name}", dtype="keep")
+        local = prep.load_params(bucket / name, dtype="keep")
+        np.testing.assert_array_equal(params["head"]["weight"], local["head"]["weight"])
+        return store.traffic()
+
+
+def test_hf_folder_is_read_by_many_requests_at_once(bucket: Path, monkeypatch: pytest.MonkeyPatch):
+    assert load(bucket, "model", monkeypatch).max_concurrent >= MIN_CONCURRENT
+
+
+def test_item_is_read_by_many_requests_at_once(bucket: Path, monkeypatch: pytest.MonkeyPatch):
+    assert load(bucket, "item", monkeypatch).max_concurrent >= MIN_CONCURRENT
