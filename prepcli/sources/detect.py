@@ -127,7 +127,7 @@ def _all_names_if(matches: Callable[[Sequence[str]], bool]) -> Select:
 
 
 def _adapter_config(names: Sequence[str]) -> Sequence[str]:
-    """Return the config of an adapter that lies in a folder without a model."""
+    """Return the config of an adapter in a folder without a model."""
     if ADAPTER_CONFIG in names and CONFIG not in names:
         return [ADAPTER_CONFIG]
     return []

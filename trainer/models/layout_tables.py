@@ -16,7 +16,7 @@ LAYERS_PREFIX = "layers."
 def leaf_parameters(
     parameters: Mapping[str, Parameter], leaves: LeafTable, layer: LeafTable, *, layer_path: str
 ) -> dict[str, Parameter]:
-    """Return the parameters of a tree by their paths in it. Parameters without a line in the tables are left out.
+    """Return the parameters of a tree by their paths in it. Parameters without a line in the tables are omitted.
 
     Args:
         parameters: Parameters of the family, by their paths in prep's tree.

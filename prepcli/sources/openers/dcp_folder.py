@@ -113,7 +113,7 @@ def _named_tensors(folder: DcpFolder, names: TensorNames) -> tuple[SourceTensor,
 
 
 def _without_keys(folder: DcpFolder, keys: Collection[str]) -> DcpFolder:
-    """Return a checkpoint without the values below a key, e.g. `optimizer`, that are no tensors."""
+    """Return a checkpoint without its values other than tensors below a key, e.g. `optimizer`."""
     names = [name for name in folder.non_tensors if name.partition(".")[0] not in keys]
     return replace(folder, non_tensors=tuple(names))
 
@@ -134,7 +134,7 @@ def _split_state(folder: DcpFolder) -> tuple[DcpFolder, tuple[DcpTensor, ...]]:
 
 
 def _extra_entries(folder: DcpFolder, state: Sequence[DcpTensor]) -> Iterator[DroppedTensor]:
-    """Yield the unused content: the optimizer state as a whole, and values that are no tensors."""
+    """Yield the unused content: the optimizer state as a whole, and values other than tensors."""
     if state:
         nbytes = sum(math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in state)
         yield DroppedTensor(STATE_PREFIX.removesuffix("."), nbytes, OPT_STATE_RULE)
