@@ -21,7 +21,7 @@ Kind = Literal["safetensors", "orbax", "torch", "meta", "dcp", "flax", "easylm",
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Settings for reading checkpoints that are not local.
+    """Settings for reading remote checkpoints.
 
     Attributes:
         offline: Use only local files and the hub's cache.
@@ -71,7 +71,7 @@ def make_access(
 
 @dataclass(frozen=True, slots=True)
 class LocalFiles:
-    """Local files from which a checkpoint is opened.
+    """Local files of a checkpoint to open.
 
     Attributes:
         path: Folder or file of the checkpoint. The folder of placeholder files if it is read remotely.

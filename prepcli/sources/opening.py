@@ -229,7 +229,7 @@ def check_local_files(
 
 
 def _upload_hint(name: str) -> Text:
-    """Return the hint for a damaged file of an output that is read from a bucket or from the hub."""
+    """Return the hint for a damaged file of an output in a bucket or on the hub."""
     return text("upload {} again: {} works on local outputs only", name, Option("accept"))
 
 
