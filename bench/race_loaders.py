@@ -30,6 +30,16 @@ SPLITS = (ROWS, COLUMNS)
 # LLaMA's rules split these weights along the other dim.
 OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "attn.o.", "mlp.down.")
 NORM = "norm"
+PREP_MODULES = (
+    "prepcli.operations.load_params",
+    "prepcli.restore.params",
+    "prepcli.sources.bucket_folders",
+    "prepcli.sources.openers.safetensors_folder",
+    "trainer.models.families.llama",
+    "trainer.training.loading",
+    "trainer.training.loop",
+    "obstore.store",
+)
 MAX_ERROR_CHARS = 200
 
 
@@ -158,8 +168,9 @@ def local_shards(tree: Any) -> Shards:
 
 
 def prepare_prep(job: Job) -> None:
-    """Import prep."""
-    import_module("prepcli").load_params  # noqa: B018  # imported on first use
+    """Import the modules of `prep.load_params`, which are imported on first use otherwise."""
+    for module in PREP_MODULES:
+        import_module(module)
     join_with_jax(job)
 
 

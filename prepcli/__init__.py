@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from prepcli.operations.inspect import inspect
     from prepcli.operations.inspection_options import (
         ChainOptions,
+        InspectOptions,
         LockOptions,
         LogitsOptions,
         PlanOptions,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     )
     from prepcli.operations.load_params import load_params
     from prepcli.operations.lock import lock
+    from prepcli.operations.map_options import ExportMapOptions, MapOptions
     from prepcli.operations.merge import merge
     from prepcli.operations.options import (
         ConversionOptions,
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
         Inspection,
         LockedModel,
         LogitComparison,
+        MapSuggestion,
         NewTokens,
         OldAndNew,
         PromptComparison,
@@ -88,6 +91,8 @@ if TYPE_CHECKING:
     from prepcli.operations.roundtrip import roundtrip
     from prepcli.operations.save_init import reshard, save_init
     from prepcli.operations.save_params import save_params
+    from prepcli.operations.suggest_map import suggest_map
+    from prepcli.operations.suggestion_options import SuggestMapOptions
     from prepcli.operations.token_options import AddTokensOptions, RemoveTokensOptions
     from prepcli.operations.tokenize import tokenize_shard
     from prepcli.operations.towers_options import TowersOptions
@@ -115,15 +120,19 @@ __all__ = [
     "EvaluateOptions",
     "Evaluation",
     "EvaluationScores",
+    "ExportMapOptions",
     "ExportOptions",
     "GenerateOptions",
     "Generation",
+    "InspectOptions",
     "Inspection",
     "LayoutOptions",
     "LockOptions",
     "LockedModel",
     "LogitComparison",
     "LogitsOptions",
+    "MapOptions",
+    "MapSuggestion",
     "MergeOptions",
     "ModuleOptions",
     "NewRowOptions",
@@ -147,6 +156,7 @@ __all__ = [
     "SaveInitOptions",
     "SourceOptions",
     "StepPlan",
+    "SuggestMapOptions",
     "TensorDifference",
     "TensorDistance",
     "TensorSummary",
@@ -182,6 +192,7 @@ __all__ = [
     "roundtrip",
     "save_init",
     "save_params",
+    "suggest_map",
     "to_hf_flax",
     "tokenize_shard",
     "train",
@@ -213,9 +224,12 @@ _MODULES = {
     "prepcli.operations.token_options": ("AddTokensOptions", "RemoveTokensOptions"),
     "prepcli.operations.towers_options": ("TowersOptions",),
     "prepcli.operations.training_state_options": ("TrainingStateOptions",),
+    "prepcli.operations.map_options": ("ExportMapOptions", "MapOptions"),
+    "prepcli.operations.suggestion_options": ("SuggestMapOptions",),
     "prepcli.operations.inspect": ("inspect",),
     "prepcli.operations.inspection_options": (
         "ChainOptions",
+        "InspectOptions",
         "LockOptions",
         "LogitsOptions",
         "PlanOptions",
@@ -234,6 +248,7 @@ _MODULES = {
             "EvaluationScores",
             "Generation",
             "Inspection",
+            "MapSuggestion",
             "LockedModel",
             "LogitComparison",
             "NewTokens",
@@ -261,6 +276,7 @@ _MODULES = {
     "prepcli.operations.pad_vocab": ("pad_vocab",),
     "prepcli.operations.remove_tokens": ("remove_tokens",),
     "prepcli.operations.roundtrip": ("roundtrip",),
+    "prepcli.operations.suggest_map": ("suggest_map",),
     "prepcli.operations.save_init": ("reshard", "save_init"),
     "prepcli.operations.save_params": ("save_params",),
     "prepcli.operations.tokenize": ("tokenize_shard",),

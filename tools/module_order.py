@@ -1,6 +1,6 @@
 """Write trainer/models/module_order.toml from the classes of transformers: `python -m tools.module_order`.
 
-It needs torch and transformers. A family is left out if its modules have other parameters than its files, e.g. joined
+It needs torch and transformers. It skips a family if the modules have other parameters than the files, e.g. joined
 experts, or if no order of siblings gives the order of its parameters.
 """
 
@@ -32,7 +32,7 @@ def main() -> None:
         try:
             order = family_order(family)
         except (ValueError, AttributeError, KeyError, ImportError, TypeError) as error:
-            print(f"{family} is left out: {error}", file=sys.stderr)
+            print(f"skip {family}: {error}", file=sys.stderr)
             continue
         lines.append(f"[{family}]\n")
         for pattern, is_decayed in order.items():

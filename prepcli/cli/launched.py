@@ -1,8 +1,8 @@
-"""Parse the command that a job of `prep launch` runs, with the parser of `prep` itself."""
+"""Parse the command of a job of `prep launch` with the parser of `prep` itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class LaunchCommand(StrictCommand):
 def launched_command(
     context: typer.Context, recipe: Path | None, words: Sequence[str]
 ) -> LaunchedCommand:
-    """Return the command that a job runs.
+    """Return the command of a job.
 
     Args:
         context: Context of `prep launch ENGINE`.
@@ -57,7 +57,7 @@ def launched_command(
 
 
 def _parse_command(context: typer.Context, words: list[str]) -> LaunchedCommand:
-    """Return the command with the values of its options that a job depends on."""
+    """Return the command with the relevant values of its options."""
     root = context.find_root()
     commands: dict[str, Any] = vars(root.command)["commands"]
     known = [name for name, command in commands.items() if not isinstance(command, TyperGroup)]
@@ -68,7 +68,7 @@ def _parse_command(context: typer.Context, words: list[str]) -> LaunchedCommand:
     # The parser removes words from its list.
     parsed = commands[name].make_context(name, words[1:], parent=root)
     values: dict[str, Any] = parsed.params
-    recipe = _check_recipe(words, values["recipe"]) if name == TRAIN else ""
+    recipe = _recipe_word(words, values) if "recipe" in values else ""
     has_shares = "processes" in values
     if has_shares and parsed.get_parameter_source("processes").name == "COMMANDLINE":
         why = "each process of the job gets its own share"
@@ -78,19 +78,21 @@ def _parse_command(context: typer.Context, words: list[str]) -> LaunchedCommand:
         recipe=recipe,
         arguments=tuple(words[2:] if recipe else words[1:]),
         has_shares=has_shares,
+        writes_output="out" in values and (has_shares or name == TRAIN),
         overrides=tuple(values.get("overrides") or ()),
         mesh=values.get("mesh"),
         out=values.get("out"),
     )
 
 
-def _check_recipe(words: Sequence[str], recipe: Path | None) -> str:
-    """Return the recipe of `train`. Raise UsageError if it is not the first word: it may be copied to the hosts."""
+def _recipe_word(words: Sequence[str], values: Mapping[str, Any]) -> str:
+    """Return the recipe of a command. It must be the first word, because hosts get a copy of its file."""
+    name = words[0]
+    recipe: Path | None = values["recipe"]
     if recipe is None:
-        hint = text("{}", Command(TRAIN, "RECIPE"))
+        hint = text("{}", Command(name, "RECIPE"))
         raise usage_error("no recipe was given", "a TOML file describes the training", hint)
     if Path(words[1]) != recipe:
-        why = f"`{words[1]}` precedes it"
-        hint = f"`-- {TRAIN} {recipe} OPTIONS`"
-        raise usage_error("the recipe must follow `train`", why, hint)
+        hint = f"`-- {name} {recipe} OPTIONS`"
+        raise usage_error(f"the recipe must follow `{name}`", f"`{words[1]}` precedes it", hint)
     return words[1]

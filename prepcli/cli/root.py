@@ -47,6 +47,7 @@ from prepcli.cli.evaluation import evaluate
 from prepcli.cli.inspection import check_family, demo, env, inspect, lock, models, roundtrip, verify
 from prepcli.cli.launch import gke, local, ray, sky, slurm, tpu
 from prepcli.cli.launched import LaunchCommand
+from prepcli.cli.maps import suggest
 from prepcli.cli.plan import plan
 from prepcli.cli.recipes import recipes
 from prepcli.cli.report import report
@@ -67,6 +68,7 @@ COMMANDS = (  # in the order of `--help`
 # Names of commands, where they differ from the name of the function.
 COMMAND_NAMES = {evaluate: "eval"}
 LAUNCH_COMMANDS = (slurm, tpu, gke, sky, ray, local)
+MAP_COMMANDS = (suggest,)
 # The page of `prep docs` about each command.
 GUIDES = {
     "pad-vocab": "pad",
@@ -91,6 +93,7 @@ GUIDES = {
     "recipes": "train",
     "check-family": "add-a-family",
     "env": "launchers",
+    "suggest": "map",
     "slurm": "slurm",
     "tpu": "tpu-pod",
     "gke": "gke",
@@ -176,9 +179,15 @@ launch_app = typer.Typer(
 )
 for command in LAUNCH_COMMANDS:
     launch_app.command(cls=LaunchCommand, help=_help_text(command))(command)
+map_app = typer.Typer(
+    help="Propose maps between the tensors of checkpoints.", rich_markup_mode=None
+)
+for command in MAP_COMMANDS:
+    map_app.command(cls=StrictCommand, help=_help_text(command))(command)
 for command in COMMANDS:
     command_class = OneProcessCommand if command in ONE_PROCESS_COMMANDS else StrictCommand
     app.command(command_name(command), cls=command_class, help=_help_text(command))(command)
+app.add_typer(map_app, name="map")
 app.add_typer(launch_app, name="launch")
 
 

@@ -38,8 +38,8 @@ def tokenize(
 ) -> int:
     """Tokenize the data of a recipe, in one or several processes.
 
-    `prep train` does the same before its first step, in one process. The last of several processes completes the
-    tokens. Under `srun` each process takes its share.
+    `prep train` does the same before its first step. The last of several processes completes the tokens. Under `srun`
+    each process takes its share.
 
     Examples:
       prep tokenize recipe.toml

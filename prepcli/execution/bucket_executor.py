@@ -22,12 +22,13 @@ from prepcli.engine.low_rank import matrix_nbytes
 from prepcli.engine.object_assembler import ObjectAssembler
 from prepcli.engine.object_budget import make_object_budget
 from prepcli.engine.pipeline import ConversionResult, Pipeline
-from prepcli.errors import RERUN_HINT, STOPPED, PrepError
+from prepcli.errors import RERUN_HINT, STOPPED, Option, PrepError, text, usage_error
 from prepcli.execution.bucket_publication import BucketPublication
 from prepcli.execution.bucket_run import RUN_OBJECT, BucketRun, UnitNote
 from prepcli.execution.execute import make_run_identity
 from prepcli.execution.finalize import check_small_files
 from prepcli.execution.resume import StreamReader, find_outdated
+from prepcli.execution.signals import PARENT_VARIABLE
 from prepcli.execution.source_checks import (
     IntegrityChecker,
     SourceState,
@@ -128,6 +129,7 @@ class BucketExecutor:
             PrepError: The source changed, the output exists and may not be replaced, another process failed, or the
                 store does not answer.
         """
+        self._check_restart()
         files = self.bucket.list_files()
         if self._is_already_done(files):
             return ConversionResult(already_done=True)
@@ -155,6 +157,17 @@ class BucketExecutor:
         return manifest
 
     # Joining
+
+    def _check_restart(self) -> None:
+        """Raise UsageError for a restart in several processes, except for the workers of one command."""
+        # A process may join the unfinished run before process 0 deletes its objects.
+        is_alone = len(self.pool.indices) == self.pool.share.count
+        if self.restart and not is_alone and PARENT_VARIABLE not in os.environ:
+            raise usage_error(
+                text("{} is not supported with several processes", Option("restart", True)),
+                "another process may already write there",
+                text("delete the objects below {}, then {}", self.bucket.name, RERUN_HINT),
+            )
 
     def _is_already_done(self, files: Sequence[RemoteFile]) -> bool:
         """Return whether the requested output exists.
@@ -282,7 +295,7 @@ class BucketExecutor:
             ).run()
             assembler.wait()
             self._write_missing_pieces(assembler, reader, numbers, result)
-        result.digests = {numbers[position]: text for position, text in result.digests.items()}
+        result.digests = {numbers[position]: digest for position, digest in result.digests.items()}
         return result
 
     def _share_plan(self, numbers: Sequence[int]) -> Plan:

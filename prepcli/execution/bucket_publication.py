@@ -40,6 +40,62 @@ from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import map_in_daemon_threads
 
 
+def write_last_objects(
+    plan: Plan,
+    identity: dict[str, object],
+    *,
+    digests: Mapping[int, str],
+    sums: ChecksumArray,
+    put: Callable[[str, bytes], object],
+) -> bytes:
+    """Write all objects of an output except its data and its manifest: index, settings, checksums and marker.
+
+    Args:
+        plan: The plan of the output.
+        identity: Keys of the manifest that identify the run.
+        digests: Digests of all streams, by number.
+        sums: Checksums of all blocks.
+        put: Writes an object, given its path and content, in one of several threads.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        PrepError: A file cannot be read, or the store does not answer.
+    """
+    metadata = encode_metadata(plan)
+    marker = output_path(plan, COMMIT_MARKER)
+    marker_content = metadata.pop(marker, None)
+    writes: list[tuple[str, Callable[[], bytes]]] = []
+    for path, content in metadata.items():
+        writes.append((path, partial(bytes, content)))
+    for file in plan.small_files:
+        writes.append((output_path(plan, file.path), partial(read_small_file, file)))
+
+    def write(entry: tuple[str, Callable[[], bytes]]) -> tuple[str, FileRecord]:
+        path, read_content = entry
+        content = read_content()
+        put(path, content)
+        return path, _record(content)
+
+    records = dict(map_in_daemon_threads(write, writes, num_threads=NUM_THREADS))
+    manifest = build_manifest(plan, identity, digests)
+    if plan.leaves:
+        assert sums.all()  # each block was recorded as it was sent
+        content, manifest["checksums"] = encode_checksums(sums)
+        put(CHECKSUMS_FILE, content)
+    # Readers of Orbax look for the marker, and prep for its manifest.
+    if marker_content is not None:
+        put(marker, marker_content)
+        records[marker] = _record(marker_content)
+    manifest[FILES_KEY] = header_records(plan) | dict(sorted(records.items()))
+    return encode_manifest(manifest)
+
+
+def _record(content: bytes) -> FileRecord:
+    return {SIZE_KEY: len(content), XXH3_KEY: digest(content)}
+
+
 class BucketPublication:
     """Writes the last objects of an output with complete units.
 
@@ -85,30 +141,15 @@ class BucketPublication:
         self._check_objects(notes, listed)
         # Objects of an earlier try are compared, and not sent again.
         self._uploads = ObjectUploads(self._bucket, listed)
-        records: dict[str, FileRecord] = {}
-        metadata = encode_metadata(self._plan)
-        marker = output_path(self._plan, COMMIT_MARKER)
-        marker_content = metadata.pop(marker, None)
-        writes: list[tuple[str, Callable[[], bytes]]] = []
-        for path, content in metadata.items():
-            writes.append((path, partial(bytes, content)))
-        for file in self._plan.small_files:
-            path = output_path(self._plan, file.path)
-            writes.append((path, partial(read_small_file, file)))
-        for path, record in map_in_daemon_threads(
-            self._write_file, writes, num_threads=NUM_THREADS
-        ):
-            records[path] = record
-        digests = self._all_digests(notes)
-        manifest = build_manifest(self._plan, self._identity, digests)
-        if self._plan.leaves:
-            content, manifest["checksums"] = encode_checksums(self._all_checksums(notes))
-            self._put(CHECKSUMS_FILE, content)
-        if marker_content is not None:
-            records[marker] = self._put(marker, marker_content)
-        manifest[FILES_KEY] = header_records(self._plan) | dict(sorted(records.items()))
+        manifest = write_last_objects(
+            self._plan,
+            self._identity,
+            digests=self._all_digests(notes),
+            sums=self._all_checksums(notes),
+            put=self._put,
+        )
         self._check_owner()
-        publish_content(self._bucket, MANIFEST_FILE, encode_manifest(manifest))
+        publish_content(self._bucket, MANIFEST_FILE, manifest)
         self._run.delete_state()
 
     def _check_objects(self, notes: Sequence[UnitNote], listed: Mapping[str, RemoteFile]) -> None:
@@ -129,14 +170,9 @@ class BucketPublication:
         """Ask for an object that a listing does not show, because stores may list objects late."""
         return self._bucket.find_file(file.path) == file
 
-    def _write_file(self, write: tuple[str, Callable[[], bytes]]) -> tuple[str, FileRecord]:
-        path, read_content = write
-        return path, self._put(path, read_content())
-
-    def _put(self, path: str, content: bytes) -> FileRecord:
+    def _put(self, path: str, content: bytes) -> None:
         data = np.frombuffer(content, np.uint8)
         self._uploads.send(path, data, start=0, size=data.size)
-        return {SIZE_KEY: len(content), XXH3_KEY: digest(content)}
 
     def _all_digests(self, notes: Sequence[UnitNote]) -> Mapping[int, str]:
         digests: dict[int, str] = {}

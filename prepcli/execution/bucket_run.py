@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import secrets
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from prepcli.planning.shares import Share
 from prepcli.remote.conditional_objects import read_object
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.object_writes import put_object
-from prepcli.remote.placeholders import read_all
+from prepcli.remote.placeholders import SMALL_NBYTES
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import map_in_daemon_threads
 from trainer.models.json_types import JsonObject
@@ -40,6 +41,8 @@ READY_OBJECT = "ready.json"
 DONE_FOLDER = "done"
 FAILED_FOLDER = "failed"
 MAX_RECORD_NBYTES = 1 << 20
+# Launchers do not start all processes at once.
+REJOIN_S = 20.0
 NUM_THREADS = 16  # concurrent requests for small objects
 # A store may list an object later than it has written it. Up to so many are looked up by name.
 MAX_LOOKED_UP = 32
@@ -105,8 +108,9 @@ class BucketRun:
         self._state = Bucket(url, bucket.retries, bucket.retry_policy)
         self._identity = dict(identity)
         self._share = share
-        # Failures of earlier attempts
-        self._known_failures: set[RemoteFile] = set()
+        # Failures of other processes before this one joined
+        self._earlier_failures: set[RemoteFile] = set()
+        self._joined_s = 0.0
 
     def begin(self, files: Collection[RemoteFile], *, restart: bool) -> None:
         """Begin or resume the run. Only the process that holds the lock of the URL calls it.
@@ -154,7 +158,12 @@ class BucketRun:
             PrepError: The run there has another plan.
         """
         earlier = self._read_record(RUN_OBJECT)
-        if earlier is None or earlier != self._identity:
+        if earlier is None:
+            return False
+        if earlier != self._identity:
+            # Process 0 replaces the record before it deletes the manifest of an older output.
+            if self._bucket.find_file(MANIFEST_FILE) is None:
+                raise other_run_error(self._bucket.name, earlier, self._identity)
             return False
         is_ready = self._read_record(READY_OBJECT) == self._identity
         if is_ready:
@@ -207,10 +216,10 @@ class BucketRun:
     def _read_note(self, number: int) -> UnitNote:
         path = _done_path(number)
         why = "it does not exist"
-        file = self._state.find_file(path)
+        stored = read_object(self._state, path, SMALL_NBYTES)
         try:
-            if file is not None:
-                return UnitNote.decode(read_all(self._state, file))
+            if stored is not None:
+                return UnitNote.decode(stored.content)
         except ValueError as error:
             why = str(error)
         hint = text("{} deletes it", Option("restart", True))
@@ -240,24 +249,36 @@ class BucketRun:
             raise
 
     def check_failures(self, files: Collection[RemoteFile]) -> None:
-        """Raise the error of a process that has failed since this one joined. `files` is a listing of the state."""
+        """Raise the error of another process. `files` is a listing of the state.
+
+        A process that failed before this one joined has REJOIN_S to join again.
+        """
+        is_over = time.monotonic() - self._joined_s > REJOIN_S
         for file in files:
-            if file.path.startswith(f"{FAILED_FOLDER}/") and file not in self._known_failures:
+            if self._is_failure(file) and (is_over or file not in self._earlier_failures):
                 record = self._read_record(file.path)
                 if record is not None:
                     raise _failure(file.path.rpartition("/")[2], record)
 
+    def _is_failure(self, file: RemoteFile) -> bool:
+        """Return whether an object of the state is the failure of one of the processes."""
+        folder, _, name = file.path.partition("/")
+        # A run with more processes may have left failures of others.
+        is_process = name.isdecimal() and int(name) < self._share.count
+        return folder == FAILED_FOLDER and is_process
+
     def _forget_failures(self) -> None:
-        """Delete the failure of this process, and ignore the earlier ones of the others."""
+        """Delete the failure of this process, and remember the ones of the others."""
+        # A failure of another process is ambiguous: it failed before this process joined, or all
+        # processes are started again and it has not joined yet.
         if self._share.count == 1:
             return
+        self._joined_s = time.monotonic()
         own_path = f"{FAILED_FOLDER}/{self._share.index}"
         files = self.list_state()
         if any(file.path == own_path for file in files):
             self._state.delete(own_path)
-        for file in files:
-            if file.path.startswith(f"{FAILED_FOLDER}/"):
-                self._known_failures.add(file)
+        self._earlier_failures = {file for file in files if self._is_failure(file)}
 
     # Records
 

@@ -6,17 +6,15 @@ recipe and the metrics are written to a local folder and uploaded from there. Pr
 
 from __future__ import annotations
 
-import base64
-import json
 import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from prepcli.engine.files import io_error
 from prepcli.errors import Option, PrepError, text
+from prepcli.execution.box_exchange import exchange_boxes
 from prepcli.execution.bucket_step import BucketStep
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.run_storage import StepSave
@@ -26,7 +24,6 @@ from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.planning.plan import OutputLeaf
 from prepcli.planning.process_files import (
-    LeafBoxes,
     ProcessFiles,
     plan_process_files,
 )
@@ -40,7 +37,6 @@ from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from trainer.files.reading import open_regular_file
-from trainer.models.boxes import Box
 
 STORED_PIECE_NBYTES = 8 << 20  # bytes of a file read at a time for its upload
 
@@ -178,7 +174,7 @@ class BucketStorage:
                 save.plan, streams=planned.streams, files=planned.files, leaves=planned.leaves
             )
             return replace(files, plan=plan)
-        boxes = _exchange_boxes(save)
+        boxes = exchange_boxes(save.group, save.name, save.leaves)
         with joint_work(save.group, f"{save.name}-planned"):
             files = plan_process_files(save.plan, [*save.leaves], boxes)
         self._files = save.plan.leaves, files
@@ -233,38 +229,3 @@ def _read_pieces(file: BinaryIO, nbytes: int) -> Iterator[bytes]:
     while nbytes and (piece := file.read(min(nbytes, STORED_PIECE_NBYTES))):
         nbytes -= len(piece)
         yield piece
-
-
-def _exchange_boxes(save: StepSave) -> Sequence[LeafBoxes]:
-    """Exchange the boxes of shards with all processes. Return each process's boxes by leaf name."""
-    own: dict[str, list[Box]] = {}
-    for name, leaf in save.leaves.items():
-        # Most leaves have no shard of a process among thousands.
-        if leaf.shards:
-            own[name] = [shard.box for shard in leaf.shards]
-    gathered = save.group.gather(f"{save.name}-boxes", _encode_json(own))
-    # Only process 0 has the texts of all processes after a gather, so that it sends them to the others.
-    collected = _encode_json(list(map(_decode_json, gathered)))
-    shared = save.group.broadcast(f"{save.name}-all-boxes", collected)
-    return list(map(_as_boxes, _decode_json(shared)))
-
-
-def _as_boxes(process: Mapping[str, Sequence[Sequence[Sequence[int]]]]) -> LeafBoxes:
-    """Decode the boxes of a process from JSON: lists become tuples."""
-    leaf_boxes: dict[str, list[Box]] = {}
-    for name, boxes in process.items():
-        leaf_boxes[name] = [_as_box(box) for box in boxes]
-    return leaf_boxes
-
-
-def _as_box(ranges: Sequence[Sequence[int]]) -> Box:
-    return tuple((first, stop) for first, stop in ranges)
-
-
-def _encode_json(content: object) -> str:
-    """Return compressed JSON: the coordination service limits the size of a text."""
-    return base64.b64encode(zlib.compress(json.dumps(content).encode())).decode()
-
-
-def _decode_json(text: str) -> Any:
-    return json.loads(zlib.decompress(base64.b64decode(text)))

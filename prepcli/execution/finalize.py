@@ -32,7 +32,7 @@ from prepcli.formats.manifest import (
     XXH3_KEY,
     encode_manifest,
 )
-from prepcli.formats.orbax import ArrayMeta, chunk_file_path
+from prepcli.formats.orbax import ArrayMeta, OrbaxNonArray, chunk_file_path
 from prepcli.formats.orbax_write import (
     WrittenChunk,
     encode_item_metadata,
@@ -138,6 +138,7 @@ def encode_metadata(plan: Plan, compressed: CompressedChunks | None = None) -> d
             chunks,
             names,
             newest_source_ns(plan),
+            non_arrays=[OrbaxNonArray(path, "None") for path in plan.empty_nodes],
             zstd_level=plan.zstd_level,
             uses_ocdbt=plan.uses_ocdbt,
             uses_zarr3=plan.uses_zarr3,
@@ -339,12 +340,15 @@ def _scale_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, ScaleRec
         if stream.scale is None:
             continue
         stream_digest = parse_stream_digest(digests[number])
-        records[plan.display_names.get(stream.name, stream.name)] = {
+        name = plan.display_names.get(stream.name, stream.name)
+        records[name] = {
             "sqrt": stream.scale.number,
             "significant": stream.scale.significant,
             "digest": stream_digest.written,
             "lost": stream_digest.lost,
         }
+        if stream.scale.power != 1:
+            records[name]["power"] = stream.scale.power
     return records
 
 

@@ -1,4 +1,4 @@
-"""The command of `prep` that a job runs. The functions do no I/O."""
+"""The command of `prep` in a job. The functions do no I/O."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class LaunchedCommand:
 
     Attributes:
         name: Name of the command, e.g. `save-init`.
-        recipe: Recipe of `train`, as the processes see it. Empty for other commands.
+        recipe: Recipe of the command, as the processes see it. Empty if it has none.
         arguments: Words after the name, or after the recipe.
         has_shares: Whether `--processes` divides the work of the command.
+        writes_output: Whether the command writes a checkpoint or a run to `out`.
         overrides: Values of `--set`.
         mesh: Value of `--mesh`, or None.
         out: Value of `--out`, or None.
@@ -31,6 +32,7 @@ class LaunchedCommand:
     recipe: str = ""
     arguments: tuple[str, ...] = ()
     has_shares: bool = False
+    writes_output: bool = False
     overrides: tuple[str, ...] = ()
     mesh: str | None = None
     out: Path | None = None
@@ -47,14 +49,14 @@ class LaunchedCommand:
         return self.name in MESH_COMMANDS
 
     @property
-    def writes_checkpoints(self) -> bool:
-        """Whether the command writes a checkpoint or a run."""
-        return self.name == TRAIN or self.has_shares
-
-    @property
     def words(self) -> tuple[str, ...]:
         """Words of the command line after `prep`."""
         return self.words_with_recipe(self.recipe)
+
+    @property
+    def title(self) -> str:
+        """The command and its first word, for a comment, e.g. `prep save-init llama-13b`."""
+        return " ".join(["prep", *self.words[:2]])
 
     def words_with_recipe(self, recipe: str) -> tuple[str, ...]:
         """Return the words with another path of the recipe."""
@@ -63,7 +65,7 @@ class LaunchedCommand:
 
 
 def train_command(recipe: str, arguments: Sequence[str] = ()) -> LaunchedCommand:
-    """Return the command that trains with a recipe.
+    """Return the command for training with a recipe.
 
     >>> train_command("run.toml", ["--set", "seed=1"]).words
     ('train', 'run.toml', '--set', 'seed=1')

@@ -1,4 +1,4 @@
-"""The JobSet that runs a command on Kubernetes with one process per pod. The functions do no I/O."""
+"""The JobSet for a command on Kubernetes with one process per pod. The functions do no I/O."""
 
 from __future__ import annotations
 
@@ -66,10 +66,9 @@ def gke_manifest(
         "metadata": {"name": job.name},
         "data": files,
     }
-    title = " ".join(job.command.words[:2])
     head = [
         comment(
-            f"Runs `prep {title}` with one process per pod. Submit with `kubectl create -f FILE`."
+            f"Runs `{job.command.title}` with one process per pod. Submit with `kubectl create -f FILE`."
         ),
         comment(f"{NOT_RUN} It follows the schema of JobSet v1alpha2."),
     ]

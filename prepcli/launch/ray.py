@@ -1,4 +1,4 @@
-"""The driver of a Ray job that runs a command in several workers. The functions do no I/O.
+"""The driver of a Ray job with a command in several workers. The functions do no I/O.
 
 Training runs in `JaxTrainer` of Ray Train (https://docs.ray.io/en/latest/train/getting-started-jax.html), which places
 the workers and starts all of them again. Conversions run as tasks with a share each, and a stopped task runs again.
@@ -19,7 +19,7 @@ STRATEGY = "SPREAD"
 
 
 def ray_driver(job: LaunchJob, options: RayOptions, *, recipe_text: str = "") -> str:
-    """Return the Python program that starts the workers and waits for them.
+    """Return the Python program to start the workers and to wait for them.
 
     Args:
         job: The job.
@@ -29,8 +29,7 @@ def ray_driver(job: LaunchJob, options: RayOptions, *, recipe_text: str = "") ->
     check_label(job.name)
     _check_devices(options)
     command = _command_lines(job, options, recipe_text)
-    title = " ".join(job.command.words[:2])
-    head = [comment(f"Runs `prep {title}` on a Ray cluster whose nodes have prep.")]
+    head = [comment(f"Runs `{job.command.title}` on a Ray cluster whose nodes have prep.")]
     if job.command.has_mesh:
         return script([*head, *_trainer_lines(job, options, command)])
     return script([*head, *_task_lines(job, options, command)])
@@ -44,9 +43,10 @@ def _command_lines(job: LaunchJob, options: RayOptions, recipe_text: str) -> lis
         env.setdefault("JAX_PLATFORMS", "cpu")
     return [
         "COMMAND = RayCommand(",
-        f"    words={job.command.words!r},",
+        f"    name={job.command.name!r},",
         f"    recipe_name={PurePosixPath(job.command.recipe).name!r},",
         f"    recipe_text={recipe_text!r},",
+        f"    arguments={job.command.arguments!r},",
         f"    folder={options['folder']!r},",
         f"    env={env!r},",
         ")",
@@ -54,7 +54,7 @@ def _command_lines(job: LaunchJob, options: RayOptions, recipe_text: str) -> lis
 
 
 def _trainer_lines(job: LaunchJob, options: RayOptions, command: list[str]) -> list[str]:
-    """Return the driver of a training. An error that a restart would repeat ends the job with its exit code."""
+    """Return the driver of a training. Its exit codes 1 and 2 end the job without a restart."""
     return [
         "import os",
         "import sys",

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def coordinator_address(host: str) -> str:
 
 
 class ExitCode:
-    """Actor with the exit code of a job: the first code of a process that no restart would change."""
+    """Actor with the exit code of a job: the first failure of a process, apart from 75 and kills."""
 
     def __init__(self) -> None:
         self.code = OK
@@ -61,26 +61,28 @@ class ExitCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayCommand:
-    """A command of `prep` that the workers of a job run, each in a process of its own.
+    """A command of `prep` for the workers of a job, with a process in each.
 
     The process has a main thread, so it handles signals as on the command line.
 
     Attributes:
-        words: Words after `prep`.
-        recipe_name: File name of the recipe, or empty. The recipe is the second word.
+        name: Name of the command.
+        recipe_name: File name of its recipe, or empty.
         recipe_text: Text of the recipe.
+        arguments: Words after the name, or after the recipe.
         folder: Working folder, or None for that of the worker.
         env: Environment variables.
     """
 
-    words: tuple[str, ...]
+    name: str
     recipe_name: str = ""
     recipe_text: str = ""
+    arguments: tuple[str, ...] = ()
     folder: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
 
     def run_together(self, index: int, count: int, address: str) -> int:
-        """Run a process that connects to the other ones, and return its exit code.
+        """Run a process of a connected job, and return its exit code.
 
         Args:
             index: Index of the process, from 0.
@@ -95,10 +97,10 @@ class RayCommand:
             "JAX_NUM_PROCESSES": str(count),
             "JAX_PROCESS_ID": str(index),
         }
-        return self._run(self.words, place)
+        return self._run([], place)
 
     def run_share(self, index: int, count: int) -> int:
-        """Run a process that writes a share of the output, and return its exit code.
+        """Run a process with a share of the output, and return its exit code.
 
         Args:
             index: Index of the share, from 0.
@@ -107,21 +109,21 @@ class RayCommand:
         Raises:
             RestartError: The process was stopped or killed.
         """
-        name, *words = self.words
-        if count > 1:
-            words = ["--processes", f"{count}/{index}", *words]
-        return self._run((name, *words), {})
+        options = ["--processes", f"{count}/{index}"] if count > 1 else []
+        return self._run(options, {})
 
-    def _run(self, words: tuple[str, ...], place: Mapping[str, str]) -> int:
+    def _run(self, options: Sequence[str], place: Mapping[str, str]) -> int:
+        """Run the command with more options, and with the variables of its place in a job."""
+        words = [self.name, *options]
         with tempfile.TemporaryDirectory(prefix="prep-") as folder:
             if self.recipe_name:
                 recipe = Path(folder) / self.recipe_name
                 recipe.write_text(self.recipe_text, "utf-8")
-                words = (words[0], str(recipe), *words[2:])
+                words.append(str(recipe))
             # The process ends with this worker, also after a SIGKILL: see `die_with_parent`.
             env = {**os.environ, **self.env, **place, PARENT_VARIABLE: str(os.getpid())}
-            command = [sys.executable, "-m", "prepcli", *words]
+            command = [sys.executable, "-m", "prepcli", *words, *self.arguments]
             code = subprocess.run(command, cwd=self.folder, env=env, check=False).returncode
         if code == STOPPED or -code in SIGNALS:
-            raise RestartError(f"`prep {words[0]}` ended with {code}, and resumes")
+            raise RestartError(f"`prep {self.name}` ended with {code}, and resumes")
         return code

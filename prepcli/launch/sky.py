@@ -1,4 +1,4 @@
-"""The managed job of SkyPilot that runs a command with one process per node. The functions do no I/O.
+"""The managed job of SkyPilot for a command with one process per node. The functions do no I/O.
 
 Keys: https://docs.skypilot.co/en/latest/reference/yaml-spec.html.
 """
@@ -51,10 +51,9 @@ def sky_task(job: LaunchJob, options: SkyOptions, *, recipe_text: str = "") -> s
     if job.setup:
         task["setup"] = script(job.setup)
     task["run"] = _run_script(job, options, recipe_text)
-    title = " ".join(job.command.words[:2])
     head = [
         comment(
-            f"Runs `prep {title}` with one process per node. Submit with `sky jobs launch FILE`."
+            f"Runs `{job.command.title}` with one process per node. Submit with `sky jobs launch FILE`."
         ),
         comment(f"SkyPilot {MIN_VERSION} or newer. {NOT_RUN} SkyPilot's own parser accepts it."),
     ]

@@ -40,7 +40,7 @@ def slurm_script(
     return script(
         [
             "#!/bin/bash",
-            comment(f"Runs `prep {_title(job)}` {_processes(options)}. Submit with `sbatch`."),
+            comment(f"Runs `{job.command.title}` {_processes(options)}. Submit with `sbatch`."),
             *(f"#SBATCH {directive}" for directive in _sbatch_directives(job, options)),
             "",
             "set -e",
@@ -61,11 +61,6 @@ def slurm_script(
             'exit "$code"',
         ]
     )
-
-
-def _title(job: LaunchJob) -> str:
-    """Return the command and its first word, for a comment."""
-    return " ".join(job.command.words[:2])
 
 
 def _processes(options: SlurmOptions) -> str:

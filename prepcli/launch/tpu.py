@@ -1,4 +1,4 @@
-"""The script that creates a Cloud TPU and runs a command on its hosts. The functions do no I/O."""
+"""The script to create a Cloud TPU and to run a command on its hosts. The functions do no I/O."""
 
 from __future__ import annotations
 
@@ -50,14 +50,13 @@ def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
     check_text(text("{}", Option("project")), options["project"] or "")
     for flag in options["gcloud"]:
         _check_flag(flag)
-    title = " ".join(job.command.words[:2])
     name = shlex.quote(job.name)
     location = _location_flags(options)
     delete = f"{RESOURCES} delete {name} {location} --force --quiet"
     return script(
         [
             "#!/bin/bash",
-            comment(f"Runs `prep {title}` on a TPU {options['accelerator']}."),
+            comment(f"Runs `{job.command.title}` on a TPU {options['accelerator']}."),
             comment(f"{NOT_RUN} Its flags are those of gcloud's reference."),
             comment(f"To delete the TPU: {delete}"),
             "set -euo pipefail",
@@ -81,9 +80,9 @@ def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
 
 
 def _create_lines(job: LaunchJob, options: TpuOptions, delete: str) -> list[str]:
-    """Return the function that creates the TPU and waits until it is active.
+    """Return the shell function to create the TPU and to wait until it is active.
 
-    A queued resource may wait days for capacity. One that was preempted stays SUSPENDED until it is deleted.
+    A queued resource may wait days for capacity. After a preemption it stays SUSPENDED until it is deleted.
     """
     name = shlex.quote(job.name)
     create = f"{RESOURCES} create {name} --node-id={name} {_location_flags(options)}"
@@ -103,7 +102,7 @@ def _create_lines(job: LaunchJob, options: TpuOptions, delete: str) -> list[str]
 
 
 def _start_lines(job: LaunchJob, options: TpuOptions) -> list[str]:
-    """Return the lines that copy the recipe and start the command on the hosts."""
+    """Return the lines to copy the recipe and to start the command on the hosts."""
     location = _location_flags(options)
     # All hosts at once: JAX on each host waits until every other one has connected. The disk of a host has no files of
     # the other ones, so other commands run on one host.
@@ -126,14 +125,14 @@ def _start_lines(job: LaunchJob, options: TpuOptions) -> list[str]:
 
 
 def _preemption_lines(options: TpuOptions) -> list[str]:
-    """Return the lines that give Google Cloud the time to report a preemption: the connections end before it."""
+    """Return a pause before the state is read: the connections end before Google Cloud reports a preemption."""
     if not options["spot"]:
         return []
     return [f'    [ "$code" -eq 0 ] || sleep {POLL_S}']
 
 
 def _detached(job: LaunchJob, command: str) -> str:
-    """Return the command that starts another one on a host and returns. A running one is not started again.
+    """Return the command to start another one in the background of a host, unless it runs there already.
 
     `setsid` and `nohup` keep it alive when the connection ends.
     """
@@ -143,7 +142,7 @@ def _detached(job: LaunchJob, command: str) -> str:
 
 
 def _check_flag(flag: str) -> None:
-    """Raise UsageError for a word that is no flag of gcloud: it would be a second name of a TPU."""
+    """Raise UsageError for a word without hyphens: it would be a second name of a TPU."""
     check_text(text("{}", Option("gcloud")), flag)
     if not flag.startswith("--"):
         what = text("{} is invalid", Option("gcloud", flag))

@@ -264,9 +264,10 @@ def plan_copy(
     row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
     state = _lay_out_files(options, source, tensors, row_counts, vocab_rows, written_map)
     weight_files = state.weight_files
-    tensors.extend(state.moments)
+    tensors.extend(state.tensors)
     row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
     scales = layout_scales(options, source, tensors)
+    scales |= state.scales(scales)
     targets = _tensor_targets(tensors, weight_files, row_counts, scales)
     written_vocabulary = Vocabulary(vocabulary.true_size, vocab_rows)
     is_tied = match.is_tied
@@ -276,6 +277,7 @@ def plan_copy(
         source, name, options["layout"], written_vocabulary, is_tied=is_tied, config=config
     )
     left_source = state.left_source(source)
+    source = state.full_source(source)
     dropped = (
         *(d for d in match.dropped if d.name not in tied_head),
         *dropped_padding(source, targets, resize=resize),
@@ -297,12 +299,12 @@ def plan_copy(
         settings=settings | state.settings() | written_map.record,
         display_names=source.display_names(),
         item=weight_files.folder,
+        empty_nodes=weight_files.empty_nodes,
     )
-    return state.describe(
-        _add_report_fields(
-            plan, options, left_source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
-        )
+    planned = _add_report_fields(
+        plan, options, left_source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
     )
+    return state.describe(planned, source)
 
 
 def _lay_out_files(

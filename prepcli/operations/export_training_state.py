@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.formats.safetensors_layout import LayoutEntry
@@ -26,11 +27,20 @@ from prepcli.planning.manifest_fields import (
     ManifestFields,
     TrainingStateRecord,
 )
-from prepcli.planning.plan import Locations
+from prepcli.planning.plan import Locations, RootScale
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensors import itemsize
-from prepcli.sources.adam_state import AdamState, moment_names, read_adam_state
+from prepcli.sources.adam_state import (
+    NUM_UPDATES,
+    STEP,
+    AdamSettings,
+    AdamState,
+    moment_names,
+    read_adam_state,
+    require_settings,
+)
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.targets.dcp_folder import DcpLayout
 from prepcli.targets.dcp_state import ENTRIES, lay_out_dcp_state, model_name, moment_name
 from prepcli.targets.hf_folder import header_entries, resized_shape_and_nbytes
 from prepcli.targets.trainer_checkpoint import (
@@ -39,7 +49,16 @@ from prepcli.targets.trainer_checkpoint import (
     scheduler_file,
     trainer_state_file,
 )
+from prepcli.targets.trainer_item import TRAINER_ITEMS
+from prepcli.targets.trainer_item_state import (
+    EMPTY_NODES,
+    lay_out_item_state,
+    schedule_blob,
+    schedule_counter,
+)
 from trainer.models.module_order import OptimizerGroups, optimizer_groups
+
+STATE_LAYOUTS = (HF_LAYOUT, "maxtext", "maxtext-unscanned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +89,13 @@ CONTENT_OF_DCP = StateContent(
 )
 
 
+CONTENT_OF_MAXTEXT = StateContent(
+    missing=("random state", "settings of the optimizer"),
+    folder_name="",
+    schedule_note="MaxText makes schedule and optimizer from its settings: opt_type=adamw, learning_rate={peak_lr:g}",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class StateExport:
     """The part of an export about the training state.
@@ -78,16 +104,33 @@ class StateExport:
         weight_files: Files of the parameters and the moments. Empty without a state.
         state: The training state, or None.
         content: Content of the state in the output.
+        counters: Counters that are tensors of the output.
     """
 
     weight_files: WeightFiles
     state: AdamState | None = None
     content: StateContent = CONTENT_OF_TRAINER
+    counters: tuple[SourceTensor, ...] = ()
 
     @property
-    def moments(self) -> tuple[SourceTensor, ...]:
-        """The moments to write."""
-        return self.state.moments if self.state else ()
+    def tensors(self) -> tuple[SourceTensor, ...]:
+        """The tensors of the state to write."""
+        if self.state is None:
+            return ()
+        return *self.state.moments, *self.counters
+
+    def scales(self, scales: Mapping[str, RootScale]) -> dict[str, RootScale]:
+        """Return the scales of the moments, given the scales of the parameters by name."""
+        if self.state is None:
+            return {}
+        # y = x / s has the gradient dL/dy = s dL/dx: averages of gradients are multiplied by s, and averages of their
+        # squares by s^2. E.g. s = 8: a moment of 0.5 becomes 4, and a second moment of 0.25 becomes 16.
+        moment_scales: dict[str, RootScale] = {}
+        for name, scale in scales.items():
+            first, second = moment_names(name)
+            moment_scales[first] = RootScale(scale.number, power=-1)
+            moment_scales[second] = RootScale(scale.number, power=-2)
+        return moment_scales
 
     def settings(self) -> ManifestFields:
         """Return the fields of the manifest about the state."""
@@ -96,10 +139,20 @@ class StateExport:
         record: TrainingStateRecord = {
             "step": self.state.step,
             "updates": self.state.num_updates,
-            "optimizer": self.state.settings.to_json(),
+            "optimizer": self.state.settings.to_json() if self.state.settings else {},
             "left_out": self._unconverted(self.state),
         }
         return {TRAINING_STATE_KEY: record}
+
+    def full_source(self, source: Source) -> Source:
+        """Return the source with all tensors to write."""
+        if self.state is None or not self.counters:
+            return source
+        return replace(
+            source,
+            state_tensors=(*source.state_tensors, schedule_counter(source)),
+            blobs=(*source.byte_sources, schedule_blob(self.state)),
+        )
 
     def left_source(self, source: Source) -> Source:
         """Return the source with only the state that is not converted."""
@@ -107,13 +160,13 @@ class StateExport:
             return source
         return replace(source, state_tensors=self.state.left_out)
 
-    def describe(self, planned: PlannedConversion) -> PlannedConversion:
-        """Return a planned export with the default name and the notes of its training state."""
+    def describe(self, planned: PlannedConversion, source: Source) -> PlannedConversion:
+        """Return a planned export with the source, the default name and the notes of its training state."""
         if self.state is None:
             return planned
         name = self.content.folder_name.format(step=self.state.step) or planned.default_out_name
         notes = (*planned.notes, *self._notes(self.state))
-        return replace(planned, default_out_name=name, notes=notes)
+        return replace(planned, default_out_name=name, notes=notes, source_view=source)
 
     def _unconverted(self, state: AdamState) -> list[str]:
         """Return the names of the parts that are not converted."""
@@ -126,7 +179,9 @@ class StateExport:
     def _notes(self, state: AdamState) -> Iterator[str]:
         """Yield lines for the user."""
         yield f"training state of step {state.step}: moments, counters and settings of AdamW"
-        yield self.content.schedule_note.format(step=state.step, peak_lr=state.settings.peak_lr)
+        if state.settings is not None:
+            peak = state.settings.peak_lr
+            yield self.content.schedule_note.format(step=state.step, peak_lr=peak)
         yield f"not converted: {', '.join(self._unconverted(state))}"
 
 
@@ -139,7 +194,7 @@ def check_state_request(options: ExportOptions, source: Source) -> None:
     """
     option = Option("training_state", True)
     conflicts = [
-        (options["layout"] != HF_LAYOUT, Option("layout", options["layout"]), "it has no training state"),
+        (options["layout"] not in STATE_LAYOUTS, Option("layout", options["layout"]), "it has no training state"),
         (options["map"] is not None, Option("map"), "a map has no names for moments"),
         (options["dtype"] is not None, Option("dtype", options["dtype"]),
          "moments belong to the values that were trained"),
@@ -178,49 +233,89 @@ def lay_out_training_state(
         PrepError: The source has no state of AdamW, or its order in the output is unknown.
     """
     state = read_adam_state(source)
+    layout = options["layout"]
+    if layout in TRAINER_ITEMS:
+        item = lay_out_item_state(source, parameters, state, layout=layout, vocab_size=vocab_rows)
+        folder = f"{state.step}/{TRAINER_ITEMS[layout].item}"
+        return StateExport(
+            WeightFiles(
+                item.files, item.regions, leaves=item.leaves, folder=folder, empty_nodes=EMPTY_NODES
+            ),
+            state,
+            CONTENT_OF_MAXTEXT,
+            (state.counters[STEP], state.counters[NUM_UPDATES], schedule_counter(source)),
+        )
     names = {source.file_name(parameter): parameter.name for parameter in parameters}
     groups = optimizer_groups(source.family.name, names)
+    settings = require_settings(source, state)
     if file_format(options) == DCP_FORMAT:
         entries = header_entries(source, parameters, rows=row_counts)
-        weight_files = _dcp_files(state, names, groups, entries, shard_nbytes)
-        return StateExport(weight_files, state, CONTENT_OF_DCP)
+        lay_out = partial(lay_out_dcp_state, groups=groups, shard_nbytes=shard_nbytes)
+        return StateExport(
+            _dcp_files(state, settings, names, entries, lay_out), state, CONTENT_OF_DCP
+        )
     weight_files = lay_out_weights(
         options, source, parameters, row_counts, vocab_rows=vocab_rows, shard_nbytes=shard_nbytes
     )
-    layouts: dict[str, MomentLayout] = {}
+    return StateExport(
+        _trainer_files(weight_files, state, settings, names, groups, row_counts), state
+    )
+
+
+def _trainer_files(
+    weight_files: WeightFiles,
+    state: AdamState,
+    settings: AdamSettings,
+    names: Mapping[str, str],
+    groups: OptimizerGroups,
+    row_counts: Mapping[str, int],
+) -> WeightFiles:
+    """Return the files of a checkpoint of Trainer.
+
+    Args:
+        weight_files: Files of the parameters.
+        state: The training state.
+        settings: Settings of the optimizer.
+        names: Name of each parameter in the source, by its name in files.
+        groups: Names of the parameters with and without weight decay.
+        row_counts: Rows of each parameter in the output.
+    """
+    moments: dict[str, MomentLayout] = {}
     for file_name, name in names.items():
         first = state.first[name]
         shape, _ = resized_shape_and_nbytes(first, row_counts[name])
-        layouts[file_name] = MomentLayout(first.dtype, state.second[name].dtype, shape)
-    optimizer = lay_out_optimizer_file(state, groups, layouts, file_number=len(weight_files.files))
+        moments[file_name] = MomentLayout(first.dtype, state.second[name].dtype, shape)
+    optimizer = lay_out_optimizer_file(
+        state, settings, groups, moments=moments, file_number=len(weight_files.files)
+    )
     locations = dict(weight_files.locations)
     for file_name, name in names.items():
         for written, moment in zip(moment_names(file_name), moment_names(name), strict=True):
             locations[moment] = (optimizer.locations[written],)
-    weight_files = replace(
+    state_files = (scheduler_file(state, settings), trainer_state_file(state))
+    return replace(
         weight_files,
         files=(*weight_files.files, optimizer.file),
         locations=locations,
-        index=(*weight_files.index, scheduler_file(state), trainer_state_file(state)),
+        index=(*weight_files.index, *state_files),
     )
-    return StateExport(weight_files, state, CONTENT_OF_TRAINER)
 
 
 def _dcp_files(
     state: AdamState,
+    settings: AdamSettings,
     names: Mapping[str, str],
-    groups: OptimizerGroups,
     parameters: Sequence[LayoutEntry],
-    shard_nbytes: int,
+    lay_out: Callable[..., DcpLayout],
 ) -> WeightFiles:
     """Return the files of a torch distributed checkpoint.
 
     Args:
         state: The training state.
+        settings: Settings of the optimizer.
         names: Name of each parameter in the source, by its name in files.
-        groups: Names of the parameters with and without weight decay.
         parameters: Entries of the parameters in the output.
-        shard_nbytes: Maximum size of a file.
+        lay_out: `lay_out_dcp_state` with the groups and the size of files.
     """
     moments: dict[str, list[LayoutEntry]] = {}
     for file_name, _, shape, _ in parameters:
@@ -229,7 +324,7 @@ def _dcp_files(
             nbytes = math.prod(shape) * itemsize(tensor.dtype)
             entries.append((file_name, tensor.dtype, shape, nbytes))
         moments[file_name] = entries
-    layout = lay_out_dcp_state(parameters, moments, state, groups, shard_nbytes=shard_nbytes)
+    layout = lay_out(parameters, moments, state, settings)
     locations: dict[str, Locations] = {}
     for file_name, name in names.items():
         locations[name] = (layout.locations[model_name(file_name)],)

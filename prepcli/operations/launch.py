@@ -1,4 +1,4 @@
-"""Write, submit or run a script or a command that several processes execute."""
+"""Write, submit or run a script or a command with several processes."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def launch_gke(command: LaunchedCommand, **options: Unpack[GkeOptions]) -> Launc
     if training is not None:
         check_training(training, gke_hardware(options, training))
     if options["claim"] is None:
-        _check_output_is_kept(command, Option("claim", "NAME"), "a pod ends")
+        _check_output_is_kept(command, "a pod ends", Option("claim", "NAME"))
     name = options["job_name"] or as_label(_job_name(command, recipe))
     manifest = gke_manifest(
         _script_job(_with_recipe_file(command), options, name, options["max_restarts"]),
@@ -155,7 +155,7 @@ def launch_sky(command: LaunchedCommand, **options: Unpack[SkyOptions]) -> Launc
     training = _training_needs(command, recipe)
     if training is not None:
         check_training(training, plain_hardware(options["nodes"], options["devices_per_node"]))
-    _check_output_is_kept(command, None, "a machine is preempted")
+    _check_output_is_kept(command, "a machine is preempted")
     name = options["job_name"] or as_label(_job_name(command, recipe))
     task = sky_task(_script_job(command, options, name), options, recipe_text=_recipe_text(command))
     return _write_and_submit("sky", task, options)
@@ -175,7 +175,7 @@ def launch_ray(command: LaunchedCommand, **options: Unpack[RayOptions]) -> Launc
         devices = options["tpus"] or options["gpus"]
         check_training(training, plain_hardware(options["workers"], devices))
     if options["folder"] is None:
-        _check_output_is_kept(command, Option("folder", "FOLDER"), "the job ends")
+        _check_output_is_kept(command, "the job ends", Option("folder", "FOLDER"))
     name = options["job_name"] or as_label(_job_name(command, recipe))
     job = LaunchJob(
         command=_with_recipe_file(command),
@@ -235,14 +235,14 @@ def launch_local(
 
 
 def _load_recipe(command: LaunchedCommand) -> Recipe | None:
-    """Return the recipe of a training. Raise UsageError for an invalid one before the job waits in a queue."""
-    if command.name != TRAIN:
+    """Return the recipe of a command. Raise UsageError for an invalid one before the job waits in a queue."""
+    if not command.recipe:
         return None
     return load_recipe(find_training_recipe(Path(command.recipe)), command.overrides).recipe
 
 
 def _with_recipe_file(command: LaunchedCommand) -> LaunchedCommand:
-    """Return the command with the file of its recipe, e.g. of a recipe that is shipped with prep.
+    """Return the command with the file of its recipe, e.g. of a shipped recipe.
 
     Scripts for other machines contain or copy the file.
     """
@@ -252,14 +252,14 @@ def _with_recipe_file(command: LaunchedCommand) -> LaunchedCommand:
 
 
 def _recipe_text(command: LaunchedCommand) -> str:
-    """Return the text of the recipe, for scripts with a copy of it. Empty without a recipe."""
+    """Return the text of a recipe, for scripts with a copy of it. Empty without a recipe."""
     if not command.recipe:
         return ""
     return find_training_recipe(Path(command.recipe)).read_text("utf-8")
 
 
 def _training_needs(command: LaunchedCommand, recipe: Recipe | None) -> Training | None:
-    """Return the mesh, processes and devices that a command needs, or None if it computes on no mesh.
+    """Return the required mesh, processes and devices of a command, or None if it computes on no mesh.
 
     Raises:
         UsageError: The mesh or the URL of `--out` is invalid.
@@ -279,25 +279,26 @@ def _training_needs(command: LaunchedCommand, recipe: Recipe | None) -> Training
     )
 
 
-def _check_output_is_kept(command: LaunchedCommand, option: Option | None, event: str) -> None:
-    """Raise UsageError if a checkpoint would be written to a disk that ends with the job.
+def _check_output_is_kept(
+    command: LaunchedCommand, event: str, option: Option | None = None
+) -> None:
+    """Raise UsageError if a command would write to a temporary disk.
 
     Args:
         command: The command.
-        option: Option for a disk that outlives the job. None if the engine has none.
         event: The end of the disk, for the error.
+        option: Option for a disk that outlives the job. None if the engine has none.
     """
-    if not command.writes_checkpoints or parse_out_url(command.out) is not None:
+    if not command.writes_output or parse_out_url(command.out) is not None:
         return
-    why = f"without a bucket, the checkpoints are lost when {event}"
     hint: Text | str = "`-- --out gs://BUCKET/RUN`"
     if command.name != TRAIN:
         hint = f"`-- {command.name} ... --out gs://BUCKET/NAME`"
-    if option is None:
-        raise usage_error(text("{} is no bucket", Option("out", command.out or "NAME")), why, hint)
-    why = f"without a volume, the checkpoints are lost when {event}"
-    what = text("{} is missing", Option(option.name))
-    raise usage_error(what, why, text("{}, or {}", option, hint))
+    what = text("{} is no bucket", Option("out", command.out or "NAME"))
+    if option is not None:
+        what = text("{} is missing", Option(option.name))
+        hint = text("{}, or {}", option, hint)
+    raise usage_error(what, f"the checkpoints are lost when {event}", hint)
 
 
 def _one_of(name: str) -> Text:
@@ -317,7 +318,7 @@ def _heartbeat_timeout_s(recipe: Recipe | None) -> float:
 def _script_job(
     command: LaunchedCommand, options: ScriptOptions, name: str, max_restarts: int = MAX_RESTARTS
 ) -> LaunchJob:
-    """Return the job that a script starts."""
+    """Return the job of a script."""
     return LaunchJob(
         command=command,
         name=name,

@@ -1,4 +1,4 @@
-"""Hand the script of a job to the program that submits it."""
+"""Submit the script of a job with the program of its engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RAY_COMMAND = ("ray", "job", "submit", "--no-wait", "--log-color", "false", "--"
 
 
 def submit_line(target: str, path: Path) -> str:
-    """Return the shell command that submits the script in a file.
+    """Return the shell command to submit the script in a file.
 
     >>> submit_line("slurm", Path("job.sh"))
     'sbatch --parsable < job.sh'

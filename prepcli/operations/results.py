@@ -282,6 +282,31 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
+class MapSuggestion:
+    """The rows of a suggested map. True in a condition if every tensor of both checkpoints has one.
+
+    Attributes:
+        path: The written map.
+        rows: The rows.
+        targets: Number of tensors that the rows make.
+        ambiguous: Target with several tensors of its values -> their names, the chosen one first.
+        unmatched: Tensors of the target without a row.
+        unused: Tensors of the mapped checkpoint without a row.
+    """
+
+    path: Path
+    rows: tuple[str, ...]
+    targets: int
+    ambiguous: Mapping[str, tuple[str, ...]]
+    unmatched: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        """Return whether the map is complete."""
+        return not (self.unmatched or self.unused)
+
+
+@dataclass(frozen=True, slots=True)
 class RoundtripWay:
     """A model after conversions and the way back.
 

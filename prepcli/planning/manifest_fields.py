@@ -59,12 +59,14 @@ class ScaleRecord(TypedDict):
 
     `sqrt` is the number under the root. The way back rounds to the dtype `significant`, if it is not empty. `digest` is
     the digest of the divided values in Hugging Face order, and `lost` the number of values that the way back changes.
+    `power` is the number of divisions, 1 if it is missing.
     """
 
     sqrt: int
     significant: str
     digest: str
     lost: int
+    power: NotRequired[int]
 
 
 class VocabularyRecord(TypedDict):

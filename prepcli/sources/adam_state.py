@@ -73,7 +73,8 @@ class AdamState:
         second: Second moment of each parameter.
         step: Number of the last step.
         num_updates: Number of updates that the moments average. Skipped steps have none.
-        settings: Settings of the optimizer.
+        settings: Settings of the optimizer. None if the source does not have them.
+        counters: Tensors of the counters, by name.
         batch_size: Sequences of a step. 1 if it is unknown.
         left_out: Other state, e.g. an average of the parameters. No other framework has a place for it.
     """
@@ -82,7 +83,8 @@ class AdamState:
     second: Mapping[str, SourceTensor]
     step: int
     num_updates: int
-    settings: AdamSettings
+    settings: AdamSettings | None
+    counters: Mapping[str, SourceTensor]
     batch_size: int
     left_out: tuple[SourceTensor, ...]
 
@@ -121,8 +123,25 @@ def read_adam_state(source: Source) -> AdamState:
         step=step,
         num_updates=_read_counter(source, counters, NUM_UPDATES),
         settings=_read_settings(source, step),
+        counters=counters,
         batch_size=_manifest_fields(source).get("batch_size", 1),
         left_out=tuple(left_out),
+    )
+
+
+def require_settings(source: Source, state: AdamState) -> AdamSettings:
+    """Return the settings of the optimizer.
+
+    Raises:
+        PrepError: The source does not have them.
+    """
+    if state.settings is not None:
+        return state.settings
+    hint = text("train a step with {}, and export that one", Key("model.training_state", True))
+    raise PrepError(
+        f"{source.display_name} has no settings of its optimizer",
+        "the framework that wrote the state does not store them",
+        hint,
     )
 
 
@@ -173,15 +192,14 @@ def read_scalar(source: Source, tensor: SourceTensor) -> float:
     return np.frombuffer(content, numpy_dtype(tensor.dtype))[0].item()
 
 
-def _read_settings(source: Source, step: int) -> AdamSettings:
+def _read_settings(source: Source, step: int) -> AdamSettings | None:
     """Return the settings in the manifest: of the run's recipe, or of the framework that the state came from."""
     fields = _manifest_fields(source)
     record = source.training_record or fields.get(TRAINING_STATE_KEY)
-    if record is not None:
+    if record is not None and record["optimizer"]:
         return AdamSettings(**record["optimizer"])
     if "recipe" not in fields or "rate" not in fields:
-        what = f"{source.display_name} has no settings of its optimizer"
-        raise PrepError(what, "its manifest has no recipe", GET_AGAIN_HINT)
+        return None
     table = AdamWTable.model_validate(tomllib.loads(fields["recipe"])["optimizer"])
     schedule = fields["rate"]
     return AdamSettings(

@@ -25,7 +25,7 @@ class ForeignState:
         moments: Both moments of each parameter, with the names of `adam_state`. Their files follow those of the source.
         step: Number of the last step.
         num_updates: Number of updates that the moments average.
-        settings: Settings of the optimizer.
+        settings: Settings of the optimizer. None if the framework does not store them.
         left_out: Names of the parts without a counterpart.
         files: Files of the moments that are no files of the source.
         stamps: Size, time and digest of these files.
@@ -34,7 +34,7 @@ class ForeignState:
     moments: tuple[SourceTensor, ...]
     step: int
     num_updates: int
-    settings: AdamSettings
+    settings: AdamSettings | None
     left_out: tuple[str, ...]
     files: tuple[Path, ...] = ()
     stamps: tuple[SourceFile, ...] = ()
@@ -65,7 +65,7 @@ def add_foreign_state(source: Source, state: ForeignState) -> Source:
         training_record={
             "step": state.step,
             "updates": state.num_updates,
-            "optimizer": state.settings.to_json(),
+            "optimizer": state.settings.to_json() if state.settings else {},
             "left_out": state.left_out,
         },
     )

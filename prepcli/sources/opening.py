@@ -17,7 +17,7 @@ from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
 from prepcli.sources.folders import LocalFiles
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.mapped import apply_map, recorded_map
+from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_text_part
 from prepcli.sources.source import Source
@@ -63,16 +63,17 @@ def open_source(
         check_local_files(local_files, located.manifest)
         if layout is not None:
             _check_layout_option(located, layout)
-        tensor_map = tensor_map or recorded_map(located.manifest)
+        export_map = None if tensor_map else recorded_map(located.manifest)
         hints = SourceHints(
             config_path,
             located.part,
             # A map is about the names in the files.
-            True if tensor_map else verbatim,
+            True if tensor_map or export_map else verbatim,
             copied_files,
             is_remote=local_files.remote is not None,
             keeps_scales=keeps_scales,
             layout=layout,
+            training_state=training_state,
         )
         source = _read_headers(located, hints)
         if training_state or (source.manifest and TRAINING_STATE_KEY in source.manifest.fields):
@@ -87,6 +88,8 @@ def open_source(
             source = dequantize_source(source)
         if tensor_map is not None:
             source = apply_map(source, tensor_map)
+        elif export_map is not None:
+            source = apply_recorded_map(source, export_map)
         elif source.family.is_verbatim and located.kind in MULTIMODAL_KINDS:
             source = _split_unless_verbatim(source, verbatim)
         if verbatim is False and source.family.is_verbatim:
@@ -164,8 +167,8 @@ def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
     Raises:
         UsageError: The format has no training state that prep reads.
     """
-    # The state of a run of prep has been read with its parameters.
-    if source.tree_manifest.is_tree:
+    # The state of an Orbax item has been read with its parameters.
+    if source.tree_manifest.is_tree or source.training_record is not None:
         return source
     option = Option("training_state", True)
     if located.local_files.remote is not None:

@@ -32,6 +32,7 @@ class SourceHints:
         keeps_scales: Whether values that the scale of another trainer's layout has rounded are read as they are stored.
             Otherwise they are refused.
         layout: Layout of a tree of another library, or None for the one that fits best.
+        training_state: Whether the optimizer state of another framework is read.
     """
 
     config_path: Path | None = None
@@ -41,6 +42,7 @@ class SourceHints:
     is_remote: bool = False
     keeps_scales: bool = False
     layout: str | None = None
+    training_state: bool = False
 
     def resolve_config_path(self, folder: Path, display_name: str) -> Path:
         """Return the path of the config.json to use: the user's, else the one in `folder`.

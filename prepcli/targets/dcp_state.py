@@ -13,7 +13,7 @@ import numpy as np
 
 from prepcli.formats.safetensors_layout import LayoutEntry
 from prepcli.formats.torch_pickle_write import StoredTensor
-from prepcli.sources.adam_state import AdamState
+from prepcli.sources.adam_state import AdamSettings, AdamState
 from prepcli.targets.dcp_folder import DcpConstant, DcpLayout, lay_out_dcp_folder
 from prepcli.targets.trainer_checkpoint import parameter_group
 from trainer.models.module_order import OptimizerGroups
@@ -39,8 +39,9 @@ def lay_out_dcp_state(
     parameters: Sequence[LayoutEntry],
     moments: Mapping[str, Sequence[LayoutEntry]],
     state: AdamState,
-    groups: OptimizerGroups,
+    settings: AdamSettings,
     *,
+    groups: OptimizerGroups,
     shard_nbytes: int,
 ) -> DcpLayout:
     """Lay out parameters and training state.
@@ -49,6 +50,7 @@ def lay_out_dcp_state(
         parameters: The parameters, with their names in files.
         moments: Both moments of each parameter, by its name.
         state: The training state.
+        settings: Settings of the optimizer.
         groups: Names of the parameters with and without weight decay.
         shard_nbytes: Largest payload of a file.
 
@@ -65,7 +67,7 @@ def lay_out_dcp_state(
             full_name = moment_name(name, entry)
             entries.append((full_name, dtype, shape, nbytes))
             paths[full_name] = (OPTIMIZER, STATE, name, entry)
-    constants = [*_step_constants(state, moments), *_group_constants(state, groups)]
+    constants = [*_step_constants(state, moments), *_group_constants(settings, groups)]
     return lay_out_dcp_folder(entries, shard_nbytes, paths=paths, constants=constants)
 
 
@@ -76,11 +78,11 @@ def _step_constants(state: AdamState, names: Mapping[str, object]) -> Iterator[D
         yield DcpConstant((OPTIMIZER, STATE, name, "step"), step)
 
 
-def _group_constants(state: AdamState, groups: OptimizerGroups) -> Iterator[DcpConstant]:
+def _group_constants(settings: AdamSettings, groups: OptimizerGroups) -> Iterator[DcpConstant]:
     """Yield the settings of both groups of parameters, with the parameters by name."""
     pair = (
-        parameter_group(state.settings, state.settings.weight_decay, list(groups.decayed)),
-        parameter_group(state.settings, 0.0, list(groups.not_decayed)),
+        parameter_group(settings, settings.weight_decay, list(groups.decayed)),
+        parameter_group(settings, 0.0, list(groups.not_decayed)),
     )
     for number, group in enumerate(pair):
         for key, value in group.items():

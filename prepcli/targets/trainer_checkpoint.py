@@ -61,15 +61,17 @@ class OptimizerFile:
 
 def lay_out_optimizer_file(
     state: AdamState,
+    settings: AdamSettings,
     groups: OptimizerGroups,
-    moments: Mapping[str, MomentLayout],
     *,
+    moments: Mapping[str, MomentLayout],
     file_number: int,
 ) -> OptimizerFile:
     """Lay out the state dict of AdamW.
 
     Args:
         state: The training state.
+        settings: Settings of the optimizer.
         groups: Names of the parameters, in the order of their numbers.
         moments: Layout of the moments, by the name of the parameter.
         file_number: Number of the file in the output.
@@ -89,9 +91,7 @@ def lay_out_optimizer_file(
             "exp_avg": _stored_moment(f"{number}.1", layout.first_dtype, layout.shape),
             "exp_avg_sq": _stored_moment(f"{number}.2", layout.second_dtype, layout.shape),
         }
-    archive = encode_object(
-        {"state": entries, "param_groups": parameter_groups(state.settings, groups)}
-    )
+    archive = encode_object({"state": entries, "param_groups": parameter_groups(settings, groups)})
     file = OutputFile(OPTIMIZER_FILE, archive.nbytes, constant_ranges=archive.constant_ranges)
     locations: dict[str, Contiguous] = {}
     for name, key in keys.items():
@@ -140,16 +140,16 @@ def parameter_group(
     }
 
 
-def scheduler_file(state: AdamState) -> SmallFile:
+def scheduler_file(state: AdamState, settings: AdamSettings) -> SmallFile:
     """Return the state of `LambdaLR`. Trainer makes the function of the schedule from its own arguments."""
     archive = encode_object(
         {
-            "base_lrs": [state.settings.peak_lr] * NUM_GROUPS,
+            "base_lrs": [settings.peak_lr] * NUM_GROUPS,
             "last_epoch": state.step,
             "_step_count": state.step + 1,
             "_is_initial": False,
             "_get_lr_called_within_step": False,
-            "_last_lr": [state.settings.lr] * NUM_GROUPS,
+            "_last_lr": [settings.lr] * NUM_GROUPS,
             "lr_lambdas": [{} for _ in range(NUM_GROUPS)],
         }
     )

@@ -425,6 +425,8 @@ def _open_checkpoints(prepared: PreparedRun, exports: StepExports | None) -> Che
         "config": prepared.model_config,
         "mesh": str(sharding.mesh),
         "origin": prepared.start.origin(model_path),
+        # The start checkpoint may have another one.
+        "storage": table.storage,
     }
     if run.recipe.rules is not None:
         changes["rules"] = run.recipe.rules

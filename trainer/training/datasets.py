@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.span_corruption import SpanCorruptionDataset, SpanCorruptionTokenIds, sentinel_ids
 from trainer.data.store import MappedTokens
 from trainer.data.store_writer import make_cache
+from trainer.data.token_shards import complete_shards, is_complete, make_shards, open_shards
 from trainer.data.tokenize import (
     TokenizeConfig,
     TokenizeProgress,
@@ -27,7 +29,7 @@ from trainer.data.tokenize import (
     tokenize_files,
 )
 from trainer.data.tokenizer import load_tokenizer
-from trainer.distributed.hosts import writes_shared_folder
+from trainer.distributed.hosts import folder_processes
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.models.architecture import ArchConfig
 from trainer.models.errors import Key, PrepError, text, usage_error
@@ -46,6 +48,9 @@ from trainer.training.source_datasets import (
     train_selection,
 )
 
+# Names of exchanges between processes.
+MISSING_TOKENS = "tokens are missing"
+TOKEN_SHARDS = "token shards"
 CHAT = "chat"
 CONFIG_HINT = "correct the config.json of the source checkpoint, and convert it again"
 
@@ -450,9 +455,11 @@ def tokenize_in_group(
 ) -> MappedTokens:
     """Return the tokens of the configured files.
 
-    All processes call it together. Process 0 makes the tokens, and the first process of each host
-    that does not see its cache. All other processes wait, then open the tokens without reading the data
-    files. With a scratch folder, each process makes the tokens that are missing in the cache.
+    All processes call it together. If the hosts share the cache, the first process of each host
+    makes a share of the tokens. Otherwise process 0 makes them, and the first process of each host
+    without the cache of process 0. All other processes wait, then open the tokens without reading
+    the data files. With a scratch folder, each process makes the tokens that are missing in the
+    cache.
 
     Args:
         config: Files, tokenizer and cache.
@@ -468,7 +475,12 @@ def tokenize_in_group(
     if group.index == 0:
         _make_cache(config)
     tokens = None
-    if writes_shared_folder(config.cache, group):
+    processes = folder_processes(config.cache, group)
+    if processes.is_shared and len(processes.host_leaders) > 1:
+        tokens = _tokenize_on_hosts(
+            config, group, processes.host_leaders, progress=progress, note=note
+        )
+    elif group.index in processes.writers:
         tokens = tokenize_files(config, progress=progress, note=note)
     # Process 0 waits here until all tokens are complete. Other processes wait in the broadcast below.
     identities = group.gather("tokens", tokens.identity if tokens else "")
@@ -476,6 +488,38 @@ def tokenize_in_group(
         _check_equal(identities)
     identity = group.broadcast("identity of the tokens", tokens.identity if tokens else "")
     return tokens or open_tokens(config, identity, note=note)
+
+
+def _tokenize_on_hosts(
+    config: TokenizeConfig,
+    group: ProcessGroup,
+    leaders: Sequence[int],
+    *,
+    progress: TokenizeProgress,
+    note: Note,
+) -> MappedTokens | None:
+    """Return the tokens on process 0, and None elsewhere. The first process of each host makes a share."""
+    if group.index > 0:
+        has_work = group.broadcast(MISSING_TOKENS, "") == str(True)
+        if has_work and group.index in leaders:
+            # A host without the data files makes no share. Process 0 makes what is missing in the
+            # end, and reports the error of invalid data.
+            with suppress(PrepError):
+                job = open_shards(config, note)
+                share = leaders.index(group.index)
+                make_shards(job, share, len(leaders), progress=progress, note=note)
+        group.barrier(TOKEN_SHARDS)
+        return None
+    # Process 0 reads all files for their digests. The others find its plan.
+    job = open_shards(config, note)
+    has_work = not is_complete(job)
+    group.broadcast(MISSING_TOKENS, str(has_work))
+    if has_work:
+        make_shards(job, 0, len(leaders), progress=progress, note=note)
+    group.barrier(TOKEN_SHARDS)
+    if has_work:
+        make_shards(job, 0, 1, progress=progress, note=note)
+    return complete_shards(job, progress=progress, note=note).tokens
 
 
 def _make_cache(config: TokenizeConfig) -> None:

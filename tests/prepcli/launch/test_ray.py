@@ -56,7 +56,8 @@ def is_literal(node: ast.expr) -> bool:
 def test_driver_of_a_training_has_every_value():
     driver = ray_driver(TRAINING, with_defaults(RayOptions, TPUS), recipe_text="x = 'y'\n")
     assert call_arguments(driver, "RayCommand") == {
-        "words": ("train", "r/run.toml", "--set", "a='b'"),
+        "name": "train",
+        "arguments": ("--set", "a='b'"),
         "recipe_name": "run.toml",
         "recipe_text": "x = 'y'\n",
         "folder": "/shared",
@@ -140,9 +141,9 @@ class Recorded:
         """Record a call, with the text of a recipe as the third word of prep."""
         self.words = words[3:]
         self.env = options["env"]
-        recipe = Path(self.words[1])
-        if recipe.suffix == ".toml":
-            self.recipe = recipe.read_text()
+        for word in self.words:
+            if word.endswith(".toml"):
+                self.recipe = Path(word).read_text()
         return subprocess.CompletedProcess(words, self.code)
 
 
@@ -155,7 +156,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
 def test_worker_trains_with_a_copy_of_the_recipe(recorded: Recorded):
     command = RayCommand(
-        words=("train", "r/run.toml", "--force"), recipe_name="run.toml", recipe_text="x = 1\n"
+        name="train", arguments=("--force",), recipe_name="run.toml", recipe_text="x = 1\n"
     )
     assert command.run_together(1, 2, "10.0.0.1:5") == 0
     assert recorded.recipe == "x = 1\n"
@@ -169,24 +170,31 @@ def test_worker_trains_with_a_copy_of_the_recipe(recorded: Recorded):
 
 
 def test_worker_writes_its_share(recorded: Recorded):
-    command = RayCommand(words=("save-init", "m"))
+    command = RayCommand(name="save-init", arguments=("m",))
     command.run_share(1, 4)
     assert recorded.words == ["save-init", "--processes", "4/1", "m"]
     command.run_share(0, 1)
     assert recorded.words == ["save-init", "m"]
 
 
+def test_worker_shares_the_data_of_a_recipe(recorded: Recorded):
+    command = RayCommand(name="tokenize", recipe_name="run.toml", recipe_text="x = 1\n")
+    command.run_share(1, 4)
+    assert recorded.words[:3] == ["tokenize", "--processes", "4/1"]
+    assert recorded.recipe == "x = 1\n"
+
+
 @pytest.mark.parametrize("code", [75, -signal.SIGKILL, -signal.SIGTERM])
 def test_stopped_process_is_started_again(recorded: Recorded, code: int):
     recorded.code = code
     with pytest.raises(RestartError, match="resumes"):
-        RayCommand(words=("save-init", "m")).run_share(0, 1)
+        RayCommand(name="save-init", arguments=("m",)).run_share(0, 1)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 130, -signal.SIGINT])
 def test_other_exit_codes_end_the_job(recorded: Recorded, code: int):
     recorded.code = code
-    assert RayCommand(words=("save-init", "m")).run_share(0, 1) == code
+    assert RayCommand(name="save-init", arguments=("m",)).run_share(0, 1) == code
 
 
 def test_exit_code_of_a_job_is_the_first_failure():

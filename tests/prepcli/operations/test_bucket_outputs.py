@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from prepcli.execution import bucket_executor
 from prepcli.operations import conversion
 from prepcli.planning import object_files
 from prepcli.planning.object_files import plan_object_files
@@ -336,6 +337,37 @@ def test_an_output_does_not_overlap_its_source(site: StoreSite):
         error = site.run_prep(*words)["error"]
         assert (error["code"], "overlap" in error["what"]) == (2, True)
     assert site.writes() == []
+
+
+def test_processes_of_one_output_cannot_restart_it(site: StoreSite, home: Path):
+    arguments = (*words("save-init", home), "--out", "gs://bucket/out", "--restart")
+    error = site.run_prep(*arguments, "--processes", "2/0")["error"]
+    assert (error["code"], "several processes" in error["what"]) == (2, True)
+    assert site.writes() == []
+
+
+def test_a_missing_process_is_an_error(
+    site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bucket_executor, "PATIENCE_S", 1.0)
+    arguments = (*words("save-init", home), "--out", "gs://bucket/out")
+    for index, what in ((1, "process 0 is not running"), (0, "a process is not running")):
+        error = site.run_prep(*arguments, "--processes", f"2/{index}")["error"]
+        assert (error["what"], error["code"]) == (what, 75)
+    # One process completes what is left.
+    assert site.run_prep(*arguments)["ok"]
+    assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
+
+
+def test_a_failed_process_ends_the_others(site: StoreSite, home: Path):
+    arguments = (*words("export", home), "--out", "gs://bucket/out")
+    site.store.failing_requests = "PUT bucket/out/model-00001"
+    running = [site.start_prep(*arguments, "--processes", f"2/{index}") for index in range(2)]
+    errors = [finish(process)["error"]["what"] for process in running]
+    assert sorted(errors)[0] == "cannot write gs://bucket/out"
+    assert sorted(errors)[1].startswith("process ")
+    site.store.failing_requests = "\0"
+    assert site.run_prep(*arguments)["ok"]
 
 
 # Faults of stores

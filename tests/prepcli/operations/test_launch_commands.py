@@ -23,7 +23,7 @@ CONVERSIONS = [
     (["slurm", "--nodes", "4"], "srun --label --kill-on-bad-exit=0 --wait=300 prep save-init"),
     (["tpu", *TPU], "prep save-init ./model --mesh 1,2,1"),
     (["gke", *GKE, "--nodes", "4"], "exec prep save-init ./model --mesh 1,2,1"),
-    (["ray", "--workers", "4", "--folder", "/shared"], "words=('save-init', './model', "),
+    (["ray", "--workers", "4", "--folder", "/shared"], "name='save-init',"),
 ]
 REFUSED = [  # words after `prep launch slurm`; error, hint
     (["--", "save-init", "./model", "--messh", "1,2,1"], "no option `--messh`", "--mesh"),
@@ -36,6 +36,8 @@ REFUSED = [  # words after `prep launch slurm`; error, hint
     (["--", "train"], "no recipe was given", "`prep train RECIPE`"),
     (["--", "train", "--force", "recipe.toml"], "the recipe must follow", "train recipe.toml"),
     (["recipe.toml", "--", "--stepz", "3"], "no option `--stepz`", ""),
+    (["recipe.toml", "--", "--lr", "3"], "no option `--lr`", "--set optimizer.lr=3"),
+    (["recipe.toml", "--nodes", "2", "--", "--lr", "3", "--wd", "1"], "and 1 other", "--set"),
     (["recipe.toml", "extra"], "extra", ""),
     (["--", *SAVE_INIT, "--processes", "4/0"], "`--processes` cannot be given", "remove"),
     (["--nodes", "2", "--", "inspect", "m"], "`prep inspect` runs in one process", "--nodes 1"),
