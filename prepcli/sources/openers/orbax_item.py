@@ -19,7 +19,7 @@ from prepcli.formats.manifest import (
     Manifest,
     find_manifest_folder,
 )
-from prepcli.formats.orbax import METADATA_FILE, dotted_name, find_item
+from prepcli.formats.orbax import METADATA_FILE, dotted_name, find_item, item_metadata_file
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.untrusted import quote_name, read_small_file
@@ -29,6 +29,7 @@ from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, RootScale, SourceFile
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray
+from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.model_family import select_family
 from prepcli.sources.openers.orbax_state import (
     MomentTrees,
@@ -50,9 +51,7 @@ from prepcli.sources.source import (
 )
 from prepcli.sources.source_hints import SourceHints
 from prepcli.sources.tree_tensors import (
-    ForeignTree,
     StoredLeaf,
-    match_foreign_tree,
     split_tower_leaves,
     tensors_from_manifest,
     tower_tensors,
@@ -202,7 +201,7 @@ def _open_foreign_item(
         tensors = verbatim_tensors(leaves)
         extra_entries = _non_arrays(item)
     else:
-        tree = match_foreign_tree(leaves, family, config, display_name)
+        tree = match_foreign_tree(leaves, family, config, display_name, layout=hints.layout)
         if _has_state(hints, manifest):
             moments = match_moment_trees(leaves, family, config, display_name)
         if hints.keeps_scales and manifest is not None and manifest.lost_values:
@@ -212,7 +211,7 @@ def _open_foreign_item(
             # The layout is known only after the match. The leaves with a scale are then read through it.
             scales = _root_scales(tree, manifest, display_name)
             blobs, leaves = stored_leaves(item, scales | moment_scales(moments))
-            tree = match_foreign_tree(leaves, family, config, display_name)
+            tree = match_foreign_tree(leaves, family, config, display_name, layout=hints.layout)
             if moments is not None:
                 moments = match_moment_trees(leaves, family, config, display_name)
         names = tree.names
@@ -355,7 +354,7 @@ def _file_stamps(item: OrbaxItem, settings: bytes) -> tuple[SourceFile, ...]:
 
 def _watched_files(item: OrbaxItem) -> tuple[Path, ...]:
     """Return the files to watch for changes: data files, or the metadata of an item with all values in its index."""
-    return item.files or (item.folder / METADATA_FILE,)
+    return item.files or (item.folder / (item_metadata_file(item.folder) or METADATA_FILE),)
 
 
 def stored_leaves(
