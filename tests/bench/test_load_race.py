@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import prepcli as prep
+from bench import load_race
 from bench.load_race import Race, RaceRow, matrices_of, race_text, run_race, serve_bucket
 from bench.race_loaders import COLUMNS, ROWS, SPLITS, Job, leaf_index, shard_index, word_sum
 from bench.throttled_store import Traffic, serve_throttled
@@ -129,6 +130,12 @@ def test_loader_that_fails_is_a_row_with_its_error(race: Race):
     row = run_race(race, "Orbax, item", 1, ROWS, kill=False)
     assert row.error != ""
     assert "error" in race_text([row])
+
+
+def test_load_ends_before_memory_is_exhausted(race: Race, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(load_race, "MIN_AVAILABLE_NBYTES", 1 << 60)
+    row = run_race(race, "TensorStore, item", 1, ROWS, kill=False)
+    assert "the machine has no more" in row.error
 
 
 def test_other_values_are_an_error(race: Race):
