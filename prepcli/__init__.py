@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from prepcli.operations.inspect import inspect
     from prepcli.operations.inspection_options import (
         ChainOptions,
+        InspectOptions,
         LockOptions,
         LogitsOptions,
         PlanOptions,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     )
     from prepcli.operations.load_params import load_params
     from prepcli.operations.lock import lock
+    from prepcli.operations.map_options import ExportMapOptions, MapOptions
     from prepcli.operations.merge import merge
     from prepcli.operations.options import (
         ConversionOptions,
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
         Inspection,
         LockedModel,
         LogitComparison,
+        MapSuggestion,
         NewTokens,
         OldAndNew,
         PromptComparison,
@@ -80,15 +83,21 @@ if TYPE_CHECKING:
         TensorDifference,
         TensorDistance,
         TensorSummary,
+        Tokenization,
+        TokenizedData,
         TrainingRun,
         Verification,
     )
     from prepcli.operations.roundtrip import roundtrip
     from prepcli.operations.save_init import reshard, save_init
     from prepcli.operations.save_params import save_params
+    from prepcli.operations.suggest_map import suggest_map
+    from prepcli.operations.suggestion_options import SuggestMapOptions
     from prepcli.operations.token_options import AddTokensOptions, RemoveTokensOptions
+    from prepcli.operations.tokenize import tokenize_shard
     from prepcli.operations.towers_options import TowersOptions
     from prepcli.operations.train import train
+    from prepcli.operations.training_state_options import TrainingStateOptions
     from prepcli.operations.verify import verify
     from prepcli.operations.verify_logits import verify_logits
     from prepcli.planning.plan import Plan
@@ -111,15 +120,19 @@ __all__ = [
     "EvaluateOptions",
     "Evaluation",
     "EvaluationScores",
+    "ExportMapOptions",
     "ExportOptions",
     "GenerateOptions",
     "Generation",
+    "InspectOptions",
     "Inspection",
     "LayoutOptions",
     "LockOptions",
     "LockedModel",
     "LogitComparison",
     "LogitsOptions",
+    "MapOptions",
+    "MapSuggestion",
     "MergeOptions",
     "ModuleOptions",
     "NewRowOptions",
@@ -143,12 +156,16 @@ __all__ = [
     "SaveInitOptions",
     "SourceOptions",
     "StepPlan",
+    "SuggestMapOptions",
     "TensorDifference",
     "TensorDistance",
     "TensorSummary",
+    "Tokenization",
+    "TokenizedData",
     "TowersOptions",
     "TrainOptions",
     "TrainingRun",
+    "TrainingStateOptions",
     "UsageError",
     "VerbatimOptions",
     "Verification",
@@ -175,7 +192,9 @@ __all__ = [
     "roundtrip",
     "save_init",
     "save_params",
+    "suggest_map",
     "to_hf_flax",
+    "tokenize_shard",
     "train",
     "verify",
     "verify_chain",
@@ -204,9 +223,13 @@ _MODULES = {
     ),
     "prepcli.operations.token_options": ("AddTokensOptions", "RemoveTokensOptions"),
     "prepcli.operations.towers_options": ("TowersOptions",),
+    "prepcli.operations.training_state_options": ("TrainingStateOptions",),
+    "prepcli.operations.map_options": ("ExportMapOptions", "MapOptions"),
+    "prepcli.operations.suggestion_options": ("SuggestMapOptions",),
     "prepcli.operations.inspect": ("inspect",),
     "prepcli.operations.inspection_options": (
         "ChainOptions",
+        "InspectOptions",
         "LockOptions",
         "LogitsOptions",
         "PlanOptions",
@@ -225,6 +248,7 @@ _MODULES = {
             "EvaluationScores",
             "Generation",
             "Inspection",
+            "MapSuggestion",
             "LockedModel",
             "LogitComparison",
             "NewTokens",
@@ -235,7 +259,8 @@ _MODULES = {
             "RunsReport",
             "StepPlan",
         ),
-        *("TensorDifference", "TensorDistance", "TensorSummary", "TrainingRun", "Verification"),
+        *("TensorDifference", "TensorDistance", "TensorSummary", "Tokenization", "TokenizedData"),
+        *("TrainingRun", "Verification"),
     ),
     "prepcli.console.observer": ("Observer",),
     "prepcli.console.progress": ("Progress",),
@@ -251,8 +276,10 @@ _MODULES = {
     "prepcli.operations.pad_vocab": ("pad_vocab",),
     "prepcli.operations.remove_tokens": ("remove_tokens",),
     "prepcli.operations.roundtrip": ("roundtrip",),
+    "prepcli.operations.suggest_map": ("suggest_map",),
     "prepcli.operations.save_init": ("reshard", "save_init"),
     "prepcli.operations.save_params": ("save_params",),
+    "prepcli.operations.tokenize": ("tokenize_shard",),
     "prepcli.operations.train": ("train",),
     "prepcli.operations.verify": ("verify",),
     "prepcli.operations.verify_logits": ("verify_logits",),

@@ -83,7 +83,18 @@ PURE_MODULES = {
     "trainer.files.json_values",
     *(
         f"prepcli.launch.{name}"
-        for name in ("job", "options", "shell", "slurm", "tpu", "gke", "hardware")
+        for name in (
+            "job",
+            "options",
+            "shell",
+            "ray",
+            "sky",
+            "slurm",
+            "tpu",
+            "command",
+            "gke",
+            "hardware",
+        )
     ),
     "trainer.planning.tpu_topologies",
 }
@@ -92,17 +103,9 @@ COMPUTES = {
     *(
         f"prepcli.training_runs.{name}"
         for name in (
-            *("checks", "environment", "export", "metrics", "observe", "prepare"),
-            *(
-                "processes",
-                "recipe_data",
-                "remote_data",
-                "run",
-                "start",
-                "storage",
-                "summary",
-                "train",
-            ),
+            *("checks", "continued_state", "environment", "export", "metrics", "observe"),
+            *("prepare", "processes", "recipe_data", "remote_data", "run", "start", "storage"),
+            *("summary", "train"),
         )
     ),
     *(
@@ -122,6 +125,7 @@ COMPUTES = {
             "save_params",
             "target_metrics",
             "token_stream",
+            "tokenize",
             "train",
             "verify_logits",
         )

@@ -212,13 +212,22 @@ def options_of(command: str) -> set[str]:
     return options
 
 
+def check_options(command: str, words: str) -> None:
+    """Check that a command has the options among words."""
+    for option in re.findall(r"--[a-z-]+", words):
+        assert option in options_of(command), f"prep {command} {option}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_in_the_text_exist(page: Path) -> None:
     pattern = r"`prep ((?:launch )?[a-z][a-z-]*)?([^`]*)`"
     for command, rest in re.findall(pattern, page.read_text()):
-        options = options_of(command)
-        for option in re.findall(r"--[a-z-]+", rest):
-            assert option in options, f"prep {command} {option}"
+        # `prep launch ENGINE -- COMMAND`: the words after `--` are those of another command.
+        own, _, launched = rest.partition(" -- ")
+        check_options(command, own)
+        name, _, words = launched.partition(" ")
+        if name in command_group().commands:
+            check_options(name, words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -15,8 +15,10 @@ from prepcli.operations import (
     compute_options,
     data_options,
     inspection_options,
+    map_options,
     options,
     results,
+    suggestion_options,
     token_options,
     towers_options,
 )
@@ -37,6 +39,7 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.save_init": "",
     "prepcli.operations.export": "",
     "prepcli.operations.merge": "",
+    "prepcli.operations.suggest_map": "",
     "prepcli.operations.verify": "Check",
     "prepcli.operations.verify_logits": "",
     "prepcli.operations.lock": "",
@@ -47,6 +50,7 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.generate": "",
     "prepcli.operations.train": "",
     "prepcli.operations.batches": "Read training data",
+    "prepcli.operations.tokenize": "",
     "prepcli.operations.evaluate": "Evaluate",
     "prepcli.operations.harness_model": "Standard tasks",
     "prepcli.operations.plan": "Plan",
@@ -58,9 +62,11 @@ OPTION_MODULES = (
     options,
     token_options,
     towers_options,
+    map_options,
     compute_options,
     data_options,
     inspection_options,
+    suggestion_options,
 )
 MAX_LINE = 100  # a longer signature has one line per parameter
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:[ \t]+\S.*\n?|\n)+)", re.MULTILINE)

@@ -6,7 +6,7 @@ import io
 from contextlib import redirect_stdout
 
 from prepcli.cli.main import main
-from prepcli.cli.root import COMMANDS, LAUNCH_COMMANDS, command_name
+from prepcli.cli.root import COMMANDS, LAUNCH_COMMANDS, MAP_COMMANDS, command_name
 
 HEAD = """# Commands
 
@@ -18,6 +18,7 @@ For users who look up an option: the output of `--help` for every command. This 
 def cli_page() -> str:
     """Return the page: the help text of every command, in the order of `prep --help`."""
     names = [command_name(command) for command in COMMANDS]
+    names += [f"map {command.__name__}" for command in MAP_COMMANDS]
     names += [f"launch {command.__name__}" for command in LAUNCH_COMMANDS]
     return "\n".join(
         [HEAD, *(f"## prep {name}\n\n```text\n{_help_text(name)}\n```\n" for name in names)]

@@ -7,33 +7,41 @@ from typing import Annotated
 
 import typer
 
+from prepcli.cli.launched import launched_command
 from prepcli.cli.option_groups import OutputOptions, expand_option_groups
 from prepcli.cli.options import complete_recipe
 from prepcli.launch.options import (
     GkeOptions,
     LocalOptions,
+    RayOptions,
+    SkyOptions,
     SlurmOptions,
     TpuOptions,
 )
 
 RecipeArgument = Annotated[
-    Path,
+    Path | None,
     typer.Argument(
         metavar="RECIPE",
-        help="Recipe: a TOML file, or the name of one of `prep recipes`.",
+        help="Recipe of a training: a TOML file, or the name of one of `prep recipes`.",
         autocompletion=complete_recipe,
         show_default=False,
     ),
 ]
 WordsArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="-- WORDS", help="Pass these words to prep train.", show_default=False),
+    typer.Argument(
+        metavar="-- WORDS",
+        help="With RECIPE: words of prep train. Without: a command of prep and its words.",
+        show_default=False,
+    ),
 ]
 
 
 @expand_option_groups
 def slurm(
-    recipe: RecipeArgument,
+    context: typer.Context,
+    recipe: RecipeArgument = None,
     words: WordsArgument = None,
     *,
     options: SlurmOptions,
@@ -42,43 +50,52 @@ def slurm(
     """Write a SLURM batch script, or submit it.
 
     The job saves and stops before its time limit. SLURM then requeues it, and it resumes.
+    With --array, each task of a job array writes its share of a conversion.
 
     Examples:
       prep launch slurm llama-13b --nodes 2 --devices-per-node 8
       prep launch slurm run.toml --nodes 4 --time 24:00:00 --module cuda --submit
       prep launch slurm run.toml --setup 'source env/bin/activate' -- --set seed=1
+      prep launch slurm --array 8 -- save-init llama-13b --mesh 1,64,4
     """
     from prepcli.operations.launch import launch_slurm
     from prepcli.rendering.launch import script_report
 
+    command = launched_command(context, recipe, words or ())
     ui = output_options.open_console("launch")
-    return ui.finish(script_report(launch_slurm(recipe, words or (), **options)))
+    return ui.finish(script_report(launch_slurm(command, **options)))
 
 
 @expand_option_groups
 def tpu(
-    recipe: RecipeArgument,
+    context: typer.Context,
+    recipe: RecipeArgument = None,
     words: WordsArgument = None,
     *,
     options: TpuOptions,
     output_options: OutputOptions,
 ) -> int:
-    """Write a script that creates a Cloud TPU and trains on it, or run it.
+    """Write a script that creates a Cloud TPU and runs a command on it, or run it.
+
+    Commands without a mesh run on the first host.
 
     Examples:
       prep launch tpu run.toml --accelerator v5p-512 --zone us-east5-a
       prep launch tpu run.toml --accelerator v4-64 --zone us-central2-b --spot
+      prep launch tpu --accelerator v4-8 --zone us-central2-b -- eval m --data d
     """
     from prepcli.operations.launch import launch_tpu
     from prepcli.rendering.launch import script_report
 
+    command = launched_command(context, recipe, words or ())
     ui = output_options.open_console("launch")
-    return ui.finish(script_report(launch_tpu(recipe, words or (), **options)))
+    return ui.finish(script_report(launch_tpu(command, **options)))
 
 
 @expand_option_groups
 def gke(
-    recipe: RecipeArgument,
+    context: typer.Context,
+    recipe: RecipeArgument = None,
     words: WordsArgument = None,
     *,
     options: GkeOptions,
@@ -89,33 +106,88 @@ def gke(
     Examples:
       prep launch gke run.toml --image I --devices-per-node 8 --claim runs
       prep launch gke run.toml --image I --devices-per-node 8 -- --out gs://B/RUN
+      prep launch gke --image I --nodes 4 --claim runs -- save-init llama-13b
     """
     from prepcli.operations.launch import launch_gke
     from prepcli.rendering.launch import script_report
 
+    command = launched_command(context, recipe, words or ())
     ui = output_options.open_console("launch")
-    return ui.finish(script_report(launch_gke(recipe, words or (), **options)))
+    return ui.finish(script_report(launch_gke(command, **options)))
+
+
+@expand_option_groups
+def sky(
+    context: typer.Context,
+    recipe: RecipeArgument = None,
+    words: WordsArgument = None,
+    *,
+    options: SkyOptions,
+    output_options: OutputOptions,
+) -> int:
+    """Write a managed job of SkyPilot, or submit it.
+
+    SkyPilot starts the job again after a preemption, and it resumes.
+
+    Examples:
+      prep launch sky run.toml --accelerator tpu-v5p-8 -- --out gs://B/RUN
+      prep launch sky --spot -- export gs://B/RUN --out gs://B/MODEL
+    """
+    from prepcli.operations.launch import launch_sky
+    from prepcli.rendering.launch import script_report
+
+    command = launched_command(context, recipe, words or ())
+    ui = output_options.open_console("launch")
+    return ui.finish(script_report(launch_sky(command, **options)))
+
+
+@expand_option_groups
+def ray(
+    context: typer.Context,
+    recipe: RecipeArgument = None,
+    words: WordsArgument = None,
+    *,
+    options: RayOptions,
+    output_options: OutputOptions,
+) -> int:
+    """Write the driver of a Ray job, or submit it.
+
+    Training runs in JaxTrainer of Ray Train. Conversions run as tasks with a share each.
+
+    Examples:
+      prep launch ray run.toml --workers 4 --gpus 8 --folder /shared/runs
+      prep launch ray --workers 4 --folder /shared -- save-init llama-13b
+    """
+    from prepcli.operations.launch import launch_ray
+    from prepcli.rendering.launch import script_report
+
+    command = launched_command(context, recipe, words or ())
+    ui = output_options.open_console("launch")
+    return ui.finish(script_report(launch_ray(command, **options)))
 
 
 @expand_option_groups
 def local(
-    recipe: RecipeArgument,
+    context: typer.Context,
+    recipe: RecipeArgument = None,
     words: WordsArgument = None,
     *,
     options: LocalOptions,
     output_options: OutputOptions,
 ) -> int:
-    """Train in several processes with CPU devices on this machine.
+    """Run a command in several processes with CPU devices on this machine.
 
     A line that begins with [1] is from process 1. A signal stops all processes.
 
     Examples:
       prep launch local recipe.toml --processes 2 --devices 4
       prep launch local recipe.toml -- --set train.steps=10
+      prep launch local --processes 4 -- save-init ./my-model --mesh 1,1,8
     """
     from prepcli.operations.launch import launch_local
     from prepcli.rendering.launch import local_report
 
+    command = launched_command(context, recipe, words or ())
     ui = output_options.open_console("launch")
-    training = launch_local(recipe, words or (), ui, quiet=output_options.quiet, **options)
-    return ui.finish(local_report(training))
+    job = launch_local(command, ui, quiet=output_options.quiet, **options)
+    return ui.finish(local_report(job))

@@ -145,6 +145,10 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
     message: str = format_message()
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else f"prep {command}".strip()
+    if context is not None and context.info_name == "train" and "--" in args:
+        # `prep launch ENGINE RECIPE -- WORDS`: only the words are those of `prep train`.
+        command = "train"
+        args = args[args.index("--") + 1 :]
     if match := re.match(r"No such command ['\"](.+?)['\"]", message):
         suggestion = suggest(match[1], getattr(getattr(context, "command", None), "commands", ()))
         hint = f"did you mean `{suggestion}`?" if suggestion else f"`{path} --help`"

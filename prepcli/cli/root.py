@@ -45,11 +45,14 @@ from prepcli.cli.conversion import (
 from prepcli.cli.docs import docs
 from prepcli.cli.evaluation import evaluate
 from prepcli.cli.inspection import check_family, demo, env, inspect, lock, models, roundtrip, verify
-from prepcli.cli.launch import gke, local, slurm, tpu
+from prepcli.cli.launch import gke, local, ray, sky, slurm, tpu
+from prepcli.cli.launched import LaunchCommand
+from prepcli.cli.maps import suggest
 from prepcli.cli.plan import plan
 from prepcli.cli.recipes import recipes
 from prepcli.cli.report import report
 from prepcli.cli.strict import OneProcessCommand, StrictCommand
+from prepcli.cli.tokenize import tokenize
 from prepcli.cli.train import generate, train
 from prepcli.console.job_errors import label_errors, process_of
 from prepcli.console.ui import version
@@ -59,12 +62,13 @@ from prepcli.execution.signals import Interrupted, notes_of
 COMMANDS = (  # in the order of `--help`
     *(pad_vocab, add_tokens, remove_tokens),
     *(save_init, reshard, export, merge, verify, lock, roundtrip, inspect),
-    *(plan, train, report, evaluate, generate),
+    *(plan, tokenize, train, report, evaluate, generate),
     *(demo, docs, models, recipes, check_family, env),
 )
 # Names of commands, where they differ from the name of the function.
 COMMAND_NAMES = {evaluate: "eval"}
-LAUNCH_COMMANDS = (slurm, tpu, gke, local)
+LAUNCH_COMMANDS = (slurm, tpu, gke, sky, ray, local)
+MAP_COMMANDS = (suggest,)
 # The page of `prep docs` about each command.
 GUIDES = {
     "pad-vocab": "pad",
@@ -79,6 +83,7 @@ GUIDES = {
     "roundtrip": "prove",
     "inspect": "convert",
     "plan": "plan",
+    "tokenize": "tokenize",
     "train": "train",
     "report": "train",
     "eval": "evaluate",
@@ -88,9 +93,12 @@ GUIDES = {
     "recipes": "train",
     "check-family": "add-a-family",
     "env": "launchers",
+    "suggest": "map",
     "slurm": "slurm",
     "tpu": "tpu-pod",
     "gke": "gke",
+    "sky": "sky",
+    "ray": "ray",
     "local": "several-processes",
 }
 # Several processes must not run these commands. Conversions and `train` divide their work, and all others only read.
@@ -167,13 +175,19 @@ def _help_text(command: Callable[..., int]) -> str:
 
 
 launch_app = typer.Typer(
-    help="Start prep train on several hosts or in several processes.", rich_markup_mode=None
+    help="Start a command on a cluster, or in several processes.", rich_markup_mode=None
 )
 for command in LAUNCH_COMMANDS:
-    launch_app.command(cls=StrictCommand, help=_help_text(command))(command)
+    launch_app.command(cls=LaunchCommand, help=_help_text(command))(command)
+map_app = typer.Typer(
+    help="Propose maps between the tensors of checkpoints.", rich_markup_mode=None
+)
+for command in MAP_COMMANDS:
+    map_app.command(cls=StrictCommand, help=_help_text(command))(command)
 for command in COMMANDS:
     command_class = OneProcessCommand if command in ONE_PROCESS_COMMANDS else StrictCommand
     app.command(command_name(command), cls=command_class, help=_help_text(command))(command)
+app.add_typer(map_app, name="map")
 app.add_typer(launch_app, name="launch")
 
 

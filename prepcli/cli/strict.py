@@ -15,7 +15,8 @@ from prepcli.planning.shares import launcher_share
 # Limit of numbers in options: sizes in bytes computed from them must fit the integers of every library.
 MAX_INTEGER = (1 << 63) - 1
 MAX_SHOWN_DIGITS = 41
-FREE_TEXT_OPTIONS = ("prompts",)  # options whose value is free text, which may be empty
+# Parameters with free text, which may be empty. The command of `prep launch` checks its own words.
+FREE_TEXT_OPTIONS = ("prompts", "words")
 
 
 class StrictCommand(TyperCommand):

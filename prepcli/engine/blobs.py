@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from prepcli.engine.chunk_cache import DEFAULT_CACHE_NBYTES, ChunkCache
 from prepcli.engine.files import PAGE, ByteArray, Files
 from prepcli.planning.strided_copies import StridedCopy
@@ -39,6 +41,26 @@ class Blob(Protocol):
     def open(self) -> BlobReader:
         """Return a reader of the bytes."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBlob:
+    """A few bytes in memory."""
+
+    name: str
+    content: bytes
+
+    def open(self) -> MemoryBlob:
+        """Return the blob itself."""
+        return self
+
+    def read_at(self, offset: int, into: ByteArray) -> None:
+        """Fill `into` with the bytes from `offset` on."""
+        data = self.content[offset : offset + into.size]
+        into[:] = np.frombuffer(data, np.uint8)
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 @runtime_checkable

@@ -37,7 +37,7 @@ class Budget:
     def cache_nbytes(self) -> int:
         """Memory for decoded chunks: the limit without buffers and half of the bookkeeping reserve."""
         free_nbytes = self.nbytes - self.buffer_count * (self.slab_nbytes + 2 * PAGE)
-        return free_nbytes - min(free_nbytes, _bookkeeping_nbytes(self.nbytes)) // 2
+        return free_nbytes - min(free_nbytes, bookkeeping_nbytes(self.nbytes)) // 2
 
 
 def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, kept_nbytes: int = 0) -> Budget:
@@ -60,7 +60,7 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, kept_nbytes: int = 0
         UsageError: The limit is too small.
     """
     check_memory(nbytes, f"{nbytes // MIB}MiB")
-    reserved_nbytes = _bookkeeping_nbytes(nbytes)
+    reserved_nbytes = bookkeeping_nbytes(nbytes)
     usable_nbytes = nbytes - reserved_nbytes - max(0, kept_nbytes - reserved_nbytes // 4)
     if usable_nbytes < MIN_BUFFERS_NBYTES:
         needed_nbytes = MIN_MEMORY_NBYTES + 2 * kept_nbytes
@@ -117,7 +117,7 @@ def parse_memory(limit: int | str) -> int:
     return nbytes
 
 
-def _bookkeeping_nbytes(nbytes: int) -> int:
+def bookkeeping_nbytes(nbytes: int) -> int:
     """Return the part of a memory limit reserved for the plan and the index."""
     return min(nbytes // 4, 64 * MIB)
 

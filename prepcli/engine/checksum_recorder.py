@@ -39,17 +39,19 @@ class ChecksumRecorder:
     `sums` has the checksum of each block, by block number.
     """
 
-    def __init__(self, path: Path, extents: Sequence[ChunkExtent]) -> None:
+    def __init__(self, path: Path | None, extents: Sequence[ChunkExtent]) -> None:
         """Load the checksums that an earlier run saved in `path`, if the file is intact.
 
         Args:
-            path: File in which checksums are saved.
+            path: File in which checksums are saved. None if they stay in memory.
             extents: Positions of the output's chunks in files, sorted by file and offset.
         """
         self._path = path
         self._extents = extents
         self._starts = [(extent.file, extent.offset) for extent in extents]
-        self.sums = load_checksums(path, count_blocks(extents))
+        self.sums: ChecksumArray = np.zeros(count_blocks(extents), np.uint64)
+        if path is not None:
+            self.sums = load_checksums(path, self.sums.size)
         # Number of a partly hashed block -> hash state, next byte of the chunk
         self._open: dict[int, tuple[xxhash.xxh3_64, int]] = {}
 
@@ -118,6 +120,7 @@ class ChecksumRecorder:
         """Save the checksums for a later run, or for the process that finishes the output."""
         # The journal's next line follows this rename. A kill between the two leaves checksums of bytes
         # that the journal does not list, and a later run writes the same bytes again.
+        assert self._path is not None  # the caller has a file
         temporary = self._path.with_name(f"{self._path.name}.new")
         data = self.sums.astype(CHECKSUM_DTYPE).tobytes()
         try:

@@ -85,6 +85,19 @@ class RunReader(Protocol):
         ...
 
 
+class RunWriter(Protocol):
+    """A writer of runs to numbered files or objects."""
+
+    @property
+    def needs_alignment(self) -> bool:
+        """Whether the data of a write must have the page offset of its first byte in the file."""
+        ...
+
+    def write(self, copies: Sequence[StridedCopy], data: ByteArray) -> None:
+        """Write all runs of the copies from `data`, where they are packed one after another. Raises PrepError."""
+        ...
+
+
 class Files:
     """Numbered files to read or write.
 
@@ -130,6 +143,11 @@ class Files:
         if not self._is_kept_open:
             self._direct = [-1] * len(self.paths)
         self.policy = WritePolicy(sum(self._sizes), has_direct=any(fd >= 0 for fd in self._direct))
+
+    @property
+    def needs_alignment(self) -> bool:
+        """Whether writes may use direct I/O, which needs buffers with the page offset of the file."""
+        return self.policy.needs_alignment
 
     def _open_file(self, path: Path, flags: int, size: int | None) -> None:
         """Open a file for buffered and for direct I/O, and allocate its size."""

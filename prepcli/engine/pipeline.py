@@ -21,7 +21,7 @@ from prepcli.engine.background_sync import BackgroundSync, SyncPoint
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
 from prepcli.engine.casts import StreamDigest, ValueTransform
 from prepcli.engine.checksum_recorder import ChecksumRecorder
-from prepcli.engine.files import PAGE, ByteArray, Files, RunReader
+from prepcli.engine.files import PAGE, ByteArray, Files, RunReader, RunWriter
 from prepcli.engine.fills import FillGenerator, mean_source_number
 from prepcli.engine.journal import Journal, StreamPrefix
 from prepcli.engine.low_rank import value_change
@@ -129,7 +129,7 @@ class Pipeline:
         streams: Sequence[Stream],
         source: RunReader,
         *,
-        sink: Files | None,
+        sink: RunWriter | None,
         budget: Budget,
         progress: Progress,
         journal: Journal | None = None,
@@ -141,7 +141,7 @@ class Pipeline:
         Args:
             streams: The streams, in order.
             source: Reader of the source files.
-            sink: Files to write, or None to digest the streams only.
+            sink: Writes the bytes, or None to digest the streams only.
             budget: Memory budget.
             progress: Receives the number of moved bytes.
             journal: Records durable bytes, or None to not resume.
@@ -177,7 +177,7 @@ class Pipeline:
         self.change: ValueTransform | None = None
         # Of the write stage: the next sync point
         self.background_sync: BackgroundSync | None = None
-        if sink is not None and journal is not None:
+        if isinstance(sink, Files) and journal is not None:
             self.background_sync = BackgroundSync(
                 sink,
                 journal,
@@ -263,7 +263,7 @@ class Pipeline:
 
     def _make_task(self, slab: Slab) -> _SlabTask:
         """Return the task of a slab, with buffers from the pool."""
-        is_aligned = self.sink is None or self.sink.policy.needs_alignment
+        is_aligned = self.sink is None or self.sink.needs_alignment
         is_gathered = needs_gather(slab, is_aligned)
         has_copies = needs_permute(slab.reads) or slab.changes_values or is_gathered
         buffers = self.buffers.acquire(2 if has_copies else 1)

@@ -17,13 +17,13 @@ from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.planning.plan import RootScale
 
 
-def scale_values(values: np.ndarray, number: int) -> np.ndarray:
-    """Divide values by the square root of a number. They keep their dtype.
+def scale_values(values: np.ndarray, number: int, power: int = 1) -> np.ndarray:
+    """Divide values by a power of the square root of a number. They keep their dtype.
 
     >>> scale_values(np.array([1, 8], np.float32), 16)
     array([0.25, 2.  ], dtype=float32)
     """
-    return _multiply(values, 1 / math.sqrt(number))
+    return _multiply(values, _root_power(number, -power))
 
 
 def unscale_values(values: np.ndarray, scale: RootScale) -> np.ndarray:
@@ -38,11 +38,20 @@ def unscale_values(values: np.ndarray, scale: RootScale) -> np.ndarray:
     Returns:
         The values before the scale, in the dtype of `values`.
     """
-    products = _multiply(values, math.sqrt(scale.number))
+    products = _multiply(values, _root_power(scale.number, scale.power))
     if not scale.significant:
         return products
     rounded = round_to_dtype(_widen(products), numpy_dtype(scale.significant))
     return rounded.astype(values.dtype)
+
+
+def _root_power(number: int, power: int) -> float:
+    """Return a power of the square root of a number."""
+    if power % 2 == 0:
+        return float(number) ** (power // 2)
+    if power < 0:
+        return 1 / math.sqrt(number) ** -power
+    return math.sqrt(number) ** power
 
 
 def _multiply(values: np.ndarray, factor: float) -> np.ndarray:
@@ -84,7 +93,7 @@ class StreamScale(ValueTransform):
         wide = values.astype(self._wide, copy=False)
         cast = round_to_dtype(wide, self._target)
         self._unscaled_state.update(cast.view(np.uint8).data)
-        out[...] = scale_values(cast, self._scale.number)
+        out[...] = scale_values(cast, self._scale.number, self._scale.power)
         restored = unscale_values(out, self._scale)
         bits = f"u{self._target.itemsize}"
         self._lost += int(np.count_nonzero(cast.view(bits) != restored.view(bits)))

@@ -10,8 +10,6 @@ import base64
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -25,22 +23,21 @@ from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.engine.pipeline import Pipeline
 from prepcli.errors import RESUME_HINT, DamagedError
-from prepcli.execution.block_checksums import checksum_recorder
+from prepcli.execution.bucket_publication import write_last_objects
 from prepcli.execution.execute import make_run_identity, plan_digest
-from prepcli.execution.finalize import finalize_output
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.resume import readback_stream
 from prepcli.execution.run_notes import decode_record, encode_record
 from prepcli.execution.run_storage import StepSave
-from prepcli.execution.staging import WORK_FOLDER, Staging
+from prepcli.execution.staging import WORK_FOLDER
 from prepcli.execution.step_writer import MEMORY_NBYTES
-from prepcli.execution.uploads import COMMIT_MARKER
 from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.planning.chunk_extents import chunk_extents
 from prepcli.planning.plan import OutputLeaf, Stream
 from prepcli.planning.process_files import ChunkIndex, LeafGroup, ProcessFiles
 from prepcli.planning.shares import divide_streams, subplan
 from prepcli.planning.strided_copies import StridedCopy
-from prepcli.remote.conditional_objects import publish_file
+from prepcli.remote.conditional_objects import publish_content
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.placeholders import read_all
 from prepcli.remote.remote_files import ReadAheadCache, RemoteBlob, RemoteFile
@@ -50,7 +47,7 @@ from trainer.models.checkpoint_store import HostLeaf, HostShard
 from trainer.models.json_types import JsonObject
 
 NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step holds the digests and checksums of process I
-NUM_THREADS = 8  # concurrent requests for small objects
+NUM_THREADS = 32  # concurrent requests for small objects
 
 Shards = list[tuple[Box, np.ndarray]]  # fetched shards of a leaf, with their boxes
 
@@ -83,27 +80,22 @@ class BucketStep:
         name = self.save.name
         # Objects are visible at once, but no reader opens a step without its manifest. A kill at any
         # time before `_publish` uploads it leaves objects that the next start deletes.
-        with TemporaryDirectory(prefix="prep-save-") as folder:
-            stage = Staging(Path(folder) / str(self.save.step))
-            stage.work.mkdir(parents=True)
-            checksums = checksum_recorder(self.files.plan, stage, index=group.index)
-            assert checksums is not None  # the plan has leaves
-            digests: dict[int, str] = {}
-            with joint_work(group, f"{name}-written"):
-                self._upload_data_file(checksums, digests)
-                self.store_run_files()
-            with joint_work(group, f"{name}-digested"):
-                self._read_back_shared_tensors(digests)
-                if group.index:
-                    self._upload_note(digests, checksums.sums)
-            with joint_work(group, f"{name}-published"):
-                if group.index == 0:
-                    self._collect_notes(digests, checksums.sums)
-                    checksums.save()
-                    # Another start of the recipe may have taken the lock over. It deletes the
-                    # objects of invisible steps, such as this one.
-                    self.check_lock()
-                    self._publish(stage, digests)
+        checksums = ChecksumRecorder(None, chunk_extents(self.files.plan.leaves))
+        digests: dict[int, str] = {}
+        with joint_work(group, f"{name}-written"):
+            self._upload_data_file(checksums, digests)
+            self.store_run_files()
+        with joint_work(group, f"{name}-digested"):
+            self._read_back_shared_tensors(digests)
+            if group.index:
+                self._upload_note(digests, checksums.sums)
+        with joint_work(group, f"{name}-published"):
+            if group.index == 0:
+                self._collect_notes(digests, checksums.sums)
+                # Another start of the recipe may have taken the lock over. It deletes the objects of
+                # invisible steps, such as this one.
+                self.check_lock()
+                self._publish(digests, checksums.sums)
 
     def _upload_data_file(self, checksums: ChecksumRecorder, digests: dict[int, str]) -> None:
         """Upload the chunks of this process.
@@ -130,7 +122,7 @@ class BucketStep:
         for group in self.files.groups:
             shards = {name: _fetch_shards(name, self.save.leaves[name]) for name in group.leaves}
             for name in group.leaves:
-                for chunk_index, offset in chunks[name]:
+                for chunk_index, offset in chunks.get(name, ()):
                     data = _chunk_bytes(leaves[name], chunk_index, shards[name])
                     checksums.record((StridedCopy(0, index, offset, data.size),), data)
                     yield bytes(offset - stop)  # zeros up to the aligned start of the chunk
@@ -222,31 +214,19 @@ class BucketStep:
                 return digests, checksums
         raise DamagedError(f"{file.path} of {self.bucket.name} is damaged", why, RESUME_HINT)
 
-    def _publish(self, stage: Staging, digests: Mapping[int, str]) -> None:
+    def _publish(self, digests: Mapping[int, str], sums: ChecksumArray) -> None:
         """Upload the index, the settings and the checksums, then the manifest."""
         plan = self.files.plan
-        (stage.folder / plan.item).mkdir()
         # The identity leaves out the small files, because their paths may differ.
         run_identity = make_run_identity(plan, plan_digest(replace(plan, small_files=())))
-        finalize_output(plan, stage, run_identity=run_identity, digests=digests)
-        marker = f"{plan.item}/{COMMIT_MARKER}"
-        first_names: list[str] = []
-        for path in stage.folder.rglob("*"):
-            name = path.relative_to(stage.folder).as_posix()
-            is_last = name in (marker, MANIFEST_FILE)
-            is_note = name.startswith(f"{WORK_FOLDER}/")
-            if path.is_file() and not is_last and not is_note:
-                first_names.append(name)
-
-        def upload(name: str) -> RemoteFile:
-            return self.bucket.write(name, stage.folder / name)
-
-        map_in_daemon_threads(upload, first_names, num_threads=NUM_THREADS)
-        # Readers of Orbax look for the marker, and prep for its manifest. A kill between the two
-        # leaves a step that prep does not list, and that the next start deletes.
-        upload(marker)
+        # A kill before the manifest leaves a step that prep does not list, and that the next start
+        # deletes.
+        manifest = write_last_objects(plan, run_identity, digests=digests, sums=sums, put=self._put)
         self.check_lock()
-        publish_file(self.bucket, MANIFEST_FILE, stage.folder / MANIFEST_FILE)
+        publish_content(self.bucket, MANIFEST_FILE, manifest)
+
+    def _put(self, path: str, content: bytes) -> None:
+        self.bucket.write_pieces(path, [content], size=len(content))
 
 
 def _note_path(index: int) -> str:

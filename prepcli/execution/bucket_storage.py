@@ -6,27 +6,24 @@ recipe and the metrics are written to a local folder and uploaded from there. Pr
 
 from __future__ import annotations
 
-import base64
-import json
 import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from prepcli.engine.files import io_error
 from prepcli.errors import Option, PrepError, text
+from prepcli.execution.box_exchange import exchange_boxes
 from prepcli.execution.bucket_step import BucketStep
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.run_storage import StepSave
 from prepcli.execution.uploads import RETRIES
+from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.planning.plan import OutputLeaf
 from prepcli.planning.process_files import (
-    MAX_PROCESSES,
-    LeafBoxes,
     ProcessFiles,
     plan_process_files,
 )
@@ -35,13 +32,11 @@ from prepcli.remote.object_store import Bucket, ObjectStoreUrl
 from prepcli.remote.placeholders import download_file
 from prepcli.remote.remote_files import RemoteFile, without_read_ahead
 from prepcli.remote.retries import RetryPolicy
-from prepcli.restore.digest_checks import RECREATE_HINT
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from trainer.files.reading import open_regular_file
-from trainer.models.boxes import Box
 
 STORED_PIECE_NBYTES = 8 << 20  # bytes of a file read at a time for its upload
 
@@ -82,16 +77,12 @@ class BucketStorage:
         """The URL."""
         return str(self._url)
 
-    def check(self, num_processes: int) -> None:
+    def check(self) -> None:
         """Check that a run may be written below the URL.
 
         Raises:
-            PrepError: Other objects are there, the store cannot be reached, or there are more than MAX_PROCESSES.
+            PrepError: Other objects are there, or the store cannot be reached.
         """
-        if num_processes > MAX_PROCESSES:
-            why = f"each process writes a data file, and a step has at most {MAX_PROCESSES}"
-            hint = text("set {} to a folder on a file system that all hosts share", Option("out"))
-            raise PrepError(f"{num_processes} processes cannot save to {self.name}", why, hint)
         paths = [file.path for file in self._list_files()]
         if paths and RECIPE_FILE not in paths and not self._known_steps:
             raise PrepError(
@@ -183,7 +174,7 @@ class BucketStorage:
                 save.plan, streams=planned.streams, files=planned.files, leaves=planned.leaves
             )
             return replace(files, plan=plan)
-        boxes = _exchange_boxes(save)
+        boxes = exchange_boxes(save.group, save.name, save.leaves)
         with joint_work(save.group, f"{save.name}-planned"):
             files = plan_process_files(save.plan, [*save.leaves], boxes)
         self._files = save.plan.leaves, files
@@ -238,36 +229,3 @@ def _read_pieces(file: BinaryIO, nbytes: int) -> Iterator[bytes]:
     while nbytes and (piece := file.read(min(nbytes, STORED_PIECE_NBYTES))):
         nbytes -= len(piece)
         yield piece
-
-
-def _exchange_boxes(save: StepSave) -> Sequence[LeafBoxes]:
-    """Exchange the boxes of shards with all processes. Return each process's boxes by leaf name."""
-    own: dict[str, list[Box]] = {}
-    for name, leaf in save.leaves.items():
-        own[name] = [shard.box for shard in leaf.shards]
-    gathered = save.group.gather(f"{save.name}-boxes", _encode_json(own))
-    # Only process 0 has the texts of all processes after a gather, so that it sends them to the others.
-    collected = _encode_json(list(map(_decode_json, gathered)))
-    shared = save.group.broadcast(f"{save.name}-all-boxes", collected)
-    return list(map(_as_boxes, _decode_json(shared)))
-
-
-def _as_boxes(process: Mapping[str, Sequence[Sequence[Sequence[int]]]]) -> LeafBoxes:
-    """Decode the boxes of a process from JSON: lists become tuples."""
-    leaf_boxes: dict[str, list[Box]] = {}
-    for name, boxes in process.items():
-        leaf_boxes[name] = [_as_box(box) for box in boxes]
-    return leaf_boxes
-
-
-def _as_box(ranges: Sequence[Sequence[int]]) -> Box:
-    return tuple((first, stop) for first, stop in ranges)
-
-
-def _encode_json(content: object) -> str:
-    """Return compressed JSON: the coordination service limits the size of a text."""
-    return base64.b64encode(zlib.compress(json.dumps(content).encode())).decode()
-
-
-def _decode_json(text: str) -> Any:
-    return json.loads(zlib.decompress(base64.b64decode(text)))

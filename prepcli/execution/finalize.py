@@ -7,7 +7,7 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from prepcli.console.progress import NullProgress, Progress
@@ -15,7 +15,7 @@ from prepcli.engine.casts import parse_stream_digest, report_casts
 from prepcli.engine.digest import digest
 from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import check_no_symlinks, open_no_follow, write_no_follow
-from prepcli.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.execution.block_checksums import collect_checksums
 from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes_to_compress
 from prepcli.execution.staging import WORK_FOLDER, Staging
@@ -31,10 +31,21 @@ from prepcli.formats.manifest import (
     XXH3_KEY,
     encode_manifest,
 )
-from prepcli.formats.orbax import ArrayMeta, chunk_file_path
-from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata, write_step_metadata
-from prepcli.planning.manifest_fields import FileRecord, LeafRecord, ScaleRecord, TensorRecord
-from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
+from prepcli.formats.orbax import ArrayMeta, OrbaxNonArray, chunk_file_path
+from prepcli.formats.orbax_write import (
+    WrittenChunk,
+    encode_item_metadata,
+    encode_step_metadata,
+    write_files,
+)
+from prepcli.planning.manifest_fields import (
+    TRAINING_STATE_KEY,
+    FileRecord,
+    LeafRecord,
+    ScaleRecord,
+    TensorRecord,
+)
+from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile, Stream
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.state_names import PARAMS, qualify, split_name
 from trainer.files.reading import not_regular_error
@@ -82,14 +93,10 @@ def finalize_output(
     if plan.zstd_level:
         compressed = _compress_output(plan, stage, progress or NullProgress())
     try:
-        if plan.leaves:
-            _write_index(plan, stage.folder / plan.item, compressed)
-        if plan.item:
-            step = (stage.folder / plan.item).parent
-            write_step_metadata(step, Path(plan.item).name, newest_source_ns(plan))
+        write_files(stage.folder, encode_metadata(plan, compressed))
         for file in plan.small_files:
             _write_small_file(file, stage.folder / plan.item / file.path)
-        manifest = _build_manifest(plan, run_identity, digests)
+        manifest = build_manifest(plan, run_identity, digests)
         if compressed:
             manifest["packed"] = dict(zip(compressed.files, compressed.sizes))
         if plan.leaves:
@@ -107,8 +114,11 @@ def finalize_output(
         raise io_error(Path(error.filename or stage.folder), error) from error
 
 
-def _write_index(plan: Plan, folder: Path, compressed: CompressedChunks | None) -> None:
-    """Write the index of an Orbax item: the metadata of each leaf, and the location of each chunk."""
+def encode_metadata(plan: Plan, compressed: CompressedChunks | None = None) -> dict[str, bytes]:
+    """Return the index and the metadata of an Orbax item, by their paths in the output.
+
+    They hold the metadata of each leaf, and the location of each chunk. Empty for a plan without leaves.
+    """
     array_metas: list[ArrayMeta] = []
     for leaf in plan.leaves:
         meta = ArrayMeta(leaf.path, leaf.grid.shape, leaf.dtype, leaf.grid.chunk_shape)
@@ -118,16 +128,37 @@ def _write_index(plan: Plan, folder: Path, compressed: CompressedChunks | None) 
     if compressed:
         chunks = compressed.relocate(chunks)
         names = compressed.files
-    write_item_metadata(
-        folder,
-        array_metas,
-        chunks,
-        names,
-        now_ns=newest_source_ns(plan),
-        zstd_level=plan.zstd_level,
-        uses_ocdbt=plan.uses_ocdbt,
-        uses_zarr3=plan.uses_zarr3,
-    )
+    files: dict[str, bytes] = {}
+    if plan.leaves:
+        item_files = encode_item_metadata(
+            array_metas,
+            chunks,
+            names,
+            newest_source_ns(plan),
+            non_arrays=[OrbaxNonArray(path, "None") for path in plan.empty_nodes],
+            zstd_level=plan.zstd_level,
+            uses_ocdbt=plan.uses_ocdbt,
+            uses_zarr3=plan.uses_zarr3,
+        )
+        for path, content in item_files.items():
+            files[output_path(plan, path)] = content
+    if plan.item:
+        item = PurePosixPath(plan.item)
+        for path, content in encode_step_metadata(item.name, newest_source_ns(plan)).items():
+            files[(item.parent / path).as_posix()] = content
+    return files
+
+
+def output_path(plan: Plan, path: str) -> str:
+    """Return the path in the output of a file of the plan."""
+    return PurePosixPath(plan.item, path).as_posix()
+
+
+def header_records(plan: Plan) -> dict[str, FileRecord]:
+    """Return the records of the headers of data files, by path. Empty for an Orbax item."""
+    if plan.leaves:
+        return {}
+    return {file.path: _header_record(file) for file in plan.files}
 
 
 def _file_records(
@@ -141,9 +172,7 @@ def _file_records(
         packed_files: Names of the data files of a compressed output, or None for the plan's.
     """
     # Headers are not part of any tensor digest.
-    headers: dict[str, FileRecord] = {}
-    if not plan.leaves:
-        headers = {file.path: _header_record(file) for file in plan.files}
+    headers = header_records(plan)
     data_files = packed_files or [file.path for file in plan.files]
     # The manifest does not exist yet. The checksum file has its digest in the manifest's field
     # `checksums`, and `--no-verify` does not read it.
@@ -177,6 +206,29 @@ def check_small_files(plan: Plan) -> None:
             raise io_error(Path(file.copied_from), error) from error
 
 
+def read_small_file(file: SmallFile) -> bytes:
+    """Return the content of a small file of an output.
+
+    Raises:
+        PrepError: The file cannot be read, or its bytes differ from their record.
+    """
+    if not file.copied_from:
+        return file.read_content()
+    try:
+        with open(file.copied_from, "rb", opener=_open_without_links) as source:
+            content = source.read()
+    except OSError as error:
+        raise io_error(Path(file.copied_from), error) from error
+    if file.xxh3 and digest(content) != file.xxh3:
+        raise _damaged_copy_error(file)
+    return content
+
+
+def _damaged_copy_error(file: SmallFile) -> PrepError:
+    why = "its bytes differ from the digest that its manifest records"
+    return DamagedError(f"{file.copied_from} is damaged", why, GET_AGAIN_HINT)
+
+
 def _write_small_file(file: SmallFile, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if file.copied_from:
@@ -187,8 +239,7 @@ def _write_small_file(file: SmallFile, path: Path) -> None:
             shutil.copyfileobj(source, target)
         # The copy is read back instead of the source, which may change again.
         if file.xxh3 and record_file(path).get(XXH3_KEY) != file.xxh3:
-            why = "its bytes differ from the digest that its manifest records"
-            raise DamagedError(f"{file.copied_from} is damaged", why, GET_AGAIN_HINT)
+            raise _damaged_copy_error(file)
     else:
         write_no_follow(path, file.read_content())
 
@@ -243,7 +294,7 @@ def _raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:
                 yield WrittenChunk(number, index, *box.placement.find(index), leaf.chunk_nbytes)
 
 
-def _build_manifest(
+def build_manifest(
     plan: Plan, run_identity: dict[str, object], digests: Mapping[int, str]
 ) -> dict[str, object]:
     """Return the fields of the manifest, without the records of output files."""
@@ -286,12 +337,15 @@ def _scale_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, ScaleRec
         if stream.scale is None:
             continue
         stream_digest = parse_stream_digest(digests[number])
-        records[plan.display_names.get(stream.name, stream.name)] = {
+        name = plan.display_names.get(stream.name, stream.name)
+        records[name] = {
             "sqrt": stream.scale.number,
             "significant": stream.scale.significant,
             "digest": stream_digest.written,
             "lost": stream_digest.lost,
         }
+        if stream.scale.power != 1:
+            records[name]["power"] = stream.scale.power
     return records
 
 
@@ -303,6 +357,13 @@ def _quantized_records(manifest: Mapping[str, Any]) -> dict[str, dict[str, objec
         decoded_digest = record["digest"] or manifest["tensors"][name]["digests"][0][2]
         records[name] = {**record, "digest": decoded_digest}
     return records
+
+
+def _is_state(plan: Plan, stream: Stream) -> bool:
+    """Return whether a stream of a folder has scales of quantised weights, or moments."""
+    if plan.settings.get(QUANTIZED_KEY):
+        return is_quantization_tensor(stream.name)
+    return TRAINING_STATE_KEY in plan.settings
 
 
 def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]:
@@ -318,7 +379,7 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]
         if not stream.writes and stream.nbytes:
             continue
         slot = PARAMS
-        if plan.item or (plan.settings.get(QUANTIZED_KEY) and is_quantization_tensor(stream.name)):
+        if plan.item or _is_state(plan, stream):
             slot, _ = split_name(stream.name)
         name = plan.display_names.get(stream.name, stream.name)
         if not slot:

@@ -21,8 +21,8 @@ from prepcli.execution.paths import is_same_file, remove_path
 from prepcli.execution.run_storage import StepSave
 from prepcli.execution.staging import remove_work_folder
 from prepcli.execution.step_writer import StepWriter
+from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
-from prepcli.restore.digest_checks import RECREATE_HINT
 from prepcli.restore.item_reader import ItemReader, open_reader
 from trainer.files.writing import fsync_path
 
@@ -58,7 +58,7 @@ class FolderStorage:
         """Path of the folder."""
         return str(self.local_folder)
 
-    def check(self, num_processes: int) -> None:
+    def check(self) -> None:
         """Check that a run may be written to the folder.
 
         Raises:

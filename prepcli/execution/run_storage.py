@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.planning.plan import Plan
-from prepcli.restore.digest_checks import RECREATE_HINT
 from prepcli.restore.item_reader import ItemReader
 from trainer.distributed.process_group import ProcessGroup
 from trainer.models.checkpoint_store import HostLeaf
@@ -62,11 +62,11 @@ class RunStorage(Protocol):
         """Whether steps are saved to `local_folder`, which all processes of the run see."""
         ...
 
-    def check(self, num_processes: int) -> None:
-        """Check that a run of this many processes may be written here.
+    def check(self) -> None:
+        """Check that a run may be written here.
 
         Raises:
-            PrepError: Other files are here, the storage cannot be reached, or there are too many processes.
+            PrepError: Other files are here, or the storage cannot be reached.
         """
         ...
 

@@ -10,12 +10,12 @@ from prepcli.engine.blobs import Blob
 from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
 from prepcli.engine.files import io_error
 from prepcli.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option, PrepError, text
+from prepcli.formats.again_hint import again_hint
 from prepcli.planning.plan import EqualityCheck, Plan, Stream, read_copies
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import not_equal_error
 from prepcli.remote.remote_files import RemoteBlob
-from prepcli.restore.digest_checks import again_hint
 from prepcli.sources.dequantized import DequantizedBlob
 from prepcli.sources.source import Source
 from trainer.models.json_types import JsonValue

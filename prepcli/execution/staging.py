@@ -139,7 +139,7 @@ class Staging:
                     if earlier_identity is None:
                         write_json_record(self.work / RUN_FILE, run_identity)
                     elif earlier_identity != run_identity:
-                        raise _other_run_error(self.folder, earlier_identity, run_identity)
+                        raise other_run_error(str(self.folder), earlier_identity, run_identity)
                     self.durable_digests = self._load_division(run_id, is_first)
                     self.division_label = division_label(share.count, self.durable_digests)
                     self._lock_share()
@@ -424,9 +424,10 @@ def _is_in_use(work: Path) -> bool:
         return False
 
 
-def _other_run_error(
-    folder: Path, earlier_identity: Mapping[str, object], run_identity: Mapping[str, object]
+def other_run_error(
+    name: str, earlier_identity: Mapping[str, object], run_identity: Mapping[str, object]
 ) -> PrepError:
+    """Return the error for an unfinished output of another run, given its folder or URL."""
     is_same_request = earlier_identity.get("request") == run_identity.get("request")
     if is_same_request and earlier_identity.get("source") != run_identity.get("source"):
         why = "the source has changed since: its files have other sizes, times or headers"
@@ -435,4 +436,4 @@ def _other_run_error(
     else:
         why = f"it was started by `{earlier_identity.get('request')}`, this is `{run_identity.get('request')}`"
     hint = text("{} deletes it", Option("restart", True))
-    return PrepError(f"{folder} belongs to another run", why, hint)
+    return PrepError(f"{name} belongs to another run", why, hint)

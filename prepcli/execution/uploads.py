@@ -18,25 +18,24 @@ from typing import Protocol, TextIO, TypeVar
 
 from prepcli.console.observer import Observer
 from prepcli.console.progress import Progress
-from prepcli.engine.digest import digest
 from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import open_no_follow, read_no_follow
-from prepcli.errors import DamagedError, Option, PrepError, text, usage_error
+from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.execution.paths import remove_path
 from prepcli.execution.staging import WORK_FOLDER
+from prepcli.execution.stored_outputs import (
+    OTHER_ADDRESS_HINT,
+    check_stored_output,
+    stored_manifest,
+)
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
-    NO_MANIFEST,
-    SIZE_KEY,
-    XXH3_KEY,
-    Manifest,
-    decode_manifest,
     foreign_output_error,
 )
+from prepcli.formats.orbax_write import COMMIT_MARKER
 from prepcli.remote.bucket_lock import BucketLock, check_lock, lock_owner
 from prepcli.remote.conditional_objects import publish_file
 from prepcli.remote.object_store import Bucket, ObjectStoreUrl, is_url, parse_url
-from prepcli.remote.placeholders import SMALL_NBYTES, read_all
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import retry_policy_from_env
 from prepcli.sources.symlinks import resolve_small_file
@@ -44,11 +43,7 @@ from trainer.files.json_values import load_json
 
 UPLOAD_SUFFIX = ".upload"
 MARKS_FILE = "uploaded.jsonl"
-COMMIT_MARKER = "commit_success.txt"  # name that Orbax uses
 RETRIES = 10
-_OTHER_ADDRESS_HINT = text(
-    "set {} to another address, or pass {}", Option("out"), Option("overwrite", True)
-)
 
 
 class Planned(Protocol):
@@ -136,10 +131,12 @@ def make_and_upload(
     if remote_files and not _is_replaceable(request, remote_files):
         raise foreign_output_error(bucket.name)
     if remote_files and not request.overwrite:
-        manifest = _stored_manifest(bucket, remote_files)
+        manifest = stored_manifest(bucket, remote_files)
         if manifest is not None:
             planned = make_output(request.local_folder, True)
-            _check_uploaded(request, bucket, remote_files, manifest, planned.plan_digest)
+            check_stored_output(
+                bucket, remote_files, manifest, planned.plan_digest, restart=request.restart
+            )
             observer.note(
                 f"already done: {request.url} was made by the same request from the same source"
             )
@@ -179,67 +176,14 @@ def _is_uploaded_meanwhile(
         stored_plan = _stored_plan(bucket, remote_files)
     if stored_plan is not None and stored_plan != plan_digest:
         why = "another request wrote it while this one ran"
-        raise PrepError(f"{bucket.name} already exists", why, _OTHER_ADDRESS_HINT)
+        raise PrepError(f"{bucket.name} already exists", why, OTHER_ADDRESS_HINT)
     return stored_plan is not None
-
-
-def _check_uploaded(
-    request: UploadRequest,
-    bucket: Bucket,
-    remote_files: Sequence[RemoteFile],
-    manifest: Manifest,
-    plan_digest: str,
-) -> None:
-    """Raise PrepError unless the URL holds an intact output of this plan, which is then kept.
-
-    With `restart`, such an output is an error too.
-    """
-    if manifest.plan != plan_digest:
-        why = "it was made by another request, or of another source"
-    elif not _has_intact_files(bucket, remote_files, manifest):
-        why = "this command created it, but its files are damaged"
-    elif request.restart:
-        why = "this command created it earlier"
-    else:
-        return
-    raise PrepError(f"{bucket.name} already exists", why, _OTHER_ADDRESS_HINT)
 
 
 def _stored_plan(bucket: Bucket, remote_files: Sequence[RemoteFile]) -> str | None:
     """Return the plan's digest in the manifest of an output. None if it has no manifest, empty if it is damaged."""
-    manifest = _stored_manifest(bucket, remote_files)
+    manifest = stored_manifest(bucket, remote_files)
     return None if manifest is None else manifest.plan
-
-
-def _stored_manifest(bucket: Bucket, remote_files: Sequence[RemoteFile]) -> Manifest | None:
-    """Return the manifest of an output. None if it has no manifest, NO_MANIFEST if its manifest is damaged."""
-    for file in remote_files:
-        if file.path == MANIFEST_FILE:
-            try:
-                return decode_manifest(Path(MANIFEST_FILE), read_all(bucket, file))
-            except DamagedError:
-                return NO_MANIFEST
-    return None
-
-
-def _has_intact_files(
-    bucket: Bucket, remote_files: Sequence[RemoteFile], manifest: Manifest
-) -> bool:
-    """Return whether all listed files of an output exist and agree with their records.
-
-    The size of each file is compared. Files of at most SMALL_NBYTES are also fetched, to compare their digests.
-    """
-    files = {file.path: file for file in remote_files}
-    for name, record in manifest.files.items():
-        file = files.get(name)
-        if file is None or file.size != record[SIZE_KEY]:
-            return False
-        recorded = record.get(XXH3_KEY)
-        if recorded is None or file.size > SMALL_NBYTES:
-            continue
-        if digest(read_all(bucket, file)) != recorded:
-            return False
-    return True
 
 
 def _remove_local_files(request: UploadRequest) -> None:

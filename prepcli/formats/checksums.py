@@ -61,16 +61,25 @@ class BlockChecksums:
         return None
 
 
-def write_checksums(folder: Path, sums: npt.NDArray[np.uint64]) -> dict[str, str | int]:
-    """Write the checksum file into `folder` and return its record for the manifest."""
+def encode_checksums(
+    sums: npt.NDArray[np.uint64],
+) -> tuple[bytes, dict[str, str | int]]:
+    """Return the content of the checksum file, and its record for the manifest."""
     data = sums.astype(CHECKSUM_DTYPE).tobytes()
-    write_no_follow(folder / CHECKSUMS_FILE, data)
-    return {
+    record: dict[str, str | int] = {
         "file": CHECKSUMS_FILE,
         "method": CHECKSUM_METHOD,
         "block": BLOCK_NBYTES,
         "digest": digest(data),
     }
+    return data, record
+
+
+def write_checksums(folder: Path, sums: npt.NDArray[np.uint64]) -> dict[str, str | int]:
+    """Write the checksum file into `folder` and return its record for the manifest."""
+    data, record = encode_checksums(sums)
+    write_no_follow(folder / CHECKSUMS_FILE, data)
+    return record
 
 
 def read_checksums(

@@ -7,7 +7,7 @@ remaining bytes, instead of `xxh3`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import xxhash
@@ -27,6 +27,7 @@ from prepcli.formats.orbax import METADATA_FILE, ZARRAY
 from prepcli.formats.untrusted import unreadable_error
 from prepcli.planning.manifest_fields import FileRecord
 from trainer.files.reading import open_regular_file, resolve_named_path
+from trainer.models.boxes import Range
 
 READ_NBYTES = 1 << 20
 # Files that Orbax, not prep, names in an item.
@@ -173,3 +174,25 @@ def check_header(path: Path, manifest: Manifest, header_digest: str) -> None:
     if header_digest != expected:
         why = f"its header has the digest {header_digest}, the manifest records {expected:.40}"
         raise DamagedError(f"{path} is damaged", why, GET_AGAIN_HINT)
+
+
+def bytes_between(path: Path, ranges: Sequence[Range], size: int) -> Iterator[bytes]:
+    """Yield the bytes of a file outside of its tensors: the headers and directories of the archives.
+
+    Args:
+        path: The file.
+        ranges: Byte range of each tensor, in ascending order.
+        size: Size of the file.
+    """
+    position = 0
+    with path.open("rb") as file:
+        for first, stop in [*ranges, (size, size)]:
+            file.seek(position)
+            # A manifest of another origin may come with a file of any size between two tensors.
+            while position < first:
+                content = file.read(min(first - position, READ_NBYTES))
+                if not content:
+                    break
+                yield content
+                position += len(content)
+            position = stop

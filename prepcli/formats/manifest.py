@@ -488,9 +488,9 @@ def find_manifest_folder(path: Path) -> Path:
     is_state_of_step = item.name == STATE_ITEM and (item.parent / MANIFEST_FILE).exists()
     if is_state_of_step:
         return item.parent
-    # An export for another trainer is a folder with one step: OUT/0/items and OUT/prep-manifest.json.
+    # An export for another trainer has one step: OUT/0/items and OUT/prep-manifest.json.
     export = item.parent.parent
-    is_item_of_export = item.name in MODEL_ITEMS and item.parent.name == EXPORTED_STEP
+    is_item_of_export = item.name in MODEL_ITEMS and item.parent.name.isdecimal()
     if is_item_of_export and (export / MANIFEST_FILE).exists():
         return export
     return item

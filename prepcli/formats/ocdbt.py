@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import NamedTuple
 import google_crc32c
 import numpy as np
 
-from prepcli.engine.no_follow import open_no_follow, write_no_follow
+from prepcli.engine.no_follow import write_no_follow
 
 OCDBT_MANIFEST = "manifest.ocdbt"
 # Decoded size of a node, about 37,000 chunks: bounds the memory of writing.
@@ -66,16 +65,27 @@ class _EncodedNode:
 def write_ocdbt_index(
     folder: Path, entries: Iterable[OcdbtEntry], now_ns: int, node_nbytes: int = NODE_NBYTES
 ) -> None:
-    """Write the index of a database.
+    """Write the index of a database into its folder. See `encode_ocdbt_index`."""
+    (folder / "d").mkdir(exist_ok=True)
+    for path, content in encode_ocdbt_index(entries, now_ns, node_nbytes).items():
+        write_no_follow(folder / path, content)
+
+
+def encode_ocdbt_index(
+    entries: Iterable[OcdbtEntry], now_ns: int, node_nbytes: int = NODE_NBYTES
+) -> dict[str, bytes]:
+    """Return the files of a database's index: the nodes, then the manifest.
 
     The data files need not exist yet. Equal arguments give equal bytes. Only the manifest depends on `now_ns`. Memory
     holds the entries of one node at a time and all encoded nodes.
 
     Args:
-        folder: Folder of the database.
         entries: At least one entry, in strictly ascending order of keys.
         now_ns: Commit time in nanoseconds since the epoch.
         node_nbytes: Decoded size at which a leaf node is split.
+
+    Returns:
+        Content of each file, by its path in the folder of the database.
     """
     # The name of the node file is a digest of its leaves, so that equal entries give an equal file.
     # TensorStore draws a random number for it, and readers accept any 16 bytes.
@@ -90,12 +100,10 @@ def write_ocdbt_index(
         nodes = leaves
     else:
         nodes = [*leaves, _encode_interior(leaves, path)]
-    (folder / "d").mkdir(exist_ok=True)
-    with open(open_no_follow(folder / path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-        file.writelines(node.data for node in nodes)
-    write_no_follow(
-        folder / OCDBT_MANIFEST, _encode_manifest(nodes, path, file_id.digest(), now_ns)
-    )
+    return {
+        path: b"".join(node.data for node in nodes),
+        OCDBT_MANIFEST: _encode_manifest(nodes, path, file_id.digest(), now_ns),
+    }
 
 
 def _split_into_nodes(

@@ -9,13 +9,13 @@ import itertools
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from prepcli.engine.no_follow import write_no_follow
 from prepcli.errors import Option, PrepError, text
-from prepcli.formats.ocdbt import NODE_NBYTES, OcdbtEntry, ValueLocation, write_ocdbt_index
+from prepcli.formats.ocdbt import NODE_NBYTES, OcdbtEntry, ValueLocation, encode_ocdbt_index
 from prepcli.formats.orbax import (
     METADATA_FILE,
     STRINGS_FILE,
@@ -33,6 +33,7 @@ from prepcli.formats.zarr import ZARR_JSON
 from prepcli.formats.zarr_documents import encode_zarr_json, encode_zarray, zarr3_chunk_key
 
 CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
+COMMIT_MARKER = "commit_success.txt"  # name that Orbax uses
 # Hint of errors in the arguments, which a correct plan cannot cause.
 _BUG_HINT = "this is a bug in prep: the checkpoint was not written"
 # The name of the handler that orbax-checkpoint 0.12 records for a tree of arrays.
@@ -74,16 +75,49 @@ def write_item_metadata(
     uses_ocdbt: bool = True,
     uses_zarr3: bool = False,
 ) -> None:
-    """Write the metadata of an Orbax item over existing data files. The item is also a checkpoint.
+    """Write the metadata of an Orbax item into its folder. See `encode_item_metadata`."""
+    files = encode_item_metadata(
+        arrays,
+        chunks,
+        file_names,
+        now_ns,
+        non_arrays=non_arrays,
+        node_nbytes=node_nbytes,
+        zstd_level=zstd_level,
+        uses_ocdbt=uses_ocdbt,
+        uses_zarr3=uses_zarr3,
+    )
+    write_files(folder, files)
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files by their paths in a folder. Nothing is fsynced."""
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        write_no_follow(folder / path, content)
+
+
+def encode_item_metadata(
+    arrays: Sequence[ArrayMeta],
+    chunks: Iterable[WrittenChunk],
+    file_names: Sequence[str],
+    now_ns: int,
+    *,
+    non_arrays: Sequence[OrbaxNonArray] = (),
+    node_nbytes: int = NODE_NBYTES,
+    zstd_level: int | None = None,
+    uses_ocdbt: bool = True,
+    uses_zarr3: bool = False,
+) -> dict[str, bytes]:
+    """Return the metadata files of an Orbax item, by their paths in its folder. The item is also a checkpoint.
 
     Leaves are declared as `np.ndarray`, so that Orbax restores them with or without a target. Equal arguments give
-    equal files, independent of the order of `chunks`. Nothing is fsynced.
+    equal files, independent of the order of `chunks`.
 
     Args:
-        folder: Folder of the item.
         arrays: Arrays of the item.
         chunks: Location of every chunk of every array.
-        file_names: Data files by number, relative to `folder`.
+        file_names: Data files by number, relative to the folder of the item.
         now_ns: Commit time in nanoseconds since the epoch.
         non_arrays: Leaves other than arrays.
         node_nbytes: Decoded size at which an index node is split.
@@ -91,8 +125,11 @@ def write_item_metadata(
         uses_ocdbt: Write an OCDBT index. Otherwise each chunk is a file, with the path of `chunk_file_path`.
         uses_zarr3: Write arrays of zarr 3 to the OCDBT index.
 
+    Returns:
+        Content of each file. `commit_success.txt` is the last one.
+
     Raises:
-        PrepError: A leaf cannot be stored, or a chunk is missing, duplicate or of the wrong size. Nothing is written.
+        PrepError: A leaf cannot be stored, or a chunk is missing, duplicate or of the wrong size.
     """
     _check_leaves(arrays, non_arrays)
     tables = [_empty_columns(meta) for meta in arrays]
@@ -104,31 +141,29 @@ def write_item_metadata(
             what = f"the index of {table.meta.name} misses chunk {chunk_key(missing_index)}"
             raise PrepError(what, "the plan does not place it", _BUG_HINT)
     if uses_ocdbt:
+        entries = _iter_entries(tables, file_names, zstd_level)
         if uses_zarr3:
             entries = sorted(_iter_zarr3_entries(tables, file_names, zstd_level), key=_entry_key)
-        else:
-            entries = _iter_entries(tables, file_names, zstd_level)
-        write_ocdbt_index(folder, entries, now_ns, node_nbytes)
+        files = encode_ocdbt_index(entries, now_ns, node_nbytes)
     else:
-        _write_array_documents(folder, tables, file_names, zstd_level)
-    tree_metadata = _tree_metadata(arrays, non_arrays, uses_ocdbt, uses_zarr3)
-    _write_json(folder / METADATA_FILE, tree_metadata)
-    _write_json(folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata(_HANDLER, now_ns))
+        files = _encode_array_documents(tables, file_names, zstd_level)
+    files[METADATA_FILE] = _encode_json(_tree_metadata(arrays, non_arrays, uses_ocdbt, uses_zarr3))
+    files[CHECKPOINT_METADATA_FILE] = _encode_json(_checkpoint_metadata(_HANDLER, now_ns))
     texts: dict[str, str] = {}
     for leaf in non_arrays:
         if leaf.value_type == "string":
             texts[dotted_name(leaf.path)] = leaf.text
     if texts:
-        _write_json(folder / STRINGS_FILE, texts)
+        files[STRINGS_FILE] = _encode_json(texts)
     # Orbax on Google Cloud Storage takes an item without this marker for unfinished.
-    write_no_follow(folder / "commit_success.txt", b"Checkpoint commit was successful.\n")
+    files[COMMIT_MARKER] = b"Checkpoint commit was successful.\n"
+    return files
 
 
-def write_step_metadata(folder: Path, item_name: str, now_ns: int) -> None:
-    """Write the metadata that makes `folder` a training step of Orbax with the item in its subfolder `item_name`."""
-    _write_json(
-        folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata({item_name: _HANDLER}, now_ns)
-    )
+def encode_step_metadata(item_name: str, now_ns: int) -> dict[str, bytes]:
+    """Return the file that makes a folder a training step of Orbax with the item in its subfolder `item_name`."""
+    metadata = _checkpoint_metadata({item_name: _HANDLER}, now_ns)
+    return {CHECKPOINT_METADATA_FILE: _encode_json(metadata)}
 
 
 def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
@@ -208,13 +243,10 @@ def _chunk_error(
     return PrepError(what, why, _BUG_HINT)
 
 
-def _write_array_documents(
-    folder: Path,
-    tables: Sequence[_ChunkColumns],
-    file_names: Sequence[str],
-    zstd_level: int | None,
-) -> None:
-    """Write the `.zarray` of each array. Raise PrepError if a chunk is not the whole file with its name."""
+def _encode_array_documents(
+    tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
+) -> dict[str, bytes]:
+    """Return the `.zarray` of each array. Raise PrepError if a chunk is not the whole file with its name."""
     for table in tables:
         for chunk_number, file in enumerate(table.files):
             index = unravel_chunk_index(table.grid, chunk_number)
@@ -222,10 +254,10 @@ def _write_array_documents(
             if table.offsets[chunk_number] != 0 or file_names[file] != path:
                 why = f"it is at byte {table.offsets[chunk_number]:,} of {file_names[file]}"
                 raise PrepError(f"chunk {path} has the wrong location", why, _BUG_HINT)
+    documents: dict[str, bytes] = {}
     for table in tables:
-        # The folder of an array without elements has no chunk yet.
-        (folder / table.meta.name).mkdir(exist_ok=True)
-        write_no_follow(folder / table.meta.name / ZARRAY, encode_zarray(table.meta, zstd_level))
+        documents[f"{table.meta.name}/{ZARRAY}"] = encode_zarray(table.meta, zstd_level)
+    return documents
 
 
 def _iter_entries(
@@ -331,5 +363,5 @@ def _checkpoint_metadata(handlers: str | dict[str, str], now_ns: int) -> dict[st
     }
 
 
-def _write_json(path: Path, document: object) -> None:
-    write_no_follow(path, json.dumps(document).encode())
+def _encode_json(document: object) -> bytes:
+    return json.dumps(document).encode()

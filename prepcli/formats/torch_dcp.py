@@ -19,6 +19,7 @@ from prepcli.engine.digest import digest
 from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.shard_index import download_again_hint
 from prepcli.formats.torch_files import read_archived_tensor
+from prepcli.formats.torch_objects import read_archived_object
 from prepcli.formats.torch_pickle import (
     MAPPING_TYPES,
     MAX_NBYTES,
@@ -61,8 +62,8 @@ _ALLOWED_NAMES = frozenset(
 )
 # Name of a file -> number.
 _FileNumbers = dict[str, int]
-# (name, offsets of a box) -> file, start and length of its archive.
-_Ranges = Mapping[tuple[str, tuple[int, ...]], tuple[str, int, int]]
+# (name, offsets of a box) -> file, start and length of its archive. Other values have no offsets.
+_Ranges = Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +97,21 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpFolder:
-    """A checkpoint: its tensors, its files by number, the names of other values, and the digest of `.metadata`."""
+    """A checkpoint.
+
+    Attributes:
+        tensors: Its tensors.
+        files: Files of the tensors, by number.
+        non_tensors: Names of its other values.
+        digest: Digest of `.metadata`.
+        archives: File, first byte and length of the archive of each other value, by name.
+    """
 
     tensors: tuple[DcpTensor, ...]
     files: tuple[Path, ...]
     non_tensors: tuple[str, ...]
     digest: str
+    archives: Mapping[str, tuple[Path, int, int]]
 
 
 def read_dcp_folder(folder: Path) -> DcpFolder:
@@ -137,7 +147,32 @@ def read_dcp_folder(folder: Path) -> DcpFolder:
         except ValueError as error:
             raise _damaged_error(path, ValueError(f"{quote_name(name)}: {error}")) from error
     files = tuple(folder / file for file in numbers)
-    return DcpFolder(tuple(tensors), files, tuple(non_tensors), digest(data))
+    archives: dict[str, tuple[Path, int, int]] = {}
+    for name in non_tensors:
+        if (name, None) in ranges:
+            file, start, length = ranges[name, None]
+            archives[name] = (folder / file, start, length)
+    return DcpFolder(tuple(tensors), files, tuple(non_tensors), digest(data), archives)
+
+
+def read_dcp_value(folder: DcpFolder, name: str) -> object:
+    """Return a value other than a tensor.
+
+    Raises:
+        PrepError: It is missing or damaged.
+    """
+    if name not in folder.archives:
+        error = ValueError(f"it has no {quote_name(name)}")
+        raise _damaged_error(folder.files[0].parent / METADATA_FILE, error)
+    path, start, length = folder.archives[name]
+    try:
+        with path.open("rb") as file:
+            window = io.BufferedReader(_Window(file, start, length))
+            return read_archived_object(window).root
+    except OSError as error:
+        raise unreadable_error(path, error) from error
+    except (UnexpectedNameError, ValueError) as error:
+        raise _damaged_error(path, ValueError(f"{quote_name(name)}: {error}")) from error
 
 
 def _damaged_error(path: Path, error: ValueError) -> DamagedError:
@@ -189,7 +224,7 @@ def _size_numbers(value: object) -> tuple[int, ...]:
 
 def _iter_ranges(
     value: object,
-) -> Iterator[tuple[tuple[str, tuple[int, ...]], tuple[str, int, int]]]:
+) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]]:
     """Yield the byte range of each box. A box is the part of a tensor that one rank saved.
 
     Yields:
@@ -210,9 +245,13 @@ def _iter_ranges(
             raise ValueError(f"the byte range of {quote_name(name)} is invalid")
         if info.get("transform_descriptors"):
             raise ValueError(f"{quote_name(name)} is compressed, which prep does not support")
-        # Values other than tensors have no offsets, and are not read.
+        # Values other than tensors have no offsets.
+        offsets = None
         if index.get("offset") is not None:
-            yield (name, _size_numbers(index["offset"])), (file, start, length)
+            offsets = _size_numbers(index["offset"])
+        elif Path(file).name != file:
+            raise ValueError(f"the file {quote_name(file)} is outside of the folder")
+        yield (name, offsets), (file, start, length)
 
 
 def _read_tensor(

@@ -141,19 +141,19 @@ def read_torch_header(path: Path, file_number: int) -> TorchHeader:
         with path.open("rb") as file:
             first_bytes = file.read(512)
             if first_bytes.startswith(torch_zip.ZIP_MAGIC):
-                metadata_digest, state, storage_offsets = _read_zip(file)
+                metadata_digest, state, offsets = _read_zip(file)
             elif first_bytes.startswith(_PICKLE_MAGICS):
-                metadata_digest, state, storage_offsets = _read_legacy(file)
+                metadata_digest, state, offsets = _read_legacy(file)
             else:
                 raise _wrong_format_error(path, first_bytes)
         tensors = sorted(
-            (_to_torch_tensor(view, storage_offsets, file_number) for view in state.views),
+            (_to_torch_tensor(view, offsets, file_number) for view in state.views),
             key=lambda t: (t.offset, t.name),
         )
     except OSError as error:
         raise unreadable_error(path, error) from error
     except UnexpectedNameError as error:
-        raise _unexpected_name_error(path, error.name) from error
+        raise unexpected_name_error(path, error.name) from error
     except ValueError as error:
         raise DamagedError(
             f"{path.name} is not a usable PyTorch file", str(error), download_again_hint(path)
@@ -266,14 +266,14 @@ def read_archived_tensor(file: BinaryIO) -> tuple[StorageView, int]:
     Raises:
         ValueError: The archive is invalid.
     """
-    archive = _open_archive(file)
+    archive = open_torch_archive(file)
     pickled = torch_zip.read_record(file, archive, "data.pkl", MAX_NBYTES)
     view = read_torch_tensor(interpret_pickle(BoundedReader.from_bytes(pickled), ALLOWED_NAMES))
-    offsets = _zip_storage_offsets(file, archive, {view.storage.key: view.storage.nbytes})
+    offsets = storage_offsets(file, archive, {view.storage.key: view.storage.nbytes})
     return view, offsets[view.storage.key] + view.offset
 
 
-def _open_archive(file: BinaryIO) -> torch_zip.ZipArchive:
+def open_torch_archive(file: BinaryIO) -> torch_zip.ZipArchive:
     """Read the directory of an archive of tensors."""
     # Older versions of torch.save do not record the byte order. Their files count as little endian.
     archive = torch_zip.read_archive(file)
@@ -288,7 +288,7 @@ def _open_archive(file: BinaryIO) -> torch_zip.ZipArchive:
 
 
 def _read_zip(file: BinaryIO) -> _ReadResult:
-    archive = _open_archive(file)
+    archive = open_torch_archive(file)
     pickled = torch_zip.read_record(file, archive, "data.pkl", MAX_NBYTES)
     state = read_torch_state(interpret_pickle(BoundedReader.from_bytes(pickled), ALLOWED_NAMES))
     required_nbytes: dict[str, int] = {}
@@ -299,11 +299,11 @@ def _read_zip(file: BinaryIO) -> _ReadResult:
     return (
         digest(pickled + archive.directory),
         state,
-        _zip_storage_offsets(file, archive, required_nbytes),
+        storage_offsets(file, archive, required_nbytes),
     )
 
 
-def _zip_storage_offsets(
+def storage_offsets(
     file: BinaryIO, archive: torch_zip.ZipArchive, required_nbytes: Mapping[str, int]
 ) -> _StorageOffsets:
     """Return the offset of each storage. Raise ValueError if one is too small or overlaps another."""
@@ -332,15 +332,13 @@ def _read_legacy(file: BinaryIO) -> _ReadResult:
     return digest(file.read(legacy.data_start)), state, legacy.storage_offsets
 
 
-def _to_torch_tensor(
-    view: StorageView, storage_offsets: _StorageOffsets, file_number: int
-) -> TorchTensor:
+def _to_torch_tensor(view: StorageView, offsets: _StorageOffsets, file_number: int) -> TorchTensor:
     return TorchTensor(
         view.name,
         view.dtype,
         view.shape,
         file_number,
-        storage_offsets[view.storage.key] + view.offset,
+        offsets[view.storage.key] + view.offset,
         view.byte_strides,
     )
 
@@ -353,7 +351,7 @@ def _limit_non_tensors(non_tensors: Sequence[str]) -> tuple[str, ...]:
     return (*non_tensors[:MAX_NON_TENSORS], *more)
 
 
-def _unexpected_name_error(path: Path, name: str) -> PrepError:
+def unexpected_name_error(path: Path, name: str) -> PrepError:
     """Return the error for a pickle with a name outside of the allowed ones."""
     if name in UNSUPPORTED_NAMES:
         return PrepError(

@@ -138,7 +138,7 @@ def read_torch_state(unpickled: UnpickledObject) -> TorchState:
     views: list[StorageView] = []
     names: set[str] = set()
     for key, value in state_dict.items:
-        if not _is_tensor(value):
+        if not is_tensor(value):
             non_tensors.append(f"{_describe_key(key)} is {_describe_value(value)}")
             continue
         if not isinstance(key, str):
@@ -152,7 +152,12 @@ def read_torch_state(unpickled: UnpickledObject) -> TorchState:
 
 def read_torch_tensor(unpickled: UnpickledObject) -> StorageView:
     """Return the tensor that is the root of a pickle, with an empty name."""
-    return _parse_view("", unpickled.root)
+    return parse_view(unpickled.root)
+
+
+def parse_view(value: object) -> StorageView:
+    """Return a tensor of a pickle, with an empty name. Raise ValueError if it is invalid."""
+    return _parse_view("", value)
 
 
 def collect_storages(unpickled: UnpickledObject) -> dict[str, TorchStorage]:
@@ -198,10 +203,11 @@ def _find_state_dict(root: object) -> PickledMapping:
 
 
 def _has_tensors(mapping: PickledMapping) -> bool:
-    return any(_is_tensor(value) for _, value in mapping.items)
+    return any(is_tensor(value) for _, value in mapping.items)
 
 
-def _is_tensor(value: object) -> bool:
+def is_tensor(value: object) -> bool:
+    """Return whether a value of a pickle is a tensor."""
     return isinstance(value, PickledCall) and value.callee.qualified_name in _REBUILDERS
 
 
@@ -231,7 +237,7 @@ def _describe_value(value: object) -> str:
         count = len(value.items if isinstance(value, PickledMapping) else value)
         return f"a {'mapping' if isinstance(value, PickledMapping) else type(value).__name__} of {count:,}"
     if isinstance(value, PickledCall):
-        if _is_tensor(value):
+        if is_tensor(value):
             return "a tensor"
         return f"a {value.callee.qualified_name}"
     return {PickledName: "the name of a class", PersistentRef: "a storage"}.get(

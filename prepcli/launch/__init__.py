@@ -1,1 +1,1 @@
-"""Start one training in several processes: scripts for SLURM, Cloud TPUs and Kubernetes, and local processes."""
+"""Start a command in several processes: files for SLURM, TPUs, Kubernetes, SkyPilot and Ray, and local processes."""

@@ -1,4 +1,4 @@
-"""The JobSet that trains on Kubernetes with one process per pod. The functions do no I/O."""
+"""The JobSet for a command on Kubernetes with one process per pod. The functions do no I/O."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import PurePosixPath
 
 import yaml
 
-from prepcli.errors import FAILED, USAGE
+from prepcli.errors import FAILED, USAGE, Option, text
+from prepcli.launch.command import check_text
 from prepcli.launch.job import LaunchJob, check_label
 from prepcli.launch.options import GkeOptions
-from prepcli.launch.shell import command_line, comment, environment_lines, script
-from trainer.models.json_types import JsonObject
+from prepcli.launch.shell import NOT_RUN, command_line, comment, environment_lines, script
+from trainer.models.json_types import JsonObject, JsonValue
 from trainer.models.process_address import DEFAULT_PORT
 
 # Folder of the recipe and the start script in a container.
@@ -27,7 +28,11 @@ PODS = "train"
 JOB_SET_KEY = "jobset.sigs.k8s.io/jobset-name"
 JOB_INDEX_FIELD = "metadata.labels['jobset.sigs.k8s.io/job-index']"
 # Environment variable with the index of the Job. Each Job is one TPU slice.
-JOB_INDEX = "JOB_INDEX"
+SLICE_INDEX = "MEGASCALE_SLICE_ID"
+# Label by which Kueue finds the queue of a JobSet.
+QUEUE_KEY = "kueue.x-k8s.io/queue-name"
+# Label and taint of spot nodes.
+SPOT_KEY = "cloud.google.com/gke-spot"
 EXCLUSIVE_KEY = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 NODE_POOL = "cloud.google.com/gke-nodepool"
 # Keys that no YAML parser takes for another type. YAML 1.1 takes `y` and `n` for booleans.
@@ -35,35 +40,39 @@ PLAIN_KEY = re.compile("[A-Za-z][-A-Za-z0-9_./]+")
 
 
 def gke_manifest(
-    job: LaunchJob, options: GkeOptions, *, recipe_text: str, num_slices: int = 1
+    job: LaunchJob, options: GkeOptions, *, recipe_text: str = "", num_slices: int = 1
 ) -> str:
     """Return the YAML of a job: a ConfigMap with the recipe and the start script, and the JobSet.
 
-    All pods restart if one exits with 75, or if its node is lost. An error of the recipe or of the
-    training ends the job.
+    All pods restart if one exits with 75, or if its node is lost. An error of the command ends the
+    job.
 
     Args:
-        job: The training.
+        job: The job.
         options: Options of the JobSet. `check_training` checks them.
-        recipe_text: Text of the recipe.
+        recipe_text: Text of the recipe of a training.
         num_slices: Number of TPU slices. Each has an equal part of the nodes.
     """
     check_label(job.name)
+    if options["queue"] is not None:
+        check_text(text("{}", Option("queue")), options["queue"])
     num_jobs = num_slices if _is_tpu(options) else 1
-    files: JsonObject = {
-        _recipe_file(job): recipe_text,
-        START_FILE: _start_script(job, options, num_jobs),
-    }
+    files: JsonObject = {START_FILE: _start_script(job, options, num_jobs)}
+    if job.command.recipe:
+        files = {_recipe_file(job): recipe_text, **files}
     config_map: JsonObject = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": job.name},
         "data": files,
     }
-    head = comment(
-        f"Trains {job.recipe} with one process per pod. Submit with `kubectl create -f FILE`."
-    )
-    return f"{head}\n{yaml_text([config_map, _job_set(job, options, num_jobs)])}"
+    head = [
+        comment(
+            f"Runs `{job.command.title}` with one process per pod. Submit with `kubectl create -f FILE`."
+        ),
+        comment(f"{NOT_RUN} It follows the schema of JobSet v1alpha2."),
+    ]
+    return f"{script(head)}{yaml_text([config_map, _job_set(job, options, num_jobs)])}"
 
 
 def yaml_text(documents: Iterable[JsonObject]) -> str:
@@ -89,14 +98,14 @@ class _Dumper(yaml.SafeDumper):
         """Return True: a dict in two places, such as the requests and limits of resources, is written twice."""
         return True
 
-    def represent_text(self, text: str) -> yaml.ScalarNode:
+    def represent_text(self, value: str) -> yaml.ScalarNode:
         """Represent text of several lines as a literal block, and other text in quotes."""
         style = '"'
-        lines = text.split("\n")
+        lines = value.split("\n")
         # Other line breaks than "\n" do not survive in a literal block.
         if len(lines) > 1 and all(line.isprintable() for line in lines):
             style = "|"
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style)
 
     def represent_object(self, mapping: JsonObject) -> yaml.MappingNode:
         """Represent a mapping without quotes around usual keys."""
@@ -120,6 +129,8 @@ def _job_set(job: LaunchJob, options: GkeOptions, num_jobs: int) -> JsonObject:
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
     metadata: JsonObject = {"name": job.name}
+    if options["queue"]:
+        metadata["labels"] = {QUEUE_KEY: options["queue"]}
     if _is_tpu(options):
         # The nodes of a slice are one node pool. Without the annotation, the pods of a Job may be
         # in several slices.
@@ -148,7 +159,7 @@ def _pods(job: LaunchJob, options: GkeOptions, num_jobs: int) -> JsonObject:
     codes: JsonObject = {
         "containerName": CONTAINER,
         "operator": "In",
-        # Errors of the training or its recipe, which a restart would repeat.
+        # Errors of the command or its input, which a restart would repeat.
         "values": [FAILED, USAGE],
     }
     return {
@@ -167,15 +178,20 @@ def _pod(job: LaunchJob, options: GkeOptions, num_jobs: int) -> JsonObject:
     if options["claim"]:
         work = {"persistentVolumeClaim": {"claimName": options["claim"]}}
     pod: JsonObject = {}
-    if options["accelerator"]:
-        pod["nodeSelector"] = _node_selector(options)
+    selector = _node_selector(options)
+    if selector:
+        pod["nodeSelector"] = selector
+    if options["spot"]:
+        pod["tolerations"] = [
+            {"key": SPOT_KEY, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+        ]
     if options["nodes"] > 1 and not _is_tpu(options):
         pod["affinity"] = _one_pod_per_node(job)
     return {
         **pod,
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": options["grace"],
-        "containers": [_container(options, num_jobs)],
+        "containers": [_container(job, options, num_jobs)],
         "volumes": [{"name": "files", "configMap": {"name": job.name}}, {"name": "work", **work}],
     }
 
@@ -192,7 +208,7 @@ def _one_pod_per_node(job: LaunchJob) -> JsonObject:
     return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
-def _container(options: GkeOptions, num_jobs: int) -> JsonObject:
+def _container(job: LaunchJob, options: GkeOptions, num_jobs: int) -> JsonObject:
     """Return the spec of the container."""
     container: JsonObject = {
         "name": CONTAINER,
@@ -206,13 +222,32 @@ def _container(options: GkeOptions, num_jobs: int) -> JsonObject:
         ],
     }
     if num_jobs > 1:
-        container["env"] = [
-            {"name": JOB_INDEX, "valueFrom": {"fieldRef": {"fieldPath": JOB_INDEX_FIELD}}}
-        ]
+        container["env"] = _slice_variables(job, num_jobs)
     resources = _resources(options)
     if resources:
         container["resources"] = {"requests": resources, "limits": resources}
     return container
+
+
+def _slice_variables(job: LaunchJob, num_jobs: int) -> list[JsonValue]:
+    """Return the variables by which libtpu and JAX connect the slices of a job.
+
+    See `jax/_src/clusters/cloud_tpu_cluster.py`. The address has no port: libtpu and JAX have ports of their own.
+    """
+    index: JsonObject = {"fieldRef": {"fieldPath": JOB_INDEX_FIELD}}
+    return [
+        {"name": SLICE_INDEX, "valueFrom": index},
+        {"name": "MEGASCALE_NUM_SLICES", "value": str(num_jobs)},
+        {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": _first_host(job)},
+    ]
+
+
+def _first_host(job: LaunchJob) -> str:
+    """Return the host name of pod 0 of the first Job.
+
+    JobSet names pods JOBSET-JOB-INDEX-POD, and its headless service has the name of the JobSet.
+    """
+    return f"{job.name}-{PODS}-0-0.{job.name}"
 
 
 def _start_script(job: LaunchJob, options: GkeOptions, num_jobs: int) -> str:
@@ -220,16 +255,15 @@ def _start_script(job: LaunchJob, options: GkeOptions, num_jobs: int) -> str:
     index = "$JOB_COMPLETION_INDEX"
     if num_jobs > 1:
         # Counted over all slices, e.g. 2 slices of 4 nodes: pod 1 of slice 1 is 4 * 1 + 1 = 5.
-        index = f"$(({options['nodes'] // num_jobs} * {JOB_INDEX} + JOB_COMPLETION_INDEX))"
-    words = ["prep", "train", f"{FILES_FOLDER}/{_recipe_file(job)}", *job.train_words]
+        index = f"$(({options['nodes'] // num_jobs} * {SLICE_INDEX} + JOB_COMPLETION_INDEX))"
+    words = job.command.words_with_recipe(f"{FILES_FOLDER}/{_recipe_file(job)}")
     lines = [
         "set -e",
-        # JobSet names pods JOBSET-JOB-INDEX-POD, and its headless service has the name of the JobSet.
-        f"export JAX_COORDINATOR_ADDRESS={job.name}-{PODS}-0-0.{job.name}:{DEFAULT_PORT}",
+        f"export JAX_COORDINATOR_ADDRESS={_first_host(job)}:{DEFAULT_PORT}",
         f"export JAX_NUM_PROCESSES={options['nodes']}",
         f"export JAX_PROCESS_ID={index}",
         *environment_lines(job),
-        f"exec {command_line(words)}",
+        f"exec {command_line(['prep', *words])}",
     ]
     return script(lines)
 
@@ -241,12 +275,16 @@ def _resources(options: GkeOptions) -> JsonObject:
 
 
 def _node_selector(options: GkeOptions) -> JsonObject:
+    """Return the labels of the nodes."""
     prefix = "cloud.google.com/gke"
-    if not _is_tpu(options):
-        return {f"{prefix}-accelerator": options["accelerator"] or ""}
-    selector: JsonObject = {f"{prefix}-tpu-accelerator": options["accelerator"] or ""}
+    selector: JsonObject = {}
+    if options["accelerator"]:
+        device = "tpu-accelerator" if _is_tpu(options) else "accelerator"
+        selector[f"{prefix}-{device}"] = options["accelerator"]
     if options["topology"]:
         selector[f"{prefix}-tpu-topology"] = options["topology"]
+    if options["spot"]:
+        selector[SPOT_KEY] = "true"
     return selector
 
 
@@ -256,4 +294,4 @@ def _is_tpu(options: GkeOptions) -> bool:
 
 def _recipe_file(job: LaunchJob) -> str:
     """Return the name of the recipe in the ConfigMap. Its keys are file names."""
-    return re.sub(r"[^-._a-zA-Z0-9]", "-", PurePosixPath(job.recipe).name)
+    return re.sub(r"[^-._a-zA-Z0-9]", "-", PurePosixPath(job.command.recipe).name)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from prepcli.errors import Command, Key, Option, PrepError, join_texts, text, usage_error
 from prepcli.launch.options import GkeOptions
-from prepcli.planning.process_files import MAX_PROCESSES
 from trainer.models.mesh import Mesh, resolve_mesh
 from trainer.models.slices import DCN_KEY, SliceCounts, check_slices, num_slices
 from trainer.models.suggest import did_you_mean
@@ -98,10 +97,6 @@ def _check_processes(training: Training, hardware: Hardware) -> None:
         raise usage_error(
             what, f"{hardware.name} has {_count_with_noun(nodes, 'process', 'processes')}", hint
         )
-    if training.is_in_bucket and nodes > MAX_PROCESSES:
-        why = f"each process writes a data file, and a step in a bucket has at most {MAX_PROCESSES}"
-        hint = f"`-- --out FOLDER` on a file system that all hosts share, or at most {MAX_PROCESSES} nodes"
-        raise usage_error(f"{nodes} processes cannot save to a bucket", why, hint)
 
 
 def _check_slices(training: Training, hardware: Hardware) -> None:

@@ -1,4 +1,4 @@
-"""A job that `prep launch` describes: a recipe, and the environment of its processes. The functions do no I/O."""
+"""A job that `prep launch` describes: a command, and the environment of its processes. The functions do no I/O."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prepcli.errors import Option, Text, text, usage_error
+from prepcli.errors import Option, text, usage_error
+from prepcli.launch.command import LaunchedCommand, check_no_null, check_text
 
 # Restarts of a job that exits with 75 each time.
 MAX_RESTARTS = 100
@@ -19,20 +20,18 @@ _LABEL = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchJob:
-    """A training that several processes run.
+    """A command that one or several processes run.
 
     Attributes:
-        recipe: Path of the recipe, as the processes see it.
+        command: The command.
         name: Name of the job.
-        train_words: Further words of `prep train`.
-        setup: Shell lines that run before the training.
+        setup: Shell lines that run before the command.
         env: Environment variables.
         max_restarts: Maximal number of restarts of a job that exits with 75 or is killed.
     """
 
-    recipe: str
+    command: LaunchedCommand
     name: str
-    train_words: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     max_restarts: int = MAX_RESTARTS
@@ -40,19 +39,11 @@ class LaunchJob:
     def __post_init__(self) -> None:
         """Check that a shell script can contain the texts. Raise UsageError otherwise."""
         check_text(text("{}", Option("job_name")), self.name)
-        check_text("RECIPE", self.recipe)
         for line in self.setup:
             check_text(text("{}", Option("setup")), line)
         for name, value in self.env:
             check_variable(name)
-            _check_no_null(text("{}", Option("env", name)), value)
-        for word in self.train_words:
-            _check_no_null("a word after `--`", word)
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        """Words of the command of each process."""
-        return ("prep", "train", self.recipe, *self.train_words)
+            check_no_null(text("{}", Option("env", name)), value)
 
 
 def parse_env(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -66,20 +57,6 @@ def parse_env(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
             raise usage_error(what, "a variable is KEY=VALUE", hint)
         variables.append((name, value))
     return tuple(variables)
-
-
-def check_text(name: Text | str, value: str) -> None:
-    """Raise UsageError for a text with a line break or a null character.
-
-    Args:
-        name: Option or argument of the text, for the error.
-        value: The text.
-    """
-    _check_no_null(name, value)
-    # `splitlines` drops a last line break: "a\n" is one line for it.
-    if len(value.splitlines()) > 1 or value.endswith(("\n", "\r")):
-        what = text("{} has more than one line", name)
-        raise usage_error(what, repr(value), text("pass one line per {}", name))
 
 
 def check_variable(name: str) -> None:
@@ -104,19 +81,3 @@ def as_label(name: str) -> str:
     label = hyphenated if hyphenated[:1].isalpha() else f"prep-{hyphenated}"
     # The cut may fall on a hyphen, with which no label ends.
     return label[:40].rstrip("-")
-
-
-def values_of(option: str, words: Sequence[str]) -> tuple[str, ...]:
-    """Return the values of an option, e.g. `--set`, among words of `prep train`."""
-    values = list[str]()
-    for word, next_word in zip(words, [*words[1:], ""]):
-        if word == option:
-            values.append(next_word)
-        elif word.startswith(f"{option}="):
-            values.append(word.removeprefix(f"{option}="))
-    return tuple(values)
-
-
-def _check_no_null(name: Text | str, value: str) -> None:
-    if "\0" in value:
-        raise usage_error(text("{} has a null character", name), repr(value), "remove it")

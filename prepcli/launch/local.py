@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from prepcli.errors import INTERRUPTED, OK, RESUME_HINT, STOPPED, Command, PrepError, text
+from prepcli.errors import INTERRUPTED, OK, RESUME_HINT, STOPPED, PrepError
 
 # Variables with these prefixes would describe another job or other devices.
 REMOVED_PREFIXES = (
@@ -241,7 +241,7 @@ class ProcessWatcher:
         code = self._exit_code(index)
         end = f"process {index} {self._end_text(index)}"
         if self._is_lost(index):
-            return PrepError(end, "the others cannot train without it", RESUME_HINT, code)
+            return PrepError(end, "the others cannot continue without it", RESUME_HINT, code)
         if code in (STOPPED, INTERRUPTED):
             what = (
                 f"stopped by {self._forwarded}"
@@ -251,5 +251,5 @@ class ProcessWatcher:
             return PrepError(what, end, RESUME_HINT, code)
         if index in self._has_lines:
             return PrepError(end, "", f"the lines that begin with [{index}] show its error", code)
-        hint = text("run {} with the same arguments, in one process", Command("train"))
+        hint = "run the same command in one process, without `prep launch`"
         return PrepError(end, "it printed no message", hint, code)

@@ -36,36 +36,16 @@ class JobOptions(TypedDict):
     ]
 
 
-class ScriptOptions(JobOptions):
-    """Options of the targets for which `prep launch` writes a job script."""
+class SubmitOptions(JobOptions):
+    """Options of the targets for which `prep launch` writes and submits a file."""
 
     job_name: Annotated[
         str | None,
         OptionSpec(
             "NAME",
-            "Name the job. Default: the recipe's name.",
-            "Name of the job. Default: the recipe's name.",
+            "Name the job. Default: by the recipe or command.",
+            "Name of the job. Default: the name of the recipe or of the command.",
             position=_SCRIPT,
-        ),
-    ]
-    setup: Annotated[
-        Sequence[str],
-        OptionSpec(
-            "LINE",
-            "Run LINE before training. Repeatable.",
-            "Shell lines that run before the training.",
-            default=(),
-            position=_SCRIPT + 2,
-        ),
-    ]
-    max_restarts: Annotated[
-        NonNegativeInt,
-        OptionSpec(
-            "N",
-            "Restart a stopped job at most N times.",
-            "Restarts of a job that exits with 75.",
-            default=MAX_RESTARTS,
-            position=_SCRIPT + 2,
         ),
     ]
     out: Annotated[
@@ -84,6 +64,36 @@ class ScriptOptions(JobOptions):
             "Submit the job.",
             "Submit the script. Default: False.",
             default=False,
+            position=_SCRIPT + 2,
+        ),
+    ]
+
+
+class ScriptOptions(SubmitOptions):
+    """Options of the targets whose job is a shell script."""
+
+    setup: Annotated[
+        Sequence[str],
+        OptionSpec(
+            "LINE",
+            "Run LINE before the command. Repeatable.",
+            "Shell lines that run before the command.",
+            default=(),
+            position=_SCRIPT + 2,
+        ),
+    ]
+
+
+class RestartOptions(TypedDict):
+    """How often a job starts again."""
+
+    max_restarts: Annotated[
+        NonNegativeInt,
+        OptionSpec(
+            "N",
+            "Restart a stopped job at most N times.",
+            "Restarts of a job that exits with 75.",
+            default=MAX_RESTARTS,
             position=_SCRIPT + 2,
         ),
     ]
@@ -124,21 +134,35 @@ class NodeOptions(TypedDict):
             position=4,
         ),
     ]
+
+
+class GraceOptions(TypedDict):
+    """The time between a signal and the end of a job."""
+
     grace: Annotated[
         PositiveInt,
         OptionSpec(
             "SECONDS",
             "Stop and save SECONDS before the job is killed.",
-            "Seconds before the end of the job at which the training stops and saves.",
+            "Seconds before the end of the job at which the command stops and saves.",
             default=DEFAULT_GRACE_S,
             position=6,
         ),
     ]
 
 
-class SlurmOptions(NodeOptions, ScriptOptions):
+class SlurmOptions(NodeOptions, GraceOptions, ScriptOptions, RestartOptions):
     """Options of a SLURM job. None means the default of the cluster."""
 
+    array: Annotated[
+        PositiveInt | None,
+        OptionSpec(
+            "N",
+            "Run N array tasks, with a share each.",
+            "Number of tasks of a job array. Each writes its share of a conversion.",
+            position=3,
+        ),
+    ]
     time: Annotated[
         str | None,
         OptionSpec(
@@ -179,13 +203,13 @@ class SlurmOptions(NodeOptions, ScriptOptions):
         OptionSpec(
             "FILE",
             "Log to FILE. Default: NAME-%j.log.",
-            "Log file, with the number of the job as `%j`.",
+            "Log file, with the number of the job as `%j`. Of an array: `%A_%a`.",
             position=5,
         ),
     ]
 
 
-class TpuOptions(ScriptOptions):
+class TpuOptions(ScriptOptions, RestartOptions):
     """Options of a Cloud TPU. `accelerator` and `zone` are required."""
 
     accelerator: Annotated[
@@ -221,9 +245,27 @@ class TpuOptions(ScriptOptions):
             default=False,
         ),
     ]
+    detach: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Start the command and return.",
+            "End the script when the command has started on the hosts. Default: False.",
+            default=False,
+        ),
+    ]
+    gcloud: Annotated[
+        Sequence[str],
+        OptionSpec(
+            "FLAG",
+            "Add a flag of gcloud. Repeatable.",
+            'Further flags for the creation of the TPU, such as "--network=lab".',
+            default=(),
+        ),
+    ]
 
 
-class GkeOptions(NodeOptions, ScriptOptions):
+class GkeOptions(NodeOptions, GraceOptions, ScriptOptions, RestartOptions):
     """Options of a JobSet. `image` is required."""
 
     image: Annotated[
@@ -261,6 +303,136 @@ class GkeOptions(NodeOptions, ScriptOptions):
             "NAME",
             "Work in this persistent volume claim.",
             "Persistent volume claim, mounted as the working folder.",
+            position=5,
+        ),
+    ]
+    queue: Annotated[
+        str | None,
+        OptionSpec(
+            "NAME",
+            "Wait in this Kueue queue.",
+            "Local queue of Kueue in which the JobSet waits.",
+            position=5,
+        ),
+    ]
+    spot: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Use nodes that may be preempted.",
+            "Use spot nodes, which may be preempted. Default: False.",
+            default=False,
+            position=5,
+        ),
+    ]
+
+
+class SkyOptions(NodeOptions, ScriptOptions):
+    """Options of a managed job of SkyPilot."""
+
+    accelerator: Annotated[
+        str | None,
+        OptionSpec(
+            "TYPE",
+            "Use this accelerator, such as H100.",
+            'Accelerator of each node as SkyPilot names it, such as "H100" or "tpu-v5p-8".',
+            position=3,
+        ),
+    ]
+    infra: Annotated[
+        str | None,
+        OptionSpec(
+            "NAME",
+            "Run on this cloud, such as gcp/us-east5.",
+            'Cloud, region and zone, such as "gcp/us-east5". Default: the cheapest.',
+            position=3,
+        ),
+    ]
+    image: Annotated[
+        str | None,
+        OptionSpec(
+            "IMAGE",
+            "Run this container with prep.",
+            "Container image with prep. Default: the machine image, with the setup lines.",
+            position=5,
+        ),
+    ]
+    bucket: Annotated[
+        str | None,
+        OptionSpec(
+            "URL",
+            "Mount this bucket at /bucket.",
+            "Bucket with models and data, mounted at /bucket.",
+            position=5,
+        ),
+    ]
+    spot: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Use machines that may be preempted.",
+            "Use spot machines, which may be preempted. Default: False.",
+            default=False,
+            position=5,
+        ),
+    ]
+
+
+class RayOptions(SubmitOptions, RestartOptions):
+    """Options of a job on a Ray cluster."""
+
+    workers: Annotated[
+        PositiveInt,
+        OptionSpec(
+            "N",
+            "Start N workers, one per node.",
+            "Number of workers, each on a node of its own if possible.",
+            default=1,
+            position=1,
+        ),
+    ]
+    gpus: Annotated[
+        PositiveInt | None,
+        OptionSpec("N", "Use N GPUs in each worker.", "GPUs of each worker.", position=2),
+    ]
+    tpus: Annotated[
+        PositiveInt | None,
+        OptionSpec("N", "Use N TPU chips in each worker.", "TPU chips of each worker.", position=2),
+    ]
+    cpus: Annotated[
+        PositiveInt,
+        OptionSpec(
+            "N",
+            "Use N CPU cores in each worker.",
+            "CPU cores of each worker.",
+            default=1,
+            position=2,
+        ),
+    ]
+    accelerator: Annotated[
+        str | None,
+        OptionSpec(
+            "TYPE",
+            "Use this accelerator, such as TPU-V6E.",
+            'Accelerator as Ray names it, such as "H100" or "TPU-V6E". TPUs need it.',
+            position=3,
+        ),
+    ]
+    topology: Annotated[
+        str | None,
+        OptionSpec(
+            "4x4",
+            "Use this TPU topology.",
+            'Topology of a TPU slice, such as "4x4". TPUs need it.',
+            position=3,
+        ),
+    ]
+    folder: Annotated[
+        str | None,
+        OptionSpec(
+            "FOLDER",
+            "Work in FOLDER, which all nodes see.",
+            "Working folder of the workers, on a file system that all nodes share.",
             position=5,
         ),
     ]

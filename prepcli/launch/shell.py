@@ -7,9 +7,12 @@ from collections.abc import Iterable, Sequence
 
 from prepcli.launch.job import LaunchJob
 
-# Pattern of the exit codes after which the same command resumes the run. 75: stopped by a signal, or because another
+# Pattern of the exit codes after which the same command resumes. 75: stopped by a signal, or because another
 # process was lost. 131 to 159: killed by a signal. 130 is absent: it means Ctrl-C (SIGINT).
 RESTARTABLE = "75 | 13[1-9] | 14? | 15?"
+
+# Sentence in the head of scripts for clouds.
+NOT_RUN = "The authors of prep have not run this file on a real cloud."
 
 
 def environment_lines(job: LaunchJob) -> list[str]:

@@ -1,12 +1,16 @@
-"""The batch script that trains under SLURM with one process per node. The functions do no I/O."""
+"""The batch script of a command under SLURM: one process per node, or one array task per share.
+
+The functions do no I/O.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 
-from prepcli.errors import Option, text
-from prepcli.launch.job import LaunchJob, check_text
+from prepcli.errors import Option, text, usage_error
+from prepcli.launch.command import check_text
+from prepcli.launch.job import LaunchJob
 from prepcli.launch.options import SlurmOptions
 from prepcli.launch.shell import RESTARTABLE, command_line, comment, environment_lines, script
 
@@ -23,19 +27,20 @@ def slurm_script(
 ) -> str:
     """Return the batch script of a job.
 
-    `--signal` without `B:` signals the tasks of `srun`, not the batch shell: every process saves the same step and
-    exits with 75, and the script requeues the job.
+    `--signal` without `B:` signals the tasks of `srun`, not the batch shell: every process saves and exits with 75, and
+    the script requeues the job.
 
     Args:
-        job: The training.
+        job: The job.
         options: Options of the job.
         heartbeat_timeout_s: Seconds until the processes notice a lost one.
     """
-    _check_options(options)
+    _check_options(job, options)
+    srun = f"{_srun_command(options, heartbeat_timeout_s)} {_task_command(job, options)}"
     return script(
         [
             "#!/bin/bash",
-            comment(f"Trains {job.recipe} with one process per node. Submit with `sbatch`."),
+            comment(f"Runs `{job.command.title}` {_processes(options)}. Submit with `sbatch`."),
             *(f"#SBATCH {directive}" for directive in _sbatch_directives(job, options)),
             "",
             "set -e",
@@ -44,18 +49,41 @@ def slurm_script(
             "",
             # `set -e` would end the script at a failed srun, before the requeue.
             "code=0",
-            f"{_srun_command(options, heartbeat_timeout_s)} {command_line(job.command)} || code=$?",
+            f"{srun} || code=$?",
             "",
             "# 75: stopped before the time limit, or a process was lost. 131 to 159: a signal killed a process.",
             "case $code in",
             f"    {RESTARTABLE})",
             f'        if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_restarts} ]; then',
-            '            scontrol requeue "$SLURM_JOB_ID"',
+            f"            scontrol requeue {_job_id(options)}",
             "        fi ;;",
             "esac",
             'exit "$code"',
         ]
     )
+
+
+def _processes(options: SlurmOptions) -> str:
+    return "with one array task per share" if options["array"] else "with one process per node"
+
+
+def _task_command(job: LaunchJob, options: SlurmOptions) -> str:
+    """Return the command of a task. An array task writes the share of its index."""
+    name, *words = job.command.words
+    if options["array"] is None:
+        return command_line(["prep", name, *words])
+    share = f'--processes {options["array"]}/"$SLURM_ARRAY_TASK_ID"'
+    return f"prep {name} {share} {command_line(words)}"
+
+
+def _job_id(options: SlurmOptions) -> str:
+    """Return the number of the job to requeue.
+
+    One task of an array has the number of the whole array as its SLURM_JOB_ID, and with it all tasks would be requeued.
+    """
+    if options["array"] is None:
+        return '"$SLURM_JOB_ID"'
+    return '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
 
 
 def _sbatch_directives(job: LaunchJob, options: SlurmOptions) -> list[str]:
@@ -65,14 +93,14 @@ def _sbatch_directives(job: LaunchJob, options: SlurmOptions) -> list[str]:
         "job-name": job.name,
         "nodes": str(options["nodes"]),
         "ntasks-per-node": "1",
+        "array": f"0-{options['array'] - 1}" if options["array"] else None,
         "gres": f"gpu:{devices}" if devices else None,
         "cpus-per-task": str(options["cpus"]) if options["cpus"] else None,
         "mem": options["mem"],
         "time": options["time"],
         "partition": options["partition"],
         "account": options["account"],
-        # `%` and `/` of the job's name would be a pattern of sbatch and a folder.
-        "output": options["log"] or f"{job.name.replace('%', '%%').replace('/', '-')}-%j.log",
+        "output": options["log"] or _log_file(job, options),
         # A requeued job continues its log.
         "open-mode": "append",
         "signal": f"USR1@{options['grace']}",
@@ -81,6 +109,13 @@ def _sbatch_directives(job: LaunchJob, options: SlurmOptions) -> list[str]:
         f"--{name}={_quote_value(value)}" for name, value in values.items() if value is not None
     ]
     return [*given, "--requeue", *options["sbatch"]]
+
+
+def _log_file(job: LaunchJob, options: SlurmOptions) -> str:
+    """Return the log file of a job, e.g. `llama-13b-%j.log`."""
+    # `%` and `/` of the job's name would be a pattern of sbatch and a folder.
+    name = job.name.replace("%", "%%").replace("/", "-")
+    return f"{name}-%A_%a.log" if options["array"] else f"{name}-%j.log"
 
 
 def _srun_command(options: SlurmOptions, heartbeat_timeout_s: float) -> str:
@@ -108,7 +143,9 @@ def _quote_value(value: str) -> str:
     )
 
 
-def _check_options(options: SlurmOptions) -> None:
+def _check_options(job: LaunchJob, options: SlurmOptions) -> None:
+    if options["array"] is not None:
+        _check_array(job, options["array"], options["nodes"])
     values = {
         "mem": options["mem"],
         "time": options["time"],
@@ -123,3 +160,18 @@ def _check_options(options: SlurmOptions) -> None:
         check_text(text("{}", Option("module")), module)
     for directive in options["sbatch"]:
         check_text(text("{}", Option("sbatch")), directive)
+
+
+def _check_array(job: LaunchJob, tasks: int, nodes: int) -> None:
+    """Raise UsageError if the tasks of an array cannot divide the work of the command."""
+    array = Option("array", tasks)
+    if not job.command.has_shares:
+        why = (
+            f"`prep {job.command.name}` has no shares: its processes work together, or there is one"
+        )
+        what = text("{} is for conversions only", array)
+        raise usage_error(what, why, text("{} instead", Option("nodes", tasks)))
+    if nodes > 1:
+        why = "each task of an array has one process"
+        hint = text("remove {}, or {}", Option("nodes", nodes), array)
+        raise usage_error(text("{} excludes {}", array, Option("nodes", nodes)), why, hint)

@@ -52,9 +52,11 @@ def batches(
     The tokens are in `data.cache`, or in the folder of the run. A missing one is made first. `prep tokenize` makes it
     in several processes. Neither weights are read nor devices used, and jax is not imported.
 
-    >>> batches = prep.batches("recipe.toml", process=0, of=2, start=100)  # doctest: +SKIP
-    >>> {name: array.shape for name, array in next(batches).items()}  # doctest: +SKIP
-    {'tokens': (4, 16), 'targets': (4, 16), 'weights': (4, 16)}
+    ```python
+    batches = prep.batches("recipe.toml", process=0, of=2, start=100)
+    for batch in batches:
+        tokens = batch["tokens"]  # [batch.size / 2, data.seq_length]
+    ```
 
     Args:
         recipe: A TOML file, or the name of one of `prep recipes`.

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prepcli.console.formatting import format_bytes
 from prepcli.console.lists import join_names
 from prepcli.console.observer import LEAVES, Observer, RecordingObserver
 from prepcli.engine import casts
 from prepcli.engine.budget import parse_memory
 from prepcli.engine.pipeline import ConversionResult
 from prepcli.errors import Option, text, usage_error
+from prepcli.execution.bucket_executor import BucketExecutor
 from prepcli.execution.execute import ConversionExecutor
 from prepcli.execution.staging import remove_leftover
 from prepcli.execution.uploads import UploadRequest, make_and_upload, parse_out_url
@@ -29,6 +29,7 @@ from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
     ORIGIN_KEY,
+    Manifest,
     find_manifest_folder,
     origin_record,
     read_manifest,
@@ -46,12 +47,16 @@ from prepcli.operations.conversion_details import (
     source_fields,
 )
 from prepcli.operations.options import DEFAULT_MEMORY
+from prepcli.operations.output_location import check_output_location, check_output_url
 from prepcli.operations.results import Conversion
+from prepcli.operations.source_line import source_line
 from prepcli.option_spec import PathLike, as_tuple
 from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import Share, requested_share
 from prepcli.planning.tensor_match import MatchOptions
+from prepcli.remote.object_store import ObjectStoreUrl
 from prepcli.restore.digest_checks import check_partly_read
 from prepcli.restore.earlier_checkpoints import note_missing_file_digests
 from prepcli.sources.averages import use_averaged_params
@@ -61,14 +66,12 @@ from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source
-from prepcli.targets.streams import optimizer_nbytes
 from trainer.models.verbatim import CANNOT_TRAIN
 
 if TYPE_CHECKING:
     from prepcli.formats.lock_file import Lock
     from prepcli.planning.map_file import TensorMap
 
-UNWRITTEN_SOURCES = "sources are never written to"
 OUT_PLACEHOLDER = "{out}"
 # A message names at most this many files left out of the output.
 MAX_LEFT_FILES = 5
@@ -100,6 +103,7 @@ class CommonOptions:
         tensor_map: File of the map of the checkpoint's tensors.
         quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
             or the decoded tensors of GGUF.
+        training_state: Read the optimizer state of another framework.
     """
 
     checkpoint: str | None
@@ -122,6 +126,7 @@ class CommonOptions:
     public_key: Path | None = None
     tensor_map: Path | None = None
     quantized: str = "refuse"
+    training_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +148,15 @@ class PlannedConversion:
     fields: Mapping[str, object]
     next_command: str
     source_view: Source | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedConversion:
+    """The located checkpoint, its opened source, and the plan of its conversion."""
+
+    located: LocatedCheckpoint
+    source: Source
+    planned: PlannedConversion
 
 
 def common_options(
@@ -177,6 +191,7 @@ def common_options(
         allow_overflow=options.get("allow_overflow", False),
         ema=options.get("ema", False),
         quantized=options.get("quantized", "refuse"),
+        training_state=options.get("training_state", False),
         verbatim=options.get("verbatim", False),
         copied_files=as_tuple(options.get("copy", ())),
         lock=Path(lock) if lock is not None else None,
@@ -273,19 +288,25 @@ def open_checkpoint(
         copied_files=common.copied_files,
         dequantize=is_decoded,
         keeps_scales=keeps_scales,
+        training_state=common.training_state,
         tensor_map=_read_tensor_map(common),
     )
-    if common.verbatim and not source.family.is_verbatim:
-        option = Option("verbatim", True)
-        why = f"{source.display_name} was already converted with the tensor names of family {source.family.name}"
-        hint = text("remove {}, or convert the original model", option)
-        raise usage_error(text("{} has no effect", option), why, hint)
+    _check_verbatim(common, source)
     note_missing_file_digests(source.display_name, source.manifest, observer)
     if lock is not None:
         from prepcli.sources.locked import apply_lock
 
         source = apply_lock(source, lock, str(common.lock), located.local_files.commit)
     return located, use_averaged_params(source) if common.ema else source
+
+
+def _check_verbatim(common: CommonOptions, source: Source) -> None:
+    """Raise UsageError if the names of the files were lost in an earlier conversion."""
+    if common.verbatim and not source.family.is_verbatim:
+        option = Option("verbatim", True)
+        why = f"{source.display_name} was already converted with the tensor names of family {source.family.name}"
+        hint = text("remove {}, or convert the original model", option)
+        raise usage_error(text("{} has no effect", option), why, hint)
 
 
 def _read_tensor_map(common: CommonOptions) -> TensorMap | None:
@@ -325,7 +346,7 @@ def run_conversion(
 ) -> Conversion:
     """Plan a conversion, and execute the plan unless this is a dry run.
 
-    An output with a URL is written to a local folder first, and then uploaded.
+    An output with a URL is written to the object store from memory, unless it is compressed.
 
     Args:
         common: Options of the conversion.
@@ -344,14 +365,19 @@ def run_conversion(
     # This also checks the variables of launchers, before anything is read.
     share, _ = requested_share(common.process_options.processes, os.environ)
     url = parse_out_url(common.out)
+    opened = _open_and_plan(common, recorder, make_plan, is_candidate)
     if url is None:
-        conversion = _convert_to_folder(common, recorder, make_plan, is_candidate)
+        conversion = _convert_to_folder(common, recorder, opened, started_s)
+    elif opened.planned.plan.zstd_level is None:
+        conversion = _convert_to_bucket(common, recorder, opened, started_s, url)
     else:
+        # The places of compressed chunks follow from their sizes, so that they are compressed on a
+        # local disk before they are uploaded.
         request = UploadRequest(url, common.dry_run, common.overwrite, common.restart)
 
         def convert(out: Path, dry_run: bool) -> Conversion:
             local = replace(common, out=out, dry_run=dry_run)
-            return _convert_to_folder(local, recorder, make_plan, is_candidate)
+            return _convert_to_folder(local, recorder, opened, started_s)
 
         if PARENT_VARIABLE in os.environ:
             # A worker writes its share of the local folder. Its parent uploads the folder.
@@ -363,6 +389,20 @@ def run_conversion(
             conversion = _with_url(conversion, request, is_uploaded_already)
     seconds = time.monotonic() - started_s
     return replace(conversion, seconds=seconds, warnings=tuple(recorder.warnings))
+
+
+def _open_and_plan(
+    common: CommonOptions,
+    observer: Observer,
+    make_plan: Callable[[Source, LocatedCheckpoint], PlannedConversion],
+    is_candidate: Callable[[Path], bool],
+) -> _OpenedConversion:
+    """Open the source, and plan the conversion."""
+    located, source = open_checkpoint(common, observer, is_candidate)
+    check_config_option(common, source)
+    check_stream(common.stream, located)
+    planned = _with_origin(make_plan(source, located), source, located)
+    return _OpenedConversion(located, source, planned)
 
 
 def _with_url(
@@ -384,23 +424,84 @@ def _with_url(
 
 
 def _convert_to_folder(
-    common: CommonOptions,
-    observer: Observer,
-    make_plan: Callable[[Source, LocatedCheckpoint], PlannedConversion],
-    is_candidate: Callable[[Path], bool],
+    common: CommonOptions, observer: Observer, opened: _OpenedConversion, started_s: float
 ) -> Conversion:
     """Convert into a local folder."""
-    started_s = time.monotonic()
-    located, source = open_checkpoint(common, observer, is_candidate)
-    check_config_option(common, source)
-    check_stream(common.stream, located)
-    planned = _with_origin(make_plan(source, located), source, located)
-    out = common.out or Path(planned.default_out_name)
-    _check_output_location(out, source)
+    out = common.out or Path(opened.planned.default_out_name)
+    check_output_location(out, opened.source)
+
+    def execute(plan: Plan, run_id: str, pool: WorkerPool) -> tuple[ConversionResult, Manifest]:
+        result = ConversionExecutor(
+            plan,
+            opened.planned.source_view or opened.source,
+            run_id=run_id,
+            out=out,
+            pool=pool,
+            overwrite=common.overwrite,
+            restart=common.restart,
+            allow_overflow=common.allow_overflow,
+            note=observer.note,
+        ).run()
+        return result, read_manifest(out) or NO_MANIFEST
+
+    return _convert(common, observer, opened, started_s, out=out, execute=execute)
+
+
+def _convert_to_bucket(
+    common: CommonOptions,
+    observer: Observer,
+    opened: _OpenedConversion,
+    started_s: float,
+    url: ObjectStoreUrl,
+) -> Conversion:
+    """Convert into an object store, without a local copy."""
+    check_output_url(url, opened.source)
+    plan = plan_object_files(opened.planned.plan)
+    opened = replace(opened, planned=replace(opened.planned, plan=plan))
+
+    def execute(plan: Plan, run_id: str, pool: WorkerPool) -> tuple[ConversionResult, Manifest]:
+        executor = BucketExecutor(
+            plan,
+            opened.planned.source_view or opened.source,
+            run_id=run_id,
+            url=url,
+            pool=pool,
+            overwrite=common.overwrite,
+            restart=common.restart,
+            allow_overflow=common.allow_overflow,
+            note=observer.note,
+        )
+        result = executor.run()
+        return result, executor.read_manifest()
+
+    return _convert(common, observer, opened, started_s, out=str(url), execute=execute)
+
+
+def _convert(
+    common: CommonOptions,
+    observer: Observer,
+    opened: _OpenedConversion,
+    started_s: float,
+    *,
+    out: Path | str,
+    execute: Callable[[Plan, str, WorkerPool], tuple[ConversionResult, Manifest]],
+) -> Conversion:
+    """Show the plan, and execute it unless this is a dry run.
+
+    Args:
+        common: Options of the conversion.
+        observer: Receives notes, warnings and progress.
+        opened: The source and the plan.
+        started_s: Start of the command, on the monotonic clock.
+        out: Folder or URL of the output.
+        execute: Executes the plan with its digest and the workers. Returns the result and the manifest of the output.
+    """
+    planned = opened.planned
+    source = opened.source
     fields = plan_fields(planned.plan, source)
     _note_plan(planned, source, fields["not_computed"], observer)
     details: dict[str, object] = {
-        "source": source_fields(source, located),
+        "source": source_fields(source, opened.located),
         **planned.fields,
         **fields,
     }
@@ -416,22 +517,14 @@ def _convert_to_folder(
             memory_nbytes=common.memory_nbytes,
             progress=observer.progress(),
         ) as pool:
-            result = ConversionExecutor(
-                planned.plan,
-                planned.source_view or source,
-                run_id=fields["plan_digest"],
-                out=out,
-                pool=pool,
-                overwrite=common.overwrite,
-                restart=common.restart,
-                allow_overflow=common.allow_overflow,
-                note=observer.note,
-            ).run()
-        details |= _result_details(planned.plan, fields, out, result, common, started_s, observer)
+            result, manifest = execute(planned.plan, fields["plan_digest"], pool)
+        details |= _result_details(
+            planned.plan, fields, out, result, manifest, common, started_s, observer
+        )
         if pool.share.count > 1:
             details["processes"] = process_fields(pool.share, common.process_options)
     return Conversion(
-        path=out,
+        path=Path(out),
         bytes_read=result.read_nbytes,
         bytes_written=result.written_nbytes,
         seconds=0.0,
@@ -497,8 +590,9 @@ def _note_plan(
 def _result_details(
     plan: Plan,
     fields: PlanFields,
-    out: Path,
+    out: Path | str,
     result: ConversionResult,
+    manifest: Manifest,
     common: CommonOptions,
     started_s: float,
     observer: Observer,
@@ -507,7 +601,6 @@ def _result_details(
 
     The number of changed values is set in `fields`.
     """
-    manifest = read_manifest(out) or NO_MANIFEST
     cast_counts = manifest.casts
     for entry in cast_counts:
         observer.note(casts.format_cast(entry))
@@ -525,65 +618,3 @@ def _result_details(
         "casts": cast_counts,
         **result_fields(result, common.memory_nbytes),
     }
-
-
-def _check_output_location(out: Path, source: Source) -> None:
-    """Raise UsageError if writing the output would change or delete the source or the user's own folders."""
-    target = out.resolve()
-    # A conversion writes to NAME.partial and renames it at the end, so neither name may be the source.
-    partial = target.with_name(target.name + ".partial")
-    source_files = () if source.root.is_file() else (*source.files, *source.small_files)
-    # Links may point to other folders, so each file is resolved.
-    file_folders = (path.resolve().parent for path in source_files)
-    weight_folders = {source.root.resolve(), *(path.resolve().parent for path in source.files)}
-    other_name = text("{}", Option("out", "NAME"))
-    for root in dict.fromkeys((source.root.resolve(), *file_folders)):
-        if root in (target, partial):
-            raise usage_error(f"the output {out} is the source", UNWRITTEN_SOURCES, other_name)
-        # An output inside a folder of settings is allowed.
-        if root in target.parents and root in weight_folders:
-            hint = text("{}", Option("out", f"../{out.name}"))
-            raise usage_error(f"the output {out} is inside the source", UNWRITTEN_SOURCES, hint)
-        if target in root.parents:
-            raise usage_error(
-                f"the source is inside the output {out}", "it would be deleted", other_name
-            )
-    for folder in (Path.cwd(), Path(os.path.expanduser("~")).resolve()):
-        if target == folder or target in folder.parents:
-            what = f"the output {out} would replace the current folder or your home folder"
-            why = f"{folder} is inside it, and outputs replace whole folders"
-            raise usage_error(what, why, other_name)
-
-
-def source_line(source: Source) -> str:
-    """Describe a source in one line: `EleutherAI/gpt-neo-1.3B  gpt_neo  316 tensors  4.90 GiB float32`."""
-    # Decoded weights count as they are written.
-    tensors = [tensor.cast(None) for tensor in (*source.tensors, *source.tower_tensors)]
-    largest_nbytes = max((t.nbytes for t in tensors), default=0)
-    # The scales of norms often stay float32 in a bfloat16 model. Their few bytes do not describe it: the
-    # named dtypes have a tensor of at least 1/8 of the largest one.
-    dtypes = sorted({t.dtype for t in tensors if t.nbytes * 8 >= largest_nbytes})
-    size = format_bytes(sum(t.nbytes for t in tensors))
-    parts = [
-        source.display_name,
-        _family_text(source),
-        f"{len(tensors)} tensors",
-        f"{size} {', '.join(dtypes)}",
-    ]
-    if source.quantization:
-        stored = (*source.tensors, *source.tower_tensors)
-        num_decoded = sum(bool(tensor.default_dtype) for tensor in stored)
-        method = source.quantization.get("quant_method")
-        parts.append(f"{num_decoded} decoded from {method}")
-    if nbytes := optimizer_nbytes(source):
-        parts.append(f"optimizer state {format_bytes(nbytes)}")
-    if len(source.files) > 1:
-        parts.append(f"{len(source.files)} files")
-    return "  ".join(parts)
-
-
-def _family_text(source: Source) -> str:
-    """Return the family of a source, e.g. `llama in llava` for the text part of a multimodal model."""
-    if source.wrapper is None:
-        return source.family.name
-    return f"{source.family.name} in {source.wrapper.config.get('model_type')!s:.60}"

@@ -162,7 +162,7 @@ def dropped_text(plan: Plan) -> str:
 
 def closing_line(
     plan: Plan,
-    out: Path,
+    out: Path | str,
     result: ConversionResult,
     cast_counts: Sequence[CastEntry],
     seconds: float,

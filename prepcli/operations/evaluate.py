@@ -26,7 +26,6 @@ from prepcli.operations.conversion import (
     check_config_option,
     common_options,
     open_checkpoint,
-    source_line,
 )
 from prepcli.operations.evaluation_keys import option_of_key
 from prepcli.operations.evaluation_model import LoadedModel, load_model
@@ -35,6 +34,7 @@ from prepcli.operations.model_files import tokenizer_path
 from prepcli.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.operations.operation import public
 from prepcli.operations.results import Evaluation, EvaluationScores
+from prepcli.operations.source_line import source_line
 from prepcli.operations.target_metrics import check_target_metrics, target_metrics
 from prepcli.option_spec import PathLike
 from prepcli.restore.params import OpenedModel

@@ -42,19 +42,21 @@ from prepcli.operations.export_layouts import (
 from prepcli.operations.export_map import WrittenMap, read_export_map
 from prepcli.operations.export_quantized import open_original, writes_quantized
 from prepcli.operations.export_towers import no_effect_error, select_parts
+from prepcli.operations.export_training_state import (
+    StateExport,
+    check_no_adapter,
+    check_state_request,
+    lay_out_training_state,
+)
 from prepcli.operations.operation import public
 from prepcli.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.operations.push import check_private, convert_and_push
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.manifest_fields import ManifestFields
-from prepcli.planning.plan import (
-    Fill,
-    Plan,
-    RootScale,
-)
+from prepcli.planning.plan import Fill, Plan, RootScale
 from prepcli.planning.quantization_leaves import is_decoded_tensor
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch, vocab_tensors
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import LocatedCheckpoint
@@ -78,6 +80,7 @@ from prepcli.targets.streams import (
     dropped_state,
     optimizer_nbytes,
     output_rows,
+    vocab_tensor_names,
 )
 from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.parameters import TreeLayout
@@ -231,9 +234,12 @@ def plan_export(
     """
     if source.tree_manifest.is_adapter:
         _check_adapter_request(options, source)
+        check_no_adapter(options, source)
         return plan_adapter_export(source, located, options["dtype"])
     source = select_parts(options, source, access, check_digest=check_towers)
     _check_request(options, source)
+    if options["training_state"]:
+        check_state_request(options, source)
     if writes_quantized(options, source):
         source = requantize_source(source, original, true_vocab=options["true_vocab"])
     return plan_copy(options, source, located)
@@ -244,35 +250,35 @@ def plan_copy(
 ) -> PlannedConversion:
     """Plan an export whose request has been checked. See `plan_export`."""
     vocabulary = source.vocabulary(options["true_vocab"])
-    layout_name = options["layout"]
-    dtype = options["dtype"]
     vocab_rows = vocabulary.stored_size if options["keep_padding"] else vocabulary.true_size
     written_map = read_export_map(options, source)
     tied_head = _stored_tied_head(options, source, written_map)
     source = with_tied_head(source) if tied_head else source
     match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
-    resize = VocabResize(vocabulary, vocab_tensors(match), Fill("zeros"))
+    resize = VocabResize(vocabulary, vocab_tensor_names(source, match), Fill("zeros"))
     parameters = [t for t in source.tensors if t.name in match.uses or t.name in tied_head]
-    tensors = [t.cast(dtype) for t in (*parameters, *source.tower_tensors)]
+    tensors = [t.cast(options["dtype"]) for t in (*parameters, *source.tower_tensors)]
     row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
-    weight_files = lay_out_weights(
-        options,
-        source,
-        tensors,
-        row_counts,
-        vocab_rows=vocab_rows,
-        shard_nbytes=_shard_nbytes(options),
-        tensor_map=written_map.tensor_map,
-    )
+    state = _lay_out_files(options, source, tensors, row_counts, vocab_rows, written_map)
+    weight_files = state.weight_files
+    tensors.extend(state.tensors)
+    row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
     scales = layout_scales(options, source, tensors)
+    scales |= state.scales(scales)
     targets = _tensor_targets(tensors, weight_files, row_counts, scales)
     written_vocabulary = Vocabulary(vocabulary.true_size, vocab_rows)
-    config = _written_config(options, source, written_vocabulary, is_tied=match.is_tied)
-    base_name = located.model_name
-    if vocab_rows == vocabulary.true_size:
-        base_name = base_name.removesuffix("-padded")
+    is_tied = match.is_tied
+    config = _written_config(options, source, written_vocabulary, is_tied=is_tied)
+    name = _base_name(located, written_vocabulary)
     settings = _manifest_settings(
-        source, base_name, layout_name, written_vocabulary, is_tied=match.is_tied, config=config
+        source, name, options["layout"], written_vocabulary, is_tied=is_tied, config=config
+    )
+    left_source = state.left_source(source)
+    source = state.full_source(source)
+    dropped = (
+        *(d for d in match.dropped if d.name not in tied_head),
+        *dropped_padding(source, targets, resize=resize),
+        *dropped_state(left_source),
     )
     plan = Plan(
         command="export",
@@ -285,19 +291,56 @@ def plan_copy(
         files=weight_files.files,
         small_files=small_files(source, config, weight_files),
         leaves=weight_files.leaves,
-        dropped=(
-            *(d for d in match.dropped if d.name not in tied_head),
-            *dropped_padding(source, targets, resize=resize),
-            *dropped_state(source),
-        ),
+        dropped=dropped,
         checks=match.checks,
-        settings=settings | written_map.record,
+        settings=settings | state.settings() | written_map.record,
         display_names=source.display_names(),
         item=weight_files.folder,
+        empty_nodes=weight_files.empty_nodes,
     )
-    return _add_report_fields(
-        plan, options, source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
+    planned = _add_report_fields(
+        plan, options, left_source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
     )
+    return state.describe(planned, source)
+
+
+def _lay_out_files(
+    options: ExportOptions,
+    source: Source,
+    tensors: Sequence[SourceTensor],
+    row_counts: Mapping[str, int],
+    vocab_rows: int,
+    written_map: WrittenMap,
+) -> StateExport:
+    """Lay out the weight files, and the training state if it is requested."""
+    shard_nbytes = _shard_nbytes(options)
+    if options["training_state"]:
+        return lay_out_training_state(
+            options,
+            source,
+            tensors,
+            row_counts,
+            vocab_rows=vocab_rows,
+            shard_nbytes=shard_nbytes,
+        )
+    weight_files = lay_out_weights(
+        options,
+        source,
+        tensors,
+        row_counts,
+        vocab_rows=vocab_rows,
+        shard_nbytes=shard_nbytes,
+        tensor_map=written_map.tensor_map,
+    )
+    return StateExport(weight_files)
+
+
+def _base_name(located: LocatedCheckpoint, vocabulary: Vocabulary) -> str:
+    """Return the start of the output's default name."""
+    name = located.model_name
+    if vocabulary.stored_size == vocabulary.true_size:
+        return name.removesuffix("-padded")
+    return name
 
 
 def _tensor_targets(

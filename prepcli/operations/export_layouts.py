@@ -60,6 +60,7 @@ class WeightFiles:
         index: The index of several files or the metadata of DCP, otherwise empty.
         leaves: Leaves of an Orbax item, otherwise empty.
         folder: Folder of the item in the output, otherwise empty.
+        empty_nodes: Paths of nodes without leaves in an Orbax item.
     """
 
     files: tuple[OutputFile, ...]
@@ -67,6 +68,7 @@ class WeightFiles:
     index: tuple[SmallFile, ...] = ()
     leaves: tuple[OutputLeaf, ...] = ()
     folder: str = ""
+    empty_nodes: tuple[tuple[str | int, ...], ...] = ()
 
 
 def file_format(options: ExportOptions) -> str:

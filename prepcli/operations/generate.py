@@ -27,13 +27,13 @@ from prepcli.operations.conversion import (
     check_config_option,
     common_options,
     open_checkpoint,
-    source_line,
 )
 from prepcli.operations.model_files import eos_token_ids, find_source_tokenizer
 from prepcli.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.operations.operation import public
 from prepcli.operations.prompts import STDIN, read_prompts
 from prepcli.operations.results import Generation, NewTokens
+from prepcli.operations.source_line import source_line
 from prepcli.operations.token_ids import format_token_ids
 from prepcli.operations.token_stream import TokenStream
 from prepcli.option_spec import PathLike, as_tuple

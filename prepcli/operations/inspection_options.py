@@ -55,6 +55,12 @@ _PROMPT_IDS = OptionSpec(
     "File of comma-separated token ids, one prompt per line. Default: 16 and 512 random ids.",
     position=24,
 )
+_LOGITS_MESH = OptionSpec(
+    "DP,FSDP,MP",
+    "With --logits: compute on this device mesh. Default: one device.",
+    '"dp,fsdp,mp" sizes or named axes. Default: the first device.',
+    position=24,
+)
 _LIBRARY = OptionSpec(
     "prep|transformers",
     "With --logits: compute the second model with this library.",
@@ -145,6 +151,7 @@ class LogitsOptions(SourceOptions, total=False):
     ]
     prompt_ids: Annotated[PathLike | None, _PROMPT_IDS]
     library: Annotated[Library, _LIBRARY]
+    mesh: Annotated[str | None, _LOGITS_MESH]
 
 
 class LogitsCommandOptions(TypedDict):
@@ -162,6 +169,7 @@ class LogitsCommandOptions(TypedDict):
     ]
     prompt_ids: Annotated[PathLike | None, _PROMPT_IDS]
     library: Annotated[Library, _LIBRARY]
+    mesh: Annotated[str | None, _LOGITS_MESH]
 
 
 class LockOptions(SourceOptions, total=False):

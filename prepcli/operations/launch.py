@@ -1,19 +1,18 @@
-"""Write, submit or run a script or command that trains in several processes."""
+"""Write, submit or run a script or a command with several processes."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
 from prepcli.console.observer import QUIET, Observer
 from prepcli.engine.files import io_error
-from prepcli.errors import FAILED, Key, Option, PrepError, text, usage_error
+from prepcli.errors import Key, Option, Text, text, usage_error
 from prepcli.execution.signals import PARENT_VARIABLE, remember_signal
 from prepcli.execution.uploads import parse_out_url
+from prepcli.launch.command import TRAIN, LaunchedCommand, check_process_count
 from prepcli.launch.gke import gke_manifest
 from prepcli.launch.hardware import (
     Training,
@@ -22,53 +21,55 @@ from prepcli.launch.hardware import (
     plain_hardware,
     tpu_vm_hardware,
 )
-from prepcli.launch.job import LaunchJob, as_label, parse_env, values_of
+from prepcli.launch.job import MAX_RESTARTS, LaunchJob, as_label, parse_env
 from prepcli.launch.local import GRACE_MARGIN_S, ProcessWatcher, start_processes
 from prepcli.launch.options import (
     GkeOptions,
     LocalOptions,
+    RayOptions,
     ScriptOptions,
+    SkyOptions,
     SlurmOptions,
+    SubmitOptions,
     TpuOptions,
 )
+from prepcli.launch.ray import ray_driver
+from prepcli.launch.sky import sky_task
 from prepcli.launch.slurm import slurm_script
 from prepcli.launch.tpu import tpu_script
+from prepcli.operations.launch_submission import submit_script
 from prepcli.operations.recipe_files import find_training_recipe
 from trainer.files.writing import write_file
 from trainer.models.mesh import parse_mesh
-from trainer.models.slices import num_slices, parse_slice_counts
+from trainer.models.slices import ONE_SLICE, num_slices, parse_slice_counts
 from trainer.recipe import Recipe, load_recipe
 
-SUBMIT_COMMANDS = {  # commands that read the script from stdin
-    # `--parsable` prints the job id without a sentence around it.
-    "slurm": ("sbatch", "--parsable"),
-    "tpu": ("bash", "-s"),
-    "gke": ("kubectl", "create", "-f", "-"),
-}
+# Seconds until the processes of a recipe without `cluster.heartbeat_timeout` notice a lost one.
+HEARTBEAT_TIMEOUT_S = 60.0
+# Mesh of a command without `--mesh`: any number of devices.
+ANY_MESH = "-1,1,1"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedScript:
-    """The script of a target.
+    """The script of an engine.
 
     Attributes:
-        target: `slurm`, `tpu` or `gke`.
+        target: Name of the engine, e.g. `slurm`.
         script: Text of the script.
         out: File with the script. None if it was not written.
-        submit_command: Command that reads the script from stdin.
         reply: Output of the command that submitted the script. None if it was not submitted.
     """
 
     target: str
     script: str
     out: Path | None
-    submit_command: str
     reply: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class LocalTraining:
-    """A training that ended in several processes of this machine.
+class LocalJob:
+    """A command that ended in several processes of this machine.
 
     Attributes:
         processes: Number of processes.
@@ -81,89 +82,122 @@ class LocalTraining:
     result: str
 
 
-def launch_slurm(
-    recipe_path: Path, train_words: Sequence[str], **options: Unpack[SlurmOptions]
-) -> LaunchedScript:
-    """Return the batch script of a training, or submit it with `sbatch`.
+def launch_slurm(command: LaunchedCommand, **options: Unpack[SlurmOptions]) -> LaunchedScript:
+    """Return the batch script of a command, or submit it with `sbatch`.
 
     Args:
-        recipe_path: The recipe.
-        train_words: Further words of `prep train`.
+        command: The command.
         **options: See `SlurmOptions`.
     """
-    recipe = _load_recipe(recipe_path, train_words)
-    hardware = plain_hardware(options["nodes"], options["devices_per_node"])
-    check_training(_training_needs(recipe, train_words), hardware)
-    job = _script_job(recipe_path, train_words, options, options["job_name"] or recipe.name)
-    timeout_s = recipe.cluster.heartbeat_timeout
-    script = slurm_script(job, options, heartbeat_timeout_s=timeout_s)
+    recipe = _load_recipe(command)
+    check_process_count(command, options["nodes"], _one_of("nodes"))
+    training = _training_needs(command, recipe)
+    if training is not None:
+        check_training(training, plain_hardware(options["nodes"], options["devices_per_node"]))
+    name = options["job_name"] or _job_name(command, recipe)
+    job = _script_job(command, options, name, options["max_restarts"])
+    script = slurm_script(job, options, heartbeat_timeout_s=_heartbeat_timeout_s(recipe))
     return _write_and_submit("slurm", script, options)
 
 
-def launch_tpu(
-    recipe_path: Path, train_words: Sequence[str], **options: Unpack[TpuOptions]
-) -> LaunchedScript:
-    """Return the `gcloud` script of a training, or run it.
+def launch_tpu(command: LaunchedCommand, **options: Unpack[TpuOptions]) -> LaunchedScript:
+    """Return the `gcloud` script of a command, or run it.
 
     Args:
-        recipe_path: The recipe.
-        train_words: Further words of `prep train`.
+        command: The command.
         **options: See `TpuOptions`.
     """
-    recipe = _load_recipe(recipe_path, train_words)
-    training = _training_needs(recipe, train_words)
-    # None for a generation that prep does not know. The script can still create it with `--runtime-version`.
-    hardware = tpu_vm_hardware(options["accelerator"], training)
-    if hardware is not None:
-        check_training(training, hardware)
-    name = options["job_name"] or as_label(recipe.name)
-    # The script contains a copy of the recipe file, even if the recipe is shipped with prep.
-    job = _script_job(find_training_recipe(recipe_path), train_words, options, name)
+    recipe = _load_recipe(command)
+    training = _training_needs(command, recipe)
+    if training is not None:
+        # None for a generation that prep does not know. The script can still create it with `--runtime-version`.
+        hardware = tpu_vm_hardware(options["accelerator"], training)
+        if hardware is not None:
+            check_training(training, hardware)
+    name = options["job_name"] or as_label(_job_name(command, recipe))
+    job = _script_job(_with_recipe_file(command), options, name, options["max_restarts"])
     return _write_and_submit("tpu", tpu_script(job, options), options)
 
 
-def launch_gke(
-    recipe_path: Path, train_words: Sequence[str], **options: Unpack[GkeOptions]
-) -> LaunchedScript:
-    """Return the JobSet of a training, or create it with `kubectl`.
+def launch_gke(command: LaunchedCommand, **options: Unpack[GkeOptions]) -> LaunchedScript:
+    """Return the JobSet of a command, or create it with `kubectl`.
 
     Args:
-        recipe_path: The recipe.
-        train_words: Further words of `prep train`.
+        command: The command.
         **options: See `GkeOptions`.
     """
-    recipe = _load_recipe(recipe_path, train_words)
-    training = _training_needs(recipe, train_words)
-    check_training(training, gke_hardware(options, training))
-    if options["claim"] is None and not training.is_in_bucket:
-        why = "without a volume, the checkpoints are lost when a pod ends"
-        hint = text("{}, or `-- --out gs://BUCKET/RUN`", Option("claim", "NAME"))
-        raise usage_error(text("{} is missing", Option("claim")), why, hint)
-    # The manifest contains a copy of the recipe file, even if the recipe is shipped with prep.
-    recipe_file = find_training_recipe(recipe_path)
-    name = options["job_name"] or as_label(recipe.name)
+    recipe = _load_recipe(command)
+    check_process_count(command, options["nodes"], _one_of("nodes"))
+    training = _training_needs(command, recipe)
+    if training is not None:
+        check_training(training, gke_hardware(options, training))
+    if options["claim"] is None:
+        _check_output_is_kept(command, "a pod ends", Option("claim", "NAME"))
+    name = options["job_name"] or as_label(_job_name(command, recipe))
     manifest = gke_manifest(
-        _script_job(recipe_file, train_words, options, name),
+        _script_job(_with_recipe_file(command), options, name, options["max_restarts"]),
         options,
-        recipe_text=recipe_file.read_text("utf-8"),
-        num_slices=num_slices(training.slices),
+        recipe_text=_recipe_text(command),
+        num_slices=1 if training is None else num_slices(training.slices),
     )
     return _write_and_submit("gke", manifest, options)
 
 
+def launch_sky(command: LaunchedCommand, **options: Unpack[SkyOptions]) -> LaunchedScript:
+    """Return the managed job of SkyPilot for a command, or submit it.
+
+    Args:
+        command: The command.
+        **options: See `SkyOptions`.
+    """
+    recipe = _load_recipe(command)
+    check_process_count(command, options["nodes"], _one_of("nodes"))
+    training = _training_needs(command, recipe)
+    if training is not None:
+        check_training(training, plain_hardware(options["nodes"], options["devices_per_node"]))
+    _check_output_is_kept(command, "a machine is preempted")
+    name = options["job_name"] or as_label(_job_name(command, recipe))
+    task = sky_task(_script_job(command, options, name), options, recipe_text=_recipe_text(command))
+    return _write_and_submit("sky", task, options)
+
+
+def launch_ray(command: LaunchedCommand, **options: Unpack[RayOptions]) -> LaunchedScript:
+    """Return the driver of a Ray job for a command, or submit it.
+
+    Args:
+        command: The command.
+        **options: See `RayOptions`.
+    """
+    recipe = _load_recipe(command)
+    check_process_count(command, options["workers"], _one_of("workers"))
+    training = _training_needs(command, recipe)
+    if training is not None:
+        devices = options["tpus"] or options["gpus"]
+        check_training(training, plain_hardware(options["workers"], devices))
+    if options["folder"] is None:
+        _check_output_is_kept(command, "the job ends", Option("folder", "FOLDER"))
+    name = options["job_name"] or as_label(_job_name(command, recipe))
+    job = LaunchJob(
+        command=_with_recipe_file(command),
+        name=name,
+        env=parse_env(options["env"]),
+        max_restarts=options["max_restarts"],
+    )
+    driver = ray_driver(job, options, recipe_text=_recipe_text(command))
+    return _write_and_submit("ray", driver, options)
+
+
 def launch_local(
-    recipe_path: Path,
-    train_words: Sequence[str],
+    command: LaunchedCommand,
     observer: Observer,
     *,
     quiet: bool = False,
     **options: Unpack[LocalOptions],
-) -> LocalTraining:
-    """Train in several processes on this machine.
+) -> LocalJob:
+    """Run a command in several processes on this machine.
 
     Args:
-        recipe_path: The recipe.
-        train_words: Further words of `prep train`.
+        command: The command.
         observer: Receives the lines of all processes.
         quiet: Let the processes show errors only.
         **options: See `LocalOptions`.
@@ -171,25 +205,22 @@ def launch_local(
     Raises:
         PrepError: A process failed or was stopped. The process that caused the end gives the exit code.
     """
-    recipe = _load_recipe(recipe_path, train_words)
+    recipe = _load_recipe(command)
     processes = options["processes"]
     devices = options["devices"]
-    check_training(_training_needs(recipe, train_words), plain_hardware(processes, devices))
-    job = LaunchJob(
-        recipe=str(recipe_path),
-        name="local",
-        train_words=tuple(train_words),
-        env=parse_env(options["env"]),
-    )
+    check_process_count(command, processes, _one_of("processes"))
+    training = _training_needs(command, recipe)
+    if training is not None:
+        check_training(training, plain_hardware(processes, devices))
+    job = LaunchJob(command=command, name="local", env=parse_env(options["env"]))
     # The processes end with this one, also after a SIGKILL: see `die_with_parent`.
     env = {**dict(job.env), PARENT_VARIABLE: str(os.getpid())}
-    words = ["train"]
+    name, *words = command.words
     if quiet:
-        words.append("--quiet")
-    words += [job.recipe, *job.train_words]
+        words.insert(0, "--quiet")
     with remember_signal() as poll_signal:
         running = start_processes(
-            words, count=processes, devices=devices, environ=os.environ, env=env
+            [name, *words], count=processes, devices=devices, environ=os.environ, env=env
         )
         watcher = ProcessWatcher(
             running,
@@ -197,52 +228,113 @@ def launch_local(
             poll_signal,
             # After a lost process the others wait in a collective until its heartbeat is missed. A shorter time would
             # kill them before they report the cause.
-            grace_s=recipe.cluster.heartbeat_timeout + GRACE_MARGIN_S,
+            grace_s=_heartbeat_timeout_s(recipe) + GRACE_MARGIN_S,
         )
         result = watcher.wait()
-    return LocalTraining(processes, devices, result)
+    return LocalJob(processes, devices, result)
 
 
-def _load_recipe(path: Path, train_words: Sequence[str]) -> Recipe:
-    """Return the recipe. Raise UsageError for an invalid one before the job waits in a queue."""
-    return load_recipe(find_training_recipe(path), values_of("--set", train_words)).recipe
+def _load_recipe(command: LaunchedCommand) -> Recipe | None:
+    """Return the recipe of a command. Raise UsageError for an invalid one before the job waits in a queue."""
+    if not command.recipe:
+        return None
+    return load_recipe(find_training_recipe(Path(command.recipe)), command.overrides).recipe
 
 
-def _training_needs(recipe: Recipe, train_words: Sequence[str]) -> Training:
-    """Return the mesh, processes and devices that a training needs. Raise UsageError for an invalid `--out` URL."""
-    outputs = values_of("--out", train_words)
+def _with_recipe_file(command: LaunchedCommand) -> LaunchedCommand:
+    """Return the command with the file of its recipe, e.g. of a shipped recipe.
+
+    Scripts for other machines contain or copy the file.
+    """
+    if not command.recipe:
+        return command
+    return replace(command, recipe=str(find_training_recipe(Path(command.recipe))))
+
+
+def _recipe_text(command: LaunchedCommand) -> str:
+    """Return the text of a recipe, for scripts with a copy of it. Empty without a recipe."""
+    if not command.recipe:
+        return ""
+    return find_training_recipe(Path(command.recipe)).read_text("utf-8")
+
+
+def _training_needs(command: LaunchedCommand, recipe: Recipe | None) -> Training | None:
+    """Return the required mesh, processes and devices of a command, or None if it computes on no mesh.
+
+    Raises:
+        UsageError: The mesh or the URL of `--out` is invalid.
+    """
+    is_in_bucket = parse_out_url(command.out) is not None
+    if not command.has_mesh:
+        return None
+    if recipe is None:
+        mesh = parse_mesh(command.mesh or ANY_MESH)
+        return Training(mesh=mesh, slices=ONE_SLICE, is_in_bucket=is_in_bucket)
     return Training(
         mesh=parse_mesh(recipe.mesh, Key("mesh")),
         slices=parse_slice_counts(recipe.cluster.dcn_mesh),
         num_processes=recipe.cluster.n_processes,
         local_devices=recipe.cluster.n_local_devices,
-        # The last `--out` counts, as in `prep train`.
-        is_in_bucket=bool(outputs) and parse_out_url(Path(outputs[-1])) is not None,
+        is_in_bucket=is_in_bucket,
     )
+
+
+def _check_output_is_kept(
+    command: LaunchedCommand, event: str, option: Option | None = None
+) -> None:
+    """Raise UsageError if a command would write to a temporary disk.
+
+    Args:
+        command: The command.
+        event: The end of the disk, for the error.
+        option: Option for a disk that outlives the job. None if the engine has none.
+    """
+    if not command.writes_output or parse_out_url(command.out) is not None:
+        return
+    hint: Text | str = "`-- --out gs://BUCKET/RUN`"
+    if command.name != TRAIN:
+        hint = f"`-- {command.name} ... --out gs://BUCKET/NAME`"
+    what = text("{} is no bucket", Option("out", command.out or "NAME"))
+    if option is not None:
+        what = text("{} is missing", Option(option.name))
+        hint = text("{}, or {}", option, hint)
+    raise usage_error(what, f"the checkpoints are lost when {event}", hint)
+
+
+def _one_of(name: str) -> Text:
+    """Return the hint to start one process."""
+    return text("{}", Option(name, 1))
+
+
+def _job_name(command: LaunchedCommand, recipe: Recipe | None) -> str:
+    """Return the name of the recipe, or of the command."""
+    return command.name if recipe is None else recipe.name
+
+
+def _heartbeat_timeout_s(recipe: Recipe | None) -> float:
+    return HEARTBEAT_TIMEOUT_S if recipe is None else recipe.cluster.heartbeat_timeout
 
 
 def _script_job(
-    recipe_path: Path, train_words: Sequence[str], options: ScriptOptions, name: str
+    command: LaunchedCommand, options: ScriptOptions, name: str, max_restarts: int = MAX_RESTARTS
 ) -> LaunchJob:
-    """Return the job that a script starts."""
+    """Return the job of a script."""
     return LaunchJob(
-        recipe=str(recipe_path),
+        command=command,
         name=name,
-        train_words=tuple(train_words),
         setup=tuple(options["setup"]),
         env=parse_env(options["env"]),
-        max_restarts=options["max_restarts"],
+        max_restarts=max_restarts,
     )
 
 
-def _write_and_submit(target: str, script: str, options: ScriptOptions) -> LaunchedScript:
+def _write_and_submit(target: str, script: str, options: SubmitOptions) -> LaunchedScript:
     """Write the script to a file if `out` is set, and submit it if `submit` is set."""
-    command = SUBMIT_COMMANDS[target]
     out = None if options["out"] is None else Path(options["out"])
     if out is not None:
         _write_script(out, script)
-    reply = _submit_script(command, script) if options["submit"] else None
-    return LaunchedScript(target, script, out, " ".join(command), reply)
+    reply = submit_script(target, script) if options["submit"] else None
+    return LaunchedScript(target, script, out, reply)
 
 
 def _write_script(path: Path, script: str) -> None:
@@ -254,24 +346,3 @@ def _write_script(path: Path, script: str) -> None:
         raise usage_error(f"`{path}` already exists", "a script is not overwritten", hint) from None
     except OSError as error:
         raise io_error(path, error) from error
-
-
-def _submit_script(command: Sequence[str], script: str) -> str:
-    """Run a command with the script as its stdin, and return its stdout."""
-    try:
-        result = subprocess.run(
-            command,
-            input=script,
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-            errors="surrogateescape",
-            check=False,
-        )
-    except FileNotFoundError:
-        why = f"`{command[0]}` is not installed on this machine"
-        hint = text("{}, and submit it on a login node", Option("out", "FILE"))
-        raise PrepError("the job was not submitted", why, hint) from None
-    if result.returncode:
-        why = f"`{' '.join(command)}` exited with {result.returncode}"
-        raise PrepError("the job was not submitted", why, "its message is above", FAILED)
-    return result.stdout.strip()

@@ -12,14 +12,16 @@ from typing import Unpack
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.engine.files import io_error
-from prepcli.errors import GET_AGAIN_HINT, Option, OutputExistsError, text
+from prepcli.errors import Option, OutputExistsError, text
+from prepcli.formats.again_hint import again_hint
 from prepcli.formats.lock_file import encode_lock
 from prepcli.formats.lock_signature import is_signed_with, sign, signature_path
-from prepcli.operations.conversion import common_options, open_checkpoint, source_line
+from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.operations.inspection_options import LockOptions
 from prepcli.operations.operation import public
 from prepcli.operations.result_files import check_result_path, has_content, write_result_file
 from prepcli.operations.results import LockedModel
+from prepcli.operations.source_line import source_line
 from prepcli.option_spec import PathLike
 from prepcli.pages.html_page import check_page_path
 from prepcli.pages.lock_page import write_lock_page
@@ -134,7 +136,7 @@ def _digest_tensors(
         digests.setdefault(tensor.name, []).append((first, stop, digest))
     for tensor in source.all_tensors:
         if tensor.digests and list(tensor.digests) != digests[tensor.name]:
-            raise damaged_error(source, tensor, GET_AGAIN_HINT)
+            raise damaged_error(source, tensor, again_hint(source.manifest))
     return {name: tuple(ranges) for name, ranges in digests.items()}
 
 

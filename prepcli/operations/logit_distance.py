@@ -88,12 +88,21 @@ def relative_differences(a: Sequence[np.ndarray], b: Iterable[np.ndarray]) -> tu
     """Return max |a - b| / max |a| for each pair of hidden states [T, D]. Infinite if a value is not finite."""
     differences: list[float] = []
     for a_states, b_states in zip(a, b, strict=True):
-        difference = float(np.abs(a_states.astype(np.float64) - b_states).max())
-        largest = float(np.abs(a_states).max())
-        if not np.isfinite(difference):
-            differences.append(np.inf)
-        elif difference == 0:
-            differences.append(0.0)
-        else:
-            differences.append(difference / max(largest, SMALLEST_NORMAL))
+        differences.append(_relative_difference(a_states, b_states))
     return tuple(differences)
+
+
+def _relative_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """Return max |a - b| / max |a|, or infinity if a value is not finite."""
+    difference = 0.0
+    largest = 0.0
+    for start in range(0, len(a), BLOCK_ROWS):
+        a_rows = a[start : start + BLOCK_ROWS].astype(np.float64)
+        distance = float(np.abs(a_rows - b[start : start + BLOCK_ROWS]).max())
+        if not np.isfinite(distance):
+            return np.inf
+        difference = max(difference, distance)
+        largest = max(largest, float(np.abs(a_rows).max()))
+    if difference == 0:
+        return 0.0
+    return difference / max(largest, SMALLEST_NORMAL)

@@ -19,6 +19,7 @@ from typing import Annotated, Literal, TypedDict
 
 from prepcli.operations.map_options import ExportMapOptions, MapOptions
 from prepcli.operations.towers_options import TowersOptions
+from prepcli.operations.training_state_options import TrainingStateOptions
 from prepcli.option_spec import NOT_RECORDED, NonNegativeInt, OptionSpec, PathLike, PositiveInt
 
 DEFAULT_MEMORY = "512MiB"
@@ -382,7 +383,7 @@ class LayoutOptions(ConversionOptions, VerbatimOptions, MapOptions, total=False)
     ]
 
 
-class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
+class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, TrainingStateOptions, total=False):
     """Options of `save_init`."""
 
     pad_vocab: Annotated[
@@ -439,8 +440,9 @@ class ReshardOptions(LayoutOptions, total=False):
 
 
 class ExportOptions(
-    ConversionOptions, VerbatimOptions, TowersOptions, ExportMapOptions, total=False
-):
+    ConversionOptions, VerbatimOptions, TowersOptions, ExportMapOptions, TrainingStateOptions,
+    total=False,
+):  # fmt: skip
     """Options of `export`."""
 
     layout: Annotated[

@@ -12,7 +12,7 @@ from typing import Unpack
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
-from prepcli.errors import Command, Option, invalid_config_error, text, usage_error
+from prepcli.errors import Command, Option, PrepError, invalid_config_error, text, usage_error
 from prepcli.execution.workers import ProcessOptions
 from prepcli.operations.conflicts import check_mutually_exclusive, reject_without
 from prepcli.operations.conversion import (
@@ -24,7 +24,7 @@ from prepcli.operations.conversion import (
     run_conversion,
 )
 from prepcli.operations.operation import public
-from prepcli.operations.options import PadVocabOptions
+from prepcli.operations.options import PadVocabOptions, SaveInitOptions
 from prepcli.operations.resized_folder import plan_resized_folder
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line
@@ -34,14 +34,18 @@ from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
 from prepcli.targets.hf_folder import copied_small_files
+from prepcli.targets.orbax_item import Partitioning
 from prepcli.targets.streams import VocabResize
 from trainer.models.mesh import parse_mesh
+from trainer.models.partition import vocab_multiple
 from trainer.models.rules import PARAM_RULES, format_rule
 from trainer.models.suggest import did_you_mean
 
 FILL_KINDS = ("zeros", "mean", "normal")
 SEED_LIMIT = 1 << 64
 DEFAULT_MULTIPLE = 8
+# Digits of the option `pad_vocab`.
+MAX_MULTIPLE_DIGITS = 18
 
 
 @public
@@ -278,3 +282,43 @@ def _vocabulary_line(
     tie_note = "   embedding and head are tied: padded once" if is_tied else ""
     added = f"+{added_rows} rows of {init}, {format_bytes(added_rows * row_nbytes)}"
     return f"vocabulary {vocabulary.stored_size} -> {size} ({added}){tie_note}"
+
+
+def padded_vocab_rows(
+    options: SaveInitOptions, source: Source, *, vocabulary: Vocabulary, partitioning: Partitioning
+) -> int:
+    """Return the rows of the vocabulary in an Orbax checkpoint.
+
+    Args:
+        options: Options with the padding.
+        source: The opened source.
+        vocabulary: True and stored size in the source.
+        partitioning: Mesh and rules of the output.
+
+    Raises:
+        UsageError: The padding is neither `no` nor `auto`, nor a multiple.
+        PrepError: It would remove rows.
+    """
+    pad_vocab = str(options["pad_vocab"])
+    if pad_vocab == "no":
+        return vocabulary.stored_size
+    if pad_vocab == "auto":
+        axis_maps = source_axis_maps(source)
+        dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items()}
+        # From the stored size, because save-init never removes rows: 50257 rows on mp=4 become 50260.
+        num_shards = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
+        return -(-vocabulary.stored_size // num_shards) * num_shards
+    option = Option("pad_vocab", pad_vocab)
+    is_number = pad_vocab.isdecimal() and len(pad_vocab) <= MAX_MULTIPLE_DIGITS
+    if not is_number or int(pad_vocab) < 1:
+        raise usage_error(
+            text("invalid {}", option),
+            "it takes no, auto, or a multiple",
+            text("{}", Option("pad_vocab", "8")),
+        )
+    padded = check_padded_size(vocabulary.padded_size(int(pad_vocab)), option)
+    if padded < vocabulary.stored_size:
+        why = f"the tensors have {vocabulary.stored_size} rows, {vocabulary.true_size} of them for tokens"
+        hint = text("{} removes padding", Command("export"))
+        raise PrepError(text("{} would remove rows", option), why, hint)
+    return padded

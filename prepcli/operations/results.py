@@ -120,6 +120,7 @@ class Verification:
         against: The second checkpoint, as errors name it. None for a comparison with digests.
         total_tensors: Number of tensors of the checkpoint, equal or not.
         distances: With a tolerance, the distance of each tensor that both checkpoints have in one shape.
+        remedy: How to replace a damaged checkpoint, e.g. by the command that made it. Empty for two checkpoints.
     """
 
     is_equal: bool
@@ -134,6 +135,7 @@ class Verification:
     against: str | None = None
     total_tensors: int = 0
     distances: tuple[TensorDistance, ...] = ()
+    remedy: str = ""
 
     def __bool__(self) -> bool:
         return self.is_equal
@@ -152,9 +154,10 @@ class PromptComparison:
         top5_overlap: Mean fraction of the five largest logits in common.
         max_difference: Largest |a - b| of a logit. Infinite if a logit is not finite.
         layer_differences: max |a - b| / max |a| of the hidden states before the first layer, after each layer, and
-            after the final norm in place of the last layer. Empty if the models differ in depth or width.
-        parts_at: First of these places with a difference above 0.001: "embedding", "layer N" or "final norm". None if
-            there is none.
+            after the final norm in place of the last layer. The layers of an encoder come first. Empty if the models
+            differ in depth or width.
+        parts_at: First of these places with a difference above 0.001: "embedding", "layer N" or "final norm", with
+            "encoder" before them in an encoder. None if there is none.
     """
 
     name: str
@@ -276,6 +279,31 @@ class Chain:
     def __bool__(self) -> bool:
         """Return whether no link is broken."""
         return self.broken_link is None
+
+
+@dataclass(frozen=True, slots=True)
+class MapSuggestion:
+    """The rows of a suggested map. True in a condition if every tensor of both checkpoints has one.
+
+    Attributes:
+        path: The written map.
+        rows: The rows.
+        targets: Number of tensors that the rows make.
+        ambiguous: Target with several tensors of its values -> their names, the chosen one first.
+        unmatched: Tensors of the target without a row.
+        unused: Tensors of the mapped checkpoint without a row.
+    """
+
+    path: Path
+    rows: tuple[str, ...]
+    targets: int
+    ambiguous: Mapping[str, tuple[str, ...]]
+    unmatched: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        """Return whether the map is complete."""
+        return not (self.unmatched or self.unused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,6 +484,44 @@ class NewTokens:
     prompt: int
     tokens: tuple[int, ...]
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedData:
+    """The tokens of the training data or of the evaluation data of a recipe, or of one of its sources.
+
+    Attributes:
+        name: "train" or "validation", after the name of the source in a mixture.
+        path: The token store, or the file of another format. None if shards are missing.
+        shards: Number of shards.
+        missing_shards: Number of shards that other processes have not made yet.
+        tokens: Number of tokens, or None if shards are missing.
+        documents: Number of documents, or None if shards are missing.
+    """
+
+    name: str
+    path: Path | None
+    shards: int
+    missing_shards: int
+    tokens: int | None
+    documents: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenization:
+    """The tokens of a recipe after the work of a process.
+
+    Attributes:
+        is_complete: Whether all tokens exist. The last process to finish completes them.
+        data: The training and evaluation data of each source.
+        seconds: Duration of the call in seconds.
+        process: Index of this process in a job of several processes, or None.
+    """
+
+    is_complete: bool
+    data: tuple[TokenizedData, ...]
+    seconds: float
+    process: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

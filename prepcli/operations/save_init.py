@@ -15,7 +15,7 @@ from typing import Unpack
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
-from prepcli.errors import Command, Option, PrepError, text, usage_error
+from prepcli.errors import Command, Option, text, usage_error
 from prepcli.execution.compress import METHOD, parse_compress
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import (
@@ -40,16 +40,21 @@ from prepcli.operations.conversion import (
     recorded_values,
     run_conversion,
 )
+from prepcli.operations.imported_state import (
+    check_imported_state,
+    imported_state_notes,
+    imported_step_fields,
+)
 from prepcli.operations.operation import public
 from prepcli.operations.options import ReshardOptions, SaveInitOptions
-from prepcli.operations.pad_vocab import check_seed, make_fill
+from prepcli.operations.pad_vocab import check_seed, make_fill, padded_vocab_rows
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, as_tuple, format_command_line, with_defaults
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import DroppedTensor, Plan, SmallFile
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.tensor_match import TensorMatch
-from prepcli.planning.vocabulary import Vocabulary, check_padded_size
+from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import map_record
@@ -73,14 +78,12 @@ from prepcli.targets.orbax_item import (
 from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state, vocab_tensor_names
 from trainer.models.axis_map import ParsedAxisMap
 from trainer.models.mesh import folder_suffix, parse_mesh
-from trainer.models.partition import vocab_multiple
 from trainer.models.rule_text import merge_rules, with_default_preset
 from trainer.models.rules import LeafDims, check_leaf_rules
 from trainer.models.verbatim import CANNOT_TRAIN, stacked_numbers
 
 # A TPU host and many GPU hosts have 4 devices. The number is used to estimate the bytes read by a host.
 DEVICES_PER_HOST = 4
-MAX_MULTIPLE_DIGITS = 18  # digits of the option `pad_vocab`
 
 
 @public
@@ -230,7 +233,7 @@ def plan_orbax_item(
         PrepError: The source is of the wrong kind, or does not match the request, its family or the mesh.
     """
     _check_source_kind(command, source)
-    source, dropped_state_tensors = _without_state(source, params_only)
+    source, dropped_state_tensors = _converted_state(options, source, params_only)
     later_layers: tuple[DroppedTensor, ...] = ()
     if options["layers"] is not None:
         source, later_layers = truncate_layers(source, options["layers"])
@@ -266,20 +269,41 @@ def plan_orbax_item(
         side_files=copied_small_files(source, f"{HF_FOLDER}/"),
     )
     check_index_size(plan)
+    notes = (*source.made_files.remarks, *_layout_lines(layout, item, dropped_state_tensors))
+    if source.training_record is not None and layout.is_training_step:
+        notes += tuple(imported_state_notes(source.training_record))
     mesh = layout.partitioning.mesh
-    suffix = folder_suffix(mesh) if mesh and command == "reshard" else "init"
     meshes = {"from": layout.source_manifest.mesh, "to": str(mesh) if mesh else None}
-    fields = {"leaves": len(item.leaves), "layout": "native", "mesh": meshes}
     next_command = f"prep reshard {OUT_PLACEHOLDER} --mesh DP,FSDP,MP"
     if command == "reshard":
         next_command = f"prep verify {OUT_PLACEHOLDER}"
     return PlannedConversion(
         plan,
-        f"{located.model_name}-{suffix}",
-        notes=(*source.made_files.remarks, *_layout_lines(layout, item, dropped_state_tensors)),
-        fields=fields,
+        f"{located.model_name}-{_output_suffix(command, layout)}",
+        notes=notes,
+        fields={"leaves": len(item.leaves), "layout": "native", "mesh": meshes},
         next_command=next_command,
     )
+
+
+def _output_suffix(command: str, layout: ItemLayout) -> str:
+    """Return the end of the output's default name."""
+    mesh = layout.partitioning.mesh
+    if mesh is not None and command == "reshard":
+        return folder_suffix(mesh)
+    if layout.is_training_step and command == "save-init":
+        return "step"
+    return "init"
+
+
+def _converted_state(
+    options: SaveInitOptions, source: Source, params_only: bool
+) -> tuple[Source, tuple[DroppedTensor, ...]]:
+    """Return a source with the state to convert, and a record of each dropped tensor. See `_without_state`."""
+    if options["training_state"]:
+        check_imported_state(options, source)
+        return source, ()
+    return _without_state(source, params_only)
 
 
 def _padding(
@@ -411,7 +435,9 @@ def resolve_layout(options: SaveInitOptions, source: Source, *, params_only: boo
         rules = with_default_preset(rules)
     partitioning = Partitioning(mesh, merge_rules(rules))
     vocabulary = source.vocabulary(options["true_vocab"])
-    vocab_rows = _vocab_rows(options, source, vocabulary=vocabulary, partitioning=partitioning)
+    vocab_rows = padded_vocab_rows(
+        options, source, vocabulary=vocabulary, partitioning=partitioning
+    )
     scan = source_manifest.scan if options["scan"] is None else options["scan"]
     if not scan:
         reject_without(
@@ -430,14 +456,17 @@ def resolve_layout(options: SaveInitOptions, source: Source, *, params_only: boo
         output_vocabulary=Vocabulary(vocabulary.true_size, vocab_rows),
         rules=rules,
         source_manifest=source_manifest,
-        is_training_step=source_manifest.is_training_step and not params_only,
+        is_training_step=options["training_state"]
+        or (source_manifest.is_training_step and not params_only),
     )
 
 
 def _manifest_settings(source: Source, name: str, layout: ItemLayout) -> ManifestFields:
     """Return the fields of the manifest about the model and the layout."""
     kept: ManifestFields = {}
-    if layout.is_training_step:
+    if source.training_record is not None and layout.is_training_step:
+        kept = imported_step_fields(source.training_record)
+    elif layout.is_training_step:
         kept = step_fields(layout.source_manifest)
     fields: ManifestFields = {
         **kept,
@@ -516,35 +545,6 @@ def _check_source_kind(command: str, source: Source) -> None:
             "reshard reads the output of save-init and training runs",
             text("{}", command_line),
         )
-
-
-def _vocab_rows(
-    options: SaveInitOptions, source: Source, *, vocabulary: Vocabulary, partitioning: Partitioning
-) -> int:
-    """Return the rows of the output's vocabulary."""
-    pad_vocab = str(options["pad_vocab"])
-    if pad_vocab == "no":
-        return vocabulary.stored_size
-    if pad_vocab == "auto":
-        axis_maps = source_axis_maps(source)
-        dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items()}
-        # From the stored size, because save-init never removes rows: 50257 rows on mp=4 become 50260.
-        num_shards = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
-        return -(-vocabulary.stored_size // num_shards) * num_shards
-    option = Option("pad_vocab", pad_vocab)
-    is_number = pad_vocab.isdecimal() and len(pad_vocab) <= MAX_MULTIPLE_DIGITS
-    if not is_number or int(pad_vocab) < 1:
-        raise usage_error(
-            text("invalid {}", option),
-            "it takes no, auto, or a multiple",
-            text("{}", Option("pad_vocab", "8")),
-        )
-    padded = check_padded_size(vocabulary.padded_size(int(pad_vocab)), option)
-    if padded < vocabulary.stored_size:
-        why = f"the tensors have {vocabulary.stored_size} rows, {vocabulary.true_size} of them for tokens"
-        hint = text("{} removes padding", Command("export"))
-        raise PrepError(text("{} would remove rows", option), why, hint)
-    return padded
 
 
 def _layout_lines(

@@ -19,20 +19,22 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.compare import Difference, compare_streams
 from prepcli.engine.digest import digest_of_zeros
 from prepcli.engine.distance import Distance, measure_distance
-from prepcli.errors import Command, Option, PrepError, text, usage_error
+from prepcli.errors import Command, DamagedError, Option, PrepError, text, usage_error
+from prepcli.formats.again_hint import again_hint
 from prepcli.formats.checksums import read_checksum_bytes
-from prepcli.formats.manifest import MANIFEST_FILE, find_manifest_folder, unwritten_manifest
+from prepcli.formats.manifest import unwritten_manifest
 from prepcli.operations.accept import accept_files
 from prepcli.operations.conversion import (
     CommonOptions,
     check_config_option,
     common_options,
     open_checkpoint,
-    source_line,
 )
 from prepcli.operations.inspection_options import VerifyOptions
 from prepcli.operations.operation import public
 from prepcli.operations.results import TensorDifference, TensorDistance, Verification
+from prepcli.operations.source_line import source_line
+from prepcli.operations.verify_map import first_options, is_output
 from prepcli.option_spec import PathLike
 from prepcli.planning.plan import RootScale, Stream
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
@@ -161,7 +163,10 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     # values of the model.
     keeps_scales = request.tolerance is None
     located, source = open_checkpoint(
-        _first_options(request), observer, allow_adapters=True, keeps_scales=keeps_scales
+        first_options(request.common, request.against),
+        observer,
+        allow_adapters=True,
+        keeps_scales=keeps_scales,
     )
     observer.note(source_line(source))
     if request.against is None:
@@ -233,31 +238,6 @@ def _ignored_tower_lines(sources: Iterable[Source]) -> Iterator[str]:
             yield f"{towers} ignored: only the text part is compared"
 
 
-def _maps_first(request: _Request) -> bool:
-    """Return whether the map is for the first checkpoint, because prep wrote the second one."""
-    if request.against is None or "://" in request.against:
-        return False
-    path = Path(request.against).expanduser()
-    return path.exists() and (find_manifest_folder(path) / MANIFEST_FILE).exists()
-
-
-def _first_options(request: _Request) -> CommonOptions:
-    """Return the options of the first checkpoint.
-
-    Raises:
-        UsageError: There is a map, and no second checkpoint.
-    """
-    common = request.common
-    if common.tensor_map is None or _maps_first(request):
-        return common
-    if request.against is None:
-        option = Option("map")
-        what = text("{} requires a second checkpoint", option)
-        why = "the digests of an output are those of the mapped tensors"
-        raise usage_error(what, why, text("remove {}, or name the second checkpoint", option))
-    return replace(common, tensor_map=None)
-
-
 def _against_options(request: _Request) -> CommonOptions:
     """Return the options of the second checkpoint. The step and the revision belong to the first one."""
     common = request.common
@@ -269,7 +249,7 @@ def _against_options(request: _Request) -> CommonOptions:
         stream=common.stream,
         config=common.config,
         quantized=common.quantized,
-        tensor_map=None if _maps_first(request) else common.tensor_map,
+        tensor_map=None if is_output(request.against) else common.tensor_map,
         # One checkpoint with the names of its file is enough: the other one is then compared by them.
         verbatim=None if common.verbatim else common.verbatim,
     )
@@ -310,8 +290,7 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
     """Compare with the digests of the manifest."""
     source = model.source
     tensors = [t for t in source.all_tensors if t.digests]
-    # Raises for a damaged checksum file, which the digests of tensors do not cover.
-    read_checksum_bytes(source.root, source.tree_manifest)
+    _check_checksum_file(source)
     if request.quick:
         return _quick_verification(model, HEADER_CHECKS)
     if not tensors:
@@ -336,7 +315,16 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
     for tensor in model.tensors.values():
         if not tensor.digests:
             findings.append(Finding(model.labels[tensor.name], "has no digest in the manifest"))
-    return _make_verification(model, findings)
+    return replace(_make_verification(model, findings), remedy=again_hint(source.manifest))
+
+
+def _check_checksum_file(source: Source) -> None:
+    """Raise DamagedError for a damaged checksum file. The digests of tensors do not cover it."""
+    try:
+        read_checksum_bytes(source.root, source.tree_manifest)
+    except DamagedError as error:
+        # Its hint is for commands with an option to read without checks.
+        raise error.with_texts(hint=again_hint(source.manifest)) from error.__cause__
 
 
 def _tie_findings(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,8 +26,8 @@ from prepcli.operations.conversion import (
     check_config_option,
     common_options,
     open_checkpoint,
-    source_line,
 )
+from prepcli.operations.file_arrays import temporary_folder
 from prepcli.operations.inspection_options import (
     ChainCommandOptions,
     LogitsCommandOptions,
@@ -45,6 +46,7 @@ from prepcli.operations.operation import public
 from prepcli.operations.options import SourceOptions
 from prepcli.operations.prompts import read_prompts
 from prepcli.operations.results import LogitComparison, PromptComparison
+from prepcli.operations.source_line import source_line
 from prepcli.operations.token_ids import MAX_ID_DIGITS, split_token_ids
 from prepcli.option_spec import PathLike
 from prepcli.restore.params import OpenedModel
@@ -52,9 +54,9 @@ from prepcli.restore.params import OpenedModel
 DEFAULT_TOLERANCE = 1e-3
 # Rounding in float32 differs by less, and rounding to bfloat16 by more: 2^-9 is 0.002.
 LAYER_TOLERANCE = 1e-3
-OUT_OF_MEMORY_HINT = "use a device with 4 bytes of memory per parameter"
-# The outputs of the first model stay in memory until the second one has computed the same prompts.
-MAX_OUTPUT_NBYTES = 8 << 30
+OUT_OF_MEMORY_HINT = text(
+    "the devices need 4 bytes of memory per parameter: {} takes more of them", Option("mesh")
+)
 RANDOM_LENGTHS = (16, 512)
 RANDOM_SEED = 0
 EMBEDDING = "embedding"
@@ -73,8 +75,9 @@ def verify_logits(
 ) -> LogitComparison:
     """Run two models on the same prompts, and compare their logits and the hidden states after each layer.
 
-    Both compute in float32, one after the other on the first device. The models are decoder-only and have the same
-    vocabulary. Their formats, layouts and dtypes may differ.
+    Both compute in float32, one after the other on the first device or on the mesh. The models have the same
+    vocabulary. Their formats, layouts and dtypes may differ. A model with an encoder reads a prompt, and its decoder
+    predicts the prompt.
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
@@ -109,24 +112,27 @@ def verify_logits(
     comparisons: list[PromptComparison] = []
     with (
         catch_out_of_memory(OUT_OF_MEMORY_HINT),
-        _open_model(common, observer) as first,
-        _open_model(_second_checkpoint_options(common, against), observer) as second,
+        _open_model(common, options["mesh"], observer) as first,
+        _open_model(
+            _second_checkpoint_options(common, against), options["mesh"], observer
+        ) as second,
     ):
-        _check_vocabularies(first, second)
+        _check_pair(first, second)
         if library != "prep":
             check_transformers_can_load(second.folder, second.name, is_remote=second.is_remote)
         prompts = _make_prompts(options["prompt_ids"], (first, second), library)
         ids = list(prompts.values())
-        _check_output_size(ids, first)
+        _check_disk(ids, first)
         # The parameters of the first model are deleted before the second ones are loaded.
         observer.note(f"computing {first.name}")
-        first_outputs = list(prep_outputs(first.opened, ids))
+        first_outputs = list(prep_outputs(first.opened, ids, first.decoder_start_id))
         observer.note(f"computing {second.name} with {library}")
+        start_id = second.decoder_start_id
         if library == "prep":
-            second_outputs = prep_outputs(second.opened, ids)
+            second_outputs = prep_outputs(second.opened, ids, start_id)
         else:
             vocab_size = second.opened.model.true_vocab_size
-            second_outputs = transformers_outputs(second.folder, ids, vocab_size)
+            second_outputs = transformers_outputs(second.folder, ids, vocab_size, start_id)
         for name, a, b in zip(prompts, first_outputs, second_outputs, strict=True):
             comparisons.append(_compare(name, a, b))
     return LogitComparison(
@@ -140,33 +146,41 @@ def verify_logits(
 
 
 class _Model(NamedTuple):
-    """A decoder-only model that is open for reading, with its name and its folder.
+    """A model that is open for reading, with its name and its folder.
 
-    With `is_remote` the folder has placeholders of remote files.
+    With `is_remote` the folder has placeholders of remote files. `decoder_start_id` is the first token of the decoder
+    of a model with an encoder, else None.
     """
 
     name: str
     folder: Path
     is_remote: bool
     opened: OpenedModel
+    decoder_start_id: int | None
 
 
 @contextmanager
-def _open_model(common: CommonOptions, observer: Observer) -> Iterator[_Model]:
-    """Open a checkpoint for reading onto the first device. Raise UsageError for a model with an encoder."""
+def _open_model(common: CommonOptions, mesh: str | None, observer: Observer) -> Iterator[_Model]:
+    """Open a checkpoint for reading onto a mesh. Raise UsageError for a mesh that splits the tokens."""
+    from trainer.training.datasets import decoder_start_token_id
+
     located, source = open_checkpoint(common, observer)
     check_config_option(common, source)
     observer.note(source_line(source))
-    name = source.display_name
-    with open_params(located, source, None, verify=True, observer=observer) as opened:
-        if opened.model.arch_config.encoder is not None:
+    with open_params(located, source, mesh, verify=True, observer=observer) as opened:
+        if opened.sharding.sequence_parallel_size > 1:
             raise usage_error(
-                f"{name} has an encoder",
-                text("{} is supported for decoder-only models", Option("logits", True)),
-                "compare the values of the tensors",
+                text("{} splits tokens over sp", Option("mesh", mesh)),
+                "logits are compared for prompts of any length",
+                text("use a {} with the axes fsdp and mp, without sp", Option("mesh")),
             )
+        decoder_start_id: int | None = None
+        if opened.model.arch_config.encoder is not None:
+            decoder_start_id = decoder_start_token_id(source.config, opened.model.true_vocab_size)
         files = located.local_files
-        yield _Model(name, files.path, files.remote is not None, opened)
+        yield _Model(
+            source.display_name, files.path, files.remote is not None, opened, decoder_start_id
+        )
 
 
 def _second_checkpoint_options(common: CommonOptions, against: PathLike | None) -> CommonOptions:
@@ -176,8 +190,12 @@ def _second_checkpoint_options(common: CommonOptions, against: PathLike | None) 
     return replace(common, checkpoint=str(against), revision=None, step=None, lock=None)
 
 
-def _check_vocabularies(first: _Model, second: _Model) -> None:
-    """Raise PrepError if two models do not have the same number of tokens."""
+def _check_pair(first: _Model, second: _Model) -> None:
+    """Raise PrepError if two models have different numbers of tokens, or only one of them has an encoder."""
+    if (first.decoder_start_id is None) != (second.decoder_start_id is None):
+        models = [first, second] if second.decoder_start_id is None else [second, first]
+        what = f"{models[0].name} has an encoder, and {models[1].name} has none"
+        raise usage_error(what, "they have no layers in common", "compare models of one kind")
     sizes = [model.opened.model.true_vocab_size for model in (first, second)]
     if sizes[0] != sizes[1]:
         raise PrepError(
@@ -251,31 +269,40 @@ def _check_prompts(prompts: Prompts, model: _Model) -> None:
             )
 
 
-def _check_output_size(prompts: Sequence[Sequence[int]], model: _Model) -> None:
-    """Raise UsageError if the logits and hidden states of all prompts take too much memory."""
+def _check_disk(prompts: Sequence[Sequence[int]], model: _Model) -> None:
+    """Raise UsageError if the temporary files of the logits and hidden states would not fit.
+
+    The outputs of the first model stay in files until the second one has computed the same prompts.
+    """
     spec = model.opened.model
+    arch_config = spec.arch_config
     width = spec.leaves["embed.tokens"].shape[-1]
-    num_tokens = sum(map(len, prompts))
-    num_states = 1 + len(spec.arch_config.sliding_windows)
+    num_states = 1 + len(arch_config.sliding_windows)
+    if arch_config.encoder is not None:
+        num_states += 1 + len(arch_config.encoder.sliding_windows)
     num_values = spec.true_vocab_size + width * num_states
+    num_tokens = sum(map(len, prompts)) + max(map(len, prompts))
     nbytes = 4 * num_tokens * num_values
-    if nbytes > MAX_OUTPUT_NBYTES:
+    folder = temporary_folder()
+    free_nbytes = shutil.disk_usage(folder).free
+    if nbytes > free_nbytes:
         raise usage_error(
-            f"the prompts have {num_tokens:,} tokens",
-            f"their logits and hidden states take {format_bytes(nbytes)} of memory, "
-            f"the limit is {format_bytes(MAX_OUTPUT_NBYTES)}",
-            "use fewer or shorter prompts",
+            f"the prompts have {sum(map(len, prompts)):,} tokens",
+            f"their logits and hidden states take {format_bytes(nbytes)} of temporary files, "
+            f"{folder} has {format_bytes(free_nbytes)}",
+            "set the variable TMPDIR to a larger disk, or use fewer or shorter prompts",
         )
 
 
 def _compare(prompt_name: str, first: PromptOutput, second: PromptOutput) -> PromptComparison:
     """Return the distances between two outputs on one prompt."""
     distance = logit_distance(first.logits, second.logits)
-    shapes = [state.shape for state in first.states]
+    states = (*first.encoder_states, *first.states)
+    other_states = (*second.encoder_states, *second.states)
     layers: tuple[float, ...] = ()
     # Models of other depth or width have no corresponding layers.
-    if shapes == [state.shape for state in second.states]:
-        layers = relative_differences(first.states, second.states)
+    if [state.shape for state in states] == [state.shape for state in other_states]:
+        layers = relative_differences(states, other_states)
     return PromptComparison(
         name=prompt_name,
         tokens=len(first.logits),
@@ -285,12 +312,25 @@ def _compare(prompt_name: str, first: PromptOutput, second: PromptOutput) -> Pro
         top5_overlap=distance.top5_overlap,
         max_difference=distance.max_abs,
         layer_differences=layers,
-        parts_at=_parting_layer(layers),
+        parts_at=_parting_place(layers, len(first.encoder_states)),
     )
 
 
+def _parting_place(layers: Sequence[float], num_encoder_states: int) -> str | None:
+    """Return the first place with a relative difference above `LAYER_TOLERANCE`. None if there is none.
+
+    Args:
+        layers: Differences after the embedding and after each layer, first of the encoder.
+        num_encoder_states: Number of differences of the encoder.
+    """
+    encoder = _parting_layer(layers[:num_encoder_states])
+    if encoder is not None:
+        return f"encoder {encoder}"
+    return _parting_layer(layers[num_encoder_states:])
+
+
 def _parting_layer(layers: Sequence[float]) -> str | None:
-    """Return the first place with a relative difference above `LAYER_TOLERANCE`. None if there is none."""
+    """Return the first place of a stack of layers with a larger difference. See `_parting_place`."""
     for number, difference in enumerate(layers):
         if not difference <= LAYER_TOLERANCE:
             if number == 0:
@@ -311,6 +351,7 @@ def check_logits_command(
         reject_without(Option("prompt_ids"), logits_options["prompt_ids"], logits, why)
         library = logits_options["library"] if logits_options["library"] != "prep" else None
         reject_without(Option("library", library), library, logits, why)
+        reject_without(Option("mesh"), logits_options["mesh"], logits, why)
         return
     if chain_options["chain"]:
         what = text("{} and {} exclude each other", logits, Option("chain", True))
@@ -331,4 +372,5 @@ def logits_options_of(
         tolerance=options["tolerance"],
         prompt_ids=logits_options["prompt_ids"],
         library=logits_options["library"],
+        mesh=logits_options["mesh"],
     )

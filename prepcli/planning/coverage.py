@@ -77,6 +77,11 @@ def unwritten_spans(plan: Plan) -> Iterator[FileSpan]:
         last_stop = stop
 
 
+def written_spans(plan: Plan) -> list[FileSpan]:
+    """Return the byte ranges of the data files that streams write, sorted and joined."""
+    return _merge_spans("written", _expected_write_spans(plan))
+
+
 def stream_write_spans(stream: Stream) -> list[FileSpan]:
     """Return the byte ranges of the data files written by a stream."""
     return _stream_spans(stream, stream.writes, itemsize(stream.written_dtype))
@@ -220,9 +225,27 @@ class _JoinedRuns:
     def spans(self) -> list[FileSpan]:
         """Return the byte ranges of all added runs."""
         spans = list(self._spans)
+        # A slab that ends within the rows of a permutation leaves runs with different repeats. E.g. even values at
+        # 0, 4, 8 and odd ones at 2, 6, in each of 4,096 rows: they are joined in the first row alone.
+        first_runs: dict[tuple[int, Repeats], list[FileSpan]] = {}
         for (file, _, repeats), (start, run_nbytes) in self._runs_by_end.items():
-            spans += _run_spans(file, start, run_nbytes, repeats)
+            runs = first_runs.setdefault((file, repeats[:1]), [])
+            runs += _run_spans(file, start, run_nbytes, repeats[1:])
+        for (file, outer_repeats), runs in first_runs.items():
+            for _, start, stop in _join_adjacent(runs):
+                spans += _run_spans(file, start, stop - start, outer_repeats)
         return spans
+
+
+def _join_adjacent(spans: Iterable[FileSpan]) -> list[FileSpan]:
+    """Sort spans and join adjacent ones. Spans that overlap stay as they are."""
+    joined: list[FileSpan] = []
+    for file, start, stop in sorted(spans):
+        if joined and joined[-1][0] == file and joined[-1][2] == start:
+            joined[-1] = (file, joined[-1][1], stop)
+        else:
+            joined.append((file, start, stop))
+    return joined
 
 
 def _run_spans(

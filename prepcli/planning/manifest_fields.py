@@ -59,12 +59,14 @@ class ScaleRecord(TypedDict):
 
     `sqrt` is the number under the root. The way back rounds to the dtype `significant`, if it is not empty. `digest` is
     the digest of the divided values in Hugging Face order, and `lost` the number of values that the way back changes.
+    `power` is the number of divisions, 1 if it is missing.
     """
 
     sqrt: int
     significant: str
     digest: str
     lost: int
+    power: NotRequired[int]
 
 
 class VocabularyRecord(TypedDict):
@@ -77,6 +79,23 @@ class VocabularyRecord(TypedDict):
 
 # Rows of a vocabulary: token ids are 32-bit integers.
 MAX_ROWS = (1 << 31) - 1
+
+
+# Key of the manifest with the training state of another framework.
+TRAINING_STATE_KEY = "training_state"
+
+
+class TrainingStateRecord(TypedDict):
+    """A training state that came from another framework, or goes to one.
+
+    `step` counts the steps, and `updates` the steps without a skipped update. `optimizer` has the settings of AdamW.
+    `left_out` names the parts without a counterpart.
+    """
+
+    step: int
+    updates: int
+    optimizer: Mapping[str, float]
+    left_out: Sequence[str]
 
 
 class TokenRecord(TypedDict):
@@ -191,6 +210,7 @@ class ManifestFields(PrepFields, total=False):
     # Loss of a step, and the number of sequences that it was computed on. Their reader checks the types.
     eval_loss: object
     eval_sequences: object
+    training_state: TrainingStateRecord
 
 
 PREP_KEYS = frozenset(PrepFields.__annotations__)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Literal
 
 from prepcli.console.lists import join_names
@@ -21,12 +22,15 @@ from trainer.models.axis_map import (
     bind_row,
     number_tensors,
 )
+from trainer.models.boxes import strides
 from trainer.models.row_text import ParsedTensor
 
 # Rows that name one tensor. Each pair of them is compared.
 MAX_ROWS_PER_TENSOR = 1_024
 # Names of all rows, on both sides. A mixture of experts has 10^5.
 MAX_NAMES = 1 << 20
+# Indices of a dim that are listed to compare two rows.
+MAX_LISTED_INDICES = 1 << 20
 # A problem names at most this many tensors.
 MAX_LISTED = 4
 Side = Literal["target", "source"]
@@ -190,6 +194,14 @@ class MapCoverage:
                 label = "lines" if len(lines) > 1 else "line"
                 self.problems.append(f"{label} {numbers}: {_listed(names)} {problem}")
 
+    def incomplete_targets(self) -> set[str]:
+        """Return the names of the targets that the rows do not fill, or fill twice."""
+        incomplete: set[str] = set()
+        for name, rows in self.targets.items():
+            if _coverage_problem([row.target for row in rows]):
+                incomplete.add(name)
+        return incomplete
+
     def check_unused(self, drops: Sequence[MapLine]) -> dict[str, MapLine]:
         """Check that each tensor of the checkpoint is named by a row or dropped.
 
@@ -246,13 +258,23 @@ def _are_disjoint(a: AxisMap, b: AxisMap) -> bool:
 def _dims_are_disjoint(a: TensorDim, b: TensorDim) -> bool:
     if a.start + a.selected_extent <= b.start or b.start + b.selected_extent <= a.start:
         return True
-    extents = [[factor.extent for factor in dim.factors] for dim in (a, b)]
-    if a.start != b.start or extents[0] != extents[1]:
+    if a == b:
         return False
-    for factor, other in zip(a.factors, b.factors):
-        if factor.fixed is not None and other.fixed is not None and factor.fixed != other.fixed:
-            return True
-    return False
+    if max(a.selected_extent, b.selected_extent) > MAX_LISTED_INDICES:
+        return False
+    return _dim_indices(a).isdisjoint(_dim_indices(b))
+
+
+@lru_cache(maxsize=256)
+def _dim_indices(dim: TensorDim) -> frozenset[int]:
+    """Return the indices of a tensor's dim that a row uses."""
+    indices = [dim.start]
+    steps = strides([factor.extent for factor in dim.factors])
+    for factor, step in zip(dim.factors, steps):
+        choices = range(factor.extent) if factor.fixed is None else (factor.fixed,)
+        offsets = [choice * step for choice in choices]
+        indices = list(map(sum, itertools.product(indices, offsets)))
+    return frozenset(indices)
 
 
 def _element_count(side: AxisMap) -> int:

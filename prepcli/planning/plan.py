@@ -97,16 +97,24 @@ class RootScale:
         number: The values are divided by the square root of this number.
         significant: Dtype whose numbers the values are before the division, if it is narrower than the written dtype.
             Otherwise empty. The way back rounds to it.
+        power: Number of divisions. The gradient of a divided parameter is multiplied by the root, so that it is -1 for
+            a first moment and -2 for a second one. The name of a tensor determines it, so the plan's digest has no part
+            of it.
     """
 
     number: int
     significant: str = ""
+    power: int = field(default=1, repr=False)
 
     @property
     def is_exact(self) -> bool:
         """Whether the way back returns every value: the root is a power of 2, or the values have a narrower dtype."""
+        if self.significant:
+            return True
+        if self.power % 2 == 0:
+            return self.number & (self.number - 1) == 0
         root = math.isqrt(self.number)
-        return bool(self.significant) or (root * root == self.number and root & (root - 1) == 0)
+        return root * root == self.number and root & (root - 1) == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,13 +270,13 @@ class OutputLeaf:
     """A leaf to write.
 
     Attributes:
-        path: Keys from the tree's root to the leaf.
+        path: Keys from the tree's root to the leaf. A number is an index of a list.
         dtype: Dtype of the written values.
         grid: Chunk grid.
         placed_chunks: Where the chunks are stored.
     """
 
-    path: tuple[str, ...]
+    path: tuple[str | int, ...]
     dtype: str
     grid: ChunkGrid
     placed_chunks: tuple[PlacedChunks, ...]
@@ -276,7 +284,7 @@ class OutputLeaf:
     @property
     def name(self) -> str:
         """Dotted name of the leaf."""
-        return ".".join(self.path)
+        return ".".join(map(str, self.path))
 
     @property
     def chunk_nbytes(self) -> int:
@@ -335,6 +343,7 @@ class Plan:
         display_names: Full names of tensors, by bare name, where the two differ.
         item: Folder in the output that contains all files except the manifest, or empty for the output itself.
         zstd_level: Level at which chunks are compressed at the end, or None for no compression.
+        empty_nodes: Paths of the tree's nodes without leaves. The layout determines them.
     """
 
     command: str
@@ -351,6 +360,7 @@ class Plan:
     display_names: Mapping[str, str] = field(default_factory=dict)
     item: str = ""
     zstd_level: int | None = None
+    empty_nodes: tuple[tuple[str | int, ...], ...] = field(default=(), repr=False)
 
     @property
     def read_nbytes(self) -> int:
@@ -401,6 +411,8 @@ def _describe_stream(stream: Stream, display_name: str) -> str:
     change = "  plus an adapter" if stream.update else ""
     if stream.scale:
         change = f"  / sqrt({stream.scale.number})"
+        if stream.scale.power != 1:
+            change += f"^{stream.scale.power}"
     fill = f"  filled with {stream.fill.kind}" if stream.fill else ""
     rows = f"rows {stream.rows[0]}:{stream.rows[1]}"
     shape = list(stream.shape)

@@ -13,19 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prepcli.errors import PrepError
+from prepcli.planning.chunk_moves import ChunkIndex, move_chunks
 from prepcli.planning.chunk_placement import MIN_ALIGNED_CHUNK_NBYTES
-from prepcli.planning.grids import ExplicitPlacement, StridedPlacement
-from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan, Stream
+from prepcli.planning.grids import StridedPlacement
+from prepcli.planning.plan import OutputFile, OutputLeaf, Plan
 from prepcli.planning.slabs import PAGE
 from prepcli.planning.strided_copies import ChunkedLocation
 from trainer.models.boxes import Box, volume
 
-# A reader opens at most as many data files of an item.
-MAX_PROCESSES = 200
-
-ChunkIndex = tuple[int, ...]
 # Boxes of one process's shards, by leaf name.
 LeafBoxes = Mapping[str, Sequence[Box]]
+# Boxes of one leaf by process, by leaf name.
+Holders = Mapping[str, Mapping[int, Sequence[Box]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,8 @@ class ProcessFiles:
     Attributes:
         plan: The plan. Data file n belongs to process n.
         groups: The leaves, in the order in which each process writes them.
-        chunks: Of each process: the index and offset of each of its chunks, in ascending order, by leaf name.
+        chunks: Of each process: the index and offset of each of its chunks, in ascending order, by leaf name. Leaves
+            without a chunk of the process are left out.
     """
 
     plan: Plan
@@ -71,7 +71,8 @@ def plan_process_files(
     Raises:
         PrepError: Shards of two processes are in one chunk.
     """
-    groups = tuple(_leaf_groups(plan, leaf_names, boxes))
+    holders = _find_holders(boxes)
+    groups = tuple(_leaf_groups(plan, leaf_names, holders))
     leaves = {leaf.name: leaf for leaf in plan.leaves}
     order: list[OutputLeaf] = []
     for group in groups:
@@ -79,20 +80,30 @@ def plan_process_files(
     locations: dict[str, dict[ChunkIndex, tuple[int, int]]] = {name: {} for name in leaves}
     files: list[OutputFile] = []
     chunks_by_process: list[Mapping[str, Sequence[tuple[ChunkIndex, int]]]] = []
-    for file, indices in enumerate(_chunk_indices(order, boxes)):
+    for file, indices in enumerate(_chunk_indices(order, holders, len(boxes))):
         chunks, size = _place_chunks(order, indices)
         files.append(OutputFile(_file_path(file), size))
         chunks_by_process.append(chunks)
         for name, entries in chunks.items():
             for index, offset in entries:
                 locations[name][index] = (file, offset)
-    moved_plan = _move_chunks(replace(plan, files=tuple(files)), locations)
+    moved_plan = move_chunks(replace(plan, files=tuple(files)), locations)
     return ProcessFiles(moved_plan, groups, tuple(chunks_by_process))
 
 
-def _leaf_groups(
-    plan: Plan, leaf_names: Sequence[str], boxes: Sequence[LeafBoxes]
-) -> Iterator[LeafGroup]:
+def _find_holders(boxes: Sequence[LeafBoxes]) -> Holders:
+    """Return the processes with shards of each leaf."""
+    # Of 4,096 processes, a few hundred hold shards of one leaf. Loops over these alone take seconds
+    # less than loops over all processes for each leaf.
+    holders: dict[str, dict[int, Sequence[Box]]] = {}
+    for process, leaf_boxes in enumerate(boxes):
+        for name, own_boxes in leaf_boxes.items():
+            if own_boxes:
+                holders.setdefault(name, {})[process] = own_boxes
+    return holders
+
+
+def _leaf_groups(plan: Plan, leaf_names: Sequence[str], holders: Holders) -> Iterator[LeafGroup]:
     """Yield the smallest groups of leaves such that each stream (rows of one tensor) reads leaves of one group."""
     leaves_by_stream: list[list[int]] = []
     for stream in plan.streams:
@@ -111,7 +122,7 @@ def _leaf_groups(
     sizes = {leaf.name: math.prod(leaf.grid.shape) for leaf in plan.leaves}
     for group, numbers in streams.items():
         names = tuple(name for name, leaf_group in zip(leaf_names, group_of) if leaf_group == group)
-        owner = _owner_process({name: sizes[name] for name in names}, boxes)
+        owner = _owner_process({name: sizes[name] for name in names}, holders)
         yield LeafGroup(names, tuple(numbers), owner)
 
 
@@ -122,34 +133,34 @@ def _leaf_number(location: object) -> int:
     return location.placement.file
 
 
-def _owner_process(sizes: Mapping[str, int], boxes: Sequence[LeafBoxes]) -> int | None:
+def _owner_process(sizes: Mapping[str, int], holders: Holders) -> int | None:
     """Return the process that holds all elements of the given leaves, or None if there is none."""
-    # Boxes of one process do not overlap, so that volumes that add up to the leaf cover it.
-    for process, own in enumerate(boxes):
-        for name, size in sizes.items():
-            if sum(map(volume, own.get(name, ()))) != size:
-                break
-        else:
-            return process
-    return None
+    candidates: set[int] | None = None
+    for name, size in sizes.items():
+        owners: set[int] = set()
+        for process, boxes in holders.get(name, {}).items():
+            # Boxes of one process do not overlap, so that volumes that add up to the leaf cover it.
+            if sum(map(volume, boxes)) == size:
+                owners.add(process)
+        candidates = owners if candidates is None else candidates & owners
+    return min(candidates or (), default=None)
 
 
 def _chunk_indices(
-    leaves: Sequence[OutputLeaf], boxes: Sequence[LeafBoxes]
+    leaves: Sequence[OutputLeaf], holders: Holders, num_processes: int
 ) -> list[dict[str, list[ChunkIndex]]]:
     """Return the chunks of each process by leaf, in the order of its shards."""
     # A chunk is written at once, so that one process must hold all of its shards.
-    chunks: list[dict[str, list[ChunkIndex]]] = [{} for _ in boxes]
+    chunks: list[dict[str, list[ChunkIndex]]] = [{} for _ in range(num_processes)]
     for leaf in leaves:
         owners: dict[ChunkIndex, int] = {}
-        for process, own in enumerate(boxes):
-            for box in own.get(leaf.name, ()):
+        for process, boxes in holders.get(leaf.name, {}).items():
+            for box in boxes:
                 for index in _touched_chunks(leaf, box):
                     if owners.setdefault(index, process) != process:
                         raise _shared_chunk_error(leaf, index, (owners[index], process))
-            chunks[process][leaf.name] = []
         for index, process in owners.items():
-            chunks[process][leaf.name].append(index)
+            chunks[process].setdefault(leaf.name, []).append(index)
     return chunks
 
 
@@ -177,6 +188,8 @@ def _place_chunks(
     chunks: dict[str, list[tuple[ChunkIndex, int]]] = {}
     size = 0
     for leaf in leaves:
+        if leaf.name not in indices:
+            continue
         # Large chunks start at a page, for direct I/O of readers.
         unit = PAGE if leaf.chunk_nbytes >= MIN_ALIGNED_CHUNK_NBYTES else 1
         chunks[leaf.name] = []
@@ -185,38 +198,6 @@ def _place_chunks(
             chunks[leaf.name].append((index, offset))
             size = offset + leaf.chunk_nbytes
     return chunks, size
-
-
-def _move_chunks(plan: Plan, locations: Mapping[str, Mapping[ChunkIndex, tuple[int, int]]]) -> Plan:
-    """Return the plan with other locations of its chunks."""
-    placements: dict[StridedPlacement, ExplicitPlacement] = {}
-    leaves: list[OutputLeaf] = []
-    for leaf in plan.leaves:
-        places = locations[leaf.name]
-        for chunks in leaf.placed_chunks:
-            own_places = {index: places[index] for index in chunks.indices()}
-            placements[chunks.placement] = ExplicitPlacement(own_places)
-        leaves.append(replace(leaf, placed_chunks=_placed_chunks(leaf, places)))
-    streams: list[Stream] = []
-    for stream in plan.streams:
-        writes: list[ChunkedLocation] = []
-        for write in stream.writes:
-            if isinstance(write, ChunkedLocation) and isinstance(write.placement, StridedPlacement):
-                writes.append(replace(write, placement=placements[write.placement]))
-        streams.append(replace(stream, writes=tuple(writes)))
-    return replace(plan, leaves=tuple(leaves), streams=tuple(streams))
-
-
-def _placed_chunks(
-    leaf: OutputLeaf, chunks: Mapping[ChunkIndex, tuple[int, int]]
-) -> tuple[PlacedChunks, ...]:
-    """Return one box for each chunk of a leaf."""
-    strides = (leaf.chunk_nbytes,) * len(leaf.grid.shape)
-    boxes: list[PlacedChunks] = []
-    for index, (file, offset) in chunks.items():
-        stop = tuple(i + 1 for i in index)
-        boxes.append(PlacedChunks(index, stop, StridedPlacement(file, offset, index, strides)))
-    return tuple(boxes)
 
 
 def _file_path(process: int) -> str:

@@ -98,7 +98,12 @@ def replace_object(
 
 
 def publish_file(bucket: Bucket, path: str, file: Path) -> None:
-    """Upload the object that makes an output visible, if no other process has done so.
+    """Upload a local file as the object that makes an output visible. See `publish_content`."""
+    publish_content(bucket, path, file.read_bytes())
+
+
+def publish_content(bucket: Bucket, path: str, content: bytes) -> None:
+    """Write the object that makes an output visible, if no other process has done so.
 
     Call it directly after `BucketLock.confirm`. The object must not exist: the caller deletes the
     one of an earlier output first.
@@ -106,7 +111,7 @@ def publish_file(bucket: Bucket, path: str, file: Path) -> None:
     Args:
         bucket: Client of the output's URL.
         path: Path of the object below the URL.
-        file: Local file with the content, sent in one request.
+        content: The bytes, sent in one request.
 
     Raises:
         PrepError: Another process has published an output there, or the store does not answer.
@@ -118,11 +123,10 @@ def publish_file(bucket: Bucket, path: str, file: Path) -> None:
     # One gap remains. A holder that takes the lock between 1 and 2 may list this output as a
     # leftover, and delete its data after step 2. The manifest then names objects that do not
     # exist: readers report damage, and none of them takes other bytes for values.
-    content = file.read_bytes()
     try:
         version = create_object(bucket, path, content)
     except ConditionsNotSupportedError:
-        bucket.write(path, file)
+        bucket.write_pieces(path, [content], size=len(content))
         return
     if version is not None:
         return

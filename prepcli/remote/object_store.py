@@ -171,7 +171,7 @@ class Bucket:
         """
         store = self.store
         with self.translate_errors("list"):
-            files = self._retry_call(lambda: self._list_objects(store))
+            files = self.retry_call(lambda: self._list_objects(store))
         return tuple(sorted(files, key=lambda file: file.path))
 
     def find_file(self, path: str) -> RemoteFile | None:
@@ -187,7 +187,7 @@ class Bucket:
         store = self.store
         with self.translate_errors("read"):
             try:
-                metadata = self._retry_call(
+                metadata = self.retry_call(
                     lambda: call_with_timeout(lambda: store.head(key), limit_s)
                 )
             except (exceptions.NotFoundError, FileNotFoundError):
@@ -212,8 +212,8 @@ class Bucket:
                 )
         return files
 
-    def _retry_call(self, call: Callable[[], T]) -> T:
-        """Call a function. Repeat it while the store does not answer or is busy."""
+    def retry_call(self, call: Callable[[], T]) -> T:
+        """Call a function. Repeat it while the store does not answer or is busy. Raises the errors of obstore."""
         from obstore import exceptions
 
         policy = self.retry_policy
@@ -321,12 +321,12 @@ class Bucket:
             )
         for data in _join_pieces(pieces):
             with self.translate_errors("write"):
-                self._call_with_timeout(partial(writer.write, data))
+                self.call_with_timeout(partial(writer.write, data))
             on_written(len(data))
         with self.translate_errors("write"):
-            self._call_with_timeout(writer.close)
+            self.call_with_timeout(writer.close)
             written = _remote_file(
-                path, self._call_with_timeout(lambda: self.store.head(self.url.key(path)))
+                path, self.call_with_timeout(lambda: self.store.head(self.url.key(path)))
             )
         if written.size != size:
             why = f"the object has {written.size:,} bytes, not {size:,}"
@@ -338,13 +338,13 @@ class Bucket:
         from obstore import exceptions
 
         with self.translate_errors("write"), suppress(FileNotFoundError, exceptions.NotFoundError):
-            self._call_with_timeout(lambda: self.store.delete(self.url.key(path)))
+            self.call_with_timeout(lambda: self.store.delete(self.url.key(path)))
 
     def delete_files(self, paths: Sequence[str]) -> None:
         """Delete objects, several at a time."""
         map_in_daemon_threads(self.delete, paths, num_threads=2 * MAX_IN_FLIGHT)
 
-    def _call_with_timeout(self, call: Callable[[], T]) -> T:
+    def call_with_timeout(self, call: Callable[[], T]) -> T:
         """Call a function that obstore retries by itself. Note when it takes longer than one time-out.
 
         Raises:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from prepcli.console.ui import Report
-from prepcli.operations.launch import LaunchedScript, LocalTraining
+from prepcli.operations.launch import LaunchedScript, LocalJob
+from prepcli.operations.launch_submission import submit_line
 
 
 def script_report(launched: LaunchedScript) -> Report:
@@ -16,16 +17,16 @@ def script_report(launched: LaunchedScript) -> Report:
     if launched.reply is not None:
         return Report(launched.reply, fields)
     if launched.out is not None:
-        next_command = f"{launched.submit_command} < {launched.out}"
+        next_command = submit_line(launched.target, launched.out)
         return Report(str(launched.out), fields, next_command)
     return Report(launched.script.rstrip("\n"), fields, is_script=True)
 
 
-def local_report(training: LocalTraining) -> Report:
-    """Return the report of a training on this machine."""
+def local_report(job: LocalJob) -> Report:
+    """Return the report of a job on this machine."""
     fields = {
         "target": "local",
-        "processes": training.processes,
-        "devices": training.devices,
+        "processes": job.processes,
+        "devices": job.devices,
     }
-    return Report(training.result.rstrip("\n"), fields)
+    return Report(job.result.rstrip("\n"), fields)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from prepcli.console.lists import MAX_NAMES
 from prepcli.console.observer import LEAVES
 from prepcli.console.ui import Report, Ui, format_table
-from prepcli.errors import GET_AGAIN_HINT, PrepError
+from prepcli.errors import PrepError
 from prepcli.operations.results import TensorDifference, Verification
 from prepcli.sources.tensor_labels import TensorLabel
 
@@ -115,8 +115,8 @@ def _difference_error(verification: Verification) -> PrepError:
     labels = {_difference_label(difference) for difference in verification.differences}
     counts = f"{len(labels)} of {verification.total_tensors} tensors"
     first = verification.differences[0]
-    hint = GET_AGAIN_HINT if verification.against is None else ""
-    return PrepError(f"{what} ({counts})", f"{_difference_label(first)} {first['what']}", hint)
+    why = f"{_difference_label(first)} {first['what']}"
+    return PrepError(f"{what} ({counts})", why, verification.remedy)
 
 
 def _difference_label(difference: TensorDifference) -> TensorLabel:

@@ -11,8 +11,8 @@ from prepcli.console.progress import NullProgress, Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.pipeline import Pipeline
-from prepcli.errors import GET_AGAIN_HINT, DamagedError
-from prepcli.formats.manifest import Manifest
+from prepcli.errors import DamagedError
+from prepcli.formats.again_hint import RECREATE_HINT, again_hint
 from prepcli.planning.plan import Plan, Stream, read_copies
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
@@ -26,9 +26,6 @@ SAMPLE_MEMORY_NBYTES = 32 << 20
 # The first rows of each tensor distinguish models in milliseconds. True rows of a vocabulary come
 # first, so that padding does not change them.
 SAMPLE_ROWS = 4
-# Characters of a recorded command in a message. A manifest may come from anywhere.
-MAX_REQUEST_LENGTH = 300
-RECREATE_HINT = "create the checkpoint again, or use an earlier one"
 
 
 def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> DamagedError:
@@ -117,16 +114,6 @@ def check_partly_read(source: Source, plan: Plan, progress: Progress) -> None:
             tensors.append(tensor)
     if tensors:
         check_tensors(source, tensors, progress, again_hint(source.manifest))
-
-
-def again_hint(manifest: Manifest | None) -> str:
-    """Return how to replace a damaged checkpoint. The manifest of an output has the command that made it."""
-    if manifest is None:
-        return GET_AGAIN_HINT
-    if manifest.is_training_step:
-        return RECREATE_HINT
-    request = " ".join(manifest.request.split())
-    return f"make it again: `{request:.{MAX_REQUEST_LENGTH}}`"
 
 
 def tensor_digests(

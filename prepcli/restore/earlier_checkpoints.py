@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer
 from prepcli.errors import Command, text
+from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import Manifest
-from prepcli.restore.digest_checks import RECREATE_HINT, check_tensors
+from prepcli.restore.digest_checks import check_tensors
 from prepcli.sources.source import Source, SourceTensor
 
 

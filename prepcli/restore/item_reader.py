@@ -20,6 +20,7 @@ from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import PAGE, ByteArray
 from prepcli.engine.fills import numpy_dtype
 from prepcli.errors import Command, DamagedError, PrepError, text
+from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.checksums import BlockChecksums, read_checksums
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
@@ -31,7 +32,6 @@ from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.strided_copies import StridedCopy
 from prepcli.planning.tensors import itemsize
 from prepcli.remote.remote_files import MAX_READ_THREADS
-from prepcli.restore.digest_checks import RECREATE_HINT
 from prepcli.restore.job_queue import run_jobs
 from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly

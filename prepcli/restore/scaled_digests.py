@@ -25,7 +25,7 @@ def stored_scale(output: Source, name: str) -> RootScale | None:
     record = manifest.scales.get(output.names.full_name(name))
     if record is None or not manifest.lost_values:
         return None
-    return RootScale(record["sqrt"], record["significant"])
+    return RootScale(record["sqrt"], record["significant"], record.get("power", 1))
 
 
 def written_stream(

@@ -16,6 +16,7 @@ from prepcli.engine.files import PAGE, ByteArray, Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.permute import assign_tiled
 from prepcli.engine.stream_values import read_values
+from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.planning.plan import Stream
 from prepcli.planning.strided_copies import LeafBoxPart, StridedCopy, part_copies, tensor_box
 from prepcli.planning.tensors import itemsize
@@ -27,7 +28,7 @@ from prepcli.planning.windows import (
     split_window,
     window_copies,
 )
-from prepcli.restore.digest_checks import RECREATE_HINT, damaged_error
+from prepcli.restore.digest_checks import damaged_error
 from prepcli.sources.source import Source, SourceTensor
 from trainer.models.axis_map import AxisMap
 from trainer.models.boxes import Box, Range, full_box, split_merged_range, volume

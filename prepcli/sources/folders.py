@@ -107,7 +107,7 @@ class Folder(Protocol):
         ...
 
     def fetch_headers(self) -> Path | None:
-        """Return a local folder with the headers of all safetensors files, or None if there are no such files.
+        """Return a local folder with the headers of all weight files, or None if they cannot be read alone.
 
         A local folder is returned as it is, with weights of any format.
 

@@ -146,9 +146,15 @@ class HubFolder:
             return self.listing.read(name, start, stop)
 
     def fetch_headers(self) -> Path | None:
-        """Fetch the headers of the safetensors files to download, if the hub reports a commit."""
-        names = files_to_download(self.names())
+        """Fetch the headers of the safetensors files to download, if the hub reports a commit.
+
+        PyTorch files are downloaded whole: their headers are spread over the file.
+        """
+        names = files_to_download(self.names(), self.access.copied_files)
         weights = [name for name in names if name.endswith(".safetensors")]
+        if not weights and select_torch_files(names) and not self.access.stream:
+            with self._translate_errors():
+                return self.listing.download(names, self.access.progress)
         if not weights or self.listing.commit is None:
             return None
         indexes = [name for name in names if name == safetensors.INDEX_FILE]

@@ -119,13 +119,11 @@ def apply_map(source: Source, tensor_map: TensorMap) -> Source:
     if problems:
         raise misfit_error(tensor_map, source, problems)
     names = detect_names(family, config, full_names=coverage.targets.keys()) if family else None
-    mapped = _map_tensors(rows, tensors, names)
+    mapped = map_tensors(rows, tensors, names)
     if family is None or names is None:
         types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in mapped}
         family = verbatim_family(types)
         names = TensorNames(family, is_prefixed=False)
-    if source.manifest is not None:
-        mapped = _with_recorded_digests(mapped, names, source.manifest)
     return replace(
         source,
         family=family,
@@ -265,7 +263,7 @@ def _expected_shapes(
     return shapes
 
 
-def _map_tensors(
+def map_tensors(
     rows: Sequence[MapRow], tensors: Mapping[str, SourceTensor], names: TensorNames | None
 ) -> tuple[SourceTensor, ...]:
     """Return the targets, in the order of their bytes in the files."""
@@ -289,15 +287,23 @@ def _map_tensors(
     return tuple(sorted(targets.values(), key=file_position))
 
 
-def _with_recorded_digests(
-    tensors: Sequence[SourceTensor], names: TensorNames, manifest: Manifest
-) -> tuple[SourceTensor, ...]:
-    """Return the tensors of an export with its recorded digests, which are those of the model's tensors."""
-    recorded: list[SourceTensor] = []
-    for tensor in tensors:
-        digests = recorded_digests(manifest.tensors, names.full_name(tensor.name))
-        recorded.append(replace(tensor, digests=digests or tensor.digests))
-    return tuple(recorded)
+def apply_recorded_map(source: Source, tensor_map: TensorMap) -> Source:
+    """Return an export with the tensors of the model, and their recorded digests.
+
+    Args:
+        source: The export, as a source of the verbatim family.
+        tensor_map: The map that it recorded.
+
+    Raises:
+        PrepError: The map does not fit the files.
+    """
+    mapped = apply_map(source, tensor_map)
+    records = (source.manifest or NO_MANIFEST).tensors
+    tensors: list[SourceTensor] = []
+    for tensor in mapped.tensors:
+        digests = recorded_digests(records, mapped.names.full_name(tensor.name))
+        tensors.append(replace(tensor, digests=digests))
+    return replace(mapped, tensors=tuple(tensors))
 
 
 def _composed(row: MapRow, indices: Mapping[str, int], stored: SourceTensor) -> Location:

@@ -6,16 +6,18 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from prepcli.errors import Option, Text, text
+from prepcli.errors import Option, Text, text, usage_error
+from prepcli.formats.again_hint import again_hints
 from prepcli.formats.file_records import check_files, check_header
 from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
+from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import SourceFile
 from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
 from prepcli.sources.folders import LocalFiles
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.mapped import apply_map, recorded_map
+from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_text_part
 from prepcli.sources.source import Source
@@ -31,6 +33,7 @@ def open_source(
     copied_files: tuple[str, ...] = (),
     dequantize: bool = False,
     keeps_scales: bool = False,
+    training_state: bool = False,
     tensor_map: TensorMap | None = None,
 ) -> Source:
     """Read the headers and settings of a located checkpoint, but no weights.
@@ -42,6 +45,7 @@ def open_source(
         copied_files: Name patterns of further side files to copy.
         dequantize: Decode quantised weights.
         keeps_scales: Read values that another trainer's scale has rounded as they are stored. See `SourceHints`.
+        training_state: Read the optimizer state of another framework. It is read in any case from an output of prep.
         tensor_map: Map from the tensors of the files to those of a model. Default: the one that an export recorded.
 
     Raises:
@@ -50,19 +54,22 @@ def open_source(
     """
     local_files = located.local_files
     display_name = located.display_name
-    with local_files.rename_in_errors(display_name):
+    with local_files.rename_in_errors(display_name), again_hints(located.manifest):
         check_local_files(local_files, located.manifest)
-        tensor_map = tensor_map or recorded_map(located.manifest)
+        export_map = None if tensor_map else recorded_map(located.manifest)
         hints = SourceHints(
             config_path,
             located.part,
             # A map is about the names in the files.
-            True if tensor_map else verbatim,
+            True if tensor_map or export_map else verbatim,
             copied_files,
             is_remote=local_files.remote is not None,
             keeps_scales=keeps_scales,
+            training_state=training_state,
         )
         source = _read_headers(located, hints)
+        if training_state or (source.manifest and TRAINING_STATE_KEY in source.manifest.fields):
+            source = _with_training_state(source, located)
         _check_headers(source)
         if local_files.remote is not None:
             source = _with_remote_blobs(source, local_files.remote)
@@ -73,6 +80,8 @@ def open_source(
             source = dequantize_source(source)
         if tensor_map is not None:
             source = apply_map(source, tensor_map)
+        elif export_map is not None:
+            source = apply_recorded_map(source, export_map)
         elif source.family.is_verbatim and located.kind in MULTIMODAL_KINDS:
             source = _split_unless_verbatim(source, verbatim)
         if verbatim is False and source.family.is_verbatim:
@@ -126,6 +135,31 @@ def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
             from prepcli.sources.openers.gguf_file import open_gguf
 
             return open_gguf(path, display_name, hints)
+
+
+def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
+    """Return the source with its training state.
+
+    Raises:
+        UsageError: The format has no training state that prep reads.
+    """
+    # The state of an Orbax item has been read with its parameters.
+    if source.tree_manifest.is_tree or source.training_record is not None:
+        return source
+    option = Option("training_state", True)
+    if located.local_files.remote is not None:
+        what = text("{} is not supported for {}", option, located.display_name)
+        raise usage_error(what, "its optimizer state is on a server", "copy it to this machine")
+    if located.kind in ("safetensors", "torch"):
+        from prepcli.sources.trainer_checkpoint import read_trainer_checkpoint
+
+        return read_trainer_checkpoint(source)
+    if located.kind == "dcp":
+        from prepcli.sources.dcp_state import read_dcp_state
+
+        return read_dcp_state(source)
+    what = text("{} is not supported for {}", option, located.display_name)
+    raise usage_error(what, "its format has no training state that prep reads")
 
 
 def _split_unless_verbatim(source: Source, verbatim: bool | None) -> Source:

@@ -26,7 +26,7 @@ from prepcli.formats.orbax import READABLE_SUFFIXES
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
 from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.grids import StridedPlacement
-from prepcli.planning.manifest_fields import QuantizedRecord, TensorRecords
+from prepcli.planning.manifest_fields import QuantizedRecord, TensorRecords, TrainingStateRecord
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import DroppedTensor, Locations, SmallFile, SourceFile
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
@@ -166,6 +166,7 @@ class Source:
         is_locked: Whether a lock approves the files and the digests of the tensors. See `sources.locked`.
         wrapper: The multimodal model around the parameters, if any.
         tower_tensors: Its other tensors, named `towers/TENSOR`.
+        training_record: Record of the training state in `state_tensors`, if another framework wrote it.
         tensor_map: The map that made the tensors from those of the files, if any.
     """
 
@@ -192,6 +193,7 @@ class Source:
     is_locked: bool = False
     wrapper: Wrapper | None = None
     tower_tensors: tuple[SourceTensor, ...] = ()
+    training_record: TrainingStateRecord | None = None
     tensor_map: TensorMap | None = None
 
     @property

@@ -31,6 +31,7 @@ class SourceHints:
         is_remote: Whether the files are placeholders of remote files.
         keeps_scales: Whether values that the scale of another trainer's layout has rounded are read as they are stored.
             Otherwise they are refused.
+        training_state: Whether the optimizer state of another framework is read.
     """
 
     config_path: Path | None = None
@@ -39,6 +40,7 @@ class SourceHints:
     copied_files: tuple[str, ...] = ()
     is_remote: bool = False
     keeps_scales: bool = False
+    training_state: bool = False
 
     def resolve_config_path(self, folder: Path, display_name: str) -> Path:
         """Return the path of the config.json to use: the user's, else the one in `folder`.

@@ -163,7 +163,7 @@ def tensors_from_manifest(
     state.extend(_quantization_tensors(leaves, manifest, folder))
     for name, leaf in leaves.items():
         if name not in matched and not is_quantization_leaf(name):
-            state.append(_leaf_as_tensor(name, leaf, manifest.others))
+            state.append(leaf_as_tensor(name, leaf, manifest.others))
     empty = _empty_tensors(names, manifest) if names.family.is_verbatim else ()
     return (*slot_tensors(PARAMS), *empty), tuple(state)
 
@@ -190,7 +190,7 @@ def tower_tensors(
     tensors: list[SourceTensor] = []
     for leaf_name, leaf in leaves.items():
         name = leaf_name.removeprefix(f"{TOWERS}.")
-        tensor = _leaf_as_tensor(leaf_name, leaf, {})
+        tensor = leaf_as_tensor(leaf_name, leaf, {})
         digests = recorded_digests(manifest.tensors, name)
         tensors.append(replace(tensor, name=qualify(TOWERS, name), digests=digests))
     if manifest.towers is not None:
@@ -247,7 +247,7 @@ def verbatim_tensors(leaves: Leaves) -> tuple[SourceTensor, ...]:
     """Return each leaf of a tree as a tensor of its own name and shape."""
     tensors: list[SourceTensor] = []
     for name, leaf in leaves.items():
-        tensors.append(replace(_leaf_as_tensor(name, leaf, {}), name=name))
+        tensors.append(replace(leaf_as_tensor(name, leaf, {}), name=name))
     return tuple(tensors)
 
 
@@ -304,7 +304,7 @@ def iter_tensors(
     yield from tensors.values()
 
 
-def _leaf_as_tensor(name: str, leaf: StoredLeaf, records: TensorRecords) -> SourceTensor:
+def leaf_as_tensor(name: str, leaf: StoredLeaf, records: TensorRecords) -> SourceTensor:
     """Convert a leaf that matches no parameter or slot to a training-state tensor of the same shape."""
     region = leaf.region(name, identity_axis_map(name, leaf.shape), ())
     return SourceTensor(
@@ -422,7 +422,7 @@ def match_foreign_tree(
         missing_leaves=missing_leaves,
     )
     unmatched = tuple(
-        replace(_leaf_as_tensor(path, param_leaves[path], {}), name=names.bare_name(path))
+        replace(leaf_as_tensor(path, param_leaves[path], {}), name=names.bare_name(path))
         for path in unknown
     )
     tensors = (*matched, *unmatched)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from prepcli.errors import Option, PrepError, text
 from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
+from prepcli.formats.torch_archive_write import encode_archive, encode_object
 from prepcli.formats.torch_dcp import MAX_METADATA_OPCODES, METADATA_FILE
-from prepcli.formats.torch_dcp_write import (
-    DATA_FILE,
-    SUPPORTED_DTYPES,
-    DcpEntry,
-    encode_archive,
-    encode_metadata,
-)
+from prepcli.formats.torch_dcp_write import DATA_FILE, DcpEntry, encode_metadata
 from prepcli.formats.torch_pickle import MAX_NBYTES
+from prepcli.formats.torch_pickle_write import SUPPORTED_DTYPES, PickledValue, StoredTensor
 from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
 
 # A tensor takes 62 opcodes of `.metadata`.
@@ -31,12 +28,38 @@ class DcpLayout:
     metadata: SmallFile
 
 
-def lay_out_dcp_folder(entries: Sequence[LayoutEntry], shard_nbytes: int) -> DcpLayout:
+@dataclass(frozen=True, slots=True)
+class DcpConstant:
+    """A small value in the state dict, with its keys and its complete archive."""
+
+    path: tuple[str | int, ...]
+    value: PickledValue
+
+    def entry(self, file: str, offset: int, length: int) -> DcpEntry:
+        """Return the entry in the metadata."""
+        name = ".".join(map(str, self.path))
+        dtype = ""
+        shape: tuple[int, ...] = ()
+        if isinstance(self.value, StoredTensor):
+            dtype = self.value.dtype
+            shape = self.value.shape
+        return DcpEntry(name, dtype, shape, file, offset, length, self.path)
+
+
+def lay_out_dcp_folder(
+    entries: Sequence[LayoutEntry],
+    shard_nbytes: int,
+    *,
+    paths: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    constants: Sequence[DcpConstant] = (),
+) -> DcpLayout:
     """Lay out tensors in the files of a torch distributed checkpoint.
 
     Args:
         entries: Name, dtype, shape and size of each tensor, in the order of the files.
         shard_nbytes: Largest payload of a file.
+        paths: Keys of tensors in the nested state dict, by name. The name alone for other tensors.
+        constants: Small values. They have a file of their own.
 
     Raises:
         PrepError: DCP does not support a dtype, or there are too many tensors for one `.metadata`.
@@ -46,23 +69,43 @@ def lay_out_dcp_folder(entries: Sequence[LayoutEntry], shard_nbytes: int) -> Dcp
     dcp_entries: list[DcpEntry] = []
     for number, (_, group) in enumerate(split_into_shards(entries, shard_nbytes)):
         file_name = DATA_FILE.format(number)
-        constants: list[tuple[int, bytes]] = []
+        ranges: list[tuple[int, bytes]] = []
         offset = 0
         for name, dtype, shape, nbytes in group:
             _check_dtype(name, dtype)
             archive = encode_archive(dtype, shape)
             payload = offset + len(archive.prefix)
-            constants += [(offset, archive.prefix), (payload + nbytes, archive.suffix)]
+            ranges += [(offset, archive.prefix), (payload + nbytes, archive.suffix)]
             locations[name] = Contiguous(number, payload)
-            dcp_entries.append(DcpEntry(name, dtype, shape, file_name, offset, archive.nbytes))
+            path = paths.get(name, ())
+            dcp_entries.append(
+                DcpEntry(name, dtype, shape, file_name, offset, archive.nbytes, path)
+            )
             offset += archive.nbytes
-        files.append(OutputFile(file_name, offset, constant_ranges=tuple(constants)))
+        files.append(OutputFile(file_name, offset, constant_ranges=tuple(ranges)))
+    if constants:
+        file, constant_entries = _constant_file(DATA_FILE.format(len(files)), constants)
+        files.append(file)
+        dcp_entries += constant_entries
     metadata = SmallFile(METADATA_FILE, encode_metadata(dcp_entries))
-    if len(entries) > MAX_TENSORS or len(metadata.content) > MAX_NBYTES:
+    if len(dcp_entries) > MAX_TENSORS or len(metadata.content) > MAX_NBYTES:
         why = f"prep reads the metadata of up to {MAX_TENSORS:,} tensors in {MAX_NBYTES >> 20} MiB"
         hint = text("use {}", Option("format", "safetensors"))
-        raise PrepError(f"{len(entries):,} tensors are too many for DCP", why, hint)
+        raise PrepError(f"{len(dcp_entries):,} tensors are too many for DCP", why, hint)
     return DcpLayout(tuple(files), locations, metadata)
+
+
+def _constant_file(
+    name: str, constants: Sequence[DcpConstant]
+) -> tuple[OutputFile, list[DcpEntry]]:
+    """Return a file of complete archives, and their entries."""
+    content = b""
+    entries: list[DcpEntry] = []
+    for constant in constants:
+        ((_, archive),) = encode_object(constant.value).constant_ranges
+        entries.append(constant.entry(name, len(content), len(archive)))
+        content += archive
+    return OutputFile(name, len(content), constant_ranges=((0, content),)), entries
 
 
 def _check_dtype(name: str, dtype: str) -> None:

@@ -10,6 +10,7 @@ from prepcli.engine.digest import digest
 from prepcli.engine.files import io_error
 from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
 from prepcli.formats.added_tokens import Addition, FileEdit
+from prepcli.formats.again_hint import again_hint
 from prepcli.formats.file_records import recorded_xxh3
 from prepcli.formats.json_edits import find_value, insert_members, remove_insertion
 from prepcli.formats.manifest import NO_MANIFEST
@@ -53,7 +54,7 @@ def read_side_file(source: Source, name: str) -> bytes | None:
     recorded = recorded_xxh3(path, source.root, source.manifest or NO_MANIFEST)
     if recorded and recorded != digest(data):
         why = "its bytes differ from the digest in its manifest"
-        raise DamagedError(f"{path} is damaged", why, GET_AGAIN_HINT)
+        raise DamagedError(f"{path} is damaged", why, again_hint(source.manifest))
     return data
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from prepcli.formats.manifest import EXPORTED_STEP
@@ -57,12 +57,18 @@ def lay_out_trainer_item(
     Raises:
         PrepError: A tensor has no leaf in the layout, or a leaf has no tensor.
     """
+    uses = list(trainer_item_uses(source, tensors, layout=layout, vocab_size=vocab_size))
+    # No rule applies without a mesh.
+    return lay_out_uses(source, uses, Partitioning(mesh=None, rules=DEFAULT_RULES))
+
+
+def trainer_item_uses(
+    source: Source, tensors: Sequence[SourceTensor], *, layout: str, vocab_size: int
+) -> Iterator[LeafUse]:
+    """Yield each tensor with its leaf. The arguments are as for `lay_out_trainer_item`."""
     by_name = {tensor.name: tensor for tensor in tensors}
     place = TRAINER_ITEMS[layout]
-    uses: list[LeafUse] = []
     for name, leaves in find_layout_leaves(source, layout, by_name, vocab_size=vocab_size).items():
         for path, axis_map, indices in leaves:
             leaf = f"{place.root}{path}{place.suffix}"
-            uses.append(LeafUse(by_name[name], leaf, axis_map, indices, path))
-    # No rule applies without a mesh.
-    return lay_out_uses(source, uses, Partitioning(mesh=None, rules=DEFAULT_RULES))
+            yield LeafUse(by_name[name], leaf, axis_map, indices, path)

@@ -130,6 +130,8 @@ def _item_settings(source: Source, start_manifest: ManifestFields) -> ManifestFi
         settings[TOWERS_KEY] = start_manifest[TOWERS_KEY]
     if start_manifest.get(ORIGIN_KEY):
         settings[ORIGIN_KEY] = start_manifest[ORIGIN_KEY]
+    if start_manifest.get("storage") == "zarr3":
+        settings["storage"] = "zarr3"
     settings["kind"] = "train"
     settings["config"] = source.config
     return settings

@@ -26,6 +26,7 @@ from trainer.planning.model_shapes import PlannedModel, model_of_config, model_o
 from trainer.recipe import Recipe, batch_shape
 
 if TYPE_CHECKING:
+    from trainer.data.tokenize import TokenizeConfig
     from trainer.training.source_datasets import Datasets
 
 
@@ -68,6 +69,29 @@ def open_datasets(
         progress=tokenize_progress(observer),
         note=observer.note,
     )
+
+
+def open_token_configs(
+    recipe: Recipe, *, out: Path | None, offline: bool, observer: Observer
+) -> dict[str, TokenizeConfig]:
+    """Return the config of each token store of a recipe, by name. See `tokenize_configs`.
+
+    The arguments are as for `open_datasets`.
+
+    Raises:
+        PrepError: The model or the recipe is invalid.
+    """
+    from trainer.training.datasets import tokenize_configs
+
+    opened = open_recipe_model(recipe, offline=offline, observer=observer)
+    configs = tokenize_configs(
+        recipe,
+        opened.model,
+        model_config=opened.model.config,
+        folders={"tokenizer": opened.tokenizer_folder, "cache": tokens_folder(recipe, out)},
+        remote=DataFinder(make_access(observer, offline=offline), observer.note),
+    )
+    return dict(configs)
 
 
 def tokens_folder(recipe: Recipe, out: Path | None) -> Path:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.console.observer import Observer
 from prepcli.errors import Command, Key, Option, PrepError, text, usage_error
 from prepcli.execution.run_storage import RunStorage
+from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import (
     BASE_KEY,
@@ -33,7 +34,7 @@ from prepcli.formats.orbax import find_item
 from prepcli.planning.manifest_fields import ManifestFields, OriginRecord
 from prepcli.remote.object_store import is_url, parse_url
 from prepcli.remote.placeholders import rename_in_errors
-from prepcli.restore.digest_checks import RECREATE_HINT, sample_digest, towers_digest
+from prepcli.restore.digest_checks import sample_digest, towers_digest
 from prepcli.restore.earlier_checkpoints import check_without_checksums, note_missing_file_digests
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.params import check_lock_verified, open_weights

@@ -37,6 +37,7 @@ from prepcli.formats.run_steps import EVAL_SEQUENCES, RECIPE_FILE
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.sources.folders import make_access
 from prepcli.training_runs.checks import check_config
+from prepcli.training_runs.continued_state import load_continued_state
 from prepcli.training_runs.environment import write_environment
 from prepcli.training_runs.export import (
     check_repository,
@@ -167,7 +168,7 @@ def _check_storage(run: Run) -> None:
     """Check that the storage of the run is empty or a run, that all processes see it, and that it can have the logs."""
     storage = run.storage
     if run.is_first:
-        storage.check(run.group.count)
+        storage.check()
         check_logs(run.recipe.log, storage)
     if run.group.count > 1 and storage.is_on_disk and not run.request.dry_run:
         check_shared_folder(run.folder, run.group)
@@ -353,6 +354,8 @@ def _load_train_state(prepared: PreparedRun) -> TrainState:
     setup = prepared.loop.setup
     if isinstance(start.model_reader, RandomReader):
         return random_state(setup, run.recipe.seed)
+    if not prepared.step and run.recipe.model.training_state:
+        return load_continued_state(start, setup)
     if not prepared.step:
         return init_state(
             start.model_reader,
@@ -422,6 +425,8 @@ def _open_checkpoints(prepared: PreparedRun, exports: StepExports | None) -> Che
         "config": prepared.model_config,
         "mesh": str(sharding.mesh),
         "origin": prepared.start.origin(model_path),
+        # The start checkpoint may have another one.
+        "storage": table.storage,
     }
     if run.recipe.rules is not None:
         changes["rules"] = run.recipe.rules

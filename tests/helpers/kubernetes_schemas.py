@@ -54,7 +54,14 @@ class Variable(Strict):
     """Environment variable."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-    value_from: ValueFrom
+    value: str | None = None
+    value_from: ValueFrom | None = None
+
+    @model_validator(mode="after")
+    def _check_origin(self) -> Variable:
+        """Require a value or its origin, not both."""
+        assert (self.value is None) != (self.value_from is None)
+        return self
 
 
 class Mount(Strict):
@@ -142,6 +149,15 @@ class Affinity(Strict):
     pod_anti_affinity: PodAntiAffinity
 
 
+class Toleration(Strict):
+    """Taint of nodes that a pod accepts."""
+
+    key: Literal["cloud.google.com/gke-spot"]
+    operator: Literal["Equal"]
+    value: Literal["true"]
+    effect: Literal["NoSchedule"]
+
+
 class Pod(Strict):
     """Spec of a pod."""
 
@@ -149,6 +165,7 @@ class Pod(Strict):
     node_selector: dict[
         Annotated[str, Field(pattern=r"^cloud\.google\.com/gke-[a-z-]+$")], str
     ] = {}
+    tolerations: list[Toleration] = []
     restart_policy: Literal["Never"]
     termination_grace_period_seconds: Annotated[int, Field(ge=0)]
     containers: Annotated[list[Container], Field(min_length=1)]

@@ -6,12 +6,14 @@ with serving_objects({"bucket/folder/file": b"…"}) as store:
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import format_datetime
+from io import BytesIO
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -21,6 +23,10 @@ from tests.helpers.range_server import FaultInjector, SentRange, etag, send_rang
 # The time of the store when it starts.
 START = datetime(2024, 1, 1, tzinfo=UTC)
 CONDITIONS = ("If-None-Match", "If-Match", "x-goog-if-generation-match")
+# A write is refused as busy (503) or by a rate limit (429), or the connection is cut before or after
+# the object is stored.
+WRITE_FAULTS = ("busy", "limit", "cut", "lost-answer")
+FAULT_STATUSES = {"busy": 503, "limit": 429}
 # Maximum number of objects in one answer to a listing.
 PAGE_OBJECTS = 7
 
@@ -41,6 +47,16 @@ class FakeObjectStore:
     # One of loopback.STALL_KINDS, to stall these requests instead of the answer `status`.
     stall: str = ""
     time: datetime = START
+    # Faults of writes, each of WRITE_FAULTS.
+    write_faults: FaultInjector = field(default_factory=lambda: FaultInjector(kinds=WRITE_FAULTS))
+    # Object and number of bytes of each write that arrived, also of refused ones.
+    received: list[tuple[str, int]] = field(default_factory=list)
+    # Number of requests that are being answered.
+    num_running: int = 0
+    # Listings do not show objects with this text in their key.
+    unlisted: str = "\0"
+    # Whether the last part of each multipart upload is lost.
+    forgets_parts: bool = False
     # Whether the store supports writes that depend on the version of the object.
     has_conditions: bool = True
     # Generation and time of the last write of each object.
@@ -108,8 +124,23 @@ class _Handler(loopback.Handler):
         self._answer()
 
     def _answer(self) -> None:
+        """Count the request as running while it is answered."""
+        with self.fake.lock:
+            self.fake.num_running += 1
+        try:
+            self._answer_request()
+        finally:
+            with self.fake.lock:
+                self.fake.num_running -= 1
+
+    def _answer_request(self) -> None:
         """Record the request and answer it, or fail or stall as the server is set up."""
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        nbytes = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(nbytes)
+        if len(body) < nbytes:
+            # The client was killed while it sent the body.
+            self._cut()
+            return
         parts = urlsplit(self.path)
         key = unquote(parts.path).lstrip("/")
         query = {
@@ -130,7 +161,7 @@ class _Handler(loopback.Handler):
         elif "delete" in query:
             self._delete_objects(key.rstrip("/"), body)
         elif self.command == "PUT":
-            self._write(key, query, body)
+            self._write_with_faults(key, query, body)
         else:
             self._multipart(key, query)
 
@@ -143,7 +174,7 @@ class _Handler(loopback.Handler):
         keys = sorted(
             key.removeprefix(f"{bucket}/")
             for key in self.fake.objects
-            if key.startswith(f"{bucket}/{prefix}")
+            if key.startswith(f"{bucket}/{prefix}") and self.fake.unlisted not in key
         )
         left = [key for key in keys if key > after]
         page = left[:PAGE_OBJECTS]
@@ -182,6 +213,28 @@ class _Handler(loopback.Handler):
             else:
                 span = send_range(self, data, self.fake.faults.next_fault(), fields)
                 self.fake.sent.append(SentRange(key, *span))
+
+    def _write_with_faults(self, key: str, query: dict[str, str], body: bytes) -> None:
+        """Store an object, or do what the next fault says."""
+        self.fake.received.append((key, len(body)))
+        fault = self.fake.write_faults.next_fault()
+        if fault in FAULT_STATUSES:
+            self._send(FAULT_STATUSES[fault], b"<Error><Code>SlowDown</Code></Error>")
+        elif fault == "cut":
+            self._cut()
+        elif fault == "lost-answer":
+            answers = self.wfile
+            self.wfile = BytesIO()
+            self._write(key, query, body)
+            self.wfile = answers
+            self._cut()
+        else:
+            self._write(key, query, body)
+
+    def _cut(self) -> None:
+        """Close the connection without an answer."""
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
 
     def _write(self, key: str, query: dict[str, str], body: bytes) -> None:
         """Store an object, or one part of an upload, if its conditions hold."""
@@ -222,6 +275,8 @@ class _Handler(loopback.Handler):
             xml = f"<InitiateMultipartUploadResult>{name}</InitiateMultipartUploadResult>"
         else:
             parts = self.fake.parts.pop(query["uploadId"])
+            if self.fake.forgets_parts:
+                parts.popitem()
             self.fake.store(key, b"".join(parts[number] for number in sorted(parts)))
             known = escape(etag(self.fake.objects[key]))
             xml = f"<CompleteMultipartUploadResult><ETag>{known}</ETag></CompleteMultipartUploadResult>"

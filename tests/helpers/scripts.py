@@ -27,11 +27,14 @@ if name == "srun" and "prep" in sys.argv:  # runs the command as one task
 if name == "gcloud" and "ssh" in sys.argv:  # runs the command as one host
     command = next(word for word in sys.argv if word.startswith("--command="))
     os.execvp("bash", ["bash", "-c", command.removeprefix("--command=")])
-if name == "gcloud" and any(word.startswith("--format") for word in sys.argv):
-    print("ACTIVE")
+if name == "gcloud" and "describe" in sys.argv:  # prints the next state of the TPU
+    states = folder / "states"
+    state, _, rest = states.read_text().partition("\\n")
+    states.write_text(rest or state)
+    print(state)
 sys.exit(int(code or 0))
 """
-PROGRAMS = ("prep", "srun", "scontrol", "gcloud", "module")
+PROGRAMS = ("prep", "srun", "scontrol", "gcloud", "module", "sleep")
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 words = texts.filter(bool)
@@ -50,6 +53,12 @@ class Calls:
         self.code = code
         self.calls = calls
 
+    @classmethod
+    def read(cls, folder: Path, code: int = 0) -> Calls:
+        """Return the calls that the recorders of a folder have written."""
+        calls = [tuple(json.loads(line)) for line in (folder / "calls.jsonl").open()]
+        return cls(code, calls)
+
     def words_of(self, program: str) -> list[list[str]]:
         """Return the words of each call of a program."""
         return [words for name, words, _ in self.calls if name == program]
@@ -67,7 +76,12 @@ def install_recorders(folder: Path) -> None:
 
 
 def run_script(
-    script: str, folder: Path, *, codes: dict[str, list[int]] | None = None, **env: str
+    script: str,
+    folder: Path,
+    *,
+    codes: dict[str, list[int]] | None = None,
+    states: tuple[str, ...] = ("ACTIVE",),
+    **env: str,
 ) -> Calls:
     """Run a script whose programs are the recorders of a folder.
 
@@ -75,9 +89,11 @@ def run_script(
         script: The script, which `bash -n` must accept.
         folder: The folder with the recorders.
         codes: Exit codes of the calls of each program; 0 after the last.
+        states: States of a TPU that `gcloud` reports; the last one again and again.
         **env: Environment variables.
     """
     (folder / "calls.jsonl").write_text("")
+    (folder / "states").write_text("\n".join(states))
     for name in PROGRAMS:
         (folder / f"{name}.codes").write_text("\n".join(map(str, (codes or {}).get(name, []))))
     assert subprocess.run(["bash", "-n"], input=script, encoding="utf-8").returncode == 0
@@ -90,6 +106,4 @@ def run_script(
     done = subprocess.run(
         ["bash", "-s"], input=script, encoding="utf-8", env=environ, cwd=folder, timeout=MAX_S
     )
-    return Calls(
-        done.returncode, [tuple(json.loads(line)) for line in (folder / "calls.jsonl").open()]
-    )
+    return Calls.read(folder, done.returncode)

@@ -75,12 +75,19 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
         for node in NODES:
             _run(["slurmd", "-N", node], variables)
         _wait_until(lambda: len([*folder.glob("*.pid")]) == 2 + len(NODES))
+        _wait_until(lambda: _num_idle_nodes(variables) == len(NODES))
         yield variables
     finally:
         pids = [int(pid_file.read_text()) for pid_file in folder.glob("*.pid")]
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
         _wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def _num_idle_nodes(variables: dict[str, str]) -> int:
+    """Return the number of nodes that have registered and run nothing."""
+    words = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
+    return sum(map(int, _run(words, variables).split()))
 
 
 def job_fields(job: str, variables: dict[str, str]) -> dict[str, str]:

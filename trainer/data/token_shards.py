@@ -56,17 +56,19 @@ class ShardedTokens:
         n_shards: Number of shards.
         n_missing: Number of shards that other processes have not made yet.
         meta: Metadata of the store. None if shards are missing.
+        tokens: The mapped store. None if shards are missing.
     """
 
     folder: Path
     n_shards: int
     n_missing: int
-    meta: store.StoreMeta | None
+    meta: store.StoreMeta | None = None
+    tokens: store.MappedTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """A plan, and the files of this process."""
+class ShardJob:
+    """The plan of a store, and the files of this process. `open_shards` makes it."""
 
     folder: Path
     config: TokenizeConfig
@@ -80,7 +82,12 @@ class _Job:
         return self.config.cache / self.plan.identity
 
     def shard_folder(self, shard: int) -> Path:
-        """Return the folder of a shard's store. Its parent has a lock for this shard alone."""
+        """Return the folder of a shard's store. Its parent has a lock for this shard alone.
+
+        An only shard is the store itself.
+        """
+        if self.plan.n_shards == 1:
+            return self.store_folder
         files = self.files[self.plan.shard_files(shard)]
         identity = store_identity(self.config, files, self.tokenizer.digest)
         return self.folder / f"{shard:05d}" / identity
@@ -112,20 +119,36 @@ def tokenize_share(
     if of == 1 and not _plan_folder(config).exists():
         tokens = tokenize_files(config, progress=progress, note=note)
         folder = config.cache / tokens.identity
-        return ShardedTokens(folder, 1, 0, store.read_meta(folder, checks_digests=False))
-    job = _open_job(config, note)
+        meta = store.read_meta(folder, checks_digests=False)
+        return ShardedTokens(folder, 1, 0, meta, tokens)
+    job = open_shards(config, note)
+    if not is_complete(job):
+        make_shards(job, process, of, progress=progress, note=note)
+    return complete_shards(job, progress=progress, note=note)
+
+
+def is_complete(job: ShardJob) -> bool:
+    """Return whether the store has its name. Its digests are checked by `complete_shards`."""
+    return job.store_folder.exists()
+
+
+def complete_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) -> ShardedTokens:
+    """Append the shards to the store, if it is missing and all of them are made.
+
+    Raises:
+        PrepError: The tokens cannot be written, or do not fit the model.
+    """
+    n_shards = job.plan.n_shards
     meta = read_valid_meta(job.store_folder, note)
     if meta is None:
-        shards = range(process, job.plan.n_shards, of)
-        _make_shards(job, shards, progress=progress, note=note)
-        missing = [shard for shard in range(job.plan.n_shards) if not _is_complete(job, shard)]
+        missing = [shard for shard in range(n_shards) if not job.shard_folder(shard).exists()]
         if missing:
-            return ShardedTokens(job.store_folder, job.plan.n_shards, len(missing), None)
+            return ShardedTokens(job.store_folder, n_shards, len(missing))
         meta = _merge_shards(job, progress=progress, note=note)
     _remove_plan(job.folder)
     # Errors of the whole data, such as too few tokens, are those of one process.
-    map_new_tokens(job.store_folder, meta, job.config, job.tokenizer, note)
-    return ShardedTokens(job.store_folder, job.plan.n_shards, 0, meta)
+    tokens = map_new_tokens(job.store_folder, meta, job.config, job.tokenizer, note)
+    return ShardedTokens(job.store_folder, n_shards, 0, meta, tokens)
 
 
 def _plan_folder(config: TokenizeConfig) -> Path:
@@ -139,8 +162,16 @@ def _plan_folder(config: TokenizeConfig) -> Path:
     return config.cache / f"shards-{xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())}"
 
 
-def _open_job(config: TokenizeConfig, note: Note) -> _Job:
-    """Read the plan, or write it if this is the first process."""
+def open_shards(config: TokenizeConfig, note: Note) -> ShardJob:
+    """Read the plan of a store, or write it if this is the first process.
+
+    Args:
+        config: Files, tokenizer and cache.
+        note: Called with messages for the user.
+
+    Raises:
+        PrepError: The files or settings differ from the plan.
+    """
     folder = _plan_folder(config)
     tokenizer = load_tokenizer(config.tokenizer)
     config, found = find_config_files(config, note)
@@ -156,7 +187,7 @@ def _open_job(config: TokenizeConfig, note: Note) -> _Job:
         if plan is None:
             plan = _make_plan(folder, config, found, tokenizer, note=note)
     check_settings(folder, plan, settings)
-    return _Job(folder, config, plan, planned_data_files(folder, plan, found), tokenizer)
+    return ShardJob(folder, config, plan, planned_data_files(folder, plan, found), tokenizer)
 
 
 def _make_plan(
@@ -182,10 +213,15 @@ def _make_plan(
     return read_plan(folder) or plan
 
 
-def _make_shards(
-    job: _Job, shards: Sequence[int], *, progress: TokenizeProgress, note: Note
+def make_shards(
+    job: ShardJob, process: int, of: int, *, progress: TokenizeProgress, note: Note
 ) -> None:
-    """Make the missing stores of shards, one after the other."""
+    """Make every `of`-th missing shard, starting at shard `process`. The arguments are as for `tokenize_share`.
+
+    Raises:
+        PrepError: A shard cannot be made.
+    """
+    shards = range(process, job.plan.n_shards, of)
     total_nbytes = sum(_shard_nbytes(job, shard) for shard in shards)
     done_nbytes = 0
     done_tokens = 0
@@ -194,21 +230,27 @@ def _make_shards(
         progress(done_nbytes + nbytes, total_nbytes, done_tokens + n_tokens)
 
     for shard in shards:
-        meta = _make_shard(job, shard, progress=report, note=note)
+        # The merge checks the digests.
+        meta = _make_shard(job, shard, progress=report, note=note, checks_digests=False)
         done_nbytes += _shard_nbytes(job, shard)
         done_tokens += meta.n_tokens
 
 
-def _shard_nbytes(job: _Job, shard: int) -> int:
+def _shard_nbytes(job: ShardJob, shard: int) -> int:
     return sum(file.nbytes for file in job.files[job.plan.shard_files(shard)])
 
 
 def _make_shard(
-    job: _Job, shard: int, *, progress: TokenizeProgress, note: Note
+    job: ShardJob,
+    shard: int,
+    *,
+    progress: TokenizeProgress,
+    note: Note,
+    checks_digests: bool = True,
 ) -> store.StoreMeta:
-    """Make the store of a shard, or continue the one of a killed process."""
+    """Return the store of a shard. Make a missing one, or continue the one of a killed process."""
     folder = job.shard_folder(shard)
-    meta = read_valid_meta(folder, note)
+    meta = read_valid_meta(folder, note, checks_digests=checks_digests)
     if meta is not None:
         return meta
     files = job.files[job.plan.shard_files(shard)]
@@ -224,12 +266,7 @@ def _make_shard(
         return meta
 
 
-def _is_complete(job: _Job, shard: int) -> bool:
-    """Return whether the store of a shard has its name. Its digests are checked by the merge."""
-    return job.shard_folder(shard).exists()
-
-
-def _merge_shards(job: _Job, *, progress: TokenizeProgress, note: Note) -> store.StoreMeta:
+def _merge_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) -> store.StoreMeta:
     """Append the stores of all shards to the final store."""
     builder = compile_fields(job.config.examples, vocab=job.config.vocab)
     with lock_cache(job.config.cache, note):
@@ -250,7 +287,7 @@ def _merge_shards(job: _Job, *, progress: TokenizeProgress, note: Note) -> store
         return store.read_meta(job.store_folder, checks_digests=False)
 
 
-def _append_shards(writer: TokenWriter, job: _Job, metas: Sequence[store.StoreMeta]) -> None:
+def _append_shards(writer: TokenWriter, job: ShardJob, metas: Sequence[store.StoreMeta]) -> None:
     """Append the shards to a writer. It may have the first part of the store from a killed process."""
     first_token = first_document = nbytes = 0
     for shard, meta in enumerate(metas):

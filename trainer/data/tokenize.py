@@ -382,12 +382,20 @@ def ids_dtype(config: TokenizeConfig, tokenizer: TextTokenizer, builder: Example
     return dtype_for(max_id)
 
 
-def read_valid_meta(folder: Path, note: Note = lambda text: None) -> store.StoreMeta | None:
-    """Return a store's metadata, or None if it is missing or damaged. Damage is reported."""
+def read_valid_meta(
+    folder: Path, note: Note = lambda text: None, *, checks_digests: bool = True
+) -> store.StoreMeta | None:
+    """Return a store's metadata, or None if it is missing or damaged. Damage is reported.
+
+    Args:
+        folder: The store.
+        note: Called with a message about damage.
+        checks_digests: Read all bytes to check the digests.
+    """
     if not folder.exists():
         return None
     try:
-        return store.read_meta(folder)
+        return store.read_meta(folder, checks_digests=checks_digests)
     except store.DamagedStoreError as error:
         note(f"{error.what} ({error.why}): they are rebuilt")
         return None

@@ -10,6 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -49,10 +50,26 @@ def processes_per_host(group: ProcessGroup) -> int:
     return int(group.broadcast("processes per host", str(max(hosts.values(), default=1))))
 
 
-def writes_shared_folder(folder: Path, group: ProcessGroup) -> bool:
-    """Return whether this process writes to a folder for the processes that see it. All processes call it together.
+@dataclass(frozen=True, slots=True)
+class FolderProcesses:
+    """The processes of a job that write to a folder for the processes that see it.
 
-    Process 0 writes if the hosts share the folder. On each host without that folder, its first process writes.
+    Attributes:
+        writers: Process 0, and the first process of each host without the folder of process 0.
+        host_leaders: The first process of each host.
+    """
+
+    writers: list[int]
+    host_leaders: list[int]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all hosts see the folder of process 0."""
+        return self.writers == [0]
+
+
+def folder_processes(folder: Path, group: ProcessGroup) -> FolderProcesses:
+    """Return which processes write to a folder. All processes call it together.
 
     Args:
         folder: The folder.
@@ -61,13 +78,19 @@ def writes_shared_folder(folder: Path, group: ProcessGroup) -> bool:
     Raises:
         PrepError: Process 0 cannot write to the folder.
     """
-    answers = group.gather("folder seen", json.dumps([machine_id(), sees_folder(folder, group)]))
-    writers = json.loads(
-        group.broadcast(
-            "writers", json.dumps(_folder_writers([json.loads(answer) for answer in answers]))
-        )
-    )
-    return group.index in writers
+    texts = group.gather("folder seen", json.dumps([machine_id(), sees_folder(folder, group)]))
+    answers = [json.loads(text) for text in texts]
+    lists = [_folder_writers(answers), _host_leaders(answers)]
+    writers, leaders = json.loads(group.broadcast("writers", json.dumps(lists)))
+    return FolderProcesses(writers, leaders)
+
+
+def _host_leaders(answers: Sequence[tuple[str, bool]]) -> list[int]:
+    """Return the first process of each host. The answers are as for `_folder_writers`."""
+    first_of_host: dict[str, int] = {}
+    for index, (host, _) in enumerate(answers):
+        first_of_host.setdefault(host, index)
+    return sorted(first_of_host.values())
 
 
 def sees_folder(folder: Path, group: ProcessGroup) -> bool:

@@ -67,6 +67,52 @@ def encode(
     Raises:
         PrepError: The model has no encoder.
     """
+    params, x, context = _encoder_inputs(
+        params, source_tokens, model, forward_config, source_mask, dropout=dropout
+    )
+    x, _ = run_stack(x, params, context)
+    x = forward_config.sharding.constrain(x, "batch", "seq", "embed")
+    return EncoderOutput(x, source_mask)
+
+
+def encoder_states_by_layer(
+    params: Tree, source_tokens: Array, model: ModelSpec, forward_config: ForwardConfig
+) -> Iterator[Array]:
+    """Run the encoder on source tokens, one layer at a time. The function is not compiled as a whole.
+
+    Args:
+        params: Parameters of the model.
+        source_tokens: int32 [B, S].
+        model: A model with an encoder.
+        forward_config: Execution options.
+
+    Yields:
+        The residual stream [B, S, D] before the first layer and after each layer. The last one is after the final norm,
+        and is the state of an `EncoderOutput`.
+
+    Raises:
+        PrepError: The model has no encoder.
+    """
+    params, x, context = _encoder_inputs(params, source_tokens, model, forward_config)
+    yield x
+    yield from layer_outputs(x, params, context)
+
+
+def _encoder_inputs(
+    params: Tree,
+    source_tokens: Array,
+    model: ModelSpec,
+    forward_config: ForwardConfig,
+    source_mask: Array | None = None,
+    *,
+    dropout: Dropout | None = None,
+) -> tuple[Tree, Array, StackContext]:
+    """Return the inputs of the encoder layers. The arguments and errors are those of `encode`.
+
+    Returns:
+        The parameters in the dtype of the computation, the residual stream [B, S, D] before the first layer, and the
+        context of all layers.
+    """
     arch_config = model.arch_config.encoder
     sharding = forward_config.sharding
     if arch_config is None:
@@ -83,8 +129,7 @@ def encode(
         dropout = dropout.for_stack(Stack.ENCODER)
         x = dropout.drop_embedding(x, positions)
     context = StackContext(ENCODER, model, arch_config, forward_config, mask, dropout=dropout)
-    x, _ = run_stack(x, params, context)
-    return EncoderOutput(sharding.constrain(x, "batch", "seq", "embed"), source_mask)
+    return params, x, context
 
 
 def precompute_cross_kv(
@@ -162,21 +207,26 @@ def hidden_states(
 
 
 def hidden_states_by_layer(
-    params: Tree, tokens: Array, model: ModelSpec, forward_config: ForwardConfig
+    params: Tree,
+    tokens: Array,
+    model: ModelSpec,
+    forward_config: ForwardConfig,
+    encoder_output: EncoderOutput | None = None,
 ) -> Iterator[Array]:
-    """Run a decoder-only model on whole sequences, one layer at a time. The function is not compiled as a whole.
+    """Run the decoder on whole sequences, one layer at a time. The function is not compiled as a whole.
 
     Args:
         params: Parameters of the model.
         tokens: int32 [B, T].
         model: The model.
         forward_config: Execution options.
+        encoder_output: Hidden states of the source. Required if the model has an encoder.
 
     Yields:
         The residual stream [B, T, D] before the first layer and after each layer. The last one is after the final norm.
     """
     params = computed_params(params, model, forward_config)
-    x, context = decoder_inputs(params, tokens, model, forward_config)
+    x, context = decoder_inputs(params, tokens, model, forward_config, encoder_output)
     yield x
     yield from layer_outputs(x, params, context)
 

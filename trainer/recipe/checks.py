@@ -133,6 +133,11 @@ def _start_problems(recipe: Recipe) -> Iterator[Problem]:
         if value_of(recipe, key) is not None:
             why = "no checkpoint is read: `model.init` is random"
             yield Problem((key,), _key_value_text(recipe, key), why, "remove one of them")
+    if model.training_state:
+        why = "no checkpoint is read: `model.init` is random"
+        yield Problem(
+            ("model.training_state",), "`model.training_state` is true", why, "remove one of them"
+        )
     if model.preset is not None and model.config is not None:
         yield _exclusive_keys(
             recipe, "model.preset", "model.config", "both set the config of the model"
@@ -210,6 +215,14 @@ def _lora_problems(recipe: Recipe) -> Iterator[Problem]:
             "`lora` needs a checkpoint",
             why,
             "remove [lora], or set `model.path`",
+        )
+    if lora.is_enabled and recipe.model.training_state:
+        why = "the adapters have moments of their own, which the checkpoint lacks"
+        yield Problem(
+            ("model.training_state",),
+            "`model.training_state` is true",
+            why,
+            "remove [lora] or the key",
         )
     if not lora.is_enabled and changed:
         what = f"`lora.{changed[0]}` is {format_value(getattr(lora, changed[0]))}"

@@ -37,7 +37,8 @@ class Data(BaseModel):
         default="auto",
         description="`text`: each file is a document. `json`: each line is an object with a document. `csv`: each row "
         "has one, also in .tsv files. `parquet` and `arrow`: tables with a document per row. `ids`: .npy and .bin "
-        "files of token ids. `auto`: as the suffixes of the files tell. Files of text, json and csv may be compressed "
+        "files of token ids. `megatron`: .idx files of Megatron-LM, each with its .bin file. `auto`: as the suffixes "
+        "of the files tell. Files of text, json and csv may be compressed "
         "(.gz, .zst)",
         examples=["text"],
     )

@@ -49,6 +49,12 @@ class Model(BaseModel):
         description="initial parameters: those of `path`, or random ones of the model of `preset` or `config`",
         examples=["random"],
     )
+    training_state: bool = Field(
+        default=False,
+        description="start with the moments and the step of `path`, and not with its parameters alone. `path` is a "
+        "step of a run, or an output of `prep save-init --training-state`",
+        examples=[True],
+    )
     preset: str | None = Field(
         default=None,
         description="name of a published config, for a random start",

@@ -76,6 +76,11 @@ class Checkpoint(BaseModel):
         examples=["bfloat16"],
         json_schema_extra=if_absent("`model.param_dtype`"),
     )
+    storage: Literal["ocdbt", "zarr3"] = Field(
+        default="ocdbt",
+        description="arrays of checkpoints: of zarr 2 (`ocdbt`) or zarr 3 (`zarr3`), both in OCDBT databases",
+        examples=["zarr3"],
+    )
     export_every: NonNegativeInt = Field(
         default=0,
         description="steps between two exports to Hugging Face folders `exports/STEP` in the run's folder. `0`: none",
@@ -91,7 +96,7 @@ class Checkpoint(BaseModel):
 
 
 class Log(BaseModel):
-    """The processes that print and write metrics, logs besides `metrics.jsonl`, and texts to generate during a run."""
+    """The processes that print and write metrics, logs beside `metrics.jsonl`, and texts to generate during a run."""
 
     model_config = STRICT
 

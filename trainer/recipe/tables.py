@@ -65,7 +65,7 @@ class Batch(BaseModel):
 
 
 class Loss(BaseModel):
-    """Terms of the training loss besides the cross entropy. Evaluation does not have them."""
+    """Terms of the training loss other than the cross entropy. Evaluation does not have them."""
 
     model_config = STRICT
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.span_corruption import SpanCorruptionDataset, SpanCorruptionTokenIds, sentinel_ids
 from trainer.data.store import MappedTokens
 from trainer.data.store_writer import make_cache
+from trainer.data.token_shards import complete_shards, is_complete, make_shards, open_shards
 from trainer.data.tokenize import (
     TokenizeConfig,
     TokenizeProgress,
@@ -27,13 +29,14 @@ from trainer.data.tokenize import (
     tokenize_files,
 )
 from trainer.data.tokenizer import load_tokenizer
-from trainer.distributed.hosts import writes_shared_folder
+from trainer.distributed.hosts import folder_processes
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.models.architecture import ArchConfig
 from trainer.models.errors import Key, PrepError, text, usage_error
 from trainer.models.json_types import HFConfig
 from trainer.models.parameters import Family
 from trainer.recipe import Recipe
+from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
 from trainer.recipe.field_checks import check_packing, check_source_length
 from trainer.recipe.field_grammar import parse_fields
@@ -45,6 +48,9 @@ from trainer.training.source_datasets import (
     train_selection,
 )
 
+# Names of exchanges between processes.
+MISSING_TOKENS = "tokens are missing"
+TOKEN_SHARDS = "token shards"
 CHAT = "chat"
 CONFIG_HINT = "correct the config.json of the source checkpoint, and convert it again"
 
@@ -147,16 +153,47 @@ def _build_source(
         train, evaluation = split_holdout(make_dataset(tokens), data.holdout)
         return Datasets(train, evaluation, tokens.identity)
     # The evaluation files come first: they are usually small, so their errors show early.
-    eval_config = replace(
-        config, paths=data.eval_paths, selection=eval_selection(data), max_examples=0
-    )
-    eval_tokens = tokenize(eval_config, note=note)
+    eval_tokens = tokenize(_eval_config(config, data), note=note)
     train_tokens = tokenize(config, note=note)
     return Datasets(
         train=make_dataset(train_tokens),
         evaluation=make_dataset(eval_tokens),
         identity=f"{train_tokens.identity} {eval_tokens.identity}",
     )
+
+
+def tokenize_configs(
+    recipe: Recipe,
+    model: DataModel,
+    *,
+    model_config: HFConfig,
+    folders: Mapping[str, Path],
+    remote: RemoteFiles = NO_REMOTE_FILES,
+) -> Iterator[tuple[str, TokenizeConfig]]:
+    """Yield the name and the config of each token store of a recipe, in the order of `build_datasets`.
+
+    The names are `train` and `validation`, after the name of the source in a mixture. The arguments are as for
+    `build_datasets`.
+
+    Raises:
+        PrepError: The data does not fit the model.
+    """
+    for source, data in split_sources(recipe.data):
+        prefix = ""
+        if source is not None:
+            prefix = f"{source.name}-"
+        config = _tokenize_config(
+            data, model, model_config, folders=folders, remote=remote, is_mixed=source is not None
+        )
+        if data.eval_paths is not None:
+            yield f"{prefix}validation", _eval_config(config, data)
+        yield f"{prefix}train", config
+
+
+def _eval_config(config: TokenizeConfig, data: Data) -> TokenizeConfig:
+    """Return the config of the evaluation files of a source."""
+    assert data.eval_paths is not None
+    return replace(config, paths=data.eval_paths, selection=eval_selection(data), max_examples=0)
 
 
 def _tokenize_config(
@@ -418,9 +455,11 @@ def tokenize_in_group(
 ) -> MappedTokens:
     """Return the tokens of the configured files.
 
-    All processes call it together. Process 0 makes the tokens, and the first process of each host
-    that does not see its cache. All other processes wait, then open the tokens without reading the data
-    files. With a scratch folder, each process makes the tokens that are missing in the cache.
+    All processes call it together. If the hosts share the cache, the first process of each host
+    makes a share of the tokens. Otherwise process 0 makes them, and the first process of each host
+    without the cache of process 0. All other processes wait, then open the tokens without reading
+    the data files. With a scratch folder, each process makes the tokens that are missing in the
+    cache.
 
     Args:
         config: Files, tokenizer and cache.
@@ -436,7 +475,12 @@ def tokenize_in_group(
     if group.index == 0:
         _make_cache(config)
     tokens = None
-    if writes_shared_folder(config.cache, group):
+    processes = folder_processes(config.cache, group)
+    if processes.is_shared and len(processes.host_leaders) > 1:
+        tokens = _tokenize_on_hosts(
+            config, group, processes.host_leaders, progress=progress, note=note
+        )
+    elif group.index in processes.writers:
         tokens = tokenize_files(config, progress=progress, note=note)
     # Process 0 waits here until all tokens are complete. Other processes wait in the broadcast below.
     identities = group.gather("tokens", tokens.identity if tokens else "")
@@ -444,6 +488,38 @@ def tokenize_in_group(
         _check_equal(identities)
     identity = group.broadcast("identity of the tokens", tokens.identity if tokens else "")
     return tokens or open_tokens(config, identity, note=note)
+
+
+def _tokenize_on_hosts(
+    config: TokenizeConfig,
+    group: ProcessGroup,
+    leaders: Sequence[int],
+    *,
+    progress: TokenizeProgress,
+    note: Note,
+) -> MappedTokens | None:
+    """Return the tokens on process 0, and None elsewhere. The first process of each host makes a share."""
+    if group.index > 0:
+        has_work = group.broadcast(MISSING_TOKENS, "") == str(True)
+        if has_work and group.index in leaders:
+            # A host without the data files makes no share. Process 0 makes what is missing in the
+            # end, and reports the error of invalid data.
+            with suppress(PrepError):
+                job = open_shards(config, note)
+                share = leaders.index(group.index)
+                make_shards(job, share, len(leaders), progress=progress, note=note)
+        group.barrier(TOKEN_SHARDS)
+        return None
+    # Process 0 reads all files for their digests. The others find its plan.
+    job = open_shards(config, note)
+    has_work = not is_complete(job)
+    group.broadcast(MISSING_TOKENS, str(has_work))
+    if has_work:
+        make_shards(job, 0, len(leaders), progress=progress, note=note)
+    group.barrier(TOKEN_SHARDS)
+    if has_work:
+        make_shards(job, 0, 1, progress=progress, note=note)
+    return complete_shards(job, progress=progress, note=note).tokens
 
 
 def _make_cache(config: TokenizeConfig) -> None:

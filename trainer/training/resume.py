@@ -59,6 +59,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         "checkpoint.best",
         "checkpoint.optimizer_state",
         "checkpoint.dtype",
+        "checkpoint.storage",
         "checkpoint.export_every",
         "checkpoint.push",
         "log.all_workers",

@@ -166,6 +166,11 @@ def state_shapes(setup: StepSetup) -> TrainState:
     return jax.tree_util.tree_map_with_path(with_sharding, unsharded)
 
 
+def leaf_names(setup: StepSetup) -> set[str]:
+    """Return the dotted names of all leaves of the state."""
+    return {leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state_shapes(setup))}
+
+
 def state_nbytes_per_device(setup: StepSetup) -> int:
     """Compute the bytes of parameters and optimizer state on one device."""
     nbytes = 0

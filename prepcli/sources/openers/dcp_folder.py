@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from prepcli.engine.digest import digest_pieces
 from prepcli.errors import PrepError
+from prepcli.formats.file_records import bytes_between
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor, read_dcp_folder
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import Contiguous, DroppedTensor, Locations, SourceFile
+from prepcli.planning.state_names import OPT_STATE_RULE
 from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.model_family import find_config_path, read_folder_model
@@ -20,9 +23,11 @@ from prepcli.sources.source_hints import SourceHints
 from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim
 from trainer.models.boxes import Range, strides
 
+# Names in the state dicts of `get_state_dict`.
+MODEL_PREFIX = "model."
+STATE_PREFIX = "optimizer.state."
+COUNTER_SUFFIX = ".step"
 NOT_A_TENSOR_RULE = "not a tensor"
-# Bytes in memory at a time.
-MAX_PIECE_NBYTES = 1 << 20
 
 
 def open_dcp(
@@ -39,7 +44,7 @@ def open_dcp(
     Raises:
         PrepError: A file is broken or not supported.
     """
-    folder = read_dcp_folder(path)
+    folder, state = _split_state(read_dcp_folder(path))
     config_path = find_config_path(hints, path, display_name)
     types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
     model = read_folder_model(path, config_path, hints, types)
@@ -58,15 +63,37 @@ def open_dcp(
         names=model.names,
         tensors=tuple(tensors),
         files=folder.files,
-        file_stamps=_written_stamps(folder) if manifest else _file_stamps(folder),
+        file_stamps=_written_stamps(folder, state) if manifest else _file_stamps(folder),
         small_files=tuple(file for file in model.copied_files if file not in folder.files),
         manifest=manifest,
-        extra_entries=tuple(
-            DroppedTensor(name, 0, NOT_A_TENSOR_RULE) for name in folder.non_tensors
-        ),
+        extra_entries=tuple(_extra_entries(folder, state)),
         config_path=config_path,
         left_files=model.left_files,
     )
+
+
+def _split_state(folder: DcpFolder) -> tuple[DcpFolder, tuple[DcpTensor, ...]]:
+    """Return a training checkpoint as its model under the names of the model, and the tensors of the optimizer.
+
+    A checkpoint without optimizer state is returned as it is.
+    """
+    state = tuple(tensor for tensor in folder.tensors if tensor.name.startswith(STATE_PREFIX))
+    if not state:
+        return folder, ()
+    model: list[DcpTensor] = []
+    for tensor in folder.tensors:
+        if tensor.name.startswith(MODEL_PREFIX):
+            model.append(replace(tensor, name=tensor.name.removeprefix(MODEL_PREFIX)))
+    return replace(folder, tensors=tuple(model)), state
+
+
+def _extra_entries(folder: DcpFolder, state: Sequence[DcpTensor]) -> Iterator[DroppedTensor]:
+    """Yield the unused content: the optimizer state as a whole, and values that are no tensors."""
+    if state:
+        nbytes = sum(math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in state)
+        yield DroppedTensor(STATE_PREFIX.removesuffix("."), nbytes, OPT_STATE_RULE)
+    for name in folder.non_tensors:
+        yield DroppedTensor(name, 0, NOT_A_TENSOR_RULE)
 
 
 def box_locations(tensor: DcpTensor) -> Locations:
@@ -133,39 +160,18 @@ def _file_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:
     return tuple(stamps)
 
 
-def _written_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:
+def _written_stamps(folder: DcpFolder, state: Sequence[DcpTensor]) -> tuple[SourceFile, ...]:
     """Return the stamps of files that prep wrote. Each has the digest of the file's bytes outside of tensors."""
-    ranges_by_file: dict[int, list[Range]] = {}
-    for tensor in folder.tensors:
+    ranges_by_file: dict[int, list[Range]] = {number: [] for number in range(len(folder.files))}
+    # Counters are constants of the plan, and no streams.
+    moments = [tensor for tensor in state if not tensor.name.endswith(COUNTER_SUFFIX)]
+    for tensor in (*folder.tensors, *moments):
         for box in tensor.boxes:
             nbytes = math.prod(box.shape) * itemsize(tensor.dtype)
-            byte_range = (box.offset, box.offset + nbytes)
-            ranges_by_file.setdefault(box.file, []).append(byte_range)
+            ranges_by_file[box.file].append((box.offset, box.offset + nbytes))
     stamps: list[SourceFile] = []
     for number, path in enumerate(folder.files):
         stat = path.stat()
-        content = _bytes_between(path, sorted(ranges_by_file[number]), stat.st_size)
+        content = bytes_between(path, sorted(ranges_by_file[number]), stat.st_size)
         stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, digest_pieces(content)))
     return tuple(stamps)
-
-
-def _bytes_between(path: Path, ranges: Sequence[Range], size: int) -> Iterator[bytes]:
-    """Yield the bytes of a file outside of its tensors: the headers and directories of the archives.
-
-    Args:
-        path: The file.
-        ranges: Byte range of each tensor, in ascending order.
-        size: Size of the file.
-    """
-    position = 0
-    with path.open("rb") as file:
-        for first, stop in [*ranges, (size, size)]:
-            file.seek(position)
-            # A manifest of another origin may come with a file of any size between two tensors.
-            while position < first:
-                content = file.read(min(first - position, MAX_PIECE_NBYTES))
-                if not content:
-                    break
-                yield content
-                position += len(content)
-            position = stop

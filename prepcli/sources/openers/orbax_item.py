@@ -25,11 +25,12 @@ from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
 from prepcli.planning.grids import ExplicitPlacement, Placement, StridedPlacement
-from prepcli.planning.manifest_fields import ScaleRecord
+from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, RootScale, SourceFile
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.model_family import select_family
+from prepcli.sources.openers.orbax_state import MomentTrees, add_item_state, match_moment_trees
 from prepcli.sources.source import (
     CONFIG,
     HF_FOLDER,
@@ -190,6 +191,8 @@ def _open_foreign_item(
     family = select_family(config, hints, types)
     names = TensorNames(family, is_prefixed=False)
     extra_entries: tuple[DroppedTensor, ...] = ()
+    moments: MomentTrees | None = None
+    scale_records: Mapping[str, ScaleRecord] = {}
     if family.is_verbatim:
         tensors = verbatim_tensors(leaves)
         extra_entries = tuple(
@@ -197,17 +200,23 @@ def _open_foreign_item(
         )
     else:
         tree = match_foreign_tree(leaves, family, config, display_name)
-        scale_records: Mapping[str, ScaleRecord] = {}
+        if hints.training_state or (manifest and TRAINING_STATE_KEY in manifest.fields):
+            moments = match_moment_trees(leaves, family, config, display_name)
         if hints.keeps_scales and manifest is not None and manifest.lost_values:
             scale_records = manifest.scales
         elif tree.scales:
             # The layout is known only after the match. The leaves with a scale are then read through it.
-            blobs, leaves = stored_leaves(item, _root_scales(tree, manifest, display_name))
+            scales = _root_scales(tree, manifest, display_name)
+            if moments is not None:
+                scales |= moments.scales()
+            blobs, leaves = stored_leaves(item, scales)
             tree = match_foreign_tree(leaves, family, config, display_name)
+            if moments is not None:
+                moments = match_moment_trees(leaves, family, config, display_name)
         names = tree.names
         tensors = _with_recorded_digests(tree, manifest or NO_MANIFEST, scale_records)
         extra_entries = tree.extra_entries
-    return Source(
+    source = Source(
         display_name=display_name,
         root=find_manifest_folder(item.folder) if manifest else item.folder,
         family=family,
@@ -222,6 +231,9 @@ def _open_foreign_item(
         extra_entries=extra_entries,
         config_path=config_path,
     )
+    if moments is None:
+        return source
+    return add_item_state(source, moments, leaves, scale_records)
 
 
 def _find_foreign_config(

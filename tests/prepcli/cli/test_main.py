@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.cli.root import LAUNCH_COMMANDS, app
+from prepcli.cli.root import LAUNCH_COMMANDS, MAP_COMMANDS, app
 from prepcli.sources.aliases import ALIAS_FAMILIES
 from tests.helpers.waiting import MAX_S
 
@@ -36,8 +36,9 @@ COMMANDS = [
 COMMAND_WORDS = [
     *([name.replace("_", "-")] for name in COMMANDS),
     *(["launch", command.__name__] for command in LAUNCH_COMMANDS),
+    *(["map", command.__name__] for command in MAP_COMMANDS),
 ]
-HELPS = [[], ["launch"], *COMMAND_WORDS]
+HELPS = [[], ["launch"], ["map"], *COMMAND_WORDS]
 
 # Script of a process with additional commands, which prints `ready` when a command runs
 WITH_COMMAND = """

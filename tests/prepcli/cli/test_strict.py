@@ -14,10 +14,11 @@ from tests.helpers.run_cli import run_failing, run_ok
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
 TOP_COMMANDS = vars(command_group())["commands"]
-LAUNCH = vars(TOP_COMMANDS["launch"])["commands"]
-COMMANDS = {name: command for name, command in TOP_COMMANDS.items() if name != "launch"} | {
-    f"launch {name}": command for name, command in LAUNCH.items()
-}
+GROUPS = ("launch", "map")
+COMMANDS = {name: command for name, command in TOP_COMMANDS.items() if name not in GROUPS}
+for _group in GROUPS:
+    for _name, _command in vars(TOP_COMMANDS[_group])["commands"].items():
+        COMMANDS[f"{_group} {_name}"] = _command
 VALUE_PARAMETERS = [
     (command, parameter)
     for command, click_command in COMMANDS.items()

@@ -20,8 +20,8 @@ from prepcli.execution import bucket_step, bucket_storage
 from prepcli.execution.bucket_storage import BucketStorage
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.step_writer import MEMORY_NBYTES
-from prepcli.execution.uploads import COMMIT_MARKER
 from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.formats.orbax_write import COMMIT_MARKER
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import OutputLeaf
 from prepcli.remote import placeholders, remote_files
@@ -200,13 +200,13 @@ def test_a_take_over_during_a_save_leaves_no_damaged_step(
     place, new = make_run(), make_run()
     old = CheckpointManager(place, init, name="tuned", keep=1)
     old.save(1, host_leaves(state), {})
-    finalize = bucket_step.finalize_output
+    write = bucket_step.write_last_objects
 
-    def take_over(*args: Any, **options: Any) -> None:
-        finalize(*args, **options)
+    def take_over(*args: Any, **options: Any) -> bytes:
         new.acquire(lambda text: None)
+        return write(*args, **options)
 
-    monkeypatch.setattr(bucket_step, "finalize_output", take_over)
+    monkeypatch.setattr(bucket_step, "write_last_objects", take_over)
     with pytest.raises(PrepError, match="was taken over"):
         old.save(2, host_leaves(state), {})
     old.close()
@@ -222,7 +222,7 @@ def test_a_take_over_just_before_the_manifest_is_noticed(
     """The marker of Orbax is uploaded between the data and the manifest."""
     place, new = make_run(), make_run()
     old = CheckpointManager(place, init, name="tuned", keep=1)
-    write = Bucket.write
+    write = Bucket.write_pieces
 
     def write_and_take_over(bucket: Bucket, path: str, *args: Any, **options: Any) -> Any:
         file = write(bucket, path, *args, **options)
@@ -230,7 +230,7 @@ def test_a_take_over_just_before_the_manifest_is_noticed(
             new.acquire(lambda text: None)
         return file
 
-    monkeypatch.setattr(Bucket, "write", write_and_take_over)
+    monkeypatch.setattr(Bucket, "write_pieces", write_and_take_over)
     with pytest.raises(PrepError, match="was taken over"):
         old.save(1, host_leaves(state), {})
     old.close()

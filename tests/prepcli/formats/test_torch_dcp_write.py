@@ -15,14 +15,11 @@ import pytest
 from prepcli.engine.fills import numpy_dtype
 from prepcli.errors import PrepError
 from prepcli.formats.safetensors_layout import LayoutEntry
+from prepcli.formats.torch_archive_write import encode_archive
 from prepcli.formats.torch_dcp import MAX_METADATA_OPCODES, read_dcp_folder
-from prepcli.formats.torch_dcp_write import (
-    SUPPORTED_DTYPES,
-    DcpEntry,
-    encode_archive,
-    encode_metadata,
-)
+from prepcli.formats.torch_dcp_write import DcpEntry, encode_metadata
 from prepcli.formats.torch_pickle import MAX_NBYTES
+from prepcli.formats.torch_pickle_write import SUPPORTED_DTYPES
 from prepcli.targets import dcp_folder
 from prepcli.targets.dcp_folder import lay_out_dcp_folder
 

@@ -11,15 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from prepcli.launch.command import LaunchedCommand, train_command
 from prepcli.launch.gke import FILES_FOLDER, gke_manifest, yaml_text
 from prepcli.launch.job import LaunchJob
 from prepcli.launch.options import GkeOptions
 from prepcli.option_spec import with_defaults
+from prepcli.planning.shares import Share, launcher_share
 from tests.helpers.kubernetes_schemas import ConfigMap, JobSet
 from tests.helpers.scripts import install_recorders, run_script, texts, words
 from trainer.files.json_values import JsonObject
 
-JOB = LaunchJob(recipe="recipes/llama-13b.toml", name="llama-13b", max_restarts=7)
+JOB = LaunchJob(command=train_command("recipes/llama-13b.toml"), name="llama-13b", max_restarts=7)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +127,7 @@ def test_gke_start_script_passes_on_every_value(
 ):
     env = {f"V{number}": value for number, value in enumerate(values)}
     job = LaunchJob(
-        recipe="r/my run.toml", name="run", train_words=tuple(train_words), env=tuple(env.items())
+        command=train_command("r/my run.toml", train_words), name="run", env=tuple(env.items())
     )
     config_map, _ = documents(
         job, with_defaults(GkeOptions, {"image": "image", "nodes": 3}), recipe_text
@@ -178,12 +180,17 @@ def test_gke_slices_are_jobs_with_numbered_processes(
     assert job_set["metadata"]["annotations"] == {
         "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
     }
-    (variable,) = pods["template"]["spec"]["containers"][0]["env"]
-    assert variable["name"] == "JOB_INDEX"
+    index, count, address = pods["template"]["spec"]["containers"][0]["env"]
+    assert index["name"] == "MEGASCALE_SLICE_ID"
+    assert count == {"name": "MEGASCALE_NUM_SLICES", "value": "3"}
+    assert address == {
+        "name": "MEGASCALE_COORDINATOR_ADDRESS",
+        "value": "llama-13b-train-0-0.llama-13b",
+    }
     done = run_script(
         config_map["data"]["start.sh"],
         recorders,
-        JOB_INDEX=str(slice_index),
+        MEGASCALE_SLICE_ID=str(slice_index),
         JOB_COMPLETION_INDEX=str(pod_index),
     )
     place = {
@@ -228,13 +235,61 @@ def test_gke_slices_are_jobs_with_numbered_processes(
     ],
 )
 def test_gke_manifest_has_the_schema_of_kubernetes(options: GkeOptions, num_slices: int):
-    job = LaunchJob(recipe="r.toml", name=40 * "a", max_restarts=0)
+    job = LaunchJob(command=train_command("r.toml"), name=40 * "a", max_restarts=0)
     config_map, job_set = yaml.safe_load_all(
         gke_manifest(job, options, recipe_text="\n", num_slices=num_slices)
     )
     ConfigMap.model_validate(config_map)
     JobSet.model_validate(job_set)
     assert (config_map["kind"], job_set["kind"]) == ("ConfigMap", "JobSet")
+
+
+def test_gke_spot_pods_wait_in_a_queue():
+    options = with_defaults(GkeOptions, {"image": "image", "queue": "team-a", "spot": True})
+    _, job_set = documents(JOB, options)
+    assert job_set["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"}
+    pod = pods_of(job_set)["template"]["spec"]
+    assert pod["nodeSelector"] == {"cloud.google.com/gke-spot": "true"}
+    (toleration,) = pod["tolerations"]
+    assert (toleration["key"], toleration["value"]) == ("cloud.google.com/gke-spot", "true")
+
+
+def test_gke_pods_convert_their_shares(recorders: Path):
+    command = LaunchedCommand(name="save-init", arguments=("my model",), has_shares=True)
+    options = with_defaults(GkeOptions, {"image": "image", "nodes": 3, "claim": "models"})
+    job = LaunchJob(command=command, name="convert")
+    config_map, job_set = yaml.safe_load_all(gke_manifest(job, options))
+    assert [*config_map["data"]] == ["start.sh"]
+    done = run_script(config_map["data"]["start.sh"], recorders, JOB_COMPLETION_INDEX="1")
+    assert done.words_of("prep") == [["save-init", "my model"]]
+    share, launcher = launcher_share(done.variables_of("prep"))
+    assert (share, launcher) == (Share(3, 1), "JAX_NUM_PROCESSES")
+    assert "resources" not in pods_of(job_set)["template"]["spec"]["containers"][0]
+
+
+EVERY_OPTION = {
+    "image": "image",
+    "nodes": 4,
+    "devices_per_node": 4,
+    "accelerator": "tpu-v6e-slice",
+    "topology": "2x4",
+    "cpus": 8,
+    "mem": "1.5Ti",
+    "claim": "runs",
+    "queue": "team-a",
+    "spot": True,
+}
+
+
+@pytest.mark.parametrize("values", [EVERY_OPTION, {"image": "image", "nodes": 2}])
+def test_models_of_jobset_accept_the_manifest(values: dict[str, object]):
+    """The models drop unknown keys, so a manifest that they write back has known keys only."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    options = with_defaults(GkeOptions, values)
+    _, job_set = yaml.safe_load_all(gke_manifest(JOB, options, num_slices=2))
+    parsed = models.JobsetV1alpha2JobSet.from_dict(job_set)
+    assert parsed is not None
+    assert parsed.to_dict() == job_set
 
 
 @pytest.mark.parametrize("key", ["name", "action", "onJobFailureReasons"])

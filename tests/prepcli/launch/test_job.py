@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prepcli.errors import UsageError
-from prepcli.launch.job import LaunchJob, as_label, check_label, parse_env, values_of
+from prepcli.launch.command import train_command
+from prepcli.launch.job import LaunchJob, as_label, check_label, parse_env
 
 
 def test_parse_env_splits_at_the_first_equals_sign():
@@ -27,13 +28,11 @@ def test_parse_env_rejects_a_text_without_value(text: str):
         {"setup": ("a\nb",)},
         {"setup": ("a\n",)},
         {"name": "a\nb"},
-        {"recipe": "a\nb.toml"},
-        {"train_words": ("a\0",)},
     ],
 )
 def test_job_rejects_texts_that_no_script_can_hold(values: dict[str, object]):
     with pytest.raises(UsageError):
-        LaunchJob(**{"recipe": "r.toml", "name": "r", **values})  # pyright: ignore[reportArgumentType]
+        LaunchJob(**{"command": train_command("r.toml"), "name": "r", **values})  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("name", ["A", "1a", "a-", "a_b", "a" * 41, ""])
@@ -50,10 +49,3 @@ def test_check_label_hint_is_a_valid_label(name: str):
 def test_as_label_keeps_letters_and_digits(text: str, label: str):
     assert as_label(text) == label
     check_label(label)
-
-
-def test_values_of_finds_both_forms_of_an_option():
-    words = ["--set", "a=1", "--out", "x", "--set=b=2", "--settings", "c=3"]
-    assert values_of("--set", words) == ("a=1", "b=2")
-    assert values_of("--out", words) == ("x",)
-    assert values_of("--set", []) == ()

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prepcli.errors import UsageError
+from prepcli.launch.command import LaunchedCommand, train_command
 from prepcli.launch.job import LaunchJob
 from prepcli.launch.options import SlurmOptions
 from prepcli.launch.slurm import slurm_script
 from prepcli.option_spec import with_defaults
 from tests.helpers.scripts import install_recorders, lines, run_script, words
 
-JOB = LaunchJob(recipe="recipes/llama-13b.toml", name="llama-13b", max_restarts=3)
+JOB = LaunchJob(command=train_command("recipes/llama-13b.toml"), name="llama-13b", max_restarts=3)
 SCRIPT = """\
 #!/bin/bash
-# Trains recipes/llama-13b.toml with one process per node. Submit with `sbatch`.
+# Runs `prep train recipes/llama-13b.toml` with one process per node. Submit with `sbatch`.
 #SBATCH --job-name=llama-13b
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -62,9 +64,8 @@ def recorders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_slurm_script_has_every_option():
     job = LaunchJob(
-        recipe="recipes/llama-13b.toml",
+        command=train_command("recipes/llama-13b.toml", ("--set", "a=1")),
         name="llama-13b",
-        train_words=("--set", "a=1"),
         setup=("source env/bin/activate",),
         env=(("XLA_PYTHON_CLIENT_MEM_FRACTION", ".90"),),
     )
@@ -99,9 +100,7 @@ def test_slurm_script_passes_on_every_value(
 ):
     env = {f"V{number}": value for number, value in enumerate(values)}
     name, partition, module = options
-    job = LaunchJob(
-        recipe=recipe, name=name, train_words=tuple(train_words), env=tuple(env.items())
-    )
+    job = LaunchJob(command=train_command(recipe, train_words), name=name, env=tuple(env.items()))
     done = run_script(
         slurm_script(
             job, with_defaults(SlurmOptions, {"partition": partition, "module": (module,)})
@@ -125,7 +124,7 @@ def test_slurm_script_passes_on_every_value(
 def test_slurm_script_requeues_stopped_and_killed_runs(
     recorders: Path, code: int, restarts: str, is_requeued: bool
 ):
-    env = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": restarts}
+    env: dict[str, Any] = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": restarts}
     done = run_script(
         slurm_script(JOB, with_defaults(SlurmOptions, {})), recorders, codes={"prep": [code]}, **env
     )
@@ -134,7 +133,7 @@ def test_slurm_script_requeues_stopped_and_killed_runs(
 
 
 def test_slurm_script_ends_when_its_setup_fails(recorders: Path):
-    job = LaunchJob(recipe="r.toml", name="r", setup=("false",))
+    job = LaunchJob(command=train_command("r.toml"), name="r", setup=("false",))
     done = run_script(slurm_script(job, with_defaults(SlurmOptions, {})), recorders)
     assert (done.code, done.calls) == (1, [])
 
@@ -166,3 +165,30 @@ def test_slurm_script_quotes_directives_as_sbatch_reads_them(value: str, text: s
 def test_slurm_script_rejects_line_breaks(options: SlurmOptions):
     with pytest.raises(UsageError, match="more than one line"):
         slurm_script(JOB, options)
+
+
+CONVERSION = LaunchedCommand(name="save-init", arguments=("my model", "--", "x"), has_shares=True)
+
+
+def test_array_task_writes_its_share(recorders: Path):
+    job = LaunchJob(command=CONVERSION, name="job%", max_restarts=3)
+    script = slurm_script(job, with_defaults(SlurmOptions, {"array": 4}))
+    assert "#SBATCH --array=0-3\n" in script
+    assert "#SBATCH --output=job%%-%A_%a.log\n" in script
+    done = run_script(script, recorders, SLURM_ARRAY_TASK_ID="2")
+    assert done.words_of("prep") == [["save-init", "--processes", "4/2", "my model", "--", "x"]]
+
+
+def test_array_requeues_only_the_stopped_task(recorders: Path):
+    """One task has the number of the array as its own: with it, SLURM would requeue all tasks."""
+    script = slurm_script(
+        LaunchJob(command=CONVERSION, name="job"), with_defaults(SlurmOptions, {"array": 4})
+    )
+    env: dict[str, Any] = {
+        "SLURM_JOB_ID": "17",
+        "SLURM_ARRAY_JOB_ID": "17",
+        "SLURM_ARRAY_TASK_ID": "3",
+    }
+    done = run_script(script, recorders, codes={"prep": [75]}, **env)
+    assert done.code == 75
+    assert done.words_of("scontrol") == [["requeue", "17_3"]]

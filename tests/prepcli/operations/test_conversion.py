@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.operations.conversion import source_line
+from prepcli.operations.source_line import source_line
 from prepcli.sources.source import SourceTensor
 from tests.helpers.run_cli import exported_tensors, run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import (

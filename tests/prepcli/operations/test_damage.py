@@ -137,6 +137,37 @@ def test_conversion_names_the_command_of_a_damaged_source(
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize(
+    "damage",
+    ["values", "config", "checksums", "metadata", "missing"],
+)
+def test_verify_names_the_command_of_a_damaged_output(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], damage: str
+):
+    run_ok("save-init", "tiny", "--pad-vocab", "64", "--out", "made")
+    made = Path("made")
+    if damage == "values":
+        damage_parameter(made)
+    elif damage == "missing":
+        next((made / "d").iterdir()).unlink()
+    else:
+        names = {"config": "hf/config.json", "checksums": CHECKSUMS_FILE, "metadata": "_METADATA"}
+        flip_bit(made / names[damage], 5)
+    error = run_error_and_notes(capsys, FAILED, "verify", "made")
+    assert error["hint"].endswith("make it again: `prep save-init tiny --pad-vocab 64`")
+    if damage == "config":
+        assert "--accept hf/config.json` if you changed it on purpose, else" in error["hint"]
+
+
+def test_lock_names_the_command_of_a_damaged_output(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    run_ok("save-init", "tiny", "--pad-vocab", "64", "--out", "made")
+    damage_parameter(Path("made"))
+    error = run_error_and_notes(capsys, FAILED, "lock", "made")
+    assert error["hint"] == "make it again: `prep save-init tiny --pad-vocab 64`"
+
+
 def test_checkpoint_without_checksums_is_read_twice(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -9,7 +9,7 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.cli.options import complete_page
-from prepcli.cli.root import COMMANDS, GUIDES, LAUNCH_COMMANDS, command_name
+from prepcli.cli.root import COMMANDS, GUIDES, LAUNCH_COMMANDS, MAP_COMMANDS, command_name
 from prepcli.errors import OK, USAGE
 from prepcli.operations.docs import docs_folder, page_names
 
@@ -74,6 +74,7 @@ def test_help_names_the_guide(words: list[str], capsys: pytest.CaptureFixture[st
 
 
 def test_guides_are_pages():
-    names = {command_name(command) for command in (*COMMANDS, *LAUNCH_COMMANDS)}
+    commands = (*COMMANDS, *MAP_COMMANDS, *LAUNCH_COMMANDS)
+    names = {command_name(command) for command in commands}
     assert names - {"docs"} == set(GUIDES)
     assert set(GUIDES.values()) <= set(page_names())

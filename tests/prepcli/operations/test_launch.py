@@ -217,11 +217,6 @@ IMPOSSIBLE = [  # words of `prep launch` for a mesh of 8 devices; error, hint
         "tpu-v5p-slice",
     ),
     (
-        ["slurm", "--nodes", "201", "--", "--out", "gs://bucket/run"],
-        "201 processes cannot save to a bucket",
-        "--out FOLDER",
-    ),
-    (
         ["slurm", "--nodes", "3", "--", "--set", "cluster.dcn_mesh=fsdp:2"],
         "`cluster.dcn_mesh` has 2 slices",
         "`--nodes 4`",
@@ -234,6 +229,7 @@ IMPOSSIBLE = [  # words of `prep launch` for a mesh of 8 devices; error, hint
     (["slurm", "--", "--out", "ftp://bucket/run"], "ftp://bucket/run", ""),
 ]
 POSSIBLE = [
+    ["slurm", "--nodes", "4096", "--", "--out", "gs://bucket/run"],
     ["tpu", "--accelerator", "v5p-16"],
     ["tpu", "--accelerator", "v2-8"],
     ["tpu", "--accelerator", "v5litepod-8"],

@@ -1,7 +1,8 @@
-"""`prep launch slurm --submit` on a real SLURM: two tasks train, stop at a signal, are requeued, and resume."""
+"""`prep launch slurm --submit` on a real SLURM: jobs that stop or are killed, are requeued, and resume."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,9 @@ from prepcli.cli.main import main
 from prepcli.errors import OK
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers import slurm
+from tests.helpers.killing import read_files
+from tests.helpers.launched_jobs import kill_share
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import make_training_folder
 from tests.helpers.waiting import MAX_S
 
@@ -48,6 +52,13 @@ def wait_for_text(path: Path, text: str, timeout_s: float = MAX_S) -> None:
         time.sleep(0.2)
 
 
+def write_program(path: Path, text: str) -> None:
+    """Write a program into a new folder."""
+    path.parent.mkdir()
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 def test_stopped_job_is_requeued_and_resumes(
     cluster: dict[str, str],
     tmp_path: Path,
@@ -58,9 +69,7 @@ def test_stopped_job_is_requeued_and_resumes(
     for name, value in cluster.items():
         monkeypatch.setenv(name, value)
     make_training_folder()
-    Path("bin").mkdir()
-    Path("bin/prep").write_text(PREP)
-    Path("bin/prep").chmod(0o755)
+    write_program(Path("bin/prep"), PREP)
     capsys.readouterr()
     command = [
         "launch",
@@ -96,3 +105,56 @@ def test_stopped_job_is_requeued_and_resumes(
     assert (fields["Restarts"], fields["ExitCode"]) == ("1", "0:0")
     assert "0: resuming at step" in log.read_text()
     assert saved_steps(Path("run"))[-1] == 60
+
+
+ARRAY_PREP = f"""#!/bin/bash
+export JAX_PLATFORMS=cpu
+exec {sys.executable} -m prepcli "$@"
+"""
+
+
+def test_killed_task_of_an_array_is_requeued_alone(
+    cluster: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    for name, value in cluster.items():
+        monkeypatch.setenv(name, value)
+    make_checkpoint(Path("model"), LLAMA)
+    write_program(Path("bin/prep"), ARRAY_PREP)
+    words = ["save-init", "model", "--mesh", "1,2,1"]
+    assert main([*words, "--out", "one", "--processes", "1/0"]) == OK
+    launch = ["launch", "slurm", "--array", "3", "--setup", "export PATH=$PWD/bin:$PATH"]
+    capsys.readouterr()
+    assert main([*launch, "--submit", "--", *words, "--out", "three"]) == OK
+    job = capsys.readouterr().out.strip()
+    kill_share(3, 1)
+    # The requeued task first: SLURM would start it only after two minutes, and the other ones wait for it.
+    for task in (1, 0, 2):
+        fields = slurm.wait_for_job(f"{job}_{task}", cluster, state="COMPLETED")
+        log = Path(f"save-init-{job}_{task}.log").read_text()
+        assert (fields["Restarts"], fields["ExitCode"]) == (str(int(task == 1)), "0:0"), log
+    assert read_files(Path("three")) == read_files(Path("one"))
+
+
+@pytest.mark.parametrize("words", [["recipe.toml", "--nodes", "2"], ["--array", "3"]])
+def test_sbatch_accepts_every_directive(
+    words: list[str],
+    cluster: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(tmp_path)
+    make_training_folder()
+    options = ["--cpus", "1", "--mem", "100M", "--time", "0:10:00", "--partition", "main"]
+    command = [] if "recipe.toml" in words else ["--", "save-init", "model"]
+    assert main(["launch", "slurm", *words, *options, "--out", "job.sh", *command]) == OK
+    done = subprocess.run(
+        ["sbatch", "--test-only", "job.sh"],
+        env={**os.environ, **cluster},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -340,3 +340,15 @@ def test_plan_of_a_mapped_checkpoint_is_that_of_its_family(
     assert mapped["memory"] == original["memory"]
     error = run_failing(capsys, 2, "plan", "llama-7b-32k", "--map", "own.map")
     assert "`--map` has no effect for llama-7b-32k" in error
+
+
+def test_map_that_swaps_names_keeps_no_digest_of_the_other_tensor():
+    first = np.arange(6, dtype=np.float32).reshape(2, 3)
+    swapped = {"a": first, "b": first + 10}
+    write_hf_folder(Path("source"), {"model.safetensors": swapped})
+    run_ok("save-init", "source", "--out", "kept")
+    Path("swap.map").write_text("size x = 2\nsize y = 3\na: y x <- b: x y\nb: x y <- a: x y\n")
+    run_ok("reshard", "kept", "--map", "swap.map", "--out", "new")
+    run_ok("verify", "new")
+    run_ok("export", "new", "--out", "hf")
+    assert_same(read_tensors(Path("hf")), {"a": np.ascontiguousarray(swapped["b"].T), "b": first})

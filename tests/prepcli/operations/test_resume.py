@@ -251,7 +251,7 @@ def test_compressed_chunks_are_read_back(sources: FaultSources, monkeypatch):
     expected = sources.expected(COMMANDS["compress"])
     with monkeypatch.context() as patched:
         patched.setattr(compress, "MARK_NBYTES", 4096)
-        patched.setattr(finalize, "write_item_metadata", kill)
+        patched.setattr(finalize, "write_files", kill)
         with pytest.raises(Killed):
             run("compress")
     for path in Path("out.partial/d").iterdir():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +16,18 @@ from scipy.special import log_softmax
 import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import PrepError, UsageError
-from prepcli.operations import verify_logits as verify_logits_module
+from prepcli.operations import model_outputs
 from prepcli.operations.logit_distance import BLOCK_ROWS, logit_distance, relative_differences
 from tests.helpers.hybrid_configs import MAMBA2
 from tests.helpers.later_configs import LATER_FAMILIES
 from tests.helpers.run_cli import run_ok
-from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
-from tests.helpers.tiny_configs import QWEN3_MOE
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA, make_checkpoint
+from tests.helpers.tiny_configs import DENSE, QWEN3_MOE
 
 # The rotations of CodeGen in transformers are a table of 64 positions. The longer random prompt has 512 tokens.
 CODEGEN = LATER_FAMILIES["codegen"] | {"n_positions": 64}
+ENCODER_MODELS = {"t5": FAMILY_CONFIGS["t5"], "mt5": DENSE["mt5"], "umt5": DENSE["umt5"]}
 PROMPT = "3,1,4,1,5,9,2,6,5,3,5,8"
 
 
@@ -176,9 +181,84 @@ def test_error_inside_transformers_names_the_model(home: Path, monkeypatch: pyte
 
 
 def test_prompts_with_too_large_outputs_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(verify_logits_module, "MAX_OUTPUT_NBYTES", 10_000)
-    with pytest.raises(UsageError, match=r"have 528 tokens .* the limit is 9\.8 KiB"):
+    usage = shutil.disk_usage(home)._replace(free=10_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(UsageError, match=r"have 528 tokens .* has 9\.8 KiB - set the variable"):
         prep.verify_logits("./m", "./changed")
+
+
+def test_full_disk_is_one_error(home: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(PrepError, match="No space left on device"):
+        prep.verify_logits("./m", "./changed")
+
+
+@pytest.mark.parametrize("limit", ["MAX_DENSE_TOKENS", "BLOCK_TOKENS"])
+def test_long_prompts_are_computed_in_parts(
+    home: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+):
+    (first, second) = prep.verify_logits("./m", "./changed").prompts
+    monkeypatch.setattr(model_outputs, limit, 100)
+    (again, long) = prep.verify_logits("./m", "./changed").prompts
+    assert (again.max_difference, again.parts_at) == (first.max_difference, "layer 1")
+    assert long.max_difference == pytest.approx(second.max_difference, rel=1e-4)
+    assert long.kl_mean == pytest.approx(second.kl_mean, rel=1e-4)
+    assert long.layer_differences == pytest.approx(second.layer_differences, rel=1e-4)
+    pytest.importorskip("transformers")
+    assert prep.verify_logits("./m", library="transformers", tolerance=1e-4)
+
+
+@pytest.mark.parametrize("mesh", slow_except(["1,2,4", "2,2,2"], ["1,2,4"]))
+def test_mesh_computes_the_same_logits(home: Path, mesh: str):
+    alone = prep.verify_logits("./m", "./changed", prompt_ids="prompts.txt")
+    split = prep.verify_logits("./m", "./changed", prompt_ids="prompts.txt", mesh=mesh)
+    for a, b in zip(alone.prompts, split.prompts, strict=True):
+        assert b.max_difference == pytest.approx(a.max_difference, rel=1e-3)
+        assert (b.parts_at, b.tokens) == (a.parts_at, a.tokens)
+    pytest.importorskip("transformers")
+    assert prep.verify_logits("./m", library="transformers", tolerance=1e-4, mesh=mesh)
+
+
+@pytest.mark.parametrize("model_type", slow_except([*ENCODER_MODELS], ["t5"]))
+def test_encoder_model_equals_itself_in_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
+):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    base = ENCODER_MODELS[model_type]
+    make_checkpoint(tmp_path / "m", base, tied=base.get("tie_word_embeddings", True))
+    comparison = prep.verify_logits("./m", library="transformers", tolerance=1e-3)
+    assert comparison
+    assert [prompt.parts_at for prompt in comparison.prompts] == [None, None]
+    assert prep.verify_logits("./m", "./m", tolerance=1e-4, mesh="4,2,1")
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("encoder.block.1.layer.1.DenseReluDense.wo.weight", "encoder layer 1"),
+        ("decoder.block.1.layer.1.EncDecAttention.v.weight", "layer 1"),
+        ("decoder.final_layer_norm.weight", "final norm"),
+        ("shared.weight", "encoder embedding"),
+    ],
+)
+def test_changed_weight_of_an_encoder_model_parts_at_its_layer(home: Path, name: str, place: str):
+    base = FAMILY_CONFIGS["t5"] | {"num_layers": 3, "num_decoder_layers": 3}
+    make_checkpoint(home / "t5", base)
+    make_checkpoint(home / "other", base)
+    change_tensor(home / "other", name, 1.5)
+    for prompt in prep.verify_logits("./t5", "./other", prompt_ids="prompts.txt").prompts:
+        assert prompt.parts_at == place
+        assert len(prompt.layer_differences) == 8
+
+
+def test_encoder_and_decoder_only_model_are_not_compared(home: Path):
+    make_checkpoint(home / "t5", FAMILY_CONFIGS["t5"])
+    with pytest.raises(UsageError, match=r"\./t5 has an encoder, and \./m has none"):
+        prep.verify_logits("./m", "./t5")
 
 
 def test_infinite_tolerance_accepts_finite_logits_only(
@@ -251,6 +331,8 @@ def test_invalid_logit_requests_are_errors(home: Path):
     [
         (["--prompt-ids", "prompts.txt"], "`--prompt-ids` has no effect without `--logits`"),
         (["--library", "transformers"], "has no effect without `--logits`"),
+        (["--mesh", "1,1,2"], "`--mesh` has no effect without `--logits`"),
+        (["--logits", "--mesh", "mp:4,sp:2"], "`--mesh mp:4,sp:2` splits tokens over sp"),
         (["--logits", "--quick"], "`--logits` and `--quick` exclude each other"),
         (["--logits", "--chain"], "`--chain` takes one checkpoint"),
     ],

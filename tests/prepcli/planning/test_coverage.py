@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -53,6 +54,11 @@ def test_check_accepts_complete_plans_in_both_directions(rows: tuple[AxisMap, ..
     check(
         replace(save_plan.plan, streams=reverse_streams(save_plan.plan.streams), leaves=()), limit
     )
+
+
+def reversed_plan(plan: Plan) -> Plan:
+    """Return the plan of the way back."""
+    return replace(plan, streams=reverse_streams(plan.streams), leaves=())
 
 
 def padded_vocab_plan(rows: int = 12) -> Plan:
@@ -230,3 +236,26 @@ def test_check_accepts_empty_tensors(shape: tuple[int, ...]):
     empty = Stream("e", "float32", shape, (0, shape[0]), (Contiguous(0, 0),), (Contiguous(0, 48),))
     full = Stream("w", "float32", (3, 4), (0, 3), (Contiguous(0, 0),), (Contiguous(0, 0),))
     check(Plan("test", "test", "test", (), (empty, full), ()))
+
+
+# The slabs of 404 bytes end within heads. EasyLM stores the elements of a head in such an order.
+@pytest.mark.parametrize("direction", [lambda plan: plan, reversed_plan])
+def test_runs_of_a_permutation_are_joined_across_slabs(
+    direction: Callable[[Plan], Plan], monkeypatch: pytest.MonkeyPatch
+):
+    sizes = {"embed": 200, "heads": 3, "half": 2, "pair": 8}
+    text = "embed heads pair half <- w: (heads half pair) embed"
+    row = bind_row(parse_row(text), sizes)
+    plan = direction(make_save_plan((row,), [(200, 3, 8, 2)]).plan)
+    expanded: list[int] = []
+    run_spans = coverage._run_spans
+
+    def count(*run: Any) -> Iterator[coverage.FileSpan]:
+        spans = list(run_spans(*run))
+        expanded.append(len(spans))
+        return iter(spans)
+
+    monkeypatch.setattr(coverage, "_run_spans", count)
+    check(plan, 40 * 404)
+    # Without joins there is one range per value: 9,600.
+    assert sum(expanded) < 1500

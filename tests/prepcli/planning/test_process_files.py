@@ -80,12 +80,35 @@ def test_each_chunk_is_in_the_file_of_its_process():
     ]
     for process, chunks in enumerate(files.chunks):
         offsets = [
-            offset for group in files.groups for name in group.leaves for _, offset in chunks[name]
+            offset
+            for group in files.groups
+            for name in group.leaves
+            for _, offset in chunks.get(name, ())
         ]
         assert offsets == sorted(offsets)
         assert {process} == {
-            locations[name, index][0] for name in "ab" for index, _ in chunks[name]
+            locations[name, index][0] for name in "ab" for index, _ in chunks.get(name, ())
         }
+
+
+def test_thousands_of_processes_have_files_of_their_own():
+    """Each process has one row of the leaf `a`, and none has all of `b`."""
+    num_processes = 4096
+    grid = ChunkGrid((num_processes, 2), (1, 2))
+    placement = StridedPlacement(0, 0, (0, 0), (8, 8))
+    axis_map = identity_axis_map("a", grid.shape)
+    chunks = PlacedChunks((0, 0), grid.chunk_counts, placement)
+    read = ChunkedLocation(axis_map, (), ChunkGrid(grid.shape, grid.shape), placement, 4)
+    write = ChunkedLocation(axis_map, (), grid, placement, 4)
+    stream = Stream("a", "float32", grid.shape, (0, num_processes), (read,), (write,))
+    leaf = OutputLeaf(("a",), "float32", grid, (chunks,))
+    plan = replace(make_plan(), streams=(stream,), leaves=(leaf,))
+    boxes = [{"a": [((process, process + 1), (0, 2))]} for process in range(num_processes)]
+    files = plan_process_files(plan, ["a"], boxes)
+    assert len({file.path for file in files.plan.files}) == num_processes
+    assert [file.size for file in files.plan.files] == [8] * num_processes
+    assert files.chunks[4095] == {"a": [((4095, 0), 0)]}
+    assert files.groups[0].owner is None
 
 
 def test_leaves_of_one_tensor_are_one_group():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -275,6 +276,25 @@ def test_left_over_quantisation_settings_are_ignored(run_locate: LocateRunner, n
     answer = run_locate(name)
     assert answer["kind"] == "safetensors"
     assert Path(str(answer["path"]), "model.safetensors").read_bytes() == WEIGHTS
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, SETTINGS_FILE])
+def test_tensors_of_torch_files_decide_about_quantisation(
+    tmp_path: Path, settings: dict[str, bytes]
+) -> None:
+    torch = pytest.importorskip("torch")
+    repos: dict[str, FakeRepo] = {}
+    for name, dtype in (("o/dense", torch.float32), ("o/codes", torch.int32)):
+        weights = io.BytesIO()
+        torch.save({"a.weight": torch.ones(8, dtype=dtype)}, weights)
+        files = {"config.json": b"{}", **settings, "pytorch_model.bin": weights.getvalue()}
+        repos[name] = FakeRepo(files)
+    with serve_hub(repos) as hub:
+        run_locate = LocateRunner(hub.environment(tmp_path / "home"), tmp_path)
+        dense, codes = run_locate.locate_all([*repos])
+    assert dense["kind"] == "torch"
+    error: Any = codes["error"]
+    assert error[0] == "o/codes is quantised"
 
 
 def test_unreachable_hub_is_an_error(tmp_path: Path) -> None:

@@ -63,10 +63,10 @@ def test_check_accepts_a_probe_of_a_killed_start(tmp_path: Path):
         tmp_path, recipe, open_ui("train", as_json=False, quiet=True, verbose=0)
     )
     (tmp_path / f"{PROBE_PREFIX}old").touch()
-    place.check(1)
+    place.check()
     (tmp_path / f"{PROBE_PREFIX}old").rename(tmp_path / "old")
     with pytest.raises(PrepError, match="is not a run"):
-        place.check(1)
+        place.check()
 
 
 def test_hold_run_accepts_a_read_only_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

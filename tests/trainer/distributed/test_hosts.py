@@ -43,7 +43,7 @@ def test_each_folder_has_exactly_one_writing_process(
     def writes(process: ThreadGroup) -> bool:
         folder = tmp_path / ("shared" if process.index < num_shared else "other")
         folder.mkdir(exist_ok=True)
-        return hosts.writes_shared_folder(folder, process)
+        return process.index in hosts.folder_processes(folder, process).writers
 
     assert run_group(4, writes) == writers
     assert list(tmp_path.rglob(f"{hosts.PROBE_PREFIX}*")) == []
@@ -61,3 +61,4 @@ def test_sees_folder_removes_only_old_probes(tmp_path: Path):
 def test_writers_are_one_process_of_each_other_host():
     answers = [("a", True), ("a", True), ("b", False), ("b", False), ("c", False), ("d", True)]
     assert hosts._folder_writers(answers) == [0, 2, 4]
+    assert hosts._host_leaders(answers) == [0, 2, 4, 5]

@@ -45,7 +45,7 @@ ADDED_KEYS = (
     *("lock", "max_document_bytes"),
     *("objective", "noise_density", "mean_noise_span_length", "param_dtype"),
     *("eval_every_epochs", "profile", "every_epochs", "milestones", "best", "export_every", "push"),
-    "checkpoint.dtype",
+    *("checkpoint.dtype", "checkpoint.storage"),
 )
 ADDED_TABLES = ("loss", "log", "lora")
 # Text now -> the text in the digests, and the recipes with this text.
@@ -183,6 +183,7 @@ milestones = 0                                  # default
 # best: evaluations save no checkpoint          # default
 optimizer_state = true                          # default
 # dtype: `model.param_dtype`                    # default
+storage = "ocdbt"                               # default
 export_every = 0                                # default
 # push: no upload                               # default
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 from tests.helpers.corpus import TEXT, make_config
 from tests.helpers.thread_groups import ThreadGroup, run_group
 from trainer.data.store import DamagedStoreError
-from trainer.data.tokenize import TokenizeConfig, open_tokens
+from trainer.data.tokenize import TokenizeConfig, open_tokens, tokenize_files
+from trainer.distributed import hosts
 from trainer.models.errors import PrepError
 from trainer.training.datasets import tokenize_in_group
 
@@ -95,3 +97,64 @@ def test_open_tokens_checks_sizes(config: TokenizeConfig):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DamagedStoreError, match=r"tokens\.bin has"):
         open_tokens(config, identity, note=print)
+
+
+@pytest.fixture
+def hosts_by_thread(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+    """Return the host of each thread that has one. Other threads are on one host."""
+    names: dict[int, str] = {}
+    monkeypatch.setattr(
+        hosts, "machine_id", lambda: names.get(threading.get_ident(), "one host for all")
+    )
+    return names
+
+
+def write_files(config: TokenizeConfig, folder: Path) -> TokenizeConfig:
+    """Write data files of different sizes, and return a config that reads them."""
+    folder.mkdir()
+    for index in range(7):
+        (folder / f"{index}.txt").write_text(TEXT * (index + 1))
+    return replace(config, paths=(str(folder),))
+
+
+@pytest.mark.parametrize("processes_per_host", [1, 2])
+def test_each_host_makes_a_share(
+    config: TokenizeConfig,
+    tmp_path: Path,
+    hosts_by_thread: dict[int, str],
+    processes_per_host: int,
+):
+    config = write_files(config, tmp_path / "data")
+
+    def tokenize_on_host(process: ThreadGroup) -> tuple[list[int], list[int]]:
+        hosts_by_thread[threading.get_ident()] = f"host {process.index // processes_per_host}"
+        ids, _, progress = tokenize(process, config)
+        return ids, progress
+
+    results = run_group(2 * processes_per_host, tokenize_on_host)
+    alone = tokenize_files(
+        replace(config, cache=tmp_path / "alone"),
+        progress=lambda *counts: None,
+        note=lambda text: None,
+    )
+    assert {tuple(ids) for ids, _ in results} == {tuple(alone.ids.tolist())}
+    has_share = [max(progress, default=0) > 0 for _, progress in results]
+    assert has_share == [index % processes_per_host == 0 for index in range(len(results))]
+    assert [path.name for path in config.cache.glob("shards-*")] == []
+    # Complete tokens are no work for anyone.
+    again = run_group(2, lambda process: tokenize(process, config))
+    assert [result[2] for result in again] == [[], []]
+
+
+def test_host_without_the_files_makes_no_share(
+    config: TokenizeConfig, tmp_path: Path, hosts_by_thread: dict[int, str]
+):
+    config = write_files(config, tmp_path / "data")
+
+    def tokenize_on_host(process: ThreadGroup) -> list[int]:
+        hosts_by_thread[threading.get_ident()] = f"host {process.index}"
+        paths = config.paths if process.index == 0 else ("missing.txt",)
+        return tokenize(process, replace(config, paths=paths))[0]
+
+    results = run_group(2, tokenize_on_host)
+    assert results[0] == results[1]

@@ -1,0 +1,98 @@
+"""Parse the command of a job of `prep launch` with the parser of `prep` itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from prepcli.cli.strict import StrictCommand
+from prepcli.errors import Command, text, usage_error
+from prepcli.launch.command import TRAIN, LaunchedCommand
+from trainer.models.suggest import did_you_mean
+
+SEPARATOR = "--"
+
+
+class LaunchCommand(StrictCommand):
+    """Command with a recipe before `--`, or with a command of `prep` after it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse `args`, with the first `--` as one of the words.
+
+        Click drops the first `--`, and `r.toml -- --set a=1` would be the same words as `-- r.toml --set a=1`.
+        """
+        if SEPARATOR in args:
+            index = args.index(SEPARATOR)
+            args = [*args[:index], SEPARATOR, *args[index:]]
+        return super().parse_args(ctx, args)
+
+
+def launched_command(
+    context: typer.Context, recipe: Path | None, words: Sequence[str]
+) -> LaunchedCommand:
+    """Return the command of a job.
+
+    Args:
+        context: Context of `prep launch ENGINE`.
+        recipe: First word after the options.
+        words: Further words, with the first `--` of the command line.
+
+    Raises:
+        UsageError: The command is unknown. Errors of its options are those of its own parser.
+    """
+    if recipe is None:
+        path = context.command_path
+        hint = f"`{path} RECIPE` or `{path} -- COMMAND ARGS`"
+        raise usage_error("no command was given", "a job runs one command of prep", hint)
+    if str(recipe) == SEPARATOR:
+        return _parse_command(context, list(words))
+    arguments = [*words]
+    if arguments[:1] == [SEPARATOR]:
+        del arguments[0]
+    return _parse_command(context, [TRAIN, str(recipe), *arguments])
+
+
+def _parse_command(context: typer.Context, words: list[str]) -> LaunchedCommand:
+    """Return the command with the relevant values of its options."""
+    root = context.find_root()
+    commands: dict[str, Any] = vars(root.command)["commands"]
+    known = [name for name, command in commands.items() if not isinstance(command, TyperGroup)]
+    name = words[0] if words else ""
+    if name not in known:
+        hint = did_you_mean(name, known) or "`prep --help`"
+        raise usage_error(f"unknown command `{name}`", "a job runs one command of prep", hint)
+    # The parser removes words from its list.
+    parsed = commands[name].make_context(name, words[1:], parent=root)
+    values: dict[str, Any] = parsed.params
+    recipe = _recipe_word(words, values) if "recipe" in values else ""
+    has_shares = "processes" in values
+    if has_shares and parsed.get_parameter_source("processes").name == "COMMANDLINE":
+        why = "each process of the job gets its own share"
+        raise usage_error("`--processes` cannot be given", why, "remove `--processes`")
+    return LaunchedCommand(
+        name=name,
+        recipe=recipe,
+        arguments=tuple(words[2:] if recipe else words[1:]),
+        has_shares=has_shares,
+        writes_output="out" in values and (has_shares or name == TRAIN),
+        overrides=tuple(values.get("overrides") or ()),
+        mesh=values.get("mesh"),
+        out=values.get("out"),
+    )
+
+
+def _recipe_word(words: Sequence[str], values: Mapping[str, Any]) -> str:
+    """Return the recipe of a command. It must be the first word, because hosts get a copy of its file."""
+    name = words[0]
+    recipe: Path | None = values["recipe"]
+    if recipe is None:
+        hint = text("{}", Command(name, "RECIPE"))
+        raise usage_error("no recipe was given", "a TOML file describes the training", hint)
+    if Path(words[1]) != recipe:
+        hint = f"`-- {name} {recipe} OPTIONS`"
+        raise usage_error(f"the recipe must follow `{name}`", f"`{words[1]}` precedes it", hint)
+    return words[1]

@@ -1,0 +1,405 @@
+"""Execute a plan into an object store: objects are assembled in memory, and no local file is written.
+
+Each process writes its units of work and notes them in the store (`bucket_run`). The process that writes the last note
+publishes the output: it writes the index, the settings and, last, the manifest.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
+
+from prepcli.console.formatting import format_duration
+from prepcli.console.progress import NullProgress
+from prepcli.engine.blobs import open_blobs
+from prepcli.engine.budget import anonymous_nbytes
+from prepcli.engine.files import RunReader
+from prepcli.engine.fills import piece_nbytes
+from prepcli.engine.low_rank import matrix_nbytes
+from prepcli.engine.object_assembler import ObjectAssembler
+from prepcli.engine.object_budget import make_object_budget
+from prepcli.engine.pipeline import ConversionResult, Pipeline
+from prepcli.errors import RERUN_HINT, STOPPED, Option, PrepError, text, usage_error
+from prepcli.execution.bucket_publication import BucketPublication
+from prepcli.execution.bucket_run import RUN_OBJECT, BucketRun, UnitNote
+from prepcli.execution.execute import make_run_identity
+from prepcli.execution.finalize import check_small_files
+from prepcli.execution.resume import StreamReader, find_outdated
+from prepcli.execution.signals import PARENT_VARIABLE
+from prepcli.execution.source_checks import (
+    IntegrityChecker,
+    SourceState,
+    read_source_state,
+    source_changed_error,
+    touched_files,
+)
+from prepcli.execution.staging import WORK_FOLDER
+from prepcli.execution.stored_outputs import check_stored_output, has_intact_files, stored_manifest
+from prepcli.execution.unit_progress import UnitProgress
+from prepcli.execution.workers import WorkerPool
+from prepcli.formats.manifest import MANIFEST_FILE, Manifest, foreign_output_error
+from prepcli.planning import coverage
+from prepcli.planning.object_files import OBJECT_NBYTES
+from prepcli.planning.object_passes import streams_of_spans
+from prepcli.planning.plan import Plan
+from prepcli.planning.slabs import min_buffer_nbytes, split_streams
+from prepcli.planning.work_units import divide_units, find_work_units
+from prepcli.remote.bucket_lock import BucketLock, check_lock
+from prepcli.remote.object_store import Bucket, ObjectStoreUrl
+from prepcli.remote.object_writes import ObjectUploads, part_nbytes
+from prepcli.remote.remote_files import RemoteFile
+from prepcli.remote.retries import retry_policy_from_env
+from prepcli.sources.source import Source
+
+RETRIES = 10
+# A process that notes no unit for so long counts as missing.
+PATIENCE_S = 600.0
+FIRST_LOOK_S = 0.5
+# Thousands of processes that wait must not list the store every second.
+LOOK_S_PER_PROCESS = 0.01
+MAX_LOOK_S = 30.0
+# Time for the process with the last note to publish, before another one does it.
+PUBLICATION_S = 60.0
+
+
+class BucketExecutor:
+    """Writes the output of a plan below a URL, together with its workers and with other processes.
+
+    Attributes:
+        plan: The plan of the whole output, with data files from `plan_object_files`.
+        run_id: Digest of the plan.
+        source: The opened source of the plan.
+        bucket: Client of the output's URL.
+        pool: The workers of this process, its share of the plan, its memory and its progress.
+        overwrite: Replace an existing output.
+        restart: Delete the objects of an unfinished earlier run, and write them again.
+        allow_overflow: Cast out-of-range values to infinity.
+        note: Prints a line for the user.
+        patience_s: Time without a new unit after which other processes count as missing.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        source: Source,
+        *,
+        run_id: str,
+        url: ObjectStoreUrl,
+        pool: WorkerPool,
+        overwrite: bool = False,
+        restart: bool = False,
+        allow_overflow: bool = False,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.plan = plan
+        self.run_id = run_id
+        self.source = source
+        self.bucket = Bucket(url, RETRIES, retry_policy_from_env(os.environ, note))
+        self.pool = pool
+        self.overwrite = overwrite
+        self.restart = restart
+        self.allow_overflow = allow_overflow
+        self.note = note
+        self.patience_s = PATIENCE_S
+        largest_nbytes = max((file.size for file in plan.files), default=0)
+        self.budget, self.limits = make_object_budget(
+            pool.memory_nbytes,
+            min_buffer_nbytes=min_buffer_nbytes(plan.streams),
+            kept_nbytes=max(matrix_nbytes(plan.streams), piece_nbytes(plan.streams)),
+            object_nbytes=OBJECT_NBYTES,
+            largest_nbytes=largest_nbytes,
+            part_nbytes=part_nbytes(largest_nbytes),
+        )
+        self.units = find_work_units(plan)
+        self._identity = make_run_identity(plan, run_id)
+        self._run = BucketRun(self.bucket, self._identity, pool.share)
+        self._lock: BucketLock | None = None
+        self._sent_nbytes = 0
+
+    def run(self) -> ConversionResult:
+        """Write this process's units, and wait until the output is published.
+
+        Returns:
+            The work of this process and its workers.
+
+        Raises:
+            PrepError: The source changed, the output exists and may not be replaced, another process failed, or the
+                store does not answer.
+        """
+        self._check_restart()
+        files = self.bucket.list_files()
+        if self._is_already_done(files):
+            return ConversionResult(already_done=True)
+        start_nbytes = anonymous_nbytes()
+        source_state = read_source_state(self.plan, self.source)
+        check_small_files(self.plan)
+        coverage.check(self.plan, lambda: split_streams(self.plan.streams, self.budget.slab_nbytes))
+        with self._holding_lock():
+            if not self._join():
+                return ConversionResult(already_done=True)
+            with self._run.recording_errors():
+                self.pool.start()
+                result = self._write_units(source_state)
+                self._finish()
+        result.peak_nbytes = max(0, max(result.peak_nbytes, anonymous_nbytes()) - start_nbytes)
+        self.pool.add_reports(result)
+        return result
+
+    def read_manifest(self) -> Manifest:
+        """Return the manifest of the published output."""
+        file = self.bucket.find_file(MANIFEST_FILE)
+        manifest = stored_manifest(self.bucket, [] if file is None else [file])
+        if manifest is None:
+            raise PrepError(f"{self.bucket.name} has no {MANIFEST_FILE}", "", RERUN_HINT)
+        return manifest
+
+    # Joining
+
+    def _check_restart(self) -> None:
+        """Raise UsageError for a restart in several processes, except for the workers of one command."""
+        # A process may join the unfinished run before process 0 deletes its objects.
+        is_alone = len(self.pool.indices) == self.pool.share.count
+        if self.restart and not is_alone and PARENT_VARIABLE not in os.environ:
+            raise usage_error(
+                text("{} is not supported with several processes", Option("restart", True)),
+                "another process may already write there",
+                text("delete the objects below {}, then {}", self.bucket.name, RERUN_HINT),
+            )
+
+    def _is_already_done(self, files: Sequence[RemoteFile]) -> bool:
+        """Return whether the requested output exists.
+
+        With several processes, a process that joins late never replaces the output of its peers.
+
+        Raises:
+            PrepError: The URL holds something else, or an output that may not be replaced.
+        """
+        manifest = stored_manifest(self.bucket, files)
+        run_path = f"{WORK_FOLDER}/{RUN_OBJECT}"
+        if manifest is None:
+            if files and all(file.path != run_path for file in files):
+                raise foreign_output_error(self.bucket.name)
+            return False
+        is_joint = self.pool.share.count > 1
+        is_same = manifest.plan == self.run_id and has_intact_files(self.bucket, files, manifest)
+        if self.overwrite and not (is_joint and is_same):
+            return False
+        if not (is_joint and is_same):
+            check_stored_output(self.bucket, files, manifest, self.run_id, restart=self.restart)
+        # A kill after the publication leaves the state of the run.
+        if self.pool.share.index == 0 and any(file.path == run_path for file in files):
+            self._run.delete_state()
+        return True
+
+    def _holding_lock(self) -> AbstractContextManager[object]:
+        """Hold the lock of the URL in process 0. In other processes, check that no other plan holds it."""
+        if self.pool.share.index == 0:
+            self._lock = BucketLock(self.bucket, self.run_id, note=self.note)
+            return self._lock
+        check_lock(self.bucket, self.run_id)
+        return nullcontext()
+
+    def _join(self) -> bool:
+        """Begin the run, or wait until process 0 has begun it. Return False if the output is published."""
+        if self.pool.share.index == 0:
+            # Another process may have written objects since the first listing.
+            files = self.bucket.list_files()
+            if self._is_already_done(files):
+                return False
+            self._run.begin(files, restart=self.restart)
+            return True
+        deadline_s = time.monotonic() + self.patience_s
+        while not self._run.is_open():
+            if self._is_published():
+                return False
+            if time.monotonic() > deadline_s:
+                why = f"it did not begin for {format_duration(self.patience_s)}"
+                raise PrepError("process 0 is not running", why, RERUN_HINT, STOPPED)
+            time.sleep(self._look_s)
+        return True
+
+    @property
+    def _look_s(self) -> float:
+        """Seconds between two looks at the state."""
+        return min(MAX_LOOK_S, FIRST_LOOK_S + LOOK_S_PER_PROCESS * self.pool.share.count)
+
+    def _is_published(self) -> bool:
+        file = self.bucket.find_file(MANIFEST_FILE)
+        if file is None:
+            return False
+        manifest = stored_manifest(self.bucket, [file])
+        return manifest is not None and manifest.plan == self.run_id
+
+    # Writing
+
+    def _write_units(self, source_state: SourceState) -> ConversionResult:
+        """Write the incomplete units of this process."""
+        done = self._run.find_done(len(self.units))
+        own = divide_units(self.units, self.pool.share.count)[self.pool.share.index]
+        pending = [number for number in own if number not in done]
+        done_nbytes = sum(self.units[number].nbytes for number in own if number in done)
+        total_nbytes = sum(self.units[number].nbytes for number in own)
+        if done_nbytes:
+            self.note(f"resuming {self.bucket.name}: {len(own) - len(pending)} of {len(own)} parts")
+        self.pool.progress.begin(self.plan.command, total_nbytes, done_nbytes)
+        try:
+            result = self._write_pending(pending)
+        finally:
+            self.pool.progress.end()
+        result.resumed_nbytes = done_nbytes
+        result.written_nbytes = self._sent_nbytes
+        self._check_source(result.digests, source_state)
+        return result
+
+    def _write_pending(self, pending: Sequence[int]) -> ConversionResult:
+        """Write units. Return the result with digests by stream number of the plan."""
+        units = {number: self.units[number] for number in pending}
+        numbers: list[int] = []
+        file_numbers: list[int] = []
+        for unit in units.values():
+            numbers += unit.streams
+            file_numbers += unit.files
+        existing = {file.path: file for file in self.bucket.list_files()}
+        uploads = ObjectUploads(
+            self.bucket, existing, self.limits.parts_in_flight, on_sent=self._count_sent
+        )
+        progress = UnitProgress(self.plan, units, uploads, on_done=self._note_unit)
+        share_plan = self._share_plan(numbers)
+        integrity = IntegrityChecker(share_plan, self.source, allow_overflow=self.allow_overflow)
+
+        def on_digest(position: int, digest: str) -> None:
+            integrity.on_digest(position, digest)
+            progress.add_digest(numbers[position], digest)
+
+        assembler = ObjectAssembler(
+            {number: self.plan.files[number] for number in file_numbers},
+            self._spans(file_numbers),
+            self.limits,
+            send=progress.send,
+            on_complete=progress.record_checksums,
+        )
+        with (
+            closing(assembler),
+            open_blobs(self.source.byte_sources, self.budget.cache_nbytes) as reader,
+        ):
+            result = Pipeline(
+                share_plan.streams,
+                reader,
+                sink=assembler,
+                budget=self.budget,
+                progress=self.pool.progress,
+                on_digest=on_digest,
+            ).run()
+            assembler.wait()
+            self._write_missing_pieces(assembler, reader, numbers, result)
+        result.digests = {numbers[position]: digest for position, digest in result.digests.items()}
+        return result
+
+    def _share_plan(self, numbers: Sequence[int]) -> Plan:
+        """Return the plan with some of its streams, in this order, and the checks of their tensors."""
+        streams = [self.plan.streams[number] for number in numbers]
+        names = {stream.name for stream in streams}
+        checks = [check for check in self.plan.checks if check.name in names]
+        return replace(self.plan, streams=tuple(streams), checks=tuple(checks))
+
+    def _spans(self, file_numbers: Collection[int]) -> dict[int, list[tuple[int, int]]]:
+        """Return the byte ranges of files that streams write."""
+        spans: dict[int, list[tuple[int, int]]] = {number: [] for number in file_numbers}
+        for file, start, stop in coverage.written_spans(self.plan):
+            if file in spans:
+                spans[file].append((start, stop))
+        return spans
+
+    def _write_missing_pieces(
+        self,
+        assembler: ObjectAssembler,
+        reader: RunReader,
+        numbers: Sequence[int],
+        result: ConversionResult,
+    ) -> None:
+        """Read the streams of pieces again that did not fit in memory, until all are sent."""
+        streams = [self.plan.streams[number] for number in numbers]
+        while missing := assembler.missing_spans():
+            assembler.begin_pass()
+            again = streams_of_spans(streams, missing, slab_nbytes=self.budget.slab_nbytes)
+            outcome = Pipeline(
+                again, reader, sink=assembler, budget=self.budget, progress=NullProgress()
+            ).run()
+            assembler.wait()
+            result.read_nbytes += outcome.read_nbytes
+            result.copied_nbytes += outcome.copied_nbytes
+            result.peak_nbytes = max(result.peak_nbytes, outcome.peak_nbytes)
+            self.pool.check()
+
+    def _note_unit(self, number: int, note: UnitNote) -> None:
+        if self._lock is not None:
+            self._lock.check()
+        self._run.write_note(number, note)
+
+    def _count_sent(self, nbytes: int) -> None:
+        # Several threads add to it. It is a report, so that a lost addition does no harm.
+        self._sent_nbytes += nbytes
+
+    def _check_source(self, digests: Mapping[int, str], before: SourceState) -> None:
+        """Raise PrepError if the source no longer holds the bytes that were read."""
+        now = read_source_state(self.plan, self.source)
+        touched = touched_files(self.source, before, now=now)
+        if not touched:
+            return
+        names = ", ".join(path.name for path in touched)
+        self.note(f"{names} may have changed while it was read: comparing")
+        reader = StreamReader(self.plan.streams, self.budget, self.pool.progress)
+        if find_outdated(reader, digests, source=self.source):
+            raise source_changed_error(touched, self.source)
+
+    # Publication
+
+    def _finish(self) -> None:
+        """Publish the output if all units are complete, or wait until another process has done so."""
+        publication = BucketPublication(
+            self.plan, self.bucket, self._run, self._identity, units=self.units, lock=self._lock
+        )
+        if len(self._run.find_done(len(self.units))) == len(self.units):
+            self._publish(publication)
+            return
+        share = self.pool.share
+        self.note(f"share {share.index} of {share.count} is done; waiting for the others")
+        num_done = -1
+        last_change_s = time.monotonic()
+        while True:
+            time.sleep(self._look_s)
+            self.pool.check()
+            files = self._run.list_state()
+            if all(file.path != RUN_OBJECT for file in files) and self._is_published():
+                return
+            self._run.check_failures(files)
+            done = self._run.find_done(len(self.units), files)
+            now_s = time.monotonic()
+            if len(done) != num_done:
+                num_done = len(done)
+                last_change_s = now_s
+            is_complete = num_done == len(self.units)
+            if is_complete and now_s - last_change_s > PUBLICATION_S:
+                self._publish(publication)
+                return
+            if now_s - last_change_s > self.patience_s:
+                raise self._missing_error(num_done)
+
+    def _publish(self, publication: BucketPublication) -> None:
+        """Publish the output, unless another process does so at the same time."""
+        try:
+            publication.publish()
+        except PrepError:
+            # The other process deletes the state that this one reads.
+            if not self._is_published():
+                raise
+
+    def _missing_error(self, num_done: int) -> PrepError:
+        why = (
+            f"{num_done} of {len(self.units)} parts are written, and none was added for "
+            f"{format_duration(self.patience_s)}"
+        )
+        return PrepError("a process is not running", why, RERUN_HINT, STOPPED)

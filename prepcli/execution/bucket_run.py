@@ -1,0 +1,312 @@
+"""State of a conversion into an object store: objects in `URL/.prep/`, from which it resumes on any machine.
+
+    run.json      the identity of the run, written first
+    ready.json    objects of earlier outputs are deleted: processes may write
+    done/N        the objects, digests and checksums of the complete unit of work N
+    failed/I      the error of process I
+
+No object is ever changed by two processes, so that no lock is needed between them. A kill leaves complete objects only.
+The objects of a unit without `done/N` are compared with the bytes that the next run computes.
+"""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from prepcli.engine.checksum_recorder import ChecksumArray
+from prepcli.engine.digest import CHECKSUM_DTYPE
+from prepcli.errors import RERUN_HINT, Option, PrepError, text
+from prepcli.execution.run_notes import decode_record, encode_record
+from prepcli.execution.staging import WORK_FOLDER, other_run_error
+from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.formats.orbax_write import COMMIT_MARKER
+from prepcli.planning.shares import Share
+from prepcli.remote.conditional_objects import read_object
+from prepcli.remote.object_store import Bucket
+from prepcli.remote.object_writes import put_object
+from prepcli.remote.placeholders import SMALL_NBYTES
+from prepcli.remote.remote_files import RemoteFile
+from prepcli.remote.retries import map_in_daemon_threads
+from trainer.models.json_types import JsonObject
+
+RUN_OBJECT = "run.json"
+READY_OBJECT = "ready.json"
+DONE_FOLDER = "done"
+FAILED_FOLDER = "failed"
+MAX_RECORD_NBYTES = 1 << 20
+# Launchers do not start all processes at once.
+REJOIN_S = 20.0
+NUM_THREADS = 16  # concurrent requests for small objects
+# A store may list an object later than it has written it. Up to so many are looked up by name.
+MAX_LOOKED_UP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class UnitNote:
+    """Result of a unit of work.
+
+    Attributes:
+        objects: The objects that the unit has written.
+        digests: Digests of its streams, by number.
+        blocks: Numbers of the checksum blocks in its objects.
+        sums: Checksum of each of these blocks.
+    """
+
+    objects: tuple[RemoteFile, ...]
+    digests: Mapping[int, str]
+    blocks: ChecksumArray
+    sums: ChecksumArray
+
+    def encode(self) -> bytes:
+        """Return the content of the note's object."""
+        known = np.stack([self.blocks.astype(CHECKSUM_DTYPE), self.sums.astype(CHECKSUM_DTYPE)])
+        objects = [[file.path, file.size, file.digest] for file in self.objects]
+        checksums = base64.b64encode(known.tobytes()).decode()
+        content = {"objects": objects, "digests": dict(self.digests), "checksums": checksums}
+        return encode_record(content)
+
+    @classmethod
+    def decode(cls, data: bytes) -> UnitNote:
+        """Return the note in an object. Raise ValueError if it is damaged."""
+        match decode_record(data):
+            case {"objects": list(objects), "digests": dict(digests), "checksums": str(checksums)}:
+                known = np.frombuffer(base64.b64decode(checksums), CHECKSUM_DTYPE).reshape(2, -1)
+                files = [_parse_object(entry) for entry in objects]
+                numbered = {int(number): str(digest) for number, digest in digests.items()}
+                return cls(tuple(files), numbered, known[0], known[1])
+        raise ValueError("it has no objects, no digests or no checksums")
+
+
+def _parse_object(entry: object) -> RemoteFile:
+    match entry:
+        case [str(path), int(size), str(digest)]:
+            return RemoteFile(path, size, digest)
+    raise ValueError("it has an invalid object")
+
+
+class BucketRun:
+    """The state of one run, as one of its processes sees it."""
+
+    def __init__(self, bucket: Bucket, identity: Mapping[str, object], share: Share) -> None:
+        """Describe a run without any request.
+
+        Args:
+            bucket: Client of the output's URL.
+            identity: Identity of the run. Runs with equal identities write equal objects.
+            share: Share of this process.
+        """
+        self._bucket = bucket
+        # Its listings have the state alone: an output may have 100,000 objects.
+        url = replace(bucket.url, path=bucket.url.key(WORK_FOLDER))
+        self._state = Bucket(url, bucket.retries, bucket.retry_policy)
+        self._identity = dict(identity)
+        self._share = share
+        # Failures of other processes before this one joined
+        self._earlier_failures: set[RemoteFile] = set()
+        self._joined_s = 0.0
+
+    def begin(self, files: Collection[RemoteFile], *, restart: bool) -> None:
+        """Begin or resume the run. Only the process that holds the lock of the URL calls it.
+
+        Args:
+            files: The objects below the URL. All of them belong to outputs of prep.
+            restart: Delete the objects of an unfinished earlier run.
+
+        Raises:
+            PrepError: Objects of an unfinished run with another plan are there, and `restart` is not set.
+        """
+        earlier = self._read_record(RUN_OBJECT)
+        has_manifest = any(file.path == MANIFEST_FILE for file in files)
+        is_same_run = earlier == self._identity
+        if earlier is not None and not is_same_run and not has_manifest and not restart:
+            raise other_run_error(self._bucket.name, earlier, self._identity)
+        is_ready = is_same_run and self._read_record(READY_OBJECT) is not None
+        if not is_ready or has_manifest or restart:
+            self._start_anew(files)
+        self._forget_failures()
+
+    def _start_anew(self, files: Collection[RemoteFile]) -> None:
+        """Delete all objects, and record this run."""
+        # The order of requests, and what a kill between two of them leaves:
+        #   1. delete ready     no process of an earlier run joins any more
+        #   2. write run        the objects are known to be of prep, even without a manifest
+        #   3. delete markers   the URL holds no complete output from here on
+        #   4. delete objects   the next `begin` deletes the rest: `ready` is missing
+        #   5. write ready      from here on, objects are of this run
+        self._state.delete(READY_OBJECT)
+        self._write_record(RUN_OBJECT, self._identity)
+        run_path = f"{WORK_FOLDER}/{RUN_OBJECT}"
+        markers = [file.path for file in files if _is_marker(file.path)]
+        # The manifest comes first: prep reads no output without it.
+        for path in sorted(markers, key=lambda path: path != MANIFEST_FILE):
+            self._bucket.delete(path)
+        others = [file.path for file in files if not _is_marker(file.path)]
+        self._bucket.delete_files([path for path in others if path != run_path])
+        self._write_record(READY_OBJECT, self._identity)
+
+    def is_open(self) -> bool:
+        """Return whether the run has begun, so that another process may join it.
+
+        Raises:
+            PrepError: The run there has another plan.
+        """
+        earlier = self._read_record(RUN_OBJECT)
+        if earlier is None:
+            return False
+        if earlier != self._identity:
+            # Process 0 replaces the record before it deletes the manifest of an older output.
+            if self._bucket.find_file(MANIFEST_FILE) is None:
+                raise other_run_error(self._bucket.name, earlier, self._identity)
+            return False
+        is_ready = self._read_record(READY_OBJECT) == self._identity
+        if is_ready:
+            self._forget_failures()
+        return is_ready
+
+    def is_same_run(self) -> bool:
+        """Return whether the objects still belong to this run."""
+        return self._read_record(RUN_OBJECT) == self._identity
+
+    # Units of work
+
+    def find_done(self, num_units: int, files: Collection[RemoteFile] | None = None) -> set[int]:
+        """Return the numbers of the complete units.
+
+        Args:
+            num_units: Number of units.
+            files: A listing of the state, or None to list it now.
+        """
+        if files is None:
+            files = self.list_state()
+        done: set[int] = set()
+        for file in files:
+            folder, _, name = file.path.partition("/")
+            if folder == DONE_FOLDER and name.isdecimal():
+                done.add(int(name))
+        missing = [number for number in range(num_units) if number not in done]
+        if 0 < len(missing) <= MAX_LOOKED_UP:
+            paths = [_done_path(number) for number in missing]
+            found = map_in_daemon_threads(self._state.find_file, paths, num_threads=NUM_THREADS)
+            done.update(number for number, file in zip(missing, found) if file is not None)
+        return done
+
+    def list_state(self) -> tuple[RemoteFile, ...]:
+        """List the objects of the state."""
+        return self._state.list_files()
+
+    def write_note(self, number: int, note: UnitNote) -> None:
+        """Record a complete unit. Another process may have recorded it already."""
+        data = note.encode()
+        # A note with another version of an object is of a second process with the same plan. The
+        # check before the publication compares the objects with one of the notes.
+        if self._state.find_file(_done_path(number)) is None:
+            put_object(self._state, _done_path(number), np.frombuffer(data, np.uint8))
+
+    def read_notes(self, num_units: int) -> list[UnitNote]:
+        """Read the notes of all units."""
+        return map_in_daemon_threads(self._read_note, range(num_units), num_threads=NUM_THREADS)
+
+    def _read_note(self, number: int) -> UnitNote:
+        path = _done_path(number)
+        why = "it does not exist"
+        stored = read_object(self._state, path, SMALL_NBYTES)
+        try:
+            if stored is not None:
+                return UnitNote.decode(stored.content)
+        except ValueError as error:
+            why = str(error)
+        hint = text("{} deletes it", Option("restart", True))
+        raise PrepError(f"{path} of {self._state.name} is damaged", why, hint)
+
+    def delete_notes(self, numbers: Sequence[int]) -> None:
+        """Delete the notes of units, which the next run then writes again."""
+        self._state.delete_files([_done_path(number) for number in numbers])
+
+    def delete_state(self) -> None:
+        """Delete the state of a published output."""
+        self._state.delete_files([file.path for file in self._state.list_files()])
+
+    # Failures
+
+    @contextmanager
+    def recording_errors(self) -> Iterator[None]:
+        """Record an error of the block for the other processes."""
+        try:
+            yield
+        except PrepError as error:
+            if self._share.count > 1:
+                fields = {**error.fields(), "attempt": secrets.token_hex(8)}
+                # The error of the block is raised, also if the store is the reason for it.
+                with suppress(PrepError):
+                    self._write_record(f"{FAILED_FOLDER}/{self._share.index}", fields)
+            raise
+
+    def check_failures(self, files: Collection[RemoteFile]) -> None:
+        """Raise the error of another process. `files` is a listing of the state.
+
+        A process that failed before this one joined has REJOIN_S to join again.
+        """
+        is_over = time.monotonic() - self._joined_s > REJOIN_S
+        for file in files:
+            if self._is_failure(file) and (is_over or file not in self._earlier_failures):
+                record = self._read_record(file.path)
+                if record is not None:
+                    raise _failure(file.path.rpartition("/")[2], record)
+
+    def _is_failure(self, file: RemoteFile) -> bool:
+        """Return whether an object of the state is the failure of one of the processes."""
+        folder, _, name = file.path.partition("/")
+        # A run with more processes may have left failures of others.
+        is_process = name.isdecimal() and int(name) < self._share.count
+        return folder == FAILED_FOLDER and is_process
+
+    def _forget_failures(self) -> None:
+        """Delete the failure of this process, and remember the ones of the others."""
+        # A failure of another process is ambiguous: it failed before this process joined, or all
+        # processes are started again and it has not joined yet.
+        if self._share.count == 1:
+            return
+        self._joined_s = time.monotonic()
+        own_path = f"{FAILED_FOLDER}/{self._share.index}"
+        files = self.list_state()
+        if any(file.path == own_path for file in files):
+            self._state.delete(own_path)
+        self._earlier_failures = {file for file in files if self._is_failure(file)}
+
+    # Records
+
+    def _read_record(self, path: str) -> JsonObject | None:
+        """Read a record. Return None if it does not exist."""
+        stored = read_object(self._state, path, MAX_RECORD_NBYTES)
+        if stored is None:
+            return None
+        try:
+            return decode_record(stored.content)
+        except ValueError as error:
+            hint = text("{} deletes it", Option("restart", True))
+            raise PrepError(f"{path} of {self._state.name} is damaged", str(error), hint) from error
+
+    def _write_record(self, path: str, content: Mapping[str, object]) -> None:
+        data = encode_record(content)
+        self._state.write_pieces(path, [data], size=len(data))
+
+
+def _done_path(number: int) -> str:
+    return f"{DONE_FOLDER}/{number}"
+
+
+def _is_marker(path: str) -> bool:
+    return path.rpartition("/")[2] in (MANIFEST_FILE, COMMIT_MARKER)
+
+
+def _failure(process: str, record: JsonObject) -> PrepError:
+    """Return the error of another process."""
+    what = f"process {process}: {record.get('what', 'the work failed')}"
+    return PrepError(what, str(record.get("why", "")), str(record.get("hint", RERUN_HINT)))

@@ -1,0 +1,129 @@
+"""Run a command of `prep` in a worker of Ray. Only the driver of `prep launch ray` imports Ray itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prepcli.errors import OK, STOPPED
+from prepcli.execution.signals import PARENT_VARIABLE
+from prepcli.launch.local import free_port
+
+# First version with `JaxTrainer`.
+MIN_VERSION = (2, 50)
+# Signals that end a process whose command resumes. SIGINT is absent: it is Ctrl-C.
+SIGNALS = range(3, 32)
+
+
+class RestartError(Exception):
+    """A process was stopped or killed, and the same command resumes."""
+
+
+def check_ray_version(version: str) -> None:
+    """End the driver with one message if Ray is too old.
+
+    Args:
+        version: `ray.__version__`.
+    """
+    numbers = tuple(int(number) for number in version.split(".")[:2])
+    if numbers < MIN_VERSION:
+        minimum = ".".join(map(str, MIN_VERSION))
+        sys.exit(
+            f"error: Ray {version} is not supported: JaxTrainer is part of Ray {minimum}\n"
+            f" hint: pip install 'ray[train]>={minimum}'"
+        )
+
+
+def coordinator_address(host: str) -> str:
+    """Return an address for process 0 with a free port of this host."""
+    return f"{host}:{free_port()}"
+
+
+class ExitCode:
+    """Actor with the exit code of a job: the first failure of a process, apart from 75 and kills."""
+
+    def __init__(self) -> None:
+        self.code = OK
+
+    def record(self, code: int) -> None:
+        """Record the exit code of a process."""
+        self.code = self.code or code
+
+    def get(self) -> int:
+        """Return the recorded code."""
+        return self.code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayCommand:
+    """A command of `prep` for the workers of a job, with a process in each.
+
+    The process has a main thread, so it handles signals as on the command line.
+
+    Attributes:
+        name: Name of the command.
+        recipe_name: File name of its recipe, or empty.
+        recipe_text: Text of the recipe.
+        arguments: Words after the name, or after the recipe.
+        folder: Working folder, or None for that of the worker.
+        env: Environment variables.
+    """
+
+    name: str
+    recipe_name: str = ""
+    recipe_text: str = ""
+    arguments: tuple[str, ...] = ()
+    folder: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def run_together(self, index: int, count: int, address: str) -> int:
+        """Run a process of a connected job, and return its exit code.
+
+        Args:
+            index: Index of the process, from 0.
+            count: Number of processes.
+            address: Address of process 0.
+
+        Raises:
+            RestartError: The process was stopped or killed.
+        """
+        place = {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": str(count),
+            "JAX_PROCESS_ID": str(index),
+        }
+        return self._run([], place)
+
+    def run_share(self, index: int, count: int) -> int:
+        """Run a process with a share of the output, and return its exit code.
+
+        Args:
+            index: Index of the share, from 0.
+            count: Number of shares. With 1 the process does the whole work.
+
+        Raises:
+            RestartError: The process was stopped or killed.
+        """
+        options = ["--processes", f"{count}/{index}"] if count > 1 else []
+        return self._run(options, {})
+
+    def _run(self, options: Sequence[str], place: Mapping[str, str]) -> int:
+        """Run the command with more options, and with the variables of its place in a job."""
+        words = [self.name, *options]
+        with tempfile.TemporaryDirectory(prefix="prep-") as folder:
+            if self.recipe_name:
+                recipe = Path(folder) / self.recipe_name
+                recipe.write_text(self.recipe_text, "utf-8")
+                words.append(str(recipe))
+            # The process ends with this worker, also after a SIGKILL: see `die_with_parent`.
+            env = {**os.environ, **self.env, **place, PARENT_VARIABLE: str(os.getpid())}
+            command = [sys.executable, "-m", "prepcli", *words, *self.arguments]
+            code = subprocess.run(command, cwd=self.folder, env=env, check=False).returncode
+        if code == STOPPED or -code in SIGNALS:
+            raise RestartError(f"`prep {self.name}` ended with {code}, and resumes")
+        return code

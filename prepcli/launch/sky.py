@@ -1,0 +1,118 @@
+"""The managed job of SkyPilot for a command with one process per node. The functions do no I/O.
+
+Keys: https://docs.skypilot.co/en/latest/reference/yaml-spec.html.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+
+from prepcli.errors import STOPPED, Option, text, usage_error
+from prepcli.launch.command import check_text
+from prepcli.launch.gke import yaml_text
+from prepcli.launch.job import LaunchJob, check_label
+from prepcli.launch.options import SkyOptions
+from prepcli.launch.shell import NOT_RUN, command_line, comment, script
+from trainer.models.json_types import JsonObject
+from trainer.models.process_address import DEFAULT_PORT
+
+# First version with `recover_on_exit_codes`.
+MIN_VERSION = "0.11.2"
+BUCKET_FOLDER = "/bucket"
+RECIPE_FOLDER = "~/.prep-launch"
+# Exit codes of a process that SIGABRT, SIGKILL or SIGTERM ended, as a shell reports them.
+KILLED = (134, 137, 143)
+# `K`, `M` and `T` of other engines would be silently read as something else.
+_GIBIBYTES = re.compile(r"([0-9]+)(G|GB|Gi|GiB)?")
+
+
+def sky_task(job: LaunchJob, options: SkyOptions, *, recipe_text: str = "") -> str:
+    """Return the YAML of a managed job.
+
+    SkyPilot starts all nodes again after a preemption, and if a process exits with 75 or is killed. It has no limit on
+    these restarts.
+
+    Args:
+        job: The job.
+        options: Options of the job.
+        recipe_text: Text of the recipe of a training.
+    """
+    check_label(job.name)
+    task: JsonObject = {
+        "name": job.name,
+        "num_nodes": options["nodes"],
+        "resources": _resources(options),
+    }
+    if job.env:
+        task["envs"] = dict(job.env)
+    if options["bucket"]:
+        task["file_mounts"] = {BUCKET_FOLDER: {"source": options["bucket"], "mode": "MOUNT"}}
+    if job.setup:
+        task["setup"] = script(job.setup)
+    task["run"] = _run_script(job, options, recipe_text)
+    head = [
+        comment(
+            f"Runs `{job.command.title}` with one process per node. Submit with `sky jobs launch FILE`."
+        ),
+        comment(f"SkyPilot {MIN_VERSION} or newer. {NOT_RUN} SkyPilot's own parser accepts it."),
+    ]
+    return f"{script(head)}{yaml_text([task])}"
+
+
+def _resources(options: SkyOptions) -> JsonObject:
+    """Return the machines of a job."""
+    resources: JsonObject = {}
+    if options["infra"]:
+        check_text(text("{}", Option("infra")), options["infra"])
+        resources["infra"] = options["infra"]
+    if options["accelerator"]:
+        resources["accelerators"] = _accelerators(options)
+    if options["cpus"]:
+        # More cores are accepted: few machines have an exact number.
+        resources["cpus"] = f"{options['cpus']}+"
+    if options["mem"]:
+        resources["memory"] = f"{_gibibytes(options['mem'])}+"
+    if options["image"]:
+        resources["image_id"] = f"docker:{options['image']}"
+    resources["use_spot"] = options["spot"]
+    resources["job_recovery"] = {"recover_on_exit_codes": [STOPPED, *KILLED]}
+    return resources
+
+
+def _accelerators(options: SkyOptions) -> str:
+    """Return the accelerators of a node, e.g. `H100:8`. The name of a TPU has its size."""
+    if options["devices_per_node"] is None:
+        return options["accelerator"] or ""
+    return f"{options['accelerator']}:{options['devices_per_node']}"
+
+
+def _gibibytes(memory: str) -> str:
+    """Return the number of a size such as `900G`. SkyPilot counts memory in GiB.
+
+    >>> _gibibytes("900G")
+    '900'
+    """
+    match = _GIBIBYTES.fullmatch(memory)
+    if match is None:
+        what = text("{} is invalid", Option("mem", memory))
+        raise usage_error(what, "SkyPilot counts memory in GiB", text("{}", Option("mem", "900G")))
+    return match[1]
+
+
+def _run_script(job: LaunchJob, options: SkyOptions, recipe_text: str) -> str:
+    """Return the commands of every node."""
+    lines = ["set -e"]
+    if options["nodes"] > 1:
+        lines += [
+            f'export JAX_COORDINATOR_ADDRESS="$(head -n 1 <<< "$SKYPILOT_NODE_IPS"):{DEFAULT_PORT}"',
+            'export JAX_NUM_PROCESSES="$SKYPILOT_NUM_NODES"',
+            'export JAX_PROCESS_ID="$SKYPILOT_NODE_RANK"',
+        ]
+    if not job.command.recipe:
+        return script([*lines, f"{command_line(['prep', *job.command.words])}"])
+    name, _, *words = job.command.words
+    recipe = f"{RECIPE_FOLDER}/{command_line([PurePosixPath(job.command.recipe).name])}"
+    command = f"prep {name} {recipe} {command_line(words)}".rstrip()
+    copy = f"printf %s {command_line([recipe_text])} > {recipe}"
+    return script([*lines, f"mkdir -p {RECIPE_FOLDER}", copy, command])

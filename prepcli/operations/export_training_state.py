@@ -1,0 +1,341 @@
+"""The training state in an export: its checks, its files and its record."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.formats.safetensors_layout import LayoutEntry
+from prepcli.operations.conversion import PlannedConversion
+from prepcli.operations.export_layouts import (
+    DCP_FORMAT,
+    HF_LAYOUT,
+    WeightFiles,
+    file_format,
+    lay_out_weights,
+)
+from prepcli.operations.export_quantized import writes_quantized
+from prepcli.operations.options import ExportOptions
+from prepcli.planning.manifest_fields import (
+    TRAINING_STATE_KEY,
+    ManifestFields,
+    TrainingStateRecord,
+)
+from prepcli.planning.plan import Locations, RootScale
+from prepcli.planning.state_names import split_name
+from prepcli.planning.tensors import itemsize
+from prepcli.sources.adam_state import (
+    NUM_UPDATES,
+    STEP,
+    AdamSettings,
+    AdamState,
+    moment_names,
+    read_adam_state,
+    require_settings,
+)
+from prepcli.sources.source import Source, SourceTensor
+from prepcli.targets.dcp_folder import DcpLayout
+from prepcli.targets.dcp_state import ENTRIES, lay_out_dcp_state, model_name, moment_name
+from prepcli.targets.hf_folder import header_entries, resized_shape_and_nbytes
+from prepcli.targets.trainer_checkpoint import (
+    MomentLayout,
+    lay_out_optimizer_file,
+    scheduler_file,
+    trainer_state_file,
+)
+from prepcli.targets.trainer_item import TRAINER_ITEMS
+from prepcli.targets.trainer_item_state import (
+    EMPTY_NODES,
+    lay_out_item_state,
+    schedule_blob,
+    schedule_counter,
+)
+from trainer.models.module_order import OptimizerGroups, optimizer_groups
+
+STATE_LAYOUTS = (HF_LAYOUT, "maxtext", "maxtext-unscanned")
+
+
+@dataclass(frozen=True, slots=True)
+class StateContent:
+    """The content of a training state in a framework.
+
+    Attributes:
+        missing: Parts of the framework's own checkpoints that prep does not have.
+        folder_name: Default name of the output, with the step. Empty for the name of other exports.
+        schedule_note: The way to set the learning rate schedule.
+    """
+
+    missing: tuple[str, ...]
+    folder_name: str
+    schedule_note: str
+
+
+CONTENT_OF_TRAINER = StateContent(
+    missing=("rng_state.pth", "training_args.bin"),
+    folder_name="checkpoint-{step}",
+    schedule_note="Trainer makes the schedule from its own arguments: set learning_rate {peak_lr:g}, the warm-up and"
+    " the steps of the run",
+)
+CONTENT_OF_DCP = StateContent(
+    missing=("the state of a scheduler", "random state"),
+    folder_name="",
+    schedule_note="a scheduler starts at step {step}, with the learning rate {peak_lr:g} after warm-up",
+)
+
+
+CONTENT_OF_MAXTEXT = StateContent(
+    missing=("random state", "settings of the optimizer"),
+    folder_name="",
+    schedule_note="MaxText makes schedule and optimizer from its settings: opt_type=adamw, learning_rate={peak_lr:g}",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StateExport:
+    """The part of an export about the training state.
+
+    Attributes:
+        weight_files: Files of the parameters and the moments. Empty without a state.
+        state: The training state, or None.
+        content: Content of the state in the output.
+        counters: Counters that are tensors of the output.
+    """
+
+    weight_files: WeightFiles
+    state: AdamState | None = None
+    content: StateContent = CONTENT_OF_TRAINER
+    counters: tuple[SourceTensor, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[SourceTensor, ...]:
+        """The tensors of the state to write."""
+        if self.state is None:
+            return ()
+        return *self.state.moments, *self.counters
+
+    def scales(self, scales: Mapping[str, RootScale]) -> dict[str, RootScale]:
+        """Return the scales of the moments, given the scales of the parameters by name."""
+        if self.state is None:
+            return {}
+        # y = x / s has the gradient dL/dy = s dL/dx: averages of gradients are multiplied by s, and averages of their
+        # squares by s^2. E.g. s = 8: a moment of 0.5 becomes 4, and a second moment of 0.25 becomes 16.
+        moment_scales: dict[str, RootScale] = {}
+        for name, scale in scales.items():
+            first, second = moment_names(name)
+            moment_scales[first] = RootScale(scale.number, power=-1)
+            moment_scales[second] = RootScale(scale.number, power=-2)
+        return moment_scales
+
+    def settings(self) -> ManifestFields:
+        """Return the fields of the manifest about the state."""
+        if self.state is None:
+            return {}
+        record: TrainingStateRecord = {
+            "step": self.state.step,
+            "updates": self.state.num_updates,
+            "optimizer": self.state.settings.to_json() if self.state.settings else {},
+            "left_out": self._unconverted(self.state),
+        }
+        return {TRAINING_STATE_KEY: record}
+
+    def full_source(self, source: Source) -> Source:
+        """Return the source with all tensors to write."""
+        if self.state is None or not self.counters:
+            return source
+        return replace(
+            source,
+            state_tensors=(*source.state_tensors, schedule_counter(source)),
+            blobs=(*source.byte_sources, schedule_blob(self.state)),
+        )
+
+    def left_source(self, source: Source) -> Source:
+        """Return the source with only the state that is not converted."""
+        if self.state is None:
+            return source
+        return replace(source, state_tensors=self.state.left_out)
+
+    def describe(self, planned: PlannedConversion, source: Source) -> PlannedConversion:
+        """Return a planned export with the source, the default name and the notes of its training state."""
+        if self.state is None:
+            return planned
+        name = self.content.folder_name.format(step=self.state.step) or planned.default_out_name
+        notes = (*planned.notes, *self._notes(self.state))
+        return replace(planned, default_out_name=name, notes=notes, source_view=source)
+
+    def _unconverted(self, state: AdamState) -> list[str]:
+        """Return the names of the parts that are not converted."""
+        names: dict[str, None] = {}
+        for tensor in state.left_out:
+            slot, name = split_name(tensor.name)
+            names[slot or name] = None
+        return [*names, *self.content.missing]
+
+    def _notes(self, state: AdamState) -> Iterator[str]:
+        """Yield lines for the user."""
+        yield f"training state of step {state.step}: moments, counters and settings of AdamW"
+        if state.settings is not None:
+            peak = state.settings.peak_lr
+            yield self.content.schedule_note.format(step=state.step, peak_lr=peak)
+        yield f"not converted: {', '.join(self._unconverted(state))}"
+
+
+def check_state_request(options: ExportOptions, source: Source) -> None:
+    """Raise UsageError for options that contradict a training state.
+
+    Args:
+        options: Options of the export.
+        source: The opened source.
+    """
+    option = Option("training_state", True)
+    conflicts = [
+        (options["layout"] not in STATE_LAYOUTS, Option("layout", options["layout"]), "it has no training state"),
+        (options["map"] is not None, Option("map"), "a map has no names for moments"),
+        (options["dtype"] is not None, Option("dtype", options["dtype"]),
+         "moments belong to the values that were trained"),
+        (source.has_averages, Option("ema", True), "moments belong to the trained parameters"),
+        (source.wrapper is not None, Option("text_only", False),
+         "Trainer orders the moments with the towers, which have none"),
+        (writes_quantized(options, source), Option("quantized", "keep"),
+         "moments belong to the decoded weights"),
+    ]  # fmt: skip
+    for is_conflict, other, why in conflicts:
+        if is_conflict:
+            what = text("{} is not supported with {}", option, other)
+            raise usage_error(what, why, text("remove {}", option))
+
+
+def lay_out_training_state(
+    options: ExportOptions,
+    source: Source,
+    parameters: Sequence[SourceTensor],
+    row_counts: Mapping[str, int],
+    *,
+    vocab_rows: int,
+    shard_nbytes: int,
+) -> StateExport:
+    """Lay out the parameters and the training state of a source.
+
+    Args:
+        options: Layout and format.
+        source: The opened source.
+        parameters: The parameters to write.
+        row_counts: Rows of each parameter in the output.
+        vocab_rows: Rows of the vocabulary in the output.
+        shard_nbytes: Maximum size of a weight file.
+
+    Raises:
+        PrepError: The source has no state of AdamW, or its order in the output is unknown.
+    """
+    state = read_adam_state(source)
+    layout = options["layout"]
+    if layout in TRAINER_ITEMS:
+        item = lay_out_item_state(source, parameters, state, layout=layout, vocab_size=vocab_rows)
+        folder = f"{state.step}/{TRAINER_ITEMS[layout].item}"
+        return StateExport(
+            WeightFiles(
+                item.files, item.regions, leaves=item.leaves, folder=folder, empty_nodes=EMPTY_NODES
+            ),
+            state,
+            CONTENT_OF_MAXTEXT,
+            (state.counters[STEP], state.counters[NUM_UPDATES], schedule_counter(source)),
+        )
+    names = {source.file_name(parameter): parameter.name for parameter in parameters}
+    groups = optimizer_groups(source.family.name, names)
+    settings = require_settings(source, state)
+    if file_format(options) == DCP_FORMAT:
+        entries = header_entries(source, parameters, rows=row_counts)
+        lay_out = partial(lay_out_dcp_state, groups=groups, shard_nbytes=shard_nbytes)
+        return StateExport(
+            _dcp_files(state, settings, names, entries, lay_out), state, CONTENT_OF_DCP
+        )
+    weight_files = lay_out_weights(
+        options, source, parameters, row_counts, vocab_rows=vocab_rows, shard_nbytes=shard_nbytes
+    )
+    return StateExport(
+        _trainer_files(weight_files, state, settings, names, groups, row_counts), state
+    )
+
+
+def _trainer_files(
+    weight_files: WeightFiles,
+    state: AdamState,
+    settings: AdamSettings,
+    names: Mapping[str, str],
+    groups: OptimizerGroups,
+    row_counts: Mapping[str, int],
+) -> WeightFiles:
+    """Return the files of a checkpoint of Trainer.
+
+    Args:
+        weight_files: Files of the parameters.
+        state: The training state.
+        settings: Settings of the optimizer.
+        names: Name of each parameter in the source, by its name in files.
+        groups: Names of the parameters with and without weight decay.
+        row_counts: Rows of each parameter in the output.
+    """
+    moments: dict[str, MomentLayout] = {}
+    for file_name, name in names.items():
+        first = state.first[name]
+        shape, _ = resized_shape_and_nbytes(first, row_counts[name])
+        moments[file_name] = MomentLayout(first.dtype, state.second[name].dtype, shape)
+    optimizer = lay_out_optimizer_file(
+        state, settings, groups, moments=moments, file_number=len(weight_files.files)
+    )
+    locations = dict(weight_files.locations)
+    for file_name, name in names.items():
+        for written, moment in zip(moment_names(file_name), moment_names(name), strict=True):
+            locations[moment] = (optimizer.locations[written],)
+    state_files = (scheduler_file(state, settings), trainer_state_file(state))
+    return replace(
+        weight_files,
+        files=(*weight_files.files, optimizer.file),
+        locations=locations,
+        index=(*weight_files.index, *state_files),
+    )
+
+
+def _dcp_files(
+    state: AdamState,
+    settings: AdamSettings,
+    names: Mapping[str, str],
+    parameters: Sequence[LayoutEntry],
+    lay_out: Callable[..., DcpLayout],
+) -> WeightFiles:
+    """Return the files of a torch distributed checkpoint.
+
+    Args:
+        state: The training state.
+        settings: Settings of the optimizer.
+        names: Name of each parameter in the source, by its name in files.
+        parameters: Entries of the parameters in the output.
+        lay_out: `lay_out_dcp_state` with the groups and the size of files.
+    """
+    moments: dict[str, list[LayoutEntry]] = {}
+    for file_name, _, shape, _ in parameters:
+        entries: list[LayoutEntry] = []
+        for tensor in (state.first[names[file_name]], state.second[names[file_name]]):
+            nbytes = math.prod(shape) * itemsize(tensor.dtype)
+            entries.append((file_name, tensor.dtype, shape, nbytes))
+        moments[file_name] = entries
+    layout = lay_out(parameters, moments, state, settings)
+    locations: dict[str, Locations] = {}
+    for file_name, name in names.items():
+        locations[name] = (layout.locations[model_name(file_name)],)
+        for entry, moment in zip(ENTRIES, moment_names(name), strict=True):
+            locations[moment] = (layout.locations[moment_name(file_name, entry)],)
+    return WeightFiles(layout.files, locations, (layout.metadata,))
+
+
+def check_no_adapter(options: ExportOptions, source: Source) -> None:
+    """Raise PrepError for the training state of adapters."""
+    if options["training_state"]:
+        what = text("{} is not supported for adapters", Option("training_state", True))
+        why = f"{source.display_name} has only adapters, with moments of their own"
+        raise PrepError(what, why, text("remove {}", Option("training_state", True)))

@@ -1,0 +1,62 @@
+"""The training state of another framework in `prep save-init`: its checks, its notes and its record."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prepcli.errors import Key, Option, text, usage_error
+from prepcli.operations.options import SaveInitOptions
+from prepcli.planning.manifest_fields import (
+    TRAINING_STATE_KEY,
+    ManifestFields,
+    TrainingStateRecord,
+)
+from prepcli.sources.adam_state import read_adam_state
+from prepcli.sources.source import Source
+
+
+def check_imported_state(options: SaveInitOptions, source: Source) -> None:
+    """Check that a source has a training state, and that the options fit it.
+
+    Raises:
+        UsageError: An option contradicts the state.
+        PrepError: The source has no moments of AdamW.
+    """
+    option = Option("training_state", True)
+    conflicts = [
+        (options["layers"], Option("layers"), "the moments of the other layers would be lost"),
+        (options["init"] != "zeros", Option("init"), "new rows have moments of zeros"),
+        (options["dtype"], Option("dtype"), "moments belong to the values that were trained"),
+        (
+            source.family.is_verbatim,
+            Option("verbatim"),
+            "prep trains models of known families only",
+        ),
+        (
+            source.wrapper is not None,
+            Option("text_only"),
+            "moments of a multimodal model are not read",
+        ),
+    ]
+    for is_conflict, other, why in conflicts:
+        if is_conflict:
+            what = text("{} is not supported with {}", option, other)
+            raise usage_error(what, why, text("remove {}", option))
+    read_adam_state(source)
+
+
+def imported_step_fields(record: TrainingStateRecord) -> ManifestFields:
+    """Return the fields of a step's manifest for the state of another framework."""
+    return {"step": record["step"], TRAINING_STATE_KEY: record}
+
+
+def imported_state_notes(record: TrainingStateRecord) -> Iterator[str]:
+    """Yield lines for the user."""
+    settings = ", ".join(f"{name} {value:g}" for name, value in record["optimizer"].items())
+    yield f"training state of step {record['step']}, with AdamW: {settings}"
+    yield text("a recipe with {} continues it", Key("model.training_state", True))
+    if record["left_out"]:
+        yield f"not converted: {', '.join(record['left_out'])}"

@@ -1,0 +1,211 @@
+"""`prep map suggest`: propose the rows of a map between two checkpoints, from the values of their tensors."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Unpack
+
+from prepcli.console.lists import join_names
+from prepcli.console.observer import Observer, observer_of
+from prepcli.console.progress import Progress
+from prepcli.engine.blobs import open_blobs
+from prepcli.errors import Option, PrepError, text
+from prepcli.inspection.relation_rows import RowWriter, SuggestedRow, can_be_named
+from prepcli.inspection.tree_relations import Relations, TensorTree, find_relations
+from prepcli.operations.conversion import common_options, open_checkpoint
+from prepcli.operations.operation import public
+from prepcli.operations.result_files import check_result_path, has_content, write_result_file
+from prepcli.operations.results import MapSuggestion
+from prepcli.operations.suggestion_options import SuggestMapOptions
+from prepcli.option_spec import PathLike
+from prepcli.planning.map_file import compute_size, parse_map
+from prepcli.planning.map_rows import MapCoverage, bind_map
+from prepcli.planning.tensor_match import TensorInfo
+from prepcli.restore.digest_checks import tensor_digests
+from prepcli.sources.mapped import map_tensors
+from prepcli.sources.source import Source, SourceTensor
+from trainer.models.registry import FAMILIES
+
+MAP_SUFFIX = ".map"
+# Names in a comment of the file.
+MAX_LISTED = 5
+
+
+@public
+def suggest_map(
+    checkpoint: PathLike,
+    target: PathLike,
+    out: PathLike | None = None,
+    *,
+    progress: Progress | Observer | None = None,
+    **options: Unpack[SuggestMapOptions],
+) -> MapSuggestion:
+    """Propose the rows that map the tensors of a checkpoint to those of another one with the same values.
+
+    Tensors are compared by value: whole, transposed, with merged or divided dims, stacked, and as parts of fused
+    tensors. Names decide between tensors of equal values. Each row is checked bit by bit before it is written.
+
+    Args:
+        checkpoint: The checkpoint to map: folder, alias, hub id, or `gs://`/`s3://` URL.
+        target: A checkpoint with the names and shapes to map to.
+        out: The map. Default: the checkpoint's name and `.map`, in the working directory.
+        progress: Receives the bytes read. Default: none. See `Progress`.
+        **options: See `SuggestMapOptions`.
+
+    Returns:
+        The rows, and the tensors without one. True in a condition if no tensor is left.
+
+    Raises:
+        UsageError: An argument is invalid.
+        OutputExistsError: The map exists with other content.
+        PrepError: A checkpoint cannot be read, or no tensor of one has the values of the other.
+    """
+    observer = observer_of(progress)
+    common = replace(common_options(checkpoint, None, options), verbatim=True, quantized="stored")
+    located, source = open_checkpoint(common, observer)
+    target_common = replace(common, checkpoint=str(target), revision=None, config=None)
+    _, target_source = open_checkpoint(target_common, observer)
+    path = Path(out) if out is not None else Path(f"{Path(located.model_name).name}{MAP_SUFFIX}")
+    check_result_path(path)
+    writer, relations = _relate(source, target_source, observer)
+    with open_blobs(source.byte_sources) as first, open_blobs(target_source.byte_sources) as second:
+        writer.first.files = first
+        writer.second.files = second
+        rows = list(writer.rows(relations.items))
+    if rows:
+        rows = _equal_rows(rows, writer, source, target_source, common.memory_nbytes, observer)
+    if not rows:
+        what = f"no tensor of {source.display_name} has the values of {target_source.display_name}"
+        raise PrepError(
+            what, "tensors are compared by their values", "name two copies of one model"
+        )
+    suggestion = _suggestion(path, rows, writer, relations)
+    data = _map_text(suggestion, writer.sizes, source, target_source).encode()
+    hint = text("{} replaces it", Option("overwrite", True))
+    why = "its content differs"
+    if not has_content(path, data, overwrite=options["overwrite"], why=why, hint=hint):
+        write_result_file(path, data)
+    return suggestion
+
+
+def _relate(source: Source, target: Source, observer: Observer) -> tuple[RowWriter, Relations]:
+    """Read both checkpoints once, and relate their tensors."""
+    with open_blobs(source.byte_sources) as first, open_blobs(target.byte_sources) as second:
+        trees = (
+            TensorTree(_named_tensors(source), first),
+            TensorTree(_named_tensors(target), second),
+        )
+        progress = observer.progress()
+        for tree, name in zip(trees, (source.display_name, target.display_name)):
+            progress.begin(f"read {name}", sum(t.nbytes for t in tree.tensors.values()))
+            try:
+                tree.read_sums(progress.advance)
+            finally:
+                progress.end()
+        return RowWriter(*trees), find_relations(*trees)
+
+
+def _named_tensors(source: Source) -> dict[str, SourceTensor]:
+    """Return the tensors of a verbatim source by name. Names without a place in a row are left out."""
+    tensors = {source.names.stored_name(tensor.name): tensor for tensor in source.tensors}
+    return {name: tensor for name, tensor in tensors.items() if can_be_named(name)}
+
+
+def _equal_rows(
+    rows: Sequence[SuggestedRow],
+    writer: RowWriter,
+    source: Source,
+    target: Source,
+    memory_nbytes: int,
+    observer: Observer,
+) -> list[SuggestedRow]:
+    """Return the rows with targets that are complete, and equal bit by bit to the tensors of the target."""
+    sizes: dict[str, int | tuple[int, ...]] = {}
+    for atom, size in writer.sizes.items():
+        sizes[atom] = compute_size(size, {})
+    parsed = parse_map("suggestion", "\n".join(row.text for row in rows))
+    bound, _ = bind_map(parsed, sizes, {})
+    infos: dict[str, TensorInfo] = {}
+    for name, tensor in writer.first.tensors.items():
+        infos[name] = TensorInfo(tensor.dtype, tensor.shape, tensor.nbytes)
+    coverage = MapCoverage(bound, infos)
+    incomplete = coverage.incomplete_targets()
+    complete_rows = [
+        row for row, suggested in zip(bound, rows) if not incomplete & {*suggested.targets}
+    ]
+    mapped = {
+        tensor.name: tensor for tensor in map_tensors(complete_rows, writer.first.tensors, None)
+    }
+    names = list(mapped)
+    actual = _digests(source, [mapped[name] for name in names], memory_nbytes, observer)
+    wanted = [writer.second.tensors[name] for name in names]
+    expected = _digests(target, wanted, memory_nbytes, observer)
+    equal = {name for name, a, b in zip(names, actual, expected) if a == b}
+    return [row for row in rows if equal >= {*row.targets}]
+
+
+def _digests(
+    source: Source, tensors: Sequence[SourceTensor], memory_nbytes: int, observer: Observer
+) -> list[str]:
+    """Return the digest of each tensor."""
+    pieces = [(tensor, (0, tensor.shape[0] if tensor.shape else 1)) for tensor in tensors]
+    task = f"compare {source.display_name}"
+    return tensor_digests(source, pieces, memory_nbytes, progress=observer.progress(), task=task)
+
+
+def _suggestion(
+    path: Path, rows: Sequence[SuggestedRow], writer: RowWriter, relations: Relations
+) -> MapSuggestion:
+    """Return the result, with the tensors of both checkpoints that no row names."""
+    targets = {name for row in rows for name in row.targets}
+    sources = {name for row in rows for name in row.sources}
+    ambiguous: dict[str, tuple[str, ...]] = {}
+    for name, candidates in relations.ambiguous.items():
+        if name in targets:
+            ambiguous[name] = tuple(candidates)
+    return MapSuggestion(
+        path=path,
+        rows=tuple(sorted(row.text for row in rows)),
+        targets=len(targets),
+        ambiguous=ambiguous,
+        unmatched=tuple(sorted(writer.second.tensors.keys() - targets)),
+        unused=tuple(sorted(writer.first.tensors.keys() - sources)),
+    )
+
+
+def _target_family(source: Source, target: Source) -> str:
+    """Return the family of a target with the names of Hugging Face, or "".
+
+    A map with a family needs the config of the mapped checkpoint.
+    """
+    name = target.config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES or not source.config:
+        return ""
+    return name if target.tensor_file_names else ""
+
+
+def _map_text(
+    suggestion: MapSuggestion, sizes: Mapping[str, str], source: Source, target: Source
+) -> str:
+    """Return the content of the map: sizes, rows, and a comment for each tensor that needs a decision."""
+    lines = [f"# From {source.display_name} to {target.display_name}."]
+    family = _target_family(source, target)
+    if family:
+        lines.append(f"family {family}")
+    body = "\n".join(suggestion.rows)
+    for atom in sorted(sizes):
+        # Rows that were not equal may have had atoms of their own.
+        if atom in body:
+            lines.append(f"size {atom} = {sizes[atom]}")
+    lines += ["", *suggestion.rows]
+    for name, candidates in suggestion.ambiguous.items():
+        names = join_names(candidates[1:], max_names=MAX_LISTED)
+        lines.append(f"# {name} is {candidates[0]} by its name. Equal values: {names or 'none'}")
+    lines += [f"# no tensor has the values of {name}" for name in suggestion.unmatched]
+    lines += [f"# drop {name}" for name in suggestion.unused]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,134 @@
+"""`prep tokenize`: tokenize the data of a recipe, in one or several processes."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Unpack
+
+from prepcli.console.job_errors import label_errors
+from prepcli.console.observer import Observer, run_observer_of
+from prepcli.console.progress import Progress
+from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.execution.signals import raise_on_signal
+from prepcli.operations.data_options import DataOptions, TokenFormat
+from prepcli.operations.operation import public
+from prepcli.operations.recipe_files import find_training_recipe
+from prepcli.operations.results import Tokenization, TokenizedData
+from prepcli.option_spec import NonNegativeInt, PathLike, PositiveInt, as_tuple
+from prepcli.training_runs.observe import tokenize_progress
+from prepcli.training_runs.recipe_data import open_token_configs
+from trainer.data.token_formats import export_tokens
+from trainer.data.token_shards import ShardedTokens, tokenize_share
+from trainer.data.tokenize import TokenizeConfig
+from trainer.recipe import load_recipe
+
+
+@public
+def tokenize_shard(
+    recipe: PathLike,
+    process: NonNegativeInt = 0,
+    *,
+    of: PositiveInt = 1,
+    out: PathLike | None = None,
+    format: TokenFormat = "prep",
+    progress: Progress | Observer | None = None,
+    **options: Unpack[DataOptions],
+) -> Tokenization:
+    """Tokenize the share of one process of the data of a recipe. The last process to finish completes the tokens.
+
+    The tokens have the bytes that one process writes. `prep train` and `prep.batches` find them in `data.cache`, or in
+    the folder of the run, which all processes must share. A shard is one or more files, so one file is the work of one
+    process. With `data.bad_lines` or `data.max_examples`, which count over all files, all files are one shard. The
+    first process records the size and the digest of each file.
+
+    A killed process loses about a second of work. Start it again with the same arguments, in any order and with any
+    `of`. Calls for processes with nothing left to do return at once.
+
+    Args:
+        recipe: A TOML file, or the name of one of `prep recipes`.
+        process: Index of this process, from 0.
+        of: Number of processes.
+        out: Folder of the run. With another format, folder of its files, which is then required.
+        format: "megatron" writes `train.idx` and `train.bin` for Megatron-LM. "parquet" writes `train.parquet`, with a
+            list of `input_ids` per document. `validation` has the evaluation data, and the names of sources come first.
+        progress: Receives the bytes tokenized. Default: none. See `Progress`.
+        **options: See `DataOptions`.
+
+    Returns:
+        The tokens, or the number of missing shards.
+
+    Raises:
+        UsageError: An argument or a key of the recipe is invalid.
+        PrepError: The files or settings differ from the ones of the other processes, or the data cannot be tokenized.
+    """
+    started_s = time.monotonic()
+    if process >= of:
+        raise usage_error(f"`process` is {process}", f"`of` is {of}", f"0 to {of - 1}")
+    if format != "prep" and out is None:
+        hint = text("{}", Option("out", "FOLDER"))
+        why = "its files need a folder"
+        raise usage_error(text("{} needs {}", Option("format", format), Option("out")), why, hint)
+    index = process if of > 1 else None
+    observer = run_observer_of(progress).for_process(index)
+    loaded = load_recipe(find_training_recipe(Path(recipe)), as_tuple(options["overrides"])).recipe
+    target = Path(out) if out is not None else None
+    with label_errors(index), raise_on_signal():
+        configs = open_token_configs(
+            loaded,
+            out=target if format == "prep" else None,
+            offline=options["offline"],
+            observer=observer,
+        )
+        data: list[TokenizedData] = []
+        for name, config in configs.items():
+            if format != "prep":
+                _check_exportable(config, format)
+            tokens = tokenize_share(
+                config, process, of, progress=tokenize_progress(observer), note=observer.note
+            )
+            path = _write_format(tokens, name, target, format)
+            data.append(_describe(name, tokens, path))
+    return Tokenization(
+        is_complete=all(part.path is not None for part in data),
+        data=tuple(data),
+        seconds=time.monotonic() - started_s,
+        process=index,
+    )
+
+
+def _check_exportable(config: TokenizeConfig, file_format: TokenFormat) -> None:
+    """Raise PrepError for pairs of sources and targets, which other formats do not have."""
+    if config.examples.has_encoder:
+        why = "the data has pairs of a source and a target, for a model with an encoder"
+        hint = text("remove {}", Option("format"))
+        raise PrepError(text("{} is not supported", Option("format", file_format)), why, hint)
+
+
+def _write_format(
+    tokens: ShardedTokens, name: str, target: Path | None, file_format: TokenFormat
+) -> Path | None:
+    """Write complete tokens in another format, and return the output. None if shards are missing."""
+    if tokens.meta is None:
+        return None
+    if file_format == "prep" or target is None:
+        return tokens.folder
+    return export_tokens(tokens.folder, tokens.meta, target / name, file_format)
+
+
+def _describe(name: str, tokens: ShardedTokens, path: Path | None) -> TokenizedData:
+    n_tokens = n_documents = None
+    if tokens.meta is not None:
+        n_tokens = tokens.meta.n_tokens
+        n_documents = tokens.meta.n_documents
+    return TokenizedData(
+        name,
+        path,
+        shards=tokens.n_shards,
+        missing_shards=tokens.n_missing,
+        tokens=n_tokens,
+        documents=n_documents,
+    )

@@ -1,0 +1,138 @@
+"""Data files of an output in an object store: each is small enough to be written in one request.
+
+An object has no writes at an offset, so an object is assembled in memory before it is sent. A local data file of 1 GiB
+becomes many objects. The layout depends on the plan alone, neither on the memory nor on the number of processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from prepcli.planning.chunk_moves import replace_placements, single_chunks
+from prepcli.planning.chunk_placement import MIN_ALIGNED_CHUNK_NBYTES
+from prepcli.planning.grids import ExplicitPlacement, Placement, StridedPlacement
+from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan
+from prepcli.planning.slabs import PAGE
+from prepcli.planning.strided_copies import ChunkedLocation
+
+# Size of an object. A single chunk may be larger.
+OBJECT_NBYTES = 16 << 20
+# A listing has 1,000 objects per request. Objects of larger outputs grow instead of their number.
+MAX_DATA_OBJECTS = 50_000
+
+
+@dataclass(slots=True)
+class _FileSizes:
+    """The files placed so far.
+
+    Attributes:
+        sizes: Size of each file.
+        max_nbytes: Size at which a file is full.
+        current: Number of the file to append to, or None to begin a new one.
+    """
+
+    max_nbytes: int
+    sizes: list[int] = field(default_factory=list)
+    current: int | None = None
+
+    def append(self, nbytes: int) -> tuple[int, int]:
+        """Place `nbytes` bytes behind the last ones. Return their file and offset."""
+        # Large chunks start at a page, for direct I/O of readers of a downloaded copy.
+        unit = PAGE if nbytes >= MIN_ALIGNED_CHUNK_NBYTES else 1
+        if self.current is not None:
+            offset = -(-self.sizes[self.current] // unit) * unit
+            if offset + nbytes <= self.max_nbytes:
+                self.sizes[self.current] = offset + nbytes
+                return self.current, offset
+        self.current = len(self.sizes)
+        self.sizes.append(nbytes)
+        return self.current, 0
+
+    def close(self) -> None:
+        """Begin a new file with the next bytes."""
+        self.current = None
+
+
+def plan_object_files(plan: Plan) -> Plan:
+    """Return the plan of the same output in an object store.
+
+    The chunks of an OCDBT item are moved to data files of about OBJECT_NBYTES. Other data files are unchanged: their
+    names and their contents belong to the format.
+    """
+    if not plan.leaves or not plan.uses_ocdbt:
+        return plan
+    num_writers = _tensors_per_placement(plan)
+    groups: list[tuple[OutputLeaf, PlacedChunks]] = []
+    for leaf in plan.leaves:
+        for chunks in leaf.placed_chunks:
+            groups.append((leaf, chunks))
+    # A chunk of several layers is complete only after the last of them, so that its object stays in
+    # memory for a long time. These chunks come last, in objects of their own.
+    groups.sort(key=lambda group: _sort_key(group[1].placement, num_writers))
+    total_nbytes = sum(file.size for file in plan.files)
+    files = _FileSizes(max(OBJECT_NBYTES, -(-total_nbytes // MAX_DATA_OBJECTS)))
+    placements: dict[StridedPlacement, Placement] = {}
+    boxes: dict[str, list[PlacedChunks]] = {leaf.name: [] for leaf in plan.leaves}
+    was_shared = False
+    for leaf, chunks in groups:
+        is_shared = num_writers[chunks.placement] > 1
+        if is_shared != was_shared:
+            files.close()
+        was_shared = is_shared
+        placement, moved = _place_group(files, leaf, chunks)
+        placements[chunks.placement] = placement
+        boxes[leaf.name] += moved
+    moved_plan = replace_placements(plan, placements, boxes)
+    return replace(moved_plan, files=tuple(_output_files(files.sizes)))
+
+
+def _tensors_per_placement(plan: Plan) -> dict[StridedPlacement, int]:
+    """Return the number of tensors with elements in each group of chunks."""
+    names: dict[StridedPlacement, set[str]] = {}
+    for stream in plan.streams:
+        for write in stream.writes:
+            if isinstance(write, ChunkedLocation) and isinstance(write.placement, StridedPlacement):
+                names.setdefault(write.placement, set()).add(stream.name)
+    return {placement: len(tensors) for placement, tensors in names.items()}
+
+
+def _sort_key(
+    placement: StridedPlacement, num_writers: dict[StridedPlacement, int]
+) -> tuple[bool, int, int]:
+    return num_writers[placement] > 1, placement.file, placement.offset
+
+
+def _place_group(
+    files: _FileSizes, leaf: OutputLeaf, chunks: PlacedChunks
+) -> tuple[Placement, tuple[PlacedChunks, ...]]:
+    """Place a group of chunks: in one file if it fits, otherwise in files of its own."""
+    counts = [stop - first for first, stop in zip(chunks.first, chunks.stop)]
+    strides = chunks.placement.strides
+    # The last chunk begins (count - 1) strides after the first one, in each dim.
+    last_offset = sum((count - 1) * stride for count, stride in zip(counts, strides))
+    nbytes = last_offset + leaf.chunk_nbytes
+    if nbytes <= files.max_nbytes:
+        file, offset = files.append(nbytes)
+        placement = StridedPlacement(file, offset, chunks.first, strides)
+        return placement, (replace(chunks, placement=placement),)
+    # No other tensor shares these files, so that one process can write each tensor.
+    files.close()
+    places: dict[tuple[int, ...], tuple[int, int]] = {}
+    for index in chunks.indices():
+        places[index] = files.append(leaf.chunk_nbytes)
+    files.close()
+    if math.prod(counts) == 1:
+        ((file, offset),) = places.values()
+        placement = StridedPlacement(file, offset, chunks.first, strides)
+        return placement, (replace(chunks, placement=placement),)
+    return ExplicitPlacement(places), single_chunks(leaf, places)
+
+
+def _output_files(sizes: Iterable[int]) -> Iterable[OutputFile]:
+    """Yield the data files. OCDBT names a file by 32 hexadecimal digits, here a hash of its number."""
+    for number, size in enumerate(sizes):
+        name = hashlib.md5(f"prep data object {number}".encode(), usedforsecurity=False)
+        yield OutputFile(f"d/{name.hexdigest()}", size)

@@ -1,0 +1,36 @@
+"""Suggested maps, as text and JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from prepcli.console.lists import join_names
+from prepcli.console.ui import Report
+from prepcli.errors import PrepError
+from prepcli.operations.results import MapSuggestion
+
+MAX_LISTED = 8
+
+
+def suggestion_report(suggestion: MapSuggestion) -> Report:
+    """Return the report of a map: its counts, and the tensors that need a decision. An incomplete map is an error."""
+    lines = [f"{len(suggestion.rows):,} rows for {suggestion.targets:,} tensors"]
+    for title, names in (
+        ("ambiguous", tuple(suggestion.ambiguous)),
+        ("not matched", suggestion.unmatched),
+        ("not used", suggestion.unused),
+    ):
+        if names:
+            lines.append(f"{title}: {join_names(list(names), max_names=MAX_LISTED)}")
+    lines.append(str(suggestion.path))
+    fields = asdict(suggestion) | {"path": str(suggestion.path)}
+    error: PrepError | None = None
+    if not suggestion:
+        names = list(suggestion.unmatched or suggestion.unused)
+        verb = "has" if len(names) == 1 else "have"
+        error = PrepError(
+            f"the map {suggestion.path} is not complete",
+            f"{join_names(names, max_names=MAX_LISTED)} {verb} no row",
+            "write rows or `drop` lines for them",
+        )
+    return Report("\n".join(lines), fields, error=error)

@@ -1,0 +1,224 @@
+"""The neutral form of a training state: the moments of Adam by tensor, counters, and settings of the optimizer.
+
+A training step of prep and a checkpoint of another framework have the same names here. The moments of a tensor are
+`opt_state.adam.mu/TENSOR` and `opt_state.adam.nu/TENSOR`, as in `planning.state_names`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from prepcli.engine.blobs import open_blobs
+from prepcli.engine.digest import digest
+from prepcli.engine.fills import numpy_dtype
+from prepcli.engine.stream_values import allocate_run_buffers, read_values
+from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, Key, Option, PrepError, text
+from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
+from prepcli.planning.plan import Stream
+from prepcli.planning.state_names import OPT_STATE, qualify, split_name
+from prepcli.planning.state_rows import is_leaf_path
+from prepcli.sources.source import Source, SourceTensor
+from trainer.recipe.optimizer_tables import AdamWTable
+from trainer.recipe.rate_at_step import rate_at_step
+
+FIRST_MOMENT = f"{OPT_STATE}.adam.mu"
+SECOND_MOMENT = f"{OPT_STATE}.adam.nu"
+MOMENTS = (FIRST_MOMENT, SECOND_MOMENT)
+# Leaves outside of slots: updates of Adam, steps, and steps without an update.
+NUM_UPDATES = f"{OPT_STATE}.adam.count"
+STEP = "step"
+SKIPPED = "skipped"
+SKIPPED_IN_ROW = "skipped_in_row"
+COUNTERS = (NUM_UPDATES, STEP, SKIPPED, SKIPPED_IN_ROW)
+# Bytes of a counter in memory.
+COUNTER_NBYTES = 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSettings:
+    """Settings of AdamW at a step.
+
+    Attributes:
+        lr: Learning rate of the next update.
+        peak_lr: Learning rate after warm-up.
+        b1: Decay rate of the first moment.
+        b2: Decay rate of the second moment.
+        eps: Added to the denominator.
+        weight_decay: Weight decay, before it is scaled by the learning rate.
+    """
+
+    lr: float
+    peak_lr: float
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+
+    def to_json(self) -> dict[str, float]:
+        """Return the settings for a manifest."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamState:
+    """The training state of a source, without the parameters.
+
+    Attributes:
+        first: First moment of each parameter, by the name of the parameter.
+        second: Second moment of each parameter.
+        step: Number of the last step.
+        num_updates: Number of updates that the moments average. Skipped steps have none.
+        settings: Settings of the optimizer. None if the source does not have them.
+        counters: Tensors of the counters, by name.
+        batch_size: Sequences of a step. 1 if it is unknown.
+        left_out: Other state, e.g. an average of the parameters. No other framework has a place for it.
+    """
+
+    first: Mapping[str, SourceTensor]
+    second: Mapping[str, SourceTensor]
+    step: int
+    num_updates: int
+    settings: AdamSettings | None
+    counters: Mapping[str, SourceTensor]
+    batch_size: int
+    left_out: tuple[SourceTensor, ...]
+
+    @property
+    def moments(self) -> tuple[SourceTensor, ...]:
+        """The moments of all parameters."""
+        return *self.first.values(), *self.second.values()
+
+
+def read_adam_state(source: Source) -> AdamState:
+    """Return the training state of a source. Only the counters are read.
+
+    Raises:
+        PrepError: The source has no state of AdamW, or moments of some parameters are missing.
+    """
+    name = source.display_name
+    if not source.state_tensors:
+        hint = text("name a run of {}, or one of its steps", Command("train"))
+        raise PrepError(f"{name} has no training state", "it has parameters only", hint)
+    slots: dict[str, dict[str, SourceTensor]] = {slot: {} for slot in MOMENTS}
+    counters: dict[str, SourceTensor] = {}
+    left_out: list[SourceTensor] = []
+    for tensor in source.state_tensors:
+        slot, tensor_name = split_name(tensor.name)
+        if slot in slots:
+            slots[slot][tensor_name] = tensor
+        elif not slot and tensor_name in COUNTERS:
+            counters[tensor_name] = tensor
+        else:
+            left_out.append(tensor)
+    _check_moments(source, slots, left_out)
+    step = _read_counter(source, counters, STEP)
+    return AdamState(
+        first=slots[FIRST_MOMENT],
+        second=slots[SECOND_MOMENT],
+        step=step,
+        num_updates=_read_counter(source, counters, NUM_UPDATES),
+        settings=_read_settings(source, step),
+        counters=counters,
+        batch_size=_manifest_fields(source).get("batch_size", 1),
+        left_out=tuple(left_out),
+    )
+
+
+def require_settings(source: Source, state: AdamState) -> AdamSettings:
+    """Return the settings of the optimizer.
+
+    Raises:
+        PrepError: The source does not have them.
+    """
+    if state.settings is not None:
+        return state.settings
+    hint = text("train a step with {}, and export that one", Key("model.training_state", True))
+    raise PrepError(
+        f"{source.display_name} has no settings of its optimizer",
+        "the framework that wrote the state does not store them",
+        hint,
+    )
+
+
+def _check_moments(
+    source: Source,
+    slots: Mapping[str, Mapping[str, SourceTensor]],
+    left_out: list[SourceTensor],
+) -> None:
+    """Raise PrepError unless each parameter has both moments."""
+    name = source.display_name
+    if not slots[FIRST_MOMENT] and not slots[SECOND_MOMENT]:
+        others = sorted({split_name(tensor.name)[0] for tensor in left_out} - {""})
+        why = "the step was saved without its optimizer state"
+        if others:
+            why = f"its optimizer has {', '.join(others)}"
+        raise PrepError(f"{name} has no moments of AdamW", why, text("{}", Key("optimizer.type")))
+    for slot, moments in slots.items():
+        for parameter in source.tensors:
+            if parameter.name not in moments or any(map(is_leaf_path, moments)):
+                what = f"{name} has no {slot} of {source.file_name(parameter)}"
+                why = text("{} leaves parameters without moments", Key("optimizer.freeze"))
+                hint = text("export it without {}", Option("training_state", True))
+                raise PrepError(what, why, hint)
+
+
+def _read_counter(source: Source, counters: Mapping[str, SourceTensor], name: str) -> int:
+    """Return the value of a counter."""
+    if name not in counters:
+        what = f"{source.display_name} has no {name}"
+        raise DamagedError(what, "its training state is incomplete", GET_AGAIN_HINT)
+    return int(read_scalar(source, counters[name]))
+
+
+def read_scalar(source: Source, tensor: SourceTensor) -> float:
+    """Return the value of a 0-d tensor, compared with its recorded digest.
+
+    Raises:
+        DamagedError: It differs from its digest.
+    """
+    stream = Stream(tensor.name, tensor.dtype, (), (0, 1), tensor.placement, ())
+    with open_blobs(source.byte_sources) as files:
+        buffers = allocate_run_buffers(COUNTER_NBYTES)
+        content = b"".join(bytes(data) for _, data in read_values(files, stream, buffers=buffers))
+    for _, _, expected in tensor.digests:
+        if digest(content) != expected:
+            what = f"{source.display_name} is damaged"
+            raise DamagedError(what, f"{tensor.name} differs from its digest", GET_AGAIN_HINT)
+    return np.frombuffer(content, numpy_dtype(tensor.dtype))[0].item()
+
+
+def _read_settings(source: Source, step: int) -> AdamSettings | None:
+    """Return the settings in the manifest: of the run's recipe, or of the framework that the state came from."""
+    fields = _manifest_fields(source)
+    record = source.training_record or fields.get(TRAINING_STATE_KEY)
+    if record is not None and record["optimizer"]:
+        return AdamSettings(**record["optimizer"])
+    if "recipe" not in fields or "rate" not in fields:
+        return None
+    table = AdamWTable.model_validate(tomllib.loads(fields["recipe"])["optimizer"])
+    schedule = fields["rate"]
+    return AdamSettings(
+        lr=rate_at_step(schedule, step),
+        peak_lr=float(schedule["peak"]),
+        b1=table.b1,
+        b2=table.b2,
+        eps=table.eps,
+        weight_decay=table.weight_decay,
+    )
+
+
+def _manifest_fields(source: Source) -> Mapping[str, Any]:
+    """Return the fields of the manifest, including those that a training run adds."""
+    if source.manifest is None:
+        return {}
+    return source.manifest.fields
+
+
+def moment_names(parameter: str) -> tuple[str, str]:
+    """Return the names of a parameter's first and second moment."""
+    return qualify(FIRST_MOMENT, parameter), qualify(SECOND_MOMENT, parameter)

@@ -1,0 +1,60 @@
+"""The start of a run from the moments and the step of another run or framework: `model.training_state`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from prepcli.errors import Command, Key, Option, PrepError, text, usage_error
+from prepcli.formats.manifest import Manifest
+from prepcli.restore.item_reader import ItemReader
+from prepcli.training_runs.start import StartCheckpoint
+
+if TYPE_CHECKING:
+    from trainer.training.loop import LoopConfig
+    from trainer.training.step import TrainState
+
+
+def check_continued_start(start: StartCheckpoint, loop: LoopConfig) -> None:
+    """Check that a run can continue from the training state of its start checkpoint.
+
+    Raises:
+        UsageError: The checkpoint has no training state.
+        PrepError: Its state is of another optimizer, or the run has no step after it.
+    """
+    from trainer.training.step import leaf_names
+
+    path = loop.recipe.model.path
+    reader = start.model_reader
+    if not isinstance(reader, ItemReader) or not Manifest(reader.manifest).is_training_step:
+        option = Option("training_state", True)
+        raise usage_error(
+            text("{} has no effect for {}", Key("model.training_state", True), path),
+            "it is no step of a run of prep",
+            text(
+                "{} makes one from a checkpoint with moments",
+                Command("save-init", path or "", option),
+            ),
+        )
+    missing = sorted(leaf_names(loop.setup) - reader.leaves.keys())
+    if missing:
+        raise PrepError(
+            f"{path} has another optimizer state than the recipe",
+            f"it lacks {missing[0]}, one of {len(missing):,} leaves",
+            text("{} chooses the optimizer", Key("optimizer.type")),
+        )
+    step = int(reader.manifest["step"])
+    if step >= loop.steps:
+        raise PrepError(
+            f"{path} is at step {step}",
+            f"the recipe has only {loop.steps} steps",
+            text("{}", Key("train.steps", 2 * step, is_override=True)),
+        )
+
+
+def load_continued_state(start: StartCheckpoint, setup: Any) -> TrainState:
+    """Read the state that `check_continued_start` accepted."""
+    from trainer.training.loading import restore_state
+
+    reader = start.model_reader
+    assert isinstance(reader, ItemReader)
+    return restore_state(reader, setup)

@@ -1,0 +1,147 @@
+"""Managed jobs of SkyPilot: read back by PyYAML, run by bash, and accepted by SkyPilot's own parser."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prepcli.errors import UsageError
+from prepcli.launch.command import LaunchedCommand, train_command
+from prepcli.launch.job import LaunchJob
+from prepcli.launch.options import SkyOptions
+from prepcli.launch.sky import sky_task
+from prepcli.option_spec import with_defaults
+from tests.helpers.scripts import install_recorders, run_script, texts, words
+from tests.helpers.waiting import MAX_S
+
+JOB = LaunchJob(
+    command=train_command("recipes/llama 13b.toml", ["--out", "gs://runs/a"]),
+    name="llama-13b",
+    setup=("pip install 'prepcli[cuda]'", "true"),
+    env=(("A", "b c"),),
+)
+EVERY_OPTION: dict[str, object] = {
+    "nodes": 2,
+    "accelerator": "H100",
+    "devices_per_node": 8,
+    "infra": "gcp/us-central1",
+    "image": "example/prep:1",
+    "bucket": "gs://some-data",
+    "cpus": 96,
+    "mem": "900G",
+    "spot": True,
+}
+# SkyPilot has an environment of its own: it pins other versions than prep needs. Its program names the interpreter.
+SKY = shutil.which("sky")
+PARSER = """
+import json, sys, sky
+task = sky.Task.from_yaml(sys.argv[1])
+(resources,) = task.resources
+print(json.dumps({
+    "nodes": task.num_nodes,
+    "spot": resources.use_spot,
+    "accelerators": resources.accelerators,
+    "recovery": resources.job_recovery,
+    "mounts": {path: storage.source for path, storage in task.storage_mounts.items()},
+    "run": task.run,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def recorders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorders")
+    install_recorders(folder)
+    return folder
+
+
+def task_of(job: LaunchJob, values: dict[str, object], recipe_text: str = "") -> Any:
+    """Return the task as PyYAML reads it."""
+    options = with_defaults(SkyOptions, values)
+    return yaml.safe_load(sky_task(job, options, recipe_text=recipe_text))
+
+
+def test_sky_task_has_every_option():
+    task = task_of(JOB, EVERY_OPTION)
+    assert task["num_nodes"] == 2
+    assert task["resources"] == {
+        "infra": "gcp/us-central1",
+        "accelerators": "H100:8",
+        "cpus": "96+",
+        "memory": "900+",
+        "image_id": "docker:example/prep:1",
+        "use_spot": True,
+        "job_recovery": {"recover_on_exit_codes": [75, 134, 137, 143]},
+    }
+    assert task["envs"] == {"A": "b c"}
+    assert task["file_mounts"] == {"/bucket": {"source": "gs://some-data", "mode": "MOUNT"}}
+    assert task["setup"] == "pip install 'prepcli[cuda]'\ntrue\n"
+
+
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(recipe_text=texts, arguments=st.lists(words, max_size=3))
+def test_sky_nodes_train_with_the_recipe(recorders: Path, recipe_text: str, arguments: list[str]):
+    job = LaunchJob(command=train_command("r/my run.toml", arguments), name="run")
+    task = task_of(job, {"nodes": 2}, recipe_text)
+    done = run_script(
+        task["run"],
+        recorders,
+        SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2",
+        SKYPILOT_NUM_NODES="2",
+        SKYPILOT_NODE_RANK="1",
+    )
+    recipe = recorders / ".prep-launch" / "my run.toml"
+    assert done.words_of("prep") == [["train", str(recipe), *arguments]]
+    assert recipe.read_bytes() == recipe_text.encode()
+    place = {
+        "JAX_COORDINATOR_ADDRESS": "10.0.0.1:11111",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": "1",
+    }
+    assert done.variables_of("prep").items() >= place.items()
+
+
+def test_sky_node_keeps_the_exit_code(recorders: Path):
+    job = LaunchJob(
+        command=LaunchedCommand(name="export", arguments=("a b",), has_shares=True), name="job"
+    )
+    done = run_script(task_of(job, {})["run"], recorders, codes={"prep": [75]})
+    assert (done.code, done.words_of("prep")) == (75, [["export", "a b"]])
+
+
+@pytest.mark.parametrize("memory", ["900M", "1T", "many", "-1G"])
+def test_sky_task_rejects_other_units_of_memory(memory: str):
+    with pytest.raises(UsageError, match="is invalid"):
+        task_of(JOB, {"mem": memory})
+
+
+@pytest.mark.skipif(SKY is None, reason="needs sky")
+@pytest.mark.parametrize("values", [EVERY_OPTION, {}, {"accelerator": "tpu-v5p-8"}])
+def test_skypilot_accepts_the_task(values: dict[str, object], tmp_path: Path):
+    assert SKY is not None
+    python = Path(SKY).read_text().partition("\n")[0].removeprefix("#!")
+    file = tmp_path / "job.yaml"
+    file.write_text(sky_task(JOB, with_defaults(SkyOptions, values), recipe_text="a = 'b'\n"))
+    done = subprocess.run(
+        [python, "-c", PARSER, file],
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=MAX_S,
+    )
+    assert done.returncode == 0, done.stderr
+    parsed = json.loads(done.stdout.splitlines()[-1])
+    assert parsed["recovery"]["recover_on_exit_codes"] == [75, 134, 137, 143]
+    assert (parsed["nodes"], parsed["spot"]) == (values.get("nodes", 1), values.get("spot", False))
+    assert parsed["run"] == task_of(JOB, values, "a = 'b'\n")["run"]

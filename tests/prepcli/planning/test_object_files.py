@@ -1,0 +1,153 @@
+"""Data files of outputs in object stores, and the units of work that write them."""
+
+from __future__ import annotations
+
+from contextlib import chdir
+from pathlib import Path
+
+import pytest
+
+import prepcli as prep
+from prepcli.planning import coverage, object_files
+from prepcli.planning.chunk_placement import LeafPiece, place_chunks
+from prepcli.planning.grids import ChunkGrid
+from prepcli.planning.object_files import plan_object_files
+from prepcli.planning.object_passes import streams_of_spans
+from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Plan, Stream
+from prepcli.planning.slabs import split_streams
+from prepcli.planning.work_units import WorkUnit, divide_units, find_work_units
+from tests.helpers.tiny_checkpoints import make_checkpoint
+from trainer.models.axis_map import bind_row
+from trainer.models.row_text import parse_row
+
+LIMIT_NBYTES = 64 << 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plans")
+    make_checkpoint(folder / "m", vocab_size=4001, hidden_size=64, num_heads=4)
+    return folder
+
+
+def plan_of(folder: Path, command: str, **options: object) -> Plan:
+    """Return the plan of a conversion of the model."""
+    with chdir(folder):
+        conversion = getattr(prep, command)("./m", dry_run=True, **options)
+    assert conversion.plan is not None
+    return conversion.plan
+
+
+@pytest.mark.parametrize("mesh", ["1,1,1", "1,2,2", "1,1,4", None])
+def test_object_files_are_small_and_cover_every_chunk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, mesh: str | None
+):
+    monkeypatch.setattr(object_files, "OBJECT_NBYTES", LIMIT_NBYTES)
+    plan = plan_object_files(plan_of(folder, "save_init", mesh=mesh, pad_vocab="8"))
+    coverage.check(plan, lambda: split_streams(plan.streams, 1 << 20))
+    largest_chunk_nbytes = max(leaf.chunk_nbytes for leaf in plan.leaves)
+    assert len(plan.files) > 1
+    for file in plan.files:
+        assert file.size <= max(LIMIT_NBYTES, largest_chunk_nbytes)
+
+
+def stacked_plan() -> Plan:
+    """Return a plan of two leaves with four layers: `n` has chunks of two layers, `m` of one layer."""
+    pieces: list[LeafPiece] = []
+    tensors: list[str] = []
+    for layer in range(4):
+        for leaf, length in (("n", 2), ("m", 1)):
+            row = parse_row(f"layers embed <- h.{{layers}}.{leaf}: embed")
+            axis_map = bind_row(row, {"layers": 4, "embed": 6})
+            grid = ChunkGrid((4, 6), (length, 6))
+            pieces.append(LeafPiece(leaf, axis_map, (("layers", layer),), grid, 4))
+            tensors.append(f"h.{layer}.{leaf}")
+    layout = place_chunks(pieces)
+    streams: list[Stream] = []
+    for number, (name, region) in enumerate(zip(tensors, layout.regions)):
+        read = Contiguous(0, 24 * number)
+        streams.append(Stream(name, "float32", (6,), (0, 6), (read,), (region,)))
+    leaves: list[OutputLeaf] = []
+    for leaf, length in (("n", 2), ("m", 1)):
+        grid = ChunkGrid((4, 6), (length, 6))
+        leaves.append(OutputLeaf((leaf,), "float32", grid, tuple(layout.placed_chunks[leaf])))
+    return Plan(
+        command="save-init",
+        request="",
+        source_name="",
+        source_files=(),
+        streams=tuple(streams),
+        files=(OutputFile("d/0", layout.file_sizes[0]),),
+        leaves=tuple(leaves),
+    )
+
+
+def test_chunks_of_several_tensors_are_in_objects_of_their_own():
+    """Their objects are complete only after the last layer."""
+    plan = plan_object_files(stacked_plan())
+    coverage.check(plan, lambda: split_streams(plan.streams, 1 << 20))
+    files: dict[str, set[int]] = {}
+    for leaf in plan.leaves:
+        files[leaf.name] = {chunks.placement.file for chunks in leaf.placed_chunks}
+    assert files == {"m": {0}, "n": {1}}
+    assert [(unit.files, len(unit.streams)) for unit in find_work_units(plan)] == [
+        ((0,), 4),
+        ((1,), 4),
+    ]
+
+
+def test_files_of_other_formats_are_unchanged(folder: Path):
+    plan = plan_of(folder, "pad_vocab", multiple=8)
+    assert plan_object_files(plan) is plan
+    plan = plan_of(folder, "save_init", mesh="1,2,2", storage="files", pad_vocab="8")
+    assert plan_object_files(plan) is plan
+
+
+def test_units_have_no_file_in_common(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(object_files, "OBJECT_NBYTES", LIMIT_NBYTES)
+    plan = plan_object_files(plan_of(folder, "save_init", mesh="1,2,2", pad_vocab="8"))
+    units = find_work_units(plan)
+    assert len(units) > 5
+    assert sorted(file for unit in units for file in unit.files) == [*range(len(plan.files))]
+    assert sorted(s for unit in units for s in unit.streams) == [*range(len(plan.streams))]
+    for unit in units:
+        for number in unit.streams:
+            spans = coverage.stream_write_spans(plan.streams[number])
+            assert {file for file, _, _ in spans} <= set(unit.files)
+    for check in plan.checks:
+        names = [{plan.streams[s].name for s in unit.streams} for unit in units]
+        assert any({check.name, check.duplicate_of} <= unit_names for unit_names in names)
+
+
+def test_new_rows_follow_the_rows_that_they_average(folder: Path):
+    plan = plan_of(folder, "pad_vocab", multiple=8, init="mean")
+    for unit in find_work_units(plan):
+        rows: dict[str, int] = {}
+        for number in unit.streams:
+            stream = plan.streams[number]
+            assert rows.get(stream.name, 0) <= stream.rows[0]
+            rows[stream.name] = stream.rows[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4096])
+def test_units_are_divided_evenly(count: int):
+    units = [WorkUnit((number,), (number,), nbytes) for number, nbytes in enumerate((5, 4, 3, 2))]
+    shares = divide_units(units, count)
+    assert len(shares) == count
+    assert sorted(number for share in shares for number in share) == [0, 1, 2, 3]
+    if count == 2:
+        assert shares == ((0, 3), (1, 2))
+
+
+def test_a_further_pass_reads_only_the_rows_of_missing_bytes(folder: Path):
+    plan = plan_of(folder, "pad_vocab", multiple=8)
+    number, stream = max(enumerate(plan.streams), key=lambda item: item[1].nbytes)
+    ((file, start, stop),) = coverage.stream_write_spans(stream)
+    middle = (start + stop) // 2
+    missing = {file: [(middle, middle + 1)]}
+    (part,) = streams_of_spans([stream], missing, slab_nbytes=8 * stream.row_nbytes)
+    assert (part.name, part.nbytes < stream.nbytes / 10) == (stream.name, True)
+    ((_, part_start, part_stop),) = coverage.stream_write_spans(part)
+    assert part_start <= middle < part_stop
+    assert streams_of_spans([stream], {file: [(stop, stop + 1)]}, slab_nbytes=1 << 20) == []
+    assert number < len(plan.streams)
