@@ -8,7 +8,7 @@ BUCKET is a folder with a Hugging Face model and its Orbax item. `bench.throttle
 load stands for a host: it has its own client and its own folder for downloads. The seconds begin when all processes
 have imported their libraries, and end when the last one has its shards. The shards of all processes are compared with
 the file by a sum over all values. `--kill` kills all processes when half of the weights were sent, starts them again
-and counts the bytes that were sent twice. `--python` names the interpreter of the processes, with other loaders
+and counts the bytes sent twice. `--python` names the interpreter of the processes, with other loaders
 installed.
 
 Columns: `N` processes, `s` seconds, `x sent` and `x twice` bytes of objects divided by the weights, `MiB` anonymous
@@ -131,13 +131,13 @@ class Race:
 
 
 def kill_running(workers: Sequence[subprocess.Popen[str]]) -> None:
-    """Kill processes that still run."""
+    """Kill all running processes."""
     for worker in workers:
         worker.kill()
 
 
 def available_nbytes() -> int:
-    """Return the memory that the machine can still give to processes."""
+    """Return the free memory of the machine, reclaimable caches included."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     line = next(line for line in lines if line.startswith("MemAvailable:"))
     return int(line.split()[1]) << 10
@@ -234,7 +234,7 @@ def start_load(workers: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def kill_processes(workers: Sequence[subprocess.Popen[str]]) -> None:
-    """Kill processes that still run, and wait for all."""
+    """Kill all running processes, and wait for all."""
     kill_running(workers)
     for worker in workers:
         worker.communicate()
@@ -244,7 +244,7 @@ def kill_processes(workers: Sequence[subprocess.Popen[str]]) -> None:
 def waiting_processes(
     race: Race, loader: str, processes: int, split: str
 ) -> Iterator[tuple[list[subprocess.Popen[str]], str]]:
-    """Yield processes that are ready to load, and the first error of their start.
+    """Yield processes ready to load, and the first error of their start.
 
     They are killed at the end of the block, or after MAX_LOAD_S.
     """
