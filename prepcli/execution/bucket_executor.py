@@ -262,6 +262,8 @@ class BucketExecutor:
         for unit in units.values():
             numbers += unit.streams
             file_numbers += unit.files
+        # Objects of units without a note: a kill came between them and the note. Their bytes are computed
+        # again and compared, because only the note has their digests and checksums.
         existing = {file.path: file for file in self.bucket.list_files()}
         uploads = ObjectUploads(
             self.bucket, existing, self.limits.parts_in_flight, on_sent=self._count_sent
@@ -322,6 +324,8 @@ class BucketExecutor:
     ) -> None:
         """Read the streams of pieces again that did not fit in memory, until all are sent."""
         streams = [self.plan.streams[number] for number in numbers]
+        # Each pass assembles at least one piece, because the memory is free when it begins. The digests
+        # of a pass are ignored: its streams have a part of the rows.
         while missing := assembler.missing_spans():
             assembler.begin_pass()
             again = streams_of_spans(streams, missing, slab_nbytes=self.budget.slab_nbytes)
@@ -335,6 +339,7 @@ class BucketExecutor:
             self.pool.check()
 
     def _note_unit(self, number: int, note: UnitNote) -> None:
+        # Process 0 may have been started a second time, for example while its machine was suspended.
         if self._lock is not None:
             self._lock.check()
         self._run.write_note(number, note)
@@ -381,6 +386,8 @@ class BucketExecutor:
             if len(done) != num_done:
                 num_done = len(done)
                 last_change_s = now_s
+            # The process with the last note publishes. It may have been killed since, or the store may have
+            # listed the note too late for it.
             is_complete = num_done == len(self.units)
             if is_complete and now_s - last_change_s > PUBLICATION_S:
                 self._publish(publication)

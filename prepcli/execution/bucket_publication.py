@@ -155,7 +155,7 @@ class BucketPublication:
     def _check_objects(self, notes: Sequence[UnitNote], listed: Mapping[str, RemoteFile]) -> None:
         """Raise PrepError unless every data object is the one that its unit has written.
 
-        The notes of damaged units are deleted, so that the next run writes these units again.
+        The notes of damaged units are deleted. The next run writes these units again.
         """
         damaged: dict[int, str] = {}
         for number, note in enumerate(notes):
@@ -167,7 +167,7 @@ class BucketPublication:
             raise missing_object_error(self._bucket, next(iter(damaged.values())))
 
     def _is_stored(self, file: RemoteFile) -> bool:
-        """Ask for an object that a listing does not show, because stores may list objects late."""
+        """Ask for an object missing in a listing, because stores may list objects late."""
         return self._bucket.find_file(file.path) == file
 
     def _put(self, path: str, content: bytes) -> None:

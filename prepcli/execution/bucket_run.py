@@ -1,4 +1,4 @@
-"""State of a conversion into an object store: objects in `URL/.prep/`, from which it resumes on any machine.
+"""State of a conversion into an object store: objects in `URL/.prep/`. A run resumes from them on any machine.
 
     run.json      the identity of the run, written first
     ready.json    objects of earlier outputs are deleted: processes may write
@@ -6,7 +6,7 @@
     failed/I      the error of process I
 
 No object is ever changed by two processes, so that no lock is needed between them. A kill leaves complete objects only.
-The objects of a unit without `done/N` are compared with the bytes that the next run computes.
+The next run computes the bytes of a unit without `done/N` again, and compares them with the objects.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class UnitNote:
     """Result of a unit of work.
 
     Attributes:
-        objects: The objects that the unit has written.
+        objects: The written objects.
         digests: Digests of its streams, by number.
         blocks: Numbers of the checksum blocks in its objects.
         sums: Checksum of each of these blocks.
@@ -226,7 +226,7 @@ class BucketRun:
         raise PrepError(f"{path} of {self._state.name} is damaged", why, hint)
 
     def delete_notes(self, numbers: Sequence[int]) -> None:
-        """Delete the notes of units, which the next run then writes again."""
+        """Delete the notes of units. The next run writes these units again."""
         self._state.delete_files([_done_path(number) for number in numbers])
 
     def delete_state(self) -> None:

@@ -161,7 +161,7 @@ def layout_scales(
 def small_files(
     source: Source, config: HFConfig, weight_files: WeightFiles
 ) -> tuple[SmallFile, ...]:
-    """Return the files beside the weights. In an Orbax item they are in a folder of their own."""
+    """Return the files other than the weights. In an Orbax item they are in a folder of their own."""
     if not weight_files.leaves:
         return model_files(source, config, weight_files.index)
     prefix = f"{HF_FOLDER}/"

@@ -96,7 +96,7 @@ def _num_updates(source: Source, tensors: Mapping[str, DcpTensor]) -> int:
 
 
 def _settings(source: Source, folder: DcpFolder) -> AdamSettings:
-    """Return the settings that all groups share, and the weight decay of the first group."""
+    """Return the settings of all groups, and the weight decay of the first group."""
     values: dict[str, list[Any]] = {key: [] for key in GROUP_KEYS}
     # `optimizer.param_groups.0.lr`, or `optimizer.param_groups.TENSOR.lr` if the state dict is flattened.
     for name in folder.archives:
@@ -124,7 +124,7 @@ def _settings(source: Source, folder: DcpFolder) -> AdamSettings:
 
 
 def _as_groups(value: object) -> list[dict[str, Any]]:
-    """Return the groups of a list that PyTorch stored as one value."""
+    """Return the groups of a list in one stored value."""
     if not isinstance(value, list):
         return []
     return [group for group in value if isinstance(group, dict)]

@@ -1,4 +1,4 @@
-"""A training state that another framework wrote, as a part of a source."""
+"""The training state of another framework, as a part of a source."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class ForeignState:
     Attributes:
         moments: Both moments of each parameter, with the names of `adam_state`. Their files follow those of the source.
         step: Number of the last step.
-        num_updates: Number of updates that the moments average.
+        num_updates: Number of updates in the moments.
         settings: Settings of the optimizer. None if the framework does not store them.
         left_out: Names of the parts without a counterpart.
-        files: Files of the moments that are no files of the source.
+        files: Files of the moments, in addition to the files of the source.
         stamps: Size, time and digest of these files.
     """
 

@@ -59,7 +59,7 @@ def read_map(path: Path) -> TensorMap:
 
 
 def recorded_map(manifest: Manifest | None) -> TensorMap | None:
-    """Return the map that an export recorded, or None. It leads from the tensors of its files to those of the model.
+    """Return the recorded map of an export, or None. It leads from the tensors of its files to those of the model.
 
     Raises:
         PrepError: The record is malformed.

@@ -71,7 +71,7 @@ def _optimizer_path(source: Source) -> Path:
 
 
 def _other_files(source: Source) -> tuple[str, ...]:
-    """Return the names of files with state that is not converted."""
+    """Return the names of files with unconverted state."""
     return tuple(name for name in OTHER_FILES if (source.root / name).is_file())
 
 
@@ -157,7 +157,7 @@ def _numbered_entries(
 
 
 def _settings(path: Path, groups: list[Any]) -> AdamSettings:
-    """Return the settings that all groups share, and the weight decay of the first group."""
+    """Return the settings of all groups, and the weight decay of the first group."""
     first = groups[0]
     for key in ("lr", "betas", "eps"):
         if any(group.get(key) != first.get(key) for group in groups):

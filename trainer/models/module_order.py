@@ -1,7 +1,7 @@
 """Order of a model's parameters in a torch optimizer, and their groups in transformers' Trainer. No torch.
 
-An optimizer's state dict numbers the parameters in the order of `model.named_parameters()`, which no file of a
-checkpoint states. `module_order.toml` has it by family. `python -m tools.module_order` writes the file from the
+An optimizer's state dict numbers the parameters in the order of `model.named_parameters()`. No file of a
+checkpoint states it. `module_order.toml` has it by family. `python -m tools.module_order` writes the file from the
 classes of transformers.
 """
 
@@ -36,7 +36,7 @@ class OptimizerGroups:
 
 
 def optimizer_groups(family: str, names: Iterable[str]) -> OptimizerGroups:
-    """Return the groups of parameters that transformers' Trainer builds.
+    """Return the groups of parameters in transformers' Trainer.
 
     Args:
         family: Name of the family, a `model_type`.

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from prepcli.engine.blobs import Blob
 from prepcli.engine.digest import digest
-from prepcli.errors import Command, Option, PrepError, text
+from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
@@ -22,7 +22,7 @@ from prepcli.formats.manifest import (
 from prepcli.formats.orbax import METADATA_FILE, dotted_name, find_item
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange
-from prepcli.formats.untrusted import read_small_file
+from prepcli.formats.untrusted import quote_name, read_small_file
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
 from prepcli.planning.grids import ExplicitPlacement, Placement, StridedPlacement
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
@@ -30,7 +30,12 @@ from prepcli.planning.plan import DroppedTensor, RootScale, SourceFile
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.model_family import select_family
-from prepcli.sources.openers.orbax_state import MomentTrees, add_item_state, match_moment_trees
+from prepcli.sources.openers.orbax_state import (
+    MomentTrees,
+    add_item_state,
+    match_moment_trees,
+    moment_scales,
+)
 from prepcli.sources.source import (
     CONFIG,
     HF_FOLDER,
@@ -195,21 +200,18 @@ def _open_foreign_item(
     scale_records: Mapping[str, ScaleRecord] = {}
     if family.is_verbatim:
         tensors = verbatim_tensors(leaves)
-        extra_entries = tuple(
-            DroppedTensor(dotted_name(entry.path), 0, NO_ARRAY_RULE) for entry in item.non_arrays
-        )
+        extra_entries = _non_arrays(item)
     else:
         tree = match_foreign_tree(leaves, family, config, display_name)
-        if hints.training_state or (manifest and TRAINING_STATE_KEY in manifest.fields):
+        if _has_state(hints, manifest):
             moments = match_moment_trees(leaves, family, config, display_name)
         if hints.keeps_scales and manifest is not None and manifest.lost_values:
             scale_records = manifest.scales
+            _check_scales(tree, scale_records, display_name)
         elif tree.scales:
             # The layout is known only after the match. The leaves with a scale are then read through it.
             scales = _root_scales(tree, manifest, display_name)
-            if moments is not None:
-                scales |= moments.scales()
-            blobs, leaves = stored_leaves(item, scales)
+            blobs, leaves = stored_leaves(item, scales | moment_scales(moments))
             tree = match_foreign_tree(leaves, family, config, display_name)
             if moments is not None:
                 moments = match_moment_trees(leaves, family, config, display_name)
@@ -234,6 +236,19 @@ def _open_foreign_item(
     if moments is None:
         return source
     return add_item_state(source, moments, leaves, scale_records)
+
+
+def _has_state(hints: SourceHints, manifest: Manifest | None) -> bool:
+    """Return whether the training state of an item is read: on request, and from an export of prep that has one."""
+    if manifest is not None and TRAINING_STATE_KEY in manifest.fields:
+        return True
+    return hints.training_state
+
+
+def _non_arrays(item: OrbaxItem) -> tuple[DroppedTensor, ...]:
+    """Return the texts and empty containers of an item."""
+    names = [dotted_name(entry.path) for entry in item.non_arrays]
+    return tuple(DroppedTensor(name, 0, NO_ARRAY_RULE) for name in names)
 
 
 def _find_foreign_config(
@@ -279,6 +294,17 @@ def _root_scales(
     significant = {records[name]["significant"] for name in names if name in records}
     dtype = significant.pop() if len(significant) == 1 else ""
     return {leaf: RootScale(number, dtype) for leaf, number in tree.scales.items()}
+
+
+def _check_scales(tree: ForeignTree, records: Mapping[str, ScaleRecord], display_name: str) -> None:
+    """Raise DamagedError if a manifest records other scales than its layout has."""
+    names = {tree.names.full_name(name) for name in tree.scaled_tensors}
+    numbers = set(tree.scales.values())
+    for name, record in records.items():
+        if name not in names or record["sqrt"] not in numbers:
+            what = f"the manifest of {display_name} records another scale than its layout has"
+            why = f"{quote_name(name)} is divided by the square root of {record['sqrt']}"
+            raise DamagedError(what, why, GET_AGAIN_HINT)
 
 
 def _with_recorded_digests(

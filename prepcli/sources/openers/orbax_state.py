@@ -37,13 +37,16 @@ class MomentTrees:
     trees: tuple[ForeignTree, ...]
     state: str
 
-    def scales(self) -> dict[str, RootScale]:
-        """Return the scale of each leaf with one."""
-        scales: dict[str, RootScale] = {}
-        for tree, power in zip(self.trees, POWERS, strict=True):
-            for leaf, number in tree.scales.items():
-                scales[leaf] = RootScale(number, power=power)
+
+def moment_scales(moments: MomentTrees | None) -> dict[str, RootScale]:
+    """Return the scale of each leaf of a moment with one. Empty without moments."""
+    scales: dict[str, RootScale] = {}
+    if moments is None:
         return scales
+    for tree, power in zip(moments.trees, POWERS, strict=True):
+        for leaf, number in tree.scales.items():
+            scales[leaf] = RootScale(number, power=power)
+    return scales
 
 
 def match_moment_trees(
