@@ -165,7 +165,6 @@ class BucketLock:
         try:
             self._version = self._write_first()
         except ConditionsNotSupportedError:
-            self._bucket.has_conditions = False
             self._note(
                 f"{self._bucket.name} cannot be locked (the store has no conditional writes): start no second writer "
                 "there meanwhile"

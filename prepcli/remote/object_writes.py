@@ -87,7 +87,7 @@ def _create(bucket: Bucket, path: str, data: ByteArray) -> RemoteFile | None:
                 )
                 if not is_unsupported and status_of(error) not in NOT_IMPLEMENTED:
                     raise
-                # The lock has said so. Each refused request takes seconds of retries.
+                # The lock has said so.
                 bucket.has_conditions = False
         if not bucket.has_conditions:
             result = bucket.retry_call(partial(put, "overwrite"))
