@@ -140,6 +140,12 @@ def complete_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) ->
     """
     n_shards = job.plan.n_shards
     meta = read_valid_meta(job.store_folder, note)
+    if meta is None and is_complete(job):
+        # The store was damaged after its shards were removed. That is rare, so the first process to
+        # find the damage makes the whole store. The others wait for the lock.
+        meta = build_token_store(
+            job.store_folder, job.config, job.files, job.tokenizer, progress=progress, note=note
+        )
     if meta is None:
         missing = [shard for shard in range(n_shards) if not job.shard_folder(shard).exists()]
         if missing:

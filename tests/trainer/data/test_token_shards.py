@@ -118,6 +118,13 @@ def test_damaged_shard_is_made_again(config: TokenizeConfig):
     assert read_files(tokenize(config, 1, 2).folder) == expected_files(config)
 
 
+def test_damaged_store_is_made_again(config: TokenizeConfig):
+    for process in range(2):
+        path = tokenize(config, process, 2).folder / "tokens.bin"
+    path.write_bytes(bytes(len(path.read_bytes())))
+    assert read_files(tokenize(config, 0, 2).folder) == expected_files(config)
+
+
 def test_changed_file_is_one_error(config: TokenizeConfig, tmp_path: Path):
     tokenize(config, 0, 2)
     path = tmp_path / "data" / "1.jsonl"
