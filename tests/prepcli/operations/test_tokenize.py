@@ -139,6 +139,14 @@ def test_other_formats_have_the_documents_of_the_store():
     assert again.digest() == prep.batches("recipe.toml").digest()
 
 
+def test_unfit_format_is_an_error_before_the_work():
+    with pytest.raises(prep.PrepError, match="its format has no loss weights"):
+        prep.tokenize_shard(
+            "recipe.toml", out="tokens", format="megatron", overrides="data.add_bos=true"
+        )
+    assert not Path("runs").exists()
+
+
 def test_last_process_writes_other_formats():
     for process in range(2):
         result = prep.tokenize_shard("recipe.toml", process, of=2, out="tokens", format="megatron")
