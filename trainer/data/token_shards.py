@@ -17,6 +17,8 @@ from trainer.data.cache_records import Stamp, file_stamps, paths_digest, write_r
 from trainer.data.examples import FileStart, ReadPosition
 from trainer.data.fields import compile_fields
 from trainer.data.files import DataFile, Note
+from trainer.data.find_files import resolve_type
+from trainer.data.readers import READERS
 from trainer.data.shard_plan import (
     MAX_SHARDS,
     PLAN_FILE,
@@ -214,7 +216,11 @@ def _make_plan(
     max_shards = MAX_SHARDS
     if config.max_examples or config.bad_lines:
         max_shards = 1
-    plan = make_plan(settings, identity, files, max_shards=max_shards)
+    # The digest of a companion is checked after both files are read, so one process reads both.
+    companion_suffix = READERS[resolve_type(files, config.type)].companion_suffix
+    plan = make_plan(
+        settings, identity, files, max_shards=max_shards, companion_suffix=companion_suffix
+    )
     if (config.cache / identity).exists():
         return plan
     write_plan(folder, plan)

@@ -17,7 +17,7 @@ from trainer.data import token_formats
 from trainer.data.readers import megatron_file
 from trainer.data.store import MappedTokens, read_meta
 from trainer.data.token_formats import ExportFormat, export_tokens
-from trainer.models.errors import PrepError
+from trainer.models.errors import PrepError, UsageError
 
 # Documents of sequences. One has an end token inside, one no sequence, and one a sequence without ids.
 DOCUMENTS = [[[5, EOS, 7], [8]], [[9, EOS]], [], [[], [250]], [[3] * 40]]
@@ -117,9 +117,22 @@ def change_index(path: Path, offset: int, data: bytes) -> None:
         (17, b"\x07", "dtype code 7"),
         (18, b"\xff\xff", "its header declares"),
         (34, struct.pack("<i", -1), "its sequences are not one after the other"),
-        (-8, struct.pack("<q", 99), "its document bounds are not ascending"),
+        (-8, struct.pack("<q", 99), "its document bounds are not ascending from 0 to its 6 seq"),
+        (-8, struct.pack("<q", 5), "its document bounds are not ascending from 0 to its 6 seq"),
+        (-48, struct.pack("<q", 1), "its document bounds are not ascending from 0 to its 6 seq"),
+        (58, struct.pack("<q", 2), "its sequences are not one after the other"),
     ],
-    ids=["magic", "version", "dtype", "count", "length", "bounds"],
+    ids=[
+        "magic",
+        "version",
+        "dtype",
+        "count",
+        "length",
+        "bounds",
+        "last-bound",
+        "first-bound",
+        "first-offset",
+    ],
 )
 def test_malformed_index_is_one_error(tmp_path: Path, offset: int, data: bytes, message: str):
     write_dataset(tmp_path / "data", DOCUMENTS)
@@ -127,6 +140,37 @@ def test_malformed_index_is_one_error(tmp_path: Path, offset: int, data: bytes, 
     change_index(index, offset % index.stat().st_size, data)
     with pytest.raises(PrepError, match=message):
         tokenize_quietly(make_config(tmp_path, index, type="megatron"))
+
+
+def test_ids_after_the_last_document_are_an_error(tmp_path: Path):
+    write_dataset(tmp_path / "data", DOCUMENTS)
+    with (tmp_path / "data.bin").open("ab") as file:
+        file.write(bytes(2))
+    config = make_config(tmp_path, tmp_path / "data.idx", type="megatron")
+    with pytest.raises(PrepError, match=r"end at byte 94 of data\.bin, which has 96"):
+        tokenize_quietly(config)
+
+
+def test_gap_between_blocks_of_documents_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(megatron_file, "BLOCK_DOCUMENTS", 1)
+    write_dataset(tmp_path / "data", [[[5]], [[6]], [[7]]])
+    # The second offset is after three lengths and the first offset.
+    change_index(tmp_path / "data.idx", 34 + 12 + 8, struct.pack("<q", 4))
+    config = make_config(tmp_path, tmp_path / "data.idx", type="megatron")
+    with pytest.raises(PrepError, match="not one after the other"):
+        tokenize_quietly(config)
+
+
+def test_glob_may_match_both_files(tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    write_dataset(tmp_path / "data" / "a", DOCUMENTS)
+    config = make_config(tmp_path, tmp_path / "data" / "a.*", type="megatron")
+    assert documents_of(tokenize_quietly(config)) == joined(DOCUMENTS)
+    (tmp_path / "data" / "a.idx").unlink()
+    with pytest.raises(UsageError, match=r"name \.idx files only"):
+        tokenize_quietly(config)
 
 
 def test_missing_and_short_ids_are_errors(tmp_path: Path):
