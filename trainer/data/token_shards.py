@@ -165,9 +165,11 @@ def _plan_folder(config: TokenizeConfig) -> Path:
     """Return the folder of a plan.
 
     It is the same for all contents of the files and all settings, so that processes with other ones
-    find the plan and fail.
+    find the plan and fail. The stores of a recipe have separate plans, also if they have the same
+    files.
     """
-    return config.cache / f"shards-{paths_digest(config.paths, config.selection)}"
+    store_name = f"{config.source} {config.is_evaluation}"
+    return config.cache / f"shards-{paths_digest(config.paths, config.selection, store_name)}"
 
 
 def open_shards(config: TokenizeConfig, note: Note) -> ShardJob:
