@@ -88,7 +88,7 @@ def _merge(orders: list[list[str]]) -> list[str]:
 
 
 def _model_parameters(family: str, change: Mapping[str, Any]) -> tuple[list[str], set[str]]:
-    """Return the parameters of a model with default sizes, and the ones that Trainer decays."""
+    """Return the parameters of a model with default sizes, and the ones with weight decay in Trainer."""
     import torch
     from torch import nn
     from transformers import AutoConfig, Trainer

@@ -1,4 +1,4 @@
-"""Zip archives of `torch.save`, written without torch: the bytes around the tensors, which streams write later.
+"""Zip archives of `torch.save`, written without torch: the bytes around the tensors. Streams write the tensors later.
 
 An archive is an uncompressed zip with the pickle of the object first and one record per storage.
 """
@@ -48,7 +48,7 @@ class ObjectArchive:
     """The archive of an object with several tensors.
 
     Attributes:
-        constant_ranges: Offset and bytes of everything outside of the tensors that streams write.
+        constant_ranges: Offset and bytes of everything outside of the streamed tensors.
         offsets: Offset of each tensor, by the key of its storage.
         nbytes: Size of the archive.
     """

@@ -1,4 +1,4 @@
-"""Read an object that `torch.save` wrote, such as the state dict of an optimizer, without torch and without its code.
+"""Read an object of `torch.save`, such as the state dict of an optimizer, without torch and without its code.
 
 Tensors become `ArchivedTensor`, with the place of their bytes in the file. No payload is read.
 """
@@ -102,7 +102,7 @@ def read_archived_object(file: BinaryIO) -> ArchivedObject:
     """Read the object of an archive.
 
     Raises:
-        UnexpectedNameError: It refers to a class or function that no state dict has.
+        UnexpectedNameError: It refers to a class or function outside of the allowed ones.
         ValueError: The archive is invalid.
     """
     archive = open_torch_archive(file)
@@ -114,7 +114,7 @@ def read_archived_object(file: BinaryIO) -> ArchivedObject:
 
 
 def _storage_sizes(unpickled: UnpickledObject) -> dict[str, int]:
-    """Return the bytes of each storage that the object refers to, by key."""
+    """Return the bytes of each storage of the object, by key."""
     return {key: storage.nbytes for key, storage in collect_storages(unpickled).items()}
 
 

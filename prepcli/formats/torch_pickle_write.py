@@ -1,4 +1,4 @@
-"""Pickles of protocol 2, written without torch: plain values, and tensors that refer to storages of a zip archive.
+"""Pickles of protocol 2, written without torch: plain values, and tensors in the storages of a zip archive.
 
 Each function returns the opcodes of one value. `torch.load(weights_only=True)` reads them.
 """
@@ -28,7 +28,7 @@ class StoredTensor:
         key: Name of the storage in the archive.
         dtype: Its dtype, one of SUPPORTED_DTYPES.
         shape: Its shape.
-        content: Its bytes. None for a tensor that is written later.
+        content: Its bytes. None for a streamed tensor.
     """
 
     key: str

@@ -59,6 +59,7 @@ from prepcli.targets.trainer_item_state import (
 from trainer.models.module_order import OptimizerGroups, optimizer_groups
 
 STATE_LAYOUTS = (HF_LAYOUT, "maxtext", "maxtext-unscanned")
+NO_STATE_LAYOUT = f"training states have the layouts {', '.join(STATE_LAYOUTS)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class StateContent:
     """The content of a training state in a framework.
 
     Attributes:
-        missing: Parts of the framework's own checkpoints that prep does not have.
+        missing: Parts of the framework's own checkpoints without a counterpart in prep.
         folder_name: Default name of the output, with the step. Empty for the name of other exports.
         schedule_note: The way to set the learning rate schedule.
     """
@@ -104,7 +105,7 @@ class StateExport:
         weight_files: Files of the parameters and the moments. Empty without a state.
         state: The training state, or None.
         content: Content of the state in the output.
-        counters: Counters that are tensors of the output.
+        counters: Counters with a tensor in the output.
     """
 
     weight_files: WeightFiles
@@ -155,7 +156,7 @@ class StateExport:
         )
 
     def left_source(self, source: Source) -> Source:
-        """Return the source with only the state that is not converted."""
+        """Return the source with only the unconverted state."""
         if self.state is None:
             return source
         return replace(source, state_tensors=self.state.left_out)
@@ -169,7 +170,7 @@ class StateExport:
         return replace(planned, default_out_name=name, notes=notes, source_view=source)
 
     def _unconverted(self, state: AdamState) -> list[str]:
-        """Return the names of the parts that are not converted."""
+        """Return the names of the unconverted parts."""
         names: dict[str, None] = {}
         for tensor in state.left_out:
             slot, name = split_name(tensor.name)
@@ -186,7 +187,7 @@ class StateExport:
 
 
 def check_state_request(options: ExportOptions, source: Source) -> None:
-    """Raise UsageError for options that contradict a training state.
+    """Raise UsageError for options in conflict with a training state.
 
     Args:
         options: Options of the export.
@@ -194,7 +195,7 @@ def check_state_request(options: ExportOptions, source: Source) -> None:
     """
     option = Option("training_state", True)
     conflicts = [
-        (options["layout"] not in STATE_LAYOUTS, Option("layout", options["layout"]), "it has no training state"),
+        (options["layout"] not in STATE_LAYOUTS, Option("layout", options["layout"]), NO_STATE_LAYOUT),
         (options["map"] is not None, Option("map"), "a map has no names for moments"),
         (options["dtype"] is not None, Option("dtype", options["dtype"]),
          "moments belong to the values that were trained"),

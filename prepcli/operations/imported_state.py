@@ -19,7 +19,7 @@ from prepcli.sources.source import Source
 
 
 def check_imported_state(options: SaveInitOptions, source: Source) -> None:
-    """Check that a source has a training state, and that the options fit it.
+    """Check a source for a training state, and the options for conflicts with it.
 
     Raises:
         UsageError: An option contradicts the state.

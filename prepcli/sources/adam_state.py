@@ -23,8 +23,6 @@ from prepcli.planning.plan import Stream
 from prepcli.planning.state_names import OPT_STATE, qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
 from prepcli.sources.source import Source, SourceTensor
-from trainer.recipe.optimizer_tables import AdamWTable
-from trainer.recipe.rate_at_step import rate_at_step
 
 FIRST_MOMENT = f"{OPT_STATE}.adam.mu"
 SECOND_MOMENT = f"{OPT_STATE}.adam.nu"
@@ -72,7 +70,7 @@ class AdamState:
         first: First moment of each parameter, by the name of the parameter.
         second: Second moment of each parameter.
         step: Number of the last step.
-        num_updates: Number of updates that the moments average. Skipped steps have none.
+        num_updates: Number of updates in the moments. Skipped steps have none.
         settings: Settings of the optimizer. None if the source does not have them.
         counters: Tensors of the counters, by name.
         batch_size: Sequences of a step. 1 if it is unknown.
@@ -193,7 +191,11 @@ def read_scalar(source: Source, tensor: SourceTensor) -> float:
 
 
 def _read_settings(source: Source, step: int) -> AdamSettings | None:
-    """Return the settings in the manifest: of the run's recipe, or of the framework that the state came from."""
+    """Return the settings in the manifest: of the run's recipe, or of the framework of origin."""
+    # The tables of a recipe take 0.3 s to import. Every command on an Orbax item imports this module.
+    from trainer.recipe.optimizer_tables import AdamWTable
+    from trainer.recipe.rate_at_step import rate_at_step
+
     fields = _manifest_fields(source)
     record = source.training_record or fields.get(TRAINING_STATE_KEY)
     if record is not None and record["optimizer"]:
@@ -213,7 +215,7 @@ def _read_settings(source: Source, step: int) -> AdamSettings | None:
 
 
 def _manifest_fields(source: Source) -> Mapping[str, Any]:
-    """Return the fields of the manifest, including those that a training run adds."""
+    """Return the fields of the manifest, including the entries of a training run."""
     if source.manifest is None:
         return {}
     return source.manifest.fields

@@ -1,4 +1,4 @@
-"""A training state that another framework wrote, as a part of a source."""
+"""The training state of another framework, as a part of a source."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import numpy as np
 
 from prepcli.engine.blobs import MemoryBlob
 from prepcli.engine.digest import digest
-from prepcli.errors import PrepError
+from prepcli.errors import Option, PrepError, text
 from prepcli.planning.plan import Contiguous, SourceFile
 from prepcli.planning.state_names import qualify
 from prepcli.sources.adam_state import NUM_UPDATES, SKIPPED, SKIPPED_IN_ROW, STEP, AdamSettings
 from prepcli.sources.source import Source, SourceTensor
+
+WITHOUT_STATE_HINT = text("convert it without {}", Option("training_state", True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +26,10 @@ class ForeignState:
     Attributes:
         moments: Both moments of each parameter, with the names of `adam_state`. Their files follow those of the source.
         step: Number of the last step.
-        num_updates: Number of updates that the moments average.
+        num_updates: Number of updates in the moments.
         settings: Settings of the optimizer. None if the framework does not store them.
         left_out: Names of the parts without a counterpart.
-        files: Files of the moments that are no files of the source.
+        files: Files of the moments, in addition to the files of the source.
         stamps: Size, time and digest of these files.
     """
 
@@ -84,6 +86,7 @@ def one_count(source: Source, counts: Mapping[str, float]) -> int:
         listed = ", ".join(f"{count:g} of {name}" for count, name in list(names.items())[:2])
         raise PrepError(
             f"{source.display_name} has several numbers of updates",
-            f"{listed}; prep has one for all parameters",
+            f"{listed}. prep has one number for all parameters",
+            WITHOUT_STATE_HINT,
         )
     return int(next(iter(names)))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_continued_start(start: StartCheckpoint, loop: LoopConfig) -> None:
-    """Check that a run can continue from the training state of its start checkpoint.
+    """Check the training state in the start checkpoint of a run.
 
     Raises:
         UsageError: The checkpoint has no training state.
@@ -42,7 +42,7 @@ def check_continued_start(start: StartCheckpoint, loop: LoopConfig) -> None:
             f"it lacks {missing[0]}, one of {len(missing):,} leaves",
             text("{} chooses the optimizer", Key("optimizer.type")),
         )
-    step = int(reader.manifest["step"])
+    step = Manifest(reader.manifest).step or 0
     if step >= loop.steps:
         raise PrepError(
             f"{path} is at step {step}",
@@ -52,7 +52,7 @@ def check_continued_start(start: StartCheckpoint, loop: LoopConfig) -> None:
 
 
 def load_continued_state(start: StartCheckpoint, setup: Any) -> TrainState:
-    """Read the state that `check_continued_start` accepted."""
+    """Read the state after `check_continued_start`."""
     from trainer.training.loading import restore_state
 
     reader = start.model_reader

@@ -46,9 +46,9 @@ log_every = 1
 """
 
 
-def make_folder(**config: Any) -> None:
+def make_folder(config: dict[str, Any] = LLAMA) -> None:
     """Write a model, its data and a recipe to the current folder."""
-    make_checkpoint(Path("tiny"), LLAMA, "float32", **config)
+    make_checkpoint(Path("tiny"), config, "float32")
     write_tokenizer(Path("tiny"))
     assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
     np.save("ids.npy", token_ids())
@@ -56,7 +56,7 @@ def make_folder(**config: Any) -> None:
 
 
 def token_ids() -> np.ndarray:
-    """Return the tokens of all steps, [STEPS * BATCH * SEQ_LENGTH]. Neighbours are similar, so that the loss falls."""
+    """Return the tokens of all steps, [STEPS * BATCH * SEQ_LENGTH]. Neighbours are similar."""
     steps = np.random.default_rng(0).integers(0, 3, STEPS * BATCH * SEQ_LENGTH)
     return (np.cumsum(steps) % VOCAB).astype(np.int32)
 
@@ -84,7 +84,7 @@ def train(name: str, *overrides: str, stop_after: int | None = None) -> dict[int
 
 
 def labelled_row(row: np.ndarray) -> dict[str, np.ndarray]:
-    """Return a sequence and its labels, which transformers shifts. The first token is no target."""
+    """Return a sequence and its labels, before the shift of transformers. The first token is no target."""
     tokens = row.astype(np.int64)
     labels = tokens.copy()
     labels[0] = -100
@@ -106,7 +106,7 @@ class HFTraining:
         self.losses = losses
 
         class FixedBatches(Trainer):
-            """A trainer that reads its batches in order, and records the loss of each step."""
+            """A trainer with batches in order and a record of all losses."""
 
             def _get_train_sampler(self, train_dataset: Any = None) -> Any:
                 return torch.utils.data.SequentialSampler(rows)

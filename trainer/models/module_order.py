@@ -1,7 +1,7 @@
 """Order of a model's parameters in a torch optimizer, and their groups in transformers' Trainer. No torch.
 
-An optimizer's state dict numbers the parameters in the order of `model.named_parameters()`, which no file of a
-checkpoint states. `module_order.toml` has it by family. `python -m tools.module_order` writes the file from the
+An optimizer's state dict numbers the parameters in the order of `model.named_parameters()`. No file of a
+checkpoint states it. `module_order.toml` has it by family. `python -m tools.module_order` writes the file from the
 classes of transformers.
 """
 
@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from trainer.models.errors import PrepError
+from trainer.models.errors import Option, PrepError, text
 
 ORDER_FILE = Path(__file__).with_suffix(".toml")
 NUMBER = re.compile(r"\d+")
 # Placeholder of a number in a pattern.
 ANY_NUMBER = "*"
+WITHOUT_STATE_HINT = text(
+    "convert the parameters alone, without {}", Option("training_state", True)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class OptimizerGroups:
 
 
 def optimizer_groups(family: str, names: Iterable[str]) -> OptimizerGroups:
-    """Return the groups of parameters that transformers' Trainer builds.
+    """Return the groups of parameters in transformers' Trainer.
 
     Args:
         family: Name of the family, a `model_type`.
@@ -50,6 +53,7 @@ def optimizer_groups(family: str, names: Iterable[str]) -> OptimizerGroups:
         raise PrepError(
             f"the optimizer state of {family} is not supported in the order of torch",
             "its modules in transformers have other parameters than its files",
+            WITHOUT_STATE_HINT,
         )
     decayed: list[str] = []
     not_decayed: list[str] = []
@@ -78,6 +82,7 @@ def module_order(family: str, names: Iterable[str]) -> tuple[str, ...]:
             raise PrepError(
                 f"the place of {name} in the optimizer of {family} is unknown",
                 "the model of transformers with default settings has no such parameter",
+                WITHOUT_STATE_HINT,
             )
     return sort_by_modules(names, patterns)
 
