@@ -1,4 +1,7 @@
-"""Find and kill a process of a launched conversion or training."""
+"""Find and kill a process of a launched conversion or training.
+
+Only processes with the working folder of the test are found: this machine may run other jobs.
+"""
 
 from __future__ import annotations
 
@@ -13,37 +16,34 @@ from tests.helpers.waiting import wait_until
 
 def kill_share(count: int, index: int) -> int:
     """Wait for the process of a share, kill it, and return its id."""
-    found: list[int] = []
-
-    def find() -> bool:
-        found[:] = share_processes(count, index)
-        return bool(found)
-
-    wait_until(find)
-    os.kill(found[0], signal.SIGKILL)
-    return found[0]
+    wait_until(lambda: bool(share_processes(count, index)))
+    process = share_processes(count, index)[0]
+    os.kill(process, signal.SIGKILL)
+    return process
 
 
 def share_processes(count: int, index: int) -> list[int]:
     """Return the Python processes of a share."""
     words = f"\0--processes\0{count}/{index}\0"
-    found: list[int] = []
+    processes: list[int] = []
     for pid, line in _read_all("cmdline"):
         if words in line and "python" in line.partition("\0")[0]:
-            found.append(pid)
-    return found
+            processes.append(pid)
+    return processes
 
 
 def kill_training_process(index: int) -> None:
-    """Kill the processes of a job of `JAX_PROCESS_ID` on this machine."""
+    """Kill the process of a job with this `JAX_PROCESS_ID`."""
     for pid, line in _read_all("environ"):
         if f"JAX_PROCESS_ID={index}" in line.split("\0"):
             os.kill(pid, signal.SIGKILL)
 
 
 def _read_all(name: str) -> Iterator[tuple[int, str]]:
-    """Yield each process id with the text of a file in its folder of `/proc`."""
+    """Yield each process id of this working folder with the text of a file in its folder of `/proc`."""
+    here = Path.cwd()
     for path in Path("/proc").glob(f"[0-9]*/{name}"):
         # A process may end, or belong to the system.
         with contextlib.suppress(OSError):
-            yield int(path.parent.name), path.read_text(errors="replace")
+            if path.with_name("cwd").readlink() == here:
+                yield int(path.parent.name), path.read_text(errors="replace")
