@@ -96,6 +96,15 @@ def parse_out_url(path: Path | None) -> ObjectStoreUrl | None:
     return parse_url(url)
 
 
+def check_local_folder(path: Path | None) -> None:
+    """Raise UsageError if `--out` of tokens is a URL. Their files need appends and locks."""
+    url = parse_out_url(path)
+    if url is not None:
+        what = text("{} is a bucket", Option("out", str(url)))
+        hint = text("{}", Option("out", "FOLDER"))
+        raise usage_error(what, "tokens are files of a local or shared folder", hint)
+
+
 def make_and_upload(
     request: UploadRequest,
     has_other_processes: bool,

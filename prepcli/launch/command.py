@@ -9,6 +9,7 @@ from pathlib import Path
 from prepcli.errors import Text, text, usage_error
 
 TRAIN = "train"
+TOKENIZE = "tokenize"
 # Commands that compute on one mesh of all devices of a job. Their processes connect to process 0.
 MESH_COMMANDS = (TRAIN, "eval", "generate")
 
@@ -47,6 +48,11 @@ class LaunchedCommand:
     def has_mesh(self) -> bool:
         """Whether the processes of the command compute together on one mesh."""
         return self.name in MESH_COMMANDS
+
+    @property
+    def writes_buckets(self) -> bool:
+        """Whether `--out` may be a URL."""
+        return self.name != TOKENIZE
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -9,9 +9,9 @@ from typing import Unpack
 
 from prepcli.console.observer import QUIET, Observer
 from prepcli.engine.files import io_error
-from prepcli.errors import Key, Option, Text, text, usage_error
+from prepcli.errors import Command, Key, Option, Text, join_texts, text, usage_error
 from prepcli.execution.signals import PARENT_VARIABLE, remember_signal
-from prepcli.execution.uploads import parse_out_url
+from prepcli.execution.uploads import check_local_folder, parse_out_url
 from prepcli.launch.command import TRAIN, LaunchedCommand, check_process_count
 from prepcli.launch.gke import gke_manifest
 from prepcli.launch.hardware import (
@@ -270,6 +270,8 @@ def _training_needs(command: LaunchedCommand, recipe: Recipe | None) -> Training
     """
     # An invalid URL is an error before the job waits.
     parse_out_url(command.out)
+    if not command.writes_buckets:
+        check_local_folder(command.out)
     if not command.has_mesh:
         return None
     if recipe is None:
@@ -295,14 +297,18 @@ def _check_output_is_kept(
     """
     if not command.writes_output or parse_out_url(command.out) is not None:
         return
-    hint: Text | str = "`-- --out gs://BUCKET/RUN`"
-    if command.name != TRAIN:
-        hint = f"`-- {command.name} ... --out gs://BUCKET/NAME`"
     what = text("{} is no bucket", Option("out", command.out or "NAME"))
+    hints: list[Text | str] = []
     if option is not None:
         what = text("{} is missing", Option(option.name))
-        hint = text("{}, or {}", option, hint)
-    raise usage_error(what, f"the checkpoints are lost when {event}", hint)
+        hints.append(text("{}", option))
+    if not command.writes_buckets:
+        hints.append(text("{}: its nodes share a folder", Command("launch", "slurm")))
+    elif command.name == TRAIN:
+        hints.append("`-- --out gs://BUCKET/RUN`")
+    else:
+        hints.append(f"`-- {command.name} ... --out gs://BUCKET/NAME`")
+    raise usage_error(what, f"the output is lost when {event}", join_texts(", or ", hints))
 
 
 def _one_of(name: str) -> Text:

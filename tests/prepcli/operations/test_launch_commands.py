@@ -115,8 +115,26 @@ def test_outputs_on_lost_disks_are_refused(
     words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
 ):
     error = run_failing(capsys, USAGE, "launch", *words, "--", *SAVE_INIT)
-    assert "the checkpoints are lost" in error
+    assert "the output is lost" in error
     assert hint in " ".join(error.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["sky"], "`prep launch slurm`"),
+        (["gke", "--image", "image"], "`--claim NAME`, or `prep launch slurm`"),
+    ],
+)
+def test_tokens_need_a_folder(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]):
+    error = run_failing(capsys, USAGE, "launch", *words, "--", "tokenize", "recipe.toml")
+    assert hint in " ".join(error.split())
+
+
+def test_tokens_in_a_bucket_are_refused(capsys: pytest.CaptureFixture[str]):
+    command = ["tokenize", "recipe.toml", "--out", "gs://bucket/tokens"]
+    error = run_failing(capsys, USAGE, "launch", "slurm", "--", *command)
+    assert "`--out gs://bucket/tokens` is a bucket" in error
 
 
 def test_local_processes_convert_together(capsys: pytest.CaptureFixture[str]):

@@ -14,6 +14,7 @@ import pytest
 import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, USAGE
+from tests.helpers.run_cli import run_failing
 from tests.helpers.training_folder import RECIPE, WORDS, make_training_folder
 from tests.test_readme import ROOT, blocks, write_files
 
@@ -173,6 +174,15 @@ def test_unfit_format_is_an_error_before_the_work():
             "recipe.toml", out="tokens", format="megatron", overrides="data.add_bos=true"
         )
     assert not Path("runs").exists()
+
+
+def test_tokens_in_a_bucket_are_refused(capsys: pytest.CaptureFixture[str]):
+    """They were written to a local folder called `gs:`."""
+    error = run_failing(capsys, USAGE, "tokenize", "recipe.toml", "--out", "gs://bucket/tokens")
+    assert "`--out gs://bucket/tokens` is a bucket" in error
+    with pytest.raises(prep.UsageError, match="is a bucket"):
+        prep.batches("recipe.toml", out="gs://bucket/tokens")
+    assert not Path("gs:").exists()
 
 
 def test_last_process_writes_other_formats():
