@@ -42,7 +42,7 @@ def launched_command(
         words: Further words, with the first `--` of the command line.
 
     Raises:
-        UsageError: The command is unknown. Errors of its options are those of its own parser.
+        UsageError: The command is unknown. Its own parser raises the errors of its options.
     """
     if recipe is None:
         path = context.command_path

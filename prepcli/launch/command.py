@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,15 +67,6 @@ class LaunchedCommand:
         """Return the words with another path of the recipe."""
         recipe_words = (recipe,) if self.recipe else ()
         return (self.name, *recipe_words, *self.arguments)
-
-
-def train_command(recipe: str, arguments: Sequence[str] = ()) -> LaunchedCommand:
-    """Return the command for training with a recipe.
-
-    >>> train_command("run.toml", ["--set", "seed=1"]).words
-    ('train', 'run.toml', '--set', 'seed=1')
-    """
-    return LaunchedCommand(name=TRAIN, recipe=recipe, arguments=tuple(arguments))
 
 
 def check_process_count(command: LaunchedCommand, count: int, hint: Text | str) -> None:

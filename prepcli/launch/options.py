@@ -17,7 +17,7 @@ from prepcli.option_spec import (
     PositiveInt,
 )
 
-# In the help, the options of a target stand before those of all scripts.
+# Position in the help of options of several targets: after the options of one target.
 _SCRIPT = 20
 
 
@@ -70,7 +70,7 @@ class SubmitOptions(JobOptions):
 
 
 class ScriptOptions(SubmitOptions):
-    """Options of the targets whose job is a shell script."""
+    """Options of targets with a shell script."""
 
     setup: Annotated[
         Sequence[str],

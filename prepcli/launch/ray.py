@@ -29,7 +29,7 @@ def ray_driver(job: LaunchJob, options: RayOptions, *, recipe_text: str = "") ->
     check_label(job.name)
     _check_devices(job, options)
     command = _command_lines(job, options, recipe_text)
-    head = [comment(f"Runs `{job.command.title}` on a Ray cluster whose nodes have prep.")]
+    head = [comment(f"Runs `{job.command.title}` on a Ray cluster with prep on its nodes.")]
     if job.command.has_mesh:
         return script([*head, *_trainer_lines(job, options, command)])
     return script([*head, *_task_lines(job, options, command)])

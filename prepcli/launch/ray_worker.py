@@ -17,7 +17,7 @@ from prepcli.launch.local import free_port
 
 # First version with `JaxTrainer`.
 MIN_VERSION = (2, 50)
-# Signals that end a process whose command resumes. SIGINT is absent: it is Ctrl-C.
+# Signals after which the command resumes. SIGHUP and SIGINT are absent: a user ends the job with them.
 SIGNALS = range(3, 32)
 
 

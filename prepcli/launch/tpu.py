@@ -57,7 +57,7 @@ def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
         [
             "#!/bin/bash",
             comment(f"Runs `{job.command.title}` on a TPU {options['accelerator']}."),
-            comment(f"{NOT_RUN} Its flags are those of gcloud's reference."),
+            comment(f"{NOT_RUN} Its flags are in the reference of gcloud."),
             comment(f"To delete the TPU: {delete}"),
             "set -euo pipefail",
             "",

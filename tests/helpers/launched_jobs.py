@@ -1,4 +1,4 @@
-"""Find and kill a process of a launched conversion or training.
+"""Commands of launched jobs, and processes to kill.
 
 Only processes with the working folder of the test are found: this machine may run other jobs.
 """
@@ -8,10 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from prepcli.launch.command import TRAIN, LaunchedCommand
 from tests.helpers.waiting import wait_until
+
+
+def train_command(recipe: str, arguments: Sequence[str] = ()) -> LaunchedCommand:
+    """Return the command for training with a recipe."""
+    return LaunchedCommand(name=TRAIN, recipe=recipe, arguments=tuple(arguments))
 
 
 def kill_share(count: int, index: int) -> int:

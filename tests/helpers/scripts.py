@@ -84,7 +84,7 @@ def run_script(
     states: tuple[str, ...] = ("ACTIVE",),
     **env: str,
 ) -> Calls:
-    """Run a script whose programs are the recorders of a folder.
+    """Run a script with the recorders of a folder as its programs.
 
     Args:
         script: The script, which `bash -n` must accept.

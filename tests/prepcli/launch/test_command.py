@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prepcli.errors import UsageError
-from prepcli.launch.command import LaunchedCommand, check_process_count, train_command
+from prepcli.launch.command import LaunchedCommand, check_process_count
+from tests.helpers.launched_jobs import train_command
 
 
 def test_words_of_a_training_have_another_path_of_the_recipe():

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from prepcli.errors import UsageError
-from prepcli.launch.command import LaunchedCommand, train_command
+from prepcli.launch.command import LaunchedCommand
 from prepcli.launch.gke import FILES_FOLDER, gke_manifest, yaml_text
 from prepcli.launch.job import LaunchJob
 from prepcli.launch.options import GkeOptions
 from prepcli.option_spec import with_defaults
 from prepcli.planning.shares import Share, launcher_share
 from tests.helpers.kubernetes_schemas import ConfigMap, JobSet
+from tests.helpers.launched_jobs import train_command
 from tests.helpers.scripts import install_recorders, run_script, texts, words
 from trainer.files.json_values import JsonObject
 

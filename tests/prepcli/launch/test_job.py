@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prepcli.errors import UsageError
-from prepcli.launch.command import train_command
 from prepcli.launch.job import LaunchJob, as_label, check_label, parse_env
+from tests.helpers.launched_jobs import train_command
 
 
 def test_parse_env_splits_at_the_first_equals_sign():

@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prepcli.errors import UsageError
-from prepcli.launch.command import LaunchedCommand, train_command
+from prepcli.launch.command import LaunchedCommand
 from prepcli.launch.job import LaunchJob
 from prepcli.launch.options import SlurmOptions
 from prepcli.launch.slurm import slurm_script, time_limit_s
 from prepcli.option_spec import with_defaults
+from tests.helpers.launched_jobs import train_command
 from tests.helpers.scripts import install_recorders, lines, run_script, words
 
 JOB = LaunchJob(command=train_command("recipes/llama-13b.toml"), name="llama-13b", max_restarts=3)
