@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError
-from prepcli.formats.added_tokens import RECORD_FILE
+from prepcli.formats.added_tokens import RECORD_FILE, Addition
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.operations.token_folder import recorded_additions
 from prepcli.sources.source import Source
 from prepcli.sources.vocabulary_tensors import stored_vocabulary
-from prepcli.targets.token_files import files_without_tokens, read_side_file
+from prepcli.targets.source_tokenizer import open_tokenizer
+from prepcli.targets.token_files import files_with_tokens, read_side_file, recorded_tokens
 from trainer.models.boxes import Range
 
 ADD = "add-tokens"
@@ -52,10 +53,7 @@ def token_change(output: Source, source: Source) -> TokenChange | None:
         why = f"it has no {RECORD_FILE}"
         raise DamagedError(f"{larger.display_name} records no added tokens", why, GET_AGAIN_HINT)
     addition = additions[-1]
-    equal_files: set[str] = set()
-    for name, content in files_without_tokens(larger, addition).items():
-        if read_side_file(smaller, name) == content:
-            equal_files.add(name)
+    equal_files = _files_with_tokens_alone(larger, smaller, addition)
     if recorded_additions(smaller) == additions[:-1]:
         equal_files.add(RECORD_FILE)
     first_row = addition.true_vocab_size
@@ -65,3 +63,26 @@ def token_change(output: Source, source: Source) -> TokenChange | None:
         vocab_rows=stored_vocabulary(output).stored_size,
         files=frozenset(equal_files),
     )
+
+
+def _files_with_tokens_alone(larger: Source, smaller: Source, addition: Addition) -> set[str]:
+    """Return the files of a checkpoint that differ from the ones of another checkpoint by added tokens alone.
+
+    The files are made again. A record of insertions alone would also describe any other insertion.
+
+    Raises:
+        DamagedError: The tokens have other ids than the tokenizer gives them.
+    """
+    opened = open_tokenizer(smaller)
+    size = opened.tokenizer.size
+    if size != addition.true_vocab_size:
+        what = f"{larger.display_name} records tokens with other ids than the tokenizer"
+        why = f"they begin at {addition.true_vocab_size:,}, {smaller.display_name} has {size:,} ids"
+        raise DamagedError(what, why, GET_AGAIN_HINT)
+    tokens = recorded_tokens(larger, opened.file_name, addition)
+    contents, _ = files_with_tokens(smaller, opened.file_name, tokens, addition.true_vocab_size)
+    equal_files: set[str] = set()
+    for name, content in contents.items():
+        if read_side_file(larger, name) == content:
+            equal_files.add(name)
+    return equal_files

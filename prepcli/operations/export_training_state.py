@@ -57,6 +57,7 @@ from prepcli.targets.trainer_item_state import (
     schedule_blob,
     schedule_counter,
 )
+from trainer.models.decayed_leaves import DecayRule
 from trainer.models.module_order import OptimizerGroups, optimizer_groups
 
 STATE_LAYOUTS = (HF_LAYOUT, "maxtext", "maxtext-unscanned")
@@ -275,7 +276,11 @@ def _decay_differences(
     """Return a description of the parameters with weight decay only in the recipe or only in Trainer."""
     if state.table is None or not settings.weight_decay:
         return ()
-    return tuple(decay_differences(source, groups.decayed, state.table))
+    table = state.table
+    rule = DecayRule(
+        table.decay_embeddings, exclude=table.decay_exclude, include=table.decay_include
+    )
+    return tuple(decay_differences(source, groups.decayed, rule))
 
 
 def _trainer_files(

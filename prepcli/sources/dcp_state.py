@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from prepcli.errors import Option, PrepError, text
+from prepcli.errors import GET_AGAIN_HINT, PrepError
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.torch_dcp import DcpFolder, DcpTensor, read_dcp_folder, read_dcp_value
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE_RULE, qualify
 from prepcli.sources.adam_state import MOMENTS, read_scalar, trained_tensors
 from prepcli.sources.foreign_state import (
+    WITHOUT_STATE_HINT,
     ForeignState,
     adam_settings,
     add_foreign_state,
@@ -40,13 +41,14 @@ def read_dcp_state(source: Source) -> Source:
     tensors = {tensor.name: tensor for tensor in folder.tensors}
     if not any(name.startswith(STATE_PREFIX) for name in tensors):
         what = f"{source.display_name} has no training state"
-        hint = text("convert it without {}", Option("training_state", True))
-        raise PrepError(what, f"no name in it starts with {STATE_PREFIX}", hint)
+        why = f"no name in it starts with {STATE_PREFIX}"
+        raise PrepError(what, why, WITHOUT_STATE_HINT)
     groups = _groups(folder)
     if not groups:
         raise PrepError(
             f"the settings of the optimizer in {source.display_name} are missing",
             f"no value in it starts with {GROUPS_PREFIX}",
+            WITHOUT_STATE_HINT,
         )
     num_updates = _num_updates(source, tensors)
     settings = adam_settings(source.display_name, groups)
@@ -81,7 +83,7 @@ def _moments(source: Source, tensors: Mapping[str, DcpTensor]) -> Iterator[Sourc
             if moment.shape != parameter.shape:
                 what = f"{source.display_name}: {moment.name} has another shape"
                 why = f"it is {list(moment.shape)}, the parameter {list(parameter.shape)}"
-                raise PrepError(what, why)
+                raise PrepError(what, why, GET_AGAIN_HINT)
             digests = recorded_digests(manifest.slots.get(slot, {}), name)
             yield SourceTensor(
                 qualify(slot, parameter.name),
@@ -99,7 +101,7 @@ def _state_tensor(
     full_name = f"{STATE_PREFIX}{name}.{entry}"
     if full_name not in tensors:
         why = "the parameter was frozen, or the optimizer is not AdamW"
-        raise PrepError(f"{source.display_name} has no {full_name}", why)
+        raise PrepError(f"{source.display_name} has no {full_name}", why, WITHOUT_STATE_HINT)
     return tensors[full_name]
 
 

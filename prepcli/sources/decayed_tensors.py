@@ -6,30 +6,29 @@ from collections.abc import Collection, Iterator
 
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.sources.source import Source, match_source_tensors, stored_axis_maps
+from trainer.models.decayed_leaves import DecayRule
 from trainer.models.param_tree import param_leaves
-from trainer.recipe.decayed_leaves import decays
-from trainer.recipe.optimizer_tables import AdamWTable
 
-# The keys of a recipe that choose the decayed parameters have their defaults. The learning rate has none.
-DEFAULT_TABLE = AdamWTable(lr=1.0)
+# Rule of a recipe without keys for it.
+DEFAULT_RULE = DecayRule()
 
 
 def decay_differences(
-    source: Source, decayed_names: Collection[str], table: AdamWTable = DEFAULT_TABLE
+    source: Source, decayed_names: Collection[str], rule: DecayRule = DEFAULT_RULE
 ) -> Iterator[str]:
     """Yield a description of the parameters with weight decay on one side only, if there are any.
 
     Args:
         source: The opened source.
         decayed_names: Names in files of the parameters with weight decay in torch.
-        table: The table of the recipe.
+        rule: The rule of the recipe.
     """
-    differing = sorted(_decayed_in_prep(source, table) ^ {*decayed_names})
+    differing = sorted(_decayed_in_prep(source, rule) ^ {*decayed_names})
     if differing:
         yield f"weight decay of {len(differing):,} parameters, e.g. {differing[0]}"
 
 
-def _decayed_in_prep(source: Source, table: AdamWTable) -> set[str]:
+def _decayed_in_prep(source: Source, rule: DecayRule) -> set[str]:
     """Return the names in files of the parameters with weight decay in prep."""
     match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
     manifest = source.tree_manifest
@@ -43,12 +42,6 @@ def _decayed_in_prep(source: Source, table: AdamWTable) -> set[str]:
     names: set[str] = set()
     for tensor in source.tensors:
         for use in match.uses.get(tensor.name, ()):
-            is_decayed = decays(
-                leaves[use.path],
-                includes_embeddings=table.decay_embeddings,
-                exclude=table.decay_exclude,
-                include=table.decay_include,
-            )
-            if is_decayed:
+            if rule.decays(leaves[use.path]):
                 names.add(source.file_name(tensor))
     return names

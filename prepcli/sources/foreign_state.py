@@ -12,7 +12,7 @@ import numpy as np
 
 from prepcli.engine.blobs import MemoryBlob
 from prepcli.engine.digest import digest
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.planning.plan import Contiguous, SourceFile
 from prepcli.planning.state_names import qualify
 from prepcli.planning.tensors import FLOAT_DTYPES
@@ -20,6 +20,7 @@ from prepcli.sources.adam_state import NUM_UPDATES, SKIPPED, SKIPPED_IN_ROW, STE
 from prepcli.sources.decayed_tensors import decay_differences
 from prepcli.sources.source import Source, SourceTensor
 
+WITHOUT_STATE_HINT = text("convert it without {}", Option("training_state", True))
 # Counters are stored as int32.
 MAX_COUNT = (1 << 31) - 1
 BETAS = ("b1", "b2")
@@ -59,7 +60,8 @@ def add_foreign_state(source: Source, state: ForeignState) -> Source:
     for moment in state.moments:
         if moment.dtype not in FLOAT_DTYPES:
             what = f"the moments of {source.display_name} are not supported"
-            raise PrepError(what, f"{moment.name} is {moment.dtype}, and must be a float")
+            why = f"{moment.name} is {moment.dtype}, and must be a float"
+            raise PrepError(what, why, WITHOUT_STATE_HINT)
     # Steps whose loss was not finite have no update. Trainer counts them, and Adam does not.
     counters = {
         NUM_UPDATES: state.num_updates,
@@ -107,7 +109,8 @@ def one_count(source: Source, counts: Mapping[str, float]) -> int:
         listed = ", ".join(f"{count:g} of {name}" for count, name in list(names.items())[:2])
         raise PrepError(
             f"{source.display_name} has several numbers of updates",
-            f"{listed}. prep has one for all parameters",
+            f"{listed}. prep has one number for all parameters",
+            WITHOUT_STATE_HINT,
         )
     return int(next(iter(names)))
 
@@ -143,7 +146,8 @@ def adam_settings(name: str, groups: Sequence[Mapping[Any, Any]]) -> AdamSetting
         values = [_setting(what, group, key) for group in groups]
         if len(set(values)) != 1:
             listed = " and ".join(f"{value:g}" for value in dict.fromkeys(values))
-            raise PrepError(what, f"{key} is {listed}, and prep has one for all parameters")
+            why = f"{key} is {listed}, and prep has one for all parameters"
+            raise PrepError(what, why, WITHOUT_STATE_HINT)
         shared[key] = values[0]
     peak_lr = shared["lr"]
     if "initial_lr" in groups[0]:
@@ -152,10 +156,10 @@ def adam_settings(name: str, groups: Sequence[Mapping[Any, Any]]) -> AdamSetting
     for group in groups:
         for key in ("amsgrad", "maximize"):
             if group.get(key):
-                raise PrepError(what, f"{key} is set")
+                raise PrepError(what, f"{key} is set", WITHOUT_STATE_HINT)
         if weight_decay and group.get("decoupled_weight_decay") is False:
             why = "its weight decay is a part of the gradient, as in Adam. prep continues AdamW"
-            raise PrepError(what, why)
+            raise PrepError(what, why, WITHOUT_STATE_HINT)
     return AdamSettings(**shared, peak_lr=peak_lr, weight_decay=weight_decay)
 
 
@@ -177,4 +181,4 @@ def _setting(what: str, group: Mapping[Any, Any], key: str) -> float:
     why = f"{key} is not a number"
     if key not in BETAS and key not in group:
         why = f"{key} is missing"
-    raise PrepError(what, why)
+    raise PrepError(what, why, WITHOUT_STATE_HINT)

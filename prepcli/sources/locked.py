@@ -143,7 +143,9 @@ def _file_differences(source: Source, lock: Lock) -> Iterator[str]:
         # The digests of the tensors cover the weights of all other sources.
         elif name in settings or source.quantization:
             digest = published[name] if name in published else sha256_of_file(paths[name])
-            if digest != locked.digest:
+            if digest is None:
+                yield f"{label} has no SHA-256 to compare, and its decoded tensors are not in the lock"
+            elif digest != locked.digest:
                 yield f"{label} has the SHA-256 {digest}, the lock has {locked.digest}"
 
 

@@ -13,7 +13,7 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.digest import digest_pieces
 from prepcli.engine.files import allocate_buffer
 from prepcli.engine.fills import numpy_dtype
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.file_records import bytes_between
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.torch_objects import ArchivedTensor, TorchObject, read_torch_object
@@ -22,6 +22,7 @@ from prepcli.planning.state_names import qualify
 from prepcli.sources.adam_state import MOMENTS, trained_tensors
 from prepcli.sources.foreign_state import (
     MAX_COUNT,
+    WITHOUT_STATE_HINT,
     ForeignState,
     adam_settings,
     add_foreign_state,
@@ -88,7 +89,7 @@ def _optimizer_path(source: Source) -> Path:
     if source.manifest is not None and OPTIMIZER_FILES[0] in source.manifest.files:
         raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
     what = f"{source.display_name} has no training state"
-    raise PrepError(what, why, text("convert it without {}", Option("training_state", True)))
+    raise PrepError(what, why, WITHOUT_STATE_HINT)
 
 
 def _other_files(source: Source) -> tuple[str, ...]:
@@ -152,7 +153,7 @@ def _parameter_keys(
         raise PrepError(
             f"{path} does not fit the parameters of {source.display_name}",
             f"its groups have {sizes} parameters, Trainer builds groups of {expected} for this model",
-            text("convert it without {}", Option("training_state", True)),
+            WITHOUT_STATE_HINT,
         )
     return dict(enumerate(ordered))
 
@@ -169,7 +170,7 @@ def _named_entries(
         entry = entries.get(key)
         if not isinstance(entry, dict):
             why = "the parameter was frozen, or the optimizer has taken no step"
-            raise PrepError(f"{path} has no moments of {name}", why)
+            raise PrepError(f"{path} has no moments of {name}", why, WITHOUT_STATE_HINT)
         tensors = {key: value for key, value in entry.items() if isinstance(value, ArchivedTensor)}
         if tensors.keys() != {*ENTRIES, NUM_UPDATES}:
             why = f"the state of {name} is {', '.join(map(str, entry))}"

@@ -15,7 +15,7 @@ from prepcli.formats.file_records import recorded_xxh3
 from prepcli.formats.json_edits import find_value, insert_members, remove_insertion
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.sentencepiece_pieces import encode_pieces
-from prepcli.formats.token_list import AddedToken
+from prepcli.formats.token_list import FLAGS, AddedToken, make_token
 from prepcli.formats.untrusted import parse_json
 from prepcli.sources.source import Source
 from prepcli.sources.symlinks import resolve_small_file
@@ -24,6 +24,7 @@ from trainer.files.tokenizer_names import (
     MAX_TOKENIZER_NBYTES,
     SENTENCEPIECE_FILES,
     SETTINGS_FILE,
+    TOKENIZER_FILE,
 )
 from trainer.models.json_types import JsonObject, JsonValue
 
@@ -56,6 +57,16 @@ def read_side_file(source: Source, name: str) -> bytes | None:
         why = "its bytes differ from the digest in its manifest"
         raise DamagedError(f"{path} is damaged", why, again_hint(source.manifest))
     return data
+
+
+def tokenizer_file(source: Source) -> str | None:
+    """Return the name of the tokenizer: tokenizer.json or a SentencePiece model. None for a source without one."""
+    names = {path.name for path in source.small_files}
+    # Readers prefer a tokenizer.json to a model.
+    for name in (TOKENIZER_FILE, *SENTENCEPIECE_FILES):
+        if name in names:
+            return name
+    return None
 
 
 def files_with_tokens(
@@ -91,6 +102,61 @@ def files_with_tokens(
     return contents, edits
 
 
+def recorded_tokens(
+    source: Source, tokenizer_file: str, addition: Addition
+) -> tuple[AddedToken, ...]:
+    """Return the tokens of an addition with the settings that the files of a source have for them.
+
+    Args:
+        source: A source with the tokens.
+        tokenizer_file: Name of its tokenizer.
+        addition: The addition.
+
+    Raises:
+        PrepError: A file cannot be read, or has another form.
+    """
+    flags: dict[str, JsonObject] = {}
+    if tokenizer_file == TOKENIZER_FILE:
+        flags = _added_token_flags(source)
+    tokens: list[AddedToken] = []
+    special = _special_texts(source)
+    for token in addition.tokens:
+        # A piece of a SentencePiece model has no settings but the lists of special tokens.
+        piece_flags: JsonObject = {"normalized": False, "special": token.content in special}
+        tokens.append(make_token(token.content, flags.get(token.content, piece_flags)))
+    return tuple(tokens)
+
+
+def _added_token_flags(source: Source) -> dict[str, JsonObject]:
+    """Return the settings of each added token in the tokenizer.json of a source, by its text."""
+    data = read_side_file(source, TOKENIZER_FILE)
+    if data is None:
+        return {}
+    entries = _parse_object(source.root / TOKENIZER_FILE, data).get("added_tokens")
+    if not isinstance(entries, list):
+        return {}
+    flags: dict[str, JsonObject] = {}
+    for entry in entries:
+        if isinstance(entry, dict):
+            flags[str(entry.get("content"))] = {name: entry.get(name) for name in FLAGS}
+    return flags
+
+
+def _special_texts(source: Source) -> set[str]:
+    """Return the texts in the lists of special tokens of a source."""
+    texts: set[str] = set()
+    for name in (SETTINGS_FILE, SPECIAL_TOKENS):
+        data = read_side_file(source, name)
+        if data is None:
+            continue
+        document = _parse_object(source.root / name, data)
+        for key in SPECIAL_KEYS:
+            values = document.get(key)
+            if isinstance(values, list):
+                texts.update(value for value in values if isinstance(value, str))
+    return texts
+
+
 def _append_pieces(data: bytes, tokens: Sequence[AddedToken]) -> tuple[bytes, FileEdit]:
     """Append the tokens to a SentencePiece model."""
     new_data = data + encode_pieces([token["content"] for token in tokens])
@@ -102,7 +168,7 @@ def files_without_tokens(source: Source, addition: Addition) -> dict[str, bytes]
     """Return the content from before an addition, of each file that it changed.
 
     Raises:
-        PrepError: A file is missing, or was changed since.
+        PrepError: A file is missing, or was changed since, or another file is the tokenizer now.
     """
     contents: dict[str, bytes] = {}
     for name, edit in addition.files.items():
@@ -122,6 +188,12 @@ def files_without_tokens(source: Source, addition: Addition) -> dict[str, bytes]
             why = "without the added tokens, its digest differs from the recorded one"
             raise DamagedError(f"the record of {name} is damaged", why, GET_AGAIN_HINT)
         contents[name] = data
+    tokenizer = tokenizer_file(source)
+    if tokenizer not in contents:
+        # Its tokens would have no rows.
+        what = f"{source.root / (tokenizer or TOKENIZER_FILE)} has no record of added tokens"
+        why = text("it is another tokenizer than the one changed by {}", Command("add-tokens"))
+        raise PrepError(what, why, "remove the file, or start from the model without tokens")
     return contents
 
 

@@ -12,23 +12,24 @@ from types import MappingProxyType
 
 from prepcli.engine.blobs import Blob
 from prepcli.engine.digest import digest
-from prepcli.errors import Command, Option, PrepError, text
+from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
     Manifest,
     find_manifest_folder,
 )
-from prepcli.formats.orbax import METADATA_FILE, dotted_name, find_item
+from prepcli.formats.orbax import METADATA_FILE, dotted_name, find_item, item_metadata_file
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange
-from prepcli.formats.untrusted import read_small_file
+from prepcli.formats.untrusted import quote_name, read_small_file
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
 from prepcli.planning.grids import ExplicitPlacement, Placement, StridedPlacement
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, RootScale, SourceFile
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray
+from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.model_family import select_family
 from prepcli.sources.openers.orbax_state import (
     MomentTrees,
@@ -50,9 +51,7 @@ from prepcli.sources.source import (
 )
 from prepcli.sources.source_hints import SourceHints
 from prepcli.sources.tree_tensors import (
-    ForeignTree,
     StoredLeaf,
-    match_foreign_tree,
     split_tower_leaves,
     tensors_from_manifest,
     tower_tensors,
@@ -184,13 +183,9 @@ def _open_foreign_item(
     config_path = _find_foreign_config(item, path, display_name, hints)
     settings = b""
     config: HFConfig = {}
-    copied_files: tuple[Path, ...] = ()
     if config_path is not None:
         config = read_config(config_path)
         settings = read_small_file(config_path)
-        copied_files = tuple(
-            file for file in small_files(config_path.parent) if file.name in MODEL_FILES
-        )
     blobs, leaves = stored_leaves(item)
     types = {name: (leaf.dtype, leaf.shape) for name, leaf in leaves.items()}
     family = select_family(config, hints, types)
@@ -202,16 +197,17 @@ def _open_foreign_item(
         tensors = verbatim_tensors(leaves)
         extra_entries = _non_arrays(item)
     else:
-        tree = match_foreign_tree(leaves, family, config, display_name)
+        tree = match_foreign_tree(leaves, family, config, display_name, layout=hints.layout)
         if _has_state(hints, manifest):
             moments = match_moment_trees(leaves, family, config, display_name)
         if hints.keeps_scales and manifest is not None and manifest.lost_values:
             scale_records = manifest.scales
+            _check_scales(tree, scale_records, display_name)
         elif tree.scales:
             # The layout is known only after the match. The leaves with a scale are then read through it.
             scales = _root_scales(tree, manifest, display_name)
             blobs, leaves = stored_leaves(item, scales | moment_scales(moments))
-            tree = match_foreign_tree(leaves, family, config, display_name)
+            tree = match_foreign_tree(leaves, family, config, display_name, layout=hints.layout)
             if moments is not None:
                 moments = match_moment_trees(leaves, family, config, display_name)
         names = tree.names
@@ -226,7 +222,7 @@ def _open_foreign_item(
         tensors=tuple(sorted(tensors, key=file_position)),
         files=_watched_files(item),
         file_stamps=_file_stamps(item, settings),
-        small_files=copied_files,
+        small_files=_model_files(config_path),
         manifest=manifest,
         blobs=blobs,
         extra_entries=extra_entries,
@@ -235,6 +231,13 @@ def _open_foreign_item(
     if moments is None:
         return source
     return add_item_state(source, moments, leaves, scale_records)
+
+
+def _model_files(config_path: Path | None) -> tuple[Path, ...]:
+    """Return the files of the model beside its config, e.g. those of the tokenizer."""
+    if config_path is None:
+        return ()
+    return tuple(file for file in small_files(config_path.parent) if file.name in MODEL_FILES)
 
 
 def _has_state(hints: SourceHints, manifest: Manifest | None) -> bool:
@@ -295,6 +298,17 @@ def _root_scales(
     return {leaf: RootScale(number, dtype) for leaf, number in tree.scales.items()}
 
 
+def _check_scales(tree: ForeignTree, records: Mapping[str, ScaleRecord], display_name: str) -> None:
+    """Raise DamagedError if a manifest records other scales than its layout has."""
+    names = {tree.names.full_name(name) for name in tree.scaled_tensors}
+    numbers = set(tree.scales.values())
+    for name, record in records.items():
+        if name not in names or record["sqrt"] not in numbers:
+            what = f"the manifest of {display_name} records another scale than its layout has"
+            why = f"{quote_name(name)} is divided by the square root of {record['sqrt']}"
+            raise DamagedError(what, why, GET_AGAIN_HINT)
+
+
 def _with_recorded_digests(
     tree: ForeignTree, manifest: Manifest, scale_records: Mapping[str, ScaleRecord]
 ) -> tuple[SourceTensor, ...]:
@@ -343,7 +357,7 @@ def _file_stamps(item: OrbaxItem, settings: bytes) -> tuple[SourceFile, ...]:
 
 def _watched_files(item: OrbaxItem) -> tuple[Path, ...]:
     """Return the files to watch for changes: data files, or the metadata of an item with all values in its index."""
-    return item.files or (item.folder / METADATA_FILE,)
+    return item.files or (item.folder / (item_metadata_file(item.folder) or METADATA_FILE),)
 
 
 def stored_leaves(

@@ -10,6 +10,8 @@ import pytest
 import xxhash
 
 import prepcli as prep
+from prepcli.formats.added_tokens import RECORD_FILE
+from prepcli.formats.file_records import record_file
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.tiny_checkpoints import read_tensors
 from tests.helpers.tokenizer_folders import write_json, write_model
@@ -99,3 +101,64 @@ def test_split_digest_of_another_tensor_is_compared():
     broken = prep.verify_chain("out").broken_link
     assert broken is not None
     assert "mlp.gate_proj" in broken.reason
+
+
+def rewrite_record(folder: Path, **changes: object) -> None:
+    """Change the last addition of a record, and the digests of its files and of the manifest."""
+    record = json.loads(Path(folder, RECORD_FILE).read_text())
+    record["additions"][-1].update(changes)
+    write_json(folder / RECORD_FILE, record)
+    with changed_manifest(folder) as manifest:
+        for name in (RECORD_FILE, *record["additions"][-1]["files"]):
+            manifest["files"][name] = record_file(folder / name)
+
+
+def insert_member(folder: Path, name: str, member: bytes) -> None:
+    """Insert a member into a JSON file after its first bracket, and record it as the insertion of a token."""
+    path = folder / name
+    data = path.read_bytes()
+    stop = 1 + len(member)
+    path.write_bytes(data[:1] + member + data[1:])
+    files = json.loads(Path(folder, RECORD_FILE).read_text())["additions"][-1]["files"]
+    edit = files.setdefault(name, {"inserted": [], "before": xxhash.xxh3_128_hexdigest(data)})
+    edit["inserted"].append([1, stop])
+    edit["after"] = xxhash.xxh3_128_hexdigest(path.read_bytes())
+    rewrite_record(folder, files=files)
+
+
+@pytest.mark.parametrize(
+    ("name", "member"),
+    [
+        ("tokenizer_config.json", b'"chat_template": "{{ evil }}",'),
+        ("special_tokens_map.json", b'"eos_token": "<s>",'),
+        ("tokenizer.json", b'"truncation2": null,'),
+        ("generation_config.json", b'"eos_token_id": 7,'),
+    ],
+)
+def test_insertion_without_a_token_breaks_the_link(name: str, member: bytes):
+    write_model(Path("m"))
+    write_json(Path("m/generation_config.json"), {"bos_token_id": 1})
+    prep.add_tokens("m", "out", tokens="first.txt")
+    assert prep.verify_chain("out")
+    insert_member(Path("out"), name, member)
+    prep.remove_tokens("out", "removed")
+    broken = prep.verify_chain("out").broken_link
+    assert broken is not None
+    assert name in broken.reason
+
+
+def test_tokens_in_place_of_old_ones_break_the_link():
+    size = write_model(Path("m"), files=1).get_vocab_size()
+    prep.add_tokens("m", "out", tokens="first.txt")
+    # The record says that the rows of two old tokens are new.
+    tokens = [{"id": size - 2, "content": "<tool>"}, {"id": size - 1, "content": "<end>"}]
+    rewrite_record(Path("out"), true_vocab_size=size - 2, padded_vocab_size=size, tokens=tokens)
+    with changed_manifest(Path("out")) as manifest:
+        for record in manifest["tensors"].values():
+            if len(record["digests"]) > 1:
+                record["digests"] = [[0, size - 2, ""], [size - 2, size, ""], [size, size + 2, ""]]
+    for name in (EMBEDDING, "lm_head.weight"):
+        forge_row(Path("out"), name, size - 1)
+    broken = prep.verify_chain("out").broken_link
+    assert broken is not None
+    assert "other ids than the tokenizer" in broken.reason

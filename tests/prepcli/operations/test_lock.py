@@ -16,6 +16,7 @@ import xxhash
 import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, USAGE, DamagedError, OutputExistsError, PrepError, UsageError
+from prepcli.sources import locked
 from tests.helpers.adapters import make_adapter
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import run_failing, run_json, run_ok
@@ -253,6 +254,23 @@ def test_lock_of_an_init_does_not_concern_the_quantised_source(tmp_path: Path, m
     prep.lock(init)
     prep.export(init, "hf", quantized_source="./q", lock="init.lock.json")
     assert read_tensors(Path("hf")).keys() == read_tensors(Path("q")).keys()
+
+
+def test_decoded_weights_without_a_published_digest_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A bucket publishes no SHA-256, and the lock has digests of codes and scales."""
+    monkeypatch.chdir(tmp_path)
+    make_quantized(Path("q"), "fp8")
+    prep.lock("q")
+    lock = json.loads(Path("q.lock.json").read_text())
+    names = [name for name in lock["files"] if name.endswith(".safetensors")]
+    for name in names:
+        del lock["files"][name]["digest"]
+    Path("q.lock.json").write_text(json.dumps(lock))
+    monkeypatch.setattr(locked, "_published_digests", lambda source: dict.fromkeys(names))
+    with pytest.raises(PrepError, match="has no SHA-256 to compare"):
+        prep.save_init("q", "init", quantized="dequantize", lock="q.lock.json")
 
 
 def test_locking_a_quantised_model_names_no_option_of_save_init(

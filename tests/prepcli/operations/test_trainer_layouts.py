@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import xxhash
 from safetensors.numpy import save_file
 
 import prepcli as prep
+from prepcli.errors import PrepError
 from prepcli.execution import execute
 from prepcli.formats.orbax import ArrayMeta
 from tests.helpers.llama_trees import read_init
@@ -311,6 +313,37 @@ def test_chain_finds_other_values_behind_a_scale():
     chain = prep.verify_chain("forged", allow_unproven=True)
     assert chain.broken_link is not None
     assert "other values than in model: layers.1.self_attn.q_proj" in chain.broken_link.reason
+
+
+def test_scale_of_another_layout_is_not_accepted():
+    """Halved values in a Hugging Face folder, with a record that says they are divided by the square root of 4."""
+    tensors = make_checkpoint(Path("model"), ROUNDED, "float32", files=1)
+    prep.pad_vocab("./model", "out", multiple=8)
+    halved = read_tensors(Path("out"))
+    path = next(Path("out").glob("*.safetensors"))
+    name = QUERIES[0]
+    path.write_bytes(
+        path.read_bytes().replace(tensors[name].tobytes(), (halved[name] / 2).tobytes())
+    )
+    with changed_manifest(Path("out")) as manifest:
+        digest = xxhash.xxh3_128_hexdigest((halved[name] / 2).tobytes())
+        manifest["tensors"][name]["digests"][0][2] = digest
+        record = {"sqrt": 4, "significant": "", "digest": digest, "lost": 1}
+        manifest["scales"] = {name: record}
+        manifest["leaves"] = {"a": {"shape": [1], "dtype": "float32"}}
+    assert not prep.verify("out", "./model")
+    chain = prep.verify_chain("out", allow_unproven=True)
+    assert chain.broken_link is not None
+
+
+def test_scale_of_another_number_is_not_accepted():
+    make_checkpoint(Path("model"), ROUNDED, "bfloat16")
+    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
+    with changed_manifest(Path("out")) as manifest:
+        for record in manifest["scales"].values():
+            record["sqrt"] = 2
+    with pytest.raises(PrepError, match="records another scale than its layout"):
+        prep.verify("out")
 
 
 def flip_bit(item: Path, leaf: str) -> None:

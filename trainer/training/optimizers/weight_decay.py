@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import optax
 
+from trainer.models.decayed_leaves import DecayRule
 from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
-from trainer.recipe.decayed_leaves import decays
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,5 @@ class WeightDecay:
 
     def _decays(self, leaf: ParamLeaf) -> bool:
         """Return whether weight decay applies to a leaf."""
-        return decays(
-            leaf,
-            includes_embeddings=self.includes_embeddings,
-            exclude=self.exclude,
-            include=self.include,
-        )
+        rule = DecayRule(self.includes_embeddings, exclude=self.exclude, include=self.include)
+        return rule.decays(leaf)
