@@ -223,9 +223,9 @@ _MODULES = {
     ),
     "prepcli.operations.token_options": ("AddTokensOptions", "RemoveTokensOptions"),
     "prepcli.operations.towers_options": ("TowersOptions",),
-    "prepcli.operations.training_state_options": ("TrainingStateOptions",),
     "prepcli.operations.map_options": ("ExportMapOptions", "MapOptions"),
     "prepcli.operations.suggestion_options": ("SuggestMapOptions",),
+    "prepcli.operations.training_state_options": ("TrainingStateOptions",),
     "prepcli.operations.inspect": ("inspect",),
     "prepcli.operations.inspection_options": (
         "ChainOptions",

@@ -1,6 +1,6 @@
-"""Assemble objects in memory from the runs that a pipeline writes, and send each one once it is complete.
+"""Assemble objects in memory from the runs of a pipeline, and send each complete one.
 
-An object has no writes at an offset. A large object is cut into pieces, which are sent in order. If the memory for
+An object has no writes at an offset. A large object is cut into pieces, sent in order. If the memory for
 pieces is used up by incomplete ones, the bytes of another piece are skipped, and a later pass over the streams of this
 piece writes them.
 """
@@ -33,9 +33,9 @@ class PieceLimits:
     Attributes:
         total_nbytes: Memory for all pieces.
         piece_nbytes: Maximum size of a piece.
-        split_files: Maximum number of objects in several pieces that are sent at the same time.
-        parts_in_flight: Number of parts of one object that are sent at the same time.
-        num_threads: Number of pieces that are sent at the same time.
+        split_files: Maximum number of split objects under way at the same time.
+        parts_in_flight: Number of parts of one object in flight at the same time.
+        num_threads: Number of pieces in flight at the same time.
     """
 
     total_nbytes: int
@@ -126,7 +126,7 @@ class ObjectAssembler:
             self._open_blank_pieces(file)
 
     def missing_spans(self) -> dict[int, list[tuple[int, int]]]:
-        """Return the byte ranges of pieces that are still to be assembled, by file."""
+        """Return the byte ranges of incomplete pieces, by file."""
         missing: dict[int, list[tuple[int, int]]] = {}
         for file, output in self._files.items():
             for number in range(self._num_complete(file), self.piece_count(file)):
@@ -196,7 +196,7 @@ class ObjectAssembler:
         if (stop - 1) // self._limits.piece_nbytes == number:
             piece = self._find_piece(copy.file, number)
             if piece is not None:
-                # All runs lie in one piece: one strided view of it.
+                # All runs are in one piece: one strided view of it.
                 counts = [count for count, _ in copy.repeats]
                 strides = [stride for _, stride in copy.repeats]
                 view = np.lib.stride_tricks.as_strided(
@@ -224,7 +224,7 @@ class ObjectAssembler:
             done += nbytes
 
     def _find_piece(self, file: int, number: int) -> Piece | None:
-        """Return an open piece, or open it. Return None for a piece that is complete or has no memory in this pass."""
+        """Return an open piece, or open it. Return None for a complete piece and for one without memory."""
         key = (file, number)
         if key in self._open:
             return self._open[key]
@@ -358,7 +358,7 @@ def _overlaps(spans: Spans, start: int, stop: int) -> Iterator[int]:
 
 
 def _copy_overlap(data: ByteArray, start: int, source: ByteArray, offset: int) -> None:
-    """Copy the bytes of `source`, at `offset` of the object, that lie in `data`, at `start`."""
+    """Copy the common bytes of `source`, at `offset` of the object, to `data`, at `start`."""
     low = max(start, offset)
     high = min(start + data.size, offset + source.size)
     if low < high:

@@ -1,4 +1,4 @@
-"""Divide a memory limit between the buffers of a pipeline and the objects that it assembles."""
+"""Divide a memory limit between the buffers of a pipeline and its objects."""
 
 from __future__ import annotations
 
@@ -76,5 +76,5 @@ def make_object_budget(
 
 
 def _slab_nbytes(buffer_nbytes: int) -> int:
-    """Return the largest slab for a buffer, which is two pages longer."""
+    """Return the largest slab for a buffer. A buffer is two pages longer."""
     return min(MAX_SLAB_NBYTES, (buffer_nbytes - 2 * PAGE) // PAGE * PAGE)

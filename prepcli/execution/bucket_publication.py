@@ -111,6 +111,7 @@ class BucketPublication:
         *,
         units: Sequence[WorkUnit],
         lock: BucketLock | None,
+        check_digests: Callable[[Mapping[int, str]], None],
     ) -> None:
         """Describe the publication without any request.
 
@@ -121,6 +122,8 @@ class BucketPublication:
             identity: Keys of the manifest that identify the run.
             units: All units of work.
             lock: Lock of the URL, if this process holds it.
+            check_digests: Called with the digests of all streams before the first write. Raises PrepError if the source
+                has changed.
         """
         self._plan = plan
         self._bucket = bucket
@@ -128,6 +131,7 @@ class BucketPublication:
         self._identity = identity
         self._units = units
         self._lock = lock
+        self._check_digests = check_digests
         self._uploads = ObjectUploads(bucket, {})
 
     def publish(self) -> None:
@@ -139,12 +143,14 @@ class BucketPublication:
         notes = self._run.read_notes(len(self._units))
         listed = {file.path: file for file in self._bucket.list_files()}
         self._check_objects(notes, listed)
+        digests = self._all_digests(notes)
+        self._check_digests(digests)
         # Objects of an earlier try are compared, and not sent again.
         self._uploads = ObjectUploads(self._bucket, listed)
         manifest = write_last_objects(
             self._plan,
             self._identity,
-            digests=self._all_digests(notes),
+            digests=digests,
             sums=self._all_checksums(notes),
             put=self._put,
         )
@@ -155,7 +161,7 @@ class BucketPublication:
     def _check_objects(self, notes: Sequence[UnitNote], listed: Mapping[str, RemoteFile]) -> None:
         """Raise PrepError unless every data object is the one that its unit has written.
 
-        The notes of damaged units are deleted, so that the next run writes these units again.
+        The notes of damaged units are deleted. The next run writes these units again.
         """
         damaged: dict[int, str] = {}
         for number, note in enumerate(notes):
@@ -167,7 +173,7 @@ class BucketPublication:
             raise missing_object_error(self._bucket, next(iter(damaged.values())))
 
     def _is_stored(self, file: RemoteFile) -> bool:
-        """Ask for an object that a listing does not show, because stores may list objects late."""
+        """Ask for an object missing in a listing, because stores may list objects late."""
         return self._bucket.find_file(file.path) == file
 
     def _put(self, path: str, content: bytes) -> None:

@@ -43,7 +43,7 @@ def check_stored_output(
     *,
     restart: bool,
 ) -> None:
-    """Raise PrepError unless the URL holds an intact output of this plan, which is then kept.
+    """Raise PrepError unless the URL holds an intact output of this plan.
 
     With `restart`, such an output is an error too.
     """

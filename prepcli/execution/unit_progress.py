@@ -1,4 +1,4 @@
-"""Progress of the units of work of a process: objects that are sent, digests, and checksums of their blocks."""
+"""Progress of the units of work of a process: sent objects, digests, and checksums of their blocks."""
 
 from __future__ import annotations
 
@@ -87,6 +87,7 @@ class UnitProgress:
         file = self._plan.files[piece.file]
         path = output_path(self._plan, file.path)
         sent = self._uploads.send(path, piece.data, start=piece.start, size=file.size)
+        # More pieces of the object follow.
         if sent is None:
             return
         number = self._unit_of_file[piece.file]
@@ -106,6 +107,7 @@ class UnitProgress:
         with self._lock:
             self._num_pending[number] -= 1
             is_done = self._num_pending[number] == 0
+        # Outside of the lock: the note is a request, which other threads need not wait for.
         if is_done:
             self._on_done(number, self._note(number))
 

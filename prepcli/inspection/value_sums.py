@@ -83,7 +83,7 @@ MAX_ADDED_SUMS = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class DimAlignment:
-    """The common axes of two tensors with the same values.
+    """The common axes of two tensors with equal values.
 
     Attributes:
         extents: Extent of each axis.
@@ -97,7 +97,7 @@ class DimAlignment:
 
 
 def align_dims(left: Sequence[Sums], right: Sequence[Sums]) -> DimAlignment | None:
-    """Find the axes that two tensors with equal values share, from their sums along each dim.
+    """Find the common axes of two tensors with equal values, from their sums along each dim.
 
     E.g. the dims [32, 16] of a matrix, and the dims [16, 8, 4] of its transpose with divided rows: the axes are 8, 4
     and 16.

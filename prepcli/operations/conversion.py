@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prepcli.console.lists import join_names
-from prepcli.console.observer import LEAVES, Observer, RecordingObserver
+from prepcli.console.observer import Observer, RecordingObserver
 from prepcli.engine import casts
 from prepcli.engine.budget import parse_memory
 from prepcli.engine.pipeline import ConversionResult
@@ -48,8 +47,9 @@ from prepcli.operations.conversion_details import (
 )
 from prepcli.operations.options import DEFAULT_MEMORY
 from prepcli.operations.output_location import check_output_location, check_output_url
+from prepcli.operations.plan_notes import note_plan
 from prepcli.operations.results import Conversion
-from prepcli.operations.source_line import source_line
+from prepcli.operations.source_arguments import check_verbatim, read_map_option
 from prepcli.option_spec import PathLike, as_tuple
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.object_files import plan_object_files
@@ -66,15 +66,11 @@ from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source
-from trainer.models.verbatim import CANNOT_TRAIN
 
 if TYPE_CHECKING:
     from prepcli.formats.lock_file import Lock
-    from prepcli.planning.map_file import TensorMap
 
 OUT_PLACEHOLDER = "{out}"
-# A message names at most this many files left out of the output.
-MAX_LEFT_FILES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +97,7 @@ class CommonOptions:
         lock: Lock file of the checkpoint.
         public_key: Key that must have signed the lock.
         tensor_map: File of the map of the checkpoint's tensors.
+        source_layout: Layout of a tree of another library. None for the one that fits best.
         quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
             or the decoded tensors of GGUF.
         training_state: Read the optimizer state of another framework.
@@ -125,6 +122,7 @@ class CommonOptions:
     lock: Path | None = None
     public_key: Path | None = None
     tensor_map: Path | None = None
+    source_layout: str | None = None
     quantized: str = "refuse"
     training_state: bool = False
 
@@ -197,6 +195,7 @@ def common_options(
         lock=Path(lock) if lock is not None else None,
         public_key=Path(public_key) if public_key is not None else None,
         tensor_map=Path(tensor_map) if tensor_map is not None else None,
+        source_layout=options.get("source_layout"),
     )
 
 
@@ -289,36 +288,16 @@ def open_checkpoint(
         dequantize=is_decoded,
         keeps_scales=keeps_scales,
         training_state=common.training_state,
-        tensor_map=_read_tensor_map(common),
+        tensor_map=read_map_option(common.tensor_map, verbatim=common.verbatim),
+        layout=common.source_layout,
     )
-    _check_verbatim(common, source)
+    check_verbatim(common.verbatim, source)
     note_missing_file_digests(source.display_name, source.manifest, observer)
     if lock is not None:
         from prepcli.sources.locked import apply_lock
 
         source = apply_lock(source, lock, str(common.lock), located.local_files.commit)
     return located, use_averaged_params(source) if common.ema else source
-
-
-def _check_verbatim(common: CommonOptions, source: Source) -> None:
-    """Raise UsageError if the names of the files were lost in an earlier conversion."""
-    if common.verbatim and not source.family.is_verbatim:
-        option = Option("verbatim", True)
-        why = f"{source.display_name} was already converted with the tensor names of family {source.family.name}"
-        hint = text("remove {}, or convert the original model", option)
-        raise usage_error(text("{} has no effect", option), why, hint)
-
-
-def _read_tensor_map(common: CommonOptions) -> TensorMap | None:
-    """Return the map of the options, if any."""
-    if common.tensor_map is None:
-        return None
-    if common.verbatim:
-        what = text("{} and {} exclude each other", Option("map"), Option("verbatim", True))
-        raise usage_error(what, "a map replaces the names of the file", "remove one of them")
-    from prepcli.sources.mapped import read_map
-
-    return read_map(common.tensor_map)
 
 
 def check_config_option(common: CommonOptions, *sources: Source) -> None:
@@ -499,7 +478,7 @@ def _convert(
     planned = opened.planned
     source = opened.source
     fields = plan_fields(planned.plan, source)
-    _note_plan(planned, source, fields["not_computed"], observer)
+    note_plan(planned.plan, planned.notes, source, fields["not_computed"], observer)
     details: dict[str, object] = {
         "source": source_fields(source, opened.located),
         **planned.fields,
@@ -555,36 +534,6 @@ def _process_share(common: CommonOptions, observer: Observer) -> Share:
     if launcher:
         observer.note(f"process {share.index} of {share.count}, according to {launcher}")
     return share
-
-
-def _note_plan(
-    planned: PlannedConversion,
-    source: Source,
-    unsupported_reason: str | None,
-    observer: Observer,
-) -> None:
-    """Note the source and the plan, at `-v` also each leaf and each dropped tensor."""
-    observer.note(source_line(source))
-    if source.family.is_verbatim:
-        observer.warn(f"{source.display_name}: {CANNOT_TRAIN}")
-    elif unsupported_reason:
-        observer.warn(
-            f"{source.display_name} can be converted, but not trained or sampled from:"
-            f" {unsupported_reason}"
-        )
-    if source.left_files:
-        names = join_names([path.name for path in source.left_files], max_names=MAX_LEFT_FILES)
-        observer.note(text("not copied: {} ({} copies them)", names, Option("copy", "GLOB")))
-    for line in planned.notes:
-        observer.note(line)
-    plan = planned.plan
-    for leaf in plan.leaves:
-        grid = leaf.grid
-        chunks = f"in chunks of {list(grid.chunk_shape)}"
-        observer.note(f"  {leaf.name}  {list(grid.shape)} {leaf.dtype} {chunks}", LEAVES)
-    for dropped in plan.dropped:
-        name = plan.display_names.get(dropped.name, dropped.name)
-        observer.note(f"  dropped {name}: {dropped.rule}", LEAVES)
 
 
 def _result_details(

@@ -45,7 +45,7 @@ def suggest_map(
     progress: Progress | Observer | None = None,
     **options: Unpack[SuggestMapOptions],
 ) -> MapSuggestion:
-    """Propose the rows that map the tensors of a checkpoint to those of another one with the same values.
+    """Propose the rows of a map from one checkpoint to another one with the same values.
 
     Tensors are compared by value: whole, transposed, with merged or divided dims, stacked, and as parts of fused
     tensors. Names decide between tensors of equal values. Each row is checked bit by bit before it is written.
@@ -111,7 +111,7 @@ def _relate(source: Source, target: Source, observer: Observer) -> tuple[RowWrit
 
 
 def _named_tensors(source: Source) -> dict[str, SourceTensor]:
-    """Return the tensors of a verbatim source by name. Names without a place in a row are left out."""
+    """Return the tensors of a verbatim source by name. Names without a place in a row are omitted."""
     tensors = {source.names.stored_name(tensor.name): tensor for tensor in source.tensors}
     return {name: tensor for name, tensor in tensors.items() if can_be_named(name)}
 
@@ -161,7 +161,7 @@ def _digests(
 def _suggestion(
     path: Path, rows: Sequence[SuggestedRow], writer: RowWriter, relations: Relations
 ) -> MapSuggestion:
-    """Return the result, with the tensors of both checkpoints that no row names."""
+    """Return the result, with the tensors of both checkpoints without a row."""
     targets = {name for row in rows for name in row.targets}
     sources = {name for row in rows for name in row.sources}
     ambiguous: dict[str, tuple[str, ...]] = {}

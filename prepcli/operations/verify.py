@@ -256,7 +256,7 @@ def _against_options(request: _Request) -> CommonOptions:
 
 
 def _collect_model(source: Source) -> _VerifiedModel:
-    """Return the tensors to verify. Ignored tensors, such as buffers, are left out."""
+    """Return the tensors to verify. Ignored tensors, such as buffers, are omitted."""
     if source.family is ADAPTER_FAMILY:
         return _collect_adapter(source)
     match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)

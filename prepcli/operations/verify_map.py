@@ -1,4 +1,4 @@
-"""The checkpoint that the map of `prep verify` is for."""
+"""The checkpoint for the map of `prep verify`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Locations of tensors that a map makes from the parts of stored tensors."""
+"""Locations of the targets of a map, in the parts of stored tensors."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _parsed_axis_map(row: str, tensor: ParsedTensor, atoms: Sequence[str]) -> Pa
 
 
 class MapCoverage:
-    """The tensors that the rows of a map name, and the rows that name each of them.
+    """The tensors in the rows of a map, and the rows of each of them.
 
     Attributes:
         targets: Rows of each target, by name.
@@ -206,7 +206,7 @@ class MapCoverage:
         """Check that each tensor of the checkpoint is named by a row or dropped.
 
         Returns:
-            The line that drops each dropped tensor, by name.
+            The `drop` line of each dropped tensor, by name.
         """
         dropped: dict[str, MapLine] = {}
         unused: list[str] = []
@@ -267,7 +267,7 @@ def _dims_are_disjoint(a: TensorDim, b: TensorDim) -> bool:
 
 @lru_cache(maxsize=256)
 def _dim_indices(dim: TensorDim) -> frozenset[int]:
-    """Return the indices of a tensor's dim that a row uses."""
+    """Return the indices of a tensor's dim in a row."""
     indices = [dim.start]
     steps = strides([factor.extent for factor in dim.factors])
     for factor, step in zip(dim.factors, steps):
@@ -278,7 +278,7 @@ def _dim_indices(dim: TensorDim) -> frozenset[int]:
 
 
 def _element_count(side: AxisMap) -> int:
-    """Return the number of elements of a tensor that a row uses."""
+    """Return the number of a tensor's elements in a row."""
     count = 1
     for dim in side.source_dims:
         for factor in dim.factors:

@@ -30,7 +30,7 @@ class _FileSizes:
 
     Attributes:
         sizes: Size of each file.
-        max_nbytes: Size at which a file is full.
+        max_nbytes: Size of a full file.
         current: Number of the file to append to, or None to begin a new one.
     """
 
@@ -124,6 +124,7 @@ def _place_group(
     for index in chunks.indices():
         places[index] = files.append(leaf.chunk_nbytes)
     files.close()
+    # A single chunk needs no entry of its own in the plan.
     if math.prod(counts) == 1:
         ((file, offset),) = places.values()
         placement = StridedPlacement(file, offset, chunks.first, strides)

@@ -50,7 +50,7 @@ class ProcessFiles:
         plan: The plan. Data file n belongs to process n.
         groups: The leaves, in the order in which each process writes them.
         chunks: Of each process: the index and offset of each of its chunks, in ascending order, by leaf name. Leaves
-            without a chunk of the process are left out.
+            without a chunk of the process have no entry.
     """
 
     plan: Plan

@@ -21,7 +21,7 @@ FilePosition = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class WorkUnit:
-    """Streams, and the data files that they write together.
+    """Streams, and their data files.
 
     Attributes:
         streams: Numbers of the streams, in the order in which to move them.
@@ -35,7 +35,7 @@ class WorkUnit:
 
 
 def find_work_units(plan: Plan) -> tuple[WorkUnit, ...]:
-    """Return the units of a plan, in the order of their data files."""
+    """Return the units of a plan, in the order of their data files. Tensors without elements and files have none."""
     groups = _Groups()
     file_members = [_file_member(number) for number in range(len(plan.files))]
     for member in file_members:
@@ -55,11 +55,16 @@ def find_work_units(plan: Plan) -> tuple[WorkUnit, ...]:
     for number, member in enumerate(file_members):
         files.setdefault(groups.root(member), []).append(number)
     units: list[WorkUnit] = []
+    # Units in the order of their files, so that the source is read nearly in order. Streams without a
+    # file come last.
     for root in dict.fromkeys([*files, *streams]):
         numbers = streams.get(root, [])
         numbers.sort(key=lambda number: _first_position(plan.streams[number]))
         nbytes = sum(plan.streams[number].nbytes for number in numbers)
-        units.append(WorkUnit(tuple(numbers), tuple(files.get(root, ())), nbytes))
+        unit = WorkUnit(tuple(numbers), tuple(files.get(root, ())), nbytes)
+        # A tensor without elements may have no file.
+        if unit.files or unit.nbytes:
+            units.append(unit)
     return tuple(units)
 
 
@@ -95,7 +100,7 @@ def _positions(location: Location) -> Iterator[FilePosition]:
 
 
 def _first_position(stream: Stream) -> FilePosition:
-    """Return the first position that a stream writes to. A stream without writes comes first."""
+    """Return the first written position of a stream. A stream without writes comes first."""
     # Streams of one tensor have equal positions, and keep their order: the mean of true rows needs
     # these rows before the new ones.
     first: FilePosition = (-1, 0)
@@ -113,7 +118,7 @@ class _Groups:
         self._parents: dict[str, str] = {}
 
     def root(self, name: str) -> str:
-        """Return the name that stands for the set of a name."""
+        """Return the representative of the set of a name."""
         while (parent := self._parents.get(name, name)) != name:
             # Halve the path, so that later searches are short.
             self._parents[name] = self._parents.get(parent, parent)

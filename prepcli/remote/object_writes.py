@@ -76,14 +76,20 @@ def _create(bucket: Bucket, path: str, data: ByteArray) -> RemoteFile | None:
         except exists_errors:
             return None
 
+    result: Any = None
     with bucket.translate_errors("write"):
-        try:
-            result = bucket.retry_call(partial(put, "create"))
-        except (exceptions.BaseError, NotImplementedError) as error:
-            is_unsupported = isinstance(error, (exceptions.NotSupportedError, NotImplementedError))
-            if not is_unsupported and status_of(error) not in NOT_IMPLEMENTED:
-                raise
-            # A store without conditional writes. The lock has said so.
+        if bucket.has_conditions:
+            try:
+                result = bucket.retry_call(partial(put, "create"))
+            except (exceptions.BaseError, NotImplementedError) as error:
+                is_unsupported = isinstance(
+                    error, (exceptions.NotSupportedError, NotImplementedError)
+                )
+                if not is_unsupported and status_of(error) not in NOT_IMPLEMENTED:
+                    raise
+                # The lock has said so.
+                bucket.has_conditions = False
+        if not bucket.has_conditions:
             result = bucket.retry_call(partial(put, "overwrite"))
     if result is None:
         return None
@@ -108,7 +114,7 @@ def check_equal_object(
 
 
 def foreign_object_error(bucket: Bucket, path: str, why: str) -> PrepError:
-    """Return the error for an object that this output cannot have."""
+    """Return the error for an object of another writer."""
     return PrepError(
         f"{path} of {bucket.name} was written by another program",
         why,
@@ -122,8 +128,8 @@ class ObjectUploads:
 
     Attributes:
         bucket: Client of the output's URL.
-        existing: Objects that an earlier run has written, by path. They are compared and not sent again.
-        parts_in_flight: Number of parts of one object that are sent at the same time.
+        existing: Objects of an earlier run, by path. They are compared and not sent again.
+        parts_in_flight: Number of parts of one object in flight at the same time.
         on_sent: Called with the number of bytes of each request.
     """
 
@@ -210,6 +216,6 @@ def part_nbytes(size: int) -> int:
 
 
 def missing_object_error(bucket: Bucket, path: str) -> PrepError:
-    """Return the error for an object of the output that the store has lost or changed."""
+    """Return the error for a lost or changed object of the output."""
     what = f"{path} of {bucket.name} is missing or was changed"
     return PrepError(what, "this output has written it before", RERUN_HINT)

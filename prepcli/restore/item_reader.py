@@ -478,7 +478,7 @@ def _single_index_box(index: Sequence[int]) -> Box:
 def _block_pieces(boxes: Sequence[Box], meta: ArrayMeta) -> Iterator[Box]:
     """Yield boxes of whole checksum blocks that cover the given boxes of a chunk.
 
-    Blocks that overlap no given box are left out. Each yielded box is contiguous in the chunk. It has at most
+    Blocks outside of the given boxes are omitted. Each yielded box is contiguous in the chunk. It has at most
     PIECE_NBYTES, or is a single larger block.
     """
     if not meta.chunk_shape:

@@ -1,7 +1,7 @@
 """Train with a recipe, from the recipe's checkpoint or from the last step of the run.
 
 `train_run` connects the processes and takes the lock. `_train_locked` has all stages of the run in their order. The
-other functions stand in the order of their calls.
+other functions are in the order of their calls.
 """
 
 from __future__ import annotations

@@ -1,0 +1,46 @@
+"""Notes about the source and the plan of a conversion, before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prepcli.console.lists import join_names
+from prepcli.console.observer import LEAVES, Observer
+from prepcli.errors import Option, text
+from prepcli.operations.source_line import source_line
+from prepcli.planning.plan import Plan
+from prepcli.sources.source import Source
+from trainer.models.verbatim import CANNOT_TRAIN
+
+# A message names at most this many files left out of the output.
+MAX_LEFT_FILES = 5
+
+
+def note_plan(
+    plan: Plan,
+    notes: Sequence[str],
+    source: Source,
+    unsupported_reason: str | None,
+    observer: Observer,
+) -> None:
+    """Note the source and the plan, at `-v` also each leaf and each dropped tensor."""
+    observer.note(source_line(source))
+    if source.family.is_verbatim:
+        observer.warn(f"{source.display_name}: {CANNOT_TRAIN}")
+    elif unsupported_reason:
+        observer.warn(
+            f"{source.display_name} can be converted, but not trained or sampled from:"
+            f" {unsupported_reason}"
+        )
+    if source.left_files:
+        names = join_names([path.name for path in source.left_files], max_names=MAX_LEFT_FILES)
+        observer.note(text("not copied: {} ({} copies them)", names, Option("copy", "GLOB")))
+    for line in notes:
+        observer.note(line)
+    for leaf in plan.leaves:
+        grid = leaf.grid
+        chunks = f"in chunks of {list(grid.chunk_shape)}"
+        observer.note(f"  {leaf.name}  {list(grid.shape)} {leaf.dtype} {chunks}", LEAVES)
+    for dropped in plan.dropped:
+        name = plan.display_names.get(dropped.name, dropped.name)
+        observer.note(f"  dropped {name}: {dropped.rule}", LEAVES)
