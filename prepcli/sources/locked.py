@@ -1,7 +1,7 @@
 """Compare an opened checkpoint with a lock file, and take the digests of its tensors from there.
 
-The digests of a lock become digests of the source's tensors. Every reader compares the bytes that it reads with them,
-as it does with the digests of a manifest. A lock therefore costs no further read.
+The digests of a lock become digests of the source's tensors. Every reader compares its bytes with them, as with
+the digests of a manifest. A lock therefore costs no further read.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def make_lock(
 def apply_lock(source: Source, lock: Lock, lock_name: str, revision: str | None) -> Source:
     """Check the files and headers of a source against a lock, and return the source with the digests of the lock.
 
-    Weights that are decoded, such as fp8 to bfloat16, have other names and bytes than their files. Their files are
+    Decoded weights, such as fp8 to bfloat16, have other names and bytes than their files. Their files are
     read and compared here, before they are read a second time.
 
     Args:
