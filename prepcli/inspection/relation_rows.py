@@ -115,7 +115,8 @@ class RowWriter:
         num_tensors = 1
         for column in dict.fromkeys(member_columns):
             if len({*column}) > 1:
-                atoms[column] = self._number_atom(sorted({*column}))
+                used = [atom.partition("@")[0] for atom in atoms.values()]
+                atoms[column] = self._number_atom(sorted({*column}), used)
                 num_tensors *= len({*column})
         if num_tensors != len(group):
             return None
@@ -136,9 +137,9 @@ class RowWriter:
             index_atom,
         )
 
-    def _number_atom(self, numbers: Sequence[int]) -> str:
+    def _number_atom(self, numbers: Sequence[int], used: Sequence[str]) -> str:
         """Return the atom of the numbers in names, with its index list if they are not 0, 1, 2, ..."""
-        atom = self._atom("n", len(numbers), ())
+        atom = self._atom("n", len(numbers), used)
         if [*numbers] == [*range(len(numbers))]:
             return atom
         text = ",".join(map(str, numbers))

@@ -154,6 +154,22 @@ def test_numbers_other_than_the_first_ones_are_an_index_list():
     assert "size numbers1 = 1,4,7" in Path("suggested.map").read_text()
 
 
+def test_two_numbers_of_one_name_have_their_own_atoms():
+    random = np.random.default_rng(0)
+    source: dict[str, np.ndarray] = {}
+    target: dict[str, np.ndarray] = {}
+    for block in range(2):
+        for layer in range(2):
+            value = random.standard_normal((3, 4)).astype(np.float32)
+            source[f"b.{block}.l.{layer}.w"] = value
+            target[f"block.{block}.layer.{layer}.w"] = np.ascontiguousarray(value.T)
+    write_hf_folder(Path("source"), {"model.safetensors": source})
+    write_hf_folder(Path("target"), {"model.safetensors": target})
+    assert_suggested_map_converts("source", "target")
+    (row,) = prep.suggest_map("source", "target", "again.map").rows
+    assert row == "block.{n2}.layer.{n2_2}.w: d4 d3 <- b.{n2}.l.{n2_2}.w: d3 d4"
+
+
 def test_command_reports_an_incomplete_map(capsys: pytest.CaptureFixture[str]):
     write_hf_folder(Path("a"), {"model.safetensors": {"x": np.arange(4.0), "y": np.arange(3.0)}})
     write_hf_folder(Path("b"), {"model.safetensors": {"z": np.arange(4.0)}})
