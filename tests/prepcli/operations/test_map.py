@@ -224,6 +224,23 @@ def test_map_files_that_are_no_text_are_refused(
     assert "absent.map" in error
 
 
+def test_lock_of_a_mapped_checkpoint_covers_its_files(
+    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
+    """The lock has the tensors of the files, and not those of the map."""
+    run_ok("lock", "own")
+    words = ("save-init", "own", "--map", "own.map", "--lock", "own.lock.json", "--out")
+    run_ok(*words, "init")
+    run_ok("verify", "init", "llama")
+    weights = Path("own/model-2.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    error = run_failing(capsys, 1, *words, "new")
+    assert "`model-2.safetensors` has the SHA-256" in error
+    assert not Path("new").exists()
+
+
 def test_tensors_of_two_dtypes_do_not_fill_one_target(
     tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
 ):
