@@ -241,6 +241,21 @@ def test_lock_of_a_mapped_checkpoint_covers_its_files(
     assert not Path("new").exists()
 
 
+def test_chain_does_not_prove_the_tensors_of_a_map(
+    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
+    """The manifest has the digest of the map, and not its rows."""
+    run_ok("save-init", "own", "--map", "own.map", "--out", "init")
+    run_ok("export", "init", "--map", "own.map", "--out", "back")
+    run_ok("save-init", "back", "--out", "again")
+    capsys.readouterr()
+    result = run_json(capsys, "verify", "again", "--chain")
+    links = result["links"]
+    assert [link["status"] for link in links] == ["proven", "proven", "not proven"]
+    assert "not compared: the tensors, which a map has replaced" in links[-1]["reason"]
+    run_ok("verify", "again", "--chain", "--allow-unproven")
+
+
 def test_tensors_of_two_dtypes_do_not_fill_one_target(
     tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
 ):
