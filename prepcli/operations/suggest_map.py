@@ -14,7 +14,7 @@ from prepcli.console.lists import join_names
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.engine.blobs import open_blobs
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.errors import Option, PrepError, UsageError, text, usage_error
 from prepcli.inspection.relation_rows import RowWriter, SuggestedRow, can_be_named
 from prepcli.inspection.tree_relations import Relations, TensorTree, find_relations
 from prepcli.operations.conversion import CommonOptions, common_options, open_checkpoint
@@ -22,7 +22,6 @@ from prepcli.operations.operation import public
 from prepcli.operations.result_files import check_result_path, has_content, write_result_file
 from prepcli.operations.results import MapSuggestion
 from prepcli.operations.suggestion_options import SuggestMapOptions
-from prepcli.operations.verify_map import is_output
 from prepcli.option_spec import PathLike
 from prepcli.planning.map_file import compute_size, parse_map
 from prepcli.planning.map_rows import MapCoverage, bind_map
@@ -100,9 +99,12 @@ def suggest_map(
 
 
 def _open(common: CommonOptions, observer: Observer) -> tuple[LocatedCheckpoint, Source]:
-    """Open a checkpoint with the names in its files. An output of prep has the names of its family."""
-    verbatim = None if is_output(common.checkpoint) else True
-    return open_checkpoint(replace(common, verbatim=verbatim), observer)
+    """Open a checkpoint with the names in its files."""
+    try:
+        return open_checkpoint(replace(common, verbatim=True), observer)
+    except UsageError:
+        # A converted checkpoint has no other names than those of its family. Other errors occur again.
+        return open_checkpoint(replace(common, verbatim=None), observer)
 
 
 def _relate(source: Source, target: Source, observer: Observer) -> tuple[RowWriter, Relations]:
