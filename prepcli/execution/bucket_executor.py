@@ -48,8 +48,8 @@ from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import min_buffer_nbytes, split_streams
 from prepcli.planning.work_units import divide_units, find_work_units
 from prepcli.remote.bucket_lock import BucketLock, check_lock, lock_owner
-from prepcli.remote.object_store import Bucket, ObjectStoreUrl
-from prepcli.remote.object_writes import ObjectUploads, part_nbytes
+from prepcli.remote.object_store import Bucket, ObjectStoreUrl, part_nbytes
+from prepcli.remote.object_writes import ObjectUploads
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import retry_policy_from_env
 from prepcli.sources.source import Source

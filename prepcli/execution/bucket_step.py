@@ -38,7 +38,7 @@ from prepcli.planning.process_files import ChunkIndex, LeafGroup, ProcessFiles
 from prepcli.planning.shares import divide_streams, subplan
 from prepcli.planning.strided_copies import StridedCopy
 from prepcli.remote.conditional_objects import publish_content
-from prepcli.remote.object_store import Bucket
+from prepcli.remote.object_store import Bucket, part_nbytes
 from prepcli.remote.placeholders import read_all
 from prepcli.remote.remote_files import ReadAheadCache, RemoteBlob, RemoteFile
 from prepcli.remote.retries import map_in_daemon_threads
@@ -48,6 +48,9 @@ from trainer.models.json_types import JsonObject
 
 NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step holds the digests and checksums of process I
 NUM_THREADS = 32  # concurrent requests for small objects
+# Memory for the parts of the data file in flight, and their maximum number
+PARTS_NBYTES = 64 << 20
+MAX_PARTS_IN_FLIGHT = 8
 
 Shards = list[tuple[Box, np.ndarray]]  # fetched shards of a leaf, with their boxes
 
@@ -106,7 +109,13 @@ class BucketStep:
         file = plan.files[self.save.group.index]
         pieces = self._data_file_pieces(checksums, digests)
         if file.size:
-            self.bucket.write_pieces(f"{plan.item}/{file.path}", pieces, size=file.size)
+            num_parts = min(MAX_PARTS_IN_FLIGHT, PARTS_NBYTES // part_nbytes(file.size))
+            self.bucket.write_pieces(
+                f"{plan.item}/{file.path}",
+                pieces,
+                size=file.size,
+                parts_in_flight=max(2, num_parts),
+            )
 
     def _data_file_pieces(
         self, checksums: ChecksumRecorder, digests: dict[int, str]

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 MAX_OBJECTS = 200_000  # in one checkpoint
 MAX_ERROR_CHARS = 300
-# Size of a part of a multipart upload. Two parts are in memory.
+# Size of a part of a multipart upload
 PART_NBYTES = 8 << 20
 # Object stores accept 10,000. 9,000 parts of 8 MiB reach 70 GiB. Larger objects get larger parts, so that
 # no limit of a store bounds the size of a data file.
@@ -303,6 +303,7 @@ class Bucket:
         pieces: Iterable[bytes | memoryview],
         *,
         size: int,
+        parts_in_flight: int = 2,
         on_written: Callable[[int], object] = lambda nbytes: None,
     ) -> RemoteFile:
         """Upload the concatenation of pieces. See `write`.
@@ -311,16 +312,18 @@ class Bucket:
             path: Path of the object below the URL.
             pieces: The bytes, in order. The memory of a piece must not change later.
             size: Number of bytes.
+            parts_in_flight: Number of parts in flight at the same time.
             on_written: Called with the bytes of each write.
         """
         import obstore
 
-        # Rounded up to stay within MAX_PARTS parts: 8 MiB parts suffice up to 70 GiB.
-        part_nbytes = max(PART_NBYTES, -(-size // MAX_PARTS))
         with self.translate_errors("write"):
             # Not the writer's `with`: it would complete the object after an error.
             writer = obstore.open_writer(
-                self.store, self.url.key(path), buffer_size=part_nbytes, max_concurrency=2
+                self.store,
+                self.url.key(path),
+                buffer_size=part_nbytes(size),
+                max_concurrency=parts_in_flight,
             )
         for data in _join_pieces(pieces):
             with self.translate_errors("write"):
@@ -383,6 +386,11 @@ class Bucket:
             yield
         except (exceptions.BaseError, ValueError, OSError) as error:
             raise self.request_error(verb, error) from error
+
+
+def part_nbytes(size: int) -> int:
+    """Return the size of the parts of a multipart upload of `size` bytes: 8 MiB up to 70 GiB."""
+    return max(PART_NBYTES, -(-size // MAX_PARTS))
 
 
 def _join_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:

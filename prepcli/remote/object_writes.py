@@ -18,7 +18,7 @@ import numpy as np
 from prepcli.engine.files import ByteArray
 from prepcli.errors import RERUN_HINT, RESUME_HINT, Option, PrepError, text
 from prepcli.remote.conditional_objects import NOT_IMPLEMENTED
-from prepcli.remote.object_store import MAX_PARTS, PART_NBYTES, WRITE_NBYTES, Bucket, status_of
+from prepcli.remote.object_store import WRITE_NBYTES, Bucket, part_nbytes, status_of
 from prepcli.remote.remote_files import RemoteFile, read_range
 
 # Bytes that are read back at a time, in each thread that sends.
@@ -208,11 +208,6 @@ class ObjectUploads:
             self.bucket.delete(path)
             raise PrepError(what, why, RESUME_HINT)
         return written
-
-
-def part_nbytes(size: int) -> int:
-    """Return the size of the parts of a multipart upload of `size` bytes."""
-    return max(PART_NBYTES, -(-size // MAX_PARTS))
 
 
 def missing_object_error(bucket: Bucket, path: str) -> PrepError:
