@@ -47,6 +47,7 @@ from prepcli.planning.object_passes import streams_of_spans
 from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import min_buffer_nbytes, split_streams
 from prepcli.planning.work_units import divide_units, find_work_units
+from prepcli.remote import object_store
 from prepcli.remote.bucket_lock import BucketLock, check_lock, lock_owner
 from prepcli.remote.object_store import Bucket, ObjectStoreUrl, part_nbytes
 from prepcli.remote.object_writes import ObjectUploads
@@ -130,6 +131,7 @@ class BucketExecutor:
                 store does not answer.
         """
         self._check_restart()
+        self._check_object_count()
         files = self.bucket.list_files()
         if self._is_already_done(files):
             self._delete_leftovers(files)
@@ -168,6 +170,16 @@ class BucketExecutor:
                 text("{} is not supported with several processes", Option("restart", True)),
                 "another process may already write there",
                 text("delete the objects below {}, then {}", self.bucket.name, RERUN_HINT),
+            )
+
+    def _check_object_count(self) -> None:
+        """Raise UsageError if the output and its state would have more objects than a listing may have."""
+        count = len(self.plan.files) + len(self.plan.small_files) + len(self.units)
+        if count > object_store.MAX_OBJECTS:
+            raise usage_error(
+                f"{self.bucket.name} would have {count:,} objects",
+                f"up to {object_store.MAX_OBJECTS:,} are supported",
+                text("{}, or another mesh", Option("storage", "ocdbt")),
             )
 
     def _is_already_done(self, files: Sequence[RemoteFile]) -> bool:

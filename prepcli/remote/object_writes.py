@@ -168,7 +168,9 @@ class ObjectUploads:
             return None
         # A multipart upload has no condition: this check comes right before the object appears.
         if self.bucket.find_file(path) is not None:
-            raise foreign_object_error(self.bucket, path, "it appeared during the upload")
+            what = f"{path} of {self.bucket.name} appeared during its upload"
+            # The next run compares the object.
+            raise PrepError(what, "another process has written it", RERUN_HINT)
         return self._complete(path, size)
 
     def _append(self, path: str, data: ByteArray, size: int) -> None:
