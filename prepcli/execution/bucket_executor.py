@@ -1,6 +1,6 @@
 """Execute a plan into an object store: objects are assembled in memory, and no local file is written.
 
-Each process writes its units of work and notes them in the store (`bucket_run`). The process that writes the last note
+Each process writes its units of work and notes them in the store (`bucket_run`). The process with the last note
 publishes the output: it writes the index, the settings and, last, the manifest.
 """
 
@@ -79,7 +79,7 @@ class BucketExecutor:
         restart: Delete the objects of an unfinished earlier run, and write them again.
         allow_overflow: Cast out-of-range values to infinity.
         note: Prints a line for the user.
-        patience_s: Time without a new unit after which other processes count as missing.
+        patience_s: Time without a new unit until other processes count as missing.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class BucketExecutor:
     def _is_already_done(self, files: Sequence[RemoteFile]) -> bool:
         """Return whether the requested output exists.
 
-        With several processes, a process that joins late never replaces the output of its peers.
+        With several processes, a late process never replaces the output of its peers.
 
         Raises:
             PrepError: The URL holds something else, or an output that may not be replaced.
@@ -205,7 +205,7 @@ class BucketExecutor:
         return True
 
     def _delete_leftovers(self, files: Sequence[RemoteFile]) -> None:
-        """Delete the state and the lock of a process that was killed after the publication.
+        """Delete the state and the lock of a process killed after the publication.
 
         Raises:
             PrepError: A process with another plan is about to replace the output.
@@ -334,7 +334,7 @@ class BucketExecutor:
         return replace(self.plan, streams=tuple(streams), checks=tuple(checks))
 
     def _spans(self, file_numbers: Collection[int]) -> dict[int, list[tuple[int, int]]]:
-        """Return the byte ranges of files that streams write."""
+        """Return the byte ranges written by streams, by file."""
         spans: dict[int, list[tuple[int, int]]] = {number: [] for number in file_numbers}
         for file, start, stop in coverage.written_spans(self.plan):
             if file in spans:
@@ -348,7 +348,7 @@ class BucketExecutor:
         numbers: Sequence[int],
         result: ConversionResult,
     ) -> None:
-        """Read the streams of pieces again that did not fit in memory, until all are sent."""
+        """Read the streams of the missing pieces again until all pieces are sent."""
         streams = [self.plan.streams[number] for number in numbers]
         # Each pass assembles at least one piece, because the memory is free when it begins. The digests
         # of a pass are ignored: its streams have a part of the rows.
@@ -375,7 +375,7 @@ class BucketExecutor:
         self._sent_nbytes += nbytes
 
     def _check_source(self, digests: Mapping[int, str], before: SourceState) -> None:
-        """Raise PrepError if the source no longer holds the bytes that were read."""
+        """Raise PrepError unless the source still has the bytes of `digests`."""
         now = read_source_state(self.plan, self.source)
         touched = touched_files(self.source, before, now=now)
         if not touched:

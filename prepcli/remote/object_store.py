@@ -135,7 +135,7 @@ class Bucket:
 
     Attributes:
         url: Bucket and key prefix.
-        retries: Retries of single requests by obstore, which does not report them.
+        retries: Retries of single requests by obstore, without reports.
         retry_policy: Time-out and reported retries of requests.
         connection: obstore's store. Created on first use.
         has_conditions: Whether the store has conditional writes. False after the first refused one.
@@ -351,7 +351,7 @@ class Bucket:
         map_in_daemon_threads(self.delete, paths, num_threads=2 * MAX_IN_FLIGHT)
 
     def call_with_timeout(self, call: Callable[[], T]) -> T:
-        """Call a function that obstore retries by itself. Note when it takes longer than one time-out.
+        """Call a function with retries by obstore. Note when it takes longer than one time-out.
 
         Raises:
             TimeoutError: It took MAX_WRITE_TIMEOUTS time-outs.
@@ -394,7 +394,7 @@ def part_nbytes(size: int) -> int:
 
 
 def _join_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """Join short pieces and split long ones, so that each takes a fraction of a time-out to send."""
+    """Join short pieces and split long ones. Each takes a fraction of a time-out to send."""
     pending = list[memoryview]()
     pending_nbytes = 0
     for piece in pieces:

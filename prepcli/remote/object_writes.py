@@ -1,7 +1,7 @@
 """Write objects of an output: each is created only if it does not exist, and compared if it does.
 
 A conversion may be killed and started again, on another machine or in several processes at once. All of them write the
-same bytes to the same objects. An object that exists already is therefore read back instead of sent again: with equal
+same bytes to the same objects. An existing object is therefore read back instead of sent again: with equal
 bytes it is a part of the output, with other bytes it belongs to another writer, and is left untouched.
 """
 
