@@ -1,4 +1,4 @@
-"""The options of the operations that prepare data: `batches`, `tokenize` and `tokenize_shard`.
+"""The options for preparing data: `batches`, `tokenize` and `tokenize_shard`.
 
 This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
 """
@@ -33,7 +33,7 @@ class TokenizeArguments(TypedDict, total=False):
         TokenFormat,
         OptionSpec(
             "NAME",
-            "Also write the tokens for another trainer: megatron or parquet. Default: prep.",
+            "Also write the tokens for another trainer: megatron or parquet.",
             'Format of the tokens: "prep", "megatron" (.idx and .bin) or "parquet".',
             default="prep",
             position=3,

@@ -12,7 +12,7 @@ from typing import Unpack
 from prepcli.console.job_errors import label_errors
 from prepcli.console.observer import Observer, run_observer_of
 from prepcli.console.progress import Progress
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.errors import Option, text, usage_error
 from prepcli.execution.signals import raise_on_signal
 from prepcli.operations.data_options import DataOptions, TokenFormat
 from prepcli.operations.operation import public
@@ -21,9 +21,8 @@ from prepcli.operations.results import Tokenization, TokenizedData
 from prepcli.option_spec import NonNegativeInt, PathLike, PositiveInt, as_tuple
 from prepcli.training_runs.observe import tokenize_progress
 from prepcli.training_runs.recipe_data import open_token_configs
-from trainer.data.token_formats import export_tokens
+from trainer.data.token_formats import check_exportable, export_tokens
 from trainer.data.token_shards import ShardedTokens, tokenize_share
-from trainer.data.tokenize import TokenizeConfig
 from trainer.recipe import load_recipe
 
 
@@ -40,9 +39,9 @@ def tokenize_shard(
 ) -> Tokenization:
     """Tokenize the share of one process of the data of a recipe. The last process to finish completes the tokens.
 
-    The tokens have the bytes that one process writes. `prep train` and `prep.batches` find them in `data.cache`, or in
-    the folder of the run, which all processes must share. A shard is one or more files, so one file is the work of one
-    process. With `data.bad_lines` or `data.max_examples`, which count over all files, all files are one shard. The
+    The tokens have the same bytes as with one process. `prep train` and `prep.batches` find them in `data.cache`, or in
+    the folder of the run. All processes must share it. A shard is one or more files, so one file is the work of one
+    process. `data.bad_lines` and `data.max_examples` count over all files: with them, all files are one shard. The
     first process records the size and the digest of each file.
 
     A killed process loses about a second of work. Start it again with the same arguments, in any order and with any
@@ -52,7 +51,7 @@ def tokenize_shard(
         recipe: A TOML file, or the name of one of `prep recipes`.
         process: Index of this process, from 0.
         of: Number of processes.
-        out: Folder of the run. With another format, folder of its files, which is then required.
+        out: Folder of the run. With another format, the folder of its files (required).
         format: "megatron" writes `train.idx` and `train.bin` for Megatron-LM. "parquet" writes `train.parquet`, with a
             list of `input_ids` per document. `validation` has the evaluation data, and the names of sources come first.
         progress: Receives the bytes tokenized. Default: none. See `Progress`.
@@ -83,10 +82,11 @@ def tokenize_shard(
             offline=options["offline"],
             observer=observer,
         )
+        if format != "prep":
+            for config in configs.values():
+                check_exportable(config, format)
         data: list[TokenizedData] = []
         for name, config in configs.items():
-            if format != "prep":
-                _check_exportable(config, format)
             tokens = tokenize_share(
                 config, process, of, progress=tokenize_progress(observer), note=observer.note
             )
@@ -98,14 +98,6 @@ def tokenize_shard(
         seconds=time.monotonic() - started_s,
         process=index,
     )
-
-
-def _check_exportable(config: TokenizeConfig, file_format: TokenFormat) -> None:
-    """Raise PrepError for pairs of sources and targets, which other formats do not have."""
-    if config.examples.has_encoder:
-        why = "the data has pairs of a source and a target, for a model with an encoder"
-        hint = text("remove {}", Option("format"))
-        raise PrepError(text("{} is not supported", Option("format", file_format)), why, hint)
 
 
 def _write_format(

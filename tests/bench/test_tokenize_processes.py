@@ -18,5 +18,6 @@ def test_shares_make_the_store_of_all_files(tmp_path: Path, monkeypatch: pytest.
     assert len(lines) == N_FILES
     assert make_share(tmp_path, 0, 2) is None
     meta = make_share(tmp_path, 1, 2)
+    assert meta is not None
     assert meta == read_store_meta(tmp_path)
     assert meta.n_documents == sum(map(len, lines))

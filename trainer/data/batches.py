@@ -15,7 +15,7 @@ import xxhash
 
 from trainer.data.order import RowOrder
 from trainer.data.packing import Arrays, ColumnSpecs, Dataset
-from trainer.models.errors import usage_error
+from trainer.models.errors import PrepError, usage_error
 
 # Digests of rows are added modulo this number.
 DIGEST_MODULUS = 1 << 128
@@ -24,8 +24,8 @@ DIGEST_MODULUS = 1 << 128
 class BatchDigest:
     """A digest of the rows of batches.
 
-    It depends on the step, the position and the content of each row, and not on the order in which
-    rows are added. The digests of the shares of several processes add up to the digest of the whole
+    It depends on the step, the position and the content of each row, and not on the order of the
+    additions. The digests of the shares of several processes add up to the digest of the whole
     batches.
     """
 
@@ -74,7 +74,7 @@ class Batches:
         steps: Steps of the run. The iterator ends after them.
         batch_size: Rows of a whole batch.
         first_row: Position in the whole batch of the first row of this process.
-        n_rows: Rows of a batch that this process gets.
+        n_rows: Rows of a batch in the share of this process.
         columns: Length and dtype of each array, by name.
         identity: Digest of the tokens of the run.
     """
@@ -135,6 +135,7 @@ class Batches:
 
     def __next__(self) -> Arrays:
         """Return the batch of the next step."""
+        # The step grows after the read. An interrupted read leaves the iterator at the same batch.
         if self.step == self.steps:
             raise StopIteration
         batch = self.batch(self.step)
@@ -175,11 +176,16 @@ class Batches:
 
     def __reduce__(self) -> tuple[Callable[..., Batches], tuple[Any, ...]]:
         """Pickle the arguments: a pickled memory map would have all tokens."""
-        return _reopen_batches, (self._reopen, self.step)
+        return _reopen_batches, (self._reopen, self.step, self.identity)
 
 
-def _reopen_batches(reopen: Callable[..., Batches], start: int) -> Batches:
-    return reopen(start=start)
+def _reopen_batches(reopen: Callable[..., Batches], start: int, identity: str) -> Batches:
+    """Return a copy at a step. Raise PrepError if the tokens have changed since the original."""
+    batches = reopen(start=start)
+    if batches.identity != identity:
+        why = f"its tokens are {batches.identity}, they were {identity}"
+        raise PrepError("the data has changed during the run", why, "start again with the new data")
+    return batches
 
 
 def share_start(batch_size: int, process: int, of: int) -> int:
@@ -187,6 +193,7 @@ def share_start(batch_size: int, process: int, of: int) -> int:
 
     E.g. 8 rows among 3 processes start at 0, 2 and 5.
     """
+    # Whole numbers: the end of a share is the start of the next one, without gaps and overlaps.
     return batch_size * process // of
 
 

@@ -1,4 +1,4 @@
-"""The plan by which several processes tokenize the files of one store.
+"""The plan of several processes for the files of one store.
 
 A shard is a range of consecutive files, and its tokens are a store of their own. The plan has the
 size and the digest of each file. The first process writes it, and it does not depend on the number
@@ -8,7 +8,7 @@ of processes: any number of them may continue the work of others.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ class PlannedFile:
     """A file of a plan.
 
     Attributes:
-        name: Its name without folders, which may differ from host to host.
+        name: Its name without folders. Hosts may have different ones.
         nbytes: Size in bytes.
         digest: Digest of its content. See `DataFile.digest`.
     """
@@ -76,19 +76,39 @@ class ShardPlan:
 
 
 def make_plan(
-    settings: str, identity: str, files: Sequence[DataFile], *, max_shards: int = MAX_SHARDS
+    settings: str,
+    identity: str,
+    files: Sequence[DataFile],
+    *,
+    max_shards: int = MAX_SHARDS,
+    companion_suffix: str = "",
 ) -> ShardPlan:
-    """Return a plan with shards of about equal size, each of at least one file."""
+    """Return a plan with shards of about equal size, each of at least one file.
+
+    Args:
+        settings: Digest of the settings of tokenization, without the files.
+        identity: Identity of the store.
+        files: The files.
+        max_shards: About the maximum number of shards.
+        companion_suffix: Suffix of files in the shard of the file before them. Empty for none.
+    """
     planned = tuple(PlannedFile(_name(file), file.nbytes, file.digest) for file in files)
-    return ShardPlan(settings, identity, planned, tuple(_shard_ends(planned, max_shards)))
+    ends = tuple(_shard_ends(planned, max_shards, companion_suffix))
+    return ShardPlan(settings, identity, planned, ends)
 
 
-def _shard_ends(files: Sequence[PlannedFile], max_shards: int) -> Iterable[int]:
+def _shard_ends(
+    files: Sequence[PlannedFile], max_shards: int, companion_suffix: str
+) -> Iterator[int]:
     """Yield the end of each shard: where the size of its files reaches its part of all bytes."""
     total_nbytes = sum(file.nbytes for file in files)
     nbytes = 0
     for index, file in enumerate(files, start=1):
         nbytes += file.nbytes
+        next_names = [following.name for following in files[index : index + 1]]
+        if companion_suffix and next_names and next_names[0].endswith(companion_suffix):
+            continue
+        # In whole numbers, so that all hosts divide the files alike.
         if nbytes * max_shards >= total_nbytes or index == len(files):
             yield index
             nbytes = 0
@@ -157,7 +177,7 @@ def planned_data_files(
 ) -> tuple[DataFile, ...]:
     """Return the files of this process with the digests of the plan. Local files are not read.
 
-    A reader checks the digest of each file that it reads.
+    The readers check the digests.
 
     Raises:
         PrepError: The files of this process differ from the plan.
@@ -166,6 +186,7 @@ def planned_data_files(
     if len(files) != len(plan.files):
         why = f"this process has {len(files):,} files, the plan has {len(plan.files):,}"
         raise _other_data_error(folder, "the data", why)
+    # The name and the size cost no read. A reader compares the digest, of the files of its shards only.
     planned: list[DataFile] = []
     for file, expected in zip(files, plan.files):
         actual = PlannedFile(_name(file), file.nbytes, file.digest or expected.digest)

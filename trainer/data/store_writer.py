@@ -132,8 +132,8 @@ class TokenWriter:
         Args:
             tokens: The other store.
             max_id: Its largest id.
-            first_token: Number of its tokens that this store has already.
-            first_document: Number of its documents that this store has already.
+            first_token: Number of its tokens in this store already.
+            first_document: Number of its documents in this store already.
         """
         # Ends count from the first token of the other store, which is before the end of this one by
         # the tokens that it has already.

@@ -1,4 +1,4 @@
-"""Tokenize the files of a store in several processes. The store has the bytes that one process writes.
+"""Tokenize the files of a store in several processes. The store has the same bytes as with one process.
 
 Each process makes the stores of its shards, with a journal each. The last one to finish appends them
 in order to the final store. A killed process is started again with the same number, or its shards
@@ -7,18 +7,18 @@ are made by another division of the processes.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from trainer.data import store
+from trainer.data.cache_records import Stamp, file_stamps, paths_digest, write_record
 from trainer.data.examples import FileStart, ReadPosition
 from trainer.data.fields import compile_fields
 from trainer.data.files import DataFile, Note
+from trainer.data.find_files import resolve_type
+from trainer.data.readers import READERS
 from trainer.data.shard_plan import (
     MAX_SHARDS,
     PLAN_FILE,
@@ -40,6 +40,7 @@ from trainer.data.tokenize import (
     ids_dtype,
     map_new_tokens,
     read_valid_meta,
+    record_key,
     store_identity,
     tokenize_files,
 )
@@ -52,9 +53,9 @@ class ShardedTokens:
     """The state of a store after the work of a process.
 
     Attributes:
-        folder: Folder that the store has, or will have.
+        folder: Folder of the store, also of a missing one.
         n_shards: Number of shards.
-        n_missing: Number of shards that other processes have not made yet.
+        n_missing: Number of shards left to other processes.
         meta: Metadata of the store. None if shards are missing.
         tokens: The mapped store. None if shards are missing.
     """
@@ -75,6 +76,7 @@ class ShardJob:
     plan: ShardPlan
     files: tuple[DataFile, ...]
     tokenizer: TextTokenizer
+    stamps: list[Stamp]
 
     @property
     def store_folder(self) -> Path:
@@ -140,6 +142,12 @@ def complete_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) ->
     """
     n_shards = job.plan.n_shards
     meta = read_valid_meta(job.store_folder, note)
+    if meta is None and is_complete(job):
+        # The store was damaged after its shards were removed. That is rare, so the first process to
+        # find the damage makes the whole store. The others wait for the lock.
+        meta = build_token_store(
+            job.store_folder, job.config, job.files, job.tokenizer, progress=progress, note=note
+        )
     if meta is None:
         missing = [shard for shard in range(n_shards) if not job.shard_folder(shard).exists()]
         if missing:
@@ -148,6 +156,8 @@ def complete_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) ->
     _remove_plan(job.folder)
     # Errors of the whole data, such as too few tokens, are those of one process.
     tokens = map_new_tokens(job.store_folder, meta, job.config, job.tokenizer, note)
+    key = record_key(job.config, job.tokenizer)
+    write_record(job.config.cache, key, job.stamps, job.plan.identity)
     return ShardedTokens(job.store_folder, n_shards, 0, meta, tokens)
 
 
@@ -155,11 +165,11 @@ def _plan_folder(config: TokenizeConfig) -> Path:
     """Return the folder of a plan.
 
     It is the same for all contents of the files and all settings, so that processes with other ones
-    find the plan and fail.
+    find the plan and fail. The stores of a recipe have separate plans, also if they have the same
+    files.
     """
-    selection = config.selection
-    inputs = [config.paths, selection.config, selection.split, selection.revision]
-    return config.cache / f"shards-{xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())}"
+    store_name = f"{config.source} {config.is_evaluation}"
+    return config.cache / f"shards-{paths_digest(config.paths, config.selection, store_name)}"
 
 
 def open_shards(config: TokenizeConfig, note: Note) -> ShardJob:
@@ -176,6 +186,7 @@ def open_shards(config: TokenizeConfig, note: Note) -> ShardJob:
     tokenizer = load_tokenizer(config.tokenizer)
     config, found = find_config_files(config, note)
     settings = store_identity(config, (), tokenizer.digest)
+    stamps = file_stamps(found)
     # The lock saves work: on a file system with locks, only the first process reads all files for
     # their digests.
     with lock_cache(config.cache, note):
@@ -187,7 +198,8 @@ def open_shards(config: TokenizeConfig, note: Note) -> ShardJob:
         if plan is None:
             plan = _make_plan(folder, config, found, tokenizer, note=note)
     check_settings(folder, plan, settings)
-    return ShardJob(folder, config, plan, planned_data_files(folder, plan, found), tokenizer)
+    files = planned_data_files(folder, plan, found)
+    return ShardJob(folder, config, plan, files, tokenizer, stamps)
 
 
 def _make_plan(
@@ -206,7 +218,11 @@ def _make_plan(
     max_shards = MAX_SHARDS
     if config.max_examples or config.bad_lines:
         max_shards = 1
-    plan = make_plan(settings, identity, files, max_shards=max_shards)
+    # The digest of a companion is checked after both files are read, so one process reads both.
+    companion_suffix = READERS[resolve_type(files, config.type)].companion_suffix
+    plan = make_plan(
+        settings, identity, files, max_shards=max_shards, companion_suffix=companion_suffix
+    )
     if (config.cache / identity).exists():
         return plan
     write_plan(folder, plan)

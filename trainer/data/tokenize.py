@@ -13,6 +13,7 @@ from pathlib import Path
 import xxhash
 
 from trainer.data import store
+from trainer.data.cache_records import file_stamps, paths_digest, read_record, write_record
 from trainer.data.document_rows import open_rows, stored_rows
 from trainer.data.encode import fill_store
 from trainer.data.example_settings import ExampleSettings
@@ -67,8 +68,11 @@ class TokenizeConfig:
         ids_dtype: Dtype of token ids in files that do not record it.
         max_document_nbytes: Maximum bytes of a line, a row or a value.
         remote: Finds the files of URLs.
-        is_mixed: Whether other sources of the run have the same settings.
+        source: Name of the source in a mixture. Empty for the only source of a run.
+        is_evaluation: Whether the data is for evaluation.
         packing: The recipe's `data.packing`. Ignored with an encoder.
+        checks_digests: Read all data files and tokens for their digests. If False, files whose sizes and
+            times are those of an earlier call, and their tokens, are trusted.
     """
 
     type: DataType
@@ -86,8 +90,10 @@ class TokenizeConfig:
     ids_dtype: str = DEFAULT_IDS_DTYPE
     max_document_nbytes: int = DEFAULT_MAX_DOCUMENT_NBYTES
     remote: RemoteFiles = NO_REMOTE_FILES
-    is_mixed: bool = False
+    source: str = ""
+    is_evaluation: bool = False
     packing: Packing = CONCATENATED
+    checks_digests: bool = True
 
     @property
     def has_blocks(self) -> bool:
@@ -106,7 +112,7 @@ def tokenize_files(
     """Return the tokens of the configured files, from the cache or tokenized now.
 
     All files are read once for their digests. Tokens in the cache are read once to check their
-    digests, and rebuilt if damaged.
+    digests, and rebuilt if damaged. See `TokenizeConfig.checks_digests`.
 
     Args:
         config: Files, tokenizer and cache.
@@ -120,6 +126,12 @@ def tokenize_files(
     """
     tokenizer = load_tokenizer(config.tokenizer)
     config, found = find_config_files(config, note)
+    key = record_key(config, tokenizer)
+    stamps = file_stamps(found)
+    if not config.checks_digests:
+        recorded = read_record(config.cache, key, stamps)
+        if recorded is not None and (config.cache / recorded).exists():
+            return open_tokens(config, recorded, note=note)
     files = hash_files(found, note)
     identity = store_identity(config, files, tokenizer.digest)
     folder = config.cache / identity
@@ -129,7 +141,16 @@ def tokenize_files(
     else:
         folder = (config.scratch_dir or config.cache) / identity
         meta = build_token_store(folder, config, files, tokenizer, progress=progress, note=note)
-    return map_new_tokens(folder, meta, config, tokenizer, note)
+    tokens = map_new_tokens(folder, meta, config, tokenizer, note)
+    if config.scratch_dir is None:
+        write_record(config.cache, key, stamps, identity)
+    return tokens
+
+
+def record_key(config: TokenizeConfig, tokenizer: TextTokenizer) -> str:
+    """Return the key of the record of a config's tokens."""
+    settings = store_identity(config, (), tokenizer.digest)
+    return paths_digest(config.paths, config.selection, settings)
 
 
 def find_config_files(
@@ -224,7 +245,7 @@ def check_unused_settings(config: TokenizeConfig, note: Note) -> None:
     if not names:
         return
     keys = join_texts(", ", [text("{}", Key(f"data.{name}")) for name in names])
-    if not config.is_mixed:
+    if not config.source:
         why = "token ids in data files are stored unchanged"
         raise usage_error(
             text("{} cannot be used with token ids", keys),

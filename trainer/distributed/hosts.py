@@ -52,7 +52,7 @@ def processes_per_host(group: ProcessGroup) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FolderProcesses:
-    """The processes of a job that write to a folder for the processes that see it.
+    """The writing processes of a folder and the first processes of the hosts, in a job.
 
     Attributes:
         writers: Process 0, and the first process of each host without the folder of process 0.
@@ -69,7 +69,7 @@ class FolderProcesses:
 
 
 def folder_processes(folder: Path, group: ProcessGroup) -> FolderProcesses:
-    """Return which processes write to a folder. All processes call it together.
+    """Return the writing processes of a folder. All processes call it together.
 
     Args:
         folder: The folder.

@@ -56,7 +56,7 @@ CONFIG_HINT = "correct the config.json of the source checkpoint, and convert it 
 
 
 class DataModel(Protocol):
-    """The properties of a model that its data depends on."""
+    """The properties of a model for its data."""
 
     @property
     def family(self) -> Family:
@@ -82,6 +82,7 @@ def build_datasets(
     folders: Mapping[str, Path],
     group: ProcessGroup | None = None,
     remote: RemoteFiles = NO_REMOTE_FILES,
+    checks_digests: bool = True,
     progress: Callable[[int, int, int], None],
     note: Callable[[str], None],
 ) -> Datasets:
@@ -97,6 +98,7 @@ def build_datasets(
             optional: folder for tokens missing in the cache, if the cache must not be written to.
         group: Processes of the job. None means one process.
         remote: Finds the data files of URLs.
+        checks_digests: See `TokenizeConfig`.
         progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
         note: Called with messages for the user.
 
@@ -115,7 +117,7 @@ def build_datasets(
             _tokenize_config,
             folders=folders,
             remote=remote,
-            is_mixed=recipe.data.sources is not None,
+            checks_digests=checks_digests,
         ),
         tokenize=partial(tokenize_in_group, group=group or SingleProcess(), progress=progress),
     )
@@ -124,16 +126,17 @@ def build_datasets(
 
 def _build_source(
     data: Data,
+    source: str,
     note: Note,
     *,
     model: DataModel,
     model_config: HFConfig,
     seed: int,
-    make_config: Callable[[Data, DataModel, HFConfig], TokenizeConfig],
+    make_config: Callable[[Data, str, DataModel, HFConfig], TokenizeConfig],
     tokenize: Callable[..., MappedTokens],
 ) -> Datasets:
     """Return the datasets of one source."""
-    config = make_config(data, model, model_config)
+    config = make_config(data, source, model, model_config)
     make_dataset = partial(
         _build_dataset,
         config=config,
@@ -179,11 +182,12 @@ def tokenize_configs(
         PrepError: The data does not fit the model.
     """
     for source, data in split_sources(recipe.data):
-        prefix = ""
+        prefix = source_name = ""
         if source is not None:
-            prefix = f"{source.name}-"
+            source_name = source.name
+            prefix = f"{source_name}-"
         config = _tokenize_config(
-            data, model, model_config, folders=folders, remote=remote, is_mixed=source is not None
+            data, source_name, model, model_config, folders=folders, remote=remote
         )
         if data.eval_paths is not None:
             yield f"{prefix}validation", _eval_config(config, data)
@@ -193,17 +197,24 @@ def tokenize_configs(
 def _eval_config(config: TokenizeConfig, data: Data) -> TokenizeConfig:
     """Return the config of the evaluation files of a source."""
     assert data.eval_paths is not None
-    return replace(config, paths=data.eval_paths, selection=eval_selection(data), max_examples=0)
+    return replace(
+        config,
+        paths=data.eval_paths,
+        selection=eval_selection(data),
+        max_examples=0,
+        is_evaluation=True,
+    )
 
 
 def _tokenize_config(
     data: Data,
+    source: str,
     model: DataModel,
     model_config: HFConfig,
     *,
     folders: Mapping[str, Path],
     remote: RemoteFiles,
-    is_mixed: bool,
+    checks_digests: bool = True,
 ) -> TokenizeConfig:
     """Return how a recipe tokenizes its data."""
     check_packing(data, has_encoder=model.arch_config.encoder is not None)
@@ -228,8 +239,9 @@ def _tokenize_config(
         ids_dtype=data.ids_dtype,
         max_document_nbytes=data.max_document_bytes,
         remote=remote,
-        is_mixed=is_mixed,
+        source=source,
         packing=data.packing,
+        checks_digests=checks_digests,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ import pytest
 import prepcli as prep
 from tests.helpers.training_folder import RECIPE, make_training_folder
 from tests.prepcli.training_runs.test_train_packing import write_documents
+from trainer.data import store, tokenize
+from trainer.data.files import DataFile
 from trainer.training import loop
 
 STEPS = 12
@@ -174,10 +177,25 @@ def test_torch_workers_give_the_batches_of_one_process(method: str):
 def test_copies_open_the_tokens_again():
     batches = prep.batches("recipe.toml", process=1, of=2, start=4)
     data = pickle.dumps(batches)
-    assert len(data) < 2000
+    assert len(data) < 10_000
     copy = pickle.loads(data)
     assert (copy.step, copy.first_row, copy.n_rows) == (4, 4, 4)
     assert_equal_batches(list(copy), list(batches))
+
+
+def test_copies_ignore_a_changed_recipe():
+    batches = prep.batches("recipe.toml")
+    data = pickle.dumps(batches)
+    Path("recipe.toml").write_text(RECIPE.replace("seed = 3", "seed = 4"))
+    assert_equal_batches(list(pickle.loads(data)), list(batches))
+
+
+def test_copies_refuse_changed_data():
+    data = pickle.dumps(prep.batches("recipe.toml"))
+    text = Path("text.txt")
+    text.write_text(text.read_text() + " w1 w2")
+    with pytest.raises(prep.PrepError, match="the data has changed during the run"):
+        pickle.loads(data)
 
 
 def test_batches_import_no_jax():
@@ -203,3 +221,66 @@ def test_digest_names_the_batches_of_a_run():
     seen = hashlib.sha256(b"".join(batch["tokens"].tobytes() for batch in whole))
     read = hashlib.sha256(b"".join(whole.batch(step)["tokens"].tobytes() for step in range(STEPS)))
     assert seen.digest() == read.digest()
+
+
+@pytest.fixture
+def read_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that receives the name of each data file and token file that is read for its digest."""
+    read: list[str] = []
+    hash_file = tokenize.hash_file
+    file_digest = store.file_digest
+
+    def record_hash(path: Path) -> DataFile:
+        read.append(path.name)
+        return hash_file(path)
+
+    def record_digest(path: Path) -> str:
+        read.append(path.name)
+        return file_digest(path)
+
+    monkeypatch.setattr(tokenize, "hash_file", record_hash)
+    monkeypatch.setattr(store, "file_digest", record_digest)
+    return read
+
+
+def test_only_process_0_reads_everything_at_a_start(read_files: list[str]):
+    whole = prep.batches("recipe.toml")
+    read_files.clear()
+    other = prep.batches("recipe.toml", process=1, of=2, start=5)
+    assert read_files == []
+    assert other.digest() == whole.digest()
+    prep.batches("recipe.toml", process=0, of=2, start=5)
+    assert sorted({*read_files}) == ["documents.bin", "text.txt", "tokens.bin"]
+    read_files.clear()
+    prep.batches("recipe.toml", verify=False)
+    assert read_files == []
+
+
+def test_tokenize_leaves_nothing_to_read(read_files: list[str]):
+    for process in range(2):
+        prep.tokenize_shard("recipe.toml", process, of=2)
+    read_files.clear()
+    prep.batches("recipe.toml", process=1, of=2)
+    assert read_files == []
+
+
+def test_changed_data_is_read_again(read_files: list[str]):
+    before = prep.batches("recipe.toml").identity
+    text = Path("text.txt")
+    stamp = text.stat().st_mtime_ns
+    text.write_text(text.read_text().replace("w1 ", "w2 "))
+    os.utime(text, ns=(stamp, stamp + 1))
+    read_files.clear()
+    assert prep.batches("recipe.toml", process=1, of=2).identity != before
+    assert "text.txt" in read_files
+
+
+def test_other_settings_do_not_use_the_record():
+    before = prep.batches("recipe.toml").identity
+    changed = prep.batches("recipe.toml", verify=False, overrides="data.max_examples=1")
+    assert changed.identity != before
+    # A record of tokens that are gone is ignored.
+    for path in Path("runs/recipe/data").iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+    assert prep.batches("recipe.toml", verify=False).identity == before

@@ -26,7 +26,7 @@ class Record:
     Attributes:
         values: Value of each column, not checked.
         place: File and line, for error messages: `train.jsonl:7`.
-        nbytes: Bytes of the file that it accounts for. Progress reports add them up.
+        nbytes: Its bytes in the file. Progress reports add them up.
     """
 
     values: Mapping[str, object]
@@ -40,7 +40,7 @@ class TextChunk:
 
     Attributes:
         text: The text.
-        nbytes: Bytes of the file that it accounts for. Progress reports add them up.
+        nbytes: Its bytes in the file. Progress reports add them up.
         starts_document: Whether it is the start of its document.
         ends_document: Whether it is the end of its document.
     """
@@ -59,7 +59,7 @@ class IdsChunk:
         ids: Ids of a part of the file, any integer dtype.
         file: Name of the file, for error messages.
         first: Position of the first id in the file.
-        nbytes: Bytes of the file that it accounts for. Progress reports add them up.
+        nbytes: Its bytes in the file. Progress reports add them up.
         ends_document: Whether a document ends with it.
         ends_at_eos: Whether a document also ends after each end-of-sequence token in it.
     """
@@ -113,7 +113,7 @@ class Reader:
         other_suffixes: More suffixes for files named in the recipe, outside of folders.
         is_compressible: Whether files may be compressed as a whole, with a suffix more.
         has_ids: Whether files have token ids instead of texts.
-        companion_suffix: Suffix of a second file beside each file, which belongs to it.
+        companion_suffix: Suffix of a second file with the rest of the content, in the same folder.
     """
 
     suffixes: tuple[str, ...]
