@@ -11,8 +11,10 @@ import pytest
 from tests.helpers.corpus import TEXT, make_config
 from tests.helpers.thread_groups import ThreadGroup, run_group
 from trainer.data.store import DamagedStoreError
+from trainer.data.token_shards import tokenize_share
 from trainer.data.tokenize import TokenizeConfig, open_tokens, tokenize_files
 from trainer.distributed import hosts
+from trainer.distributed.process_group import SingleProcess
 from trainer.models.errors import PrepError
 from trainer.training.datasets import tokenize_in_group
 
@@ -173,3 +175,17 @@ def test_hosts_make_damaged_tokens_again(
     path = config.cache / open_identity(config) / "tokens.bin"
     path.write_bytes(bytes(len(path.read_bytes())))
     assert run_group(2, tokenize_on_host) == before
+
+
+def test_one_process_continues_the_shards_of_others(config: TokenizeConfig, tmp_path: Path):
+    config = write_files(config, tmp_path / "data")
+    tokenize_share(config, 0, 2, progress=lambda *counts: None, note=lambda text: None)
+    shards = [*config.cache.glob("shards-*/*/*/tokens.bin")]
+    assert len(shards) == 4
+    tokens = tokenize_in_group(
+        config, SingleProcess(), progress=lambda *counts: None, note=lambda text: None
+    )
+    alone = replace(config, cache=tmp_path / "alone")
+    expected = tokenize_files(alone, progress=lambda *counts: None, note=lambda text: None)
+    assert tokens.ids.tolist() == expected.ids.tolist()
+    assert [*config.cache.glob("shards-*")] == []
