@@ -70,7 +70,7 @@ class ShardedTokens:
 
 @dataclass(frozen=True, slots=True)
 class ShardJob:
-    """The plan of a store, and the files of this process. `open_shards` makes it."""
+    """The plan of a store, and the files of this process."""
 
     folder: Path
     config: TokenizeConfig
@@ -168,8 +168,8 @@ def complete_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) ->
 def _plan_folder(config: TokenizeConfig) -> Path:
     """Return the folder of a plan.
 
-    It is the same for all contents of the files and all settings, so that processes with other ones
-    find the plan and fail. The stores of a recipe have separate plans, also if they have the same
+    It is the same for all contents of the files and all settings. Processes with other ones find the
+    plan and fail. The stores of a recipe have separate plans, also if they have the same
     files.
     """
     store_name = f"{config.source} {config.is_evaluation}"

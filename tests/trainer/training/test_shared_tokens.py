@@ -28,7 +28,7 @@ def config(tmp_path: Path) -> TokenizeConfig:
 def tokenize(
     process: ThreadGroup, config: TokenizeConfig
 ) -> tuple[list[int], list[str], list[int]]:
-    """Return the tokens, the notes, and the bytes that the process tokenized."""
+    """Return the tokens, the notes, and the tokenized bytes of the process."""
     notes: list[str] = []
     progress: list[int] = []
     tokens = tokenize_in_group(
@@ -55,7 +55,7 @@ def open_identity(config: TokenizeConfig) -> str:
 
 
 def test_processes_without_the_files_open_the_tokens(config: TokenizeConfig):
-    """Only processes that tokenize read the data files."""
+    """A process without a share of the work reads no data file."""
 
     def tokenize_own_files(process: ThreadGroup) -> list[int]:
         return tokenize(
@@ -103,7 +103,7 @@ def test_open_tokens_checks_sizes(config: TokenizeConfig):
 
 @pytest.fixture
 def hosts_by_thread(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
-    """Return the host of each thread that has one. Other threads are on one host."""
+    """Return hosts by thread. All other threads are on one host."""
     names: dict[int, str] = {}
     monkeypatch.setattr(
         hosts, "machine_id", lambda: names.get(threading.get_ident(), "one host for all")
@@ -112,7 +112,7 @@ def hosts_by_thread(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
 
 
 def write_files(config: TokenizeConfig, folder: Path) -> TokenizeConfig:
-    """Write data files of different sizes, and return a config that reads them."""
+    """Write data files of different sizes, and return a config of them."""
     folder.mkdir()
     for index in range(7):
         (folder / f"{index}.txt").write_text(TEXT * (index + 1))
