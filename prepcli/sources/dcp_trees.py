@@ -6,6 +6,7 @@ import itertools
 from functools import partial
 
 from prepcli.errors import PrepError
+from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.torch_dcp import DcpFolder, DcpTensor
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
 from prepcli.planning.grids import ExplicitPlacement
@@ -22,7 +23,11 @@ _ChunkOffsets = dict[tuple[int, ...], tuple[int, int]]
 
 
 def match_torchtitan(
-    folder: DcpFolder, family: Family, config: HFConfig, display_name: str
+    folder: DcpFolder,
+    family: Family,
+    config: HFConfig,
+    display_name: str,
+    manifest: Manifest = NO_MANIFEST,
 ) -> ForeignTree:
     """Match the tensors of a checkpoint with the state dict of torchtitan.
 
@@ -31,6 +36,7 @@ def match_torchtitan(
         family: Model family.
         config: The model's config.json.
         display_name: Name of the checkpoint in messages.
+        manifest: Manifest of a checkpoint written by prep.
 
     Raises:
         PrepError: The family has no such layout, a tensor has the wrong shape, or its boxes form no grid.
@@ -41,7 +47,13 @@ def match_torchtitan(
         raise PrepError(f"{display_name} is not supported", why, hint)
     leaves = {tensor.name: _stored_leaf(tensor) for tensor in folder.tensors}
     return match_foreign_tree(
-        leaves, family, config, display_name, roots=("",), layout=TORCHTITAN_LAYOUT
+        leaves,
+        family,
+        config,
+        display_name,
+        roots=("",),
+        layout=TORCHTITAN_LAYOUT,
+        manifest=manifest,
     )
 
 
