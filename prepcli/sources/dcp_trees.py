@@ -71,7 +71,7 @@ def _chunk_shape(tensor: DcpTensor) -> tuple[int, ...]:
     """Return the shape of the box at the origin.
 
     Raises:
-        PrepError: The boxes are not the chunks of a grid. The last boxes along the first dim may be shorter.
+        PrepError: The boxes are not the chunks of a grid. Only the last boxes along the first dim may be shorter.
     """
     zeros = (0,) * len(tensor.shape)
     chunk_shape = next((box.shape for box in tensor.boxes if box.start == zeros), tensor.shape)
@@ -81,7 +81,9 @@ def _chunk_shape(tensor: DcpTensor) -> tuple[int, ...]:
         is_aligned = not any(start % length for start, length in zip(box.start, chunk_shape))
         # A box with fewer columns has other strides than its neighbours.
         has_equal_rows = box.shape[1:] == chunk_shape[1:]
-        if not is_aligned or not has_equal_rows or box.byte_strides is not None:
+        # A box of two chunks would leave the second one without a location.
+        is_too_long = box.shape[:1] > chunk_shape[:1]
+        if not is_aligned or not has_equal_rows or is_too_long or box.byte_strides is not None:
             why = f"its box at {list(box.start)} has the shape {list(box.shape)} instead of {list(chunk_shape)}"
             hint = "save the checkpoint again with equal shards, e.g. on one process"
             raise PrepError(f"{tensor.name} is not supported", why, hint)
