@@ -92,17 +92,19 @@ def _open_tree(
     names = TensorNames(family, is_prefixed=False)
     tree_tensors = verbatim_tensors(leaves) if family.is_verbatim else ()
     extra_entries: tuple[DroppedTensor, ...] = ()
+    recorded = manifest or NO_MANIFEST
     if not family.is_verbatim:
-        tree = match_foreign_tree(leaves, family, config, display_name, layout=hints.layout)
+        tree = match_foreign_tree(
+            leaves, family, config, display_name, layout=hints.layout, manifest=recorded
+        )
         _check_no_scale(tree, display_name)
         _check_easylm_prefix(tree, hints, display_name)
         names = tree.names
         tree_tensors = tree.tensors
         extra_entries = (*tree.extra_entries, *_extra_scalars(flax_files, tree))
-    records = (manifest or NO_MANIFEST).tensors
     tensors: list[SourceTensor] = []
     for tensor in sorted(tree_tensors, key=_file_position):
-        digests = recorded_digests(records, names.full_name(tensor.name))
+        digests = recorded_digests(recorded.tensors, names.full_name(tensor.name))
         tensors.append(replace(tensor, digests=digests))
     # `trainstate_params::` asks for the parameters, so leaving the rest is no loss to report.
     if hints.part == "trainstate_params":
