@@ -183,7 +183,8 @@ def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
 
         return read_dcp_state(source)
     what = text("{} is not supported for {}", option, located.display_name)
-    raise usage_error(what, "its format has no training state that prep reads")
+    why = "its format has no training state that prep reads"
+    raise usage_error(what, why, text("remove {}", option))
 
 
 def _split_unless_verbatim(source: Source, verbatim: bool | None) -> Source:
