@@ -27,6 +27,7 @@ from prepcli.planning.chunk_placement import LeafPiece, chunk_group
 from prepcli.planning.grids import ExplicitPlacement, Placement, StridedPlacement
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, RootScale, SourceFile
+from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
@@ -303,7 +304,9 @@ def _check_scales(tree: ForeignTree, records: Mapping[str, ScaleRecord], display
     names = {tree.names.full_name(name) for name in tree.scaled_tensors}
     numbers = set(tree.scales.values())
     for name, record in records.items():
-        if name not in names or record["sqrt"] not in numbers:
+        # The moments of a parameter have its scale.
+        _, parameter = split_name(name)
+        if parameter not in names or record["sqrt"] not in numbers:
             what = f"the manifest of {display_name} records another scale than its layout has"
             why = f"{quote_name(name)} is divided by the square root of {record['sqrt']}"
             raise DamagedError(what, why, GET_AGAIN_HINT)
