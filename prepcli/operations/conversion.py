@@ -298,7 +298,9 @@ def open_checkpoint(
     if lock is not None:
         from prepcli.sources.locked import apply_lock
 
-        source = apply_lock(source, lock, str(common.lock), located.local_files.commit)
+        commit = located.local_files.commit
+        is_mapped = common.tensor_map is not None
+        source = apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
     return located, use_averaged_params(source) if common.ema else source
 
 
