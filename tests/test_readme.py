@@ -29,6 +29,7 @@ from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors
 from tests.helpers.tokenizer_folders import write_model
+from tests.helpers.trainer_checkpoints import make_trainer_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -93,6 +94,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("text.txt", "validation.txt"):
         (folder / name).write_text(" ".join(WORDS * 4))
     make_adapter(folder / "my-adapter", {"transformer.h.0.attn.attention.q_proj": (64, 64)})
+    make_trainer_checkpoint(folder / "out/checkpoint-400", 400)
+    # A step in place of a run, which takes a training. The folder of its source names it.
+    make_trainer_checkpoint(folder / "out/tuned", 400)
+    step = ("save-init", str(folder / "out/tuned"), "--training-state")
+    assert main([*step, "--out", str(folder / "runs/tuned"), "-q"]) == 0
     return folder
 
 

@@ -152,7 +152,7 @@ class _ArchiveWriter:
 
 
 def _local_header(name: str, nbytes: int, checksum: int, offset: int, *, alignment: int) -> bytes:
-    """Return the header before a record, with padding so that the record is aligned."""
+    """Return the header before a record, with padding up to the alignment of the record."""
     extra = b""
     field = nbytes
     if nbytes >= ZIP64_MARK:
@@ -195,7 +195,7 @@ def _central_header(name: str, nbytes: int, checksum: int, offset: int) -> bytes
 
 
 def _end_of_directory(count: int, nbytes: int, offset: int) -> bytes:
-    """Return the end of an archive, which locates the central directory."""
+    """Return the end of an archive, with the location of the central directory."""
     end = b""
     offset_field = min(offset, ZIP64_MARK)
     count_field = min(count, ZIP64_COUNT_MARK)

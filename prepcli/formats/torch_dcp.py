@@ -182,7 +182,7 @@ def _damaged_error(path: Path, error: ValueError) -> DamagedError:
 
 
 def _dict_items(value: object) -> Iterator[tuple[str, PickledCall]]:
-    """Yield the objects of a mapping by name. Raise ValueError for a name that occurs twice."""
+    """Yield the objects of a mapping by name. Raise ValueError for a repeated name."""
     if not isinstance(value, PickledMapping):
         raise ValueError("it has no list of tensors")
     names: set[str] = set()
@@ -225,7 +225,7 @@ def _size_numbers(value: object) -> tuple[int, ...]:
 def _iter_ranges(
     value: object,
 ) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]]:
-    """Yield the byte range of each box. A box is the part of a tensor that one rank saved.
+    """Yield the byte range of each box. A box is the part of a tensor from one rank.
 
     Yields:
         Name of the tensor and index of the box's first element, then file, first byte and length of the range.
@@ -353,7 +353,7 @@ def _check_tiling(shape: tuple[int, ...], boxes: list[DcpBox]) -> None:
 
 
 class _Window(io.RawIOBase):
-    """A file object that reads a byte range of another file."""
+    """A byte range of a file as a file object."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file = file

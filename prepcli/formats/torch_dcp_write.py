@@ -115,7 +115,7 @@ def _pickle_properties(dtype: str) -> bytes:
 
 
 class _Memo:
-    """Objects that a pickle has once and refers to by number.
+    """Objects with one definition in a pickle and references by number.
 
     Each is pushed, stored and popped at the start of the pickle. Without the memo a tensor takes four times the bytes.
 

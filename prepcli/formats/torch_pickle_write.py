@@ -109,7 +109,7 @@ def pickle_tensor(tensor: StoredTensor) -> bytes:
 
 
 def pickle_global(name: str) -> bytes:
-    """Return the opcode that imports a global, given as `MODULE NAME`."""
+    """Return the import of a global, given as `MODULE NAME`."""
     module, _, last = name.partition(" ")
     return f"c{module}\n{last}\n".encode()
 

@@ -187,7 +187,7 @@ def _shard_nbytes(options: ExportOptions) -> int:
 def _config_for_layout(
     config: HFConfig, layout: TreeLayout, source: Source, is_tied: bool
 ) -> JsonObject:
-    """Return the config for a library that supports fewer fields, with `tie_word_embeddings` as stored.
+    """Return the config for a library with fewer fields, with `tie_word_embeddings` as stored.
 
     Raises:
         PrepError: The library would compute another model, because it ignores some of the fields.
@@ -432,7 +432,7 @@ def _manifest_settings(
     is_tied: bool,
     config: HFConfig,
 ) -> ManifestFields:
-    """Return the fields of the output's manifest that describe the model."""
+    """Return the fields of the output's manifest about the model."""
     settings: ManifestFields = {
         "name": name,
         "kind": "hf",
@@ -538,9 +538,9 @@ def _check_adapter_request(options: ExportOptions, source: Source) -> None:
 
 
 def _stored_tied_head(options: ExportOptions, source: Source, written_map: WrittenMap) -> set[str]:
-    """Return the name of a tied head that is written as a tensor of its own. Empty if there is none.
+    """Return the name of a tied head with a tensor of its own in the output. Empty if there is none.
 
-    A library that does not support tied heads needs it, and a map may name it. PyTorch loads a distributed checkpoint
+    A library without tied heads needs it, and a map may name it. PyTorch loads a distributed checkpoint
     into a state dict with both names.
     """
     layout = source.family.layouts.get(options["layout"])
@@ -580,7 +580,7 @@ def _summary_line(
 
 
 def _command_line(options: ExportOptions, source: Source) -> str:
-    """Return the command line that the manifest records, with the size of files in bytes."""
+    """Return the command line for the manifest, with the size of files in bytes."""
     values = recorded_values(options)
     nbytes = _shard_nbytes(options)
     if file_format(options) != DCP_FORMAT:

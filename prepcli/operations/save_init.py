@@ -179,7 +179,7 @@ def _check_padding_options(options: SaveInitOptions) -> None:
 
 
 def _is_unresharded(folder: Path) -> bool:
-    """Return whether the folder is an Orbax checkpoint that `prep reshard` did not write."""
+    """Return whether the folder is an Orbax checkpoint of another command than `prep reshard`."""
     manifest = read_manifest(find_manifest_folder(folder))
     return find_item(folder) is not None and manifest is not None and manifest.command != "reshard"
 
@@ -505,7 +505,7 @@ def _quantization_entries(source: Source) -> ManifestFields:
 
 
 def _check_verbatim_options(options: SaveInitOptions, source: Source) -> None:
-    """Raise UsageError for options that a model of an unknown family does not support.
+    """Raise UsageError for options without support for models of unknown families.
 
     The tensors of such a model keep their names and shapes.
     """
@@ -582,7 +582,7 @@ def _layout_lines(
 def _command_line(
     command: str, options: SaveInitOptions, source: Source, *, params_only: bool
 ) -> str:
-    """Return the command line that the manifest records."""
+    """Return the command line for the manifest."""
     values = recorded_values(options)
     if command == "reshard":
         return format_command_line(

@@ -1,4 +1,4 @@
-"""The option of conversions that keep the optimizer state.
+"""The option of conversions for the optimizer state.
 
 This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
 """

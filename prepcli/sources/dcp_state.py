@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,16 +52,13 @@ def read_dcp_state(source: Source) -> Source:
         )
     num_updates = _num_updates(source, tensors)
     settings = adam_settings(source.display_name, groups)
-    decays: dict[str, float] = {}
-    for group in groups:
-        decays |= dict.fromkeys(group.get("params", ()), group["weight_decay"])
     state = ForeignState(
         moments=tuple(_moments(source, tensors)),
         # A loop of PyTorch keeps its step elsewhere, if at all.
         step=num_updates,
         num_updates=num_updates,
         settings=settings,
-        left_out=decay_notes(source, decays),
+        left_out=decay_notes(source, _decays(groups)),
     )
     others = tuple(entry for entry in source.extra_entries if not _is_converted(entry))
     return add_foreign_state(replace(source, extra_entries=others), state)
@@ -103,6 +100,16 @@ def _state_tensor(
         why = "the parameter was frozen, or the optimizer is not AdamW"
         raise PrepError(f"{source.display_name} has no {full_name}", why, WITHOUT_STATE_HINT)
     return tensors[full_name]
+
+
+def _decays(groups: Sequence[Mapping[Any, Any]]) -> dict[str, float]:
+    """Return the weight decay of each parameter. Empty for groups without names of parameters."""
+    decays: dict[str, float] = {}
+    for group in groups:
+        names = group.get("params")
+        if isinstance(names, list):
+            decays |= {name: group["weight_decay"] for name in names if isinstance(name, str)}
+    return decays
 
 
 def _num_updates(source: Source, tensors: Mapping[str, DcpTensor]) -> int:

@@ -51,10 +51,10 @@ def open_source(
         verbatim: True: use the verbatim family. None: use it if no family has the model_type. False: raise then.
         copied_files: Name patterns of further side files to copy.
         dequantize: Decode quantised weights.
-        keeps_scales: Read values that another trainer's scale has rounded as they are stored. See `SourceHints`.
+        keeps_scales: Read values as they are stored, also after rounding by a trainer's scale. See `SourceHints`.
         training_state: Read the optimizer state of another framework. It is read in any case from an output of prep.
-        tensor_map: Map from the tensors of the files to those of a model. Default: the one that an export recorded.
-        layout: Layout of a tree of another library. Default: the one that fits best.
+        tensor_map: Map from the tensors of the files to those of a model. Default: the map in the manifest.
+        layout: Layout of a tree of another library. Default: the layout with the best fit.
 
     Raises:
         PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim
@@ -177,12 +177,12 @@ def _with_written_state(source: Source, located: LocatedCheckpoint) -> Source:
 
 
 def has_unread_state(source: Source) -> bool:
-    """Return whether an output of prep has a training state that was not read."""
+    """Return whether the training state of an output of prep was left on its server."""
     return UNREAD_STATE in source.extra_entries
 
 
 def _has_state(source: Source) -> bool:
-    """Return whether the state of a source has been read with its parameters, as that of an Orbax item is."""
+    """Return whether the state was read together with the parameters, e.g. from an Orbax item."""
     return source.tree_manifest.is_tree or source.training_record is not None
 
 
@@ -195,7 +195,7 @@ def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
     """Return the source with its training state.
 
     Raises:
-        UsageError: The format has no training state that prep reads.
+        UsageError: prep reads no training state of this format, or none from a server.
     """
     if _has_state(source):
         return source
@@ -281,7 +281,7 @@ def _check_headers(source: Source) -> None:
 
 
 def _with_remote_blobs(source: Source, remote: RemoteCheckpoint) -> Source:
-    """Replace the placeholder files of a source by the remote files that its tensors are read from."""
+    """Replace the placeholder files of a source by its remote files."""
     blobs = remote.blobs(source.files, source.blobs)
     stamps = tuple(
         SourceFile(stamp.path, blob.file.size, 0, blob.file.digest)

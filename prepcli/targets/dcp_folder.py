@@ -20,8 +20,8 @@ from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.layout_leaves import find_layout_leaves, whole_leaf_location
 
-# A tensor takes 62 opcodes of `.metadata`.
-MAX_TENSORS = MAX_METADATA_OPCODES // 64
+# A tensor takes up to 77 opcodes of `.metadata`: a moment has four keys.
+MAX_TENSORS = MAX_METADATA_OPCODES // 80
 
 
 @dataclass(frozen=True, slots=True)

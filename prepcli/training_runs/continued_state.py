@@ -51,6 +51,24 @@ def check_continued_start(start: StartCheckpoint, loop: LoopConfig) -> None:
         )
 
 
+def cast_warning(start: StartCheckpoint, loop: LoopConfig) -> str:
+    """Return a warning about leaves of the state with another dtype in the run. Empty if there are none."""
+    import jax
+
+    from trainer.training.step import leaf_name, state_shapes
+
+    reader = start.model_reader
+    casts: list[str] = []
+    for path, shape in jax.tree_util.tree_leaves_with_path(state_shapes(loop.setup)):
+        name = leaf_name(path)
+        stored = reader.leaves[name].dtype
+        if stored != shape.dtype.name:
+            casts.append(f"{name} from {stored} to {shape.dtype.name}")
+    if not casts:
+        return ""
+    return f"{len(casts):,} leaves of {loop.recipe.model.path} are cast, e.g. {casts[0]}"
+
+
 def load_continued_state(start: StartCheckpoint, setup: Any) -> TrainState:
     """Read the state after `check_continued_start`."""
     from trainer.training.loading import restore_state

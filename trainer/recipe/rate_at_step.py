@@ -1,4 +1,4 @@
-"""The learning rate of a step in plain Python, from the schedule that a step's manifest records. No jax."""
+"""The learning rate of a step in plain Python, from the schedule in the manifest of a step. No jax."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from prepcli.errors import PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, RootScale
@@ -21,6 +21,8 @@ from trainer.models.parameters import Family
 
 # A leaf of the first moment, e.g. `opt_state.0.mu.params.decoder.decoder_norm.scale`.
 FIRST_MOMENT_LEAF = re.compile(r"(opt_state(?:\.\d+)?)\.mu\.(params\.)?")
+# The count of a state of optax.
+COUNT_LEAF = re.compile(r"opt_state\.\d+\.count")
 STEP_LEAF = "step"
 # Powers of the parameters' scale. See `RootScale`.
 POWERS = (-1, -2)
@@ -116,14 +118,30 @@ def add_item_state(
     manifest = source.manifest or NO_MANIFEST
     entries = tuple(entry for entry in source.extra_entries if not _is_state(entry))
     source = replace(source, extra_entries=entries)
+    num_updates = _read_counter(source, leaves, f"{moments.state}.count")
+    if source.manifest is not None:
+        _check_counts(source, leaves, num_updates)
     state = ForeignState(
         moments=tuple(_moment_tensors(moments, manifest, scale_records)),
         step=_read_counter(source, leaves, STEP_LEAF),
-        num_updates=_read_counter(source, leaves, f"{moments.state}.count"),
+        num_updates=num_updates,
         settings=_recorded_settings(manifest),
         left_out=tuple(entry.name for entry in entries),
     )
     return add_foreign_state(source, state)
+
+
+def _check_counts(source: Source, leaves: Mapping[str, StoredLeaf], num_updates: int) -> None:
+    """Check the counts of an output of prep. That of the schedule is no part of the training state.
+
+    Raises:
+        DamagedError: A count differs from the number of updates.
+    """
+    for name in filter(COUNT_LEAF.fullmatch, leaves):
+        count = _read_counter(source, leaves, name)
+        if count != num_updates:
+            why = f"{name} is {count}, and the moments have {num_updates} updates"
+            raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
 
 
 def _is_state(entry: DroppedTensor) -> bool:

@@ -140,8 +140,17 @@ def test_reader_takes_the_metadata_of_many_tensors():
     assert len(content) < MAX_NBYTES
     num_opcodes = sum(1 for _ in pickletools.genops(content))
     assert num_opcodes < MAX_METADATA_OPCODES
-    # `MAX_TENSORS` follows from this number.
     assert num_opcodes / len(entries) < 64
+
+
+def test_moments_of_max_tensors_are_readable():
+    """`MAX_TENSORS` follows from the number of opcodes of a moment."""
+    entries: list[DcpEntry] = []
+    for number in range(1000):
+        path = ("optimizer", "state", f"model.layers.{number}.weight", "exp_avg")
+        entries.append(DcpEntry(".".join(path), "float32", (number, 7), "__0_0.distcp", 0, 1, path))
+    num_opcodes = sum(1 for _ in pickletools.genops(encode_metadata(entries)))
+    assert num_opcodes / len(entries) * dcp_folder.MAX_TENSORS < MAX_METADATA_OPCODES
 
 
 def test_more_tensors_than_the_reader_takes_are_refused(monkeypatch: pytest.MonkeyPatch):

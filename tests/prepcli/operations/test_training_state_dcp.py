@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.other_trainers import STEPS, TorchTraining, make_folder, train
+from tests.helpers.other_trainers import SETTINGS, STEPS, TorchTraining, make_folder, train
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA
 
@@ -24,22 +24,29 @@ CONTINUE = ("model.path=from-torch", "data.tokenizer=tiny")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Iterator[dict[int, float]]:
-    """Train in prep, with a second run that stops in the middle, and in PyTorch. Return the losses of prep."""
+def folder(tmp_path_factory) -> Iterator[None]:
+    """Train in PyTorch to the middle, and move the state to prep and back."""
     path = tmp_path_factory.mktemp("pair")
     before = Path.cwd()
     os.chdir(path)
     make_folder()
-    losses = train("full")
-    train("half", stop_after=HALF)
-    run_ok("export", "half", "--training-state", "--format", "dcp", "--out", "to-torch")
     training = TorchTraining("tiny")
     training.train(1, HALF)
     training.save("torch")
     run_ok("save-init", "torch", "--training-state", "--config", "tiny", "--pad-vocab", "8",
            "--mesh", "1,2,4", "--out", "from-torch")  # fmt: skip
-    yield losses
+    run_ok("export", "from-torch", "--training-state", "--format", "dcp", "--out", "back")
+    yield
     os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def losses(folder: None) -> dict[int, float]:
+    """Train in prep, with a second run that stops in the middle. Return the losses."""
+    losses = train("full")
+    train("half", stop_after=HALF)
+    run_ok("export", "half", "--training-state", "--format", "dcp", "--out", "to-torch")
+    return losses
 
 
 def largest_difference(losses: dict[int, float], expected: dict[int, float]) -> float:
@@ -47,59 +54,50 @@ def largest_difference(losses: dict[int, float], expected: dict[int, float]) -> 
     return max(abs(losses[step] - expected[step]) for step in range(HALF + 1, STEPS + 1))
 
 
-def test_torch_resumes_a_run_of_prep(folder: dict[int, float]):
+@pytest.mark.slow
+def test_torch_resumes_a_run_of_prep(losses: dict[int, float]):
     training = TorchTraining("tiny")
     training.load("to-torch")
-    assert largest_difference(training.train(HALF + 1, STEPS), folder) < ROUNDING
+    assert largest_difference(training.train(HALF + 1, STEPS), losses) < ROUNDING
 
 
-def test_torch_without_moments_has_other_losses(folder: dict[int, float]):
+@pytest.mark.slow
+def test_torch_without_moments_has_other_losses(losses: dict[int, float]):
     training = TorchTraining("tiny")
     training.load("to-torch")
     training.optimizer.state.clear()
-    assert largest_difference(training.train(HALF + 1, STEPS), folder) > VISIBLE
+    assert largest_difference(training.train(HALF + 1, STEPS), losses) > VISIBLE
 
 
-def test_prep_continues_a_run_of_torch(folder: dict[int, float]):
-    losses = train("continued", *CONTINUE, "model.training_state=true")
-    assert min(losses) == HALF + 1
-    assert largest_difference(losses, folder) < ROUNDING
+@pytest.mark.slow
+def test_prep_continues_a_run_of_torch(losses: dict[int, float]):
+    continued = train("continued", *CONTINUE, "model.training_state=true")
+    assert min(continued) == HALF + 1
+    assert largest_difference(continued, losses) < ROUNDING
 
 
-def test_state_dict_equals_the_one_of_torch(folder: dict[int, float]):
-    """The state that PyTorch loads from a checkpoint of prep has the keys and settings of its own state."""
-    training = TorchTraining("tiny")
-    training.load("to-torch")
-    own = TorchTraining("tiny")
-    own.train(1, HALF)
-    loaded = training.optimizer.state_dict()
-    trained = own.optimizer.state_dict()
-    assert loaded["state"].keys() == trained["state"].keys()
-    for group, other in zip(loaded["param_groups"], trained["param_groups"], strict=True):
-        # The loop sets the learning rate before each step, and prep after it.
-        assert group | {"lr": 0} == other | {"lr": 0}
-    assert {entry["step"].item() for entry in loaded["state"].values()} == {HALF}
-
-
-def test_round_trip_changes_no_bit(folder: dict[int, float]):
-    run_ok("verify", "to-torch", f"half/{HALF}")
-    run_ok("save-init", "to-torch", "--training-state", "--pad-vocab", "8", "--out", "again")
-    run_ok("verify", "again", f"half/{HALF}")
-    run_ok("export", "from-torch", "--training-state", "--format", "dcp", "--out", "back")
+def test_round_trip_changes_no_bit(folder: None):
+    """PyTorch loads the keys, settings and moments of its own state."""
+    run_ok("verify", "back", "from-torch")
     original = TorchTraining("tiny")
     original.load("torch")
     back = TorchTraining("tiny")
     back.load("back")
-    for entry, other in zip(
-        original.optimizer.state.values(), back.optimizer.state.values(), strict=True
-    ):
-        assert entry.keys() == other.keys()
-        assert all(torch.equal(entry[name], other[name]) for name in entry)
+    loaded = back.optimizer.state_dict()
+    trained = original.optimizer.state_dict()
+    assert loaded["param_groups"] == [
+        group | {"initial_lr": SETTINGS["lr"]} for group in trained["param_groups"]
+    ]
+    assert loaded["state"].keys() == trained["state"].keys()
+    for number, entry in loaded["state"].items():
+        assert entry.keys() == trained["state"][number].keys()
+        assert all(torch.equal(entry[name], trained["state"][number][name]) for name in entry)
+        assert entry["step"].item() == HALF
 
 
-def test_verify_finds_changed_moments_and_settings(folder: dict[int, float]):
+def test_verify_finds_changed_moments_and_settings(folder: None):
     for number in range(2):
-        shutil.copytree("to-torch", f"damaged-{number}")
+        shutil.copytree("back", f"damaged-{number}")
         path = Path(f"damaged-{number}/__0_{number}.distcp")
         content = bytearray(path.read_bytes())
         content[-2000 if number else len(content) // 2] ^= 1
@@ -107,7 +105,7 @@ def test_verify_finds_changed_moments_and_settings(folder: dict[int, float]):
         assert main(["verify", f"damaged-{number}"]) == 1
 
 
-def test_export_without_state_reads_the_model(folder: dict[int, float]):
+def test_import_without_state_reads_the_model(folder: None):
     run_ok("save-init", "torch", "--config", "tiny", "--out", "model-only")
     run_ok("verify", "model-only", "from-torch")
 
@@ -129,8 +127,8 @@ def test_tied_head_moves_in_both_directions(tmp_path: Path, monkeypatch):
     assert loaded.train(2, 2) == training.train(2, 2)
 
 
-def test_state_without_moments_is_refused(folder: dict[int, float], capsys):
-    run_ok("export", "half", "--format", "dcp", "--out", "no-state")
+def test_state_without_moments_is_refused(folder: None, capsys):
+    run_ok("export", "from-torch", "--format", "dcp", "--out", "no-state")
     capsys.readouterr()
     lines = error_lines(capsys, "save-init", "no-state", "--training-state", "--out", "never")
     assert "no-state has no training state" in lines[0]

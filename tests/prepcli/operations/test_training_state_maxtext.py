@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,18 @@ def test_round_trip_changes_no_bit(folder: None, layout: str):
     out = f"{layout}-back"
     run_ok("save-init", layout, "--training-state", "--pad-vocab", "8", "--out", out)
     run_ok("verify", out, f"half/{HALF}")
+
+
+def test_verify_finds_a_changed_count_of_the_schedule(folder: None, capsys):
+    """The last bytes of the item are this count. It gives the learning rate of the next step."""
+    shutil.copytree("maxtext", "changed")
+    data_files = Path("changed", str(HALF), "items", "d").iterdir()
+    path = max(data_files, key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    assert content[-4:] == HALF.to_bytes(4, "little")
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert "changed is damaged" in error_lines(capsys, "verify", "changed")[0]
 
 
 def test_rounded_moments_are_counted_and_not_read_back(tmp_path: Path, monkeypatch, capsys):

@@ -77,6 +77,16 @@ def test_prep_continues_its_own_step_with_equal_bits(folder: dict[int, float]):
         assert same_state(read_leaves(own), read_leaves(full))
 
 
+def test_cast_moments_are_named(folder: dict[int, float], capsys):
+    overrides = ("model.path=from-hf", "model.training_state=true", "data.tokenizer=tiny")
+    arguments = ["train", "recipe.toml", "--out", "cast", "--dry-run"]
+    for override in (*overrides, 'optimizer.moment_dtype="bfloat16"'):
+        arguments += ["--set", override]
+    assert main(arguments) == 0
+    warning = "24 leaves of from-hf are cast, e.g. opt_state.adam.mu.embed.tokens from float32 to bfloat16"
+    assert warning in " ".join(capsys.readouterr().err.split())
+
+
 def test_prep_without_moments_has_other_losses(folder: dict[int, float]):
     losses = train("fresh", "model.path=from-hf", "data.tokenizer=tiny")
     assert abs(losses[2] - folder[HALF + 2]) > VISIBLE
