@@ -252,8 +252,7 @@ def plan_orbax_item(
         vocab_size=layout.output_vocabulary.stored_size,
         partitioning=layout.partitioning,
         dtype=options["dtype"],
-        # Compressed chunks are written from raw chunks in data files.
-        has_chunk_files=options["storage"] == "files" and options["compress"] is None,
+        has_chunk_files=has_chunk_files(options),
     )
     plan = plan_item(
         options,
@@ -284,6 +283,12 @@ def plan_orbax_item(
         fields={"leaves": len(item.leaves), "layout": "native", "mesh": meshes},
         next_command=next_command,
     )
+
+
+def has_chunk_files(options: SaveInitOptions) -> bool:
+    """Return whether each chunk is planned as a file of its own."""
+    # Compressed chunks are written from raw chunks in data files.
+    return options["storage"] == "files" and options["compress"] is None
 
 
 def _output_suffix(command: str, layout: ItemLayout) -> str:

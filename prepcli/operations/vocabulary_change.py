@@ -12,6 +12,7 @@ from prepcli.operations.resized_folder import plan_resized_folder
 from prepcli.operations.save_init import (
     ItemLayout,
     check_index_size,
+    has_chunk_files,
     plan_item,
     resolve_layout,
 )
@@ -123,8 +124,9 @@ def _item_layout(source: Source) -> ItemLayout | None:
 def _plan_item(
     source: Source, change: VocabularyChange, layout: ItemLayout, side_files: list[SmallFile]
 ) -> Plan:
-    """Plan an Orbax checkpoint with its mesh, its layers and its training state."""
+    """Plan an Orbax checkpoint with its mesh, its layers, its storage and its training state."""
     _check_state(source)
+    options = _stored_options(source)
     match = change.present.match
     moments = frozenset(_moments(source, change.present))
     resize = replace(change.resize, tensors=vocab_tensor_names(source, match), zero_tensors=moments)
@@ -136,9 +138,10 @@ def _plan_item(
         axis_maps=source_axis_maps(source, layout.scan, layout.scan_axis),
         vocab_size=num_rows,
         partitioning=layout.partitioning,
+        has_chunk_files=has_chunk_files(options),
     )
     plan = plan_item(
-        with_defaults(SaveInitOptions, {}),
+        options,
         source,
         replace(layout, output_vocabulary=change.vocabulary),
         match,
@@ -152,6 +155,15 @@ def _plan_item(
     )
     check_index_size(plan)
     return replace(plan, settings={**plan.settings, **change.settings})
+
+
+def _stored_options(source: Source) -> SaveInitOptions:
+    """Return the options of an output with the storage and the compression of a source."""
+    options = with_defaults(SaveInitOptions, {"compress": source.tree_manifest.compress})
+    storage = source.tree_manifest.fields.get("storage")
+    if storage in ("files", "zarr3"):
+        options["storage"] = storage
+    return options
 
 
 def _moments(source: Source, present: VocabularyTensors) -> Iterator[str]:

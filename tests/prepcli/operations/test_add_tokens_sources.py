@@ -167,6 +167,22 @@ def test_init_gets_the_rows_that_the_folder_gets(words: list[str]):
     run_ok("verify", "removed", "--chain")
 
 
+@pytest.mark.parametrize(
+    "words", [["--storage", "zarr3"], ["--storage", "files"], ["--compress", "zstd:3"]]
+)
+def test_output_has_the_storage_of_its_source(words: list[str]):
+    write_model(Path("m"))
+    run_ok("save-init", "./m", "--out", "init", *words)
+    run_ok("add-tokens", "./init", "--tokens", "tokens.json", "--out", "added")
+    run_ok("remove-tokens", "./added", "--out", "removed")
+    key = words[0].removeprefix("--")
+    for folder in ("added", "removed"):
+        manifest = json.loads(Path(folder, "prep-manifest.json").read_text())
+        assert manifest[key] == words[1]
+        run_ok("verify", folder)
+    run_ok("verify", "./removed", "./init")
+
+
 def test_rows_of_a_mesh_stay_divisible():
     size = write_model(Path("m")).get_vocab_size()
     run_ok("save-init", "./m", "--out", "init", "--mesh", "1,1,8", "--pad-vocab", "auto")
