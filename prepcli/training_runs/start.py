@@ -331,7 +331,7 @@ def open_model_start(
     lock: Lock | None = None
     revision: str | None = None
     if recipe.model.lock is not None:
-        lock = _read_lock(recipe)
+        lock = read_recipe_lock(recipe)
         revision = pinned_revision(recipe.model.path, None, lock)
     located = locate(recipe.model.path, revision, access=access)
     check_stream(access.stream, located)
@@ -376,7 +376,7 @@ def open_model_start(
     )
 
 
-def _read_lock(recipe: Recipe) -> Lock:
+def read_recipe_lock(recipe: Recipe) -> Lock:
     """Return the lock of a recipe, after the check of its signature if the recipe has a public key."""
     model = recipe.model
     public_key: Path | None = None

@@ -85,16 +85,27 @@ def with_companions(
 ) -> tuple[Path | DataFile, ...]:
     """Return files, each local one followed by the second file of its type, if the type has one.
 
-    E.g. an index of Megatron is followed by the file with its ids.
+    E.g. an index of Megatron is followed by the file with its ids, also if a glob matches both.
+
+    Raises:
+        UsageError: A second file is named without its first one.
     """
     suffix = READERS[file_type].companion_suffix
     if not suffix:
         return tuple(files)
+    # A dict keeps the order, and finds a file at once among millions.
     complete: dict[Path | DataFile, None] = {}
     for file in files:
-        complete[file] = None
-        if isinstance(file, Path):
-            complete[file.with_suffix(suffix)] = None
+        if isinstance(file, DataFile):
+            complete[file] = None
+        elif file.suffix != suffix:
+            complete |= dict.fromkeys([file, file.with_suffix(suffix)])
+    for file in files:
+        if file not in complete:
+            what = f"{file} is not a file of type `{file_type}`"
+            first = READERS[file_type].suffixes[0]
+            why = f"the {first} file says where its documents are"
+            raise usage_error(what, why, f"name {first} files only")
     return tuple(complete)
 
 

@@ -17,6 +17,8 @@ from trainer.data.cache_records import Stamp, file_stamps, paths_digest, write_r
 from trainer.data.examples import FileStart, ReadPosition
 from trainer.data.fields import compile_fields
 from trainer.data.files import DataFile, Note
+from trainer.data.find_files import resolve_type
+from trainer.data.readers import READERS
 from trainer.data.shard_plan import (
     MAX_SHARDS,
     PLAN_FILE,
@@ -140,6 +142,12 @@ def complete_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) ->
     """
     n_shards = job.plan.n_shards
     meta = read_valid_meta(job.store_folder, note)
+    if meta is None and is_complete(job):
+        # The store was damaged after its shards were removed. That is rare, so the first process to
+        # find the damage makes the whole store. The others wait for the lock.
+        meta = build_token_store(
+            job.store_folder, job.config, job.files, job.tokenizer, progress=progress, note=note
+        )
     if meta is None:
         missing = [shard for shard in range(n_shards) if not job.shard_folder(shard).exists()]
         if missing:
@@ -157,9 +165,11 @@ def _plan_folder(config: TokenizeConfig) -> Path:
     """Return the folder of a plan.
 
     It is the same for all contents of the files and all settings, so that processes with other ones
-    find the plan and fail.
+    find the plan and fail. The stores of a recipe have separate plans, also if they have the same
+    files.
     """
-    return config.cache / f"shards-{paths_digest(config.paths, config.selection)}"
+    store_name = f"{config.source} {config.is_evaluation}"
+    return config.cache / f"shards-{paths_digest(config.paths, config.selection, store_name)}"
 
 
 def open_shards(config: TokenizeConfig, note: Note) -> ShardJob:
@@ -208,7 +218,11 @@ def _make_plan(
     max_shards = MAX_SHARDS
     if config.max_examples or config.bad_lines:
         max_shards = 1
-    plan = make_plan(settings, identity, files, max_shards=max_shards)
+    # The digest of a companion is checked after both files are read, so one process reads both.
+    companion_suffix = READERS[resolve_type(files, config.type)].companion_suffix
+    plan = make_plan(
+        settings, identity, files, max_shards=max_shards, companion_suffix=companion_suffix
+    )
     if (config.cache / identity).exists():
         return plan
     write_plan(folder, plan)

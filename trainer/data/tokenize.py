@@ -68,7 +68,8 @@ class TokenizeConfig:
         ids_dtype: Dtype of token ids in files that do not record it.
         max_document_nbytes: Maximum bytes of a line, a row or a value.
         remote: Finds the files of URLs.
-        is_mixed: Whether other sources of the run have the same settings.
+        source: Name of the source in a mixture. Empty for the only source of a run.
+        is_evaluation: Whether the data is for evaluation.
         packing: The recipe's `data.packing`. Ignored with an encoder.
         checks_digests: Read all data files and tokens for their digests. If False, files whose sizes and
             times are those of an earlier call, and their tokens, are trusted.
@@ -89,7 +90,8 @@ class TokenizeConfig:
     ids_dtype: str = DEFAULT_IDS_DTYPE
     max_document_nbytes: int = DEFAULT_MAX_DOCUMENT_NBYTES
     remote: RemoteFiles = NO_REMOTE_FILES
-    is_mixed: bool = False
+    source: str = ""
+    is_evaluation: bool = False
     packing: Packing = CONCATENATED
     checks_digests: bool = True
 
@@ -243,7 +245,7 @@ def check_unused_settings(config: TokenizeConfig, note: Note) -> None:
     if not names:
         return
     keys = join_texts(", ", [text("{}", Key(f"data.{name}")) for name in names])
-    if not config.is_mixed:
+    if not config.source:
         why = "token ids in data files are stored unchanged"
         raise usage_error(
             text("{} cannot be used with token ids", keys),

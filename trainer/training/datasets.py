@@ -117,7 +117,6 @@ def build_datasets(
             _tokenize_config,
             folders=folders,
             remote=remote,
-            is_mixed=recipe.data.sources is not None,
             checks_digests=checks_digests,
         ),
         tokenize=partial(tokenize_in_group, group=group or SingleProcess(), progress=progress),
@@ -127,16 +126,17 @@ def build_datasets(
 
 def _build_source(
     data: Data,
+    source: str,
     note: Note,
     *,
     model: DataModel,
     model_config: HFConfig,
     seed: int,
-    make_config: Callable[[Data, DataModel, HFConfig], TokenizeConfig],
+    make_config: Callable[[Data, str, DataModel, HFConfig], TokenizeConfig],
     tokenize: Callable[..., MappedTokens],
 ) -> Datasets:
     """Return the datasets of one source."""
-    config = make_config(data, model, model_config)
+    config = make_config(data, source, model, model_config)
     make_dataset = partial(
         _build_dataset,
         config=config,
@@ -182,11 +182,12 @@ def tokenize_configs(
         PrepError: The data does not fit the model.
     """
     for source, data in split_sources(recipe.data):
-        prefix = ""
+        prefix = source_name = ""
         if source is not None:
-            prefix = f"{source.name}-"
+            source_name = source.name
+            prefix = f"{source_name}-"
         config = _tokenize_config(
-            data, model, model_config, folders=folders, remote=remote, is_mixed=source is not None
+            data, source_name, model, model_config, folders=folders, remote=remote
         )
         if data.eval_paths is not None:
             yield f"{prefix}validation", _eval_config(config, data)
@@ -196,17 +197,23 @@ def tokenize_configs(
 def _eval_config(config: TokenizeConfig, data: Data) -> TokenizeConfig:
     """Return the config of the evaluation files of a source."""
     assert data.eval_paths is not None
-    return replace(config, paths=data.eval_paths, selection=eval_selection(data), max_examples=0)
+    return replace(
+        config,
+        paths=data.eval_paths,
+        selection=eval_selection(data),
+        max_examples=0,
+        is_evaluation=True,
+    )
 
 
 def _tokenize_config(
     data: Data,
+    source: str,
     model: DataModel,
     model_config: HFConfig,
     *,
     folders: Mapping[str, Path],
     remote: RemoteFiles,
-    is_mixed: bool,
     checks_digests: bool = True,
 ) -> TokenizeConfig:
     """Return how a recipe tokenizes its data."""
@@ -232,7 +239,7 @@ def _tokenize_config(
         ids_dtype=data.ids_dtype,
         max_document_nbytes=data.max_document_bytes,
         remote=remote,
-        is_mixed=is_mixed,
+        source=source,
         packing=data.packing,
         checks_digests=checks_digests,
     )

@@ -13,8 +13,9 @@ from prepcli.planning.plan import DroppedTensor, RootScale
 from prepcli.planning.state_names import OPT_STATE_RULE, qualify
 from prepcli.sources.adam_state import MOMENTS, AdamSettings, read_scalar
 from prepcli.sources.foreign_state import WITHOUT_STATE_HINT, ForeignState, add_foreign_state
+from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.source import Source, SourceTensor, recorded_digests
-from prepcli.sources.tree_tensors import ForeignTree, StoredLeaf, leaf_as_tensor, match_foreign_tree
+from prepcli.sources.tree_tensors import StoredLeaf, leaf_as_tensor
 from trainer.models.json_types import HFConfig
 from trainer.models.parameters import Family
 

@@ -177,10 +177,25 @@ def test_torch_workers_give_the_batches_of_one_process(method: str):
 def test_copies_open_the_tokens_again():
     batches = prep.batches("recipe.toml", process=1, of=2, start=4)
     data = pickle.dumps(batches)
-    assert len(data) < 2000
+    assert len(data) < 10_000
     copy = pickle.loads(data)
     assert (copy.step, copy.first_row, copy.n_rows) == (4, 4, 4)
     assert_equal_batches(list(copy), list(batches))
+
+
+def test_copies_ignore_a_changed_recipe():
+    batches = prep.batches("recipe.toml")
+    data = pickle.dumps(batches)
+    Path("recipe.toml").write_text(RECIPE.replace("seed = 3", "seed = 4"))
+    assert_equal_batches(list(pickle.loads(data)), list(batches))
+
+
+def test_copies_refuse_changed_data():
+    data = pickle.dumps(prep.batches("recipe.toml"))
+    text = Path("text.txt")
+    text.write_text(text.read_text() + " w1 w2")
+    with pytest.raises(prep.PrepError, match="the data has changed during the run"):
+        pickle.loads(data)
 
 
 def test_batches_import_no_jax():

@@ -122,6 +122,34 @@ def test_mixture_has_a_store_per_source():
     prep.batches("mixed.toml")
 
 
+TWICE = """
+[[data.sources]]
+name = "texts"
+path = "rows/*.jsonl"
+eval_path = "rows/*.jsonl"
+[[data.sources]]
+name = "prompts"
+path = "rows/*.jsonl"
+fields = "[text], text"
+"""
+
+
+def test_stores_of_equal_files_have_plans_of_their_own():
+    data, rest = RECIPE.split("[batch]")
+    data = data.replace('path = "text.txt"\n', "").replace("holdout = 0.1\n", "max_examples = 90\n")
+    data = data.replace('"text"', '"json"')
+    Path("twice.toml").write_text(f"{data}{TWICE}\n[batch]{rest}")
+    Path("rows").mkdir()
+    for name in "ab":
+        line = json.dumps({"text": " ".join(WORDS)}) + "\n"
+        Path(f"rows/{name}.jsonl").write_text(line * 50)
+    results = [prep.tokenize_shard("twice.toml", process, of=2) for process in range(2)]
+    # `max_examples` leaves one shard of the training data. The evaluation has one for each file.
+    assert [part.missing_shards for part in results[0].data] == [1, 0, 0]
+    assert results[1].is_complete
+    assert [part.documents for part in results[1].data] == [100, 90, 90]
+
+
 def test_other_formats_have_the_documents_of_the_store():
     pq = pytest.importorskip("pyarrow.parquet")
     result = prep.tokenize_shard("recipe.toml", out="tokens", format="megatron")
@@ -137,6 +165,14 @@ def test_other_formats_have_the_documents_of_the_store():
         "recipe.toml", overrides=["data.type=megatron", "data.path=tokens/train.idx"], out="other"
     )
     assert again.digest() == prep.batches("recipe.toml").digest()
+
+
+def test_unfit_format_is_an_error_before_the_work():
+    with pytest.raises(prep.PrepError, match="its format has no loss weights"):
+        prep.tokenize_shard(
+            "recipe.toml", out="tokens", format="megatron", overrides="data.add_bos=true"
+        )
+    assert not Path("runs").exists()
 
 
 def test_last_process_writes_other_formats():

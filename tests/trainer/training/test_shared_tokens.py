@@ -158,3 +158,18 @@ def test_host_without_the_files_makes_no_share(
 
     results = run_group(2, tokenize_on_host)
     assert results[0] == results[1]
+
+
+def test_hosts_make_damaged_tokens_again(
+    config: TokenizeConfig, tmp_path: Path, hosts_by_thread: dict[int, str]
+):
+    config = write_files(config, tmp_path / "data")
+
+    def tokenize_on_host(process: ThreadGroup) -> list[int]:
+        hosts_by_thread[threading.get_ident()] = f"host {process.index}"
+        return tokenize(process, config)[0]
+
+    before = run_group(2, tokenize_on_host)
+    path = config.cache / open_identity(config) / "tokens.bin"
+    path.write_bytes(bytes(len(path.read_bytes())))
+    assert run_group(2, tokenize_on_host) == before
