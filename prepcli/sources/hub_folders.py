@@ -228,8 +228,8 @@ def files_to_download(names: Sequence[str], patterns: Sequence[str] = ()) -> lis
     """Select the top-level files of a repository to read or copy in a conversion.
 
     Weights are the numbered shards if there is an index, or all *.safetensors if no shard has such a number. Without an
-    index, weights are model.safetensors, else all *.safetensors. PyTorch files are selected if there are no safetensors,
-    Flax files if there is neither. `patterns` select further files.
+    index, weights are model.safetensors, else all *.safetensors. PyTorch files are selected if there are no
+    safetensors, Flax files if there is neither. `patterns` select further files.
     """
     top = [name for name in names if "/" not in name]
     # With an index, files outside of it are left: Mistral's repositories also have the whole model
