@@ -79,7 +79,7 @@ class ChainCheckpoint:
 
     @property
     def manifest(self) -> Manifest:
-        """Its manifest. Empty for a checkpoint that prep did not write."""
+        """Its manifest. Empty for a checkpoint of another program."""
         return self.source.manifest or NO_MANIFEST
 
 
@@ -280,7 +280,7 @@ class ChainWalk:
         recorded: RecordedSource,
         report: LinkReport,
     ) -> None:
-        """Compare the identity of a source, and all values and files that the output has from it."""
+        """Compare the identity of a source, and all values and files taken from it."""
         _compare_identity(source, recorded.origin, report)
         if report.differences:
             return

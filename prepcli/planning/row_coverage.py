@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-
-import numpy as np
+from collections.abc import Iterator, Sequence
 
 from trainer.models.axis_map import AxisMap, TensorDim
 from trainer.models.boxes import strides
@@ -15,8 +13,8 @@ from trainer.models.boxes import strides
 MAX_ROWS_PER_TENSOR = 1_024
 # Pairs of rows of all tensors of a map, 3 to 10 us each.
 MAX_ROW_PAIRS = 1 << 21
-# Indices of dims of all tensors of a map, 8 bytes each. Rows with the same parts of a dim need none.
-MAX_LISTED_INDICES = 1 << 21
+# Indices of dims of all tensors of a map, about 60 bytes each. Rows with the same parts of a dim need none.
+MAX_LISTED_INDICES = 1 << 19
 
 
 class RowCoverage:
@@ -76,8 +74,7 @@ class RowCoverage:
         self._num_listed += _index_count(a) + _index_count(b)
         if self._num_listed > MAX_LISTED_INDICES:
             return False
-        common = np.intersect1d(_dim_indices(a), _dim_indices(b), assume_unique=True)
-        return not len(common)
+        return set(_dim_indices(a)).isdisjoint(_dim_indices(b))
 
 
 def dims_are_disjoint(a: TensorDim, b: TensorDim) -> bool | None:
@@ -115,13 +112,16 @@ def _fixed_digits(dim: TensorDim, steps: Sequence[int]) -> dict[int, int]:
     return digits
 
 
-def _dim_indices(dim: TensorDim) -> np.ndarray:
-    """Return the indices of a tensor's dim in a row."""
-    indices = np.array([dim.start], np.int64)
+def _dim_indices(dim: TensorDim) -> Iterator[int]:
+    """Yield the indices of a tensor's dim in a row."""
+    offsets: list[Sequence[int]] = []
     for factor, step in zip(dim.factors, _steps(dim)):
-        choices = np.arange(factor.extent) if factor.fixed is None else np.array([factor.fixed])
-        indices = np.add.outer(indices, choices * step).ravel()
-    return indices
+        if factor.fixed is None:
+            offsets.append(range(0, factor.extent * step, step))
+        else:
+            offsets.append([factor.fixed * step])
+    for parts in itertools.product(*offsets):
+        yield dim.start + sum(parts)
 
 
 def _index_count(dim: TensorDim) -> int:

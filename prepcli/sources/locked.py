@@ -1,7 +1,7 @@
 """Compare an opened checkpoint with a lock file, and take the digests of its tensors from there.
 
-The digests of a lock become digests of the source's tensors. Every reader compares the bytes that it reads with them,
-as it does with the digests of a manifest. A lock therefore costs no further read.
+The digests of a lock become digests of the source's tensors. Every reader compares its bytes with them, as with
+the digests of a manifest. A lock therefore costs no further read.
 """
 
 from __future__ import annotations
