@@ -25,6 +25,9 @@ MAX_INTERLEAVED = 8
 # Pairs of tensors that are searched for parts. Each search reads both tensors.
 MAX_PART_SEARCHES = 2_000
 
+# Names with equal values to list for each tensor.
+MAX_CANDIDATES = 6
+
 # Dtype, number of elements, sum.
 ValueKey = tuple[str, int, int]
 
@@ -95,8 +98,8 @@ class Relations:
 
     Attributes:
         items: The relations.
-        ambiguous: For each tensor of the second tree with several equal tensors in the first one: their names. The
-            names decide between them.
+        ambiguous: Names of the first tree with equal values, by name of the second tree. The first one has the
+            relation. At most MAX_CANDIDATES are listed.
     """
 
     items: list[Relation] = field(default_factory=list)
@@ -145,7 +148,12 @@ def _relate_whole_tensors(first: TensorTree, second: TensorTree, relations: Rela
         for target, name in _pair_by_name(targets, names):
             relations.items.append(Relation(target, name))
             if len(names) > 1 or len(targets) > 1:
-                relations.ambiguous[target] = [name, *(other for other in names if other != name)]
+                relations.ambiguous[target] = _candidates_of(name, names)
+
+
+def _candidates_of(name: str, names: Sequence[str]) -> list[str]:
+    """Return a name, and the first other ones. A model may have 10^5 tensors of zeros."""
+    return [name, *(other for other in names[:MAX_CANDIDATES] if other != name)][:MAX_CANDIDATES]
 
 
 def _pair_by_name(targets: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, str]]:

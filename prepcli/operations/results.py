@@ -289,7 +289,7 @@ class MapSuggestion:
         path: The written map.
         rows: The rows.
         targets: Number of tensors that the rows make.
-        ambiguous: Target with several tensors of its values -> their names, the chosen one first.
+        ambiguous: Target with several tensors of its values -> some of their names, the chosen one first.
         unmatched: Tensors of the target without a row.
         unused: Tensors of the mapped checkpoint without a row.
     """

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.console.lists import join_names
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.engine.blobs import open_blobs
@@ -23,7 +22,7 @@ from prepcli.operations.result_files import check_result_path, has_content, writ
 from prepcli.operations.results import MapSuggestion
 from prepcli.operations.suggestion_options import SuggestMapOptions
 from prepcli.option_spec import PathLike
-from prepcli.planning.map_file import compute_size, parse_map
+from prepcli.planning.map_file import MAX_DROPS, MAX_LINES, compute_size, parse_map
 from prepcli.planning.map_rows import MapCoverage, bind_map
 from prepcli.planning.tensor_match import TensorInfo
 from prepcli.restore.digest_checks import tensor_digests
@@ -33,8 +32,10 @@ from prepcli.sources.source import Source, SourceTensor
 from trainer.models.registry import FAMILIES
 
 MAP_SUFFIX = ".map"
-# Names in a comment of the file.
-MAX_LISTED = 5
+# Comments of one kind in the file. A map has as many `drop` lines at most.
+MAX_COMMENTS = MAX_DROPS
+# The other lines are sizes and comments.
+MAX_ROWS = MAX_LINES - 4 * MAX_COMMENTS
 
 
 @public
@@ -82,6 +83,12 @@ def suggest_map(
         writer.first.files = first
         writer.second.files = second
         rows = list(writer.rows(relations.items))
+    if len(rows) > MAX_ROWS:
+        raise PrepError(
+            f"the map of {source.display_name} needs {len(rows):,} rows",
+            f"at most {MAX_ROWS:,} are supported",
+            "number the tensors of all layers alike in both checkpoints, e.g. `layers.7.w`",
+        )
     if rows:
         rows = _equal_rows(rows, writer, source, target_source, common.memory_nbytes, observer)
     if not rows:
@@ -218,9 +225,18 @@ def _map_text(
         if atom in body:
             lines.append(f"size {atom} = {sizes[atom]}")
     lines += ["", *suggestion.rows]
+    comments: list[str] = []
     for name, candidates in suggestion.ambiguous.items():
-        names = join_names(candidates[1:], max_names=MAX_LISTED)
-        lines.append(f"# {name} is {candidates[0]} by its name. Equal values: {names or 'none'}")
-    lines += [f"# no tensor has the values of {name}" for name in suggestion.unmatched]
-    lines += [f"# drop {name}" for name in suggestion.unused]
+        equal = ", ".join(candidates[1:]) or "none"
+        comments.append(f"# {name} is {candidates[0]} by its name. Equal values: {equal}")
+    lines += _shorten(comments)
+    lines += _shorten([f"# no tensor has the values of {name}" for name in suggestion.unmatched])
+    lines += _shorten([f"# drop {name}" for name in suggestion.unused])
     return "\n".join(lines) + "\n"
+
+
+def _shorten(comments: Sequence[str]) -> list[str]:
+    """Return the first comments, and the number of the others."""
+    if len(comments) <= MAX_COMMENTS:
+        return [*comments]
+    return [*comments[:MAX_COMMENTS], f"# {len(comments) - MAX_COMMENTS:,} more"]

@@ -227,14 +227,18 @@ class HubFolder:
 def files_to_download(names: Sequence[str], patterns: Sequence[str] = ()) -> list[str]:
     """Select the top-level files of a repository to read or copy in a conversion.
 
-    Weights are the numbered shards if there is an index, else model.safetensors, else all *.safetensors. PyTorch files
-    are selected if there are no safetensors, Flax files if there is neither. `patterns` select further files.
+    Weights are the numbered shards if there is an index, or all *.safetensors if no shard has such a number. Without an
+    index, weights are model.safetensors, else all *.safetensors. PyTorch files are selected if there are no
+    safetensors, Flax files if there is neither. `patterns` select further files.
     """
     top = [name for name in names if "/" not in name]
     # With an index, files outside of it are left: Mistral's repositories also have the whole model
     # as `consolidated.safetensors`, with other tensor names.
     if safetensors.INDEX_FILE in top:
-        weights = [safetensors.INDEX_FILE, *(name for name in top if _SHARD.fullmatch(name))]
+        # The shards of another trainer may have other names.
+        every = [name for name in top if name.endswith(".safetensors")]
+        shards = [name for name in every if _SHARD.fullmatch(name)]
+        weights = [safetensors.INDEX_FILE, *(shards or every)]
     elif safetensors.SINGLE_FILE in top:
         weights = [safetensors.SINGLE_FILE]
     else:

@@ -25,7 +25,8 @@ from prepcli.planning.map_file import (
 from prepcli.planning.map_rows import MapCoverage, MapRow, bind_map
 from prepcli.planning.plan import DroppedTensor, Location
 from prepcli.planning.tensor_match import VOCAB_ATOM, TensorInfo, TensorNames, detect_names
-from prepcli.planning.tensors import itemsize
+from prepcli.planning.tensors import FLOAT_DTYPES, itemsize
+from prepcli.quantized.find_weights import quantization_settings
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
 from trainer.models.axis_map import bind_row
 from trainer.models.json_types import HFConfig
@@ -126,6 +127,8 @@ def apply_map(source: Source, tensor_map: TensorMap) -> Source:
         raise misfit_error(tensor_map, source, problems)
     names = detect_names(family, config, full_names=coverage.targets.keys()) if family else None
     mapped = map_tensors(rows, tensors, names)
+    if family is not None:
+        _check_not_quantized(source, tensor_map, mapped)
     if family is None or names is None:
         types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in mapped}
         family = verbatim_family(types)
@@ -140,6 +143,20 @@ def apply_map(source: Source, tensor_map: TensorMap) -> Source:
         tensor_file_names=_file_names(source, mapped),
         extra_entries=(*source.extra_entries, *_dropped_tensors(dropped, tensors)),
     )
+
+
+def _check_not_quantized(
+    source: Source, tensor_map: TensorMap, mapped: Sequence[SourceTensor]
+) -> None:
+    """Raise PrepError if the tensors of a family would have quantised values without their scales."""
+    if not quantization_settings(source.config):
+        return
+    for tensor in mapped:
+        if tensor.dtype not in FLOAT_DTYPES:
+            what = f"the map {tensor_map.name} does not fit {source.display_name}"
+            why = f"{tensor.name} would have quantised values ({tensor.dtype}) without their scales"
+            command = Command("save-init", "MODEL", Option("quantized", "dequantize"))
+            raise PrepError(what, why, text("{} decodes them", command))
 
 
 def _map_family(tensor_map: TensorMap, source: Source) -> tuple[Family | None, HFConfig]:

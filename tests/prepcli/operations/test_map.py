@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from tests.helpers.foreign_names import (
     write_foreign_folder,
 )
 from tests.helpers.hf_folders import write_hf_folder
+from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, assert_same, make_checkpoint, read_tensors
 
@@ -254,6 +257,44 @@ def test_chain_does_not_prove_the_tensors_of_a_map(
     assert [link["status"] for link in links] == ["proven", "proven", "not proven"]
     assert "not compared: the tensors, which a map has replaced" in links[-1]["reason"]
     run_ok("verify", "again", "--chain", "--allow-unproven")
+
+
+def identity_map(names: Iterable[str]) -> str:
+    """Return a map of a LLaMA with the names of its own family."""
+    dims = {
+        r".*(embed_tokens|lm_head)\.weight": "vocab embed",
+        r".*norm\.weight": "embed",
+        r".*q_proj\.weight": "(heads head_dim) embed",
+        r".*[kv]_proj\.weight": "(kv_heads head_dim) embed",
+        r".*o_proj\.weight": "embed (heads head_dim)",
+        r".*(gate|up)_proj\.weight": "mlp embed",
+        r".*down_proj\.weight": "embed mlp",
+    }
+    lines = ["family llama"]
+    for name in sorted({re.sub(r"\.\d+\.", ".{layers}.", name) for name in names}):
+        (tensor,) = [f"{name}: {dims[pattern]}" for pattern in dims if re.fullmatch(pattern, name)]
+        lines.append(f"{tensor} <- {tensor}")
+    return "\n".join(lines) + "\n"
+
+
+def test_map_of_quantized_weights_needs_decoded_ones(capsys: pytest.CaptureFixture[str]):
+    make_quantized(Path("fp8"), "fp8", base=LLAMA)
+    shutil.copytree("fp8", "own")
+    config = json.loads(Path("own/config.json").read_text())
+    Path("own/config.json").write_text(json.dumps(config | {"model_type": "own"}))
+    names = [name for name in read_tensors(Path("own")) if not name.endswith("_scale_inv")]
+    Path("own.map").write_text(identity_map(names))
+    Path("drop.map").write_text(identity_map(names) + "drop *_scale_inv\n")
+    error = run_failing(capsys, 1, "save-init", "own", "--map", "own.map", "--out", "init")
+    assert "weight_scale_inv" in error
+    # Without their scales the values are those of another model.
+    error = run_failing(capsys, 1, "save-init", "own", "--map", "drop.map", "--out", "init")
+    assert "would have quantised values (float8_e4m3fn) without their scales" in error
+    assert "`prep save-init MODEL --quantized dequantize` decodes them" in error
+    decoded = ("--quantized", "dequantize", "--out")
+    run_ok("save-init", "own", "--map", "own.map", *decoded, "init")
+    run_ok("save-init", "fp8", *decoded, "expected")
+    run_ok("verify", "init", "expected")
 
 
 def test_tensors_of_two_dtypes_do_not_fill_one_target(

@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import prepcli as prep
+from prepcli.operations import suggest_map
 from prepcli.operations.docs import docs_folder
 from tests.helpers.foreign_names import write_foreign_folder
 from tests.helpers.hf_folders import write_hf_folder
@@ -192,6 +193,26 @@ def test_two_numbers_of_one_name_have_their_own_atoms():
     assert_suggested_map_converts("source", "target")
     (row,) = prep.suggest_map("source", "target", "again.map").rows
     assert row == "block.{n2}.layer.{n2_2}.w: d4 d3 <- b.{n2}.l.{n2_2}.w: d3 d4"
+
+
+def test_suggested_map_of_many_equal_and_unused_tensors_is_short(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(suggest_map, "MAX_COMMENTS", 4)
+    monkeypatch.setattr(suggest_map, "MAX_ROWS", 1)
+    zeros = {f"h.{layer}.b": np.zeros(4, np.float32) for layer in range(9)}
+    unused = {f"u.{layer}.b": np.full(3, layer, np.float32) for layer in range(9)}
+    write_hf_folder(Path("source"), {"model.safetensors": zeros | unused})
+    write_hf_folder(Path("target"), {"model.safetensors": zeros})
+    suggestion = prep.suggest_map("source", "target")
+    assert [*map(len, suggestion.ambiguous.values())] == [6] * 9
+    lines = Path("source.map").read_text().splitlines()
+    assert [line for line in lines if line.startswith("# drop")] == [
+        f"# drop u.{i}.b" for i in range(4)
+    ]
+    assert lines.count("# 5 more") == 2
+    words = {f"h.{word}": np.full(2, ord(word), np.float32) for word in "abc"}
+    write_hf_folder(Path("words"), {"model.safetensors": words})
+    with pytest.raises(prep.PrepError, match="the map of words needs 3 rows"):
+        prep.suggest_map("words", "words")
 
 
 def test_command_reports_an_incomplete_map(capsys: pytest.CaptureFixture[str]):

@@ -355,6 +355,8 @@ def test_files_to_download_selects_one_format() -> None:
     )
     assert files_to_download([*small, *others]) == sorted([*small, "consolidated.safetensors"])
     assert files_to_download(["sub/config.json", "sub/model.safetensors"]) == []
+    renamed = ["model-1.safetensors", "model-2.safetensors", index]
+    assert files_to_download(renamed) == renamed
     bins = [
         "pytorch_model-00001-of-00002.bin",
         "pytorch_model-00002-of-00002.bin",
