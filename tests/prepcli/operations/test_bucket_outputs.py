@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from prepcli.remote.remote_files import LOCK_FILE
 from tests.helpers.faults import change_and_restore_time, replace_by_copy
 from tests.helpers.fork_server import ForkedProcess, start_prep
 from tests.helpers.object_server import FakeObjectStore
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.store_sites import (
     OBJECT_NBYTES,
     StoreSite,
@@ -98,7 +100,9 @@ def convert_locally(site: StoreSite, arguments: Sequence[str]) -> dict[str, byte
     return read_files(Path("local"))
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name", slow_except(COMMANDS, ("save-init", "save-init of chunk files", "export", "pad-vocab"))
+)
 def test_bucket_output_has_the_bytes_of_a_local_one(site: StoreSite, home: Path, name: str):
     arguments = words(name, home)
     expected = convert_locally(site, arguments)
@@ -119,8 +123,9 @@ def test_manifest_is_the_last_object(site: StoreSite, home: Path):
     assert not [key for key in site.store.objects if "/.prep/" in key]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("name", ["save-init", "export"])
+@pytest.mark.parametrize(
+    ("name", "count"), slow_except(product(("save-init", "export"), (2, 4)), [("export", 2)])
+)
 def test_several_processes_write_one_output(site: StoreSite, home: Path, name: str, count: int):
     arguments = words(name, home)
     expected = convert_locally(site, arguments)
@@ -135,8 +140,13 @@ def test_several_processes_write_one_output(site: StoreSite, home: Path, name: s
     assert set(sent.values()) <= {1}
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("name", ["save-init", "export", "save-init of chunk files"])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    slow_except(
+        product(("save-init", "export", "save-init of chunk files"), (1, 2, 4)),
+        [("save-init", 2), ("export", 1)],
+    ),
+)
 def test_killed_processes_resume_from_the_store(site: StoreSite, home: Path, name: str, count: int):
     """Each run has a folder of its own, as on another machine."""
     arguments = words(name, home)
@@ -255,7 +265,9 @@ def test_tensors_without_elements_are_part_of_the_output(site: StoreSite):
     assert site.run_prep("verify", "gs://bucket/out", "./empty")["ok"]
 
 
-@pytest.mark.parametrize("options", [("--mesh", "1,4,1"), ("--mesh", "1,1,1"), ("--no-scan",)])
+@pytest.mark.parametrize(
+    "options", [pytest.param(("--mesh", "1,4,1"), marks=pytest.mark.slow), ("--mesh", "1,1,1")]
+)
 def test_memory_is_within_the_budget(site: StoreSite, options: Sequence[str]):
     """Tensors of 32 MiB, which do not fit: objects in parts, and objects in several passes."""
     make_checkpoint(site.cwd / "wide", **WIDE)
@@ -455,7 +467,7 @@ def test_a_failed_process_ends_the_others(site: StoreSite, home: Path):
 # Faults of stores
 
 
-@pytest.mark.parametrize("scheme", ["gs", "s3"])
+@pytest.mark.parametrize("scheme", slow_except(["gs", "s3"], ["s3"]))
 def test_writes_survive_faults_of_the_store(site: StoreSite, home: Path, scheme: str):
     site.store.write_faults.rate = 0.3
     arguments = words("save-init of chunk files", home)
@@ -466,7 +478,7 @@ def test_writes_survive_faults_of_the_store(site: StoreSite, home: Path, scheme:
     assert site.store.objects_below("bucket/out/") == convert_locally(site, arguments)
 
 
-@pytest.mark.parametrize("content", [b"x", None])
+@pytest.mark.parametrize("content", slow_except([b"x", None], [None]))
 def test_an_object_of_a_second_writer_stays(site: StoreSite, home: Path, content: bytes | None):
     arguments = (*words("save-init", home), "--out", "gs://bucket/out")
     expected = convert_locally(site, arguments[:-2])
@@ -506,6 +518,7 @@ def test_a_lost_object_is_written_again_by_the_next_run(site: StoreSite, home: P
     assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
 
 
+@pytest.mark.slow
 def test_a_forgotten_part_of_an_upload_is_noticed(site: StoreSite):
     """An object of 32 MiB is uploaded in parts."""
     make_checkpoint(site.cwd / "wide", **WIDE)
