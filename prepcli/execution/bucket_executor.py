@@ -48,7 +48,7 @@ from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import min_buffer_nbytes, split_streams
 from prepcli.planning.work_units import divide_units, find_work_units
 from prepcli.remote import object_store
-from prepcli.remote.bucket_lock import BucketLock, check_lock, lock_owner
+from prepcli.remote.bucket_lock import BucketLock, check_lock, is_locked_by
 from prepcli.remote.object_store import Bucket, ObjectStoreUrl, part_nbytes
 from prepcli.remote.object_writes import ObjectUploads
 from prepcli.remote.remote_files import RemoteFile
@@ -213,9 +213,7 @@ class BucketExecutor:
         if self.pool.share.index:
             return
         has_state = any(file.path.startswith(f"{WORK_FOLDER}/") for file in files)
-        owner = lock_owner(self.bucket)
-        has_lock = owner is not None and owner.plan == self.run_id
-        if has_state or has_lock:
+        if has_state or is_locked_by(self.bucket, self.run_id):
             with self._holding_lock():
                 self._run.delete_state()
 

@@ -33,7 +33,7 @@ from prepcli.formats.manifest import (
     foreign_output_error,
 )
 from prepcli.formats.orbax_write import COMMIT_MARKER
-from prepcli.remote.bucket_lock import BucketLock, check_lock, lock_owner
+from prepcli.remote.bucket_lock import BucketLock, check_lock, is_locked_by, lock_owner
 from prepcli.remote.conditional_objects import publish_file
 from prepcli.remote.object_store import Bucket, ObjectStoreUrl, is_url, parse_url
 from prepcli.remote.remote_files import RemoteFile
@@ -149,6 +149,10 @@ def make_and_upload(
             observer.note(
                 f"already done: {request.url} was made by the same request from the same source"
             )
+            if is_locked_by(bucket, planned.plan_digest):
+                # A kill after the publication left the lock.
+                with BucketLock(bucket, planned.plan_digest, note=observer.note):
+                    pass
             _remove_local_files(request)
             return planned, True
     if lock_owner(bucket) is not None:

@@ -109,6 +109,16 @@ def lock_owner(bucket: Bucket) -> LockOwner | None:
     return LockOwner.from_bytes(lock_object.content)
 
 
+def is_locked_by(bucket: Bucket, plan_digest: str) -> bool:
+    """Return whether a process with this plan holds the lock of a URL, or was killed with it.
+
+    Raises:
+        PrepError: The store does not answer, or access is denied.
+    """
+    owner = lock_owner(bucket)
+    return owner is not None and owner.plan == plan_digest
+
+
 class BucketLock:
     """The lock of a URL, held from `acquire` to `release`. A thread renews it."""
 

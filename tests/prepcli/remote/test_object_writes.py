@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from prepcli.errors import PrepError
-from prepcli.remote.object_store import Bucket, parse_url
+from prepcli.remote.object_store import PART_NBYTES, Bucket, parse_url
 from prepcli.remote.object_writes import ObjectUploads, put_object
 from prepcli.remote.retries import RetryPolicy
 from tests.helpers.object_server import FakeObjectStore, serve_objects
@@ -49,6 +49,16 @@ def test_put_object_tries_one_conditional_write_without_support(
     put(bucket, "b")
     writes = [line for line in store.requests if line.startswith("PUT")]
     assert writes == ["PUT bucket/out/a", "PUT bucket/out/a", "PUT bucket/out/b"]
+
+
+def test_uploads_delete_an_object_with_a_forgotten_part(store: FakeObjectStore, bucket: Bucket):
+    store.forgets_parts = True
+    uploads = ObjectUploads(bucket, {})
+    data = np.zeros(PART_NBYTES, np.uint8)
+    assert uploads.send("a", data, start=0, size=2 * data.size) is None
+    with pytest.raises(PrepError, match=r"the upload of a to .* is incomplete"):
+        uploads.send("a", data, start=data.size, size=2 * data.size)
+    assert store.objects == {}
 
 
 def test_uploads_do_not_replace_an_object_that_appeared(store: FakeObjectStore, bucket: Bucket):
