@@ -224,7 +224,7 @@ def test_unknown_batch_size_is_an_error():
 
 @pytest.mark.parametrize("share", [(2, 2), (0, 9)])
 def test_invalid_share_is_an_error_before_the_data_is_read(share: tuple[int, int]):
-    with pytest.raises(prep.UsageError, match="`process` is 2|a batch has 8 sequences"):
+    with pytest.raises(prep.UsageError, match=r"`process` is 2|a batch has 8 sequences"):
         prep.batches("recipe.toml", process=share[0], of=share[1])
     assert not Path("runs").exists()
 
