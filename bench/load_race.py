@@ -8,7 +8,7 @@ BUCKET is a folder with a Hugging Face model and its Orbax item. `bench.throttle
 load stands for a host: it has its own client and its own folder for downloads. The seconds begin when all processes
 have imported their libraries, and end when the last one has its shards. The shards of all processes are compared with
 the file by a sum over all values. `--kill` kills all processes when half of the weights were sent, starts them again
-and counts the bytes that were sent twice. `--python` names the interpreter of the processes, with other loaders
+and counts the bytes sent twice. `--python` names the interpreter of the processes, with other loaders
 installed.
 
 Columns: `N` processes, `s` seconds, `x sent` and `x twice` bytes of objects divided by the weights, `MiB` anonymous
@@ -43,6 +43,8 @@ MIB = 1 << 20
 SAMPLE_S = 0.05
 POLL_S = 0.02
 MAX_LOAD_S = 900.0
+# Some loaders hold several copies of the model in each process. The load ends before the machine is out of memory.
+MIN_AVAILABLE_NBYTES = 3 << 30
 NO_TRAFFIC = Traffic()
 HEADER = ("loader", "N", "split", "s", "x sent", "x twice", "requests", "MiB", "+MiB")
 
@@ -128,11 +130,28 @@ class Race:
         return Traffic(**json.loads(self.ask_store("counts")))
 
 
-class MemorySampler:
-    """Maximum of the anonymous memory of some processes, sampled in a thread."""
+def kill_running(workers: Sequence[subprocess.Popen[str]]) -> None:
+    """Kill all running processes."""
+    for worker in workers:
+        worker.kill()
 
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._pids = pids
+
+def available_nbytes() -> int:
+    """Return the free memory of the machine, reclaimable caches included."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("MemAvailable:"))
+    return int(line.split()[1]) << 10
+
+
+class MemorySampler:
+    """Maximum of the anonymous memory of some processes, sampled in a thread.
+
+    The processes are killed when the machine has less than MIN_AVAILABLE_NBYTES left.
+    """
+
+    def __init__(self, workers: Sequence[subprocess.Popen[str]]) -> None:
+        self._workers = workers
+        self.is_exhausted = False
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.peak_nbytes = 0
@@ -140,12 +159,17 @@ class MemorySampler:
 
     def sample(self) -> int:
         """Return the present memory, with all child processes."""
-        members = {member for pid in self._pids for member in process_tree(pid)}
+        members = set[int]()
+        for worker in self._workers:
+            members.update(process_tree(worker.pid))
         return sum(map(anonymous_nbytes, members))
 
     def _run(self) -> None:
         while not self._done.wait(SAMPLE_S):
             self.peak_nbytes = max(self.peak_nbytes, self.sample())
+            if available_nbytes() < MIN_AVAILABLE_NBYTES:
+                self.is_exhausted = True
+                kill_running(self._workers)
 
     def __enter__(self) -> MemorySampler:
         self.start_nbytes = self.sample()
@@ -210,9 +234,8 @@ def start_load(workers: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def kill_processes(workers: Sequence[subprocess.Popen[str]]) -> None:
-    """Kill processes that still run, and wait for all."""
-    for worker in workers:
-        worker.kill()
+    """Kill all running processes, and wait for all."""
+    kill_running(workers)
     for worker in workers:
         worker.communicate()
 
@@ -221,12 +244,12 @@ def kill_processes(workers: Sequence[subprocess.Popen[str]]) -> None:
 def waiting_processes(
     race: Race, loader: str, processes: int, split: str
 ) -> Iterator[tuple[list[subprocess.Popen[str]], str]]:
-    """Yield processes that are ready to load, and the first error of their start.
+    """Yield processes ready to load, and the first error of their start.
 
     They are killed at the end of the block, or after MAX_LOAD_S.
     """
     workers = start_processes(race, loader, processes, split)
-    limit = threading.Timer(MAX_LOAD_S, lambda: [worker.kill() for worker in workers])
+    limit = threading.Timer(MAX_LOAD_S, kill_running, [workers])
     limit.start()
     try:
         yield workers, wait_for(workers, "ready")
@@ -241,11 +264,13 @@ def run_load(race: Race, loader: str, processes: int, split: str) -> RaceRow:
     with waiting_processes(race, loader, processes, split) as (workers, error):
         if error:
             return dataclasses.replace(row, error=error)
-        with MemorySampler([worker.pid for worker in workers]) as memory:
+        with MemorySampler(workers) as memory:
             start_s = time.monotonic()
             start_load(workers)
             error = wait_for(workers, "loaded")
             seconds = time.monotonic() - start_s
+        if memory.is_exhausted:
+            error = f"killed: it took {memory.peak_nbytes / MIB:,.0f} MiB, the machine has no more"
         if error:
             return dataclasses.replace(row, error=error, traffic=race.traffic())
         results = [LoadResult(**json.loads(read_line(worker))) for worker in workers]

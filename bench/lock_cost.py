@@ -28,7 +28,7 @@ def measure_pairs(source: Path, work: Path, pairs: int) -> dict[str, list[Comman
 
     Args:
         source: The model.
-        work: Folder for the lock and the outputs, which are deleted.
+        work: Folder for the lock and the outputs. They are deleted.
         pairs: Number of runs of each kind.
     """
     lock = work / "lock.json"

@@ -1,4 +1,4 @@
-"""Loaders that read a checkpoint from a bucket: one process of a load in `bench.load_race`.
+"""Loaders of a checkpoint from a bucket: one process of a load in `bench.load_race`.
 
     python -m bench.race_loaders LOADER JOB
 
@@ -105,7 +105,7 @@ def word_sum(arrays: Iterable[np.ndarray]) -> int:
 
 
 def shard_index(name: str, shape: tuple[int, ...], job: Job) -> tuple[slice, ...]:
-    """Return the part of a matrix of a Hugging Face file that a process loads. Norms are whole."""
+    """Return one process's part of a matrix of a Hugging Face file. Norms are whole."""
     whole = tuple(slice(None) for _ in shape)
     if len(shape) < 2:
         return whole
@@ -115,7 +115,7 @@ def shard_index(name: str, shape: tuple[int, ...], job: Job) -> tuple[slice, ...
 
 
 def leaf_index(path: str, shape: tuple[int, ...], job: Job) -> tuple[slice, ...]:
-    """Return the part of a leaf of prep's tree that a process loads.
+    """Return one process's part of a leaf of prep's tree.
 
     Layers are stacked on the first dim. The queries are [layers, heads, head_dim, embed], the output projection is
     [layers, embed, heads, head_dim].
@@ -168,7 +168,7 @@ def local_shards(tree: Any) -> Shards:
 
 
 def prepare_prep(job: Job) -> None:
-    """Import the modules of `prep.load_params`, which are imported on first use otherwise."""
+    """Import all modules of `prep.load_params`, without waiting for their first use."""
     for module in PREP_MODULES:
         import_module(module)
     join_with_jax(job)
@@ -266,7 +266,7 @@ def prepare_runai(job: Job) -> None:
 
 
 def prepare_runai_group(job: Job) -> None:
-    """Import the streamer and torch's process group, in which the processes exchange tensors."""
+    """Import the streamer, and join torch's process group for the exchange of tensors."""
     import torch.distributed
 
     prepare_runai(job)
@@ -302,7 +302,7 @@ def prepare_fastsafetensors(job: Job) -> None:
 
 
 def download(job: Job) -> list[Path]:
-    """Download the weight files that this process does not have yet, and return their paths."""
+    """Download the missing weight files of this process, and return all paths."""
     boto3: Any = import_module("boto3")
     client = boto3.client("s3", endpoint_url=job.endpoint)
     folder = Path(job.scratch)

@@ -39,8 +39,8 @@ class Traffic:
 
     Attributes:
         requests: Requests of all kinds.
-        nbytes: Bytes of objects that were sent.
-        repeated_nbytes: Bytes of these that had been sent before.
+        nbytes: Sent bytes of objects.
+        repeated_nbytes: Bytes of these sent for the second time or later.
         max_concurrent: Largest number of requests under way at once.
     """
 
@@ -73,7 +73,7 @@ class ThrottledStore:
 
     @contextlib.contextmanager
     def counted_request(self) -> Iterator[None]:
-        """Count a request, which is under way until the end of the block."""
+        """Count a request. It is under way until the end of the block."""
         with self._lock:
             self._requests += 1
             self._concurrent += 1

@@ -47,7 +47,7 @@ from prepcli.planning.object_passes import streams_of_spans
 from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import min_buffer_nbytes, split_streams
 from prepcli.planning.work_units import divide_units, find_work_units
-from prepcli.remote.bucket_lock import BucketLock, check_lock
+from prepcli.remote.bucket_lock import BucketLock, check_lock, lock_owner
 from prepcli.remote.object_store import Bucket, ObjectStoreUrl
 from prepcli.remote.object_writes import ObjectUploads, part_nbytes
 from prepcli.remote.remote_files import RemoteFile
@@ -132,13 +132,14 @@ class BucketExecutor:
         self._check_restart()
         files = self.bucket.list_files()
         if self._is_already_done(files):
+            self._delete_leftovers(files)
             return ConversionResult(already_done=True)
         start_nbytes = anonymous_nbytes()
         source_state = read_source_state(self.plan, self.source)
         check_small_files(self.plan)
         coverage.check(self.plan, lambda: split_streams(self.plan.streams, self.budget.slab_nbytes))
         with self._holding_lock():
-            if not self._join():
+            if not self._join(source_state):
                 return ConversionResult(already_done=True)
             with self._run.recording_errors():
                 self.pool.start()
@@ -189,10 +190,22 @@ class BucketExecutor:
             return False
         if not (is_joint and is_same):
             check_stored_output(self.bucket, files, manifest, self.run_id, restart=self.restart)
-        # A kill after the publication leaves the state of the run.
-        if self.pool.share.index == 0 and any(file.path == run_path for file in files):
-            self._run.delete_state()
         return True
+
+    def _delete_leftovers(self, files: Sequence[RemoteFile]) -> None:
+        """Delete the state and the lock of a process that was killed after the publication.
+
+        Raises:
+            PrepError: A process with another plan is about to replace the output.
+        """
+        if self.pool.share.index:
+            return
+        has_state = any(file.path.startswith(f"{WORK_FOLDER}/") for file in files)
+        owner = lock_owner(self.bucket)
+        has_lock = owner is not None and owner.plan == self.run_id
+        if has_state or has_lock:
+            with self._holding_lock():
+                self._run.delete_state()
 
     def _holding_lock(self) -> AbstractContextManager[object]:
         """Hold the lock of the URL in process 0. In other processes, check that no other plan holds it."""
@@ -202,14 +215,15 @@ class BucketExecutor:
         check_lock(self.bucket, self.run_id)
         return nullcontext()
 
-    def _join(self) -> bool:
+    def _join(self, source_state: SourceState) -> bool:
         """Begin the run, or wait until process 0 has begun it. Return False if the output is published."""
         if self.pool.share.index == 0:
             # Another process may have written objects since the first listing.
             files = self.bucket.list_files()
             if self._is_already_done(files):
+                self._run.delete_state()
                 return False
-            self._run.begin(files, restart=self.restart)
+            self._run.begin(files, source_state, restart=self.restart)
             return True
         deadline_s = time.monotonic() + self.patience_s
         while not self._run.is_open():
@@ -365,7 +379,14 @@ class BucketExecutor:
     def _finish(self) -> None:
         """Publish the output if all units are complete, or wait until another process has done so."""
         publication = BucketPublication(
-            self.plan, self.bucket, self._run, self._identity, units=self.units, lock=self._lock
+            self.plan,
+            self.bucket,
+            self._run,
+            self._identity,
+            units=self.units,
+            lock=self._lock,
+            # Units of earlier runs, and of other processes, were read at other times.
+            check_digests=lambda digests: self._check_source(digests, self._run.source_at_start),
         )
         if len(self._run.find_done(len(self.units))) == len(self.units):
             self._publish(publication)
@@ -379,6 +400,8 @@ class BucketExecutor:
             self.pool.check()
             files = self._run.list_state()
             if all(file.path != RUN_OBJECT for file in files) and self._is_published():
+                # Notes of this process, written after the other one had deleted the state
+                self._run.delete_state(files)
                 return
             self._run.check_failures(files)
             done = self._run.find_done(len(self.units), files)

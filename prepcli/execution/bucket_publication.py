@@ -111,6 +111,7 @@ class BucketPublication:
         *,
         units: Sequence[WorkUnit],
         lock: BucketLock | None,
+        check_digests: Callable[[Mapping[int, str]], None],
     ) -> None:
         """Describe the publication without any request.
 
@@ -121,6 +122,8 @@ class BucketPublication:
             identity: Keys of the manifest that identify the run.
             units: All units of work.
             lock: Lock of the URL, if this process holds it.
+            check_digests: Called with the digests of all streams before the first write. Raises PrepError if the source
+                has changed.
         """
         self._plan = plan
         self._bucket = bucket
@@ -128,6 +131,7 @@ class BucketPublication:
         self._identity = identity
         self._units = units
         self._lock = lock
+        self._check_digests = check_digests
         self._uploads = ObjectUploads(bucket, {})
 
     def publish(self) -> None:
@@ -139,12 +143,14 @@ class BucketPublication:
         notes = self._run.read_notes(len(self._units))
         listed = {file.path: file for file in self._bucket.list_files()}
         self._check_objects(notes, listed)
+        digests = self._all_digests(notes)
+        self._check_digests(digests)
         # Objects of an earlier try are compared, and not sent again.
         self._uploads = ObjectUploads(self._bucket, listed)
         manifest = write_last_objects(
             self._plan,
             self._identity,
-            digests=self._all_digests(notes),
+            digests=digests,
             sums=self._all_checksums(notes),
             put=self._put,
         )

@@ -44,6 +44,7 @@ from prepcli.execution.staging import PARTIAL_SUFFIX, Staging, remove_work_folde
 from prepcli.execution.workers import WorkerPool
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.file_records import are_files_intact
+from prepcli.formats.levanter import LEVANTER_METADATA_FILE
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
@@ -375,7 +376,9 @@ def _is_complete(plan: Plan, out: Path, manifest: Manifest) -> bool:
     else:
         sizes_by_path = {file.path: file.size for file in plan.files}
     small_files = [file.path for file in plan.small_files]
-    if plan.leaves:
+    if plan.is_levanter:
+        small_files.append(LEVANTER_METADATA_FILE)
+    elif plan.leaves:
         small_files.append(METADATA_FILE)
     if plan.leaves and plan.uses_ocdbt:
         small_files.append(OCDBT_MANIFEST)

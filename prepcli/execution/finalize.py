@@ -21,6 +21,7 @@ from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes
 from prepcli.execution.staging import WORK_FOLDER, Staging
 from prepcli.formats.checksums import CHECKSUMS_FILE, write_checksums
 from prepcli.formats.file_records import record_file, record_files
+from prepcli.formats.levanter_write import encode_levanter_metadata
 from prepcli.formats.manifest import (
     FILES_KEY,
     HEADER_KEY,
@@ -129,7 +130,9 @@ def encode_metadata(plan: Plan, compressed: CompressedChunks | None = None) -> d
         chunks = compressed.relocate(chunks)
         names = compressed.files
     files: dict[str, bytes] = {}
-    if plan.leaves:
+    if plan.is_levanter:
+        files = encode_levanter_metadata(array_metas, chunks, names, newest_source_ns(plan))
+    elif plan.leaves:
         item_files = encode_item_metadata(
             array_metas,
             chunks,

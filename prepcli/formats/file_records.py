@@ -13,6 +13,7 @@ from pathlib import Path
 import xxhash
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.formats.levanter import LEVANTER_METADATA_FILE
 from prepcli.formats.manifest import (
     HEADER_KEY,
     MANIFEST_FILE,
@@ -30,9 +31,10 @@ from trainer.files.reading import open_regular_file, resolve_named_path
 from trainer.models.boxes import Range
 
 READ_NBYTES = 1 << 20
-# Files that Orbax, not prep, names in an item.
+# Files that Orbax or Levanter, not prep, names in an item.
 ITEM_FILES = {
     METADATA_FILE,
+    LEVANTER_METADATA_FILE,
     ZARRAY,
     OCDBT_MANIFEST,
     "_CHECKPOINT_METADATA",

@@ -10,10 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from prepcli.formats.levanter import LEVANTER_METADATA_FILE, is_levanter_checkpoint
+from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.formats.untrusted import list_folder
 from prepcli.planning.tensors import itemsize
 
@@ -21,6 +24,11 @@ METADATA_FILE = "_METADATA"
 # Files that mark an item, a conversion and a run. The modules that define the last two names import
 # this one.
 CHECKPOINT_FILES = {METADATA_FILE, "prep-manifest.json", "recipe.toml"}
+# Metadata file of an item -> all files that identify the item. Other formats may have a `metadata.json`.
+ITEM_MARKERS = {
+    METADATA_FILE: (METADATA_FILE,),
+    LEVANTER_METADATA_FILE: (LEVANTER_METADATA_FILE, OCDBT_MANIFEST),
+}
 READABLE_SUFFIXES = {".safetensors", ".bin", ".msgpack", ".pt", ".pth"}
 STRINGS_FILE = "_strings.json"
 # Names of the item with the parameters next to items with other state: redco and Tunix.
@@ -39,6 +47,9 @@ ZARR_TYPESTRS = {
 
 # Names of the item with the parameters in a step of another trainer, for the folders that prep exports.
 MODEL_ITEMS = {"items", "model_params"}
+
+# Name of a step's folder. Levanter writes `step-1000`.
+_STEP_NAME = re.compile(r"(?:step-)?([0-9]+)")
 
 # A str is the key of a dict, an int the index of a list or tuple.
 TreePath = tuple[str | int, ...]
@@ -120,18 +131,28 @@ def find_name_clash(paths: Iterable[TreePath]) -> tuple[str, str] | None:
     return None
 
 
+def item_metadata_file(folder: Path) -> str | None:
+    """Return the name of the file with the metadata of an item, or None if the folder is no item.
+
+    A checkpoint of Levanter is an item too: a tree of zarr arrays, without Orbax's description of the tree.
+    """
+    if (folder / METADATA_FILE).is_file():
+        return METADATA_FILE
+    if is_levanter_checkpoint(folder):
+        return LEVANTER_METADATA_FILE
+    return None
+
+
 def find_item(path: Path) -> Path | None:
     """Return the item that `path` is or holds: the item of a step folder, or of a run folder's last step."""
     if (item := _find_item_of_step(path)) is not None:
         return item
-    steps: list[Path] = []
+    steps: list[tuple[int, Path]] = []
     for child in _list_subfolders(path):
-        # `isdigit` alone also accepts superscripts, which `int` refuses
-        if child.name.isascii() and child.name.isdigit():
-            steps.append(child)
-    steps.sort(key=lambda step: int(step.name), reverse=True)
+        if match := _STEP_NAME.fullmatch(child.name):
+            steps.append((int(match[1]), child))
     # A killed writer may have left the last step without an item.
-    for step in steps:
+    for _, step in sorted(steps, reverse=True):
         item = _find_item_of_step(step)
         if item is not None:
             return item
@@ -147,7 +168,7 @@ def _find_item_of_step(step: Path) -> Path | None:
     # `default` is Orbax's name for the only item of a CheckpointManager, `state` the name of prep, `items`
     # the name of MaxText.
     for candidate in (step, step / "default", step / "state", step / "items"):
-        if (candidate / METADATA_FILE).is_file():
+        if item_metadata_file(candidate) is not None:
             return candidate
     items: list[Path] = []
     for child in _list_subfolders(step):

@@ -17,6 +17,7 @@ from typing import Any
 from prepcli.engine.digest import digest
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.codecs import CRC32C, CRC32C_NBYTES
+from prepcli.formats.levanter import LEVANTER_METADATA_FILE
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.formats.orbax import (
     METADATA_FILE,
@@ -27,6 +28,7 @@ from prepcli.formats.orbax import (
     chunk_key,
     dotted_name,
     find_name_clash,
+    item_metadata_file,
 )
 from prepcli.formats.orbax_store import ChunkTable, OrbaxStore, StoredRange, build_chunk_table
 from prepcli.formats.untrusted import (
@@ -85,6 +87,23 @@ class _TreeLeaf:
     is_empty: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _StoredTree:
+    """Leaves of an item and its stored values.
+
+    Attributes:
+        leaves: The leaves, in the order of the tree.
+        store: The stored values.
+        separator: Text between the parts of a path in the names of the store.
+        is_complete: Whether every chunk is stored. Otherwise TensorStore has omitted chunks of zeros.
+    """
+
+    leaves: Sequence[_TreeLeaf]
+    store: OrbaxStore
+    separator: str
+    is_complete: bool
+
+
 def read_item(folder: Path, *, is_remote: bool = False) -> OrbaxItem:
     """Read and check the metadata of an item. Raise PrepError if it is invalid or its storage is not supported.
 
@@ -97,37 +116,34 @@ def read_item(folder: Path, *, is_remote: bool = False) -> OrbaxItem:
                 f"its folder is {part}",
                 "use an earlier step, or save it again",
             )
-    if METADATA_FILE not in list_folder(folder):
+    # Raises an error for a folder that does not exist or cannot be read.
+    list_folder(folder)
+    metadata_file = item_metadata_file(folder)
+    if metadata_file is None:
         raise PrepError(
             f"{folder} is not an Orbax checkpoint",
             f"it has no {METADATA_FILE}",
             f"pass the folder that contains {METADATA_FILE}, e.g. STEP/default",
         )
-    tree = _read_json(folder / METADATA_FILE)
-    entries = tree.get("tree_metadata")
-    if not isinstance(entries, dict):
-        raise _broken_file_error(folder / METADATA_FILE, "it has no tree_metadata")
-    leaves = [_parse_leaf(folder, entry) for entry in entries.values()]
-    if names := find_name_clash(leaf.path for leaf in leaves):
+    if metadata_file == LEVANTER_METADATA_FILE:
+        tree = _read_levanter_tree(folder)
+    else:
+        tree = _read_orbax_tree(folder)
+    if clash := find_name_clash(leaf.path for leaf in tree.leaves):
         raise _broken_file_error(
-            folder / METADATA_FILE,
-            f"a leaf {quote_name(names[0])} cannot exist beside {quote_name(names[1])}",
+            folder / metadata_file,
+            f"a leaf {quote_name(clash[0])} cannot exist beside {quote_name(clash[1])}",
         )
-    array_leaves = [leaf for leaf in leaves if not leaf.is_empty and leaf.value_type != "string"]
-    # Without the key, the storage is OCDBT, the default of Orbax. Without OCDBT, each chunk is a file.
-    uses_ocdbt = tree.get("use_ocdbt", True) is not False
-    names = [dotted_name(leaf.path) for leaf in array_leaves]
-    store = OrbaxStore(folder, names, uses_ocdbt, bool(tree.get("use_zarr3")))
+    array_leaves = [leaf for leaf in tree.leaves if _is_array(leaf)]
+    store = tree.store
+    names = [tree.separator.join(map(str, leaf.path)) for leaf in array_leaves]
     documents = [store.pop_document(name) for name in names]
     zarrs = [
         parse_zarr_document(quote_name(name), store.metadata_file_name, text)
         for name, text in zip(names, documents)
     ]
-    # By default TensorStore omits chunks that equal the fill value. With this key it stores all of
-    # them, so that a missing chunk is damage and not zeros.
-    is_complete = tree.get("store_array_data_equal_to_fill_value") is True
     tables = [
-        build_chunk_table(quote_name(name), zarr, store.values.pop(name), store, is_complete)
+        build_chunk_table(quote_name(name), zarr, store.values.pop(name), store, tree.is_complete)
         for name, zarr in zip(names, zarrs)
     ]
     arrays = tuple(_make_array_meta(leaf, zarr) for leaf, zarr in zip(array_leaves, zarrs))
@@ -142,16 +158,47 @@ def read_item(folder: Path, *, is_remote: bool = False) -> OrbaxItem:
         codec_names=tuple(zarr.codec_names for zarr in zarrs),
         files=store.files,
         value_types=tuple(leaf.value_type for leaf in array_leaves),
-        non_arrays=_read_non_arrays(folder, leaves),
+        non_arrays=_read_non_arrays(folder, tree.leaves),
         unlisted_names=tuple(sorted(store.values)),
-        metadata_digest=_metadata_digest(folder, documents),
+        metadata_digest=_metadata_digest(folder, metadata_file, documents),
         is_remote=is_remote,
     )
 
 
-def _metadata_digest(folder: Path, documents: Iterable[bytes]) -> str:
+def _read_orbax_tree(folder: Path) -> _StoredTree:
+    """Read the tree that Orbax describes in its metadata file."""
+    tree = _read_json(folder / METADATA_FILE)
+    entries = tree.get("tree_metadata")
+    if not isinstance(entries, dict):
+        raise _broken_file_error(folder / METADATA_FILE, "it has no tree_metadata")
+    leaves = [_parse_leaf(folder, entry) for entry in entries.values()]
+    names = [dotted_name(leaf.path) for leaf in leaves if _is_array(leaf)]
+    # Without the key, the storage is OCDBT, the default of Orbax. Without OCDBT, each chunk is a file.
+    uses_ocdbt = tree.get("use_ocdbt", True) is not False
+    store = OrbaxStore(folder, names, uses_ocdbt, bool(tree.get("use_zarr3")))
+    # By default TensorStore omits chunks that equal the fill value. With this key it stores all of
+    # them, so that a missing chunk is damage and not zeros.
+    is_complete = tree.get("store_array_data_equal_to_fill_value") is True
+    return _StoredTree(leaves, store, ".", is_complete)
+
+
+def _read_levanter_tree(folder: Path) -> _StoredTree:
+    """Read the tree from the keys of the database: each array has a document below its path."""
+    store = OrbaxStore(folder, (), uses_ocdbt=True, uses_zarr3=True)
+    leaves: list[_TreeLeaf] = []
+    for name, values in store.values.items():
+        if store.metadata_file_name in values:
+            leaves.append(_TreeLeaf(tuple(name.split("/")), "jax.Array", is_empty=False))
+    return _StoredTree(leaves, store, "/", is_complete=False)
+
+
+def _is_array(leaf: _TreeLeaf) -> bool:
+    return not leaf.is_empty and leaf.value_type != "string"
+
+
+def _metadata_digest(folder: Path, metadata_file: str, documents: Iterable[bytes]) -> str:
     index = folder / OCDBT_MANIFEST
-    contents = [read_small_file(folder / METADATA_FILE)]
+    contents = [read_small_file(folder / metadata_file)]
     if index.exists():
         contents.append(read_small_file(index))
     return digest(b"".join([*contents, *documents]))

@@ -52,7 +52,7 @@ class WrittenChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class _ChunkColumns:
+class ChunkColumns:
     """File, offset and size of each chunk of an array, in C order of its grid. File -1 if not placed yet."""
 
     meta: ArrayMeta
@@ -61,33 +61,6 @@ class _ChunkColumns:
     files: array[int]
     offsets: array[int]
     nbytes: array[int]
-
-
-def write_item_metadata(
-    folder: Path,
-    arrays: Sequence[ArrayMeta],
-    chunks: Iterable[WrittenChunk],
-    file_names: Sequence[str],
-    now_ns: int,
-    non_arrays: Sequence[OrbaxNonArray] = (),
-    node_nbytes: int = NODE_NBYTES,
-    zstd_level: int | None = None,
-    uses_ocdbt: bool = True,
-    uses_zarr3: bool = False,
-) -> None:
-    """Write the metadata of an Orbax item into its folder. See `encode_item_metadata`."""
-    files = encode_item_metadata(
-        arrays,
-        chunks,
-        file_names,
-        now_ns,
-        non_arrays=non_arrays,
-        node_nbytes=node_nbytes,
-        zstd_level=zstd_level,
-        uses_ocdbt=uses_ocdbt,
-        uses_zarr3=uses_zarr3,
-    )
-    write_files(folder, files)
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -131,15 +104,8 @@ def encode_item_metadata(
     Raises:
         PrepError: A leaf cannot be stored, or a chunk is missing, duplicate or of the wrong size.
     """
-    _check_leaves(arrays, non_arrays)
-    tables = [_empty_columns(meta) for meta in arrays]
-    for chunk in chunks:
-        _record_chunk(tables[chunk.array], chunk, zstd_level is not None)
-    for table in tables:
-        if -1 in table.files:
-            missing_index = unravel_chunk_index(table.grid, table.files.index(-1))
-            what = f"the index of {table.meta.name} misses chunk {chunk_key(missing_index)}"
-            raise PrepError(what, "the plan does not place it", _BUG_HINT)
+    check_leaves(arrays, non_arrays)
+    tables = collect_chunks(arrays, chunks, is_compressed=zstd_level is not None)
     if uses_ocdbt:
         entries = _iter_entries(tables, file_names, zstd_level)
         if uses_zarr3:
@@ -166,7 +132,7 @@ def encode_step_metadata(item_name: str, now_ns: int) -> dict[str, bytes]:
     return {CHECKPOINT_METADATA_FILE: _encode_json(metadata)}
 
 
-def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
+def check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
     """Raise PrepError if an Orbax checkpoint cannot have these leaves."""
     if not arrays:
         raise PrepError(
@@ -202,10 +168,29 @@ def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArra
         )
 
 
-def _empty_columns(meta: ArrayMeta) -> _ChunkColumns:
+def collect_chunks(
+    arrays: Sequence[ArrayMeta], chunks: Iterable[WrittenChunk], *, is_compressed: bool
+) -> list[ChunkColumns]:
+    """Return the locations of all chunks of each array.
+
+    Raises:
+        PrepError: A chunk is missing, duplicate or of the wrong size.
+    """
+    tables = [_empty_columns(meta) for meta in arrays]
+    for chunk in chunks:
+        _record_chunk(tables[chunk.array], chunk, is_compressed)
+    for table in tables:
+        if -1 in table.files:
+            missing_index = unravel_chunk_index(table.grid, table.files.index(-1))
+            what = f"the index of {table.meta.name} misses chunk {chunk_key(missing_index)}"
+            raise PrepError(what, "the plan does not place it", _BUG_HINT)
+    return tables
+
+
+def _empty_columns(meta: ArrayMeta) -> ChunkColumns:
     grid = meta.grid
     chunk_count = math.prod(grid)
-    return _ChunkColumns(
+    return ChunkColumns(
         meta,
         grid,
         meta.chunk_nbytes,
@@ -215,7 +200,7 @@ def _empty_columns(meta: ArrayMeta) -> _ChunkColumns:
     )
 
 
-def _record_chunk(table: _ChunkColumns, chunk: WrittenChunk, is_compressed: bool) -> None:
+def _record_chunk(table: ChunkColumns, chunk: WrittenChunk, is_compressed: bool) -> None:
     # The index is a number with the grid's extents as its base, e.g. [1, 2] in [2, 3] is 1 * 3 + 2.
     chunk_number = 0
     is_inside = len(chunk.index) == len(table.grid)
@@ -236,15 +221,13 @@ def _record_chunk(table: _ChunkColumns, chunk: WrittenChunk, is_compressed: bool
     table.nbytes[chunk_number] = chunk.nbytes
 
 
-def _chunk_error(
-    table: _ChunkColumns, chunk: WrittenChunk, suffix: str, why: str = ""
-) -> PrepError:
+def _chunk_error(table: ChunkColumns, chunk: WrittenChunk, suffix: str, why: str = "") -> PrepError:
     what = f"the index of {table.meta.name} has chunk {chunk_key(chunk.index)}{suffix}"
     return PrepError(what, why, _BUG_HINT)
 
 
 def _encode_array_documents(
-    tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
+    tables: Sequence[ChunkColumns], file_names: Sequence[str], zstd_level: int | None
 ) -> dict[str, bytes]:
     """Return the `.zarray` of each array. Raise PrepError if a chunk is not the whole file with its name."""
     for table in tables:
@@ -261,7 +244,7 @@ def _encode_array_documents(
 
 
 def _iter_entries(
-    tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
+    tables: Sequence[ChunkColumns], file_names: Sequence[str], zstd_level: int | None
 ) -> Iterator[OcdbtEntry]:
     """Yield the index entries in the order of keys."""
     entries = _iter_array_entries(tables, file_names, zstd_level)
@@ -277,7 +260,7 @@ def _entry_key(entry: OcdbtEntry) -> bytes:
 
 
 def _iter_zarr3_entries(
-    tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
+    tables: Sequence[ChunkColumns], file_names: Sequence[str], zstd_level: int | None
 ) -> Iterator[OcdbtEntry]:
     """Yield the index entries of arrays of zarr 3, array by array."""
     for table in tables:
@@ -292,7 +275,7 @@ def _iter_zarr3_entries(
 
 
 def _iter_array_entries(
-    tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
+    tables: Sequence[ChunkColumns], file_names: Sequence[str], zstd_level: int | None
 ) -> Iterator[OcdbtEntry]:
     """Yield the index entries array by array. `.` and `/` sort before digits."""
     by_key = sorted((f"{table.meta.name}/".encode(), n) for n, table in enumerate(tables))

@@ -89,7 +89,7 @@ def check_numbered_files(folder: Path, names: Sequence[str]) -> None:
 def _missing_shards(
     file_sets: Iterable[tuple[str, int, str]], present: Collection[str]
 ) -> Iterator[str]:
-    """Yield the names of the shards of (stem, count, suffix) sets that are not present."""
+    """Yield the names of missing shards of (stem, count, suffix) sets."""
     # A generator, because the name of one file may promise 99,998 others.
     for stem, count, suffix in file_sets:
         for number in range(1, count + 1):

@@ -49,7 +49,7 @@ class DcpEntry:
 
 
 def encode_metadata(entries: Iterable[DcpEntry]) -> bytes:
-    """Return the content of `.metadata` for tensors that are stored whole."""
+    """Return the content of `.metadata` for whole tensors."""
     memo = _Memo()
     stored: list[bytes] = []
     planner: list[bytes] = []

@@ -151,7 +151,7 @@ def read_torch_state(unpickled: UnpickledObject) -> TorchState:
 
 
 def read_torch_tensor(unpickled: UnpickledObject) -> StorageView:
-    """Return the tensor that is the root of a pickle, with an empty name."""
+    """Return the root of a pickle as a tensor with an empty name."""
     return parse_view(unpickled.root)
 
 

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint under the names of a user's map, as `save-init --map` reads them."""
+"""Contents of a checkpoint under the names of its model, through a map or a layout that the user names."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ from prepcli.sources.source import SourceTensor
 
 
 def read_mapped_contents(
-    located: LocatedCheckpoint, config_path: Path | None, tensor_map: TensorMap
+    located: LocatedCheckpoint,
+    config_path: Path | None,
+    tensor_map: TensorMap | None,
+    layout: str | None = None,
 ) -> CheckpointContents:
-    """Return the contents of a checkpoint with the targets of a map as its tensors.
+    """Return the contents of a checkpoint with the targets of a map or a layout as its tensors.
 
     Args:
         located: Result of `locate`.
         config_path: The user's config.json, or a folder with one, if any.
-        tensor_map: The map.
+        tensor_map: The map, or None for a layout.
+        layout: Name of the layout of another library.
 
     Raises:
-        PrepError: The checkpoint is broken, or the map does not fit it.
+        PrepError: The checkpoint is broken, or the map or layout does not fit it.
     """
-    source = open_source(located, config_path, verbatim=None, tensor_map=tensor_map)
+    source = open_source(located, config_path, verbatim=None, tensor_map=tensor_map, layout=layout)
     entries = [_tensor_entry(source.file_name(tensor), tensor) for tensor in source.tensors]
     return CheckpointContents(
         display_name=source.display_name,

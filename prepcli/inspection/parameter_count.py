@@ -11,7 +11,9 @@ from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.sources.tree_tensors import StoredLeaf, match_foreign_tree
+from prepcli.sources.dcp_trees import TORCHTITAN_EMBEDDING
+from prepcli.sources.foreign_trees import match_foreign_tree
+from prepcli.sources.tree_tensors import StoredLeaf
 from trainer.models.axis_map import ParsedAxisMap
 from trainer.models.parameters import Family, parameter_rows
 
@@ -39,7 +41,8 @@ def count_parameters(contents: CheckpointContents) -> int | None:
 
 
 def _count_parameters(family: Family, contents: CheckpointContents) -> int:
-    if contents.kind in ("flax", "easylm"):
+    has_torchtitan_names = any(entry.name == TORCHTITAN_EMBEDDING for entry in contents.entries)
+    if contents.kind in ("flax", "easylm") or (contents.kind == "dcp" and has_torchtitan_names):
         shapes = _tree_tensor_shapes(family, contents)
     else:
         stored_shapes = {entry.name: entry.shape for entry in contents.entries}

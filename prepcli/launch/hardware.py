@@ -37,14 +37,12 @@ class Training:
         slices: Number of slices along each axis.
         num_processes: Number of processes in the recipe. None means one per node of the job.
         local_devices: Number of devices per process. None means all devices of its node.
-        is_in_bucket: Whether the run is saved to an object store.
     """
 
     mesh: Mesh
     slices: SliceCounts
     num_processes: int | None = None
     local_devices: int | None = None
-    is_in_bucket: bool = False
 
     @property
     def num_devices(self) -> int | None:
@@ -80,8 +78,7 @@ def check_training(training: Training, hardware: Hardware) -> None:
     """Check that a training can run on the hardware of a job.
 
     Raises:
-        UsageError: The mesh, the slices or the processes do not fit the hardware, or a bucket does not support as many
-            processes.
+        UsageError: The mesh, the slices or the processes do not fit the hardware.
     """
     _check_processes(training, hardware)
     _check_slices(training, hardware)

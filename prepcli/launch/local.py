@@ -251,5 +251,4 @@ class ProcessWatcher:
             return PrepError(what, end, RESUME_HINT, code)
         if index in self._has_lines:
             return PrepError(end, "", f"the lines that begin with [{index}] show its error", code)
-        hint = "run the same command in one process, without `prep launch`"
-        return PrepError(end, "it printed no message", hint, code)
+        return PrepError(end, "it printed no message", "run the same command in one process", code)

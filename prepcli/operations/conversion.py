@@ -97,6 +97,7 @@ class CommonOptions:
         lock: Lock file of the checkpoint.
         public_key: Key that must have signed the lock.
         tensor_map: File of the map of the checkpoint's tensors.
+        source_layout: Layout of a tree of another library. None for the one that fits best.
         quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
             or the decoded tensors of GGUF.
         training_state: Read the optimizer state of another framework.
@@ -121,6 +122,7 @@ class CommonOptions:
     lock: Path | None = None
     public_key: Path | None = None
     tensor_map: Path | None = None
+    source_layout: str | None = None
     quantized: str = "refuse"
     training_state: bool = False
 
@@ -193,6 +195,7 @@ def common_options(
         lock=Path(lock) if lock is not None else None,
         public_key=Path(public_key) if public_key is not None else None,
         tensor_map=Path(tensor_map) if tensor_map is not None else None,
+        source_layout=options.get("source_layout"),
     )
 
 
@@ -286,6 +289,7 @@ def open_checkpoint(
         keeps_scales=keeps_scales,
         training_state=common.training_state,
         tensor_map=read_map_option(common.tensor_map, verbatim=common.verbatim),
+        layout=common.source_layout,
     )
     check_verbatim(common.verbatim, source)
     note_missing_file_digests(source.display_name, source.manifest, observer)

@@ -33,6 +33,8 @@ from prepcli.operations.export_layouts import (
     FORMATS_BY_LAYOUT,
     HF_LAYOUT,
     LAYOUT_TITLES,
+    LEVANTER_LAYOUTS,
+    TENSORSTORE_FORMAT,
     WeightFiles,
     file_format,
     lay_out_weights,
@@ -93,6 +95,7 @@ MIN_UNITLESS_NBYTES = 1 << 20
 UNSPLIT_FORMATS = {
     STREAM_FORMAT: ("streams", "an EasyLM stream is one file"),
     "orbax": ("Orbax items", "their chunks determine the files"),
+    TENSORSTORE_FORMAT: ("Levanter checkpoints", "their chunks determine the files"),
 }
 
 
@@ -438,6 +441,8 @@ def _manifest_settings(
     }
     if layout != HF_LAYOUT:
         settings["layout"] = layout
+    if layout in LEVANTER_LAYOUTS:
+        settings["storage"] = "levanter"
     settings["prefixed"] = source.names.is_prefixed
     settings["tied"] = is_tied
     settings["config"] = config
@@ -509,7 +514,9 @@ def _check_request(options: ExportOptions, source: Source) -> None:
 
 def _output_suffix(options: ExportOptions) -> str:
     """Return the end of the output's default name."""
-    return DCP_FORMAT if file_format(options) == DCP_FORMAT else options["layout"]
+    if options["layout"] == HF_LAYOUT and file_format(options) == DCP_FORMAT:
+        return DCP_FORMAT
+    return options["layout"]
 
 
 def _check_adapter_request(options: ExportOptions, source: Source) -> None:

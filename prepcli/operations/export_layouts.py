@@ -14,7 +14,7 @@ from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import Locations, OutputFile, OutputLeaf, RootScale, SmallFile
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import HF_FOLDER, Source, SourceTensor
-from prepcli.targets.dcp_folder import lay_out_dcp_folder
+from prepcli.targets.dcp_folder import lay_out_dcp_folder, lay_out_dcp_tree
 from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out_flax_folder
 from prepcli.targets.hf_folder import (
     config_files,
@@ -28,17 +28,22 @@ from prepcli.targets.layout_leaves import find_layout_scales
 from prepcli.targets.mapped_folder import lay_out_mapped_folder
 from prepcli.targets.trainer_item import TRAINER_ITEMS, lay_out_trainer_item
 from trainer.models.json_types import HFConfig
+from trainer.models.torchtitan_layouts import TORCHTITAN_LAYOUT
 
 # Payloads start at a page boundary, like chunks, so that whole pages are copied.
 PAYLOAD_PAGE_OFFSET = 0
 HF_LAYOUT = "hf"
 DCP_FORMAT = "dcp"
+TENSORSTORE_FORMAT = "tensorstore"
+LEVANTER_LAYOUTS = ("levanter", "levanter-unscanned")
 # The formats of each layout. The first one is the default.
 FORMATS_BY_LAYOUT: Mapping[str, tuple[str, ...]] = {
     HF_LAYOUT: ("safetensors", DCP_FORMAT),
     "hf-flax": ("msgpack",),
     "easylm": (STREAM_FORMAT,),
+    TORCHTITAN_LAYOUT: (DCP_FORMAT,),
     **dict.fromkeys(TRAINER_ITEMS, ("orbax",)),
+    **dict.fromkeys(LEVANTER_LAYOUTS, (TENSORSTORE_FORMAT,)),
 }
 LAYOUT_TITLES = {
     HF_LAYOUT: "Hugging Face safetensors",
@@ -47,6 +52,9 @@ LAYOUT_TITLES = {
     "maxtext": "Orbax checkpoint for MaxText",
     "maxtext-unscanned": "Orbax checkpoint for MaxText",
     "tunix": "Orbax checkpoint for Tunix",
+    TORCHTITAN_LAYOUT: "torch distributed checkpoint for torchtitan",
+    "levanter": "Levanter checkpoint",
+    "levanter-unscanned": "Levanter checkpoint",
 }
 
 
@@ -118,6 +126,15 @@ def lay_out_weights(
         )
         folder = TRAINER_ITEMS[options["layout"]].folder
         return WeightFiles(item.files, item.regions, leaves=item.leaves, folder=folder)
+    if file_format(options) == DCP_FORMAT:
+        dcp, places = lay_out_dcp_tree(
+            source,
+            tensors,
+            layout=options["layout"],
+            vocab_size=vocab_rows,
+            shard_nbytes=shard_nbytes,
+        )
+        return WeightFiles(dcp.files, places, (dcp.metadata,))
     output = lay_out_flax_folder(
         source,
         tensors,

@@ -434,9 +434,10 @@ def _read_checkpoint(
         path = located.local_files.path
         return located, read_gguf_contents(path, located.display_name, config_path)
     tensor_map = options.get("map")
-    if tensor_map is not None:
-        mapped = read_mapped_contents(located, config_path, read_map(Path(tensor_map)))
-        return located, mapped
+    layout = options.get("source_layout")
+    if tensor_map is not None or layout is not None:
+        rows = None if tensor_map is None else read_map(Path(tensor_map))
+        return located, read_mapped_contents(located, config_path, rows, layout)
     with collector_paused():
         contents = read_contents(located, config_path, dequantize=dequantize)
     return located, contents

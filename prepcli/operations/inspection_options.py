@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypedDict
 
 from prepcli.operations.map_options import TENSOR_MAP, MapOptions
 from prepcli.operations.options import VERBATIM, SourceOptions
+from prepcli.operations.tree_options import SourceTreeOptions
 from prepcli.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
 
 SortKey = Literal["name", "size", "file"]
@@ -71,11 +72,11 @@ _LIBRARY = OptionSpec(
 Library = Literal["prep", "transformers"]
 
 
-class InspectOptions(SourceOptions, MapOptions, total=False):
+class InspectOptions(SourceOptions, MapOptions, SourceTreeOptions, total=False):
     """Options of `inspect`."""
 
 
-class VerifyOptions(SourceOptions, MapOptions, total=False):
+class VerifyOptions(SourceOptions, MapOptions, SourceTreeOptions, total=False):
     """Options of `verify`."""
 
     verbatim: Annotated[bool | None, replace(VERBATIM, record=NOT_RECORDED)]

@@ -264,18 +264,18 @@ def _training_needs(command: LaunchedCommand, recipe: Recipe | None) -> Training
     Raises:
         UsageError: The mesh or the URL of `--out` is invalid.
     """
-    is_in_bucket = parse_out_url(command.out) is not None
+    # An invalid URL is an error before the job waits.
+    parse_out_url(command.out)
     if not command.has_mesh:
         return None
     if recipe is None:
         mesh = parse_mesh(command.mesh or ANY_MESH)
-        return Training(mesh=mesh, slices=ONE_SLICE, is_in_bucket=is_in_bucket)
+        return Training(mesh=mesh, slices=ONE_SLICE)
     return Training(
         mesh=parse_mesh(recipe.mesh, Key("mesh")),
         slices=parse_slice_counts(recipe.cluster.dcn_mesh),
         num_processes=recipe.cluster.n_processes,
         local_devices=recipe.cluster.n_local_devices,
-        is_in_bucket=is_in_bucket,
     )
 
 

@@ -20,6 +20,7 @@ from typing import Annotated, Literal, TypedDict
 from prepcli.operations.map_options import ExportMapOptions, MapOptions
 from prepcli.operations.towers_options import TowersOptions
 from prepcli.operations.training_state_options import TrainingStateOptions
+from prepcli.operations.tree_options import SourceTreeOptions, TreeOptions
 from prepcli.option_spec import NOT_RECORDED, NonNegativeInt, OptionSpec, PathLike, PositiveInt
 
 DEFAULT_MEMORY = "512MiB"
@@ -314,7 +315,7 @@ class PadVocabOptions(ConversionOptions, DropOptions, NewRowOptions, total=False
     ]
 
 
-class LayoutOptions(ConversionOptions, VerbatimOptions, MapOptions, total=False):
+class LayoutOptions(ConversionOptions, VerbatimOptions, MapOptions, SourceTreeOptions, total=False):
     """Layout of an Orbax checkpoint."""
 
     mesh: Annotated[
@@ -440,36 +441,17 @@ class ReshardOptions(LayoutOptions, total=False):
 
 
 class ExportOptions(
-    ConversionOptions, VerbatimOptions, TowersOptions, ExportMapOptions, TrainingStateOptions,
+    TreeOptions,
+    SourceTreeOptions,
+    ConversionOptions,
+    VerbatimOptions,
+    TowersOptions,
+    ExportMapOptions,
+    TrainingStateOptions,
     total=False,
-):  # fmt: skip
+):
     """Options of `export`."""
 
-    layout: Annotated[
-        Literal["hf", "hf-flax", "easylm", "maxtext", "maxtext-unscanned", "tunix"],
-        OptionSpec(
-            "TREE",
-            "Write the tree of hf, hf-flax, easylm, maxtext, maxtext-unscanned or tunix.",
-            '"hf" (safetensors, the default), "hf-flax" (Flax msgpack), "easylm" (stream), or Orbax for another '
-            'trainer: "maxtext" (stacked layers), "maxtext-unscanned" or "tunix".',
-            default="hf",
-            cli_type=str,
-            position=3,
-            record=2,
-        ),
-    ]
-    format: Annotated[
-        Literal["safetensors", "dcp", "msgpack", "stream", "orbax"] | None,
-        OptionSpec(
-            "KIND",
-            "Write safetensors, dcp, msgpack, stream or orbax. Default: by layout.",
-            "Format of the files. Default: the first one of the layout. The layout hf has safetensors and dcp (torch "
-            "distributed checkpoint).",
-            cli_type=str,
-            position=4,
-            record=NOT_RECORDED,
-        ),
-    ]
     keep_padding: Annotated[
         bool,
         OptionSpec(

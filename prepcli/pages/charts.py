@@ -166,7 +166,7 @@ class _Axis:
 
 
 def _x_axis(values: tuple[float, float], pixels: tuple[float, float], is_log: bool) -> _Axis:
-    """Return an axis from the first to the last of the values, without a margin. Its ticks lie between the two."""
+    """Return an axis from the first to the last of the values, without a margin. Its ticks are between the two."""
     low, high = values
     if is_log:
         return _Axis(_log_ticks(low, high), values, pixels, is_log)

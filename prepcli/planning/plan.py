@@ -378,6 +378,11 @@ class Plan:
         return self.settings.get("storage") != "files"
 
     @property
+    def is_levanter(self) -> bool:
+        """Whether the leaves are a checkpoint of Levanter: zarr 3 arrays in an OCDBT database."""
+        return self.settings.get("storage") == "levanter"
+
+    @property
     def uses_zarr3(self) -> bool:
         """Whether the leaves are arrays of zarr 3."""
         return self.settings.get("storage") == "zarr3"

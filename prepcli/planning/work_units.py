@@ -35,7 +35,7 @@ class WorkUnit:
 
 
 def find_work_units(plan: Plan) -> tuple[WorkUnit, ...]:
-    """Return the units of a plan, in the order of their data files."""
+    """Return the units of a plan, in the order of their data files. Tensors without elements and files have none."""
     groups = _Groups()
     file_members = [_file_member(number) for number in range(len(plan.files))]
     for member in file_members:
@@ -61,7 +61,10 @@ def find_work_units(plan: Plan) -> tuple[WorkUnit, ...]:
         numbers = streams.get(root, [])
         numbers.sort(key=lambda number: _first_position(plan.streams[number]))
         nbytes = sum(plan.streams[number].nbytes for number in numbers)
-        units.append(WorkUnit(tuple(numbers), tuple(files.get(root, ())), nbytes))
+        unit = WorkUnit(tuple(numbers), tuple(files.get(root, ())), nbytes)
+        # A tensor without elements may have no file.
+        if unit.files or unit.nbytes:
+            units.append(unit)
     return tuple(units)
 
 

@@ -175,6 +175,8 @@ def _put_object(bucket: Bucket, path: str, content: bytes, mode: PutMode) -> Obj
     """Write an object on a condition, and return its version, or None if the condition did not hold."""
     from obstore import exceptions
 
+    if not bucket.has_conditions:
+        raise ConditionsNotSupportedError
     with bucket.translate_errors("write"):
         try:
             result = call_with_timeout(
@@ -192,6 +194,8 @@ def _put_object(bucket: Bucket, path: str, content: bytes, mode: PutMode) -> Obj
         except (exceptions.BaseError, NotImplementedError) as error:
             is_unsupported = isinstance(error, (exceptions.NotSupportedError, NotImplementedError))
             if is_unsupported or status_of(error) in NOT_IMPLEMENTED:
+                # A refused request takes seconds of retries.
+                bucket.has_conditions = False
                 raise ConditionsNotSupportedError from error
             raise
     return ObjectVersion(cast(str, result["e_tag"] or ""), cast(str, result["version"] or ""))

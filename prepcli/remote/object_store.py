@@ -54,7 +54,7 @@ MAX_WRITE_TIMEOUTS = 6
 
 T = TypeVar("T")
 
-PERMANENT_STATUSES = {*range(400, 500)} - {408, 425, 429}
+PERMANENT_STATUSES = {*range(400, 500), 501} - {408, 425, 429}
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _URL = re.compile(r"(gs|s3)://([^/]+)(?:/(.*))?", re.DOTALL)
@@ -138,12 +138,14 @@ class Bucket:
         retries: Retries of single requests by obstore, which does not report them.
         retry_policy: Time-out and reported retries of requests.
         connection: obstore's store. Created on first use.
+        has_conditions: Whether the store has conditional writes. False after the first refused one.
     """
 
     url: ObjectStoreUrl
     retries: int = 0
     retry_policy: RetryPolicy = field(default=DEFAULT_RETRY_POLICY, compare=False)
     connection: Any = field(default=None, repr=False, compare=False)
+    has_conditions: bool = field(default=True, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[type[Bucket], tuple[ObjectStoreUrl, int, RetryPolicy]]:
         """Pickle without the connection."""
@@ -233,12 +235,13 @@ class Bucket:
             time.sleep(policy.backoff_s(tries))
 
     def _failure_text(self, error: BaseException) -> str:
-        """Describe a failed request: the silent bucket, the HTTP status, or obstore's message."""
-        if _is_timeout(error):
-            return f"no answer from {self.name} for {self.retry_policy.timeout_s:g} s"
+        """Describe a failed request: the HTTP status, the silent bucket, or obstore's message."""
+        # After its own retries, obstore names its `retry_timeout` next to the status.
         status = status_of(error)
         if status:
             return f"HTTP {status} from {self.name}"
+        if _is_timeout(error):
+            return f"no answer from {self.name} for {self.retry_policy.timeout_s:g} s"
         return redacted_error_text(error)
 
     def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:

@@ -76,14 +76,20 @@ def _create(bucket: Bucket, path: str, data: ByteArray) -> RemoteFile | None:
         except exists_errors:
             return None
 
+    result: Any = None
     with bucket.translate_errors("write"):
-        try:
-            result = bucket.retry_call(partial(put, "create"))
-        except (exceptions.BaseError, NotImplementedError) as error:
-            is_unsupported = isinstance(error, (exceptions.NotSupportedError, NotImplementedError))
-            if not is_unsupported and status_of(error) not in NOT_IMPLEMENTED:
-                raise
-            # A store without conditional writes. The lock has said so.
+        if bucket.has_conditions:
+            try:
+                result = bucket.retry_call(partial(put, "create"))
+            except (exceptions.BaseError, NotImplementedError) as error:
+                is_unsupported = isinstance(
+                    error, (exceptions.NotSupportedError, NotImplementedError)
+                )
+                if not is_unsupported and status_of(error) not in NOT_IMPLEMENTED:
+                    raise
+                # The lock has said so.
+                bucket.has_conditions = False
+        if not bucket.has_conditions:
             result = bucket.retry_call(partial(put, "overwrite"))
     if result is None:
         return None

@@ -13,6 +13,7 @@ from prepcli.console.observer import LEAVES
 from prepcli.console.tables import wrap_line
 from prepcli.console.ui import Cell, Report, Ui, format_table
 from prepcli.errors import PrepError
+from prepcli.formats.levanter import is_levanter_checkpoint
 from prepcli.inspection.contents import (
     AdapterSummary,
     CheckpointContents,
@@ -269,7 +270,8 @@ def header_lines(contents: CheckpointContents, source: SourceSummary) -> list[st
     if contents.kind == "orbax":
         leaves = f"{count_text(source['tensors'], 'leaf', 'leaves')} in {count_text(source['chunks'], 'chunk')}"
         codecs = f" ({', '.join(contents.codecs)})" if contents.codecs else ""
-        stored = [f"Orbax{codecs}, {count_text(source['files'], 'data file')}, {leaves}"]
+        title = "Levanter" if is_levanter_checkpoint(contents.folder) else "Orbax"
+        stored = [f"{title}{codecs}, {count_text(source['files'], 'data file')}, {leaves}"]
         stored += [f"mesh {source['mesh']}"] if source["mesh"] else []
         stored += [_layout_text(source)] if source["layout"] else []
         stored += [_step_text(contents)] if source["step"] is not None else []

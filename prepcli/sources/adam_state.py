@@ -23,8 +23,6 @@ from prepcli.planning.plan import Stream
 from prepcli.planning.state_names import OPT_STATE, qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
 from prepcli.sources.source import Source, SourceTensor
-from trainer.recipe.optimizer_tables import AdamWTable
-from trainer.recipe.rate_at_step import rate_at_step
 
 FIRST_MOMENT = f"{OPT_STATE}.adam.mu"
 SECOND_MOMENT = f"{OPT_STATE}.adam.nu"
@@ -194,6 +192,10 @@ def read_scalar(source: Source, tensor: SourceTensor) -> float:
 
 def _read_settings(source: Source, step: int) -> AdamSettings | None:
     """Return the settings in the manifest: of the run's recipe, or of the framework of origin."""
+    # The tables of a recipe take 0.3 s to import. Every command on an Orbax item imports this module.
+    from trainer.recipe.optimizer_tables import AdamWTable
+    from trainer.recipe.rate_at_step import rate_at_step
+
     fields = _manifest_fields(source)
     record = source.training_record or fields.get(TRAINING_STATE_KEY)
     if record is not None and record["optimizer"]:

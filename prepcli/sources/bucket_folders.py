@@ -87,7 +87,7 @@ class BucketFolder:
         return [*self._files]
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Return bytes of a small object, which is fetched whole and kept."""
+        """Return bytes of a small object. It is fetched whole and kept."""
         if name not in self._contents:
             self._contents[name] = read_all(self._bucket, self._files[name])
         return self._contents[name][start:stop]

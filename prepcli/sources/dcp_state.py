@@ -6,13 +6,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from prepcli.errors import Option, PrepError, text
+from prepcli.errors import GET_AGAIN_HINT, PrepError
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.torch_dcp import DcpFolder, DcpTensor, read_dcp_folder, read_dcp_value
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE_RULE, qualify
 from prepcli.sources.adam_state import MOMENTS, AdamSettings, read_scalar
-from prepcli.sources.foreign_state import ForeignState, add_foreign_state, one_count
+from prepcli.sources.foreign_state import (
+    WITHOUT_STATE_HINT,
+    ForeignState,
+    add_foreign_state,
+    one_count,
+)
 from prepcli.sources.openers.dcp_folder import STATE_PREFIX, box_locations
 from prepcli.sources.source import Source, SourceTensor, recorded_digests
 from prepcli.sources.trainer_checkpoint import ENTRIES, NUM_UPDATES, parameter_names
@@ -33,8 +38,8 @@ def read_dcp_state(source: Source) -> Source:
     tensors = {tensor.name: tensor for tensor in folder.tensors}
     if not any(name.startswith(STATE_PREFIX) for name in tensors):
         what = f"{source.display_name} has no training state"
-        hint = text("convert it without {}", Option("training_state", True))
-        raise PrepError(what, f"no name in it starts with {STATE_PREFIX}", hint)
+        why = f"no name in it starts with {STATE_PREFIX}"
+        raise PrepError(what, why, WITHOUT_STATE_HINT)
     num_updates = _num_updates(source, tensors)
     state = ForeignState(
         moments=tuple(_moments(source, tensors)),
@@ -63,7 +68,7 @@ def _moments(source: Source, tensors: Mapping[str, DcpTensor]) -> Iterator[Sourc
             if moment.shape != parameters[name].shape:
                 what = f"{source.display_name}: {moment.name} has another shape"
                 why = f"it is {list(moment.shape)}, the parameter {list(parameters[name].shape)}"
-                raise PrepError(what, why)
+                raise PrepError(what, why, GET_AGAIN_HINT)
             digests = recorded_digests(manifest.slots.get(slot, {}), name)
             yield SourceTensor(
                 qualify(slot, parameters[name].name),
@@ -81,7 +86,7 @@ def _state_tensor(
     full_name = f"{STATE_PREFIX}{name}.{entry}"
     if full_name not in tensors:
         why = "the parameter was frozen, or the optimizer is not AdamW"
-        raise PrepError(f"{source.display_name} has no {full_name}", why)
+        raise PrepError(f"{source.display_name} has no {full_name}", why, WITHOUT_STATE_HINT)
     return tensors[full_name]
 
 
@@ -110,7 +115,8 @@ def _settings(source: Source, folder: DcpFolder) -> AdamSettings:
     for key in SHARED_KEYS:
         if not values[key] or any(value != values[key][0] for value in values[key]):
             what = f"the settings of the optimizer in {source.display_name} are not supported"
-            raise PrepError(what, f"{key} is {values[key][:2]}, and prep has one value")
+            why = f"{key} is {values[key][:2]}, and prep has one value"
+            raise PrepError(what, why, WITHOUT_STATE_HINT)
     lr = float(values["lr"][0])
     b1, b2 = values["betas"][0]
     return AdamSettings(

@@ -21,7 +21,7 @@ from prepcli.errors import (
 )
 from prepcli.formats.flax_folder import detect_msgpack_kind
 from prepcli.formats.msgpack import sniff_msgpack_kind
-from prepcli.formats.orbax import METADATA_FILE, list_checkpoint_folders
+from prepcli.formats.orbax import ITEM_MARKERS, list_checkpoint_folders
 from prepcli.formats.run_steps import is_begun_run, no_step_error
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_HINT, select_safetensors_files
 from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
@@ -127,7 +127,7 @@ def _all_names_if(matches: Callable[[Sequence[str]], bool]) -> Select:
 
 
 def _adapter_config(names: Sequence[str]) -> Sequence[str]:
-    """Return the config of an adapter that lies in a folder without a model."""
+    """Return the config of an adapter in a folder without a model."""
     if ADAPTER_CONFIG in names and CONFIG not in names:
         return [ADAPTER_CONFIG]
     return []
@@ -191,10 +191,8 @@ def detect(folder: Folder, *, allow_adapters: bool = False, allow_quantized: boo
     names = folder.names()
     # Not one of RULES, which see only names at the top: the metadata of a run's item is two folders
     # below it.
-    for name in names:
-        *folders, file = name.split("/")
-        if file == METADATA_FILE and len(folders) <= MAX_ITEM_DEPTH:
-            return "orbax"
+    if _has_item(names):
+        return "orbax"
     top_names = sorted(name for name in names if "/" not in name)
     verdict, selected_names = apply_rules(top_names, allow_quantized=allow_quantized)
     is_settings_file = isinstance(verdict, Refusal) and verdict.is_quantized
@@ -212,6 +210,19 @@ def detect(folder: Folder, *, allow_adapters: bool = False, allow_quantized: boo
     if CONFIG in top_names:
         _check_config(folder, allow_quantized=allow_quantized)
     return verdict
+
+
+def _has_item(names: Sequence[str]) -> bool:
+    """Return whether the files of an Orbax item, or of a checkpoint of Levanter, are among these."""
+    listed = set(names)
+    for name in names:
+        folder, slash, file = name.rpartition("/")
+        markers = ITEM_MARKERS.get(file)
+        if markers is None or (slash and folder.count("/") >= MAX_ITEM_DEPTH):
+            continue
+        if all(f"{folder}{slash}{marker}" in listed for marker in markers):
+            return True
+    return False
 
 
 def detect_file(path: Path, display_name: str, *, allow_gguf: bool = False) -> Kind:

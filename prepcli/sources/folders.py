@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from prepcli.console.observer import Observer
 from prepcli.console.progress import NullProgress, Progress
-from prepcli.formats.orbax import METADATA_FILE, find_item
+from prepcli.formats.orbax import ITEM_MARKERS, METADATA_FILE, find_item, item_metadata_file
 from prepcli.formats.untrusted import list_folder, read_bytes
 from prepcli.remote.placeholders import RemoteCheckpoint, rename_in_errors
 from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy, retry_policy_from_env
@@ -21,7 +21,7 @@ Kind = Literal["safetensors", "orbax", "torch", "meta", "dcp", "flax", "easylm",
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Settings for reading checkpoints that are not local.
+    """Settings for reading remote checkpoints.
 
     Attributes:
         offline: Use only local files and the hub's cache.
@@ -71,7 +71,7 @@ def make_access(
 
 @dataclass(frozen=True, slots=True)
 class LocalFiles:
-    """Local files from which a checkpoint is opened.
+    """Local files of a checkpoint to open.
 
     Attributes:
         path: Folder or file of the checkpoint. The folder of placeholder files if it is read remotely.
@@ -143,7 +143,9 @@ class LocalFolder:
         # Only the item that will be opened is listed, e.g. the one of a run's last step.
         if item is None:
             return names
-        return [(item.relative_to(self.path) / METADATA_FILE).as_posix(), *names]
+        folder = item.relative_to(self.path)
+        metadata_files = ITEM_MARKERS[item_metadata_file(item) or METADATA_FILE]
+        return [*((folder / name).as_posix() for name in metadata_files), *names]
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Return bytes of a file, or fewer if the file is shorter."""

@@ -10,11 +10,13 @@ import numpy as np
 
 from prepcli.engine.blobs import MemoryBlob
 from prepcli.engine.digest import digest
-from prepcli.errors import PrepError
+from prepcli.errors import Option, PrepError, text
 from prepcli.planning.plan import Contiguous, SourceFile
 from prepcli.planning.state_names import qualify
 from prepcli.sources.adam_state import NUM_UPDATES, SKIPPED, SKIPPED_IN_ROW, STEP, AdamSettings
 from prepcli.sources.source import Source, SourceTensor
+
+WITHOUT_STATE_HINT = text("convert it without {}", Option("training_state", True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ def one_count(source: Source, counts: Mapping[str, float]) -> int:
         listed = ", ".join(f"{count:g} of {name}" for count, name in list(names.items())[:2])
         raise PrepError(
             f"{source.display_name} has several numbers of updates",
-            f"{listed}; prep has one for all parameters",
+            f"{listed}. prep has one number for all parameters",
+            WITHOUT_STATE_HINT,
         )
     return int(next(iter(names)))

@@ -277,7 +277,7 @@ def _mergeable_pairs(token: str, pieces: Collection[str]) -> list[tuple[str, str
 
 
 def _token_ids(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
-    """Return the number of each token, without the rows that have none."""
+    """Return the number of each token. Rows without a token have none."""
     vocab: dict[str, int] = {}
     for number, (token, token_type) in enumerate(zip(tokens, types)):
         if token_type != UNUSED_TYPE:
@@ -320,7 +320,7 @@ def _check_merges(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> Non
 def _added_tokens(
     tokens: Sequence[str], types: Sequence[int], added_types: Collection[int]
 ) -> list[dict[str, Any]]:
-    """Return the tokens that are found in texts before words are split.
+    """Return the tokens to find in texts before words are split.
 
     Args:
         tokens: All tokens.

@@ -202,7 +202,7 @@ def _map_sizes(
 
 
 def misfit_error(tensor_map: TensorMap, source: Source, problems: list[str]) -> PrepError:
-    """Return the error of a map that is valid, but not for this checkpoint."""
+    """Return the error of a valid map that does not fit this checkpoint."""
     error = map_error(tensor_map.name, problems)
     what = f"the map {tensor_map.name} does not fit {source.display_name}"
     return PrepError(what, error.why, error.hint)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from prepcli.errors import Option, Text, text, usage_error
+from prepcli.errors import Option, PrepError, Text, text, usage_error
 from prepcli.formats.again_hint import again_hints
 from prepcli.formats.file_records import check_files, check_header
 from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
@@ -24,6 +24,9 @@ from prepcli.sources.source import Source
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.parameters import VERBATIM
 
+# Formats of trees with several layouts.
+TREE_KINDS = ("orbax", "flax", "easylm", "dcp")
+
 
 def open_source(
     located: LocatedCheckpoint,
@@ -35,6 +38,7 @@ def open_source(
     keeps_scales: bool = False,
     training_state: bool = False,
     tensor_map: TensorMap | None = None,
+    layout: str | None = None,
 ) -> Source:
     """Read the headers and settings of a located checkpoint, but no weights.
 
@@ -47,6 +51,7 @@ def open_source(
         keeps_scales: Read values that another trainer's scale has rounded as they are stored. See `SourceHints`.
         training_state: Read the optimizer state of another framework. It is read in any case from an output of prep.
         tensor_map: Map from the tensors of the files to those of a model. Default: the one that an export recorded.
+        layout: Layout of a tree of another library. Default: the one that fits best.
 
     Raises:
         PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim
@@ -56,6 +61,8 @@ def open_source(
     display_name = located.display_name
     with local_files.rename_in_errors(display_name), again_hints(located.manifest):
         check_local_files(local_files, located.manifest)
+        if layout is not None:
+            _check_layout_option(located, layout)
         export_map = None if tensor_map else recorded_map(located.manifest)
         hints = SourceHints(
             config_path,
@@ -65,6 +72,7 @@ def open_source(
             copied_files,
             is_remote=local_files.remote is not None,
             keeps_scales=keeps_scales,
+            layout=layout,
             training_state=training_state,
         )
         source = _read_headers(located, hints)
@@ -87,6 +95,22 @@ def open_source(
         if verbatim is False and source.family.is_verbatim:
             raise verbatim_error(display_name)
         return source
+
+
+def _check_layout_option(located: LocatedCheckpoint, layout: str) -> None:
+    """Raise PrepError if the layout of a checkpoint is known, and the requested one has no effect or differs."""
+    if located.kind not in TREE_KINDS:
+        recorded = "hf"
+        why = "its tensors have the names of Hugging Face"
+    elif located.manifest is not None:
+        recorded = located.manifest.layout or "native"
+        why = f"its manifest records the layout {recorded}"
+    else:
+        return
+    if layout != recorded:
+        option = Option("source_layout", layout)
+        what = text("{} contradicts {}", option, located.display_name)
+        raise PrepError(what, why, text("remove {}", Option("source_layout")))
 
 
 def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
@@ -159,7 +183,8 @@ def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
 
         return read_dcp_state(source)
     what = text("{} is not supported for {}", option, located.display_name)
-    raise usage_error(what, "its format has no training state that prep reads")
+    why = "its format has no training state that prep reads"
+    raise usage_error(what, why, text("remove {}", option))
 
 
 def _split_unless_verbatim(source: Source, verbatim: bool | None) -> Source:
@@ -208,7 +233,7 @@ def check_local_files(
 
 
 def _upload_hint(name: str) -> Text:
-    """Return the hint for a damaged file of an output that is read from a bucket or from the hub."""
+    """Return the hint for a damaged file of an output in a bucket or on the hub."""
     return text("upload {} again: {} works on local outputs only", name, Option("accept"))
 
 

@@ -31,6 +31,7 @@ class SourceHints:
         is_remote: Whether the files are placeholders of remote files.
         keeps_scales: Whether values that the scale of another trainer's layout has rounded are read as they are stored.
             Otherwise they are refused.
+        layout: Layout of a tree of another library, or None for the one that fits best.
         training_state: Whether the optimizer state of another framework is read.
     """
 
@@ -40,6 +41,7 @@ class SourceHints:
     copied_files: tuple[str, ...] = ()
     is_remote: bool = False
     keeps_scales: bool = False
+    layout: str | None = None
     training_state: bool = False
 
     def resolve_config_path(self, folder: Path, display_name: str) -> Path:

@@ -12,14 +12,19 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.digest import digest_pieces
 from prepcli.engine.files import allocate_buffer
 from prepcli.engine.fills import numpy_dtype
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.file_records import bytes_between
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.torch_objects import ArchivedTensor, TorchObject, read_torch_object
 from prepcli.planning.plan import Contiguous, SourceFile, Strided
 from prepcli.planning.state_names import qualify
 from prepcli.sources.adam_state import MOMENTS, AdamSettings
-from prepcli.sources.foreign_state import ForeignState, add_foreign_state, one_count
+from prepcli.sources.foreign_state import (
+    WITHOUT_STATE_HINT,
+    ForeignState,
+    add_foreign_state,
+    one_count,
+)
 from prepcli.sources.source import Source, SourceTensor, read_json_object, recorded_digests
 from trainer.models.module_order import module_order, optimizer_groups
 
@@ -67,7 +72,7 @@ def _optimizer_path(source: Source) -> Path:
             return path
     what = f"{source.display_name} has no training state"
     why = f"it has no {OPTIMIZER_FILES[0]}"
-    raise PrepError(what, why, text("convert it without {}", Option("training_state", True)))
+    raise PrepError(what, why, WITHOUT_STATE_HINT)
 
 
 def _other_files(source: Source) -> tuple[str, ...]:
@@ -119,7 +124,7 @@ def _numbered_names(source: Source, path: Path, groups: list[Any]) -> Sequence[s
         raise PrepError(
             f"{path} does not fit the parameters of {source.display_name}",
             f"its groups have {sizes} parameters, Trainer builds groups of {expected} for this model",
-            text("convert it without {}", Option("training_state", True)),
+            WITHOUT_STATE_HINT,
         )
     return ordered
 
@@ -147,7 +152,7 @@ def _numbered_entries(
         entry = entries.get(number)
         if not isinstance(entry, dict):
             why = "the parameter was frozen, or the optimizer has taken no step"
-            raise PrepError(f"{path} has no moments of {name}", why)
+            raise PrepError(f"{path} has no moments of {name}", why, WITHOUT_STATE_HINT)
         tensors = {key: value for key, value in entry.items() if isinstance(value, ArchivedTensor)}
         if tensors.keys() != {*ENTRIES, NUM_UPDATES}:
             why = f"the state of {name} is {', '.join(map(str, entry))}"
@@ -162,9 +167,10 @@ def _settings(path: Path, groups: list[Any]) -> AdamSettings:
     for key in ("lr", "betas", "eps"):
         if any(group.get(key) != first.get(key) for group in groups):
             why = f"{key} is {first.get(key)} in one group, and not in another"
-            raise PrepError(f"the groups of {path} are not supported", why)
+            raise PrepError(f"the groups of {path} are not supported", why, WITHOUT_STATE_HINT)
     if first.get("amsgrad") or first.get("maximize"):
-        raise PrepError(f"{path} is not supported", "it was trained with amsgrad or maximize")
+        why = "it was trained with amsgrad or maximize"
+        raise PrepError(f"{path} is not supported", why, WITHOUT_STATE_HINT)
     b1, b2 = first["betas"]
     return AdamSettings(
         lr=float(first["lr"]),

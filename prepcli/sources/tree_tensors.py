@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
@@ -11,18 +10,15 @@ from prepcli.formats.manifest import Manifest
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import ChunkGrid, Placement
 from prepcli.planning.manifest_fields import TensorRecords
-from prepcli.planning.plan import Contiguous, DroppedTensor
+from prepcli.planning.plan import Contiguous
 from prepcli.planning.quantization_leaves import (
     QUANTIZATION,
     is_quantization_leaf,
     quantization_leaves,
 )
 from prepcli.planning.state_names import (
-    OPT_STATE,
-    OPT_STATE_RULE,
     PARAMS,
     TOWERS,
-    TRAINING_STATE_RULE,
     find_slots,
     identity_axis_map,
     qualify,
@@ -32,29 +28,10 @@ from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import ITEM_BITS, itemsize
 from prepcli.sources.source import SourceTensor, recorded_digests
-from trainer.models.axis_map import LAYER_ATOMS, AxisMap, ParsedAxisMap, Sizes, bind_row
+from trainer.models.axis_map import AxisMap, ParsedAxisMap, Sizes, bind_row
 from trainer.models.parameters import (
-    Family,
-    HFConfig,
-    TreeLayout,
-    layer_atom_in,
-    layout_rows,
     parameter_rows,
 )
-
-# Prefix of the parameters in a tree of parameters, in Flax variables, and in a Flax training state.
-ROOTS = (
-    "",
-    "params.",
-    "params.params.",
-)
-# The tree that prep writes, without its manifest.
-NATIVE_LAYOUT = "native"
-# End of the path of a leaf that Flax boxed with its logical axis names, e.g. `kernel.value`.
-BOXED_SUFFIX = ".value"
-# Layers of a stacked tree. Limits the memory that an invalid config can claim.
-MAX_LAYERS = 1 << 12
-MAX_LISTED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +99,12 @@ def tensors_from_manifest(
     # A tied head has no leaf: the embedding stores it.
     if manifest.is_tied:
         rows.pop(family.tying.head_leaf, None)
-    leaf_tensors = tuple(_leaf_tensors(rows, family.sizes(config)))
+    leaf_tensors = tuple(bound_leaf_tensors(rows, family.sizes(config)))
     for path, row, _, _ in leaf_tensors:
         if f"{PARAMS}.{path}" not in leaves:
             what = f"{folder} lacks the leaf {PARAMS}.{path}"
             raise DamagedError(what, "its manifest and its tree differ", GET_AGAIN_HINT)
-        _check_leaf_shape(
+        check_leaf_shape(
             f"{PARAMS}.{path}", leaves[f"{PARAMS}.{path}"], row, "manifest's config", folder
         )
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
@@ -312,16 +289,26 @@ def leaf_as_tensor(name: str, leaf: StoredLeaf, records: TensorRecords) -> Sourc
     )
 
 
-def _leaf_tensors(rows: Mapping[str, ParsedAxisMap], sizes: Sizes) -> Iterator[LeafTensor]:
+def bound_leaf_tensors(rows: Mapping[str, ParsedAxisMap], sizes: Sizes) -> Iterator[LeafTensor]:
+    """Yield each leaf of axis-map rows with each of its tensors."""
     for path, row in rows.items():
         bound = bind_row(row, sizes)
         for name, indices in bound.tensors():
             yield path.format(**indices), bound, name, tuple(indices.items())
 
 
-def _check_leaf_shape(
+def check_leaf_shape(
     name: str, leaf: StoredLeaf, row: AxisMap, config_source: str, display_name: object
 ) -> None:
+    """Raise PrepError if a leaf has another shape than its row.
+
+    Args:
+        name: Name of the leaf.
+        leaf: The stored leaf.
+        row: Axis map of the leaf.
+        config_source: Where the sizes of the row come from, for the message.
+        display_name: Name of the checkpoint.
+    """
     if leaf.shape != row.leaf_shape:
         why = f"its shape is {list(leaf.shape)}, its {config_source} implies {list(row.leaf_shape)}"
         raise PrepError(
@@ -329,266 +316,3 @@ def _check_leaf_shape(
             why,
             "are config.json and the weights of one model?",
         )
-
-
-# Trees of other libraries
-
-
-@dataclass(frozen=True, slots=True)
-class TreeFormat:
-    """Format of a tree that another library wrote.
-
-    Attributes:
-        layout: Name of the family's layout, or NATIVE_LAYOUT.
-        root: Prefix of the parameters' dotted names.
-        layer_axis: Axis on which layers are stacked. None if each layer has a leaf.
-        has_prefix: Whether paths carry the family's base prefix.
-    """
-
-    layout: str
-    root: str
-    layer_axis: int | None = None
-    has_prefix: bool = True
-
-    def rows(self, family: Family, config: HFConfig) -> dict[str, ParsedAxisMap]:
-        """Return the axis-map row of each parameter in this format, by path below `root`."""
-        if self.layout == NATIVE_LAYOUT:
-            return parameter_rows(family, config, self.layer_axis is not None, self.layer_axis or 0)
-        rows = layout_rows(family.layouts[self.layout], config, self.layer_axis)
-        if self.has_prefix:
-            return rows
-        return {path.removeprefix(family.prefix): row for path, row in rows.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignTree:
-    """A tree of another library, matched with a layout.
-
-    Attributes:
-        format: The format that matched.
-        names: Naming scheme of the tensors.
-        tensors: Tensors of the leaves below the root.
-        extra_entries: Leaves outside of the root, grouped by their first key.
-        scales: Leaf with a scale -> the number whose square root divides its values.
-        scaled_tensors: Names of the tensors in these leaves.
-    """
-
-    format: TreeFormat
-    names: TensorNames
-    tensors: tuple[SourceTensor, ...]
-    extra_entries: tuple[DroppedTensor, ...]
-    scales: Mapping[str, int]
-    scaled_tensors: tuple[str, ...]
-
-
-def match_foreign_tree(
-    leaves: Leaves,
-    family: Family,
-    config: HFConfig,
-    display_name: str,
-    roots: Collection[str] = ROOTS,
-) -> ForeignTree:
-    """Match the leaves of a tree with the layout that fits them best.
-
-    A leaf below the root that no row of the family maps becomes a tensor with the name of the leaf. Missing leaves
-    are not an error here.
-
-    Args:
-        leaves: Leaves of the tree, by dotted name.
-        family: Model family.
-        config: The model's config.json.
-        display_name: Name of the checkpoint in messages.
-        roots: Possible prefixes of the parameters.
-
-    Raises:
-        PrepError: No layout fits, a leaf has the wrong shape, or a tensor occurs twice.
-    """
-    tree_format = _best_format(leaves, family, config, display_name, roots)
-    param_leaves = _leaves_below_root(leaves, tree_format, family, display_name)
-    expected = _expected_leaf_tensors(tree_format, family, config, param_leaves, display_name)
-    leaf_tensors = [leaf_tensor for leaf_tensor in expected if leaf_tensor[0] in param_leaves]
-    missing_leaves = {
-        name: tree_format.root + path for path, _, name, _ in expected if path not in param_leaves
-    }
-    matched = tuple(iter_tensors(param_leaves, iter(leaf_tensors), {}, TensorNames(family)))
-    unknown = sorted(param_leaves.keys() - {path for path, _, _, _ in leaf_tensors})
-    unprefixed = frozenset(
-        path for path in unknown if tree_format.has_prefix and not path.startswith(family.prefix)
-    )
-    names = TensorNames(
-        family,
-        tree_format.has_prefix,
-        unprefixed_names=unprefixed,
-        missing_leaves=missing_leaves,
-    )
-    unmatched = tuple(
-        replace(leaf_as_tensor(path, param_leaves[path], {}), name=names.bare_name(path))
-        for path in unknown
-    )
-    tensors = (*matched, *unmatched)
-    if len({tensor.name for tensor in tensors}) != len(tensors):
-        why = f"one of {', '.join(unknown[:MAX_LISTED])} is also stored as another leaf"
-        raise PrepError(f"{display_name} has a tensor twice", why, GET_AGAIN_HINT)
-    outside = [
-        (name, leaf) for name, leaf in leaves.items() if not name.startswith(tree_format.root)
-    ]
-    numbers = _scales_by_path(tree_format, family, config)
-    scales: dict[str, int] = {}
-    for name in leaves:
-        path = name.removeprefix(tree_format.root).removesuffix(BOXED_SUFFIX)
-        if name.startswith(tree_format.root) and path in numbers:
-            scales[name] = numbers[path]
-    return ForeignTree(
-        tree_format,
-        names,
-        tensors,
-        tuple(_extra_entries(outside)),
-        scales,
-        tuple(name for path, _, name, _ in leaf_tensors if path in numbers),
-    )
-
-
-def _scales_by_path(tree_format: TreeFormat, family: Family, config: HFConfig) -> dict[str, int]:
-    """Return the leaves with a scale, by path below the root, and the number under the root."""
-    sizes = family.sizes(config)
-    numbers: dict[str, int] = {}
-    for path, row in tree_format.rows(family, config).items():
-        if row.scale_atom:
-            for _, indices in bind_row(row, sizes).tensors():
-                numbers[path.format(**indices)] = sizes[row.scale_atom]
-    return numbers
-
-
-def _expected_leaf_tensors(
-    tree_format: TreeFormat, family: Family, config: HFConfig, leaves: Leaves, display_name: str
-) -> list[LeafTensor]:
-    """List the tensors of all leaves of a format. Raise PrepError if an existing leaf has the wrong shape."""
-    sizes = family.sizes(config)
-    # The config is untrusted, and the rows below are one object per layer. An unstacked tree has a
-    # leaf for each layer, so its leaves bound them.
-    if tree_format.layer_axis is None:
-        max_layers = len(leaves)
-    else:
-        max_layers = MAX_LAYERS
-    if (num_layers := max(sizes.get(atom, 0) for atom in LAYER_ATOMS)) > max_layers:
-        why = f"its config has {num_layers:,} layers, the tree has {len(leaves):,} leaves"
-        raise PrepError(
-            f"{display_name} has too few layers",
-            why,
-            "are config.json and the weights of one model?",
-        )
-    rows = tree_format.rows(family, config)
-    leaf_tensors = list(_leaf_tensors(rows, sizes))
-    for path, row, _, _ in leaf_tensors:
-        if path in leaves:
-            _check_leaf_shape(path, leaves[path], row, "config", display_name)
-    return leaf_tensors
-
-
-def _extra_entries(leaves: Iterable[tuple[str, StoredLeaf]]) -> Iterator[DroppedTensor]:
-    """Sum the bytes of leaves outside of the parameters, by the first key of their paths."""
-    nbytes_by_key: dict[str, int] = {}
-    for name, leaf in leaves:
-        key = name.partition(".")[0]
-        leaf_nbytes = math.prod(leaf.shape) * itemsize(leaf.dtype)
-        nbytes_by_key[key] = nbytes_by_key.get(key, 0) + leaf_nbytes
-    for key, nbytes in nbytes_by_key.items():
-        if key == OPT_STATE:
-            rule = OPT_STATE_RULE
-        else:
-            rule = TRAINING_STATE_RULE
-        yield DroppedTensor(key, nbytes, rule)
-
-
-def _leaves_below_root(
-    leaves: Leaves, tree_format: TreeFormat, family: Family, display_name: str
-) -> dict[str, StoredLeaf]:
-    """Return the leaves below the root, by their paths there in the spelling of the layout's table."""
-    root = tree_format.root
-    layout = family.layouts.get(tree_format.layout, TreeLayout({}))
-    below: dict[str, StoredLeaf] = {}
-    for name, leaf in leaves.items():
-        if name.startswith(root):
-            path = name.removeprefix(root).removesuffix(BOXED_SUFFIX)
-            path = layout.path_aliases.get(path, path)
-            if path in below:
-                why = f"two leaves are named {path}"
-                raise PrepError(f"{display_name} has a leaf twice", why, GET_AGAIN_HINT)
-            below[path] = leaf
-    return below
-
-
-def _best_format(
-    leaves: Leaves, family: Family, config: HFConfig, display_name: str, roots: Collection[str]
-) -> TreeFormat:
-    """Return the format with the highest score."""
-    best = None
-    best_score = 0
-    for tree_format in _candidate_formats(family, roots):
-        score = _score_format(tree_format, leaves, family, config)
-        if score > best_score:
-            best = tree_format
-            best_score = score
-    if best is None:
-        listed = ", ".join(list(leaves)[:MAX_LISTED]) or "no arrays"
-        if len(leaves) > MAX_LISTED:
-            listed += " …"
-        why = f"found {listed}, which are not the leaves of a {family.name}"
-        hint = f"supported layouts: {_example_leaves(family, config)}, below {_roots_text(roots)}"
-        raise PrepError(f"{display_name} has no known layout", why, hint)
-    return best
-
-
-def _example_leaves(family: Family, config: HFConfig) -> str:
-    """Describe each supported layout by one of its leaves, as in `native (layers.attn.q.weight)`."""
-    examples: list[str] = []
-    for name in (NATIVE_LAYOUT, *family.layouts):
-        rows = TreeFormat(name, "").rows(family, config)
-        path = next(filter(layer_atom_in, rows), "").format(**dict.fromkeys(LAYER_ATOMS, 0))
-        examples.append(f"{name} ({path})")
-    return " or ".join(examples)
-
-
-def _roots_text(roots: Collection[str]) -> str:
-    return " or ".join(root.removesuffix(".") or "no root" for root in roots)
-
-
-def _score_format(tree_format: TreeFormat, leaves: Leaves, family: Family, config: HFConfig) -> int:
-    """Count the first-layer leaves of a format in the tree.
-
-    A leaf of the right shape counts twice. The score is 0 if the tree has less than half of the leaves.
-    """
-    sizes = family.sizes(config)
-    path_aliases = family.layouts.get(tree_format.layout, TreeLayout({})).path_aliases
-    alias_of = {path: alias for alias, path in path_aliases.items()}
-    rows = tree_format.rows(family, config)
-    num_present = 0
-    num_right_shape = 0
-    for path, row in rows.items():
-        first = path.format(**dict.fromkeys(LAYER_ATOMS, 0))
-        plain = tree_format.root + first
-        alias = tree_format.root + alias_of.get(first, first)
-        names = (plain, plain + BOXED_SUFFIX, alias, alias + BOXED_SUFFIX)
-        leaf = next((leaves[name] for name in names if name in leaves), None)
-        num_present += leaf is not None
-        num_right_shape += leaf is not None and leaf.shape == bind_row(row, sizes).leaf_shape
-    # Trees of two formats can share a few names, e.g. the final norm, but not half of them. A tree
-    # that lacks the other half is still found, and its missing leaves are reported.
-    if 2 * num_present >= len(rows):
-        return num_present + num_right_shape
-    return 0
-
-
-def _candidate_formats(family: Family, roots: Collection[str]) -> Iterator[TreeFormat]:
-    # Of two formats with equal scores `_best_format` keeps the first one. A tree with as many layers
-    # as the first dim has rows fits both axes by its shapes, so the usual axis 0 comes first.
-    for root in roots:
-        for axis in (0, 1, None):
-            yield TreeFormat(NATIVE_LAYOUT, root, axis)
-        for name, layout in family.layouts.items():
-            for axis in layout.readable_axes:
-                yield TreeFormat(name, root, axis)
-            # A base model, saved without its head, has the paths below the prefix.
-            layer_paths = filter(layer_atom_in, layout.parameters)
-            if family.prefix and all(path.startswith(family.prefix) for path in layer_paths):
-                yield TreeFormat(name, root, None, has_prefix=False)

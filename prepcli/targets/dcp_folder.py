@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,7 +14,11 @@ from prepcli.formats.torch_dcp import MAX_METADATA_OPCODES, METADATA_FILE
 from prepcli.formats.torch_dcp_write import DATA_FILE, DcpEntry, encode_metadata
 from prepcli.formats.torch_pickle import MAX_NBYTES
 from prepcli.formats.torch_pickle_write import SUPPORTED_DTYPES, PickledValue, StoredTensor
-from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
+from prepcli.planning.plan import Contiguous, Locations, OutputFile, SmallFile
+from prepcli.planning.strided_copies import ChunkedLocation
+from prepcli.planning.tensors import itemsize
+from prepcli.sources.source import Source, SourceTensor
+from prepcli.targets.layout_leaves import find_layout_leaves, whole_leaf_location
 
 # A tensor takes 62 opcodes of `.metadata`.
 MAX_TENSORS = MAX_METADATA_OPCODES // 64
@@ -106,6 +111,50 @@ def _constant_file(
         entries.append(constant.entry(name, len(content), len(archive)))
         content += archive
     return OutputFile(name, len(content), constant_ranges=((0, content),)), entries
+
+
+def lay_out_dcp_tree(
+    source: Source,
+    tensors: Sequence[SourceTensor],
+    *,
+    layout: str,
+    vocab_size: int,
+    shard_nbytes: int,
+) -> tuple[DcpLayout, dict[str, Locations]]:
+    """Lay out tensors under the names and shapes of another library.
+
+    Args:
+        source: The opened source.
+        tensors: The tensors to write, with the dtypes of the output.
+        layout: Name of the layout.
+        vocab_size: Vocabulary rows in the output.
+        shard_nbytes: Largest payload of a file.
+
+    Returns:
+        The layout of the files, and the locations of each tensor by its name in the source.
+
+    Raises:
+        PrepError: A tensor has no leaf in the layout, or a leaf has no tensor.
+    """
+    by_name = {tensor.name: tensor for tensor in tensors}
+    leaves = find_layout_leaves(source, layout, by_name, vocab_size=vocab_size)
+    entries: dict[str, LayoutEntry] = {}
+    for name, uses in leaves.items():
+        dtype = by_name[name].dtype
+        for path, axis_map, _ in uses:
+            nbytes = math.prod(axis_map.leaf_shape) * itemsize(dtype)
+            entries[path] = (path, dtype, axis_map.leaf_shape, nbytes)
+    dcp = lay_out_dcp_folder([*entries.values()], shard_nbytes)
+    locations: dict[str, Locations] = {}
+    for name, uses in leaves.items():
+        regions: list[ChunkedLocation] = []
+        for use in uses:
+            place = dcp.locations[use[0]]
+            dtype = by_name[name].dtype
+            region = whole_leaf_location(use, file=place.file, offset=place.offset, dtype=dtype)
+            regions.append(region)
+        locations[name] = tuple(regions)
+    return dcp, locations
 
 
 def _check_dtype(name: str, dtype: str) -> None:

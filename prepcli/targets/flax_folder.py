@@ -19,13 +19,11 @@ from prepcli.formats.msgpack_layout import (
 )
 from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
 from prepcli.planning.gapped_regions import GappedRegion, gaps_between
-from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import Locations, OutputFile, SmallFile
 from prepcli.planning.strided_copies import ChunkedLocation
-from prepcli.planning.tensors import itemsize
 from prepcli.sources.appended_files import shift_file_numbers
 from prepcli.sources.source import Source, SourceTensor
-from prepcli.targets.layout_leaves import LayoutLeaf, find_layout_leaves
+from prepcli.targets.layout_leaves import LayoutLeaf, find_layout_leaves, whole_leaf_location
 
 STREAM_FORMAT = "stream"
 
@@ -139,20 +137,12 @@ def _leaf_location(
     layouts: Sequence[MsgpackLayout],
 ) -> ChunkedLocation | GappedRegion:
     """Return the location of a leaf in its file, with the gaps between its parts."""
-    path, axis_map, stacked_indices = use
+    path, _, _ = use
     keys = tuple(path.split("."))
     file = file_numbers[keys]
     runs = layouts[file].runs[keys]
-    zeros = (0,) * len(axis_map.leaf_shape)
     # A leaf is one chunk. Flax stores a large array as several runs, separated by msgpack headers.
-    placement = StridedPlacement(file, runs[0][0], zeros, zeros)
-    region = ChunkedLocation(
-        axis_map,
-        stacked_indices,
-        ChunkGrid(axis_map.leaf_shape, axis_map.leaf_shape),
-        placement,
-        itemsize(tensor.dtype),
-    )
+    region = whole_leaf_location(use, file=file, offset=runs[0][0], dtype=tensor.dtype)
     if len(runs) == 1:
         return region
     return GappedRegion(region, gaps_between(runs))

@@ -144,7 +144,7 @@ def config_files(source: Source, config: HFConfig, path_prefix: str = "") -> tup
 def model_files(
     source: Source, config: HFConfig, index: Iterable[SmallFile]
 ) -> tuple[SmallFile, ...]:
-    """Return the files of a Hugging Face folder beside the weights: config.json, side files and the index.
+    """Return the files of a Hugging Face folder without the weights: config.json, side files and the index.
 
     Args:
         source: The opened source.

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from prepcli.errors import PrepError
+from prepcli.planning.grids import ChunkGrid, StridedPlacement
+from prepcli.planning.strided_copies import ChunkedLocation
+from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source, SourceTensor
 from trainer.models.axis_map import AxisMap, ParsedAxisMap, bind_row
 from trainer.models.parameters import layout_rows
@@ -30,20 +33,38 @@ def find_layout_leaves(
         PrepError: A tensor has no leaf in the layout, or a leaf has no tensor.
     """
     family = source.family
+    tree = family.layouts[layout]
     sizes = family.sizes(source.config) | {"vocab": vocab_size}
     leaves: dict[str, list[LayoutLeaf]] = {}
     for path, row in _layout_rows(source, layout, tensors).items():
         axis_map = bind_row(row, sizes)
-        # The layout has the paths of a model with a head, e.g. `transformer.h.0` of GPT-2.
+        # A layout of Flax has the paths of a model with a head, e.g. `transformer.h.0` of GPT-2.
         # A base model has the same leaf as `h.0`.
         path_template = path
-        if not source.names.is_prefixed:
+        if tree.follows_prefix and not source.names.is_prefixed:
             path_template = path.removeprefix(family.prefix)
         for tensor, indices in axis_map.tensors():
             leaf = (path_template.format(**indices), axis_map, tuple(indices.items()))
             leaves.setdefault(tensor, []).append(leaf)
     _check_layout_complete(source, layout, leaves, tensors)
     return leaves
+
+
+def whole_leaf_location(leaf: LayoutLeaf, *, file: int, offset: int, dtype: str) -> ChunkedLocation:
+    """Return the location of a tensor in a leaf with contiguous elements.
+
+    Args:
+        leaf: The leaf of the tensor.
+        file: Number of the file.
+        offset: Offset of the first element of the leaf.
+        dtype: Dtype of the leaf.
+    """
+    _, axis_map, stacked_indices = leaf
+    shape = axis_map.leaf_shape
+    zeros = (0,) * len(shape)
+    placement = StridedPlacement(file, offset, zeros, zeros)
+    grid = ChunkGrid(shape, shape)
+    return ChunkedLocation(axis_map, stacked_indices, grid, placement, itemsize(dtype))
 
 
 def find_layout_scales(source: Source, layout: str, tensors: Collection[str]) -> dict[str, int]:

@@ -59,6 +59,16 @@ def read_side_file(source: Source, name: str) -> bytes | None:
     return data
 
 
+def tokenizer_file(source: Source) -> str | None:
+    """Return the name of the tokenizer: tokenizer.json or a SentencePiece model. None for a source without one."""
+    names = {path.name for path in source.small_files}
+    # Readers prefer a tokenizer.json to a model.
+    for name in (TOKENIZER_FILE, *SENTENCEPIECE_FILES):
+        if name in names:
+            return name
+    return None
+
+
 def files_with_tokens(
     source: Source, tokenizer_file: str, tokens: Sequence[AddedToken], first_id: int
 ) -> tuple[dict[str, bytes], dict[str, FileEdit]]:
@@ -158,7 +168,7 @@ def files_without_tokens(source: Source, addition: Addition) -> dict[str, bytes]
     """Return the content from before an addition, of each file that it changed.
 
     Raises:
-        PrepError: A file is missing, or was changed since.
+        PrepError: A file is missing, or was changed since, or another file is the tokenizer now.
     """
     contents: dict[str, bytes] = {}
     for name, edit in addition.files.items():
@@ -178,6 +188,12 @@ def files_without_tokens(source: Source, addition: Addition) -> dict[str, bytes]
             why = "without the added tokens, its digest differs from the recorded one"
             raise DamagedError(f"the record of {name} is damaged", why, GET_AGAIN_HINT)
         contents[name] = data
+    tokenizer = tokenizer_file(source)
+    if tokenizer not in contents:
+        # Its tokens would have no rows.
+        what = f"{source.root / (tokenizer or TOKENIZER_FILE)} has no record of added tokens"
+        why = text("it is another tokenizer than the one changed by {}", Command("add-tokens"))
+        raise PrepError(what, why, "remove the file, or start from the model without tokens")
     return contents
 
 

@@ -1,10 +1,11 @@
-"""Layout of an Orbax item for another trainer (MaxText, Tunix), with leaf names and shapes of that trainer."""
+"""Layout of an item for another trainer (MaxText, Tunix, Levanter), with leaf names and shapes of that trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from prepcli.formats.levanter import LEVANTER_MODEL_ROOT
 from prepcli.formats.manifest import EXPORTED_STEP
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.layout_leaves import find_layout_leaves
@@ -17,7 +18,7 @@ class TrainerItem:
     """Place of the parameters in the checkpoints of a trainer.
 
     Attributes:
-        item: Name of the item in a step.
+        item: Name of the item in a step, or "" if the output itself is the item.
         root: Prefix of the dotted names of leaves.
         suffix: End of these names.
     """
@@ -28,7 +29,9 @@ class TrainerItem:
 
     @property
     def folder(self) -> str:
-        """Folder of the item in an output."""
+        """Folder of the item in an output, or "" for the output itself."""
+        if not self.item:
+            return ""
         return f"{EXPORTED_STEP}/{self.item}"
 
 
@@ -36,10 +39,14 @@ class TrainerItem:
 MAXTEXT_ITEM = TrainerItem("items", root="params.params.")
 # Tunix 0.1.7 (sft/checkpoint_manager.py) saves an `nnx.State`. Each of its leaves is a variable with the key `value`.
 TUNIX_ITEM = TrainerItem("model_params", suffix=".value")
+# A training state of Levanter has the model in its field `model`.
+LEVANTER_ITEM = TrainerItem("", root=LEVANTER_MODEL_ROOT)
 TRAINER_ITEMS = {
     "maxtext": MAXTEXT_ITEM,
     "maxtext-unscanned": MAXTEXT_ITEM,
     "tunix": TUNIX_ITEM,
+    "levanter": LEVANTER_ITEM,
+    "levanter-unscanned": LEVANTER_ITEM,
 }
 
 

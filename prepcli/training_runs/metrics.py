@@ -105,7 +105,7 @@ def open_metrics(run: Run, step: int) -> Iterator[MetricsLog]:
 def _open_extra_logs(
     run: Run, step: int, stack: ExitStack, *, logged: Set[LogKey]
 ) -> Iterator[MetricsLog]:
-    """Yield the logs of the recipe besides the metrics file.
+    """Yield the logs of the recipe in addition to the metrics file.
 
     Args:
         run: The run.

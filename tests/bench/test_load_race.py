@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 import prepcli as prep
+from bench import load_race
 from bench.load_race import Race, RaceRow, matrices_of, race_text, run_race, serve_bucket
 from bench.race_loaders import COLUMNS, ROWS, SPLITS, Job, leaf_index, shard_index, word_sum
-from bench.throttled_store import Traffic, serve_throttled
+from bench.throttled_store import ThrottledStore, Traffic, serve_throttled
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
+from tests.helpers.waiting import wait_until
 
 FAST = float(1 << 30)
 NUM_PROCESSES = 2
@@ -32,19 +34,22 @@ def fetch(url: str, key: str, span: str = "") -> bytes:
         return answer.read()
 
 
+def sent(store: ThrottledStore) -> tuple[int, int, int]:
+    """Return the requests, the bytes and the repeated bytes of a store."""
+    traffic = store.traffic()
+    return traffic.requests, traffic.nbytes, traffic.repeated_nbytes
+
+
 def test_store_counts_requests_and_repeated_bytes(tmp_path: Path):
     (tmp_path / "file").write_bytes(bytes(range(100)))
     with serve_throttled(tmp_path, FAST, 0.0) as store:
         assert fetch(store.url, "file", "10-19") == bytes(range(10, 20))
         assert fetch(store.url, "file", "15-24") == bytes(range(15, 25))
-        assert store.traffic() == Traffic(
-            requests=2, nbytes=20, repeated_nbytes=5, max_concurrent=1
-        )
+        # The store counts the last bytes after the client has them.
+        wait_until(lambda: sent(store) == (2, 20, 5))
         store.reset()
         assert fetch(store.url, "file") == bytes(range(100))
-        assert store.traffic() == Traffic(
-            requests=1, nbytes=100, repeated_nbytes=0, max_concurrent=1
-        )
+        wait_until(lambda: sent(store) == (1, 100, 0))
 
 
 def test_store_lists_objects_below_a_prefix(tmp_path: Path):
@@ -103,7 +108,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def race(bucket: Path, tmp_path: Path) -> Iterator[Race]:
-    """Serve the bucket at a rate that leaves time for a kill."""
+    """Serve the bucket slowly enough for a kill in the middle."""
     nbytes, total = matrices_of(bucket / "model")
     with serve_bucket(bucket, mib_s=2, delay_ms=1) as url:
         yield Race(url, tmp_path / "race", sys.executable, nbytes, total)
@@ -129,6 +134,12 @@ def test_loader_that_fails_is_a_row_with_its_error(race: Race):
     row = run_race(race, "Orbax, item", 1, ROWS, kill=False)
     assert row.error != ""
     assert "error" in race_text([row])
+
+
+def test_load_ends_before_memory_is_exhausted(race: Race, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(load_race, "MIN_AVAILABLE_NBYTES", 1 << 60)
+    row = run_race(race, "TensorStore, item", 1, ROWS, kill=False)
+    assert "the machine has no more" in row.error
 
 
 def test_other_values_are_an_error(race: Race):

@@ -24,7 +24,8 @@ code, _, rest = codes.read_text().partition("\\n") if codes.exists() else ("0", 
 codes.write_text(rest)
 if name == "srun" and "prep" in sys.argv:  # runs the command as one task
     os.execvp("prep", sys.argv[sys.argv.index("prep"):])
-if name == "gcloud" and "ssh" in sys.argv:  # runs the command as one host
+if name == "gcloud" and "ssh" in sys.argv:  # reads its stdin as ssh does, and runs the command as one host
+    sys.stdin.read()
     command = next(word for word in sys.argv if word.startswith("--command="))
     os.execvp("bash", ["bash", "-c", command.removeprefix("--command=")])
 if name == "gcloud" and "describe" in sys.argv:  # prints the next state of the TPU

@@ -64,7 +64,10 @@ def hf_flax_layout(
             )
     return {
         "hf-flax": TreeLayout(
-            flax_parameters, allows_tied_head=allows_tied_head, ignored_fields=ignored_fields
+            flax_parameters,
+            allows_tied_head=allows_tied_head,
+            ignored_fields=ignored_fields,
+            follows_prefix=True,
         )
     }
 

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from trainer.models.errors import PrepError
+from trainer.models.errors import Option, PrepError, text
 
 ORDER_FILE = Path(__file__).with_suffix(".toml")
 NUMBER = re.compile(r"\d+")
 # Placeholder of a number in a pattern.
 ANY_NUMBER = "*"
+WITHOUT_STATE_HINT = text(
+    "convert the parameters alone, without {}", Option("training_state", True)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ def optimizer_groups(family: str, names: Iterable[str]) -> OptimizerGroups:
         raise PrepError(
             f"the optimizer state of {family} is not supported in the order of torch",
             "its modules in transformers have other parameters than its files",
+            WITHOUT_STATE_HINT,
         )
     decayed: list[str] = []
     not_decayed: list[str] = []
@@ -78,6 +82,7 @@ def module_order(family: str, names: Iterable[str]) -> tuple[str, ...]:
             raise PrepError(
                 f"the place of {name} in the optimizer of {family} is unknown",
                 "the model of transformers with default settings has no such parameter",
+                WITHOUT_STATE_HINT,
             )
     return sort_by_modules(names, patterns)
 

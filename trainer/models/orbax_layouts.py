@@ -10,13 +10,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from trainer.models.json_types import HFConfig
+from trainer.models.layout_tables import leaf_parameters
 from trainer.models.parameters import NEVER, Condition, Parameter, TreeLayout
 from trainer.models.rows import map_rows, split_row
-
-# Path of a parameter in prep's tree -> its leaf and dims in the other tree, e.g. `lm_head.w: embed vocab`.
-LeafTable = Mapping[str, str]
-
-LAYERS_PREFIX = "layers."
 
 # Facts of Tunix 0.1.7: models/llama3/params.py, models/qwen2/params.py and models/qwen3/params.py.
 _TUNIX_LEAVES = {
@@ -130,7 +126,7 @@ def tunix_layout(
         layer |= _TUNIX_QKV_BIASES
     if qk_norms:
         layer |= _TUNIX_QK_NORMS
-    leaves = _leaf_parameters(parameters, _TUNIX_LEAVES, layer, layer_path="layers.{layers}")
+    leaves = leaf_parameters(parameters, _TUNIX_LEAVES, layer, layer_path="layers.{layers}")
     return {"tunix": TreeLayout(leaves, allows_tied_head=True)}
 
 
@@ -153,7 +149,7 @@ def tunix_gemma_layout(
     layer = dict(_TUNIX_GEMMA_LAYER)
     if post_attention_norm:
         layer["attn_post_norm.scale"] = f"{post_attention_norm}.scale: embed"
-    leaves = _leaf_parameters(
+    leaves = leaf_parameters(
         parameters, _TUNIX_GEMMA_LEAVES, layer, layer_path=_TUNIX_GEMMA_LAYER_PATH
     )
 
@@ -208,7 +204,7 @@ def maxtext_layouts(
         layer = _MAXTEXT_ATTENTION | experts
     else:
         layer = _MAXTEXT_ATTENTION | _MAXTEXT_MLP
-    leaves = _leaf_parameters(
+    leaves = leaf_parameters(
         parameters, _MAXTEXT_LEAVES, layer, layer_path="decoder.layers_{layers}"
     )
     attention = "decoder.layers_{layers}.self_attention"
@@ -232,47 +228,3 @@ def _interleave_rotary_pairs(parameter: Parameter, condition: Condition) -> Para
     return Parameter(
         f"{interleaved_leaf} <- {tensor}: {interleaved_dims}", condition, else_row=parameter.row
     )
-
-
-def _leaf_parameters(
-    parameters: Mapping[str, Parameter], leaves: LeafTable, layer: LeafTable, *, layer_path: str
-) -> dict[str, Parameter]:
-    """Return the parameters of a tree by their paths in it. Parameters without a line in the tables are left out.
-
-    Args:
-        parameters: Parameters of the family, by their paths in prep's tree.
-        leaves: Leaves outside of the layers.
-        layer: Leaves of a layer, with paths relative to a layer in both trees.
-        layer_path: Path of a layer in the other tree, with `{layers}` in place of its number.
-    """
-    renamed: dict[str, Parameter] = {}
-    for path, parameter in parameters.items():
-        if path in leaves:
-            leaf_path, dims = _split_leaf(leaves[path])
-        elif path.removeprefix(LAYERS_PREFIX) in layer:
-            leaf_path, dims = _split_leaf(layer[path.removeprefix(LAYERS_PREFIX)])
-            leaf_path = f"{layer_path}.{leaf_path}"
-        else:
-            continue
-        renamed[leaf_path] = _with_leaf_dims(parameter, dims)
-    return renamed
-
-
-def _split_leaf(line: str) -> tuple[str, str]:
-    """Return the path and the dims of a leaf.
-
-    >>> _split_leaf("lm_head.w: embed vocab")
-    ('lm_head.w', 'embed vocab')
-    """
-    path, _, dims = line.partition(": ")
-    return path, dims
-
-
-def _with_leaf_dims(parameter: Parameter, dims: str) -> Parameter:
-    """Return a parameter with another left side of its rows."""
-
-    def replace_leaf(row: str) -> str:
-        _, tensor, tensor_dims = split_row(row)
-        return f"{dims} <- {tensor}: {tensor_dims}"
-
-    return map_rows(parameter, replace_leaf)

@@ -108,8 +108,11 @@ class TreeLayout:
         stack_axis: Axis of the stacked layers in trees that prep writes, or None if it writes one
             leaf per layer.
         allows_tied_head: Whether a tree with a tied head has no leaf for it.
-        path_aliases: Path that some trees use -> path in `parameters`.
+        path_aliases: Path that some trees use -> path in `parameters`. Both may hold the placeholder of a layer atom.
         ignored_fields: Config fields without effect in that library.
+        non_parameters: Ends of the paths of further leaves, which are not parameters.
+        state_keys: First keys of other entries, in trees with the parameters at the top.
+        follows_prefix: Whether the paths of a base model, saved without its head, lack the family's prefix.
     """
 
     parameters: Mapping[str, Parameter]
@@ -118,6 +121,25 @@ class TreeLayout:
     allows_tied_head: bool = False
     path_aliases: Mapping[str, str] = field(default_factory=dict)
     ignored_fields: tuple[str, ...] = ()
+    non_parameters: tuple[str, ...] = ()
+    state_keys: tuple[str, ...] = ()
+    follows_prefix: bool = False
+
+    def resolve_alias(self, path: str) -> str:
+        """Return the path of a leaf in the spelling of `parameters`.
+
+        Example:
+            >>> layout = TreeLayout({}, path_aliases={"h.{layers}.wq": "h.{layers}.attn.wq"})
+            >>> layout.resolve_alias("h.3.wq")
+            'h.3.attn.wq'
+        """
+        number = re.search(r"\b[0-9]+\b", path)
+        template = path
+        if number:
+            template = f"{path[: number.start()]}{{{LAYERS}}}{path[number.end() :]}"
+        if template not in self.path_aliases:
+            return path
+        return self.path_aliases[template].format(**{LAYERS: number and number[0]})
 
     @property
     def readable_axes(self) -> tuple[int | None, ...]:

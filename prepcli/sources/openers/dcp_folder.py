@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from prepcli.engine.digest import digest_pieces
-from prepcli.errors import PrepError
+from prepcli.errors import Option, PrepError, text
 from prepcli.formats.file_records import bytes_between
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor, read_dcp_folder
@@ -16,13 +16,18 @@ from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import Contiguous, DroppedTensor, Locations, SourceFile
 from prepcli.planning.state_names import OPT_STATE_RULE
 from prepcli.planning.strided_copies import ChunkedLocation
+from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import itemsize
+from prepcli.sources.dcp_trees import TORCHTITAN_EMBEDDING, match_torchtitan
 from prepcli.sources.model_family import find_config_path, read_folder_model
-from prepcli.sources.source import Source, SourceTensor, recorded_digests
+from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim
 from trainer.models.boxes import Range, strides
+from trainer.models.suggest import did_you_mean
+from trainer.models.torchtitan_layouts import TORCHTITAN_LAYOUT
 
+DCP_LAYOUTS = ("hf", TORCHTITAN_LAYOUT)
 # Names in the state dicts of `get_state_dict`.
 MODEL_PREFIX = "model."
 STATE_PREFIX = "optimizer.state."
@@ -44,32 +49,73 @@ def open_dcp(
     Raises:
         PrepError: A file is broken or not supported.
     """
-    folder, state = _split_state(read_dcp_folder(path))
+    folder = read_dcp_folder(path)
+    state: tuple[DcpTensor, ...] = ()
+    is_torchtitan = _has_torchtitan_names([tensor.name for tensor in folder.tensors], hints)
+    if not is_torchtitan:
+        folder, state = _split_state(folder)
     config_path = find_config_path(hints, path, display_name)
     types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
     model = read_folder_model(path, config_path, hints, types)
-    tensors: list[SourceTensor] = []
-    for tensor in sorted(folder.tensors, key=_file_position):
-        name = model.names.bare_name(tensor.name)
-        digests = recorded_digests((manifest or NO_MANIFEST).tensors, model.names.full_name(name))
-        tensors.append(
-            SourceTensor(name, tensor.dtype, tensor.shape, box_locations(tensor), digests)
-        )
+    names = model.names
+    tensors = _named_tensors(folder, names)
+    extra_entries: tuple[DroppedTensor, ...] = ()
+    if is_torchtitan and not model.family.is_verbatim:
+        tree = match_torchtitan(folder, model.family, model.config, display_name)
+        names = tree.names
+        tensors = tree.tensors
+        extra_entries = tree.extra_entries
+        folder = _without_keys(folder, [entry.name for entry in extra_entries])
+    records = (manifest or NO_MANIFEST).tensors
+    recorded: list[SourceTensor] = []
+    for tensor in sorted(tensors, key=file_position):
+        digests = recorded_digests(records, names.full_name(tensor.name))
+        recorded.append(replace(tensor, digests=digests))
     return Source(
         display_name=display_name,
         root=path,
         family=model.family,
         config=model.config,
-        names=model.names,
-        tensors=tuple(tensors),
+        names=names,
+        tensors=tuple(recorded),
         files=folder.files,
         file_stamps=_written_stamps(folder, state) if manifest else _file_stamps(folder),
         small_files=tuple(file for file in model.copied_files if file not in folder.files),
         manifest=manifest,
-        extra_entries=tuple(_extra_entries(folder, state)),
+        extra_entries=(*extra_entries, *_extra_entries(folder, state)),
         config_path=config_path,
         left_files=model.left_files,
     )
+
+
+def _has_torchtitan_names(names: Collection[str], hints: SourceHints) -> bool:
+    """Return whether the tensors have the names of torchtitan, or the user says so.
+
+    Raises:
+        PrepError: The user names a layout of another format.
+    """
+    if hints.layout not in (None, *DCP_LAYOUTS):
+        what = text("{} is unknown for DCP", Option("source_layout", hints.layout))
+        why = f"its layouts are {', '.join(DCP_LAYOUTS)}"
+        raise PrepError(what, why, did_you_mean(hints.layout or "", DCP_LAYOUTS))
+    if hints.layout is None:
+        return TORCHTITAN_EMBEDDING in names
+    return hints.layout == TORCHTITAN_LAYOUT
+
+
+def _named_tensors(folder: DcpFolder, names: TensorNames) -> tuple[SourceTensor, ...]:
+    """Return the tensors of a checkpoint under the names of Hugging Face."""
+    tensors: list[SourceTensor] = []
+    for tensor in folder.tensors:
+        name = names.bare_name(tensor.name)
+        tensors.append(SourceTensor(name, tensor.dtype, tensor.shape, box_locations(tensor)))
+    return tuple(tensors)
+
+
+def _without_keys(folder: DcpFolder, keys: Collection[str]) -> DcpFolder:
+    """Return a checkpoint without its values other than tensors below a key, e.g. `optimizer`."""
+    names = [name for name in folder.non_tensors if name.partition(".")[0] not in keys]
+    return replace(folder, non_tensors=tuple(names))
 
 
 def _split_state(folder: DcpFolder) -> tuple[DcpFolder, tuple[DcpTensor, ...]]:
@@ -88,7 +134,7 @@ def _split_state(folder: DcpFolder) -> tuple[DcpFolder, tuple[DcpTensor, ...]]:
 
 
 def _extra_entries(folder: DcpFolder, state: Sequence[DcpTensor]) -> Iterator[DroppedTensor]:
-    """Yield the unused content: the optimizer state as a whole, and values that are no tensors."""
+    """Yield the unused content: the optimizer state as a whole, and values other than tensors."""
     if state:
         nbytes = sum(math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in state)
         yield DroppedTensor(STATE_PREFIX.removesuffix("."), nbytes, OPT_STATE_RULE)
@@ -145,10 +191,6 @@ def _dims_in_memory(tensor: DcpTensor, box: DcpBox) -> list[int]:
             hint = "save contiguous tensors"
             raise PrepError(f"{tensor.name} is not supported", why, hint)
     return dims
-
-
-def _file_position(tensor: DcpTensor) -> tuple[int, int]:
-    return min(((box.file, box.offset) for box in tensor.boxes), default=(0, 0))
 
 
 def _file_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:

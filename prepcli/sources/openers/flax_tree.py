@@ -20,6 +20,7 @@ from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.state_names import PARAMS, TRAINING_STATE_RULE
 from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorNames
+from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.model_family import find_config_path, select_family
 from prepcli.sources.source import (
     CONFIG,
@@ -31,9 +32,7 @@ from prepcli.sources.source import (
 )
 from prepcli.sources.source_hints import FLAX_PARAMS, TRAIN_STATE_PARTS, SourceHints, split_part
 from prepcli.sources.tree_tensors import (
-    ForeignTree,
     StoredLeaf,
-    match_foreign_tree,
     verbatim_tensors,
 )
 
@@ -94,7 +93,7 @@ def _open_tree(
     tree_tensors = verbatim_tensors(leaves) if family.is_verbatim else ()
     extra_entries: tuple[DroppedTensor, ...] = ()
     if not family.is_verbatim:
-        tree = match_foreign_tree(leaves, family, config, display_name)
+        tree = match_foreign_tree(leaves, family, config, display_name, layout=hints.layout)
         _check_no_scale(tree, display_name)
         _check_easylm_prefix(tree, hints, display_name)
         names = tree.names

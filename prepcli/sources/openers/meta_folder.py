@@ -50,6 +50,7 @@ from trainer.models.axis_map import AxisMap, bind_row
 from trainer.models.families.llama import FAMILY
 from trainer.models.json_types import HFConfig
 from trainer.models.row_text import parse_row
+from trainer.models.torchtitan_layouts import META_NAMES, TORCHTITAN_LAYOUT
 
 MAX_PARAMS_NBYTES = 1 << 20
 # Size of the safetensors files that `pad-vocab` writes from Meta's files.
@@ -74,40 +75,34 @@ class MetaTensorRule:
 
 
 _LAYER = "layers.{layers}."
-_HF_ATTENTION = "layers.{layers}.self_attn."
-META_TENSOR_RULES: Mapping[str, MetaTensorRule] = {
+_SHARD_AXES: Mapping[str, int | None] = {
     # LLaMA 1 and 2 shard axis 1, LLaMA 3 axis 0. The shape decides.
-    EMBEDDING: MetaTensorRule("vocab embed <- embed_tokens.weight: vocab embed", 1),
-    _LAYER + "attention_norm.weight": MetaTensorRule(
-        f"embed <- {_LAYER}input_layernorm.weight: embed", None
-    ),
-    _LAYER + "attention.wq.weight": MetaTensorRule(
-        f"(heads half two) embed <- {_HF_ATTENTION}q_proj.weight: (heads two half) embed", 0
-    ),
-    _LAYER + "attention.wk.weight": MetaTensorRule(
-        f"(kv_heads half two) embed <- {_HF_ATTENTION}k_proj.weight: (kv_heads two half) embed", 0
-    ),
-    _LAYER + "attention.wv.weight": MetaTensorRule(
-        f"(kv_heads head_dim) embed <- {_HF_ATTENTION}v_proj.weight: (kv_heads head_dim) embed", 0
-    ),
-    _LAYER + "attention.wo.weight": MetaTensorRule(
-        f"embed (heads head_dim) <- {_HF_ATTENTION}o_proj.weight: embed (heads head_dim)", 1
-    ),
-    _LAYER + "ffn_norm.weight": MetaTensorRule(
-        f"embed <- {_LAYER}post_attention_layernorm.weight: embed", None
-    ),
-    _LAYER + "feed_forward.w1.weight": MetaTensorRule(
-        f"mlp embed <- {_LAYER}mlp.gate_proj.weight: mlp embed", 0
-    ),
-    _LAYER + "feed_forward.w2.weight": MetaTensorRule(
-        f"embed mlp <- {_LAYER}mlp.down_proj.weight: embed mlp", 1
-    ),
-    _LAYER + "feed_forward.w3.weight": MetaTensorRule(
-        f"mlp embed <- {_LAYER}mlp.up_proj.weight: mlp embed", 0
-    ),
-    "norm.weight": MetaTensorRule("embed <- norm.weight: embed", None),
-    LM_HEAD: MetaTensorRule("vocab embed <- lm_head.weight: vocab embed", 0),
+    EMBEDDING: 1,
+    f"{_LAYER}attention_norm.weight": None,
+    f"{_LAYER}attention.wq.weight": 0,
+    f"{_LAYER}attention.wk.weight": 0,
+    f"{_LAYER}attention.wv.weight": 0,
+    f"{_LAYER}attention.wo.weight": 1,
+    f"{_LAYER}ffn_norm.weight": None,
+    f"{_LAYER}feed_forward.w1.weight": 0,
+    f"{_LAYER}feed_forward.w2.weight": 1,
+    f"{_LAYER}feed_forward.w3.weight": 0,
+    "norm.weight": None,
+    LM_HEAD: 0,
 }
+
+
+def _tensor_rules() -> dict[str, MetaTensorRule]:
+    """Return the rule of each of Meta's tensors. The state dict of torchtitan has the same tensors."""
+    parameters = FAMILY.layouts[TORCHTITAN_LAYOUT].parameters
+    rules: dict[str, MetaTensorRule] = {}
+    for name, shard_axis in _SHARD_AXES.items():
+        parameter = parameters[META_NAMES.get(name, name)]
+        rules[name] = MetaTensorRule(parameter.row, shard_axis)
+    return rules
+
+
+META_TENSOR_RULES: Mapping[str, MetaTensorRule] = _tensor_rules()
 
 _LAYER_TENSOR = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(.+)")
 

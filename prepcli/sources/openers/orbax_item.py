@@ -19,7 +19,7 @@ from prepcli.formats.manifest import (
     Manifest,
     find_manifest_folder,
 )
-from prepcli.formats.orbax import METADATA_FILE, dotted_name, find_item
+from prepcli.formats.orbax import METADATA_FILE, dotted_name, find_item, item_metadata_file
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.untrusted import quote_name, read_small_file
@@ -29,6 +29,7 @@ from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, RootScale, SourceFile
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray
+from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.model_family import select_family
 from prepcli.sources.openers.orbax_state import (
     MomentTrees,
@@ -50,9 +51,7 @@ from prepcli.sources.source import (
 )
 from prepcli.sources.source_hints import SourceHints
 from prepcli.sources.tree_tensors import (
-    ForeignTree,
     StoredLeaf,
-    match_foreign_tree,
     split_tower_leaves,
     tensors_from_manifest,
     tower_tensors,
@@ -184,13 +183,9 @@ def _open_foreign_item(
     config_path = _find_foreign_config(item, path, display_name, hints)
     settings = b""
     config: HFConfig = {}
-    copied_files: tuple[Path, ...] = ()
     if config_path is not None:
         config = read_config(config_path)
         settings = read_small_file(config_path)
-        copied_files = tuple(
-            file for file in small_files(config_path.parent) if file.name in MODEL_FILES
-        )
     blobs, leaves = stored_leaves(item)
     types = {name: (leaf.dtype, leaf.shape) for name, leaf in leaves.items()}
     family = select_family(config, hints, types)
@@ -202,7 +197,7 @@ def _open_foreign_item(
         tensors = verbatim_tensors(leaves)
         extra_entries = _non_arrays(item)
     else:
-        tree = match_foreign_tree(leaves, family, config, display_name)
+        tree = match_foreign_tree(leaves, family, config, display_name, layout=hints.layout)
         if _has_state(hints, manifest):
             moments = match_moment_trees(leaves, family, config, display_name)
         if hints.keeps_scales and manifest is not None and manifest.lost_values:
@@ -212,7 +207,7 @@ def _open_foreign_item(
             # The layout is known only after the match. The leaves with a scale are then read through it.
             scales = _root_scales(tree, manifest, display_name)
             blobs, leaves = stored_leaves(item, scales | moment_scales(moments))
-            tree = match_foreign_tree(leaves, family, config, display_name)
+            tree = match_foreign_tree(leaves, family, config, display_name, layout=hints.layout)
             if moments is not None:
                 moments = match_moment_trees(leaves, family, config, display_name)
         names = tree.names
@@ -227,7 +222,7 @@ def _open_foreign_item(
         tensors=tuple(sorted(tensors, key=file_position)),
         files=_watched_files(item),
         file_stamps=_file_stamps(item, settings),
-        small_files=copied_files,
+        small_files=_model_files(config_path),
         manifest=manifest,
         blobs=blobs,
         extra_entries=extra_entries,
@@ -236,6 +231,13 @@ def _open_foreign_item(
     if moments is None:
         return source
     return add_item_state(source, moments, leaves, scale_records)
+
+
+def _model_files(config_path: Path | None) -> tuple[Path, ...]:
+    """Return the files of the model beside its config, e.g. those of the tokenizer."""
+    if config_path is None:
+        return ()
+    return tuple(file for file in small_files(config_path.parent) if file.name in MODEL_FILES)
 
 
 def _has_state(hints: SourceHints, manifest: Manifest | None) -> bool:
@@ -355,7 +357,7 @@ def _file_stamps(item: OrbaxItem, settings: bytes) -> tuple[SourceFile, ...]:
 
 def _watched_files(item: OrbaxItem) -> tuple[Path, ...]:
     """Return the files to watch for changes: data files, or the metadata of an item with all values in its index."""
-    return item.files or (item.folder / METADATA_FILE,)
+    return item.files or (item.folder / (item_metadata_file(item.folder) or METADATA_FILE),)
 
 
 def stored_leaves(

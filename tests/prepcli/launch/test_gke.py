@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from prepcli.errors import UsageError
 from prepcli.launch.command import LaunchedCommand, train_command
 from prepcli.launch.gke import FILES_FOLDER, gke_manifest, yaml_text
 from prepcli.launch.job import LaunchJob
@@ -62,7 +63,11 @@ def test_gke_manifest_restarts_stopped_pods_only():
         {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {
             "action": "FailJob",
-            "onExitCodes": {"containerName": "prep", "operator": "In", "values": [1, 2]},
+            "onExitCodes": {
+                "containerName": "prep",
+                "operator": "NotIn",
+                "values": [75, *range(131, 160)],
+            },
         },
     ]
     assert pods["template"]["spec"]["restartPolicy"] == "Never"
@@ -300,6 +305,12 @@ def test_the_schema_rejects_an_incomplete_rule(key: str):
     del job_set["spec"]["failurePolicy"]["rules"][0][key]
     with pytest.raises(ValidationError, match=key):
         JobSet.model_validate(job_set)
+
+
+def test_names_that_are_not_utf_8_are_refused():
+    job = LaunchJob(command=LaunchedCommand(name="inspect", arguments=("a\udcff",)), name="job")
+    with pytest.raises(UsageError, match="is not UTF-8"):
+        documents(job, with_defaults(GkeOptions, {"image": "image"}))
 
 
 any_text = st.one_of(

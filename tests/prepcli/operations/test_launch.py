@@ -102,6 +102,17 @@ def test_failed_submission_is_an_error(
     assert "`sbatch --parsable` exited with 3" in error
 
 
+def test_failed_job_of_a_tpu_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The script waits for the job, so its failure is no failed submission."""
+    install_submitters(monkeypatch, code=3)
+    words = ["recipe.toml", "--accelerator", "v5p-16", "--zone", "us-east5-a", "--submit"]
+    error = run_failing(capsys, FAILED, "launch", "tpu", *words)
+    assert "the job failed" in error
+    assert "`bash -s` exited with 3" in error
+
+
 def test_missing_scheduler_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import prepcli as prep
+from prepcli.operations.docs import docs_folder
 from tests.helpers.foreign_names import write_foreign_folder
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.run_cli import run_failing, run_json, run_ok
@@ -44,6 +45,14 @@ def test_suggested_map_divides_fused_tensors():
     make_checkpoint(Path("llama"), LLAMA)
     write_foreign_folder(Path("own"), read_tensors(Path("llama")))
     assert_suggested_map_converts("own", "llama")
+
+
+def test_guide_shows_a_suggested_map(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("llama-hf"), LLAMA)
+    write_foreign_folder(Path("own"), read_tensors(Path("llama-hf")))
+    run_failing(capsys, 1, "map", "suggest", "own", "llama-hf")
+    guide = (docs_folder() / "how-to" / "map.md").read_text()
+    assert f"```text\n{Path('own.map').read_text()}```\n" in guide
 
 
 def test_suggested_map_fuses_tensors():

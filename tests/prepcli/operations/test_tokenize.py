@@ -15,7 +15,7 @@ import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, USAGE
 from tests.helpers.training_folder import RECIPE, WORDS, make_training_folder
-from tests.test_readme import ROOT, blocks, write_recipes
+from tests.test_readme import ROOT, blocks, write_files
 
 N_FILES = 5
 MIXTURE = """
@@ -194,7 +194,7 @@ LOOP_PAGE = ROOT / "docs/how-to/own-loop.md"
 
 def run_script(page: Path, word: str) -> str:
     """Run the script of a page with a word in it, in a process of its own, and return what it prints."""
-    write_recipes(page, Path())
+    write_files(page, Path())
     Path("gpt-neo-1.3B").symlink_to("tiny")
     Path("validation.txt").write_text(Path("text.txt").read_text())
     (script,) = [

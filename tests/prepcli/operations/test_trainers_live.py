@@ -1,6 +1,7 @@
-"""Exports restored by MaxText and Tunix themselves: their logits equal those of transformers.
+"""Exports restored by MaxText, Tunix, Levanter and torchtitan themselves: their logits equal those of transformers.
 
-Both need versions of jax of their own. `PREP_MAXTEXT_PYTHON` and `PREP_TUNIX_PYTHON` name a Python with each of them.
+They need environments of their own. `PREP_MAXTEXT_PYTHON`, `PREP_TUNIX_PYTHON`, `PREP_LEVANTER_PYTHON` and
+`PREP_TORCHTITAN_PYTHON` name a Python with each of them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ LLAMA3_ROPE = {
 }
 # The rotary base of Tunix is fixed.
 TUNIX_ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0}
+# Levanter rotates all layers of Gemma 3 with one base.
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 QWEN3_MOE = {
     "head_dim": 16,
     "num_experts": 4,
@@ -65,6 +71,34 @@ TUNIX_MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},
 }
+LEVANTER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama3.1": ("llama", {"rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 16384}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
+    "gemma": ("gemma", {"head_dim": 16}),
+    # Levanter does not cap the logits of Gemma 2.
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "final_logit_softcapping": None},
+    ),
+    "gemma3_text": ("gemma3_text", TUNIX_MODELS["gemma3_text"] | {"rope_parameters": GEMMA3_ROPE}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
+    "gpt2": ("gpt2", {"n_positions": 64, "n_embd": 64, "n_layer": 3, "n_head": 4}),
+}
+TORCHTITAN_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+}
+LEVANTER_CASES = [
+    *(("levanter", model) for model in LEVANTER_MODELS if model != "olmo3"),
+    *(("levanter-unscanned", model) for model in ("llama", "mixtral", "olmo3")),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +110,7 @@ def make_model(model_type: str, changes: dict[str, Any]) -> np.ndarray:
     """Save a random model of transformers to `model`, and return its logits for the tokens 1 to 12."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model_type, **(SIZES | changes))
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained("model")
@@ -120,6 +154,31 @@ def test_tunix_restores_and_saves_every_bit(model_type: str):
     run_ok("export", "./model", "--layout", "tunix", "--out", "out")
     folders = (str(Path(name).absolute()) for name in ("out", "saved"))
     run_oracle("PREP_TUNIX_PYTHON", "tunix_oracle.py", "model/config.json", *folders, "logits.npy")
+    check_logits(expected)
+    prep.export("./saved", "back", config="model")
+    assert_same(read_tensors(Path("back")), read_tensors(Path("model")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "model"), LEVANTER_CASES)
+def test_levanter_restores_and_saves_every_bit(layout: str, model: str):
+    expected = make_model(*LEVANTER_MODELS[model])
+    run_ok("export", "./model", "--layout", layout, "--out", "out")
+    exported, saved = (str(Path(name).absolute()) for name in ("out", "saved"))
+    words = ("model/config.json", exported, layout, saved, "logits.npy")
+    run_oracle("PREP_LEVANTER_PYTHON", "levanter_oracle.py", *words)
+    check_logits(expected)
+    prep.export("./saved", "back", config="model")
+    assert_same(read_tensors(Path("back")), read_tensors(Path("model")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", TORCHTITAN_MODELS)
+def test_torchtitan_restores_and_saves_every_bit(model: str):
+    expected = make_model(*TORCHTITAN_MODELS[model])
+    run_ok("export", "./model", "--layout", "torchtitan", "--out", "out")
+    words = ("model/config.json", "out", "saved", "logits.npy")
+    run_oracle("PREP_TORCHTITAN_PYTHON", "torchtitan_oracle.py", *words)
     check_logits(expected)
     prep.export("./saved", "back", config="model")
     assert_same(read_tensors(Path("back")), read_tensors(Path("model")))

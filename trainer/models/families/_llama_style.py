@@ -128,12 +128,15 @@ def sizes(
     # heads, and only an absent field has the default of the class, e.g. 8 in MistralConfig.
     kv_default = heads if kv_heads is None or "num_key_value_heads" in config else kv_heads
     dim_default = embed // heads if head_dim is None or "head_dim" in config else head_dim
+    kv_heads = read_size(config, "num_key_value_heads", kv_default)
     return {
         "vocab": read_size(config, "vocab_size", vocab),
         "layers": read_size(config, "num_hidden_layers", layers, MAX_LAYERS),
         "embed": embed,
         "heads": heads,
-        "kv_heads": read_size(config, "num_key_value_heads", kv_default),
+        "kv_heads": kv_heads,
+        # Query heads for each head of keys and values. Trees of Levanter have this axis.
+        "query_group": max(1, heads // kv_heads),
         "head_dim": read_size(config, "head_dim", dim_default),
         "mlp": read_size(config, "intermediate_size", mlp),
     }

@@ -7,6 +7,7 @@ import dataclasses
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.families import _llama_style
 from trainer.models.layouts import hf_flax_layout
+from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.orbax_layouts import tunix_gemma_layout
 from trainer.models.parameters import HFConfig, if_set
 
@@ -57,5 +58,6 @@ FAMILY = _llama_style.build_family(
             parameters, prefix=_llama_style.TENSOR_PREFIX, norm_name="weight", allows_tied_head=True
         ),
         **tunix_gemma_layout(parameters, sizes),
+        **levanter_layouts(parameters),
     },
 )

@@ -13,6 +13,7 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.families import _llama_style
+from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.orbax_layouts import tunix_gemma_layout
 from trainer.models.parameters import HFConfig, if_set
 
@@ -71,7 +72,8 @@ FAMILY = _llama_style.build_family(
         **_llama_style.attention(bias=if_set("attention_bias"), out_bias=if_set("attention_bias")),
         **_llama_style.gated_mlp(),
     },
-    layouts=lambda parameters: tunix_gemma_layout(
-        parameters, sizes, post_attention_norm="post_attn_norm"
-    ),
+    layouts=lambda parameters: {
+        **tunix_gemma_layout(parameters, sizes, post_attention_norm="post_attn_norm"),
+        **levanter_layouts(parameters),
+    },
 )

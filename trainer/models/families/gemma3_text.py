@@ -15,6 +15,7 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.families import _llama_style
+from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.orbax_layouts import tunix_gemma_layout
 from trainer.models.parameters import HFConfig, if_set, read_size
 from trainer.models.rope_config import Rope, read_layer_rope
@@ -88,7 +89,8 @@ FAMILY = _llama_style.build_family(
         **_llama_style.QK_NORMS,
         **_llama_style.gated_mlp(),
     },
-    layouts=lambda parameters: tunix_gemma_layout(
-        parameters, sizes, post_attention_norm="post_attention_norm"
-    ),
+    layouts=lambda parameters: {
+        **tunix_gemma_layout(parameters, sizes, post_attention_norm="post_attention_norm"),
+        **levanter_layouts(parameters),
+    },
 )

@@ -9,6 +9,7 @@ from trainer.models.architecture import ArchConfig, reject_unsupported_fields
 from trainer.models.dropout_config import DropoutFields
 from trainer.models.families import _gpt_style
 from trainer.models.layouts import hf_flax_layout
+from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.parameters import HFConfig
 from trainer.models.rows import (
     build_family,
@@ -66,13 +67,17 @@ PARAMETERS = {
     **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
 }  # fmt: skip
 LEGACY_BUFFERS = _gpt_style.mask_buffers("h.{i}.attn")
-LAYOUTS = hf_flax_layout(
-    PARAMETERS,
-    prefix="transformer.",
-    allows_tied_head=True,
-    # The Flax class computes the same scores with and without this field.
-    ignored_fields=(INVERSE_LAYER_SCALE_FIELD,),
-)
+LAYOUTS = {
+    **hf_flax_layout(
+        PARAMETERS,
+        prefix="transformer.",
+        allows_tied_head=True,
+        # The Flax class computes the same scores with and without this field.
+        ignored_fields=(INVERSE_LAYER_SCALE_FIELD,),
+    ),
+    # The class in Levanter has only stacked layers, and no head.
+    "levanter": levanter_layouts(PARAMETERS, layers_module="blocks", has_head=False)["levanter"],
+}
 FAMILY = build_family(
     name="gpt2",
     prefix="transformer.",

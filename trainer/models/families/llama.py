@@ -6,9 +6,11 @@ from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsuppor
 from trainer.models.families import _llama_style
 from trainer.models.families._llama_style import TENSOR_PREFIX
 from trainer.models.layouts import EASYLM_LAYOUT, hf_flax_layout
+from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.orbax_layouts import maxtext_layouts, tunix_layout
 from trainer.models.parameters import HFConfig, if_set
 from trainer.models.rope_config import has_llama3_scaling
+from trainer.models.torchtitan_layouts import torchtitan_layout
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
@@ -50,5 +52,7 @@ FAMILY = _llama_style.build_family(
         **tunix_layout(parameters),
         # MaxText rotates adjacent pairs in LLaMA 3.1 and later, which have scaled rotary frequencies.
         **maxtext_layouts(parameters, scales_queries=True, interleaves_heads=has_llama3_scaling),
+        **levanter_layouts(parameters),
+        **torchtitan_layout(parameters, interleaves_heads=True),
     },
 )

@@ -12,6 +12,7 @@ from trainer.models.architecture import (
 )
 from trainer.models.families import _llama_style
 from trainer.models.layouts import hf_flax_layout
+from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.orbax_layouts import maxtext_layouts
 from trainer.models.parameters import HFConfig
 
@@ -44,5 +45,6 @@ FAMILY = _llama_style.build_family(
     layouts=lambda parameters: {
         **hf_flax_layout(parameters, prefix=_llama_style.TENSOR_PREFIX, norm_name="weight"),
         **maxtext_layouts(parameters, scales_queries=True),
+        **levanter_layouts(parameters),
     },
 )

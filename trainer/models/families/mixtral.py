@@ -12,6 +12,7 @@ from trainer.models.architecture import (
     uniform_windows,
 )
 from trainer.models.families import _llama_style
+from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.orbax_layouts import maxtext_layouts
 from trainer.models.parameters import HFConfig, read_size
 
@@ -56,7 +57,8 @@ FAMILY = _llama_style.build_family(
             router="block_sparse_moe.gate.weight",
         ),
     },
-    layouts=lambda parameters: maxtext_layouts(
-        parameters, scales_queries=True, experts_module="MoeBlock_0"
-    ),
+    layouts=lambda parameters: {
+        **maxtext_layouts(parameters, scales_queries=True, experts_module="MoeBlock_0"),
+        **levanter_layouts(parameters),
+    },
 )

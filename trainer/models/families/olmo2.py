@@ -6,6 +6,7 @@ import dataclasses
 
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.families import _llama_style
+from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.parameters import HFConfig, if_set
 
 
@@ -37,4 +38,5 @@ FAMILY = _llama_style.build_family(
         **_llama_style.ALL_HEADS_QK_NORMS,
         **_llama_style.gated_mlp(),
     },
+    layouts=lambda parameters: levanter_layouts(parameters),
 )

@@ -13,6 +13,7 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.families import _llama_style, olmo2
+from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.parameters import HFConfig, if_set, read_size
 from trainer.models.rope_config import Rope, read_layer_rope
 
@@ -69,5 +70,11 @@ FAMILY = _llama_style.build_family(
         **_llama_style.attention(bias=if_set("attention_bias"), out_bias=if_set("attention_bias")),
         **_llama_style.ALL_HEADS_QK_NORMS,
         **_llama_style.gated_mlp(),
+    },
+    # Levanter stacks layers of one type. The layers of OLMo 3 are of two.
+    layouts=lambda parameters: {
+        "levanter-unscanned": levanter_layouts(parameters, layers_module="_layers")[
+            "levanter-unscanned"
+        ]
     },
 )

@@ -6,6 +6,7 @@ import dataclasses
 
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.families import _llama_style
+from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.orbax_layouts import maxtext_layouts, tunix_layout
 from trainer.models.parameters import ALWAYS, HFConfig
 
@@ -38,5 +39,6 @@ FAMILY = _llama_style.build_family(
     layouts=lambda parameters: {
         **tunix_layout(parameters, qkv_biases=True),
         **maxtext_layouts(parameters, scales_queries=False),
+        **levanter_layouts(parameters),
     },
 )

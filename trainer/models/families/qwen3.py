@@ -6,8 +6,10 @@ import dataclasses
 
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.families import _llama_style
+from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.orbax_layouts import maxtext_layouts, tunix_layout
 from trainer.models.parameters import HFConfig, if_set
+from trainer.models.torchtitan_layouts import torchtitan_layout
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
@@ -41,5 +43,7 @@ FAMILY = _llama_style.build_family(
     layouts=lambda parameters: {
         **tunix_layout(parameters, qk_norms=True),
         **maxtext_layouts(parameters, scales_queries=False),
+        **levanter_layouts(parameters),
+        **torchtitan_layout(parameters),
     },
 )

@@ -11,9 +11,11 @@ from trainer.models.architecture import (
     uniform_windows,
 )
 from trainer.models.families import _llama_style, _moe_style
+from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.moe_config import Router
 from trainer.models.orbax_layouts import maxtext_layouts, tunix_layout
 from trainer.models.parameters import HFConfig, if_set, read_size
+from trainer.models.torchtitan_layouts import torchtitan_layout
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
@@ -77,5 +79,7 @@ FAMILY = dataclasses.replace(
     layouts={
         **tunix_layout(_FAMILY.parameters, qk_norms=True, has_experts=True),
         **maxtext_layouts(_FAMILY.parameters, scales_queries=False, experts_module="moe_block"),
+        **levanter_layouts(_FAMILY.parameters),
+        **torchtitan_layout(_FAMILY.parameters, has_experts=True),
     },
 )

@@ -1,0 +1,85 @@
+"""State dicts of torchtitan in torch distributed checkpoints, under other names than those of Hugging Face."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+from prepcli.errors import PrepError
+from prepcli.formats.torch_dcp import DcpFolder, DcpTensor
+from prepcli.planning.chunk_placement import LeafPiece, chunk_group
+from prepcli.planning.grids import ExplicitPlacement
+from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
+from prepcli.sources.tree_tensors import StoredLeaf
+from trainer.models.json_types import HFConfig
+from trainer.models.parameters import Family
+from trainer.models.torchtitan_layouts import TORCHTITAN_LAYOUT
+
+# A tensor of every model in torchtitan. Its name is no tensor of Hugging Face.
+TORCHTITAN_EMBEDDING = "tok_embeddings.weight"
+# Chunk index -> file, offset of its first element.
+_ChunkOffsets = dict[tuple[int, ...], tuple[int, int]]
+
+
+def match_torchtitan(
+    folder: DcpFolder, family: Family, config: HFConfig, display_name: str
+) -> ForeignTree:
+    """Match the tensors of a checkpoint with the state dict of torchtitan.
+
+    Args:
+        folder: The checkpoint.
+        family: Model family.
+        config: The model's config.json.
+        display_name: Name of the checkpoint in messages.
+
+    Raises:
+        PrepError: The family has no such layout, a tensor has the wrong shape, or its boxes form no grid.
+    """
+    if TORCHTITAN_LAYOUT not in family.layouts:
+        why = f"its tensors have the names of torchtitan, and prep has no layout of it for {family.name}"
+        hint = "save it with the names of Hugging Face, e.g. `checkpoint.last_save_in_hf` in torchtitan"
+        raise PrepError(f"{display_name} is not supported", why, hint)
+    leaves = {tensor.name: _stored_leaf(tensor) for tensor in folder.tensors}
+    return match_foreign_tree(
+        leaves, family, config, display_name, roots=("",), layout=TORCHTITAN_LAYOUT
+    )
+
+
+def _stored_leaf(tensor: DcpTensor) -> StoredLeaf:
+    """Return a tensor as a leaf. Its boxes are the chunks."""
+    chunk_shape = _chunk_shape(tensor)
+    offsets: _ChunkOffsets = {}
+    for box in tensor.boxes:
+        index = tuple(start // length for start, length in zip(box.start, chunk_shape))
+        offsets[index] = box.file, box.offset
+    return StoredLeaf(tensor.shape, tensor.dtype, chunk_shape, partial(_chunk_places, offsets))
+
+
+def _chunk_shape(tensor: DcpTensor) -> tuple[int, ...]:
+    """Return the shape of the box at the origin.
+
+    Raises:
+        PrepError: The boxes are not the chunks of a grid. The last boxes along the first dim may be shorter.
+    """
+    zeros = (0,) * len(tensor.shape)
+    chunk_shape = next((box.shape for box in tensor.boxes if box.start == zeros), tensor.shape)
+    # A chunk has at least one element in each dim, also in an empty tensor.
+    chunk_shape = tuple(max(1, length) for length in chunk_shape)
+    for box in tensor.boxes:
+        is_aligned = not any(start % length for start, length in zip(box.start, chunk_shape))
+        # A box with fewer columns has other strides than its neighbours.
+        has_equal_rows = box.shape[1:] == chunk_shape[1:]
+        if not is_aligned or not has_equal_rows or box.byte_strides is not None:
+            why = f"its box at {list(box.start)} has the shape {list(box.shape)} instead of {list(chunk_shape)}"
+            hint = "save the checkpoint again with equal shards, e.g. on one process"
+            raise PrepError(f"{tensor.name} is not supported", why, hint)
+    return chunk_shape
+
+
+def _chunk_places(offsets: _ChunkOffsets, piece: LeafPiece) -> ExplicitPlacement:
+    """Return the placement of a piece's chunks."""
+    first, stop = chunk_group(piece)
+    places: _ChunkOffsets = {}
+    for index in itertools.product(*(range(low, high) for low, high in zip(first, stop))):
+        places[index] = offsets[index]
+    return ExplicitPlacement(places)
