@@ -17,7 +17,7 @@ from prepcli.operations.operation import public, rendered_for_python
 from prepcli.operations.recipe_files import find_training_recipe
 from prepcli.option_spec import NonNegativeInt, PathLike, PositiveInt, as_tuple
 from prepcli.training_runs.recipe_data import open_datasets, run_batch_size
-from trainer.data.batches import BatchDigest, Batches
+from trainer.data.batches import BatchDigest, Batches, check_share
 from trainer.recipe import Recipe, load_recipe
 
 __all__ = ["BatchDigest", "Batches", "batches"]
@@ -111,12 +111,13 @@ def _open_batches(
     """Return the iterator of a loaded recipe. The arguments are as for `batches`."""
     from trainer.training.source_datasets import make_order
 
+    batch_size = run_batch_size(recipe)
+    # Before the data is read, which may take hours
+    check_share(process, of, batch_size)
     datasets = open_datasets(
         recipe, out=out, offline=offline, observer=observer, checks_digests=verify
     )
-    order = make_order(
-        datasets, run_batch_size(recipe), seed=recipe.seed, shuffle=recipe.data.shuffle
-    )
+    order = make_order(datasets, batch_size, seed=recipe.seed, shuffle=recipe.data.shuffle)
     return Batches(
         datasets.train,
         order,

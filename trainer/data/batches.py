@@ -106,7 +106,7 @@ class Batches:
         Raises:
             UsageError: The process or the start is out of range.
         """
-        _check_share(process, of, order.batch_size)
+        check_share(process, of, order.batch_size)
         if not 0 <= start <= steps:
             why = f"the run has {steps:,} steps"
             raise usage_error(f"`start` is {start:,}", why, f"0 to {steps:,}")
@@ -197,8 +197,12 @@ def share_start(batch_size: int, process: int, of: int) -> int:
     return batch_size * process // of
 
 
-def _check_share(process: int, of: int, batch_size: int) -> None:
-    """Raise UsageError if there is no such process, or if it would get no row."""
+def check_share(process: int, of: int, batch_size: int) -> None:
+    """Check the share of a process.
+
+    Raises:
+        UsageError: There is no such process, or more processes than rows in a batch.
+    """
     if not 0 <= process < of:
         raise usage_error(f"`process` is {process}", f"`of` is {of}", f"0 to {of - 1}")
     if of > batch_size:

@@ -124,7 +124,40 @@ def tokenize_share(
         folder = config.cache / tokens.identity
         meta = store.read_meta(folder, checks_digests=False)
         return ShardedTokens(folder, 1, 0, meta, tokens)
-    job = open_shards(config, note)
+    return _make_share(open_shards(config, note), process, of, progress=progress, note=note)
+
+
+def tokenize_alone(
+    config: TokenizeConfig, *, progress: TokenizeProgress, note: Note
+) -> store.MappedTokens:
+    """Return the tokens of all files. Shards of the same files and settings are continued.
+
+    Args:
+        config: Files, tokenizer and cache.
+        progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
+        note: Called with messages for the user.
+
+    Raises:
+        PrepError: The tokens cannot be made.
+    """
+    if _plan_folder(config).exists():
+        try:
+            job = open_shards(config, note)
+        except PrepError as error:
+            # E.g. a recipe with another tokenizer, the same data and the same cache. Its processes may
+            # still run.
+            note(f"no unfinished shards are used: {error.what} ({error.why})")
+        else:
+            tokens = _make_share(job, 0, 1, progress=progress, note=note).tokens
+            if tokens is not None:
+                return tokens
+    return tokenize_files(config, progress=progress, note=note)
+
+
+def _make_share(
+    job: ShardJob, process: int, of: int, *, progress: TokenizeProgress, note: Note
+) -> ShardedTokens:
+    """Make the shards of a process, and the store if it has all shards."""
     if not is_complete(job):
         make_shards(job, process, of, progress=progress, note=note)
     return complete_shards(job, progress=progress, note=note)

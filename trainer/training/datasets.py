@@ -26,7 +26,7 @@ from trainer.data.token_shards import (
     is_complete,
     make_shards,
     open_shards,
-    tokenize_share,
+    tokenize_alone,
 )
 from trainer.data.tokenize import (
     TokenizeConfig,
@@ -491,10 +491,7 @@ def tokenize_in_group(
     if config.scratch_dir is not None:
         return tokenize_files(config, progress=progress, note=note)
     if group.count == 1:
-        # It continues the shards of an unfinished `prep tokenize`.
-        tokens = tokenize_share(config, 0, 1, progress=progress, note=note).tokens
-        assert tokens is not None
-        return tokens
+        return tokenize_alone(config, progress=progress, note=note)
     if group.index == 0:
         _make_cache(config)
     tokens = None

@@ -35,11 +35,8 @@ path = "other.txt"
 weight = 1
 """
 CHANGES: Mapping[str, tuple[str, ...]] = {
-    "init": (),
-    "hugging-face": ('model.path="tiny"',),
     "unshuffled": ("data.shuffle=false", "data.holdout=0"),
     "documents": PACKED,
-    "per-replica": ("batch.size=", "batch.per_replica=4"),
     "epochs": ("train.steps=", "train.epochs=0.6", "optimizer.decay_steps=4"),
 }
 
@@ -80,7 +77,9 @@ def assert_equal_batches(batches: list[Any], expected: list[Any]) -> None:
             np.testing.assert_array_equal(batch[name], array, name)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", [pytest.param("unshuffled", marks=pytest.mark.slow), "documents", "epochs"]
+)
 def test_batches_equal_the_batches_of_train(change: str, monkeypatch: pytest.MonkeyPatch):
     fed = record_fed_batches(monkeypatch)
     prep.train("recipe.toml", "run", overrides=CHANGES[change])
@@ -89,6 +88,7 @@ def test_batches_equal_the_batches_of_train(change: str, monkeypatch: pytest.Mon
     assert_equal_batches(list(batches), fed)
 
 
+@pytest.mark.slow
 def test_mixture_equals_the_batches_of_train(monkeypatch: pytest.MonkeyPatch):
     words = Path("text.txt").read_text().split()
     Path("other.txt").write_text(" ".join(reversed(words)))
@@ -100,10 +100,18 @@ def test_mixture_equals_the_batches_of_train(monkeypatch: pytest.MonkeyPatch):
     assert_equal_batches(list(prep.batches("mixed.toml")), fed)
 
 
-def test_random_start_has_the_batches_of_its_checkpoint():
-    overrides = ["model.path=", "model.init=random", "model.config=tiny"]
-    random = prep.batches("recipe.toml", out="other", overrides=overrides)
-    assert random.digest() == prep.batches("recipe.toml").digest()
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model.path=", "model.init=random", "model.config=tiny"),
+        ("model.path=tiny",),
+        ("batch.size=", "batch.per_replica=4"),
+    ],
+    ids=["random-start", "hugging-face", "per-replica"],
+)
+def test_other_forms_of_a_recipe_have_equal_batches(overrides: tuple[str, ...]):
+    other = prep.batches("recipe.toml", out="other", overrides=overrides)
+    assert other.digest() == prep.batches("recipe.toml").digest()
 
 
 def read_whole_batches() -> list[dict[str, np.ndarray]]:
@@ -159,6 +167,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_torch_workers_give_the_batches_of_one_process(method: str):
     pytest.importorskip("torch")
@@ -211,6 +220,13 @@ def test_unknown_batch_size_is_an_error():
     overrides = ["batch.size=", "batch.per_device=1", 'mesh="1,-1,1"']
     with pytest.raises(prep.UsageError, match="mesh 1,-1,1 has no size for fsdp"):
         prep.batches("recipe.toml", overrides=overrides)
+
+
+@pytest.mark.parametrize("share", [(2, 2), (0, 9)])
+def test_invalid_share_is_an_error_before_the_data_is_read(share: tuple[int, int]):
+    with pytest.raises(prep.UsageError, match=r"`process` is 2|a batch has 8 sequences"):
+        prep.batches("recipe.toml", process=share[0], of=share[1])
+    assert not Path("runs").exists()
 
 
 def test_digest_names_the_batches_of_a_run():

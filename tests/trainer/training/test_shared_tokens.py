@@ -189,3 +189,17 @@ def test_one_process_continues_the_shards_of_others(config: TokenizeConfig, tmp_
     expected = tokenize_files(alone, progress=lambda *counts: None, note=lambda text: None)
     assert tokens.ids.tolist() == expected.ids.tolist()
     assert [*config.cache.glob("shards-*")] == []
+
+
+def test_one_process_ignores_the_shards_of_another_recipe(config: TokenizeConfig, tmp_path: Path):
+    config = write_files(config, tmp_path / "data")
+    tokenize_share(config, 0, 2, progress=lambda *counts: None, note=lambda text: None)
+    other = replace(config, examples=replace(config.examples, prepend_text="the "))
+    notes: list[str] = []
+    tokens = tokenize_in_group(
+        other, SingleProcess(), progress=lambda *counts: None, note=notes.append
+    )
+    assert tokens.n_documents == 7
+    assert "are of another recipe (the tokenizer or a setting of the data differs)" in notes[0]
+    # The other processes may still run.
+    assert len([*config.cache.glob("shards-*")]) == 1
