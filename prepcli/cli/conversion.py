@@ -173,7 +173,7 @@ def export(
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
-    """Export an Orbax checkpoint to Hugging Face or Flax.
+    """Export a checkpoint to Hugging Face or another library.
 
     Examples:
       prep export llama-13b-init

@@ -45,7 +45,9 @@ def count_parameters(contents: CheckpointContents) -> int | None:
 
 def _count_parameters(family: Family, contents: CheckpointContents) -> int:
     has_torchtitan_names = any(entry.name == TORCHTITAN_EMBEDDING for entry in contents.entries)
-    if contents.kind in ("orbax", "flax", "easylm") or (contents.kind == "dcp" and has_torchtitan_names):
+    if contents.kind in ("orbax", "flax", "easylm") or (
+        contents.kind == "dcp" and has_torchtitan_names
+    ):
         shapes = _tree_tensor_shapes(family, contents)
     else:
         stored_shapes = {entry.name: entry.shape for entry in contents.entries}

@@ -137,7 +137,7 @@ def _open_tree(
 
 
 def _settings_files(folder: Path) -> tuple[Path, ...]:
-    """List the small files that belong to a model."""
+    """List the small files of a model."""
     return tuple(file for file in small_files(folder) if file.suffix in SETTINGS_SUFFIXES)
 
 
@@ -163,7 +163,7 @@ class FlaxFiles:
 
     Attributes:
         documents: Header of each file.
-        blobs: The files, then one blob for each file with arrays in several pieces, which concatenates these pieces.
+        blobs: The files, then one blob with the concatenated pieces of each file with split arrays.
         blob_documents: For each blob, the number of its file in `documents`.
     """
 

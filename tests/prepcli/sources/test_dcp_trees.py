@@ -31,5 +31,5 @@ def embedding_in_boxes(*starts: int) -> DcpFolder:
 
 @pytest.mark.parametrize("starts", [(0, 2), (0, 1, 2), (0, 3, 5)])
 def test_rows_that_form_no_grid_are_refused(starts: tuple[int, ...]):
-    with pytest.raises(PrepError, match="tok_embeddings.weight is not supported"):
+    with pytest.raises(PrepError, match="is not supported"):
         match_torchtitan(embedding_in_boxes(*starts), LLAMA, CONFIG, "step-3")
