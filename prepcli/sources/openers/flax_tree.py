@@ -121,10 +121,7 @@ def _open_tree(
         names=names,
         tensors=tuple(tensors),
         files=flax_files.files,
-        file_stamps=tuple(
-            SourceFile(document.path.name, document.size, document.mtime_ns, document.digest)
-            for document in flax_files.documents
-        ),
+        file_stamps=flax_files.stamps,
         small_files=_settings_files((config_path or folder / CONFIG).parent),
         manifest=manifest,
         tensor_file_names=tuple(
@@ -175,6 +172,17 @@ class FlaxFiles:
     def files(self) -> tuple[Path, ...]:
         """Path of each file."""
         return tuple(document.path for document in self.documents)
+
+    @property
+    def stamps(self) -> tuple[SourceFile, ...]:
+        """Size, time and digest of each file."""
+        stamps: list[SourceFile] = []
+        for document in self.documents:
+            stamp = SourceFile(
+                document.path.name, document.size, document.mtime_ns, document.digest
+            )
+            stamps.append(stamp)
+        return tuple(stamps)
 
     def array_locations(self) -> list[tuple[MsgpackArray, int, int]]:
         """Return every array with its blob number and its offset in the blob."""
