@@ -23,10 +23,11 @@ from prepcli.cli.main import main
 from prepcli.cli.root import COMMANDS, command_group, command_name
 from prepcli.testing.checkpoints import read_checkpoint
 from tests.helpers.adapters import make_adapter
+from tests.helpers.foreign_names import write_foreign_folder
 from tests.helpers.pickle_builder import make_torch_file
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
+from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors
 from tests.helpers.tokenizer_folders import write_model
 from tests.helpers.training_folder import WORDS, write_tokenizer
 
@@ -44,9 +45,16 @@ OWN_TEST = ROOT / "docs" / "how-to" / "add-a-family.md"
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page."""
+    """A fenced block of a page.
+
+    Attributes:
+        language: Language of the block.
+        title: Name of a file with the text, or "".
+        text: The text.
+    """
 
     language: str
+    title: str
     text: str
 
     def commands(self) -> Iterator[tuple[str, str]]:
@@ -58,8 +66,10 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     """Return the code blocks of a page."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [Block(language, text) for language, text in found]
+    fence = re.compile(r"^```(\w*) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [
+        Block(language, title, text) for language, title, text in fence.findall(page.read_text())
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +84,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (of_torch / "config.json").write_bytes((folder / "gpt-neo-1.3B/config.json").read_bytes())
     (of_torch / "pytorch_model.bin").write_bytes(make_torch_file(tensors))
     make_checkpoint(folder / "llama-13b", LLAMA, vocab_size=256, hidden_size=64)
+    make_checkpoint(folder / "llama-hf", LLAMA)
+    write_foreign_folder(folder / "own", read_tensors(folder / "llama-hf"))
     make_quantized(folder / "llama-13b-fp8", "fp8", base=LLAMA | {"vocab_size": 256})
     write_tokenizer(folder / "gpt-neo-1.3B")
     write_model(folder / "my-model")
@@ -93,9 +105,11 @@ def models(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return tmp_path
 
 
-def write_recipes(page: Path, folder: Path) -> None:
-    """Write each block of a page that begins with the name of a TOML file."""
+def write_files(page: Path, folder: Path) -> None:
+    """Write each block of a page with the name of a file: as its title, or in a comment of a recipe."""
     for block in blocks(page):
+        if block.title:
+            (folder / block.title).write_text(block.text)
         if block.language == "toml" and (name := re.match(r"# (\S+\.toml)\n", block.text)):
             (folder / name[1]).write_text(block.text)
 
@@ -111,7 +125,7 @@ def has_console(page: Path) -> bool:
 def test_commands_shown_work_and_print_the_output_shown(
     page: Path, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_recipes(page, models)
+    write_files(page, models)
     commands = [
         shown for block in blocks(page) if block.language == "console" for shown in block.commands()
     ]

@@ -68,7 +68,8 @@ def add_tokens(
 ) -> int:
     """Add tokens to the tokenizer and the vocabulary.
 
-    The checkpoint is a Hugging Face folder with a tokenizer.json.
+    The checkpoint is a Hugging Face folder with a tokenizer.json or a SentencePiece model, or an
+    Orbax checkpoint of prep.
 
     Examples:
       prep add-tokens ./my-model --tokens tokens.txt
@@ -173,7 +174,7 @@ def export(
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
-    """Export a checkpoint to Hugging Face or another library.
+    """Export a checkpoint to Hugging Face or another trainer.
 
     Examples:
       prep export llama-13b-init

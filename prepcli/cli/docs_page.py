@@ -6,7 +6,7 @@ import io
 from contextlib import redirect_stdout
 
 from prepcli.cli.main import main
-from prepcli.cli.root import COMMANDS, LAUNCH_COMMANDS, MAP_COMMANDS, command_name
+from prepcli.cli.root import LAUNCH_COMMANDS, MAP_COMMANDS, help_order
 
 HEAD = """# Commands
 
@@ -17,9 +17,13 @@ For users who look up an option: the output of `--help` for every command. This 
 
 def cli_page() -> str:
     """Return the page: the help text of every command, in the order of `prep --help`."""
-    names = [command_name(command) for command in COMMANDS]
-    names += [f"map {command.__name__}" for command in MAP_COMMANDS]
-    names += [f"launch {command.__name__}" for command in LAUNCH_COMMANDS]
+    groups = {"map": MAP_COMMANDS, "launch": LAUNCH_COMMANDS}
+    names: list[str] = []
+    for name in help_order():
+        if name in groups:
+            names += [f"{name} {command.__name__}" for command in groups[name]]
+        else:
+            names.append(name)
     return "\n".join(
         [HEAD, *(f"## prep {name}\n\n```text\n{_help_text(name)}\n```\n" for name in names)]
     )

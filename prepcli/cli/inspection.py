@@ -44,7 +44,7 @@ def verify(
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
-    """Compare every bit with the manifest or with another checkpoint.
+    """Compare every bit with the manifest or another checkpoint.
 
     With --chain, prove by digests from which checkpoints an output was made. --lock is then
     the lock of the first one. With --logits, compare what both models compute.
@@ -92,7 +92,7 @@ def lock(
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
-    """Write the digests of a checkpoint to a file, which later commands require.
+    """Write the digests of a checkpoint to a lock file.
 
     The file has the SHA-256 of each file and the XXH3-128 of each tensor. A command with --lock
     refuses a checkpoint that differs from it in any byte.
@@ -121,7 +121,7 @@ def roundtrip(
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
-    """Convert a model to every layout and back, and certify that no bit changed.
+    """Convert to every layout and back, and certify equal bits.
 
     The certificate lists each way with its tensors, bytes and digest. The conversions are
     temporary, in a folder next to it.
@@ -272,7 +272,7 @@ def models(family: FamilyArgument = None, *, output_options: OutputOptions) -> i
 
 @expand_option_groups
 def env(*, options: EnvOptions, output_options: OutputOptions) -> int:
-    """Show versions, devices, processes, memory, settings and caches.
+    """Show versions, devices, processes, memory and settings.
 
     Examples:
       prep env

@@ -75,9 +75,9 @@ def tpu(
     options: TpuOptions,
     output_options: OutputOptions,
 ) -> int:
-    """Write a script that creates a Cloud TPU and runs a command on it, or run it.
+    """Write a script that creates a Cloud TPU, or run it.
 
-    Commands without a mesh run on the first host.
+    The TPU runs the command. Commands without a mesh run on the first host.
 
     Examples:
       prep launch tpu run.toml --accelerator v5p-512 --zone us-east5-a
@@ -175,9 +175,9 @@ def local(
     options: LocalOptions,
     output_options: OutputOptions,
 ) -> int:
-    """Run a command in several processes with CPU devices on this machine.
+    """Run a command in several processes on this machine.
 
-    A line that begins with [1] is from process 1. A signal stops all processes.
+    The devices are CPU devices. Lines of process 1 begin with [1]. A signal stops all processes.
 
     Examples:
       prep launch local recipe.toml --processes 2 --devices 4

@@ -59,7 +59,8 @@ from prepcli.console.ui import version
 from prepcli.errors import USAGE
 from prepcli.execution.signals import Interrupted, notes_of
 
-COMMANDS = (  # in the order of `--help`
+# In the order of `--help`.
+COMMANDS = (
     *(pad_vocab, add_tokens, remove_tokens),
     *(save_init, reshard, export, merge, verify, lock, roundtrip, inspect),
     *(plan, tokenize, train, report, evaluate, generate),
@@ -69,6 +70,8 @@ COMMANDS = (  # in the order of `--help`
 COMMAND_NAMES = {evaluate: "eval"}
 LAUNCH_COMMANDS = (slurm, tpu, gke, sky, ray, local)
 MAP_COMMANDS = (suggest,)
+# The command before each group in `--help`.
+GROUP_PREDECESSORS = {"map": "inspect", "launch": "train"}
 # The page of `prep docs` about each command.
 GUIDES = {
     "pad-vocab": "pad",
@@ -107,6 +110,10 @@ ONE_PROCESS_COMMANDS = (demo,)
 
 class CommandGroup(TyperGroup):
     """Group of all commands. If Ctrl-C ends a command, its notes about saved work stay with the exception."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands in the order of `--help`."""
+        return help_order()
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Ctrl-C raises Interrupted, with notes about the work that is already saved."""
@@ -162,6 +169,14 @@ def prep(
 def command_name(command: Callable[..., int]) -> str:
     """Return the name of a command: the name of its function, with a few exceptions."""
     return COMMAND_NAMES.get(command, command.__name__.replace("_", "-"))
+
+
+def help_order() -> list[str]:
+    """Return the names of all commands and groups in the order of `--help`."""
+    names = [command_name(command) for command in COMMANDS]
+    for group, predecessor in GROUP_PREDECESSORS.items():
+        names.insert(names.index(predecessor) + 1, group)
+    return names
 
 
 def _help_text(command: Callable[..., int]) -> str:

@@ -38,7 +38,7 @@ def train(
         typer.Argument(
             metavar="RECIPE",
             autocompletion=complete_recipe,
-            help="Recipe: a TOML file, or the name of one of `prep recipes`. keys: `prep docs recipes`.",
+            help="Recipe: a TOML file, or the name of one of `prep recipes`. Its keys: prep docs recipes.",
             show_default=False,
         ),
     ] = None,

@@ -52,7 +52,7 @@ def write_last_objects(
 
     Args:
         plan: The plan of the output.
-        identity: Keys of the manifest that identify the run.
+        identity: Identity of the run, for the manifest.
         digests: Digests of all streams, by number.
         sums: Checksums of all blocks.
         put: Writes an object, given its path and content, in one of several threads.
@@ -111,6 +111,7 @@ class BucketPublication:
         *,
         units: Sequence[WorkUnit],
         lock: BucketLock | None,
+        check_digests: Callable[[Mapping[int, str]], None],
     ) -> None:
         """Describe the publication without any request.
 
@@ -118,9 +119,11 @@ class BucketPublication:
             plan: The plan of the output.
             bucket: Client of the output's URL.
             run: State of the run.
-            identity: Keys of the manifest that identify the run.
+            identity: Identity of the run, for the manifest.
             units: All units of work.
             lock: Lock of the URL, if this process holds it.
+            check_digests: Called with the digests of all streams before the first write. Raises PrepError if the source
+                has changed.
         """
         self._plan = plan
         self._bucket = bucket
@@ -128,6 +131,7 @@ class BucketPublication:
         self._identity = identity
         self._units = units
         self._lock = lock
+        self._check_digests = check_digests
         self._uploads = ObjectUploads(bucket, {})
 
     def publish(self) -> None:
@@ -139,12 +143,14 @@ class BucketPublication:
         notes = self._run.read_notes(len(self._units))
         listed = {file.path: file for file in self._bucket.list_files()}
         self._check_objects(notes, listed)
+        digests = self._all_digests(notes)
+        self._check_digests(digests)
         # Objects of an earlier try are compared, and not sent again.
         self._uploads = ObjectUploads(self._bucket, listed)
         manifest = write_last_objects(
             self._plan,
             self._identity,
-            digests=self._all_digests(notes),
+            digests=digests,
             sums=self._all_checksums(notes),
             put=self._put,
         )
@@ -153,7 +159,7 @@ class BucketPublication:
         self._run.delete_state()
 
     def _check_objects(self, notes: Sequence[UnitNote], listed: Mapping[str, RemoteFile]) -> None:
-        """Raise PrepError unless every data object is the one that its unit has written.
+        """Raise PrepError if a data object is missing or differs from the note of its unit.
 
         The notes of damaged units are deleted. The next run writes these units again.
         """

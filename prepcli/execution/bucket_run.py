@@ -1,11 +1,11 @@
 """State of a conversion into an object store: objects in `URL/.prep/`. A run resumes from them on any machine.
 
     run.json      the identity of the run, written first
-    ready.json    objects of earlier outputs are deleted: processes may write
+    ready.json    objects of earlier outputs are deleted: processes may write. It has the state of the source files
     done/N        the objects, digests and checksums of the complete unit of work N
     failed/I      the error of process I
 
-No object is ever changed by two processes, so that no lock is needed between them. A kill leaves complete objects only.
+No object is ever changed by two processes. They need no lock between them. A kill leaves complete objects only.
 The next run computes the bytes of a unit without `done/N` again, and compares them with the objects.
 """
 
@@ -24,6 +24,7 @@ from prepcli.engine.checksum_recorder import ChecksumArray
 from prepcli.engine.digest import CHECKSUM_DTYPE
 from prepcli.errors import RERUN_HINT, Option, PrepError, text
 from prepcli.execution.run_notes import decode_record, encode_record
+from prepcli.execution.source_checks import SourceState, parse_source_state
 from prepcli.execution.staging import WORK_FOLDER, other_run_error
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax_write import COMMIT_MARKER
@@ -108,15 +109,20 @@ class BucketRun:
         self._state = Bucket(url, bucket.retries, bucket.retry_policy)
         self._identity = dict(identity)
         self._share = share
+        # State of the source when the first process of the run began
+        self.source_at_start: SourceState = []
         # Failures of other processes before this one joined
         self._earlier_failures: set[RemoteFile] = set()
         self._joined_s = 0.0
 
-    def begin(self, files: Collection[RemoteFile], *, restart: bool) -> None:
-        """Begin or resume the run. Only the process that holds the lock of the URL calls it.
+    def begin(
+        self, files: Collection[RemoteFile], source_state: SourceState, *, restart: bool
+    ) -> None:
+        """Begin or resume the run. Only the holder of the URL's lock calls it.
 
         Args:
             files: The objects below the URL. All of them belong to outputs of prep.
+            source_state: The current state of the source files.
             restart: Delete the objects of an unfinished earlier run.
 
         Raises:
@@ -127,12 +133,12 @@ class BucketRun:
         is_same_run = earlier == self._identity
         if earlier is not None and not is_same_run and not has_manifest and not restart:
             raise other_run_error(self._bucket.name, earlier, self._identity)
-        is_ready = is_same_run and self._read_record(READY_OBJECT) is not None
+        is_ready = is_same_run and self._read_ready()
         if not is_ready or has_manifest or restart:
-            self._start_anew(files)
+            self._start_anew(files, source_state)
         self._forget_failures()
 
-    def _start_anew(self, files: Collection[RemoteFile]) -> None:
+    def _start_anew(self, files: Collection[RemoteFile], source_state: SourceState) -> None:
         """Delete all objects, and record this run."""
         # The order of requests, and what a kill between two of them leaves:
         #   1. delete ready     no process of an earlier run joins any more
@@ -149,10 +155,19 @@ class BucketRun:
             self._bucket.delete(path)
         others = [file.path for file in files if not _is_marker(file.path)]
         self._bucket.delete_files([path for path in others if path != run_path])
-        self._write_record(READY_OBJECT, self._identity)
+        self.source_at_start = source_state
+        self._write_record(READY_OBJECT, {"run": self._identity, "source_files": source_state})
+
+    def _read_ready(self) -> bool:
+        """Return whether processes of this run may write. Read the state of the source at its start."""
+        record = self._read_record(READY_OBJECT)
+        if record is None or record.get("run") != self._identity:
+            return False
+        self.source_at_start = parse_source_state(record.get("source_files"))
+        return True
 
     def is_open(self) -> bool:
-        """Return whether the run has begun, so that another process may join it.
+        """Return whether the run has begun, and another process may join it.
 
         Raises:
             PrepError: The run there has another plan.
@@ -161,11 +176,13 @@ class BucketRun:
         if earlier is None:
             return False
         if earlier != self._identity:
-            # Process 0 replaces the record before it deletes the manifest of an older output.
-            if self._bucket.find_file(MANIFEST_FILE) is None:
+            # Process 0 replaces the record before it deletes the manifest of an older output. The record is
+            # therefore read again after a look at the manifest.
+            has_manifest = self._bucket.find_file(MANIFEST_FILE) is not None
+            if not has_manifest and self._read_record(RUN_OBJECT) == earlier:
                 raise other_run_error(self._bucket.name, earlier, self._identity)
             return False
-        is_ready = self._read_record(READY_OBJECT) == self._identity
+        is_ready = self._read_ready()
         if is_ready:
             self._forget_failures()
         return is_ready
@@ -229,9 +246,15 @@ class BucketRun:
         """Delete the notes of units. The next run writes these units again."""
         self._state.delete_files([_done_path(number) for number in numbers])
 
-    def delete_state(self) -> None:
-        """Delete the state of a published output."""
-        self._state.delete_files([file.path for file in self._state.list_files()])
+    def delete_state(self, files: Collection[RemoteFile] | None = None) -> None:
+        """Delete the state of a published output.
+
+        Args:
+            files: A listing of the state, or None to list it now.
+        """
+        if files is None:
+            files = self.list_state()
+        self._state.delete_files([file.path for file in files])
 
     # Failures
 
@@ -251,7 +274,7 @@ class BucketRun:
     def check_failures(self, files: Collection[RemoteFile]) -> None:
         """Raise the error of another process. `files` is a listing of the state.
 
-        A process that failed before this one joined has REJOIN_S to join again.
+        A process with an earlier failure has REJOIN_S to join again.
         """
         is_over = time.monotonic() - self._joined_s > REJOIN_S
         for file in files:

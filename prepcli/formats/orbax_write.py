@@ -63,33 +63,6 @@ class ChunkColumns:
     nbytes: array[int]
 
 
-def write_item_metadata(
-    folder: Path,
-    arrays: Sequence[ArrayMeta],
-    chunks: Iterable[WrittenChunk],
-    file_names: Sequence[str],
-    now_ns: int,
-    non_arrays: Sequence[OrbaxNonArray] = (),
-    node_nbytes: int = NODE_NBYTES,
-    zstd_level: int | None = None,
-    uses_ocdbt: bool = True,
-    uses_zarr3: bool = False,
-) -> None:
-    """Write the metadata of an Orbax item into its folder. See `encode_item_metadata`."""
-    files = encode_item_metadata(
-        arrays,
-        chunks,
-        file_names,
-        now_ns,
-        non_arrays=non_arrays,
-        node_nbytes=node_nbytes,
-        zstd_level=zstd_level,
-        uses_ocdbt=uses_ocdbt,
-        uses_zarr3=uses_zarr3,
-    )
-    write_files(folder, files)
-
-
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files by their paths in a folder. Nothing is fsynced."""
     for path, content in files.items():

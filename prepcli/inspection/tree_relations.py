@@ -112,20 +112,14 @@ def find_relations(first: TensorTree, second: TensorTree) -> Relations:
     """
     relations = Relations()
     _relate_whole_tensors(first, second, relations)
-    for member_tree, container_tree, is_reversed in (
-        (second, first, False),
-        (first, second, True),
-    ):
-        members = _unrelated(member_tree, relations, is_second=not is_reversed)
-        containers = _unrelated(container_tree, relations, is_second=is_reversed)
-        relations.items += _slices(member_tree, container_tree, members, containers, is_reversed)
-    for member_tree, container_tree, is_reversed in (
-        (second, first, False),
-        (first, second, True),
-    ):
-        members = _unrelated(member_tree, relations, is_second=not is_reversed)
-        containers = _unrelated(container_tree, relations, is_second=is_reversed)
-        relations.items += _parts(member_tree, container_tree, members, containers, is_reversed)
+    # Slices of a stacked tensor are certain by their sums along its axes. Parts of a fused one are tried afterwards.
+    for find_members in (_slices, _parts):
+        for members, containers, is_reversed in ((second, first, False), (first, second, True)):
+            member_names = _unrelated(members, relations, is_second=not is_reversed)
+            container_names = _unrelated(containers, relations, is_second=is_reversed)
+            relations.items += find_members(
+                members, containers, member_names, container_names, is_reversed
+            )
     return relations
 
 

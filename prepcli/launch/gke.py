@@ -9,11 +9,18 @@ from pathlib import PurePosixPath
 
 import yaml
 
-from prepcli.errors import FAILED, USAGE, Option, text
+from prepcli.errors import Option, text, usage_error
 from prepcli.launch.command import check_text
 from prepcli.launch.job import LaunchJob, check_label
 from prepcli.launch.options import GkeOptions
-from prepcli.launch.shell import NOT_RUN, command_line, comment, environment_lines, script
+from prepcli.launch.shell import (
+    NOT_RUN,
+    RESTARTABLE_CODES,
+    command_line,
+    comment,
+    environment_lines,
+    script,
+)
 from trainer.models.json_types import JsonObject, JsonValue
 from trainer.models.process_address import DEFAULT_PORT
 
@@ -44,8 +51,7 @@ def gke_manifest(
 ) -> str:
     """Return the YAML of a job: a ConfigMap with the recipe and the start script, and the JobSet.
 
-    All pods restart if one exits with 75, or if its node is lost. An error of the command ends the
-    job.
+    All pods restart if one exits with 75 or is killed, or if its node is lost. An error of the command ends the job.
 
     Args:
         job: The job.
@@ -99,13 +105,28 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_text(self, value: str) -> yaml.ScalarNode:
-        """Represent text of several lines as a literal block, and other text in quotes."""
+        """Represent text of several lines as a literal block, and other text in quotes.
+
+        Raises:
+            UsageError: The text has bytes of a path without UTF-8.
+        """
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            what = f"{value[max(error.start - 20, 0) : error.end]!a} is not UTF-8"
+            raise usage_error(what, "YAML is UTF-8", "rename the file") from None
         style = '"'
         lines = value.split("\n")
         # Other line breaks than "\n" do not survive in a literal block.
         if len(lines) > 1 and all(line.isprintable() for line in lines):
             style = "|"
         return self.represent_scalar("tag:yaml.org,2002:str", value, style)
+
+    def represent_sequence_of_numbers(self, values: list[JsonValue]) -> yaml.SequenceNode:
+        """Represent a list of numbers in one line."""
+        node = self.represent_list(values)
+        node.flow_style = bool(values) and all(isinstance(value, int) for value in values)
+        return node
 
     def represent_object(self, mapping: JsonObject) -> yaml.MappingNode:
         """Represent a mapping without quotes around usual keys."""
@@ -118,6 +139,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_text)
+_Dumper.add_representer(list, _Dumper.represent_sequence_of_numbers)
 _Dumper.add_representer(dict, _Dumper.represent_object)
 
 
@@ -158,9 +180,9 @@ def _pods(job: LaunchJob, options: GkeOptions, num_jobs: int) -> JsonObject:
     }
     codes: JsonObject = {
         "containerName": CONTAINER,
-        "operator": "In",
-        # Errors of the command or its input, which a restart would repeat.
-        "values": [FAILED, USAGE],
+        # A restart would repeat any other error, e.g. 127 of a missing program.
+        "operator": "NotIn",
+        "values": [*RESTARTABLE_CODES],
     }
     return {
         "parallelism": nodes,
@@ -199,7 +221,7 @@ def _pod(job: LaunchJob, options: GkeOptions, num_jobs: int) -> JsonObject:
 def _one_pod_per_node(job: LaunchJob) -> JsonObject:
     """Return the anti-affinity of a job's pods.
 
-    Without it, pods that request part of a node's GPUs share a node.
+    Without it, two pods share a node if each requests a part of its GPUs.
     """
     term: JsonObject = {
         "labelSelector": {"matchLabels": {JOB_SET_KEY: job.name}},
@@ -230,7 +252,7 @@ def _container(job: LaunchJob, options: GkeOptions, num_jobs: int) -> JsonObject
 
 
 def _slice_variables(job: LaunchJob, num_jobs: int) -> list[JsonValue]:
-    """Return the variables by which libtpu and JAX connect the slices of a job.
+    """Return the variables of libtpu and JAX for the slices of a job.
 
     See `jax/_src/clusters/cloud_tpu_cluster.py`. The address has no port: libtpu and JAX have ports of their own.
     """

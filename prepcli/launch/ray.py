@@ -1,7 +1,7 @@
 """The driver of a Ray job with a command in several workers. The functions do no I/O.
 
-Training runs in `JaxTrainer` of Ray Train (https://docs.ray.io/en/latest/train/getting-started-jax.html), which places
-the workers and starts all of them again. Conversions run as tasks with a share each, and a stopped task runs again.
+`JaxTrainer` of Ray Train (https://docs.ray.io/en/latest/train/getting-started-jax.html) places the workers of a
+training and restarts all of them. Each share of a conversion is a task, and a stopped task runs again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def ray_driver(job: LaunchJob, options: RayOptions, *, recipe_text: str = "") ->
         recipe_text: Text of the recipe of a training.
     """
     check_label(job.name)
-    _check_devices(options)
+    _check_devices(job, options)
     command = _command_lines(job, options, recipe_text)
     head = [comment(f"Runs `{job.command.title}` on a Ray cluster whose nodes have prep.")]
     if job.command.has_mesh:
@@ -145,6 +145,8 @@ def _task_lines(job: LaunchJob, options: RayOptions, command: list[str]) -> list
     resources: dict[str, object] = {"num_cpus": options["cpus"]}
     if options["gpus"]:
         resources["num_gpus"] = options["gpus"]
+    if options["accelerator"]:
+        resources["accelerator_type"] = options["accelerator"]
     return [
         "import sys",
         "",
@@ -178,14 +180,25 @@ def _num_devices(options: RayOptions) -> int | None:
     return options["gpus"] or options["tpus"]
 
 
-def _check_devices(options: RayOptions) -> None:
-    """Raise UsageError if Ray would refuse the devices of a worker."""
+def _check_devices(job: LaunchJob, options: RayOptions) -> None:
+    """Raise UsageError if Ray would refuse the devices of a worker, or if the command uses no TPUs."""
     if options["gpus"] and options["tpus"]:
         what = text("{} excludes {}", Option("gpus"), Option("tpus"))
         raise usage_error(
             what, "a worker has devices of one kind", text("remove {}", Option("tpus"))
         )
+    if options["tpus"] and not job.command.has_mesh:
+        what = text("{} is for training, eval and generate only", Option("tpus"))
+        raise usage_error(
+            what,
+            f"`prep {job.command.name}` computes on CPUs",
+            text("remove {}", Option("tpus")),
+        )
     if not options["tpus"]:
+        if options["topology"]:
+            what = text("{} is for TPUs only", Option("topology"))
+            why = text("{} is missing", Option("tpus"))
+            raise usage_error(what, why, text("remove {}", Option("topology")))
         return
     examples = {"accelerator": "TPU-V6E", "topology": "4x4"}
     for name, example in examples.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prepcli.errors import OK, STOPPED
+from prepcli.errors import FAILED, OK, STOPPED
 from prepcli.execution.signals import PARENT_VARIABLE
 from prepcli.launch.local import free_port
 
@@ -70,7 +71,7 @@ class RayCommand:
         recipe_name: File name of its recipe, or empty.
         recipe_text: Text of the recipe.
         arguments: Words after the name, or after the recipe.
-        folder: Working folder, or None for that of the worker.
+        folder: Working folder. None: the one of the worker.
         env: Environment variables.
     """
 
@@ -114,6 +115,10 @@ class RayCommand:
 
     def _run(self, options: Sequence[str], place: Mapping[str, str]) -> int:
         """Run the command with more options, and with the variables of its place in a job."""
+        if self.folder is not None and not Path(self.folder).is_dir():
+            # An exception would restart the job, at most `--max-restarts` times.
+            print(f"error: `{self.folder}` is no folder on {socket.gethostname()}", file=sys.stderr)
+            return FAILED
         words = [self.name, *options]
         with tempfile.TemporaryDirectory(prefix="prep-") as folder:
             if self.recipe_name:
@@ -126,4 +131,5 @@ class RayCommand:
             code = subprocess.run(command, cwd=self.folder, env=env, check=False).returncode
         if code == STOPPED or -code in SIGNALS:
             raise RestartError(f"`prep {self.name}` ended with {code}, and resumes")
-        return code
+        # Killed by SIGHUP or SIGINT: -2 -> 130, as a shell reports it. A negative code would be less than 0 in `max`.
+        return code if code >= 0 else 128 - code

@@ -13,7 +13,7 @@ from prepcli.launch.command import check_text
 from prepcli.launch.gke import yaml_text
 from prepcli.launch.job import LaunchJob, check_label
 from prepcli.launch.options import SkyOptions
-from prepcli.launch.shell import NOT_RUN, command_line, comment, script
+from prepcli.launch.shell import NOT_RUN, RESTARTABLE, command_line, comment, script
 from trainer.models.json_types import JsonObject
 from trainer.models.process_address import DEFAULT_PORT
 
@@ -21,8 +21,6 @@ from trainer.models.process_address import DEFAULT_PORT
 MIN_VERSION = "0.11.2"
 BUCKET_FOLDER = "/bucket"
 RECIPE_FOLDER = "~/.prep-launch"
-# Exit codes of a process that SIGABRT, SIGKILL or SIGTERM ended, as a shell reports them.
-KILLED = (134, 137, 143)
 # `K`, `M` and `T` of other engines would be silently read as something else.
 _GIBIBYTES = re.compile(r"([0-9]+)(G|GB|Gi|GiB)?")
 
@@ -32,6 +30,9 @@ def sky_task(job: LaunchJob, options: SkyOptions, *, recipe_text: str = "") -> s
 
     SkyPilot starts all nodes again after a preemption, and if a process exits with 75 or is killed. It has no limit on
     these restarts.
+
+    The setup lines are part of `run`. SkyPilot runs its `setup` in another shell: variables and the working folder
+    would be lost, and a failed line would be ignored.
 
     Args:
         job: The job.
@@ -48,8 +49,6 @@ def sky_task(job: LaunchJob, options: SkyOptions, *, recipe_text: str = "") -> s
         task["envs"] = dict(job.env)
     if options["bucket"]:
         task["file_mounts"] = {BUCKET_FOLDER: {"source": options["bucket"], "mode": "MOUNT"}}
-    if job.setup:
-        task["setup"] = script(job.setup)
     task["run"] = _run_script(job, options, recipe_text)
     head = [
         comment(
@@ -63,6 +62,12 @@ def sky_task(job: LaunchJob, options: SkyOptions, *, recipe_text: str = "") -> s
 def _resources(options: SkyOptions) -> JsonObject:
     """Return the machines of a job."""
     resources: JsonObject = {}
+    if options["devices_per_node"] and not options["accelerator"]:
+        what = text("{} is missing", Option("accelerator"))
+        why = text(
+            "{} counts accelerators", Option("devices_per_node", options["devices_per_node"])
+        )
+        raise usage_error(what, why, text("{}", Option("accelerator", "H100")))
     if options["infra"]:
         check_text(text("{}", Option("infra")), options["infra"])
         resources["infra"] = options["infra"]
@@ -76,7 +81,8 @@ def _resources(options: SkyOptions) -> JsonObject:
     if options["image"]:
         resources["image_id"] = f"docker:{options['image']}"
     resources["use_spot"] = options["spot"]
-    resources["job_recovery"] = {"recover_on_exit_codes": [STOPPED, *KILLED]}
+    # Without 137: after an error of one node SkyPilot kills the other ones, and reports 137 for them.
+    resources["job_recovery"] = {"recover_on_exit_codes": [STOPPED]}
     return resources
 
 
@@ -101,7 +107,7 @@ def _gibibytes(memory: str) -> str:
 
 
 def _run_script(job: LaunchJob, options: SkyOptions, recipe_text: str) -> str:
-    """Return the commands of every node."""
+    """Return the commands of every node. They exit with 75 if the process is killed."""
     lines = ["set -e"]
     if options["nodes"] > 1:
         lines += [
@@ -109,10 +115,18 @@ def _run_script(job: LaunchJob, options: SkyOptions, recipe_text: str) -> str:
             'export JAX_NUM_PROCESSES="$SKYPILOT_NUM_NODES"',
             'export JAX_PROCESS_ID="$SKYPILOT_NODE_RANK"',
         ]
-    if not job.command.recipe:
-        return script([*lines, f"{command_line(['prep', *job.command.words])}"])
-    name, _, *words = job.command.words
-    recipe = f"{RECIPE_FOLDER}/{command_line([PurePosixPath(job.command.recipe).name])}"
-    command = f"prep {name} {recipe} {command_line(words)}".rstrip()
-    copy = f"printf %s {command_line([recipe_text])} > {recipe}"
-    return script([*lines, f"mkdir -p {RECIPE_FOLDER}", copy, command])
+    command = command_line(["prep", *job.command.words])
+    if job.command.recipe:
+        name, _, *words = job.command.words
+        recipe = f"{RECIPE_FOLDER}/{command_line([PurePosixPath(job.command.recipe).name])}"
+        command = f"prep {name} {recipe} {command_line(words)}".rstrip()
+        lines.append(f"mkdir -p {RECIPE_FOLDER}")
+        lines.append(f"printf %s {command_line([recipe_text])} > {recipe}")
+    lines += [
+        *job.setup,
+        "code=0",
+        f"{command} || code=$?",
+        f"case $code in {RESTARTABLE}) exit {STOPPED} ;; esac",
+        'exit "$code"',
+    ]
+    return script(lines)

@@ -119,6 +119,8 @@ def _start_lines(job: LaunchJob, options: TpuOptions) -> list[str]:
     if options["detach"]:
         command = _detached(job, command)
     ssh = f"{VM} ssh {shlex.quote(job.name)} {workers} {location} --command={shlex.quote(command)}"
+    # ssh would read the rest of the script if bash reads it from stdin, and the exit code would be lost.
+    ssh += " < /dev/null"
     if recipe_file:
         return [*lines, f'    [ "$code" -ne 0 ] || {ssh} || code=$?']
     return [f"    {ssh} || code=$?"]

@@ -62,6 +62,7 @@ from prepcli.targets.streams import VocabResize
 from prepcli.targets.token_files import files_with_tokens
 
 ADD = "add-tokens"
+NORMALIZED_HINT = 'set "normalized" to false in a JSON list'
 
 
 @public
@@ -221,7 +222,7 @@ def _added_record(addition: Addition) -> AddedTokensRecord:
 def _check_sizes(source: Source, tokenizer: VocabularyTokenizer, vocabulary: Vocabulary) -> None:
     """Raise UsageError unless the tokenizer has as many ids as the true vocabulary.
 
-    The libraries number added tokens from the last one on, so that ids cannot skip rows.
+    The libraries number added tokens from the last one on. Ids cannot skip rows.
     """
     size = tokenizer.size
     if size == vocabulary.true_size:
@@ -255,7 +256,9 @@ def _check_new(
         names = join_names([repr(content) for content in known])
         what = f"{source.display_name} has these tokens already: {names}"
         why = "a token has one id, also with its normalized text"
-        hint = 'remove them from the list, or set "normalized" to false in a JSON list'
+        hint = "remove them from the list"
+        if not set(known) <= set(contents):
+            hint += f", or {NORMALIZED_HINT}"
         raise usage_error(what, why, hint)
     old = tokenizer.added_contents
     overlaps = overlapping_texts(contents, old) or overlapping_texts(searched, [*searched, *old])
@@ -286,8 +289,10 @@ def _check_tokenizer(
             wrong.append(f"{contents[token_id - first_id]!r} has ids {list(ids)}, not [{token_id}]")
     if wrong:
         what = f"the tokenizer of {source.display_name} would not use the new tokens"
-        why = join_names(wrong)
-        raise PrepError(what, why, 'set "normalized" to false in a JSON list, or use another text')
+        hint = "use another text"
+        if not changed.is_sentencepiece:
+            hint = f"{NORMALIZED_HINT}, or {hint}"
+        raise PrepError(what, join_names(wrong), hint)
 
 
 def _make_added_fill(

@@ -12,12 +12,12 @@ from typing import Unpack
 from prepcli.console.observer import Observer, run_observer_of
 from prepcli.console.progress import Progress
 from prepcli.operations.data_options import DataOptions
-from prepcli.operations.operation import public
+from prepcli.operations.operation import public, rendered_for_python
 from prepcli.operations.recipe_files import find_training_recipe
 from prepcli.option_spec import NonNegativeInt, PathLike, PositiveInt, as_tuple
 from prepcli.training_runs.recipe_data import open_datasets, run_batch_size
 from trainer.data.batches import BatchDigest, Batches
-from trainer.recipe import load_recipe
+from trainer.recipe import Recipe, load_recipe
 
 __all__ = ["BatchDigest", "Batches", "batches"]
 
@@ -72,35 +72,73 @@ def batches(
         **options: See `DataOptions`.
 
     Returns:
-        The iterator. It ends after the last step of the recipe. A copy in another process opens the tokens again.
+        The iterator. It ends after the last step of the recipe. A copy in another process opens the tokens again,
+        with this recipe even if its file changes. Other tokens are an error.
 
     Raises:
         UsageError: An argument or a key of the recipe is invalid, or the batch size depends on unknown devices.
         PrepError: The model, its tokenizer or the data cannot be used.
     """
-    from trainer.training.source_datasets import make_order
-
     if verify is None:
         verify = process == 0
     loaded = load_recipe(find_training_recipe(Path(recipe)), as_tuple(options["overrides"])).recipe
-    datasets = open_datasets(
+    return _open_batches(
         loaded,
+        process=process,
+        of=of,
+        start=start,
         out=Path(out) if out is not None else None,
         offline=options["offline"],
+        verify=verify,
         observer=run_observer_of(progress),
-        checks_digests=verify,
+    )
+
+
+def _open_batches(
+    recipe: Recipe,
+    *,
+    process: int,
+    of: int,
+    start: int,
+    out: Path | None,
+    offline: bool,
+    verify: bool,
+    observer: Observer,
+) -> Batches:
+    """Return the iterator of a loaded recipe. The arguments are as for `batches`."""
+    from trainer.training.source_datasets import make_order
+
+    datasets = open_datasets(
+        recipe, out=out, offline=offline, observer=observer, checks_digests=verify
     )
     order = make_order(
-        datasets, run_batch_size(loaded), seed=loaded.seed, shuffle=loaded.data.shuffle
+        datasets, run_batch_size(recipe), seed=recipe.seed, shuffle=recipe.data.shuffle
     )
     return Batches(
         datasets.train,
         order,
-        steps=loaded.train.steps or order.steps_for_epochs(loaded.train.epochs or 0),
+        steps=recipe.train.steps or order.steps_for_epochs(recipe.train.epochs or 0),
         identity=datasets.identity,
-        # This process has checked the digests, so its copies need not.
-        reopen=partial(batches, recipe, process=process, of=of, out=out, verify=False, **options),
+        reopen=partial(_reopen_batches, recipe, process=process, of=of, out=out, offline=offline),
         process=process,
         of=of,
         start=start,
     )
+
+
+def _reopen_batches(
+    recipe: Recipe, *, process: int, of: int, start: int, out: Path | None, offline: bool
+) -> Batches:
+    """Return a copy of an iterator in another process, without progress."""
+    # The first process has checked the digests, so its copies need not.
+    with rendered_for_python():
+        return _open_batches(
+            recipe,
+            process=process,
+            of=of,
+            start=start,
+            out=out,
+            offline=offline,
+            verify=False,
+            observer=run_observer_of(None),
+        )

@@ -33,7 +33,7 @@ class TokenizeArguments(TypedDict, total=False):
         TokenFormat,
         OptionSpec(
             "NAME",
-            "Also write the tokens for another trainer: megatron or parquet. Default: prep.",
+            "Also write the tokens for another trainer: megatron or parquet.",
             'Format of the tokens: "prep", "megatron" (.idx and .bin) or "parquet".',
             default="prep",
             position=3,

@@ -56,7 +56,9 @@ def find_page(name: str) -> Path:
     path = pages.get(stem)
     section = "/".join(folders).removeprefix("docs").strip("/")
     if path is None or section not in ("", _page_section(path)):
-        hint = did_you_mean_start(stem, pages) or text("{} lists the pages", Command("docs"))
+        # The name of a page of another section needs no other suggestions.
+        candidates = [stem] if path else pages
+        hint = did_you_mean_start(stem, candidates) or text("{} lists the pages", Command("docs"))
         raise usage_error(f"unknown page `{name}`", f"there are {len(pages)} pages", hint)
     return path
 

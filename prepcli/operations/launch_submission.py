@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shlex
 import subprocess
@@ -20,6 +21,7 @@ STDIN_COMMANDS = {
 }
 # `sky` reads its file several times, so it cannot be a pipe. `--async` ends it when the job is accepted.
 SKY_COMMAND = ("sky", "jobs", "launch", "--yes", "--async")
+NOT_SUBMITTED = "the job was not submitted"
 # The driver is a word of its own command, so that no file has to reach the cluster.
 RAY_COMMAND = ("ray", "job", "submit", "--no-wait", "--log-color", "false", "--", "python", "-c")
 
@@ -36,7 +38,8 @@ def submit_line(target: str, path: Path) -> str:
     if target == "sky":
         return f"{shlex.join(SKY_COMMAND)} {file}"
     if target == "ray":
-        return f'{shlex.join(RAY_COMMAND)} "$(cat {file})"'
+        program = _ray_program(f"$(base64 < {file} | tr -d '\\n')")
+        return f'{shlex.join(RAY_COMMAND)} "{program}"'
     return f"{shlex.join(STDIN_COMMANDS[target])} < {file}"
 
 
@@ -52,17 +55,32 @@ def submit_script(target: str, script: str) -> str:
             path.write_bytes(os.fsencode(script))
             return _run([*SKY_COMMAND, str(path)])
     if target == "ray":
-        return _run([*RAY_COMMAND, script], name=shlex.join(RAY_COMMAND))
-    return _run(STDIN_COMMANDS[target], stdin=script)
+        program = _ray_program(base64.b64encode(os.fsencode(script)).decode())
+        return _run([*RAY_COMMAND, program], name=shlex.join(RAY_COMMAND))
+    # The script of a TPU waits for the command.
+    failure = "the job failed" if target == "tpu" else NOT_SUBMITTED
+    return _run(STDIN_COMMANDS[target], stdin=script, failure=failure)
 
 
-def _run(command: Sequence[str], *, stdin: str = "", name: str = "") -> str:
+def _ray_program(encoded: str) -> str:
+    """Return the Python program to run a driver in base64.
+
+    Ray passes the words of a job through a shell. Ray 2.50 quotes them with the rules of Windows, and the shell would
+    expand `$` and backticks in the driver. The program has no such characters. Ray quotes it because it has spaces.
+    """
+    return f"import base64; exec(base64.b64decode('{encoded}'))"
+
+
+def _run(
+    command: Sequence[str], *, stdin: str = "", name: str = "", failure: str = NOT_SUBMITTED
+) -> str:
     """Run a command and return its stdout.
 
     Args:
         command: Words of the command.
         stdin: Text of its stdin.
         name: The command in an error. Default: all words.
+        failure: First line of the error if the command fails.
     """
     try:
         result = subprocess.run(
@@ -76,8 +94,12 @@ def _run(command: Sequence[str], *, stdin: str = "", name: str = "") -> str:
     except FileNotFoundError:
         why = f"`{command[0]}` is not installed on this machine"
         hint = text("{}, and submit it on a login node", Option("out", "FILE"))
-        raise PrepError("the job was not submitted", why, hint) from None
+        raise PrepError(NOT_SUBMITTED, why, hint) from None
+    except OSError as error:
+        # E.g. a driver of more than 128 KiB, the limit of Linux for one word.
+        why = f"`{name or command[0]}`: {error.strerror}"
+        raise PrepError(NOT_SUBMITTED, why, text("{}", Option("out", "FILE"))) from None
     if result.returncode:
         why = f"`{name or shlex.join(command)}` exited with {result.returncode}"
-        raise PrepError("the job was not submitted", why, "its message is above", FAILED)
+        raise PrepError(failure, why, "its message is above", FAILED)
     return result.stdout.strip()

@@ -12,7 +12,7 @@ from typing import Unpack
 from prepcli.console.job_errors import label_errors
 from prepcli.console.observer import Observer, run_observer_of
 from prepcli.console.progress import Progress
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.errors import Option, text, usage_error
 from prepcli.execution.signals import raise_on_signal
 from prepcli.operations.data_options import DataOptions, TokenFormat
 from prepcli.operations.operation import public
@@ -21,9 +21,8 @@ from prepcli.operations.results import Tokenization, TokenizedData
 from prepcli.option_spec import NonNegativeInt, PathLike, PositiveInt, as_tuple
 from prepcli.training_runs.observe import tokenize_progress
 from prepcli.training_runs.recipe_data import open_token_configs
-from trainer.data.token_formats import export_tokens
+from trainer.data.token_formats import check_exportable, export_tokens
 from trainer.data.token_shards import ShardedTokens, tokenize_share
-from trainer.data.tokenize import TokenizeConfig
 from trainer.recipe import load_recipe
 
 
@@ -83,10 +82,11 @@ def tokenize_shard(
             offline=options["offline"],
             observer=observer,
         )
+        if format != "prep":
+            for config in configs.values():
+                check_exportable(config, format)
         data: list[TokenizedData] = []
         for name, config in configs.items():
-            if format != "prep":
-                _check_exportable(config, format)
             tokens = tokenize_share(
                 config, process, of, progress=tokenize_progress(observer), note=observer.note
             )
@@ -98,14 +98,6 @@ def tokenize_shard(
         seconds=time.monotonic() - started_s,
         process=index,
     )
-
-
-def _check_exportable(config: TokenizeConfig, file_format: TokenFormat) -> None:
-    """Raise PrepError for pairs of sources and targets. No other format has them."""
-    if config.examples.has_encoder:
-        why = "the data has pairs of a source and a target, for a model with an encoder"
-        hint = text("remove {}", Option("format"))
-        raise PrepError(text("{} is not supported", Option("format", file_format)), why, hint)
 
 
 def _write_format(

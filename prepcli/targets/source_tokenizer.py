@@ -1,4 +1,4 @@
-"""The tokenizer of a source, to which tokens can be added: a tokenizer.json, or a SentencePiece model alone."""
+"""The tokenizer of a source for new tokens: a tokenizer.json, or a SentencePiece model alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prepcli.formats.token_list import AddedToken
 from prepcli.sources.json_tokenizer import parse_tokenizer
 from prepcli.sources.sentencepiece_tokenizer import SPACE, parse_sentencepiece
 from prepcli.sources.source import Source
-from prepcli.targets.token_files import TOKEN_IDS, read_side_file
+from prepcli.targets.token_files import TOKEN_IDS, read_side_file, tokenizer_file
 from trainer.files.json_values import load_json
 from trainer.files.tokenizer_names import (
     SENTENCEPIECE_FILES,
@@ -31,12 +31,13 @@ T5_CLASSES = ("T5Tokenizer", "T5TokenizerFast", "MT5Tokenizer", "MT5TokenizerFas
 T5_MODELS = ("t5", "mt5", "umt5")
 # Sentinels such as `<extra_id_0>` that T5Tokenizer puts after the pieces, unless its settings say otherwise.
 T5_EXTRA_IDS = 100
+NUL = "\0"
 # Settings of a token without a counterpart in a SentencePiece model.
 SPACE_FLAGS = ("single_word", "lstrip", "rstrip")
 
 
 class VocabularyTokenizer(Protocol):
-    """A tokenizer whose vocabulary can be read."""
+    """A tokenizer with a readable vocabulary."""
 
     @property
     def size(self) -> int:
@@ -45,7 +46,7 @@ class VocabularyTokenizer(Protocol):
 
     @property
     def added_contents(self) -> list[str]:
-        """Texts that are found before the other text is split."""
+        """Texts found before the other text is split."""
         ...
 
     def token_id(self, content: str) -> int | None:
@@ -93,13 +94,13 @@ def open_tokenizer(source: Source) -> SourceTokenizer:
         UsageError: The source has no such tokenizer, or its settings add tokens after the pieces.
         PrepError: The tokenizer is damaged, or the extra `sentencepiece` is missing.
     """
-    for name in (TOKENIZER_FILE, *SENTENCEPIECE_FILES):
-        data = read_side_file(source, name)
-        if data is not None:
-            opened = SourceTokenizer(name, _parse(source.root / name, data))
-            if opened.is_sentencepiece:
-                _check_settings(source, opened)
-            return opened
+    file_name = tokenizer_file(source)
+    data = None if file_name is None else read_side_file(source, file_name)
+    if file_name is not None and data is not None:
+        opened = SourceTokenizer(file_name, _parse(source.root / file_name, data))
+        if opened.is_sentencepiece:
+            _check_settings(source, opened)
+        return opened
     names = [path.name for path in source.small_files]
     others = [
         name for name in names if name.endswith(SENTENCEPIECE_SUFFIX) or name in VOCABULARY_FILES
@@ -114,7 +115,7 @@ def open_tokenizer(source: Source) -> SourceTokenizer:
 
 
 def tokens_for(opened: SourceTokenizer, tokens: Sequence[AddedToken]) -> tuple[AddedToken, ...]:
-    """Return tokens with the settings that a tokenizer applies.
+    """Return tokens with the settings of their entries in a tokenizer.
 
     Raises:
         UsageError: A SentencePiece model cannot have one of the tokens.
@@ -128,6 +129,10 @@ def tokens_for(opened: SourceTokenizer, tokens: Sequence[AddedToken]) -> tuple[A
             what = f"the token {content!r} is not supported"
             why = f"a piece of {opened.file_name} has no `{flags[0]}`"
             raise usage_error(what, why, f"remove `{flags[0]}`, or {SAVE_HINT}")
+        if NUL in content:
+            what = f"the token {content!r} has the character U+0000"
+            hint = "use another text"
+            raise usage_error(what, f"{opened.file_name} cannot have such a piece", hint)
         # SentencePiece finds `a b` as `a<U+2581>b`, and transformers does not.
         if SPACE in content or any(char.isspace() for char in content):
             what = f"the token {content!r} has a space"
@@ -143,7 +148,7 @@ def _parse(path: Path, data: bytes) -> VocabularyTokenizer:
 
 
 def _check_settings(source: Source, opened: SourceTokenizer) -> None:
-    """Raise UsageError if the settings beside a SentencePiece model add tokens after its pieces."""
+    """Raise UsageError if the settings of a SentencePiece model add tokens after its pieces."""
     size = opened.tokenizer.size
     settings = _read_object(source, SETTINGS_FILE)
     tokenizer_class = settings.get("tokenizer_class")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prepcli.engine.files import io_error
 from prepcli.errors import Key, text, usage_error
@@ -14,7 +15,9 @@ from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
 from prepcli.sources.source import HF_FOLDER, Source
 from prepcli.targets.hf_folder import copied_files
 from trainer.files.tokenizer_names import TOKENIZER_FILE
-from trainer.recipe import Recipe
+
+if TYPE_CHECKING:
+    from trainer.recipe import Recipe
 
 SENTENCEPIECE_TOKENIZER = "tokenizer.model"
 # In order of precedence: the first one in a folder is loaded.

@@ -42,7 +42,7 @@ def check_continued_start(start: StartCheckpoint, loop: LoopConfig) -> None:
             f"it lacks {missing[0]}, one of {len(missing):,} leaves",
             text("{} chooses the optimizer", Key("optimizer.type")),
         )
-    step = int(reader.manifest["step"])
+    step = Manifest(reader.manifest).step or 0
     if step >= loop.steps:
         raise PrepError(
             f"{path} is at step {step}",

@@ -269,8 +269,8 @@ def _end_job(error: BaseException, group: CoordinatedProcesses, watchdog: Watchd
         reported = as_prep_error(error)
         why = " - ".join(text for text in (reported.what, reported.why) if text)
         what = f"process {group.index} ({group.places[group.index]}) failed"
-        end = JobEnd("failed", group.index, what, why)
         code = reported.code
+        end = JobEnd("failed", group.index, what, why, code)
     # The reason first: the others would report a lost process if this one left before it is known.
     watchdog.end_job(end)
     group.exit_without_disconnecting(code)
@@ -300,4 +300,5 @@ def _job_error(
         if end.why == INTERRUPT:
             code = INTERRUPTED
         return PrepError(end.what, "", hint, code)
-    return PrepError(end.what, end.why, hint, code)
+    # With 75 a launcher would start the job again, and the error would repeat.
+    return PrepError(end.what, end.why, hint, end.code or code)

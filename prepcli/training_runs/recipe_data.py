@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 from prepcli.console.observer import Observer
 from prepcli.errors import Key
 from prepcli.execution.run_storage import TOKENS_FOLDER
-from prepcli.formats.lock_file import read_lock
+from prepcli.formats.lock_file import Lock
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import locate
-from prepcli.sources.locked import pinned_revision
+from prepcli.sources.locked import apply_lock, pinned_revision
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import Source
 from prepcli.targets.tokenizer_files import tokenizer_folder
 from prepcli.training_runs.observe import tokenize_progress
 from prepcli.training_runs.random_start import random_config
 from prepcli.training_runs.remote_data import DataFinder
-from prepcli.training_runs.start import checkpoint_tokenizer_folder
+from prepcli.training_runs.start import checkpoint_tokenizer_folder, read_recipe_lock
 from prepcli.training_runs.storage import RUNS_FOLDER
 from trainer.models.mesh import parse_mesh
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
@@ -107,7 +107,9 @@ def tokens_folder(recipe: Recipe, out: Path | None) -> Path:
 
 
 def open_recipe_model(recipe: Recipe, *, offline: bool, observer: Observer) -> RecipeModel:
-    """Return the model of a recipe. Only the headers of a checkpoint are read.
+    """Return the model of a recipe. Only the headers and the small files of a checkpoint are read.
+
+    With a `model.lock`, they are compared with it.
 
     Args:
         recipe: The recipe.
@@ -115,17 +117,21 @@ def open_recipe_model(recipe: Recipe, *, offline: bool, observer: Observer) -> R
         observer: Receives notes and progress.
 
     Raises:
-        PrepError: The checkpoint is missing or invalid.
+        PrepError: The checkpoint is missing or invalid, or differs from its lock.
     """
     if recipe.model.path is None:
         model = model_of_config(random_config(recipe.model))
         return RecipeModel(model.of_recipe(recipe.model), tokenizer_folder(recipe))
+    lock: Lock | None = None
     revision: str | None = None
     if recipe.model.lock is not None:
-        lock = read_lock(Path(recipe.model.lock).expanduser())
+        lock = read_recipe_lock(recipe)
         revision = pinned_revision(recipe.model.path, None, lock)
     access = make_access(observer, offline=offline, stream=True, allow_urls=True)
-    source = open_source(locate(recipe.model.path, revision, access=access))
+    located = locate(recipe.model.path, revision, access=access)
+    source = open_source(located)
+    if lock is not None:
+        source = apply_lock(source, lock, str(recipe.model.lock), located.local_files.commit)
     model = _source_model(source).of_recipe(recipe.model)
     return RecipeModel(model, checkpoint_tokenizer_folder(source))
 

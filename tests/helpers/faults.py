@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from contextlib import chdir
@@ -82,3 +83,22 @@ def run_until_killed(
             main([*command, "--out", "out", "-q"])
     assert Path("out.partial/.prep/journal.0").read_bytes().count(b"\n") > syncs
     return Path("out.partial")
+
+
+def change_and_restore_time(path: Path) -> None:
+    """Change the first byte of the tensors, and restore the file's time."""
+    file_stat = path.stat()
+    with path.open("r+b") as file:
+        first = 8 + int.from_bytes(file.read(8), "little")  # offset of the first tensor
+        file.seek(first)
+        byte = file.read(1)[0]
+        file.seek(first)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(file_stat.st_atime_ns, file_stat.st_mtime_ns))
+
+
+def replace_by_copy(path: Path) -> None:
+    """Replace a file by a copy with the same time."""
+    copy = path.with_name("copy")
+    shutil.copy2(path, copy)
+    os.replace(copy, path)

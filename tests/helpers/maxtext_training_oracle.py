@@ -69,9 +69,9 @@ def main(request: Request) -> None:
     if isinstance(model, tuple):
         model = model[0]
     rates = jnp.array(request["rates"], jnp.float32)
-    optimizer = nnx.Optimizer(
-        model, optax.adamw(lambda count: rates[count], **request["adam"]), wrt=nnx.Param
-    )
+    adam: dict[str, Any] = request["adam"]
+    update = optax.adamw(lambda count: rates[count], **adam)
+    optimizer = nnx.Optimizer(model, update, wrt=nnx.Param)
     state = train_state_nnx.TrainStateNNX(model, optimizer)
     if request["has_state"]:
         restore(state, request["item"])

@@ -11,7 +11,7 @@ import numpy as np
 
 from prepcli.formats.ocdbt import NODE_NBYTES
 from prepcli.formats.orbax import ArrayMeta, OrbaxNonArray, unravel_chunk_index
-from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata
+from prepcli.formats.orbax_write import WrittenChunk, encode_item_metadata, write_files
 
 NOW_NS = 1_700_000_000_123_456_789
 
@@ -74,7 +74,22 @@ def write_item(
 ) -> None:
     """Write an item of these arrays."""
     chunks, names = write_data_files(folder, arrays, gap)
-    write_item_metadata(folder, list(arrays), chunks, names, NOW_NS, non_arrays, node_nbytes)
+    write_metadata(folder, list(arrays), chunks, names, non_arrays, node_nbytes)
+
+
+def write_metadata(
+    folder: Path,
+    arrays: Sequence[ArrayMeta],
+    chunks: Sequence[WrittenChunk],
+    names: Sequence[str],
+    non_arrays: Sequence[OrbaxNonArray] = (),
+    node_nbytes: int = NODE_NBYTES,
+) -> None:
+    """Write the metadata of an item over its data files."""
+    files = encode_item_metadata(
+        arrays, chunks, names, NOW_NS, non_arrays=non_arrays, node_nbytes=node_nbytes
+    )
+    write_files(folder, files)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""Run rendered scripts in bash with recorders in place of the programs that they call."""
+"""Run rendered scripts in bash with recorders in place of their programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ code, _, rest = codes.read_text().partition("\\n") if codes.exists() else ("0", 
 codes.write_text(rest)
 if name == "srun" and "prep" in sys.argv:  # runs the command as one task
     os.execvp("prep", sys.argv[sys.argv.index("prep"):])
-if name == "gcloud" and "ssh" in sys.argv:  # runs the command as one host
+if name == "gcloud" and "ssh" in sys.argv:  # reads its stdin as ssh does, and runs the command as one host
+    sys.stdin.read()
     command = next(word for word in sys.argv if word.startswith("--command="))
     os.execvp("bash", ["bash", "-c", command.removeprefix("--command=")])
 if name == "gcloud" and "describe" in sys.argv:  # prints the next state of the TPU
@@ -42,7 +43,7 @@ lines = words.filter(lambda text: len(text.splitlines()) == 1 and text.splitline
 
 
 class Calls:
-    """The calls of a script that ran with recorders.
+    """The recorded calls of a script.
 
     Attributes:
         code: Exit code of the script.
@@ -55,7 +56,7 @@ class Calls:
 
     @classmethod
     def read(cls, folder: Path, code: int = 0) -> Calls:
-        """Return the calls that the recorders of a folder have written."""
+        """Return the calls of the recorders of a folder."""
         calls = [tuple(json.loads(line)) for line in (folder / "calls.jsonl").open()]
         return cls(code, calls)
 

@@ -12,7 +12,7 @@ from tests.helpers.tokenizer_folders import write_json
 
 sentencepiece = lazy_module("sentencepiece")
 
-Kind = Literal["bpe", "unigram"]
+Kind = Literal["bpe", "unigram", "word"]
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, doesn't it? We see 12345 of them.",
     "def f(x): return {x: 1}  # naïve café, 東京 and Привет мир",
@@ -27,14 +27,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def train(kind: Kind) -> bytes:
-    """Return a model with the settings of LLaMA (BPE with bytes) or of T5 (unigram)."""
-    special = {"bpe": {"byte_fallback": True}, "unigram": {"pad_id": 3}}
+    """Return a model with the settings of LLaMA (BPE with bytes) or of T5 (unigram), or with whole words."""
+    special = {"bpe": {"byte_fallback": True}, "unigram": {"pad_id": 3}, "word": {}}
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS),
         model_writer=model,
         model_type=kind,
-        vocab_size=400,
+        vocab_size=40 if kind == "word" else 400,
         hard_vocab_limit=False,
         minloglevel=2,
         **special[kind],

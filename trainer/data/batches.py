@@ -15,7 +15,7 @@ import xxhash
 
 from trainer.data.order import RowOrder
 from trainer.data.packing import Arrays, ColumnSpecs, Dataset
-from trainer.models.errors import usage_error
+from trainer.models.errors import PrepError, usage_error
 
 # Digests of rows are added modulo this number.
 DIGEST_MODULUS = 1 << 128
@@ -176,11 +176,16 @@ class Batches:
 
     def __reduce__(self) -> tuple[Callable[..., Batches], tuple[Any, ...]]:
         """Pickle the arguments: a pickled memory map would have all tokens."""
-        return _reopen_batches, (self._reopen, self.step)
+        return _reopen_batches, (self._reopen, self.step, self.identity)
 
 
-def _reopen_batches(reopen: Callable[..., Batches], start: int) -> Batches:
-    return reopen(start=start)
+def _reopen_batches(reopen: Callable[..., Batches], start: int, identity: str) -> Batches:
+    """Return a copy at a step. Raise PrepError if the tokens have changed since the original."""
+    batches = reopen(start=start)
+    if batches.identity != identity:
+        why = f"its tokens are {batches.identity}, they were {identity}"
+        raise PrepError("the data has changed during the run", why, "start again with the new data")
+    return batches
 
 
 def share_start(batch_size: int, process: int, of: int) -> int:

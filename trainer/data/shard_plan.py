@@ -8,7 +8,7 @@ of processes: any number of them may continue the work of others.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,19 +76,38 @@ class ShardPlan:
 
 
 def make_plan(
-    settings: str, identity: str, files: Sequence[DataFile], *, max_shards: int = MAX_SHARDS
+    settings: str,
+    identity: str,
+    files: Sequence[DataFile],
+    *,
+    max_shards: int = MAX_SHARDS,
+    companion_suffix: str = "",
 ) -> ShardPlan:
-    """Return a plan with shards of about equal size, each of at least one file."""
+    """Return a plan with shards of about equal size, each of at least one file.
+
+    Args:
+        settings: Digest of the settings of tokenization, without the files.
+        identity: Identity of the store.
+        files: The files.
+        max_shards: About the maximum number of shards.
+        companion_suffix: Suffix of files in the shard of the file before them. Empty for none.
+    """
     planned = tuple(PlannedFile(_name(file), file.nbytes, file.digest) for file in files)
-    return ShardPlan(settings, identity, planned, tuple(_shard_ends(planned, max_shards)))
+    ends = tuple(_shard_ends(planned, max_shards, companion_suffix))
+    return ShardPlan(settings, identity, planned, ends)
 
 
-def _shard_ends(files: Sequence[PlannedFile], max_shards: int) -> Iterable[int]:
+def _shard_ends(
+    files: Sequence[PlannedFile], max_shards: int, companion_suffix: str
+) -> Iterator[int]:
     """Yield the end of each shard: where the size of its files reaches its part of all bytes."""
     total_nbytes = sum(file.nbytes for file in files)
     nbytes = 0
     for index, file in enumerate(files, start=1):
         nbytes += file.nbytes
+        next_names = [following.name for following in files[index : index + 1]]
+        if companion_suffix and next_names and next_names[0].endswith(companion_suffix):
+            continue
         # In whole numbers, so that all hosts divide the files alike.
         if nbytes * max_shards >= total_nbytes or index == len(files):
             yield index

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
+from trainer.data.fields import compile_fields
 from trainer.data.files import io_error
 from trainer.data.readers.megatron_file import (
     DTYPE_CODES,
@@ -29,8 +31,9 @@ from trainer.data.store import (
     file_digest,
     map_tokens,
 )
+from trainer.data.tokenize import TokenizeConfig
 from trainer.files.writing import replacing_file
-from trainer.models.errors import PrepError
+from trainer.models.errors import Option, PrepError, text
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch, Schema
@@ -43,12 +46,27 @@ MAX_INT32 = 2**31 - 1
 IDENTITY_KEY = b"prep.tokens"
 IDS_COLUMN = "input_ids"
 WEIGHTS_COLUMN = "loss_mask"
-# Rows of a table that are compressed together.
+# Maximum rows and tokens of a row group. A row group is in memory, and has at least one document.
 ROW_GROUP_DOCUMENTS = 1 << 14
+ROW_GROUP_TOKENS = 1 << 24
+
+
+def check_exportable(config: TokenizeConfig, file_format: ExportFormat) -> None:
+    """Raise PrepError if a format cannot store the tokens of a config. No data is read."""
+    if config.examples.has_encoder:
+        why = "the data has pairs of a source and a target, for a model with an encoder"
+        hint = text("remove {}", Option("format"))
+        raise PrepError(text("{} is not supported", Option("format", file_format)), why, hint)
+    if file_format == "parquet":
+        _import_parquet()
+    elif compile_fields(config.examples, vocab=config.vocab).has_weights:
+        raise _loss_weights_error()
 
 
 def export_tokens(store: Path, meta: StoreMeta, target: Path, file_format: ExportFormat) -> Path:
-    """Write the tokens of a store in another format. An equal output is kept.
+    """Write the tokens of a store in another format. An output with the same tokens is kept.
+
+    Several processes may write the same output.
 
     Args:
         store: Folder of the store.
@@ -67,31 +85,33 @@ def export_tokens(store: Path, meta: StoreMeta, target: Path, file_format: Expor
         "megatron": _export_megatron,
         "parquet": _export_parquet,
     }
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise io_error(target.parent, error) from error
     return writers[file_format](store, meta, target)
 
 
 def _export_megatron(store: Path, meta: StoreMeta, target: Path) -> Path:
     """Write the two files of a dataset of Megatron-LM. The index comes last."""
     if meta.has_weights:
-        why = (
-            "Megatron's format has no loss weights, and some tokens of the data have loss weight 0"
-        )
-        raise PrepError("the tokens cannot be written for Megatron", why, "use the format parquet")
+        raise _loss_weights_error()
     tokens = map_tokens(store, meta, seq_length=1)
+    _check_document_lengths(tokens)
     dtype = "uint16"
     if meta.dtype == "uint32":
         # Megatron has no uint32. Ids below 2^31 have the same bytes as int32.
         dtype = "int32"
-    if meta.max_id > MAX_INT32 or _longest_document(tokens) > MAX_INT32:
-        why = f"ids and lengths of documents are at most {MAX_INT32:,}"
-        raise PrepError("the tokens cannot be written for Megatron", why, "use the format parquet")
+    if meta.max_id > MAX_INT32:
+        raise _megatron_error(f"its ids are at most {MAX_INT32:,}, the data has {meta.max_id:,}")
     index = target.with_name(f"{target.name}{INDEX_SUFFIX}")
     ids = ids_path(index)
-    if ids.exists() and file_digest(ids) != meta.digests[TOKENS_FILE]:
-        raise _other_tokens_error(ids)
-    if not ids.exists():
+    try:
         _copy_file(store / TOKENS_FILE, ids)
+    except FileExistsError:
+        # An earlier call or another process wrote it.
+        if file_digest(ids) != file_digest(store / TOKENS_FILE):
+            raise _other_tokens_error(ids) from None
     # The index of equal ids may have other documents, and is small. It is always written.
     with _writing(index), replacing_file(index) as file:
         for data in _megatron_index(tokens, dtype):
@@ -100,7 +120,7 @@ def _export_megatron(store: Path, meta: StoreMeta, target: Path) -> Path:
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    """Copy a file to a new name."""
+    """Copy a file to a new name. Raise FileExistsError if the name exists."""
     with (
         _writing(target),
         replacing_file(target, overwrite=False) as file,
@@ -135,43 +155,68 @@ def _document_lengths(tokens: MappedTokens) -> Iterator[np.ndarray]:
         first = int(ends[-1])
 
 
-def _longest_document(tokens: MappedTokens) -> int:
-    return max((int(lengths.max()) for lengths in _document_lengths(tokens)), default=0)
+def _check_document_lengths(tokens: MappedTokens) -> None:
+    """Raise PrepError if a document has more tokens than both formats can store."""
+    longest = max((int(lengths.max()) for lengths in _document_lengths(tokens)), default=0)
+    if longest > MAX_INT32:
+        why = f"a document has {longest:,} tokens, the formats have at most {MAX_INT32:,}"
+        raise PrepError("the tokens cannot be written", why, "divide the data into more documents")
 
 
 def _export_parquet(store: Path, meta: StoreMeta, target: Path) -> Path:
     """Write a table with one row per document: its ids, and the loss weights if some are 0."""
-    parquet, schema = _parquet_schema(meta)
+    parquet = _import_parquet()
+    schema = _parquet_schema(meta)
     path = target.with_name(f"{target.name}.parquet")
-    if path.exists():
-        if (parquet.read_schema(path).metadata or {}).get(IDENTITY_KEY) != meta.identity.encode():
-            raise _other_tokens_error(path)
-        return path
     tokens = map_tokens(store, meta, seq_length=1)
-    with (
-        _writing(path),
-        replacing_file(path, overwrite=False) as file,
-        parquet.ParquetWriter(file, schema, compression="zstd") as writer,
-    ):
-        for batch in _record_batches(tokens, schema):
-            writer.write_batch(batch)
+    _check_document_lengths(tokens)
+    try:
+        with (
+            _writing(path),
+            replacing_file(path, overwrite=False) as file,
+            parquet.ParquetWriter(file, schema, compression="zstd") as writer,
+        ):
+            for batch in _record_batches(tokens, schema):
+                writer.write_batch(batch)
+    except FileExistsError:
+        # An earlier call or another process wrote it.
+        if _table_identity(path) != meta.identity:
+            raise _other_tokens_error(path) from None
     return path
 
 
-def _parquet_schema(meta: StoreMeta) -> tuple[Any, Schema]:
-    """Return the module `pyarrow.parquet`, and the columns of a table."""
+def _import_parquet() -> Any:
+    """Return the module `pyarrow.parquet`. Raise PrepError if it is not installed."""
     try:
-        import pyarrow as pa
         from pyarrow import parquet
     except ModuleNotFoundError as error:
         hint = "`pip install 'prepcli[data]'`"
         raise PrepError("cannot write Parquet", "pyarrow is not installed", hint) from error
+    return parquet
+
+
+def _parquet_schema(meta: StoreMeta) -> Schema:
+    """Return the columns of a table."""
+    import pyarrow as pa
+
     columns = {IDS_COLUMN: pa.list_(pa.int32())}
     if meta.max_id > MAX_INT32:
         columns[IDS_COLUMN] = pa.list_(pa.int64())
     if meta.has_weights:
         columns[WEIGHTS_COLUMN] = pa.list_(pa.uint8())
-    return parquet, pa.schema(columns, metadata={IDENTITY_KEY: meta.identity.encode()})
+    return pa.schema(columns, metadata={IDENTITY_KEY: meta.identity.encode()})
+
+
+def _table_identity(path: Path) -> str | None:
+    """Return the identity of the tokens of a table, or None if the file is no table of prep."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        metadata = parquet.read_schema(path).metadata or {}
+    except (pa.ArrowException, OSError):
+        return None
+    return metadata.get(IDENTITY_KEY, b"").decode()
 
 
 def _record_batches(tokens: MappedTokens, schema: Schema) -> Iterator[RecordBatch]:
@@ -181,7 +226,7 @@ def _record_batches(tokens: MappedTokens, schema: Schema) -> Iterator[RecordBatc
     # A list array has the values of all rows in one array, and the offset of each row: no row is
     # copied on its own.
     first = 0
-    for ends in document_end_blocks(tokens, ROW_GROUP_DOCUMENTS):
+    for ends in _row_groups(tokens):
         part = slice(first, int(ends[-1]))
         offsets = pa.array(np.concatenate([[0], ends - first]), pa.int32())
         values = {IDS_COLUMN: tokens.ids[part]}
@@ -195,14 +240,38 @@ def _record_batches(tokens: MappedTokens, schema: Schema) -> Iterator[RecordBatc
         first = int(ends[-1])
 
 
+def _row_groups(tokens: MappedTokens) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield the ends of the documents of each row group."""
+    first = 0
+    for block in document_end_blocks(tokens, ROW_GROUP_DOCUMENTS):
+        ends = block
+        while len(ends):
+            n_documents = int(np.searchsorted(ends, first + ROW_GROUP_TOKENS, side="right"))
+            n_documents = max(n_documents, 1)
+            yield ends[:n_documents]
+            first = int(ends[n_documents - 1])
+            ends = ends[n_documents:]
+
+
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Name a file in the OSErrors of the block."""
+    """Name a file in the OSErrors of the block. A FileExistsError is left to the caller."""
     try:
         yield
+    except FileExistsError:
+        raise
     except OSError as error:
         raise io_error(path, error) from error
 
 
 def _other_tokens_error(path: Path) -> PrepError:
     return PrepError(f"{path} already exists", "it has other tokens", "write to another folder")
+
+
+def _megatron_error(why: str) -> PrepError:
+    return PrepError("the tokens cannot be written for Megatron", why, "use the format parquet")
+
+
+def _loss_weights_error() -> PrepError:
+    why = "its format has no loss weights, and some tokens of the data have loss weight 0"
+    return _megatron_error(why)

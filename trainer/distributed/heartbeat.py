@@ -51,12 +51,14 @@ class JobEnd:
         process: Index of the process.
         what: One line that names the process.
         why: Details, such as its error, its last phase, or the name of the signal.
+        code: Exit code of a process that failed.
     """
 
     kind: Kind
     process: int
     what: str
     why: str
+    code: int | None = None
 
     def to_json(self) -> str:
         """Return the reason as JSON."""

@@ -52,7 +52,7 @@ class Model(BaseModel):
     training_state: bool = Field(
         default=False,
         description="start with the moments and the step of `path`, and not with its parameters alone. `path` is a "
-        "step of a run, or an output of `prep save-init --training-state`",
+        "step of a run, or the output of a conversion with its training state",
         examples=[True],
     )
     preset: str | None = Field(

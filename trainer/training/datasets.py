@@ -21,7 +21,13 @@ from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.span_corruption import SpanCorruptionDataset, SpanCorruptionTokenIds, sentinel_ids
 from trainer.data.store import MappedTokens
 from trainer.data.store_writer import make_cache
-from trainer.data.token_shards import complete_shards, is_complete, make_shards, open_shards
+from trainer.data.token_shards import (
+    complete_shards,
+    is_complete,
+    make_shards,
+    open_shards,
+    tokenize_share,
+)
 from trainer.data.tokenize import (
     TokenizeConfig,
     TokenizeProgress,
@@ -117,7 +123,6 @@ def build_datasets(
             _tokenize_config,
             folders=folders,
             remote=remote,
-            is_mixed=recipe.data.sources is not None,
             checks_digests=checks_digests,
         ),
         tokenize=partial(tokenize_in_group, group=group or SingleProcess(), progress=progress),
@@ -127,16 +132,17 @@ def build_datasets(
 
 def _build_source(
     data: Data,
+    source: str,
     note: Note,
     *,
     model: DataModel,
     model_config: HFConfig,
     seed: int,
-    make_config: Callable[[Data, DataModel, HFConfig], TokenizeConfig],
+    make_config: Callable[[Data, str, DataModel, HFConfig], TokenizeConfig],
     tokenize: Callable[..., MappedTokens],
 ) -> Datasets:
     """Return the datasets of one source."""
-    config = make_config(data, model, model_config)
+    config = make_config(data, source, model, model_config)
     make_dataset = partial(
         _build_dataset,
         config=config,
@@ -182,11 +188,12 @@ def tokenize_configs(
         PrepError: The data does not fit the model.
     """
     for source, data in split_sources(recipe.data):
-        prefix = ""
+        prefix = source_name = ""
         if source is not None:
-            prefix = f"{source.name}-"
+            source_name = source.name
+            prefix = f"{source_name}-"
         config = _tokenize_config(
-            data, model, model_config, folders=folders, remote=remote, is_mixed=source is not None
+            data, source_name, model, model_config, folders=folders, remote=remote
         )
         if data.eval_paths is not None:
             yield f"{prefix}validation", _eval_config(config, data)
@@ -196,17 +203,23 @@ def tokenize_configs(
 def _eval_config(config: TokenizeConfig, data: Data) -> TokenizeConfig:
     """Return the config of the evaluation files of a source."""
     assert data.eval_paths is not None
-    return replace(config, paths=data.eval_paths, selection=eval_selection(data), max_examples=0)
+    return replace(
+        config,
+        paths=data.eval_paths,
+        selection=eval_selection(data),
+        max_examples=0,
+        is_evaluation=True,
+    )
 
 
 def _tokenize_config(
     data: Data,
+    source: str,
     model: DataModel,
     model_config: HFConfig,
     *,
     folders: Mapping[str, Path],
     remote: RemoteFiles,
-    is_mixed: bool,
     checks_digests: bool = True,
 ) -> TokenizeConfig:
     """Return how a recipe tokenizes its data."""
@@ -232,7 +245,7 @@ def _tokenize_config(
         ids_dtype=data.ids_dtype,
         max_document_nbytes=data.max_document_bytes,
         remote=remote,
-        is_mixed=is_mixed,
+        source=source,
         packing=data.packing,
         checks_digests=checks_digests,
     )
@@ -475,8 +488,13 @@ def tokenize_in_group(
     Raises:
         PrepError: The tokens cannot be made, or the hosts have different data files.
     """
-    if group.count == 1 or config.scratch_dir is not None:
+    if config.scratch_dir is not None:
         return tokenize_files(config, progress=progress, note=note)
+    if group.count == 1:
+        # It continues the shards of an unfinished `prep tokenize`.
+        tokens = tokenize_share(config, 0, 1, progress=progress, note=note).tokens
+        assert tokens is not None
+        return tokens
     if group.index == 0:
         _make_cache(config)
     tokens = None

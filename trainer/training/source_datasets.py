@@ -34,8 +34,9 @@ class Datasets:
     weights: tuple[float, ...] = ()
 
 
-# Builds the datasets of one source from its data table, which has no sources itself.
-BuildSource: TypeAlias = Callable[[Data, Note], Datasets]
+# Builds the datasets of one source from its data table, which has no sources itself. The second
+# argument is the name of the source in a mixture, or empty.
+BuildSource: TypeAlias = Callable[[Data, str, Note], Datasets]
 
 
 def train_selection(data: Data) -> Selection:
@@ -62,13 +63,13 @@ def build_mixture(data: Data, build: BuildSource, *, note: Note) -> Datasets:
         PrepError: The data is invalid.
     """
     if data.sources is None:
-        return build(data, note)
+        return build(data, "", note)
     datasets: dict[str, Datasets] = {}
     weights: dict[str, float] = {}
     for source, part in split_sources(data):
         assert source is not None
         with _label_errors(source.name):
-            datasets[source.name] = build(part, _label_notes(source.name, note))
+            datasets[source.name] = build(part, source.name, _label_notes(source.name, note))
         if source.weight is not None:
             weights[source.name] = source.weight
     train = {name: part.train for name, part in datasets.items()}

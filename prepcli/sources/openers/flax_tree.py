@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -102,10 +102,7 @@ def _open_tree(
         names = tree.names
         tree_tensors = tree.tensors
         extra_entries = (*tree.extra_entries, *_extra_scalars(flax_files, tree))
-    tensors: list[SourceTensor] = []
-    for tensor in sorted(tree_tensors, key=_file_position):
-        digests = recorded_digests(recorded.tensors, names.full_name(tensor.name))
-        tensors.append(replace(tensor, digests=digests))
+    tensors = _with_recorded_digests(tree_tensors, names, recorded)
     # `trainstate_params::` asks for the parameters, so leaving the rest is no loss to report.
     if hints.part == "trainstate_params":
         extra_entries = ()
@@ -119,7 +116,7 @@ def _open_tree(
         family=family,
         config=config,
         names=names,
-        tensors=tuple(tensors),
+        tensors=tensors,
         files=flax_files.files,
         file_stamps=flax_files.stamps,
         small_files=_settings_files((config_path or folder / CONFIG).parent),
@@ -131,6 +128,17 @@ def _open_tree(
         extra_entries=extra_entries,
         config_path=config_path,
     )
+
+
+def _with_recorded_digests(
+    tensors: Iterable[SourceTensor], names: TensorNames, manifest: Manifest
+) -> tuple[SourceTensor, ...]:
+    """Return the tensors in the order of their bytes, with the digests in the manifest."""
+    recorded: list[SourceTensor] = []
+    for tensor in sorted(tensors, key=_file_position):
+        digests = recorded_digests(manifest.tensors, names.full_name(tensor.name))
+        recorded.append(replace(tensor, digests=digests))
+    return tuple(recorded)
 
 
 def _settings_files(folder: Path) -> tuple[Path, ...]:

@@ -185,13 +185,9 @@ def _open_foreign_item(
     config_path = _find_foreign_config(item, path, display_name, hints)
     settings = b""
     config: HFConfig = {}
-    copied_files: tuple[Path, ...] = ()
     if config_path is not None:
         config = read_config(config_path)
         settings = read_small_file(config_path)
-        copied_files = tuple(
-            file for file in small_files(config_path.parent) if file.name in MODEL_FILES
-        )
     blobs, leaves = stored_leaves(item)
     types = {name: (leaf.dtype, leaf.shape) for name, leaf in leaves.items()}
     family = select_family(config, hints, types)
@@ -225,7 +221,7 @@ def _open_foreign_item(
         tensors=tuple(sorted(tensors, key=file_position)),
         files=_watched_files(item),
         file_stamps=_file_stamps(item, settings),
-        small_files=copied_files,
+        small_files=_model_files(config_path),
         manifest=manifest,
         blobs=blobs,
         extra_entries=extra_entries,
@@ -234,6 +230,13 @@ def _open_foreign_item(
     if moments is None:
         return source
     return add_item_state(source, moments, leaves, scale_records)
+
+
+def _model_files(config_path: Path | None) -> tuple[Path, ...]:
+    """Return the files of the model beside its config, e.g. those of the tokenizer."""
+    if config_path is None:
+        return ()
+    return tuple(file for file in small_files(config_path.parent) if file.name in MODEL_FILES)
 
 
 def _match_trees(

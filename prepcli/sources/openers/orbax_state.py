@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from prepcli.errors import Option, PrepError, text
+from prepcli.errors import PrepError
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, RootScale
 from prepcli.planning.state_names import OPT_STATE_RULE, qualify
 from prepcli.sources.adam_state import MOMENTS, AdamSettings, read_scalar
-from prepcli.sources.foreign_state import ForeignState, add_foreign_state
+from prepcli.sources.foreign_state import WITHOUT_STATE_HINT, ForeignState, add_foreign_state
 from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.source import Source, SourceTensor, recorded_digests
 from prepcli.sources.tree_tensors import StoredLeaf, leaf_as_tensor
@@ -82,10 +82,8 @@ def match_moment_trees(
     """
     found_leaf = next(filter(None, map(FIRST_MOMENT_LEAF.match, leaves)), None)
     if found_leaf is None:
-        hint = text("convert it without {}", Option("training_state", True))
-        raise PrepError(
-            f"{display_name} has no moments of AdamW", "no leaf is in opt_state.*.mu", hint
-        )
+        what = f"{display_name} has no moments of AdamW"
+        raise PrepError(what, "no leaf is in opt_state.*.mu", WITHOUT_STATE_HINT)
     state = found_leaf[1]
     collection = found_leaf[2] or ""
     trees: list[ForeignTree] = []
@@ -150,7 +148,8 @@ def _moment_tensors(
 def _read_counter(source: Source, leaves: Mapping[str, StoredLeaf], name: str) -> int:
     """Return the value of a leaf."""
     if name not in leaves:
-        raise PrepError(f"{source.display_name} has no {name}", "its training state is incomplete")
+        what = f"{source.display_name} has no {name}"
+        raise PrepError(what, "its training state is incomplete", WITHOUT_STATE_HINT)
     return int(read_scalar(source, leaf_as_tensor(name, leaves[name], {})))
 
 

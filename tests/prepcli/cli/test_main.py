@@ -117,6 +117,26 @@ def test_help_fits_in_80_columns(
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    "args", [["--help"], ["launch", "--help"], ["map", "--help"]], ids=" ".join
+)
+def test_help_cuts_no_summary_of_a_command(
+    args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 0
+    summaries = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
+    assert summaries
+    assert [line for line in summaries if not line.endswith(".") or line.endswith("...")] == []
+
+
+def test_help_lists_groups_after_related_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
+    names = [line.split()[0] for line in lines]
+    assert names[names.index("inspect") + 1] == "map"
+    assert names[names.index("train") + 1] == "launch"
+
+
 @pytest.mark.parametrize("args", COMMAND_WORDS, ids=" ".join)
 def test_help_has_one_example_per_line(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main([*args, "-h"])

@@ -43,7 +43,7 @@ def list_output() -> tuple[RemoteFile, ...]:
 
 def test_notes_are_read_as_they_were_written(store: FakeObjectStore):
     run = make_run()
-    run.begin((), restart=False)
+    run.begin((), [], restart=False)
     assert run.find_done(2) == set()
     run.write_note(1, NOTE)
     run.write_note(1, NOTE)
@@ -58,7 +58,7 @@ def test_notes_are_read_as_they_were_written(store: FakeObjectStore):
 
 def test_damaged_notes_are_errors(store: FakeObjectStore):
     run = make_run()
-    run.begin((), restart=False)
+    run.begin((), [], restart=False)
     run.write_note(0, NOTE)
     key = "bucket/out/.prep/done/0"
     store.store(key, store.objects[key].replace(b"00ff", b"00fe"))
@@ -75,36 +75,55 @@ def test_objects_of_an_older_output_are_deleted_first(store: FakeObjectStore, fa
     if failing:
         store.failing_requests = failing
         with pytest.raises(PrepError):
-            run.begin(list_output(), restart=False)
+            run.begin(list_output(), [], restart=False)
         assert "bucket/out/prep-manifest.json" not in store.objects
         assert not make_run(share=Share(2, 1)).is_open()
         store.failing_requests = "\0"
-    run.begin(list_output(), restart=False)
+    run.begin(list_output(), [], restart=False)
     assert store.objects.keys() == {"bucket/out/.prep/run.json", "bucket/out/.prep/ready.json"}
     assert make_run(share=Share(2, 1)).is_open()
     store.store("bucket/out/d/1", b"new")
-    run.begin(list_output(), restart=False)
+    run.begin(list_output(), [], restart=False)
     assert store.objects["bucket/out/d/1"] == b"new"
 
 
 def test_a_run_with_another_plan_is_refused_without_restart(store: FakeObjectStore):
-    make_run().begin((), restart=False)
+    make_run().begin((), [], restart=False)
     store.store("bucket/out/d/1", b"kept")
     with pytest.raises(PrepError, match="gs://bucket/out belongs to another run"):
-        make_run("b").begin(list_output(), restart=False)
+        make_run("b").begin(list_output(), [], restart=False)
     assert store.objects["bucket/out/d/1"] == b"kept"
     with pytest.raises(PrepError, match="gs://bucket/out belongs to another run"):
         make_run("b", Share(2, 1)).is_open()
-    make_run("b").begin(list_output(), restart=True)
+    make_run("b").begin(list_output(), [], restart=True)
     assert "bucket/out/d/1" not in store.objects
     assert make_run("b", Share(2, 1)).is_open()
+
+
+def test_a_run_that_replaces_an_output_is_not_another_run(
+    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    """Process 0 replaces the record and deletes the manifest after process 1 has read the record."""
+    make_run("old").begin((), [], restart=False)
+    run = make_run(share=Share(2, 1))
+    find_file = Bucket.find_file
+
+    def begin_and_find(bucket: Bucket, path: str) -> RemoteFile | None:
+        make_run(share=Share(2, 0)).begin(list_output(), [], restart=True)
+        return find_file(bucket, path)
+
+    store.store("bucket/out/prep-manifest.json", b"old")
+    with monkeypatch.context() as patches:
+        patches.setattr(Bucket, "find_file", begin_and_find)
+        assert not run.is_open()
+    assert run.is_open()
 
 
 def test_a_failure_ends_the_other_processes_once(
     store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
 ):
     runs = [make_run(share=Share(2, index)) for index in range(2)]
-    runs[0].begin((), restart=False)
+    runs[0].begin((), [], restart=False)
     assert runs[1].is_open()
     with pytest.raises(PrepError, match="disk"), runs[1].recording_errors():
         raise PrepError("the disk is full", "no space", "free some")
@@ -112,7 +131,7 @@ def test_a_failure_ends_the_other_processes_once(
         runs[0].check_failures(runs[0].list_state())
     # In the next attempt the failure is old, also for a process that begins before process 1.
     again = make_run(share=Share(2, 0))
-    again.begin(list_output(), restart=False)
+    again.begin(list_output(), [], restart=False)
     again.check_failures(again.list_state())
     # The process may also not come back.
     monkeypatch.setattr(bucket_run, "REJOIN_S", 0.0)
@@ -124,7 +143,7 @@ def test_a_failure_ends_the_other_processes_once(
 
 def test_a_single_process_records_no_failure(store: FakeObjectStore):
     run = make_run()
-    run.begin((), restart=False)
+    run.begin((), [], restart=False)
     with pytest.raises(PrepError), run.recording_errors():
         raise PrepError("the disk is full", "", "")
     assert not [key for key in store.objects if "failed" in key]

@@ -23,8 +23,8 @@ from prepcli.formats.orbax import (
 )
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange
-from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata
-from tests.helpers.orbax_items import NOW_NS, random_array, write_item
+from prepcli.formats.orbax_write import WrittenChunk
+from tests.helpers.orbax_items import random_array, write_item, write_metadata
 
 ORACLE = Path(__file__).parents[2] / "helpers" / "orbax_oracle.py"
 
@@ -110,7 +110,7 @@ def test_item_saved_by_orbax_round_trips(saved, tmp_path):
             chunks.append(WrittenChunk(array_number, index, 0, len(data), len(chunk)))
             data += chunk
     (tmp_path / "d/data").write_bytes(data)
-    write_item_metadata(tmp_path, item.arrays, chunks, ["d/data"], NOW_NS, item.non_arrays)
+    write_metadata(tmp_path, item.arrays, chunks, ["d/data"], item.non_arrays)
     assert not run_orbax("same", saved / "raw", tmp_path)
 
 

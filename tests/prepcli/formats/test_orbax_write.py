@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from prepcli.errors import PrepError
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta, OrbaxNonArray
-from prepcli.formats.orbax_write import WrittenChunk, encode_zarray, write_item_metadata
-from tests.helpers.orbax_items import NOW_NS, random_array, read_files, write_data_files, write_item
+from prepcli.formats.orbax_write import WrittenChunk
+from prepcli.formats.zarr_documents import encode_zarray
+from tests.helpers.orbax_items import (
+    random_array,
+    read_files,
+    write_data_files,
+    write_item,
+    write_metadata,
+)
 
 W = ArrayMeta(("params", "w"), (4, 6), "float32", (2, 6))
 ARRAYS = {
@@ -43,13 +50,13 @@ def test_files_do_not_depend_on_the_order_of_chunks(tmp_path_factory, order):
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     write_item(one / "item", ARRAYS)
     chunks, names = write_data_files(two / "item", ARRAYS)
-    write_item_metadata(two / "item", list(ARRAYS), [chunks[i] for i in order], names, NOW_NS)
+    write_metadata(two / "item", list(ARRAYS), [chunks[i] for i in order], names)
     assert read_files(one) == read_files(two)
 
 
 def test_write_item_metadata_writes_only_metadata(tmp_path):
     (tmp_path / "d").mkdir()
-    write_item_metadata(tmp_path, [W], WHOLE, ["d/x"], NOW_NS)
+    write_metadata(tmp_path, [W], WHOLE, ["d/x"])
     metadata = {"_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt", OCDBT_MANIFEST}
     (node,) = read_files(tmp_path).keys() - metadata
     assert re.fullmatch("d/[0-9a-f]{32}", node)
@@ -57,7 +64,7 @@ def test_write_item_metadata_writes_only_metadata(tmp_path):
 
 def test_write_item_metadata_keeps_non_arrays(tmp_path):
     non_arrays = [OrbaxNonArray(("opt", 0), "None"), OrbaxNonArray(("name",), "string", "a name")]
-    write_item_metadata(tmp_path, [W], WHOLE, ["d/x"], NOW_NS, non_arrays)
+    write_metadata(tmp_path, [W], WHOLE, ["d/x"], non_arrays)
     tree = json.loads((tmp_path / "_METADATA").read_text())["tree_metadata"]
     assert tree["('opt', '0')"] == {
         "key_metadata": [{"key": "opt", "key_type": 2}, {"key": "0", "key_type": 1}],
@@ -84,7 +91,7 @@ def test_write_item_metadata_keeps_non_arrays(tmp_path):
 )
 def test_invalid_chunks_are_rejected_before_writing(tmp_path, chunks, message):
     with pytest.raises(PrepError) as caught:
-        write_item_metadata(tmp_path, [W], chunks, ["d/x"], NOW_NS)
+        write_metadata(tmp_path, [W], chunks, ["d/x"])
     assert caught.value.what == message
     assert list(tmp_path.iterdir()) == []
 
@@ -92,32 +99,28 @@ def test_invalid_chunks_are_rejected_before_writing(tmp_path, chunks, message):
 @pytest.mark.parametrize("dtype", ["float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"])
 def test_unsupported_dtype_is_rejected(tmp_path, dtype):
     with pytest.raises(PrepError, match=f"params.w is {dtype}"):
-        write_item_metadata(tmp_path, [dataclasses.replace(W, dtype=dtype)], WHOLE, ["d/x"], NOW_NS)
+        write_metadata(tmp_path, [dataclasses.replace(W, dtype=dtype)], WHOLE, ["d/x"])
 
 
 def test_single_array_is_rejected(tmp_path):
     with pytest.raises(PrepError, match="cannot write a single array"):
-        write_item_metadata(tmp_path, [dataclasses.replace(W, path=())], WHOLE, ["d/x"], NOW_NS)
+        write_metadata(tmp_path, [dataclasses.replace(W, path=())], WHOLE, ["d/x"])
 
 
 @pytest.mark.parametrize("chunk", [(2,), (2, 0), ()])
 def test_chunk_shape_mismatch_is_rejected(tmp_path, chunk):
     with pytest.raises(PrepError, match="does not match its shape"):
-        write_item_metadata(
-            tmp_path, [dataclasses.replace(W, chunk_shape=chunk)], WHOLE, ["d/x"], NOW_NS
-        )
+        write_metadata(tmp_path, [dataclasses.replace(W, chunk_shape=chunk)], WHOLE, ["d/x"])
 
 
 def test_clashing_leaf_names_are_rejected(tmp_path):
     with pytest.raises(PrepError, match=r"params\.w and params\.w\.x"):
-        write_item_metadata(
-            tmp_path, [W], WHOLE, ["d/x"], NOW_NS, [OrbaxNonArray(("params", "w", "x"), "None")]
-        )
+        write_metadata(tmp_path, [W], WHOLE, ["d/x"], [OrbaxNonArray(("params", "w", "x"), "None")])
 
 
 def test_item_without_arrays_is_rejected(tmp_path):
     with pytest.raises(PrepError, match="no arrays"):
-        write_item_metadata(tmp_path, [], [], [], NOW_NS)
+        write_metadata(tmp_path, [], [], [])
 
 
 def test_import_needs_neither_tensorstore_nor_jax():

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from prepcli.errors import UsageError
 from prepcli.launch.command import LaunchedCommand, train_command
 from prepcli.launch.gke import FILES_FOLDER, gke_manifest, yaml_text
 from prepcli.launch.job import LaunchJob
@@ -62,7 +63,11 @@ def test_gke_manifest_restarts_stopped_pods_only():
         {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {
             "action": "FailJob",
-            "onExitCodes": {"containerName": "prep", "operator": "In", "values": [1, 2]},
+            "onExitCodes": {
+                "containerName": "prep",
+                "operator": "NotIn",
+                "values": [75, *range(131, 160)],
+            },
         },
     ]
     assert pods["template"]["spec"]["restartPolicy"] == "Never"
@@ -283,7 +288,7 @@ EVERY_OPTION = {
 
 @pytest.mark.parametrize("values", [EVERY_OPTION, {"image": "image", "nodes": 2}])
 def test_models_of_jobset_accept_the_manifest(values: dict[str, object]):
-    """The models drop unknown keys, so a manifest that they write back has known keys only."""
+    """The models drop unknown keys, so the written manifest would differ."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     options = with_defaults(GkeOptions, values)
     _, job_set = yaml.safe_load_all(gke_manifest(JOB, options, num_slices=2))
@@ -300,6 +305,12 @@ def test_the_schema_rejects_an_incomplete_rule(key: str):
     del job_set["spec"]["failurePolicy"]["rules"][0][key]
     with pytest.raises(ValidationError, match=key):
         JobSet.model_validate(job_set)
+
+
+def test_names_that_are_not_utf_8_are_refused():
+    job = LaunchJob(command=LaunchedCommand(name="inspect", arguments=("a\udcff",)), name="job")
+    with pytest.raises(UsageError, match="is not UTF-8"):
+        documents(job, with_defaults(GkeOptions, {"image": "image"}))
 
 
 any_text = st.one_of(

@@ -1,4 +1,4 @@
-"""Drivers of Ray jobs: their words, and the processes that their workers start."""
+"""Drivers of Ray jobs: their words, and the processes of their workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prepcli.errors import UsageError
+from prepcli.errors import FAILED, UsageError
 from prepcli.launch.command import LaunchedCommand, train_command
 from prepcli.launch.job import LaunchJob
 from prepcli.launch.options import RayOptions
@@ -81,11 +81,13 @@ def test_driver_without_accelerators_trains_on_cpus():
 
 
 def test_driver_of_a_conversion_restarts_a_share():
-    options = with_defaults(RayOptions, {"workers": 3, "cpus": 2, "gpus": 1})
+    values = {"workers": 3, "cpus": 2, "gpus": 1, "accelerator": "L4"}
+    options = with_defaults(RayOptions, values)
     driver = ray_driver(CONVERSION, options)
     assert call_arguments(driver, "ray.remote") == {
         "num_cpus": 2,
         "num_gpus": 1,
+        "accelerator_type": "L4",
         "max_retries": 7,
         "scheduling_strategy": "SPREAD",
     }
@@ -98,11 +100,17 @@ def test_driver_of_a_conversion_restarts_a_share():
         ({"gpus": 1, "tpus": 4}, "excludes"),
         ({"tpus": 4, "topology": "4x4"}, "is missing"),
         ({"tpus": 4, "accelerator": "TPU-V6E"}, "is missing"),
+        ({"gpus": 4, "topology": "4x4"}, "for TPUs only"),
     ],
 )
 def test_devices_that_ray_refuses_are_usage_errors(values: dict[str, object], what: str):
     with pytest.raises(UsageError, match=what):
         ray_driver(TRAINING, with_defaults(RayOptions, values))
+
+
+def test_conversion_on_tpus_is_a_usage_error():
+    with pytest.raises(UsageError, match="`prep save-init` computes on CPUs"):
+        ray_driver(CONVERSION, with_defaults(RayOptions, TPUS))
 
 
 @pytest.mark.parametrize("values", [TPUS, {"workers": 2, "gpus": 8, "accelerator": "H100"}])
@@ -129,7 +137,7 @@ def test_new_ray_is_accepted(version: str):
 
 
 class Recorded:
-    """Calls of `subprocess.run` in place of processes, which end with a code."""
+    """Recorder in place of `subprocess.run`, with a fixed exit code."""
 
     def __init__(self, code: int) -> None:
         self.code = code
@@ -191,10 +199,21 @@ def test_stopped_process_is_started_again(recorded: Recorded, code: int):
         RayCommand(name="save-init", arguments=("m",)).run_share(0, 1)
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 130, -signal.SIGINT])
-def test_other_exit_codes_end_the_job(recorded: Recorded, code: int):
+@pytest.mark.parametrize(
+    ("code", "reported"), [(0, 0), (1, 1), (2, 2), (130, 130), (-signal.SIGINT, 130)]
+)
+def test_other_exit_codes_end_the_job(recorded: Recorded, code: int, reported: int):
     recorded.code = code
-    assert RayCommand(name="save-init", arguments=("m",)).run_share(0, 1) == code
+    assert RayCommand(name="save-init", arguments=("m",)).run_share(0, 1) == reported
+
+
+def test_missing_folder_ends_the_job(
+    recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    command = RayCommand(name="save-init", arguments=("m",), folder=str(tmp_path / "none"))
+    assert command.run_share(0, 1) == FAILED
+    assert recorded.words == []
+    assert "none` is no folder on" in capsys.readouterr().err
 
 
 def test_exit_code_of_a_job_is_the_first_failure():

@@ -115,6 +115,7 @@ def test_second_addition_of_pieces_is_removed_first():
         ([{"content": "<a>", "lstrip": True}], "has no `lstrip`"),
         (["</s>"], "has these tokens already: '</s>'"),
         (["</s>x"], "'</s>x' contains '</s>'"),
+        (["a\0b"], "'a\\x00b' has the character U+0000"),
     ],
 )
 def test_pieces_without_a_meaning_are_refused(
@@ -125,6 +126,26 @@ def test_pieces_without_a_meaning_are_refused(
     code, lines = run_failing_unchanged(capsys, *ADD)
     assert code == USAGE
     assert message in " ".join(lines)
+
+
+def test_unused_piece_is_refused_without_a_hint_for_json(capsys: pytest.CaptureFixture[str]):
+    # A model of whole words finds no pieces within a word.
+    models.write_model(Path("m"), "bpe")
+    Path("m/tokenizer.model").write_bytes(models.train("word"))
+    size = models.load(models.train("word")).get_piece_size()
+    err = run_failing(capsys, FAILED, *ADD, "--true-vocab", str(size))
+    assert "would not use the new tokens" in " ".join(err.split())
+    assert "normalized" not in err
+
+
+def test_tokens_are_not_removed_from_another_tokenizer(capsys: pytest.CaptureFixture[str]):
+    # transformers reads a tokenizer.json instead of the model with the pieces.
+    models.write_model(Path("m"), "bpe")
+    run_ok(*ADD, "--out", "added")
+    write_json(Path("added/tokenizer.json"), {})
+    err = run_failing(capsys, FAILED, "remove-tokens", "./added", "--out", "removed")
+    assert "tokenizer.json has no record of added tokens" in " ".join(err.split())
+    assert not Path("removed").exists()
 
 
 @pytest.mark.parametrize(

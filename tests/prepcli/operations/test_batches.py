@@ -1,4 +1,4 @@
-"""`prep.batches`: the batches that `prep train` computes with, in JAX and in torch."""
+"""`prep.batches`: the batches of `prep train`, in JAX and in torch."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def package_environment() -> dict[str, str]:
-    """Return an environment in which a program in another folder imports this checkout."""
+    """Return an environment for programs in another folder to import this checkout."""
     return os.environ | {"PYTHONPATH": str(Path(prep.__file__).parents[1])}
 
 
 def record_fed_batches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, np.ndarray]]:
-    """Return a list that receives each batch that the training loop feeds to its step."""
+    """Return a list of the batches of the training loop. It grows with each step."""
     fed: list[dict[str, np.ndarray]] = []
     load_batch = loop.load_batch
 
@@ -177,10 +177,25 @@ def test_torch_workers_give_the_batches_of_one_process(method: str):
 def test_copies_open_the_tokens_again():
     batches = prep.batches("recipe.toml", process=1, of=2, start=4)
     data = pickle.dumps(batches)
-    assert len(data) < 2000
+    assert len(data) < 10_000
     copy = pickle.loads(data)
     assert (copy.step, copy.first_row, copy.n_rows) == (4, 4, 4)
     assert_equal_batches(list(copy), list(batches))
+
+
+def test_copies_ignore_a_changed_recipe():
+    batches = prep.batches("recipe.toml")
+    data = pickle.dumps(batches)
+    Path("recipe.toml").write_text(RECIPE.replace("seed = 3", "seed = 4"))
+    assert_equal_batches(list(pickle.loads(data)), list(batches))
+
+
+def test_copies_refuse_changed_data():
+    data = pickle.dumps(prep.batches("recipe.toml"))
+    text = Path("text.txt")
+    text.write_text(text.read_text() + " w1 w2")
+    with pytest.raises(prep.PrepError, match="the data has changed during the run"):
+        pickle.loads(data)
 
 
 def test_batches_import_no_jax():
@@ -210,7 +225,7 @@ def test_digest_names_the_batches_of_a_run():
 
 @pytest.fixture
 def read_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that receives the name of each data file and token file that is read for its digest."""
+    """Return a list of the data files and token files read for their digests. It grows with each read."""
     read: list[str] = []
     hash_file = tokenize.hash_file
     file_digest = store.file_digest

@@ -8,21 +8,25 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from prepcli.execution import bucket_executor
+from prepcli.execution.bucket_executor import BucketExecutor
 from prepcli.operations import conversion
 from prepcli.planning import object_files
 from prepcli.planning.object_files import plan_object_files
-from prepcli.remote import remote_files
-from prepcli.remote.bucket_lock import BucketLock
+from prepcli.remote import object_store, remote_files
+from prepcli.remote.bucket_lock import BucketLock, LockOwner
 from prepcli.remote.object_store import Bucket, parse_url
 from prepcli.remote.remote_files import LOCK_FILE
+from tests.helpers.faults import change_and_restore_time, replace_by_copy
 from tests.helpers.fork_server import ForkedProcess, start_prep
 from tests.helpers.object_server import FakeObjectStore
 from tests.helpers.store_sites import (
@@ -183,6 +187,74 @@ def stop_or_finish(process: ForkedProcess, *, kill: bool) -> dict[str, Any] | No
     return finish(process)
 
 
+def test_the_next_run_deletes_what_a_kill_after_publication_left(site: StoreSite, home: Path):
+    arguments = (*words("save-init", home), "--out", "gs://bucket/out")
+    site.store.failing_requests = "DELETE bucket/out/.prep/done"
+    assert site.run_prep(*arguments)["ok"]
+    site.store.failing_requests = "\0"
+    plan = json.loads(site.store.objects["bucket/out/prep-manifest.json"])["plan"]
+    owner = LockOwner("another-host", 1, plan, "token")
+    site.store.store(f"bucket/out/{LOCK_FILE}", owner.to_bytes())
+    site.store.objects.pop("bucket/out/.prep/run.json", None)
+    assert [key for key in site.store.objects if "/out/.prep/done/" in key]
+    assert site.run_prep(*arguments)["already"] is True
+    assert not [key for key in site.store.objects if "/out/.prep" in key]
+
+
+def test_notes_written_after_the_publication_are_deleted(
+    site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Another process resumes and publishes the output while this one begins."""
+    arguments = (*words("save-init", home), "--out", "gs://bucket/out")
+    expected = convert_locally(site, arguments[:-2])
+    site.store.failing_requests = "PUT bucket/out/hf/"
+    assert not site.run_prep(*arguments)["ok"]
+    site.store.failing_requests = "\0"
+    join = BucketExecutor._join  # pyright: ignore[reportPrivateUsage]
+
+    def join_and_publish(executor: BucketExecutor, *args: Any) -> bool:
+        is_needed = join(executor, *args)
+        for key in [key for key in site.store.objects if "/.prep/" in key]:
+            del site.store.objects[key]
+        for path, data in expected.items():
+            site.store.store(f"bucket/out/{path}", data)
+        return is_needed
+
+    monkeypatch.setattr(BucketExecutor, "_join", join_and_publish)
+    assert site.run_prep(*arguments, "--processes", "2/1")["ok"]
+    assert site.store.objects_below("bucket/out/") == expected
+
+
+@pytest.mark.parametrize("change", [change_and_restore_time, replace_by_copy])
+def test_resume_compares_the_source_with_the_earlier_run(
+    site: StoreSite, change: Callable[[Path], None]
+):
+    make_checkpoint(Path("m"))
+    arguments = ("save-init", "./m", "--mesh", "1,2,2", "--out", "gs://bucket/out")
+    site.store.failing_requests = "PUT bucket/out/hf/"
+    assert not site.run_prep(*arguments, "--pad-vocab", "8")["ok"]
+    site.store.failing_requests = "\0"
+    change(min(Path("m").glob("*.safetensors")))
+    report = site.run_prep(*arguments, "--pad-vocab", "8")
+    if change is replace_by_copy:
+        assert report["ok"], report
+        return
+    assert "changed while it was read" in report["error"]["what"]
+    assert "bucket/out/prep-manifest.json" not in site.store.objects
+    assert site.run_prep(*arguments, "--pad-vocab", "8", "--restart")["ok"]
+    assert site.run_prep("verify", "gs://bucket/out", "./m")["ok"]
+
+
+def test_tensors_without_elements_are_part_of_the_output(site: StoreSite):
+    folder = Path("empty")
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "unknown"}')
+    tensors = {"a": np.ones(8, np.float32), "b": np.zeros((0, 4), np.float32)}
+    save_file(tensors, folder / "model.safetensors")
+    assert site.run_prep("save-init", "./empty", "--out", "gs://bucket/out")["ok"]
+    assert site.run_prep("verify", "gs://bucket/out", "./empty")["ok"]
+
+
 @pytest.mark.parametrize("options", [("--mesh", "1,4,1"), ("--mesh", "1,1,1"), ("--no-scan",)])
 def test_memory_is_within_the_budget(site: StoreSite, options: Sequence[str]):
     """Tensors of 32 MiB, which do not fit: objects in parts, and objects in several passes."""
@@ -336,6 +408,16 @@ def test_an_output_does_not_overlap_its_source(site: StoreSite):
         words = ("reshard", "gs://bucket/init", "--mesh", "1,4,1", "--overwrite", "--out", out)
         error = site.run_prep(*words)["error"]
         assert (error["code"], "overlap" in error["what"]) == (2, True)
+    assert site.writes() == []
+
+
+def test_an_output_with_too_many_objects_is_refused(
+    site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(object_store, "MAX_OBJECTS", 20)
+    arguments = words("save-init of chunk files", home)
+    error = site.run_prep(*arguments, "--out", "gs://bucket/out")["error"]
+    assert (error["code"], "would have" in error["what"]) == (2, True)
     assert site.writes() == []
 
 

@@ -32,7 +32,7 @@ def _recipe_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def install_submitters(monkeypatch: pytest.MonkeyPatch, *, code: int) -> None:
-    """Put programs into PATH that copy their stdin to stdin.txt, print `17` and exit with `code`."""
+    """Put programs into PATH. They copy their stdin to stdin.txt, print `17` and exit with `code`."""
     Path("bin").mkdir()
     for name in ("sbatch", "bash", "kubectl"):
         (Path("bin") / name).write_text(f"#!/bin/sh\ncat > stdin.txt\necho 17\nexit {code}\n")
@@ -100,6 +100,17 @@ def test_failed_submission_is_an_error(
     error = run_failing(capsys, FAILED, "launch", "slurm", "recipe.toml", "--submit")
     assert "the job was not submitted" in error
     assert "`sbatch --parsable` exited with 3" in error
+
+
+def test_failed_job_of_a_tpu_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The script waits for the job, so its failure is no failed submission."""
+    install_submitters(monkeypatch, code=3)
+    words = ["recipe.toml", "--accelerator", "v5p-16", "--zone", "us-east5-a", "--submit"]
+    error = run_failing(capsys, FAILED, "launch", "tpu", *words)
+    assert "the job failed" in error
+    assert "`bash -s` exited with 3" in error
 
 
 def test_missing_scheduler_is_an_error(
@@ -361,7 +372,7 @@ def test_local_run_names_a_killed_process():
 
 
 def child_process(parent: int, *, index: int) -> int:
-    """Return the child of a process that is the process of this index of a job."""
+    """Return the child of a process with this index in its job."""
     for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
         if f"JAX_PROCESS_ID={index}" in Path(f"/proc/{child}/environ").read_text().split("\0"):
             return int(child)

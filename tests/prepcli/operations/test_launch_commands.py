@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.cli.root import COMMANDS, command_name
 from prepcli.errors import FAILED, OK, USAGE
+from prepcli.operations.launch_submission import submit_line, submit_script
 from tests.helpers.run_cli import run_failing
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import RECIPE
@@ -39,6 +44,9 @@ REFUSED = [  # words after `prep launch slurm`; error, hint
     (["recipe.toml", "--", "--lr", "3"], "no option `--lr`", "--set optimizer.lr=3"),
     (["recipe.toml", "--nodes", "2", "--", "--lr", "3", "--wd", "1"], "and 1 other", "--set"),
     (["recipe.toml", "extra"], "extra", ""),
+    (["recipe.toml", "--set", "seed=1"], "no option `--set`", "`-- --set`"),
+    (["recipe.toml", "--devices-per-node", "4"], "there are 4", "`-- --set mesh=1,4,1`"),
+    (["--devices-per-node", "4", "--", "eval", "m", "--mesh", "1,2,4"], "4", "`--mesh 1,4,1`"),
     (["--", *SAVE_INIT, "--processes", "4/0"], "`--processes` cannot be given", "remove"),
     (["--nodes", "2", "--", "inspect", "m"], "`prep inspect` runs in one process", "--nodes 1"),
     (["--array", "2", "--", "eval", "m", "--data", "d"], "`--array 2` is for conv", "--nodes 2"),
@@ -89,6 +97,12 @@ def test_parser_knows_every_command(command: object, capsys: pytest.CaptureFixtu
     assert f"Usage: prep {name} " in capsys.readouterr().out
 
 
+def test_relative_folder_of_ray_is_refused(capsys: pytest.CaptureFixture[str]):
+    error = run_failing(capsys, USAGE, "launch", "ray", "--folder", "runs", "--", *SAVE_INIT)
+    assert "`--folder runs` is a relative path" in error
+    assert f"`--folder {Path('runs').absolute()}`" in error.replace("\n", "").replace("       ", "")
+
+
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
@@ -127,7 +141,7 @@ echo submitted
 
 
 def install_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a program into PATH that records its words, and the content of a file among them."""
+    """Put a program into PATH. It records its words, and the content of a YAML file."""
     Path("bin").mkdir()
     program = Path("bin") / name
     program.write_text(RECORDER.format(name=name))
@@ -151,17 +165,38 @@ def test_sky_reads_the_job_from_a_file(
     assert not Path(words[4]).exists()
 
 
-def test_ray_gets_the_driver_as_a_word(
+# How Ray 2.60 and Ray 2.50 join the words of a job for a shell.
+@pytest.mark.parametrize("join", [shlex.join, subprocess.list2cmdline])
+@pytest.mark.parametrize("is_printed", [False, True])
+def test_ray_runs_the_exact_driver(
+    join: Callable[[list[str]], str],
+    is_printed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    driver = """print('`echo a` $(echo b) $HOME "c" \\\\ é')\n"""
+    install_program("ray", monkeypatch)
+    if is_printed:
+        Path("a b.py").write_text(driver)
+        subprocess.run(["sh", "-c", submit_line("ray", Path("a b.py"))], check=True)
+    else:
+        submit_script("ray", driver)
+    words = Path("ray.words").read_text().split("\0")[:-1]
+    assert words[:3] == ["job", "submit", "--no-wait"]
+    python, *arguments = words[words.index("--") + 1 :]
+    assert python == "python"
+    output = subprocess.check_output(["sh", "-c", join([sys.executable, *arguments])], text=True)
+    assert output == """`echo a` $(echo b) $HOME "c" \\ é\n"""
+
+
+def test_too_long_driver_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    command = ["--folder", "/shared", "--", *SAVE_INIT]
-    assert main(["launch", "ray", *command]) == OK
-    driver = capsys.readouterr().out
     install_program("ray", monkeypatch)
-    assert main(["launch", "ray", "--submit", *command]) == OK
-    words = Path("ray.words").read_text().split("\0")
-    assert words[-4:-2] == ["python", "-c"]
-    assert words[-2] == driver
+    with Path("recipe.toml").open("a") as recipe:
+        recipe.write(f"# {'x' * 200_000}\n")
+    words = ["launch", "ray", "recipe.toml", "--folder", "/shared", "--submit"]
+    assert "Argument list too long" in run_failing(capsys, FAILED, *words)
 
 
 @pytest.mark.parametrize("engine", ["sky", "ray"])

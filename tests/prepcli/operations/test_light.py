@@ -84,6 +84,17 @@ def test_conversion_imports_no_unused_feature(folder: Path):
     check_imports(folder, UNUSED_MODULES, [["save-init", "./m", "--out", "unused-features"]])
 
 
+def test_commands_on_an_item_import_no_recipe(folder: Path):
+    """The models of recipe tables take 0.3 s to build. Only the export of a training state reads a recipe."""
+    commands = [
+        ["inspect", "init"],
+        ["verify", "init"],
+        ["reshard", "init", "--mesh", "1,2,1", "--out", "no-recipe"],
+        ["export", "init", "--out", "no-recipe-hf"],
+    ]
+    check_imports(folder, ["trainer.recipe"], commands)
+
+
 def test_dry_run_imports_no_array_library(folder: Path):
     check_imports(
         folder, (*HEAVY_MODULES, "ml_dtypes"), [["save-init", "./m", "--dry-run", "--out", "x"]]

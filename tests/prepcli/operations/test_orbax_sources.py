@@ -14,10 +14,10 @@ import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_read import read_item
-from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata
+from prepcli.formats.orbax_write import WrittenChunk
 from prepcli.restore import item_reader
 from prepcli.sources.openers import orbax_item
-from tests.helpers.orbax_items import NOW_NS
+from tests.helpers.orbax_items import write_metadata
 from tests.helpers.run_cli import exported_tensors
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import (
@@ -296,6 +296,6 @@ def test_chunks_in_descending_order_are_loaded(tmp_path: Path):
         array[4:].tobytes() + array[2:4].tobytes() + array[:2].tobytes()
     )
     chunks = [WrittenChunk(0, (row, 0), 0, 64 - 32 * row, 32) for row in range(3)]
-    write_item_metadata(tmp_path / "item", [meta], chunks, [name], NOW_NS)
+    write_metadata(tmp_path / "item", [meta], chunks, [name])
     params = prep.load_params("./item", dtype="keep", verbatim=True)
     np.testing.assert_array_equal(np.asarray(params["w"]), array)

@@ -17,7 +17,14 @@ from prepcli.engine.files import Files
 from prepcli.engine.pipeline import ConversionResult, Pipeline
 from prepcli.execution import compress, execute, finalize
 from tests.helpers.faults import COMMANDS as PLAIN
-from tests.helpers.faults import FaultSources, Killed, kill, run_until_killed
+from tests.helpers.faults import (
+    FaultSources,
+    Killed,
+    change_and_restore_time,
+    kill,
+    replace_by_copy,
+    run_until_killed,
+)
 from tests.helpers.killing import read_files
 from tests.helpers.slow_cases import slow_except
 from tests.prepcli.operations.test_rot import flip_bit
@@ -136,24 +143,6 @@ def test_resume_writes_only_the_damaged_tensors(sources: FaultSources, capsys, m
     capsys.readouterr()
     assert run("pad-vocab", "--json") == 0
     assert 0 < json.loads(capsys.readouterr().out)["bytes"]["written"] < total // 4
-
-
-def change_and_restore_time(path: Path) -> None:
-    """Change the first byte of the tensors, and restore the file's time."""
-    file_stat = path.stat()
-    with path.open("r+b") as file:
-        first = 8 + int.from_bytes(file.read(8), "little")  # offset of the first tensor
-        file.seek(first)
-        byte = file.read(1)[0]
-        file.seek(first)
-        file.write(bytes([byte ^ 1]))
-    os.utime(path, ns=(file_stat.st_atime_ns, file_stat.st_mtime_ns))
-
-
-def replace_by_copy(path: Path) -> None:
-    """Replace a file by a copy with the same time."""
-    shutil.copy2(path, "copy")
-    os.replace("copy", path)
 
 
 def shard() -> Path:

@@ -15,7 +15,7 @@ import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, USAGE
 from tests.helpers.training_folder import RECIPE, WORDS, make_training_folder
-from tests.test_readme import ROOT, blocks, write_recipes
+from tests.test_readme import ROOT, blocks, write_files
 
 N_FILES = 5
 MIXTURE = """
@@ -122,6 +122,34 @@ def test_mixture_has_a_store_per_source():
     prep.batches("mixed.toml")
 
 
+TWICE = """
+[[data.sources]]
+name = "texts"
+path = "rows/*.jsonl"
+eval_path = "rows/*.jsonl"
+[[data.sources]]
+name = "prompts"
+path = "rows/*.jsonl"
+fields = "[text], text"
+"""
+
+
+def test_stores_of_equal_files_have_plans_of_their_own():
+    data, rest = RECIPE.split("[batch]")
+    data = data.replace('path = "text.txt"\n', "").replace("holdout = 0.1\n", "max_examples = 90\n")
+    data = data.replace('"text"', '"json"')
+    Path("twice.toml").write_text(f"{data}{TWICE}\n[batch]{rest}")
+    Path("rows").mkdir()
+    for name in "ab":
+        line = json.dumps({"text": " ".join(WORDS)}) + "\n"
+        Path(f"rows/{name}.jsonl").write_text(line * 50)
+    results = [prep.tokenize_shard("twice.toml", process, of=2) for process in range(2)]
+    # `max_examples` leaves one shard of the training data. The evaluation has one for each file.
+    assert [part.missing_shards for part in results[0].data] == [1, 0, 0]
+    assert results[1].is_complete
+    assert [part.documents for part in results[1].data] == [100, 90, 90]
+
+
 def test_other_formats_have_the_documents_of_the_store():
     pq = pytest.importorskip("pyarrow.parquet")
     result = prep.tokenize_shard("recipe.toml", out="tokens", format="megatron")
@@ -137,6 +165,14 @@ def test_other_formats_have_the_documents_of_the_store():
         "recipe.toml", overrides=["data.type=megatron", "data.path=tokens/train.idx"], out="other"
     )
     assert again.digest() == prep.batches("recipe.toml").digest()
+
+
+def test_unfit_format_is_an_error_before_the_work():
+    with pytest.raises(prep.PrepError, match="its format has no loss weights"):
+        prep.tokenize_shard(
+            "recipe.toml", out="tokens", format="megatron", overrides="data.add_bos=true"
+        )
+    assert not Path("runs").exists()
 
 
 def test_last_process_writes_other_formats():
@@ -158,7 +194,7 @@ LOOP_PAGE = ROOT / "docs/how-to/own-loop.md"
 
 def run_script(page: Path, word: str) -> str:
     """Run the script of a page with a word in it, in a process of its own, and return what it prints."""
-    write_recipes(page, Path())
+    write_files(page, Path())
     Path("gpt-neo-1.3B").symlink_to("tiny")
     Path("validation.txt").write_text(Path("text.txt").read_text())
     (script,) = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import chdir
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,13 @@ def test_units_have_no_file_in_common(folder: Path, monkeypatch: pytest.MonkeyPa
     for check in plan.checks:
         names = [{plan.streams[s].name for s in unit.streams} for unit in units]
         assert any({check.name, check.duplicate_of} <= unit_names for unit_names in names)
+
+
+def test_tensors_without_elements_and_files_have_no_unit():
+    plan = stacked_plan()
+    empty = Stream("empty", "float32", (0, 6), (0, 0), (), ())
+    with_empty = replace(plan, streams=(*plan.streams, empty))
+    assert find_work_units(with_empty) == find_work_units(plan)
 
 
 def test_new_rows_follow_the_rows_that_they_average(folder: Path):

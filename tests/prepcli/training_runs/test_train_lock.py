@@ -69,6 +69,28 @@ def test_signed_lock_trains_and_another_one_does_not():
     assert not Path("none").exists()
 
 
+def test_batches_and_tokenize_check_the_lock():
+    prep.lock("tiny", "start.json")
+    tokenizer = Path("tiny/tokenizer.json")
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    for read_data in (prep.batches, prep.tokenize_shard):
+        with pytest.raises(PrepError, match=r"tiny differs from start\.json"):
+            read_data("recipe.toml", overrides=(*ONE_STEP, "model.path=tiny"))
+    assert not Path("runs").exists()
+
+
+@needs_openssl
+def test_batches_and_tokenize_check_the_signature():
+    pytest.importorskip("cryptography")
+    make_key("author")
+    prep.lock("tiny-init", "start.json")
+    signed = (*ONE_STEP, "model.public_key=author.pub")
+    for read_data in (prep.batches, prep.tokenize_shard):
+        with pytest.raises(DamagedError, match=r"start\.json is not signed"):
+            read_data("recipe.toml", overrides=signed)
+    assert not Path("runs").exists()
+
+
 def test_public_key_requires_a_lock(capsys: pytest.CaptureFixture[str]):
     err = run_failing(capsys, USAGE, "train", "recipe.toml", "--set", "model.public_key=k.pub")
     assert "only a lock is signed, and `model.lock` is not set" in " ".join(err.split())

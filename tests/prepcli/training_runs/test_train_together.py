@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 
 from prepcli.console.ui import open_ui
-from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED
+from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, USAGE
 from prepcli.formats.run_steps import saved_steps
 from prepcli.operations.compute_together import AGAIN_HINT
 from prepcli.training_runs.processes import _job_error, run_together
@@ -132,6 +132,13 @@ def test_exit_code_depends_on_saved_steps_and_interrupts() -> None:
     assert _job_error(lost, lambda: False).code == FAILED
     assert _job_error(stopped["SIGTERM"], lambda: False).code == STOPPED
     assert _job_error(stopped["SIGINT"], lambda: True).code == INTERRUPTED
+
+
+@pytest.mark.parametrize("code", [FAILED, USAGE, STOPPED])
+def test_all_processes_end_with_the_code_of_an_error(code: int) -> None:
+    """A launcher restarts the job after 75, and takes the largest code of the processes."""
+    failed = JobEnd("failed", 1, "process 1 failed", "no room", code)
+    assert _job_error(JobEnd.from_json(failed.to_json()), lambda: True).code == code
 
 
 @pytest.mark.parametrize("kind", ["lost", "stopped"])

@@ -17,6 +17,7 @@ import pytest
 
 import prepcli
 from tests.helpers.corpus import TEXT, make_config, write_json
+from tests.trainer.data.readers.test_megatron_file import DOCUMENTS, write_dataset
 from trainer.data import store_journal, store_writer
 from trainer.data.files import DataFile
 from trainer.data.shard_plan import MAX_SHARDS, PLAN_FILE, make_plan, read_plan, write_plan
@@ -50,7 +51,7 @@ def tokenize(config: TokenizeConfig, process: int = 0, of: int = 1) -> ShardedTo
 
 
 def expected_files(config: TokenizeConfig) -> dict[str, bytes]:
-    """Return the files of the store that one process makes in another cache."""
+    """Return the files of the store of one process, made in another cache."""
     alone = replace(config, cache=config.cache.with_name("alone"))
     tokens = tokenize_files(alone, progress=lambda *counts: None, note=lambda text: None)
     return read_files(alone.cache / tokens.identity)
@@ -118,6 +119,13 @@ def test_damaged_shard_is_made_again(config: TokenizeConfig):
     assert read_files(tokenize(config, 1, 2).folder) == expected_files(config)
 
 
+def test_damaged_store_is_made_again(config: TokenizeConfig):
+    results = [tokenize(config, process, 2) for process in range(2)]
+    path = results[1].folder / "tokens.bin"
+    path.write_bytes(bytes(len(path.read_bytes())))
+    assert read_files(tokenize(config, 0, 2).folder) == expected_files(config)
+
+
 def test_changed_file_is_one_error(config: TokenizeConfig, tmp_path: Path):
     tokenize(config, 0, 2)
     path = tmp_path / "data" / "1.jsonl"
@@ -177,6 +185,32 @@ def test_many_files_share_shards():
     assert plan.n_shards <= MAX_SHARDS + 1
     ranges = [plan.shard_files(shard) for shard in range(plan.n_shards)]
     assert [index for part in ranges for index in range(part.start, part.stop)] == [*range(10_000)]
+
+
+def test_index_and_ids_share_a_shard(tmp_path: Path):
+    """Half of the datasets are the work of each of two processes."""
+    (tmp_path / "data").mkdir()
+    for name in "abcd":
+        write_dataset(tmp_path / "data" / name, DOCUMENTS)
+    config = make_config(tmp_path, tmp_path / "data", type="megatron")
+    results: list[ShardedTokens] = []
+    counts: list[tuple[int, int, int]] = []
+    for process in range(2):
+        # Bytes, all bytes and tokens of the process
+        progress = [(0, 0, 0)]
+        results.append(
+            tokenize_share(
+                config,
+                process,
+                2,
+                progress=lambda *numbers, progress=progress: progress.append(numbers),
+                note=lambda text: None,
+            )
+        )
+        counts.append(progress[-1])
+    assert [result.n_missing for result in results] == [2, 0]
+    assert counts[0] == counts[1]
+    assert read_files(results[1].folder) == expected_files(config)
 
 
 # The process of the kill test. It prints a line after each batch, and a kill comes after some of them.

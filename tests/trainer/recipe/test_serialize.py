@@ -29,6 +29,7 @@ ADDED_KEYS = (
         "offload",
     ),
     *("reduction", "reduction_shards", "init", "preset", "config", "overrides", "public_key"),
+    "training_state",
     *(
         "init_lr",
         "cooldown_steps",
@@ -67,6 +68,7 @@ path = "flan-t5-base-init"
 # lock: no lock                                 # default
 # public_key: no signature is required          # default
 init = "checkpoint"                             # default
+training_state = false                          # default
 # preset: no preset                             # default
 # config: the config of `path` or `preset`      # default
 # overrides: no changes                         # default

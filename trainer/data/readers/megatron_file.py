@@ -14,6 +14,7 @@ A document is all of its sequences. It does not end at end-of-sequence tokens wi
 from __future__ import annotations
 
 import itertools
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.files import DataFile, io_error
+from trainer.data.files import DataFile, changed_file_error, io_error
 from trainer.data.readers.reader import IdsChunk, Reader, ReadOptions, read_seekable, read_stream
 from trainer.files.reading import open_regular_file
 from trainer.models.errors import PrepError
@@ -37,7 +38,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPE_NAMES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 DTYPE_CODES = {name: code for code, name in DTYPE_NAMES.items()}
 # Documents per read of bounds, and bytes per read of ids.
-BLOCK_DOCUMENTS = 1 << 16
+BLOCK_DOCUMENTS = 1 << 12
 CHUNK_NBYTES = 1 << 20
 LENGTH_DTYPE = np.dtype("<i4")
 OFFSET_DTYPE = np.dtype("<i8")
@@ -97,24 +98,38 @@ def _parse_nothing(stream: BinaryIO) -> Iterator[IdsChunk]:
 
 
 def _read_documents(file: DataFile, stream: BinaryIO) -> Iterator[IdsChunk]:
-    """Yield the ids of each document."""
+    """Yield the ids of each document.
+
+    Raises:
+        PrepError: The index is malformed, or has only a part of the ids.
+    """
     index = _read_header(file, stream)
     path = ids_path(Path(file.path))
+    # End of the documents so far, in the `.bin` file
+    end = 0
     try:
         with open_regular_file(path) as ids:
             for first_bound in range(0, index.n_bounds - 1, BLOCK_DOCUMENTS):
-                count = min(BLOCK_DOCUMENTS + 1, index.n_bounds - first_bound)
-                for start, end in _document_bytes(file, stream, index, first_bound, count=count):
+                bounds = _read_bounds(file, stream, index, first_bound)
+                edges = _sequence_edges(file, stream, index, bounds, first_byte=end)
+                # The bounds count sequences from the start of the file, the edges from the first
+                # one read here.
+                starts = edges[bounds - bounds[0]].tolist()
+                for start, end in itertools.pairwise(starts):
                     yield from _read_ids(path, ids, index.dtype, start=start, end=end)
+            nbytes = ids.seek(0, os.SEEK_END)
     except OSError as error:
         raise io_error(path, error) from error
+    if nbytes != end:
+        why = f"its documents end at byte {end:,} of {path.name}, which has {nbytes:,}"
+        raise _malformed_error(file, why)
 
 
 def _read_header(file: DataFile, stream: BinaryIO) -> MegatronIndex:
     """Return the header of an `.idx` file. Raise PrepError if it is invalid."""
     data = stream.read(HEADER.size)
     if len(data) < HEADER.size or not data.startswith(MAGIC):
-        hint = "name the .idx file, with the .bin file beside it"
+        hint = "name the .idx file. Its .bin file must be in the same folder"
         raise PrepError(f"{file.path} is not an index of Megatron", "its magic is missing", hint)
     _, version, code, n_sequences, n_bounds = HEADER.unpack(data)
     if version != VERSION or code not in DTYPE_NAMES:
@@ -127,40 +142,67 @@ def _read_header(file: DataFile, stream: BinaryIO) -> MegatronIndex:
     return index
 
 
-def _document_bytes(
-    file: DataFile, stream: BinaryIO, index: MegatronIndex, first_bound: int, *, count: int
-) -> Iterator[tuple[int, int]]:
-    """Yield the first byte and the end of consecutive documents."""
-    bounds = _read_array(
-        stream, index.bounds_at + first_bound * OFFSET_DTYPE.itemsize, OFFSET_DTYPE, count
-    )
+def _read_bounds(
+    file: DataFile, stream: BinaryIO, index: MegatronIndex, first_bound: int
+) -> npt.NDArray[np.int64]:
+    """Return the bounds of a block of documents. Raise PrepError if they leave out a sequence."""
+    count = min(BLOCK_DOCUMENTS + 1, index.n_bounds - first_bound)
+    offset = index.bounds_at + first_bound * OFFSET_DTYPE.itemsize
+    bounds = _read_array(file, stream, offset, OFFSET_DTYPE, count=count)
+    # The next block begins with the last bound of this one.
+    is_first = first_bound == 0
+    is_last = first_bound + count == index.n_bounds
+    if (
+        (np.diff(bounds) < 0).any()
+        or not 0 <= bounds[0] <= bounds[-1] <= index.n_sequences
+        or (is_first and bounds[0] != 0)
+        or (is_last and bounds[-1] != index.n_sequences)
+    ):
+        why = f"its document bounds are not ascending from 0 to its {index.n_sequences:,} sequences"
+        raise _malformed_error(file, why)
+    return bounds
+
+
+def _sequence_edges(
+    file: DataFile,
+    stream: BinaryIO,
+    index: MegatronIndex,
+    bounds: npt.NDArray[np.int64],
+    *,
+    first_byte: int,
+) -> npt.NDArray[np.int64]:
+    """Return the first byte of each sequence of a block of documents, and the end of the last one.
+
+    Args:
+        file: The index.
+        stream: Its content.
+        index: Its header.
+        bounds: Bounds of the documents.
+        first_byte: End of the sequences before the block.
+    """
     first = int(bounds[0])
-    n_sequences = int(bounds[-1]) - first
-    if (np.diff(bounds) < 0).any() or first < 0 or bounds[-1] > index.n_sequences:
-        raise _malformed_error(file, "its document bounds are not ascending")
-    lengths = _read_array(
-        stream, HEADER.size + first * LENGTH_DTYPE.itemsize, LENGTH_DTYPE, n_sequences
-    )
-    offsets = _read_array(
-        stream, index.offsets_at + first * OFFSET_DTYPE.itemsize, OFFSET_DTYPE, n_sequences
-    )
-    ends = offsets + lengths.astype(np.int64) * index.dtype.itemsize
-    if (lengths < 0).any() or (offsets[1:] != ends[:-1]).any() or (offsets[:1] < 0).any():
+    count = int(bounds[-1]) - first
+    lengths_at = HEADER.size + first * LENGTH_DTYPE.itemsize
+    lengths = _read_array(file, stream, lengths_at, LENGTH_DTYPE, count=count)
+    offsets_at = index.offsets_at + first * OFFSET_DTYPE.itemsize
+    offsets = _read_array(file, stream, offsets_at, OFFSET_DTYPE, count=count)
+    # Lengths have 32 bits, and their sum needs 64.
+    ends = first_byte + np.cumsum(lengths, dtype=np.int64) * index.dtype.itemsize
+    edges = np.concatenate([[first_byte], ends])
+    if (lengths < 0).any() or (offsets != edges[:-1]).any():
         raise _malformed_error(file, "its sequences are not one after the other")
-    # E.g. bounds [4, 6, 6]: the first document has the sequences 4 and 5, the second one none.
-    edges = np.concatenate([offsets[:1], ends])
-    if not n_sequences:
-        edges = np.zeros(1, np.int64)
-    # The bounds count sequences from the start of the file, the edges from the first one read here.
-    starts = edges[bounds - first].tolist()
-    yield from itertools.pairwise(starts)
+    return edges
 
 
 def _read_array(
-    stream: BinaryIO, offset: int, dtype: np.dtype[Any], count: int
+    file: DataFile, stream: BinaryIO, offset: int, dtype: np.dtype[Any], *, count: int
 ) -> npt.NDArray[Any]:
+    """Return items at an offset of a file. Raise PrepError if the file is too short."""
     stream.seek(offset)
-    return np.frombuffer(stream.read(count * dtype.itemsize), dtype)
+    data = stream.read(count * dtype.itemsize)
+    if len(data) < count * dtype.itemsize:
+        raise changed_file_error(file.path)
+    return np.frombuffer(data, dtype)
 
 
 def _read_ids(

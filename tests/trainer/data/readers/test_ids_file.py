@@ -71,7 +71,7 @@ def test_settings_of_other_sources_are_noted_for_ids(tmp_path: Path):
     np.array(IDS, "<u2").tofile(tmp_path / "a.bin")
     notes: list[str] = []
     config = replace(
-        make_config(tmp_path, tmp_path / "a.bin", type="ids", seq_length=1, **ADDED), is_mixed=True
+        make_config(tmp_path, tmp_path / "a.bin", type="ids", seq_length=1, **ADDED), source="wiki"
     )
     tokens = tokenize_files(config, progress=lambda *counts: None, note=notes.append)
     assert tokens.ids.tolist() == IDS

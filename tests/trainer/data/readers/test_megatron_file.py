@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import numpy as np
 import pytest
 
 from tests.helpers.corpus import EOS, change, make_config, tokenize_quietly
+from trainer.data import token_formats
 from trainer.data.readers import megatron_file
 from trainer.data.store import MappedTokens, read_meta
-from trainer.data.token_formats import export_tokens
-from trainer.models.errors import PrepError
+from trainer.data.token_formats import ExportFormat, export_tokens
+from trainer.models.errors import PrepError, UsageError
 
 # Documents of sequences. One has an end token inside, one no sequence, and one a sequence without ids.
 DOCUMENTS = [[[5, EOS, 7], [8]], [[9, EOS]], [], [[], [250]], [[3] * 40]]
@@ -114,9 +117,22 @@ def change_index(path: Path, offset: int, data: bytes) -> None:
         (17, b"\x07", "dtype code 7"),
         (18, b"\xff\xff", "its header declares"),
         (34, struct.pack("<i", -1), "its sequences are not one after the other"),
-        (-8, struct.pack("<q", 99), "its document bounds are not ascending"),
+        (-8, struct.pack("<q", 99), "its document bounds are not ascending from 0 to its 6 seq"),
+        (-8, struct.pack("<q", 5), "its document bounds are not ascending from 0 to its 6 seq"),
+        (-48, struct.pack("<q", 1), "its document bounds are not ascending from 0 to its 6 seq"),
+        (58, struct.pack("<q", 2), "its sequences are not one after the other"),
     ],
-    ids=["magic", "version", "dtype", "count", "length", "bounds"],
+    ids=[
+        "magic",
+        "version",
+        "dtype",
+        "count",
+        "length",
+        "bounds",
+        "last-bound",
+        "first-bound",
+        "first-offset",
+    ],
 )
 def test_malformed_index_is_one_error(tmp_path: Path, offset: int, data: bytes, message: str):
     write_dataset(tmp_path / "data", DOCUMENTS)
@@ -124,6 +140,37 @@ def test_malformed_index_is_one_error(tmp_path: Path, offset: int, data: bytes, 
     change_index(index, offset % index.stat().st_size, data)
     with pytest.raises(PrepError, match=message):
         tokenize_quietly(make_config(tmp_path, index, type="megatron"))
+
+
+def test_ids_after_the_last_document_are_an_error(tmp_path: Path):
+    write_dataset(tmp_path / "data", DOCUMENTS)
+    with (tmp_path / "data.bin").open("ab") as file:
+        file.write(bytes(2))
+    config = make_config(tmp_path, tmp_path / "data.idx", type="megatron")
+    with pytest.raises(PrepError, match=r"end at byte 94 of data\.bin, which has 96"):
+        tokenize_quietly(config)
+
+
+def test_gap_between_blocks_of_documents_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(megatron_file, "BLOCK_DOCUMENTS", 1)
+    write_dataset(tmp_path / "data", [[[5]], [[6]], [[7]]])
+    # The second offset is after three lengths and the first offset.
+    change_index(tmp_path / "data.idx", 34 + 12 + 8, struct.pack("<q", 4))
+    config = make_config(tmp_path, tmp_path / "data.idx", type="megatron")
+    with pytest.raises(PrepError, match="not one after the other"):
+        tokenize_quietly(config)
+
+
+def test_glob_may_match_both_files(tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    write_dataset(tmp_path / "data" / "a", DOCUMENTS)
+    config = make_config(tmp_path, tmp_path / "data" / "a.*", type="megatron")
+    assert documents_of(tokenize_quietly(config)) == joined(DOCUMENTS)
+    (tmp_path / "data" / "a.idx").unlink()
+    with pytest.raises(UsageError, match=r"name \.idx files only"):
+        tokenize_quietly(config)
 
 
 def test_missing_and_short_ids_are_errors(tmp_path: Path):
@@ -169,13 +216,48 @@ def test_export_is_read_back_equal(tmp_path: Path):
         export_tokens(store, read_meta(store), tmp_path / "copy", "megatron")
 
 
+@pytest.mark.parametrize("file_format", ["megatron", "parquet"])
+def test_processes_write_one_export_together(
+    tmp_path: Path, file_format: ExportFormat, monkeypatch: pytest.MonkeyPatch
+):
+    """All processes begin before the first one has written a file."""
+    if file_format == "parquet":
+        pytest.importorskip("pyarrow")
+    write_dataset(tmp_path / "data", DOCUMENTS)
+    config = make_config(tmp_path, tmp_path / "data.idx", type="megatron")
+    store = config.cache / tokenize_quietly(config).identity
+    all_began = threading.Barrier(3)
+    map_tokens = token_formats.map_tokens
+
+    def map_together(*args: Any, **options: Any) -> MappedTokens:
+        all_began.wait(timeout=30)
+        return map_tokens(*args, **options)
+
+    monkeypatch.setattr(token_formats, "map_tokens", map_together)
+
+    def export(_: int) -> Path:
+        return export_tokens(store, read_meta(store), tmp_path / "copy", file_format)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert len({*pool.map(export, range(3))}) == 1
+
+
+def test_output_folder_must_be_a_folder(tmp_path: Path):
+    write_dataset(tmp_path / "data", DOCUMENTS)
+    config = make_config(tmp_path, tmp_path / "data.idx", type="megatron")
+    store = config.cache / tokenize_quietly(config).identity
+    (tmp_path / "file").touch()
+    with pytest.raises(PrepError, match=r"cannot read or write .*file"):
+        export_tokens(store, read_meta(store), tmp_path / "file" / "train", "megatron")
+
+
 def test_loss_weights_are_refused_by_megatron_only(tmp_path: Path):
     pq: Any = pytest.importorskip("pyarrow.parquet")
     (tmp_path / "a.jsonl").write_text('{"q": "the cat", "text": "sat on the mat"}\n' * 5)
     config = make_config(tmp_path, tmp_path / "a.jsonl", type="json", fields="[q], text")
     tokens = tokenize_quietly(config)
     store = config.cache / tokens.identity
-    with pytest.raises(PrepError, match="Megatron's format has no loss weights"):
+    with pytest.raises(PrepError, match="for Megatron - its format has no loss weights"):
         export_tokens(store, read_meta(store), tmp_path / "out", "megatron")
     path = export_tokens(store, read_meta(store), tmp_path / "out", "parquet")
     table = pq.read_table(path).to_pydict()
@@ -194,6 +276,24 @@ def test_parquet_is_read_back_equal(tmp_path: Path):
     again = change(config, type="parquet", paths=(str(path),), fields="{input_ids}", add_eos=False)
     assert documents_of(tokenize_quietly(again)) == documents_of(tokens)
     assert export_tokens(store, read_meta(store), tmp_path / "copy", "parquet") == path
+    path.write_bytes(b"no table")
+    with pytest.raises(PrepError, match="already exists - it has other tokens"):
+        export_tokens(store, read_meta(store), tmp_path / "copy", "parquet")
+
+
+def test_row_groups_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pq: Any = pytest.importorskip("pyarrow.parquet")
+    write_dataset(tmp_path / "data", DOCUMENTS)
+    config = make_config(tmp_path, tmp_path / "data.idx", type="megatron")
+    tokens = tokenize_quietly(config)
+    store = config.cache / tokens.identity
+    monkeypatch.setattr(token_formats, "ROW_GROUP_TOKENS", 5)
+    path = export_tokens(store, read_meta(store), tmp_path / "copy", "parquet")
+    file = pq.ParquetFile(path)
+    sizes = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
+    # Documents of 4, 2, 0, 1 and 40 tokens
+    assert sizes == [1, 3, 1]
+    assert file.read().to_pydict()["input_ids"] == documents_of(tokens)
 
 
 def test_megatron_reads_the_export_and_is_read(tmp_path: Path):

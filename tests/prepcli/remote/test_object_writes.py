@@ -1,0 +1,76 @@
+"""Objects of an output: created once, compared if they exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from prepcli.errors import PrepError
+from prepcli.remote.object_store import Bucket, parse_url
+from prepcli.remote.object_writes import ObjectUploads, put_object
+from prepcli.remote.retries import RetryPolicy
+from tests.helpers.object_server import FakeObjectStore, serve_objects
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
+    with serve_objects() as fake:
+        for name, value in fake.environment().items():
+            monkeypatch.setenv(name, value)
+        yield fake
+
+
+@pytest.fixture(params=["gs", "s3"])
+def bucket(store: FakeObjectStore, request: pytest.FixtureRequest) -> Bucket:
+    return Bucket(parse_url(f"{request.param}://bucket/out"))
+
+
+def put(bucket: Bucket, path: str, content: bytes = b"content") -> None:
+    put_object(bucket, path, np.frombuffer(content, np.uint8))
+
+
+def test_put_object_compares_an_existing_object(store: FakeObjectStore, bucket: Bucket):
+    put(bucket, "a")
+    put(bucket, "a")
+    with pytest.raises(PrepError, match=r"a of .* was written by another program"):
+        put(bucket, "a", b"CONTENT")
+    assert store.objects == {"bucket/out/a": b"content"}
+
+
+def test_put_object_tries_one_conditional_write_without_support(
+    store: FakeObjectStore, bucket: Bucket
+):
+    store.has_conditions = False
+    put(bucket, "a")
+    put(bucket, "b")
+    writes = [line for line in store.requests if line.startswith("PUT")]
+    assert writes == ["PUT bucket/out/a", "PUT bucket/out/a", "PUT bucket/out/b"]
+
+
+def test_uploads_do_not_replace_an_object_that_appeared(store: FakeObjectStore, bucket: Bucket):
+    uploads = ObjectUploads(bucket, {})
+    data = np.zeros(8, np.uint8)
+    assert uploads.send("a", data, start=0, size=16) is None
+    store.store("bucket/out/a", b"other")
+    with pytest.raises(PrepError, match=r"a of .* appeared during its upload"):
+        uploads.send("a", data, start=8, size=16)
+    assert store.objects == {"bucket/out/a": b"other"}
+    # The next run compares the object.
+    put_object(bucket, "a", np.frombuffer(b"other", np.uint8))
+
+
+def test_retries_name_the_status_of_the_store(store: FakeObjectStore, bucket: Bucket):
+    """After its own retries, the message of obstore also has the text `retry_timeout`."""
+    notes: list[str] = []
+    store.failing_requests = "PUT"
+    store.status = 503
+    policy = RetryPolicy(timeout_s=0.1, note=notes.append)
+    with pytest.raises(PrepError, match="503"):
+        put(Bucket(bucket.url, 1, policy), "a")
+    retries = [note for note in notes if "trying again" in note]
+    assert len(retries) == 3
+    assert all(note.startswith(f"HTTP 503 from {bucket.url}") for note in retries)
