@@ -1,4 +1,4 @@
-"""`prep export`: convert an Orbax checkpoint to a Hugging Face folder, or to Flax or EasyLM."""
+"""`prep export`: convert a checkpoint to a Hugging Face folder, or to the checkpoint of another library."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The decorator `public` has added the default of each option.
@@ -109,7 +109,7 @@ def export(
     process_options: ProcessOptions | None = None,
     **options: Unpack[ExportOptions],
 ) -> Conversion:
-    """Write a Hugging Face folder, or a Flax or EasyLM checkpoint, without the padding of the vocabulary.
+    """Write a Hugging Face folder, or the checkpoint of another library, without the padding of the vocabulary.
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL. Default: the only checkpoint of prep in the current
@@ -187,7 +187,7 @@ def _shard_nbytes(options: ExportOptions) -> int:
 def _config_for_layout(
     config: HFConfig, layout: TreeLayout, source: Source, is_tied: bool
 ) -> JsonObject:
-    """Return the config for a library with fewer fields, with `tie_word_embeddings` as stored.
+    """Return the config for the library of a layout, with `tie_word_embeddings` as stored.
 
     Raises:
         PrepError: The library would compute another model, because it ignores some of the fields.
@@ -251,7 +251,7 @@ def plan_export(
 def plan_copy(
     options: ExportOptions, source: Source, located: LocatedCheckpoint
 ) -> PlannedConversion:
-    """Plan an export whose request has been checked. See `plan_export`."""
+    """Plan an export after the checks of its request. See `plan_export`."""
     vocabulary = source.vocabulary(options["true_vocab"])
     vocab_rows = vocabulary.stored_size if options["keep_padding"] else vocabulary.true_size
     written_map = read_export_map(options, source)
@@ -432,7 +432,7 @@ def _manifest_settings(
     is_tied: bool,
     config: HFConfig,
 ) -> ManifestFields:
-    """Return the fields of the output's manifest about the model."""
+    """Return the description of the model for the output's manifest."""
     settings: ManifestFields = {
         "name": name,
         "kind": "hf",
@@ -538,10 +538,10 @@ def _check_adapter_request(options: ExportOptions, source: Source) -> None:
 
 
 def _stored_tied_head(options: ExportOptions, source: Source, written_map: WrittenMap) -> set[str]:
-    """Return the name of a tied head with a tensor of its own in the output. Empty if there is none.
+    """Return the name of a tied head to write as a separate tensor. Empty if there is none.
 
-    A library without tied heads needs it, and a map may name it. PyTorch loads a distributed checkpoint
-    into a state dict with both names.
+    A library without tied heads needs it, and a map may name it. PyTorch loads a distributed checkpoint into a state
+    dict with both names.
     """
     layout = source.family.layouts.get(options["layout"])
     needs_head = layout is not None and not layout.allows_tied_head

@@ -151,7 +151,7 @@ def lay_out_weights(
 def layout_scales(
     options: ExportOptions, source: Source, tensors: Sequence[SourceTensor]
 ) -> dict[str, RootScale]:
-    """Return the scale of each tensor that the layout stores divided by a square root, such as MaxText's queries.
+    """Return the scale of each tensor with one in the layout, such as MaxText's queries.
 
     Args:
         options: Options of the export.

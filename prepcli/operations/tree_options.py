@@ -1,4 +1,4 @@
-"""Options for the parameter trees of other libraries: of `export`, and of commands that read such a tree.
+"""Options for the parameter trees of other libraries, of `export` and of the commands with a tree as input.
 
 This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
 """

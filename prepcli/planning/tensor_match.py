@@ -350,7 +350,7 @@ def not_equal_error(
     second = display_names.get(check.duplicate_of, check.duplicate_of)
     what = f"{first} is not equal to {second}"
     if check.name == family.tying.head_tensor:
-        hint = text("{} keeps both", Option("untie", True))
+        hint = text("{} of save-init and pad-vocab keeps both", Option("untie", True))
         return PrepError(what, f"the config ties them, {difference}", hint)
     why = f"family {family.name} stores one tensor under both names, {difference}"
     return PrepError(what, why, f"if {second} is right, remove {first} from the checkpoint")

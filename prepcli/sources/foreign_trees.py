@@ -54,12 +54,12 @@ NON_PARAMETER_RULE = "not a parameter"
 
 @dataclass(frozen=True, slots=True)
 class TreeFormat:
-    """Format of a tree that another library wrote.
+    """Format of a tree of another library.
 
     Attributes:
         layout: Name of the family's layout, or NATIVE_LAYOUT.
         root: Prefix of the parameters' dotted names.
-        layer_axis: Axis on which layers are stacked. None if each layer has a leaf.
+        layer_axis: Axis of the stacked layers. None if each layer has a leaf.
         has_prefix: Whether paths carry the family's base prefix.
     """
 
@@ -98,11 +98,11 @@ class ForeignTree:
     """A tree of another library, matched with a layout.
 
     Attributes:
-        format: The format that matched.
+        format: The matching format.
         names: Naming scheme of the tensors.
         tensors: Tensors of the leaves below the root.
         extra_entries: Leaves outside of the root, grouped by their first key.
-        scales: Leaf with a scale -> the number whose square root divides its values.
+        scales: Leaf with a scale -> the number under the square root.
         scaled_tensors: Names of the tensors in these leaves.
     """
 
@@ -124,7 +124,7 @@ def match_foreign_tree(
     *,
     manifest: Manifest = NO_MANIFEST,
 ) -> ForeignTree:
-    """Match the leaves of a tree with the layout that fits them best.
+    """Match the leaves of a tree with the best layout.
 
     A leaf below the root without a row of the family becomes a tensor with the name of the leaf. Missing leaves
     are not an error here.
@@ -185,7 +185,7 @@ def match_foreign_tree(
 def _split_non_parameters(
     leaves: Leaves, tree_format: TreeFormat, family: Family
 ) -> tuple[Leaves, list[DroppedTensor]]:
-    """Return the leaves that may be parameters of the layout, and the records of its other leaves."""
+    """Split leaves into possible parameters of the layout, and the records of its other leaves."""
     layout = family.layouts.get(tree_format.layout, TreeLayout({}))
     kept: dict[str, StoredLeaf] = {}
     ignored: list[DroppedTensor] = []
@@ -293,7 +293,7 @@ def _find_format(
     roots: Collection[str],
     layout: str | None,
 ) -> TreeFormat:
-    """Return the format that fits the leaves best.
+    """Return the best format for the leaves.
 
     Raises:
         PrepError: No format fits, or the layout is unknown.

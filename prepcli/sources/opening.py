@@ -22,7 +22,7 @@ from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_text_part
 from prepcli.sources.source import Source
-from prepcli.sources.source_hints import SourceHints
+from prepcli.sources.source_hints import CONFIG, SourceHints
 from trainer.models.parameters import VERBATIM
 
 # Formats of trees with several layouts.
@@ -79,6 +79,8 @@ def open_source(
             training_state=training_state,
         )
         source = _read_headers(located, hints)
+        if layout is not None:
+            _check_layout_is_used(source, located, layout, is_requested=hints.verbatim is True)
         if training_state:
             source = _with_training_state(source, located)
         elif source.manifest and TRAINING_STATE_KEY in source.manifest.fields:
@@ -116,6 +118,30 @@ def _check_layout_option(located: LocatedCheckpoint, layout: str) -> None:
         option = Option("source_layout", layout)
         what = text("{} contradicts {}", option, located.display_name)
         raise PrepError(what, why, text("remove {}", Option("source_layout")))
+
+
+def _check_layout_is_used(
+    source: Source, located: LocatedCheckpoint, layout: str, *, is_requested: bool
+) -> None:
+    """Raise UsageError if tensors keep their own names, so that the requested layout has no effect.
+
+    Args:
+        source: The opened source.
+        located: The located checkpoint.
+        layout: The requested layout.
+        is_requested: Whether the user asked for the names in the files.
+    """
+    is_foreign = located.manifest is None and located.kind in TREE_KINDS
+    if not is_foreign or not source.family.is_verbatim or layout == "hf":
+        return
+    option = Option("source_layout", layout)
+    what = text("{} has no effect for {}", option, located.display_name)
+    if is_requested:
+        why = "its tensors are read under the names in its files"
+        raise usage_error(what, why, text("remove {}", Option("source_layout")))
+    why = f"no {CONFIG} describes a model with this layout"
+    hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
+    raise usage_error(what, why, hint)
 
 
 def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:

@@ -1,4 +1,4 @@
-"""Tensors of a parameter tree (Orbax, Flax, EasyLM): which leaf, and which part of it, stores each tensor."""
+"""Tensors of a parameter tree (Orbax, Flax, EasyLM), and the part of a leaf with the values of each tensor."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StoredLeaf:
         shape: Shape of the leaf.
         dtype: Stored dtype.
         chunk_shape: Shape of its chunks.
-        locate_chunks: Returns where the chunks that hold one tensor of the leaf are stored.
+        locate_chunks: Returns the location of the chunks with one tensor of the leaf.
     """
 
     shape: tuple[int, ...]
@@ -77,7 +77,7 @@ LeafTensor = tuple[str, AxisMap, str, tuple[tuple[str, int], ...]]
 def tensors_from_manifest(
     leaves: Leaves, names: TensorNames, manifest: Manifest, folder: object
 ) -> tuple[tuple[SourceTensor, ...], tuple[SourceTensor, ...]]:
-    """List the tensors of a tree that prep wrote.
+    """List the tensors of a tree written by prep.
 
     Args:
         leaves: Leaves of the tree, by dotted name.
@@ -263,7 +263,7 @@ def iter_tensors(
 
     Args:
         leaves: Leaves of the tree, by dotted name.
-        leaf_tensors: Pairs of leaf and tensor. A tensor that several leaves store occurs several times.
+        leaf_tensors: Pairs of leaf and tensor. A tensor in several leaves occurs several times.
         records: The manifest's records of tensors, by name.
         names: Naming scheme of the tensors in `records`.
     """
@@ -282,7 +282,7 @@ def iter_tensors(
 
 
 def leaf_as_tensor(name: str, leaf: StoredLeaf, records: TensorRecords) -> SourceTensor:
-    """Convert a leaf that matches no parameter or slot to a training-state tensor of the same shape."""
+    """Convert a leaf without parameter or slot to a training-state tensor of the same shape."""
     region = leaf.region(name, identity_axis_map(name, leaf.shape), ())
     return SourceTensor(
         qualify("", name), leaf.dtype, leaf.shape, (region,), recorded_digests(records, name)

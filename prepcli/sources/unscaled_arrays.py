@@ -1,4 +1,4 @@
-"""Arrays of an Orbax item in the tree of another trainer, without the scale of that trainer."""
+"""Arrays of an Orbax item of another trainer, without the trainer's scale."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def _leaf_location(
 def with_tied_head(source: Source) -> Source:
     """Return the source with the head as a separate tensor, if it is tied to the embedding.
 
-    The head reads the bytes of the embedding a second time, from blobs that follow the source's own.
+    The head reads the bytes of the embedding a second time, from blobs after those of the source.
     """
     tie = source.family.tying
     if any(tensor.name == tie.head_tensor for tensor in source.tensors):

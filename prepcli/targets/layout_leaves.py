@@ -68,7 +68,7 @@ def whole_leaf_location(leaf: LayoutLeaf, *, file: int, offset: int, dtype: str)
 
 
 def find_layout_scales(source: Source, layout: str, tensors: Collection[str]) -> dict[str, int]:
-    """Return the tensors that the tree of another library stores divided by a square root.
+    """Return the tensors with a scale in the tree of another library: values divided by a square root.
 
     Args:
         source: The opened source.
@@ -76,7 +76,7 @@ def find_layout_scales(source: Source, layout: str, tensors: Collection[str]) ->
         tensors: Names of the tensors to write.
 
     Returns:
-        Name of the tensor -> the number whose square root divides its values.
+        Name of the tensor -> the number under the square root.
     """
     sizes = source.family.sizes(source.config)
     scales: dict[str, int] = {}

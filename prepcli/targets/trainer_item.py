@@ -1,4 +1,4 @@
-"""Layout of an item for another trainer (MaxText, Tunix, Levanter), with leaf names and shapes of that trainer."""
+"""Layout of an item for another trainer (MaxText, Tunix, Levanter), with the trainer's leaf names and shapes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Restore an exported checkpoint with MaxText, and save the logits of the model.
+"""Restore an exported checkpoint with MaxText, save it again with MaxText, and save the logits of the model.
 
 It runs in the environment of MaxText, which needs Python 3.12 and other versions of jax than prep's tests:
-`python maxtext_oracle.py MODEL/config.json OUT/0/items LAYOUT LOGITS.npy`.
+`python maxtext_oracle.py MODEL/config.json OUT/0/items LAYOUT LOGITS.npy SAVED`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 
 # By name, because pyright runs in an environment without MaxText.
 pyconfig = importlib.import_module("maxtext.configs.pyconfig")
 maxtext_utils = importlib.import_module("maxtext.utils.maxtext_utils")
 model_creation_utils = importlib.import_module("maxtext.utils.model_creation_utils")
+checkpointing = importlib.import_module("maxtext.common.checkpointing")
+train_state_nnx = importlib.import_module("maxtext.common.train_state_nnx")
 
 BLOCKS = {"llama": "llama2", "mistral": "mistral", "mixtral": "mixtral", "qwen2": "qwen2"}
 NUM_TOKENS = 12
+SAVED_STEP = 5
 
 
 def settings(config: dict[str, Any], item: str, layout: str) -> dict[str, object]:
@@ -81,8 +86,19 @@ def settings(config: dict[str, Any], item: str, layout: str) -> dict[str, object
     return values
 
 
-def main(config_path: str, item: str, layout: str, out: str) -> None:
-    """Write the logits of the tokens 1, 2, 3, ..."""
+def save_training_state(model: Any, config: Any, folder: str) -> None:
+    """Save a model and a new optimizer with the checkpointer of MaxText's training."""
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    state = train_state_nnx.TrainStateNNX(model, optimizer)
+    manager = checkpointing.create_orbax_checkpoint_manager(
+        folder, enable_checkpointing=True, use_async=False, save_interval_steps=1
+    )
+    assert checkpointing.save_checkpoint(manager, SAVED_STEP, state, config, force=True)
+    manager.close()
+
+
+def main(config_path: str, item: str, layout: str, out: str, saved: str) -> None:
+    """Write the logits of the tokens 1, 2, 3, ..., and the training state to the folder `saved`."""
     config = json.loads(Path(config_path).read_text())
     base = str(Path(str(pyconfig.__file__)).parent / "base.yml")
     words = [f"{key}={value}" for key, value in settings(config, item, layout).items()]
@@ -101,6 +117,7 @@ def main(config_path: str, item: str, layout: str, out: str) -> None:
             enable_dropout=False,
         )
     np.save(out, np.asarray(logits, np.float32))
+    save_training_state(model, maxtext_config, saved)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ META_NAMES = {
         for letter in "qkv"
     },
 }
-# Entries of a training state beside the parameters.
+# Entries of a training state other than the parameters.
 _STATE_KEYS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 # The router adds this buffer to its scores to balance the experts. Files of Hugging Face have none.
 _BALANCING_BIAS = ".moe.expert_bias_E"

@@ -156,7 +156,7 @@ def box_locations(tensor: DcpTensor) -> Locations:
 
 
 def _box_location(tensor: DcpTensor, box: DcpBox) -> Contiguous | ChunkedLocation:
-    """Return the location of a box. It is a leaf with one chunk that stores a part of the tensor.
+    """Return the location of a box. It is a leaf with one chunk, a part of the tensor.
 
     E.g. rows 4 to 6 of a tensor [7, 6] are a leaf [3, 6]. Its axis map has the extent 7 and the start 4 in dim 0.
     """
@@ -196,7 +196,7 @@ def _dims_in_memory(tensor: DcpTensor, box: DcpBox) -> list[int]:
 
 
 def _file_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:
-    """Return size and time of each file. The metadata that points into them has one digest."""
+    """Return size and time of each file. The digest is the one of the metadata."""
     stamps: list[SourceFile] = []
     for path in folder.files:
         stat = path.stat()
@@ -205,7 +205,7 @@ def _file_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:
 
 
 def _written_stamps(folder: DcpFolder, state: Sequence[DcpTensor]) -> tuple[SourceFile, ...]:
-    """Return the stamps of files that prep wrote. Each has the digest of the file's bytes outside of tensors."""
+    """Return the stamps of files of prep. Each has the digest of the file's bytes outside of tensors."""
     ranges_by_file: dict[int, list[Range]] = {number: [] for number in range(len(folder.files))}
     # Counters are constants of the plan, and no streams.
     moments = [tensor for tensor in state if not tensor.name.endswith(COUNTER_SUFFIX)]

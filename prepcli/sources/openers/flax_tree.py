@@ -118,10 +118,7 @@ def _open_tree(
         names=names,
         tensors=tensors,
         files=flax_files.files,
-        file_stamps=tuple(
-            SourceFile(document.path.name, document.size, document.mtime_ns, document.digest)
-            for document in flax_files.documents
-        ),
+        file_stamps=flax_files.stamps,
         small_files=_settings_files((config_path or folder / CONFIG).parent),
         manifest=manifest,
         tensor_file_names=tuple(
@@ -145,7 +142,7 @@ def _with_recorded_digests(
 
 
 def _settings_files(folder: Path) -> tuple[Path, ...]:
-    """List the small files that belong to a model."""
+    """List the small files of a model."""
     return tuple(file for file in small_files(folder) if file.suffix in SETTINGS_SUFFIXES)
 
 
@@ -171,7 +168,7 @@ class FlaxFiles:
 
     Attributes:
         documents: Header of each file.
-        blobs: The files, then one blob for each file with arrays in several pieces, which concatenates these pieces.
+        blobs: The files, then one blob with the concatenated pieces of each file with split arrays.
         blob_documents: For each blob, the number of its file in `documents`.
     """
 
@@ -183,6 +180,17 @@ class FlaxFiles:
     def files(self) -> tuple[Path, ...]:
         """Path of each file."""
         return tuple(document.path for document in self.documents)
+
+    @property
+    def stamps(self) -> tuple[SourceFile, ...]:
+        """Size, time and digest of each file."""
+        stamps: list[SourceFile] = []
+        for document in self.documents:
+            stamp = SourceFile(
+                document.path.name, document.size, document.mtime_ns, document.digest
+            )
+            stamps.append(stamp)
+        return tuple(stamps)
 
     def array_locations(self) -> list[tuple[MsgpackArray, int, int]]:
         """Return every array with its blob number and its offset in the blob."""

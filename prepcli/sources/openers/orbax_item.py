@@ -1,4 +1,4 @@
-"""Opener for Orbax items: init checkpoints and training steps that prep wrote, and trees of other libraries."""
+"""Opener for Orbax items: init checkpoints and training steps of prep, and trees of other libraries."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _open_foreign_item(
         path: The user's checkpoint argument.
         display_name: Name of the checkpoint in messages.
         hints: User-supplied facts about the checkpoint.
-        manifest: Manifest of an item that prep exported, else None.
+        manifest: Manifest of an exported item, else None.
     """
     config_path = _find_foreign_config(item, path, display_name, hints)
     settings = b""
@@ -258,7 +258,7 @@ def _match_trees(
 
 
 def _has_state(hints: SourceHints, manifest: Manifest | None) -> bool:
-    """Return whether the training state of an item is read: on request, and from an export of prep that has one."""
+    """Return whether to read the training state of an item: on request, and from an export with one."""
     if manifest is not None and TRAINING_STATE_KEY in manifest.fields:
         return True
     return hints.training_state
@@ -297,7 +297,7 @@ def _root_scales(
     """Return the scale of each leaf with one.
 
     Raises:
-        PrepError: The scale has changed values, so that the way back would not return the exported ones.
+        PrepError: The scale has changed values. The way back would return other ones.
     """
     manifest = manifest or NO_MANIFEST
     records = manifest.scales
@@ -426,7 +426,7 @@ def stored_leaves(
 
 
 def is_read_directly(item: OrbaxItem, array_number: int) -> bool:
-    """Return whether all chunks of an array are stored uncompressed in data files that can be open together."""
+    """Return whether all chunks of an array are uncompressed in a few data files. All of these can be open."""
     chunks = item.chunks[array_number]
     return (
         (item.is_remote or len(item.files) <= MAX_OPEN_FILES)

@@ -84,6 +84,24 @@ def test_recorded_layout_is_compared(capsys: pytest.CaptureFixture[str]):
     assert lines[1].endswith("its manifest records the layout native")
 
 
+def test_layout_without_a_config_is_refused(capsys: pytest.CaptureFixture[str]):
+    lines = error_lines(capsys, "save-init", "./step-3", *LAYOUT, "--out", "init")
+    assert lines[0] == "error: `--source-layout levanter` has no effect for ./step-3"
+    assert "`--config FOLDER`" in lines[-1]
+    assert not Path("init").exists()
+
+
+@pytest.mark.parametrize("option", [("--verbatim",), ("--map", "names.map")])
+def test_layout_of_own_names_is_refused(
+    option: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
+    Path("names.map").write_text("norm.weight: embed <- model.transformer.norm.weight: embed\n")
+    words = ("./step-3", *CONFIG, *LAYOUT, *option, "--out", "init")
+    lines = error_lines(capsys, "save-init", *words)
+    assert lines[0] == "error: `--source-layout levanter` has no effect for ./step-3"
+    assert lines[-1].endswith("remove `--source-layout`")
+
+
 def test_layout_is_part_of_the_recorded_request():
     run_ok("save-init", "./step-3", *CONFIG, *LAYOUT, "--out", "init")
     assert "--source-layout levanter" in Path("init/prep-manifest.json").read_text()

@@ -150,6 +150,7 @@ def test_wrong_tensor_is_named(fault: str, capsys: pytest.CaptureFixture[str]):
     assert named in "".join(error.split())
 
 
+@pytest.mark.slow
 def test_boxes_of_several_ranks_are_read():
     """The rows of a matrix are split between ranks, and the last rank has fewer."""
     tensors = make_checkpoint(Path("model"), LLAMA)

@@ -139,12 +139,15 @@ def check_logits(expected: np.ndarray) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MAXTEXT_MODELS)
 @pytest.mark.parametrize("layout", ["maxtext", "maxtext-unscanned"])
-def test_maxtext_computes_the_logits_of_transformers(model: str, layout: str):
+def test_maxtext_restores_and_saves_every_bit(model: str, layout: str):
     expected = make_model(*MAXTEXT_MODELS[model])
     run_ok("export", "./model", "--layout", layout, "--out", "out")
-    words = ("model/config.json", str(Path("out/0/items").absolute()), layout, "logits.npy")
+    item, saved = (str(Path(name).absolute()) for name in ("out/0/items", "saved"))
+    words = ("model/config.json", item, layout, "logits.npy", saved)
     run_oracle("PREP_MAXTEXT_PYTHON", "maxtext_oracle.py", *words)
     check_logits(expected)
+    prep.export("./saved", "back", config="model")
+    assert_same(read_tensors(Path("back")), read_tensors(Path("model")))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""State dicts of torchtitan with boxes of unequal sizes."""
+"""State dicts of torchtitan in boxes of several ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import pytest
 
 from prepcli.errors import PrepError
 from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor
+from prepcli.planning.grids import ChunkGrid
+from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.sources.dcp_trees import match_torchtitan
+from trainer.models.axis_map import bind_row
 from trainer.models.families.llama import FAMILY as LLAMA
+from trainer.models.row_text import parse_row
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 6,
@@ -27,6 +31,24 @@ def embedding_in_boxes(*starts: int) -> DcpFolder:
         boxes.append(DcpBox((start, 0), (stop - start, 8), 0, 32 * start, None))
     tensor = DcpTensor("tok_embeddings.weight", "float32", (6, 8), tuple(boxes))
     return DcpFolder((tensor,), (), (), "", {})
+
+
+def test_boxes_of_two_ranks_are_the_chunks_of_a_tensor():
+    tensors: list[DcpTensor] = []
+    for path, row in LLAMA.layouts["torchtitan"].parameters.items():
+        shape = bind_row(parse_row(row.row), LLAMA.sizes(CONFIG)).leaf_shape
+        box = DcpBox((0,) * len(shape), shape, 0, 0, None)
+        tensors.append(DcpTensor(path.format(layers=0), "float32", shape, (box,)))
+    # The second rank has two rows, in file 1.
+    halves = DcpBox((0, 0), (4, 8), 0, 512, None), DcpBox((4, 0), (2, 8), 1, 640, None)
+    tensors[0] = DcpTensor("tok_embeddings.weight", "float32", (6, 8), halves)
+    tree = match_torchtitan(DcpFolder(tuple(tensors), (), (), "", {}), LLAMA, CONFIG, "step-3")
+    embedding = next(tensor for tensor in tree.tensors if tensor.name == "embed_tokens.weight")
+    (region,) = embedding.placement
+    assert isinstance(region, ChunkedLocation)
+    assert region.grid == ChunkGrid((6, 8), (4, 8))
+    assert region.placement.find((0, 0)) == (0, 512)
+    assert region.placement.find((1, 0)) == (1, 640)
 
 
 @pytest.mark.parametrize("starts", [(0, 2), (0, 1, 2), (0, 3, 5)])
