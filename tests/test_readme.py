@@ -209,8 +209,8 @@ def test_site_highlights_code_and_can_copy_it(tmp_path: Path) -> None:
 def test_readme_begins_with_the_set_up_commands() -> None:
     """.ci/run runs these two blocks as they are."""
     first, second = blocks(README)[:2]
-    assert first == Block("bash", "pip install -e . && prep demo\n")
-    assert second == Block("bash", "pip install -e '.[test]' && pytest\n")
+    assert first == Block("bash", "", "pip install -e . && prep demo\n")
+    assert second == Block("bash", "", "pip install -e '.[test]' && pytest\n")
     assert len(README.read_text().splitlines()) <= 200
 
 
