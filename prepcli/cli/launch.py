@@ -177,7 +177,7 @@ def local(
 ) -> int:
     """Run a command in several processes on this machine.
 
-    The devices are CPU devices. A line that begins with [1] is from process 1. A signal stops all processes.
+    The devices are CPU devices. Lines of process 1 begin with [1]. A signal stops all processes.
 
     Examples:
       prep launch local recipe.toml --processes 2 --devices 4

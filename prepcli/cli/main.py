@@ -159,8 +159,11 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
         if command == "train" and len(unknown := _unknown_options(context, args)) > 1:
             return _unknown_options_error(path, unknown, args)
         recipe_hint = _recipe_hint(option, args) if command == "train" else ""
-        hint = recipe_hint or (
-            f"did you mean `{suggestion}`?" if suggestion else f"`{path} --help`"
+        launch_hint = _launch_hint(option, context) if command == "launch" else ""
+        hint = (
+            recipe_hint
+            or launch_hint
+            or (f"did you mean `{suggestion}`?" if suggestion else f"`{path} --help`")
         )
         return usage_error(f"`{path}` has no option `{option}`", hint=hint)
     # Typer appends `(env var: 'PREP_MEMORY')` even if the command line gave the value.
@@ -221,6 +224,13 @@ def _recipe_hint(option: str, args: Sequence[str]) -> str:
     _, equals, value = "".join(args[index : index + 1]).partition("=")
     next_word = "".join(args[index + 1 : index + 2])
     return option_hint(option, value if equals or next_word.startswith("--") else next_word)
+
+
+def _launch_hint(option: str, context: Any) -> str:
+    """Return a hint for an option of `prep train` before the `--` of `prep launch`. Empty for other options."""
+    train = vars(context.find_root().command)["commands"]["train"]
+    options = {name for parameter in train.params for name in parameter.opts}
+    return f"`-- {option}`: options of prep train follow `--`" if option in options else ""
 
 
 def _choice_hint(why: str) -> str:

@@ -31,7 +31,7 @@ class BlobReader(Protocol):
 
 
 class Blob(Protocol):
-    """A byte sequence that can be read at any offset."""
+    """A byte sequence with reads at any offset."""
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ class CachedBlob(Blob, Protocol):
     """A blob with chunks to decode into a cache that several blobs share."""
 
     def open_with_cache(self, cache: ChunkCache) -> BlobReader:
-        """Return a reader that decodes chunks into `cache`."""
+        """Return a reader with the cache of decoded chunks `cache`."""
         ...
 
 
@@ -83,7 +83,7 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class ConcatenatedBlob:
-    """A blob that concatenates byte ranges of files."""
+    """A concatenation of byte ranges of files."""
 
     name: str
     ranges: tuple[FileRange, ...]
@@ -188,7 +188,7 @@ class FilesAndBlobs:
             into: Page-aligned buffer with room for the run and a page.
 
         Returns:
-            The part of `into` that contains the run. It has the same page offset as the run in the file.
+            The part of `into` with the run. It has the same page offset as the run in the file.
         """
         reader = self._readers[copy.file]
         if isinstance(reader, int):

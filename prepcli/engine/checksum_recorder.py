@@ -40,10 +40,10 @@ class ChecksumRecorder:
     """
 
     def __init__(self, path: Path | None, extents: Sequence[ChunkExtent]) -> None:
-        """Load the checksums that an earlier run saved in `path`, if the file is intact.
+        """Load the checksums of an earlier run from `path`, if the file is intact.
 
         Args:
-            path: File in which checksums are saved. None if they stay in memory.
+            path: File for the checksums. None if they stay in memory.
             extents: Positions of the output's chunks in files, sorted by file and offset.
         """
         self._path = path
@@ -77,7 +77,7 @@ class ChecksumRecorder:
                 data_offset += run_nbytes
 
     def _record_run(self, file: int, offset: int, data: ByteArray) -> None:
-        """Record a run that may cover several chunks."""
+        """Record a run over one or several chunks."""
         done = 0
         while done < data.size:
             # The last extent that starts at or before the byte. e.g. extent at 4096 with chunks every

@@ -66,7 +66,7 @@ class RunReader(Protocol):
             into: Page-aligned buffer with room for the run and a page.
 
         Returns:
-            The part of `into` that contains the run. It has the same page offset as the run in the file.
+            The part of `into` with the run. It has the same page offset as the run in the file.
         """
         ...
 
@@ -241,7 +241,7 @@ class Files:
             into: Page-aligned buffer with room for the run and a page.
 
         Returns:
-            The part of `into` that contains the run. It has the same page offset as the run in the file.
+            The part of `into` with the run. It has the same page offset as the run in the file.
 
         Raises:
             PrepError: The file cannot be read or is too short.
@@ -434,7 +434,7 @@ class Files:
 
 
 def _replaced_error(path: Path) -> PrepError:
-    """Return the error for a file at a path that another program changed."""
+    """Return the error for a path changed by another program."""
     return PrepError(
         f"{path} was changed by another program",
         "while prep wrote to it",

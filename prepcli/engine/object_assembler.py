@@ -86,7 +86,7 @@ class ObjectAssembler:
 
         Args:
             files: The objects to assemble, by number. Bytes of other files are ignored.
-            spans: Byte ranges of each file that streams write.
+            spans: Byte ranges written by streams, by file.
             limits: Limits of the memory.
             send: Sends a piece, in one of several threads. Pieces of one object are sent in order.
             on_complete: Called with each complete piece before it is sent, in order for each object.
@@ -212,7 +212,7 @@ class ObjectAssembler:
             self._write_run(copy.file, offset, run)
 
     def _write_run(self, file: int, offset: int, run: ByteArray) -> None:
-        """Write a run that may reach into several pieces."""
+        """Write a run into one or several pieces."""
         done = 0
         while done < run.size:
             number, start = divmod(offset + done, self._limits.piece_nbytes)
@@ -266,7 +266,7 @@ class ObjectAssembler:
         return True
 
     def _open_blank_pieces(self, file: int) -> None:
-        """Open the next pieces of an object to which no stream writes, e.g. the end of a long header."""
+        """Open the next pieces of an object without bytes of streams, e.g. the end of a long header."""
         while (number := self._next_open[file]) < self.piece_count(file):
             start = number * self._limits.piece_nbytes
             spans = self._spans.get(file, ())

@@ -35,7 +35,7 @@ def make_object_budget(
     Args:
         nbytes: The limit.
         min_buffer_nbytes: Preferred minimum size of a slab.
-        kept_nbytes: Memory for data that stays in memory during the run. See `make_budget`.
+        kept_nbytes: Memory for data of the whole run. See `make_budget`.
         object_nbytes: Usual size of an object. If possible, a piece is not smaller.
         largest_nbytes: Size of the largest object.
         part_nbytes: Size of a part of its multipart upload.

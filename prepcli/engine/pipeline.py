@@ -46,7 +46,7 @@ class ConversionResult:
         read_nbytes: Bytes read.
         written_nbytes: Bytes written.
         copied_nbytes: Bytes copied in memory, to another order or dtype.
-        resumed_nbytes: Bytes that were durable from an earlier run.
+        resumed_nbytes: Durable bytes of an earlier run.
         peak_nbytes: Of a pipeline, the largest anonymous memory seen. Of a conversion, its peak minus the memory
             before the run.
         seconds: Busy time of each stage in seconds.
@@ -380,7 +380,7 @@ class Pipeline:
             task.prefix = StreamPrefix(number, self._stream_nbytes_through(slab), digest)
 
     def _finish_stream_digest(self) -> StreamDigest:
-        """Return the digests of the stream that ended, and reset the hash state."""
+        """Return the digests of the completed stream, and reset the hash state."""
         digest = self.hash_state.hexdigest()
         self.hash_state.reset()
         if self.change:

@@ -1,6 +1,6 @@
 """Execute a plan into an object store: objects are assembled in memory, and no local file is written.
 
-Each process writes its units of work and notes them in the store (`bucket_run`). The process that writes the last note
+Each process writes its units of work and notes them in the store (`bucket_run`). The process with the last note
 publishes the output: it writes the index, the settings and, last, the manifest.
 """
 
@@ -47,9 +47,10 @@ from prepcli.planning.object_passes import streams_of_spans
 from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import min_buffer_nbytes, split_streams
 from prepcli.planning.work_units import divide_units, find_work_units
+from prepcli.remote import object_store
 from prepcli.remote.bucket_lock import BucketLock, check_lock, lock_owner
-from prepcli.remote.object_store import Bucket, ObjectStoreUrl
-from prepcli.remote.object_writes import ObjectUploads, part_nbytes
+from prepcli.remote.object_store import Bucket, ObjectStoreUrl, part_nbytes
+from prepcli.remote.object_writes import ObjectUploads
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import retry_policy_from_env
 from prepcli.sources.source import Source
@@ -78,7 +79,7 @@ class BucketExecutor:
         restart: Delete the objects of an unfinished earlier run, and write them again.
         allow_overflow: Cast out-of-range values to infinity.
         note: Prints a line for the user.
-        patience_s: Time without a new unit after which other processes count as missing.
+        patience_s: Time without a new unit until other processes count as missing.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class BucketExecutor:
                 store does not answer.
         """
         self._check_restart()
+        self._check_object_count()
         files = self.bucket.list_files()
         if self._is_already_done(files):
             self._delete_leftovers(files)
@@ -170,10 +172,20 @@ class BucketExecutor:
                 text("delete the objects below {}, then {}", self.bucket.name, RERUN_HINT),
             )
 
+    def _check_object_count(self) -> None:
+        """Raise UsageError if the output and its state would have more objects than a listing may have."""
+        count = len(self.plan.files) + len(self.plan.small_files) + len(self.units)
+        if count > object_store.MAX_OBJECTS:
+            raise usage_error(
+                f"{self.bucket.name} would have {count:,} objects",
+                f"up to {object_store.MAX_OBJECTS:,} are supported",
+                text("{}, or another mesh", Option("storage", "ocdbt")),
+            )
+
     def _is_already_done(self, files: Sequence[RemoteFile]) -> bool:
         """Return whether the requested output exists.
 
-        With several processes, a process that joins late never replaces the output of its peers.
+        With several processes, a late process never replaces the output of its peers.
 
         Raises:
             PrepError: The URL holds something else, or an output that may not be replaced.
@@ -193,7 +205,7 @@ class BucketExecutor:
         return True
 
     def _delete_leftovers(self, files: Sequence[RemoteFile]) -> None:
-        """Delete the state and the lock of a process that was killed after the publication.
+        """Delete the state and the lock of a process killed after the publication.
 
         Raises:
             PrepError: A process with another plan is about to replace the output.
@@ -322,7 +334,7 @@ class BucketExecutor:
         return replace(self.plan, streams=tuple(streams), checks=tuple(checks))
 
     def _spans(self, file_numbers: Collection[int]) -> dict[int, list[tuple[int, int]]]:
-        """Return the byte ranges of files that streams write."""
+        """Return the byte ranges written by streams, by file."""
         spans: dict[int, list[tuple[int, int]]] = {number: [] for number in file_numbers}
         for file, start, stop in coverage.written_spans(self.plan):
             if file in spans:
@@ -336,7 +348,7 @@ class BucketExecutor:
         numbers: Sequence[int],
         result: ConversionResult,
     ) -> None:
-        """Read the streams of pieces again that did not fit in memory, until all are sent."""
+        """Read the streams of the missing pieces again until all pieces are sent."""
         streams = [self.plan.streams[number] for number in numbers]
         # Each pass assembles at least one piece, because the memory is free when it begins. The digests
         # of a pass are ignored: its streams have a part of the rows.
@@ -363,7 +375,7 @@ class BucketExecutor:
         self._sent_nbytes += nbytes
 
     def _check_source(self, digests: Mapping[int, str], before: SourceState) -> None:
-        """Raise PrepError if the source no longer holds the bytes that were read."""
+        """Raise PrepError unless the source still has the bytes of `digests`."""
         now = read_source_state(self.plan, self.source)
         touched = touched_files(self.source, before, now=now)
         if not touched:

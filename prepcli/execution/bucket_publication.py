@@ -52,7 +52,7 @@ def write_last_objects(
 
     Args:
         plan: The plan of the output.
-        identity: Keys of the manifest that identify the run.
+        identity: Identity of the run, for the manifest.
         digests: Digests of all streams, by number.
         sums: Checksums of all blocks.
         put: Writes an object, given its path and content, in one of several threads.
@@ -119,7 +119,7 @@ class BucketPublication:
             plan: The plan of the output.
             bucket: Client of the output's URL.
             run: State of the run.
-            identity: Keys of the manifest that identify the run.
+            identity: Identity of the run, for the manifest.
             units: All units of work.
             lock: Lock of the URL, if this process holds it.
             check_digests: Called with the digests of all streams before the first write. Raises PrepError if the source
@@ -159,7 +159,7 @@ class BucketPublication:
         self._run.delete_state()
 
     def _check_objects(self, notes: Sequence[UnitNote], listed: Mapping[str, RemoteFile]) -> None:
-        """Raise PrepError unless every data object is the one that its unit has written.
+        """Raise PrepError if a data object is missing or differs from the note of its unit.
 
         The notes of damaged units are deleted. The next run writes these units again.
         """

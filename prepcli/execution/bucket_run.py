@@ -5,7 +5,7 @@
     done/N        the objects, digests and checksums of the complete unit of work N
     failed/I      the error of process I
 
-No object is ever changed by two processes, so that no lock is needed between them. A kill leaves complete objects only.
+No object is ever changed by two processes. They need no lock between them. A kill leaves complete objects only.
 The next run computes the bytes of a unit without `done/N` again, and compares them with the objects.
 """
 
@@ -118,7 +118,7 @@ class BucketRun:
     def begin(
         self, files: Collection[RemoteFile], source_state: SourceState, *, restart: bool
     ) -> None:
-        """Begin or resume the run. Only the process that holds the lock of the URL calls it.
+        """Begin or resume the run. Only the holder of the URL's lock calls it.
 
         Args:
             files: The objects below the URL. All of them belong to outputs of prep.
@@ -167,7 +167,7 @@ class BucketRun:
         return True
 
     def is_open(self) -> bool:
-        """Return whether the run has begun, so that another process may join it.
+        """Return whether the run has begun, and another process may join it.
 
         Raises:
             PrepError: The run there has another plan.
@@ -274,7 +274,7 @@ class BucketRun:
     def check_failures(self, files: Collection[RemoteFile]) -> None:
         """Raise the error of another process. `files` is a listing of the state.
 
-        A process that failed before this one joined has REJOIN_S to join again.
+        A process with an earlier failure has REJOIN_S to join again.
         """
         is_over = time.monotonic() - self._joined_s > REJOIN_S
         for file in files:

@@ -1,7 +1,7 @@
 """Write a training step to an object store: each process uploads a data file of its own chunks, from memory.
 
-A file is uploaded while its chunks are copied from the shards, so that no disk is needed. Tensors of one process are
-digested on the way. The remaining tensors are divided among the processes, which read them back from the store.
+A file is uploaded while its chunks are copied from the shards, without a disk. Tensors of one process are
+digested on the way. The remaining tensors are divided among the processes, and read back from the store.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from prepcli.planning.process_files import ChunkIndex, LeafGroup, ProcessFiles
 from prepcli.planning.shares import divide_streams, subplan
 from prepcli.planning.strided_copies import StridedCopy
 from prepcli.remote.conditional_objects import publish_content
-from prepcli.remote.object_store import Bucket
+from prepcli.remote.object_store import Bucket, part_nbytes
 from prepcli.remote.placeholders import read_all
 from prepcli.remote.remote_files import ReadAheadCache, RemoteBlob, RemoteFile
 from prepcli.remote.retries import map_in_daemon_threads
@@ -48,13 +48,16 @@ from trainer.models.json_types import JsonObject
 
 NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step holds the digests and checksums of process I
 NUM_THREADS = 32  # concurrent requests for small objects
+# Memory for the parts of the data file in flight, and their maximum number
+PARTS_NBYTES = 64 << 20
+MAX_PARTS_IN_FLIGHT = 8
 
 Shards = list[tuple[Box, np.ndarray]]  # fetched shards of a leaf, with their boxes
 
 
 @dataclass(frozen=True, slots=True)
 class BucketStep:
-    """A step that all processes of a run write to a bucket.
+    """A step of all processes of a run in a bucket.
 
     Attributes:
         save: The step, with the shards of this process.
@@ -71,7 +74,7 @@ class BucketStep:
     check_lock: Callable[[], None]
 
     def write(self) -> None:
-        """Write the step. It becomes visible with its manifest, which is uploaded last.
+        """Write the step. Its manifest is the last object, and makes it visible.
 
         Raises:
             PrepError: One of the processes cannot write its part.
@@ -100,13 +103,19 @@ class BucketStep:
     def _upload_data_file(self, checksums: ChecksumRecorder, digests: dict[int, str]) -> None:
         """Upload the chunks of this process.
 
-        Add the digests of the tensors that it has as a whole.
+        Add the digests of its whole tensors.
         """
         plan = self.files.plan
         file = plan.files[self.save.group.index]
         pieces = self._data_file_pieces(checksums, digests)
         if file.size:
-            self.bucket.write_pieces(f"{plan.item}/{file.path}", pieces, size=file.size)
+            num_parts = min(MAX_PARTS_IN_FLIGHT, PARTS_NBYTES // part_nbytes(file.size))
+            self.bucket.write_pieces(
+                f"{plan.item}/{file.path}",
+                pieces,
+                size=file.size,
+                parts_in_flight=max(2, num_parts),
+            )
 
     def _data_file_pieces(
         self, checksums: ChecksumRecorder, digests: dict[int, str]
@@ -144,7 +153,7 @@ class BucketStep:
         return _digest_streams(streams, HostLeafReader(leaves))
 
     def _read_back_shared_tensors(self, digests: dict[int, str]) -> None:
-        """Add the digests of this process's part of the tensors that several processes wrote."""
+        """Read this process's part of the shared tensors, and add their digests."""
         plan = self.files.plan
         process_group = self.save.group
         numbers: list[int] = []
@@ -261,7 +270,7 @@ def _fetch_shards(name: str, leaf: HostLeaf) -> Shards:
 
 
 def _fetched_leaf(leaf: HostLeaf, shards: Shards) -> HostLeaf:
-    """Return a leaf that hands out shards that were fetched already."""
+    """Return the leaf with fetched shards."""
     fetched = [HostShard(box, partial(np.asarray, values)) for box, values in shards]
     return replace(leaf, shards=tuple(fetched))
 

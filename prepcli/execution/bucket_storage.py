@@ -78,7 +78,7 @@ class BucketStorage:
         return str(self._url)
 
     def check(self) -> None:
-        """Check that a run may be written below the URL.
+        """Check the objects below the URL before a run writes there.
 
         Raises:
             PrepError: Other objects are there, or the store cannot be reached.
@@ -120,7 +120,7 @@ class BucketStorage:
             return open_reader(located.local_files.path, verify, hint, remote_blobs=blobs)
 
     def acquire(self, note: Callable[[str], None]) -> None:
-        """Lock the URL, then delete the objects of steps without a manifest, which killed processes left.
+        """Lock the URL, then delete the objects of steps without a manifest. Killed processes left them.
 
         If this process holds the lock already, the call has no effect.
 

@@ -78,7 +78,7 @@ def finalize_output(
     Args:
         plan: The plan of the output.
         stage: The staging folder, with complete data files.
-        run_identity: Keys of the manifest that identify the run.
+        run_identity: Identity of the run, for the manifest.
         digests: Digests of all streams, by number.
         progress: Receives the number of compressed bytes.
 

@@ -64,9 +64,9 @@ class Staging:
         folder: `NAME.partial`, next to `out`.
         work: `NAME.partial/.prep`, the folder of journals, locks and records.
         share: Share of this process.
-        durable_digests: Digests, by stream number, of streams that were durable before the streams were divided
+        durable_digests: Digests, by stream number, of the durable streams before the division
             among the processes. These streams are only read back.
-        division_label: Text that identifies, in journals, how the streams are divided among the processes.
+        division_label: Text in journals for the division of the streams among the processes.
         session: Text of the lock file, equal for all running processes of the run.
     """
 
@@ -185,7 +185,7 @@ class Staging:
         self._moving_fd = acquire_shared_lock(self.work / MOVING_LOCK_FILE)
 
     def _load_division(self, run_id: str, is_first: bool) -> Mapping[int, str]:
-        """Return the digests of streams that were durable before the streams were divided among the processes.
+        """Return the digests of the durable streams before the division among the processes.
 
         The streams are divided again if the number of processes has changed.
         """
@@ -296,7 +296,7 @@ class Staging:
         return self._folder_stat is not None and is_same_file(self._folder_stat, self.out)
 
     def mark_moved(self) -> None:
-        """Release the lock that says this process is still writing."""
+        """Release this process's lock for writing."""
         if self._moving_fd >= 0:
             os.close(self._moving_fd)
             self._moving_fd = -1
@@ -398,7 +398,7 @@ class Staging:
 
 
 def division_label(count: int, durable_digests: Mapping[int, str]) -> str:
-    """Return the text that identifies, in journals, how streams are divided, e.g. `2 without 0,3`."""
+    """Return the text in journals for the division of the streams, e.g. `2 without 0,3`."""
     return f"{count} without {','.join(map(str, sorted(durable_digests)))}"
 
 

@@ -1,4 +1,4 @@
-"""Outputs that exist in an object store: which plan made them, and whether their files are intact."""
+"""Existing outputs in an object store: their plan, and the state of their files."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ RETRIES = 10
 
 
 class Planned(Protocol):
-    """A result that states the digest of its plan. Equal plans make equal outputs."""
+    """A result with the digest of its plan. Equal plans make equal outputs."""
 
     @property
     def plan_digest(self) -> str:
@@ -69,13 +69,13 @@ class UploadRequest:
 
     @property
     def local_folder(self) -> Path:
-        """Folder in which the output is created before it is uploaded."""
+        """Folder of the output before the upload."""
         name = (self.url.path or self.url.bucket).rpartition("/")[2]
         return Path(name + UPLOAD_SUFFIX, name)
 
     @property
     def marks_path(self) -> Path:
-        """File that records the uploaded files."""
+        """Record of the uploaded files."""
         return self.local_folder.parent / MARKS_FILE
 
 
@@ -260,7 +260,7 @@ def _upload_folder(
 
 
 def _is_replaceable(request: UploadRequest, remote_files: Sequence[RemoteFile]) -> bool:
-    """Return whether the remote files are an output of prep, or an upload that this machine began."""
+    """Return whether the remote files are an output of prep, or an unfinished upload of this machine."""
     return any(file.path == MANIFEST_FILE for file in remote_files) or _has_begun(request)
 
 

@@ -1,4 +1,4 @@
-"""Hints for a damaged output: the command in its manifest that makes it again."""
+"""Hints for a damaged output: its recorded command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RECREATE_HINT = "create the checkpoint again, or use an earlier one"
 
 
 def again_hint(manifest: Manifest | None) -> str:
-    """Return how to replace a damaged checkpoint. The manifest of an output has the command that made it."""
+    """Return the hint to replace a damaged checkpoint. For an output it is the command in its manifest."""
     if manifest is None:
         return GET_AGAIN_HINT
     if manifest.is_training_step:

@@ -1,4 +1,4 @@
-"""Insert members into a JSON text and keep all other bytes, so that the insertion can be undone exactly."""
+"""Insert members into a JSON text, and keep all other bytes. The insertion can be undone exactly."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def find_value(text: str, keys: Sequence[str]) -> Range:
 
 
 def _find_member(text: str, start: int, key: str) -> int:
-    """Return where the value of a key begins, in the object that begins at `start`."""
+    """Return where the value of a key begins, in the object from `start` on."""
     position = start
     while text[position] in "{,":
         position = _skip_space(text, position + 1)
@@ -108,7 +108,7 @@ def _find_member(text: str, start: int, key: str) -> int:
 
 
 def _skip_space(text: str, position: int) -> int:
-    """Return the position of the next character that is no space."""
+    """Return the position of the next character other than a space."""
     while text[position] in _SPACE:
         position += 1
     return position

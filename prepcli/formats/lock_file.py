@@ -103,7 +103,7 @@ class Lock(BaseModel):
 
 
 def encode_lock(lock: Lock) -> bytes:
-    """Return the bytes of a lock file, with one line per file and tensor, so that a diff shows what changed."""
+    """Return the bytes of a lock file. It has one line per file and tensor, for a diff of two locks."""
     head = lock.model_dump_json(exclude={"files", "tensors"})
     # `head` is an object, whose closing brace is replaced by the two long lists.
     parts = [
@@ -127,7 +127,7 @@ def read_lock(path: Path, public_key: Path | None = None) -> Lock:
 
     Args:
         path: The lock file.
-        public_key: Key that must have signed it. None accepts any lock.
+        public_key: Public key of its required signature. None accepts any lock.
 
     Raises:
         PrepError: It cannot be read.

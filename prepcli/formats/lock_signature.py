@@ -1,6 +1,6 @@
 """The signature of a lock file: `FILE.sig`, a detached signature by an Ed25519 or ECDSA key.
 
-The file has the bytes of the signature alone, so that openssl checks it too:
+The file has the bytes of the signature alone. openssl checks it too:
 
     openssl pkeyutl -verify -pubin -inkey PUB.pem -rawin -in FILE -sigfile FILE.sig     (Ed25519)
     openssl dgst -sha256 -verify PUB.pem -signature FILE.sig FILE                       (ECDSA, in DER)

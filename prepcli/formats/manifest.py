@@ -196,7 +196,7 @@ class Manifest:
     @property
     def is_prefixed(self) -> bool:
         """Return whether names of tensors have the family's prefix."""
-        return self.fields["prefixed"]
+        return self.fields.get("prefixed", True)
 
     @property
     def is_tied(self) -> bool:

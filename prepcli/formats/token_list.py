@@ -64,7 +64,7 @@ def make_token(content: str, flags: Mapping[str, JsonValue] | None = None) -> Ad
 
 
 def overlapping_texts(new: Collection[str], others: Collection[str]) -> list[str]:
-    """Return a description of each new text that contains another text, or is part of one.
+    """Return a description of each pair of a new and another text, one of them within the other.
 
     >>> overlapping_texts(["<a>b"], ["<a>", "c"])
     ["'<a>b' contains '<a>'"]
@@ -74,7 +74,7 @@ def overlapping_texts(new: Collection[str], others: Collection[str]) -> list[str
 
 
 def _contained_pairs(texts: Iterable[str], parts: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield each text with each shorter part that it contains."""
+    """Yield each text with each of its shorter parts."""
     # Each part of a text with a fitting length is looked up. The time is linear in the number of texts, so that lists
     # of 100,000 tokens take seconds.
     known = set(parts)
@@ -128,7 +128,7 @@ def _json_token(path: Path, number: int, item: JsonValue) -> AddedToken:
 
 
 def _check_texts(path: Path, contents: list[str]) -> None:
-    """Raise UsageError for empty or doubled tokens, and for tokens that contain others."""
+    """Raise UsageError for empty, doubled and overlapping tokens."""
     empty = [str(number) for number, content in enumerate(contents, 1) if not content]
     if empty:
         raise _list_error(path, f"its tokens {join_names(empty)} are empty")

@@ -105,9 +105,9 @@ class _ArchiveWriter:
 
     def __init__(self) -> None:
         self._constants: list[tuple[int, bytes]] = []
-        # Bytes from `_start` on, up to the next payload.
+        # Bytes from `_start` to the next payload.
         self._start = 0
-        self._pending = b""
+        self._pending = bytearray()
         self._directory: list[bytes] = []
         self._offsets: dict[str, int] = {}
 
@@ -131,10 +131,10 @@ class _ArchiveWriter:
             return
         # The checksum of the payload is 0. PyTorch does not compare it, as after `set_crc32_options(False)`.
         self._add_header(name, tensor.nbytes, 0, ALIGNMENT)
-        self._constants.append((self._start, self._pending))
+        self._constants.append((self._start, bytes(self._pending)))
         self._offsets[tensor.key] = self._position
         self._start = self._position + tensor.nbytes
-        self._pending = b""
+        self._pending.clear()
 
     def finish(self) -> ObjectArchive:
         """Append the central directory and return the archive."""
@@ -142,7 +142,7 @@ class _ArchiveWriter:
         directory = b"".join(self._directory)
         count = len(self._directory)
         self._pending += directory + _end_of_directory(count, len(directory), directory_offset)
-        self._constants.append((self._start, self._pending))
+        self._constants.append((self._start, bytes(self._pending)))
         return ObjectArchive(tuple(self._constants), self._offsets, self._position)
 
     def _add_header(self, name: str, nbytes: int, checksum: int, alignment: int) -> None:

@@ -33,7 +33,10 @@ def count_parameters(contents: CheckpointContents) -> int | None:
     if family is None:
         return None
     if contents.kind == "orbax":
-        return sum(math.prod(entry.shape) for entry in contents.entries if entry.path[0] == PARAMS)
+        params = [entry for entry in contents.entries if entry.path[0] == PARAMS]
+        # The items of Tunix and Levanter have other root keys.
+        if params:
+            return sum(math.prod(entry.shape) for entry in params)
     try:
         return _count_parameters(family, contents)
     except PrepError:
@@ -42,7 +45,9 @@ def count_parameters(contents: CheckpointContents) -> int | None:
 
 def _count_parameters(family: Family, contents: CheckpointContents) -> int:
     has_torchtitan_names = any(entry.name == TORCHTITAN_EMBEDDING for entry in contents.entries)
-    if contents.kind in ("flax", "easylm") or (contents.kind == "dcp" and has_torchtitan_names):
+    if contents.kind in ("orbax", "flax", "easylm") or (
+        contents.kind == "dcp" and has_torchtitan_names
+    ):
         shapes = _tree_tensor_shapes(family, contents)
     else:
         stored_shapes = {entry.name: entry.shape for entry in contents.entries}

@@ -64,9 +64,27 @@ class RowWriter:
         """Yield the rows of all relations, in the order of the targets' names."""
         groups: dict[object, list[Relation]] = defaultdict(list)
         for relation in relations:
-            groups[_group_key(relation)].append(relation)
+            groups[self._group_key(relation)].append(relation)
         for group in groups.values():
             yield from self._group_rows(group)
+
+    def _group_key(self, relation: Relation) -> object:
+        """Return the equal properties of the relations of one row: all but the numbers and the index of the slice."""
+        first, second = relation.container, relation.member
+        if relation.is_reversed:
+            first, second = second, first
+        stack = relation.stack
+        if stack is not None:
+            stack = replace(stack, index=0, start=0)
+        return (
+            split_numbers(relation.member)[0],
+            split_numbers(relation.container)[0],
+            self.first.tensors[first].shape,
+            self.second.tensors[second].shape,
+            relation.selection,
+            stack,
+            relation.is_reversed,
+        )
 
     def _group_rows(self, group: Sequence[Relation]) -> Iterator[SuggestedRow]:
         """Yield one row for tensors of one pattern if their numbers allow it. Otherwise yield a row for each."""
@@ -115,7 +133,8 @@ class RowWriter:
         num_tensors = 1
         for column in dict.fromkeys(member_columns):
             if len({*column}) > 1:
-                atoms[column] = self._number_atom(sorted({*column}))
+                used = [atom.partition("@")[0] for atom in atoms.values()]
+                atoms[column] = self._number_atom(sorted({*column}), used)
                 num_tensors *= len({*column})
         if num_tensors != len(group):
             return None
@@ -136,9 +155,9 @@ class RowWriter:
             index_atom,
         )
 
-    def _number_atom(self, numbers: Sequence[int]) -> str:
+    def _number_atom(self, numbers: Sequence[int], used: Sequence[str]) -> str:
         """Return the atom of the numbers in names, with its index list if they are not 0, 1, 2, ..."""
-        atom = self._atom("n", len(numbers), ())
+        atom = self._atom("n", len(numbers), used)
         if [*numbers] == [*range(len(numbers))]:
             return atom
         text = ",".join(map(str, numbers))
@@ -225,20 +244,6 @@ class RowWriter:
 
     def _fixed(self, selection: TensorSelection) -> str:
         return f"{self._atom('f', selection.count, ())}={selection.index}"
-
-
-def _group_key(relation: Relation) -> object:
-    """Return what the relations of one row have in common: patterns of names, and selections but for the slice."""
-    stack = relation.stack
-    if stack is not None:
-        stack = replace(stack, index=0, start=0)
-    return (
-        split_numbers(relation.member)[0],
-        split_numbers(relation.container)[0],
-        relation.selection,
-        stack,
-        relation.is_reversed,
-    )
 
 
 def _braced_name(

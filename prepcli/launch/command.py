@@ -38,7 +38,7 @@ class LaunchedCommand:
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        """Check that a shell script can contain the words. Raise UsageError otherwise."""
+        """Raise UsageError if a shell script cannot contain the words."""
         check_text("RECIPE", self.recipe)
         for word in self.arguments:
             check_no_null("a word after `--`", word)
@@ -74,7 +74,7 @@ def train_command(recipe: str, arguments: Sequence[str] = ()) -> LaunchedCommand
 
 
 def check_process_count(command: LaunchedCommand, count: int, hint: Text | str) -> None:
-    """Check that several processes can run a command.
+    """Check the number of processes of a command.
 
     Args:
         command: The command.

@@ -108,7 +108,7 @@ class _Dumper(yaml.SafeDumper):
         """Represent text of several lines as a literal block, and other text in quotes.
 
         Raises:
-            UsageError: The text has bytes of a path that are not UTF-8.
+            UsageError: The text has bytes of a path without UTF-8.
         """
         try:
             value.encode("utf-8")
@@ -221,7 +221,7 @@ def _pod(job: LaunchJob, options: GkeOptions, num_jobs: int) -> JsonObject:
 def _one_pod_per_node(job: LaunchJob) -> JsonObject:
     """Return the anti-affinity of a job's pods.
 
-    Without it, pods that request part of a node's GPUs share a node.
+    Without it, two pods share a node if each requests a part of its GPUs.
     """
     term: JsonObject = {
         "labelSelector": {"matchLabels": {JOB_SET_KEY: job.name}},
@@ -252,7 +252,7 @@ def _container(job: LaunchJob, options: GkeOptions, num_jobs: int) -> JsonObject
 
 
 def _slice_variables(job: LaunchJob, num_jobs: int) -> list[JsonValue]:
-    """Return the variables by which libtpu and JAX connect the slices of a job.
+    """Return the variables of libtpu and JAX for the slices of a job.
 
     See `jax/_src/clusters/cloud_tpu_cluster.py`. The address has no port: libtpu and JAX have ports of their own.
     """

@@ -1,4 +1,4 @@
-"""Check that a training can run on the devices of a job. The functions do no I/O.
+"""Check a training against the devices of a job. The functions do no I/O.
 
 A job with a wrong mesh would wait in a queue and fail after all hosts have connected. It is refused before anything is
 allocated.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from prepcli.errors import Command, Key, Option, PrepError, join_texts, text, usage_error
 from prepcli.launch.options import GkeOptions
-from trainer.models.mesh import Mesh, resolve_mesh
+from trainer.models.mesh import MESH_KEY, Mesh, resolve_mesh
 from trainer.models.slices import DCN_KEY, SliceCounts, check_slices, num_slices
 from trainer.models.suggest import did_you_mean
 from trainer.planning.tpu_topologies import (
@@ -35,12 +35,14 @@ class Training:
     Attributes:
         mesh: The mesh. One axis may be open.
         slices: Number of slices along each axis.
+        mesh_origin: Option or recipe key of the mesh.
         num_processes: Number of processes in the recipe. None means one per node of the job.
         local_devices: Number of devices per process. None means all devices of its node.
     """
 
     mesh: Mesh
     slices: SliceCounts
+    mesh_origin: Option | Key = MESH_KEY
     num_processes: int | None = None
     local_devices: int | None = None
 
@@ -75,7 +77,7 @@ class Hardware:
 
 
 def check_training(training: Training, hardware: Hardware) -> None:
-    """Check that a training can run on the hardware of a job.
+    """Check a training against the hardware of a job.
 
     Raises:
         UsageError: The mesh, the slices or the processes do not fit the hardware.
@@ -111,10 +113,15 @@ def _check_slices(training: Training, hardware: Hardware) -> None:
 
 
 def _check_mesh(training: Training, hardware: Hardware, node_devices: int) -> None:
+    num_devices = hardware.nodes * node_devices
     try:
-        mesh = resolve_mesh(training.mesh, hardware.nodes * node_devices, hardware.name)
+        mesh = resolve_mesh(training.mesh, num_devices, hardware.name, origin=training.mesh_origin)
     except PrepError as error:
-        hints = [hint for hint in (hardware.fitting_options, error.hint) if hint]
+        mesh_hint = error.hint
+        if training.mesh_origin == MESH_KEY:
+            # `--set` is an option of `prep train`, not of `prep launch`.
+            mesh_hint = f"`-- --set mesh=1,{num_devices},1`"
+        hints = [hint for hint in (hardware.fitting_options, mesh_hint) if hint]
         raise usage_error(error.what, error.why, join_texts(", or ", hints)) from None
     check_slices(mesh, training.slices)
 
@@ -281,7 +288,7 @@ def _tpu_pod_hardware(
 
 
 def _slice_options(generation: TpuGeneration, topology: str, slices: int) -> str:
-    """Return the options that request slices of a topology, for a hint. Empty without a topology."""
+    """Return the options for slices of a topology, for a hint. Empty without a topology."""
     if not topology:
         return ""
     nodes = slices * num_chips(topology) // generation.node_sizes(topology)[0]

@@ -20,14 +20,14 @@ _LABEL = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchJob:
-    """A command that one or several processes run.
+    """A command for one or several processes.
 
     Attributes:
         command: The command.
         name: Name of the job.
-        setup: Shell lines that run before the command.
+        setup: Shell lines before the command.
         env: Environment variables.
-        max_restarts: Maximal number of restarts of a job that exits with 75 or is killed.
+        max_restarts: Maximal number of restarts after exit code 75 or a kill.
     """
 
     command: LaunchedCommand
@@ -37,7 +37,7 @@ class LaunchJob:
     max_restarts: int = MAX_RESTARTS
 
     def __post_init__(self) -> None:
-        """Check that a shell script can contain the texts. Raise UsageError otherwise."""
+        """Raise UsageError if a shell script cannot contain the texts."""
         check_text(text("{}", Option("job_name")), self.name)
         for line in self.setup:
             check_text(text("{}", Option("setup")), line)

@@ -29,7 +29,7 @@ GRACE_MARGIN_S = 60.0
 
 
 def free_port() -> int:
-    """Return a port that no socket uses now."""
+    """Return an unused port."""
     with socket.socket() as listener:
         # Port 0: the kernel chooses a free one. Another process may take it before the job does.
         listener.bind(("127.0.0.1", 0))
@@ -202,7 +202,7 @@ class ProcessWatcher:
                 self.on_line(index, f"process {index} {self._end_text(index)}; the others stop")
 
     def _is_lost(self, index: int) -> bool:
-        """Return whether a process ended by a signal that this watcher did not forward."""
+        """Return whether a process ended by a signal from outside, e.g. `kill -9`."""
         return self._returncodes[index] < 0 and not self._is_forwarded(index)
 
     def _is_forwarded(self, index: int) -> bool:

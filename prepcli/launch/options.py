@@ -22,7 +22,7 @@ _SCRIPT = 20
 
 
 class JobOptions(TypedDict):
-    """How the processes of a job start."""
+    """Environment of the processes of a job."""
 
     env: Annotated[
         Sequence[str],
@@ -77,7 +77,7 @@ class ScriptOptions(SubmitOptions):
         OptionSpec(
             "LINE",
             "Run LINE before the command. Repeatable.",
-            "Shell lines that run before the command.",
+            "Shell lines before the command.",
             default=(),
             position=_SCRIPT + 2,
         ),
@@ -85,14 +85,14 @@ class ScriptOptions(SubmitOptions):
 
 
 class RestartOptions(TypedDict):
-    """How often a job starts again."""
+    """Limit of restarts of a job."""
 
     max_restarts: Annotated[
         NonNegativeInt,
         OptionSpec(
             "N",
-            "Restart a stopped job at most N times.",
-            "Restarts of a job that exits with 75.",
+            "Restart at most N times after a stop or a kill.",
+            "Maximal number of restarts after exit code 75 or a kill.",
             default=MAX_RESTARTS,
             position=_SCRIPT + 2,
         ),
@@ -241,7 +241,7 @@ class TpuOptions(ScriptOptions, RestartOptions):
         OptionSpec(
             None,
             "Use a TPU that may be preempted.",
-            "Create a TPU that may be preempted. Default: False.",
+            "Create a spot TPU, which may be preempted. Default: False.",
             default=False,
         ),
     ]
@@ -311,7 +311,7 @@ class GkeOptions(NodeOptions, GraceOptions, ScriptOptions, RestartOptions):
         OptionSpec(
             "NAME",
             "Wait in this Kueue queue.",
-            "Local queue of Kueue in which the JobSet waits.",
+            "Local queue of Kueue for the JobSet.",
             position=5,
         ),
     ]
@@ -432,7 +432,7 @@ class RayOptions(SubmitOptions, RestartOptions):
         OptionSpec(
             "FOLDER",
             "Work in FOLDER, which all nodes see.",
-            "Working folder of the workers, on a file system that all nodes share.",
+            "Working folder of the workers, on a shared file system.",
             position=5,
         ),
     ]

@@ -1,7 +1,7 @@
 """The driver of a Ray job with a command in several workers. The functions do no I/O.
 
-Training runs in `JaxTrainer` of Ray Train (https://docs.ray.io/en/latest/train/getting-started-jax.html), which places
-the workers and starts all of them again. Conversions run as tasks with a share each, and a stopped task runs again.
+`JaxTrainer` of Ray Train (https://docs.ray.io/en/latest/train/getting-started-jax.html) places the workers of a
+training and restarts all of them. Each share of a conversion is a task, and a stopped task runs again.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class RayCommand:
         recipe_name: File name of its recipe, or empty.
         recipe_text: Text of the recipe.
         arguments: Words after the name, or after the recipe.
-        folder: Working folder, or None for that of the worker.
+        folder: Working folder. None: the one of the worker.
         env: Environment variables.
     """
 

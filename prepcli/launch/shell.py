@@ -19,7 +19,7 @@ NOT_RUN = "The authors of prep have not run this file on a real cloud."
 
 
 def environment_lines(job: LaunchJob) -> list[str]:
-    """Return the lines that set the variables of a job and run its setup."""
+    """Return the lines for the variables and the setup of a job."""
     return [*(f"export {name}={shlex.quote(value)}" for name, value in job.env), *job.setup]
 
 
@@ -29,11 +29,11 @@ def command_line(words: Sequence[str]) -> str:
 
 
 def comment(text: str) -> str:
-    """Return a text as one comment line. Bytes of paths that are not UTF-8 are escaped, because YAML is UTF-8."""
+    """Return a text as one comment line. Bytes of paths without UTF-8 are escaped, because YAML is UTF-8."""
     valid = text.encode("utf-8", "backslashreplace").decode()
     return f"# {' '.join(valid.split())}"
 
 
 def script(lines: Iterable[str]) -> str:
-    """Return lines as a text that ends with a line break."""
+    """Return lines as a text with a line break at its end."""
     return "\n".join(lines) + "\n"

@@ -31,8 +31,8 @@ def sky_task(job: LaunchJob, options: SkyOptions, *, recipe_text: str = "") -> s
     SkyPilot starts all nodes again after a preemption, and if a process exits with 75 or is killed. It has no limit on
     these restarts.
 
-    The setup lines are part of `run`. SkyPilot runs its `setup` in another shell, which would lose variables and the
-    working folder, and continue after a failed line.
+    The setup lines are part of `run`. SkyPilot runs its `setup` in another shell: variables and the working folder
+    would be lost, and a failed line would be ignored.
 
     Args:
         job: The job.

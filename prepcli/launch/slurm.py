@@ -19,6 +19,7 @@ MIN_WAIT_S = 300
 # Added to the heartbeat's time-out. After the time-out, the tasks know that another task is lost.
 HEARTBEAT_MARGIN_S = 240
 
+_TIME_LIMIT = re.compile(r"([0-9]{1,6}-)?[0-9]{1,6}(:[0-9]{1,6}){0,2}")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 
@@ -156,10 +157,42 @@ def _check_options(job: LaunchJob, options: SlurmOptions) -> None:
     for name, value in values.items():
         if value is not None:
             check_text(text("{}", Option(name)), value)
+    _check_grace(options)
     for module in options["module"]:
         check_text(text("{}", Option("module")), module)
     for directive in options["sbatch"]:
         check_text(text("{}", Option("sbatch")), directive)
+
+
+def _check_grace(options: SlurmOptions) -> None:
+    """Raise UsageError if the command would stop at its start, in each of its restarts."""
+    limit = options["time"]
+    limit_s = None if limit is None else time_limit_s(limit)
+    # SLURM has no limit with 0.
+    if limit_s and options["grace"] >= limit_s:
+        grace = Option("grace", options["grace"])
+        why = "the command would stop at its start, after each restart"
+        hint = text("{}, or a longer {}", Option("grace", max(limit_s // 2, 1)), Option("time"))
+        raise usage_error(text("{} excludes {}", Option("time", limit), grace), why, hint)
+
+
+def time_limit_s(limit: str) -> int | None:
+    """Return the seconds of a time limit of `sbatch`. None for other texts, e.g. `UNLIMITED`.
+
+    >>> time_limit_s("90"), time_limit_s("24:00:00"), time_limit_s("1-12")
+    (5400, 86400, 129600)
+    """
+    if not _TIME_LIMIT.fullmatch(limit):
+        return None
+    days, _, time = limit.rpartition("-")
+    numbers = time.split(":")
+    # With days the first number is hours, as it is with three numbers. Otherwise it is minutes.
+    unit_s = 3600 if days or len(numbers) == 3 else 60
+    total_s = int(days or "0") * 86400
+    for number in numbers:
+        total_s += int(number) * unit_s
+        unit_s //= 60
+    return total_s
 
 
 def _check_array(job: LaunchJob, tasks: int, nodes: int) -> None:

@@ -222,7 +222,7 @@ def _added_record(addition: Addition) -> AddedTokensRecord:
 def _check_sizes(source: Source, tokenizer: VocabularyTokenizer, vocabulary: Vocabulary) -> None:
     """Raise UsageError unless the tokenizer has as many ids as the true vocabulary.
 
-    The libraries number added tokens from the last one on, so that ids cannot skip rows.
+    The libraries number added tokens from the last one on. Ids cannot skip rows.
     """
     size = tokenizer.size
     if size == vocabulary.true_size:

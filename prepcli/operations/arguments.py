@@ -68,7 +68,8 @@ def check_arguments(arguments: Mapping[str, object], annotations: Mapping[str, A
                 f"invalid `{name}=''`", "it is empty", f"omit `{name}`, or give it a value"
             )
         minimum = minimum_of(annotation)
-        if minimum is not None and isinstance(value, int | float) and value < minimum:
+        # NaN is below each minimum.
+        if minimum is not None and isinstance(value, int | float) and not value >= minimum:
             raise usage_error(
                 f"invalid `{name}={value}`", f"it must be at least {minimum}", f"`{name}={minimum}`"
             )

@@ -65,13 +65,13 @@ MAX_NAMES = 3
 
 @dataclass(slots=True)
 class LinkReport:
-    """What the comparison of an output with its source has found.
+    """Result of the comparison of an output with its source.
 
     Attributes:
         is_identified: Whether the source is known to be the recorded one, by its manifest, its commit, or by the values
             of all tensors.
         proven: Compared and equal parts, e.g. `21 tensors`.
-        unproven: Parts that were not compared. A link with such a part is not proven.
+        unproven: Parts without a comparison. A link with such a part is not proven.
         differences: Different parts.
     """
 
@@ -221,7 +221,7 @@ def _with_common_names(output: Source, source: Source, manifest: Manifest) -> tu
 
 
 def requested_options(manifest: Manifest) -> list[str]:
-    """Return the options of the command that made an output, as words. Empty if they are malformed."""
+    """Return the recorded options of the command of an output, as words. Empty if they are malformed."""
     return recorded_words(manifest.request, manifest.command or "", manifest.source_name)
 
 
@@ -249,7 +249,7 @@ def _tensors_by_name(source: Source) -> dict[str, SourceTensor]:
 def _add_unmatched(
     output: Source, source: Source, tensor: SourceTensor, name: str, report: LinkReport
 ) -> None:
-    """Add a tensor to the report that the source lacks."""
+    """Report a tensor without a counterpart in the source."""
     if tensor in output.tower_tensors and not source.tower_tensors:
         # A training step has no towers. Its export reads them from the start model.
         report.unproven.append(f"tower {name}")
@@ -263,7 +263,7 @@ def _compare_names(
     manifest: Manifest,
     report: LinkReport,
 ) -> None:
-    """Add the tensors and rows of a source to the report that its output lacks."""
+    """Report missing tensors and rows of a source in its output."""
     dropped = _dropped_names(manifest, has_rows=False)
     shortened = _dropped_names(manifest, has_rows=True)
     display_names = source.display_names()
@@ -384,7 +384,7 @@ def compare_files(
 
 
 def _file_digests(source: Source) -> dict[str, str]:
-    """Return the XXH3-128 of the small files that conversions copy from a source, by name."""
+    """Return the XXH3-128 of the copied small files of a source, by name."""
     digests: dict[str, str] = {}
     for path in source.small_files:
         if path.name not in MADE_FILES:
@@ -417,7 +417,7 @@ def config_of(source: Source) -> HFConfig:
 
 
 def compare_config(output: Source, source: Source, report: LinkReport) -> None:
-    """Compare the config of an output with the one of its source, without the keys that its command writes."""
+    """Compare the config of an output with the one of its source, except for keys written by its command."""
     config = config_of(output)
     source_config = config_of(source)
     if output.family.is_verbatim and source.wrapper is not None:
@@ -451,7 +451,7 @@ def _with_new_dtype_key(config: HFConfig) -> HFConfig:
 
 
 def _written_keys(output: Source, source: Source) -> set[str]:
-    """Return the keys of config.json that the command of an output writes."""
+    """Return the keys of config.json written by the command of an output."""
     manifest = output.manifest or NO_MANIFEST
     keys: set[str] = set()
     for word in (manifest.command or "", *requested_options(manifest)):

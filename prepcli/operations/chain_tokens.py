@@ -20,12 +20,12 @@ REMOVE = "remove-tokens"
 
 @dataclass(frozen=True, slots=True)
 class TokenChange:
-    """The rows and files that differ between an output and its source, because tokens were added or removed.
+    """Different rows and files of an output and its source after tokens were added or removed.
 
     Attributes:
         added_rows: Rows of the added tokens in the output. Empty after a removal. Later rows are padding.
         vocab_rows: Rows of the output's vocabulary.
-        files: Names of the files that are equal without the tokens.
+        files: Names of the files with equal content without the tokens.
     """
 
     added_rows: Range
@@ -66,7 +66,7 @@ def token_change(output: Source, source: Source) -> TokenChange | None:
 
 
 def _files_with_tokens_alone(larger: Source, smaller: Source, addition: Addition) -> set[str]:
-    """Return the files of a checkpoint that differ from the ones of another checkpoint by added tokens alone.
+    """Return the files with no other difference between two checkpoints than added tokens.
 
     The files are made again. A record of insertions alone would also describe any other insertion.
 

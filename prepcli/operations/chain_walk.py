@@ -37,6 +37,7 @@ from prepcli.remote.object_store import is_url
 from prepcli.restore.digest_checks import damaged_error, num_rows, sample_digest, tensor_digests
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.locked import apply_lock
+from prepcli.sources.mapped import is_read_through_map
 from prepcli.sources.model_family import truncate_layers
 from prepcli.sources.multimodal import text_model
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY, is_adapter
@@ -78,7 +79,7 @@ class ChainCheckpoint:
 
     @property
     def manifest(self) -> Manifest:
-        """Its manifest. Empty for a checkpoint that prep did not write."""
+        """Its manifest. Empty for a checkpoint of another program."""
         return self.source.manifest or NO_MANIFEST
 
 
@@ -279,7 +280,7 @@ class ChainWalk:
         recorded: RecordedSource,
         report: LinkReport,
     ) -> None:
-        """Compare the identity of a source, and all values and files that the output has from it."""
+        """Compare the identity of a source, and all values and files taken from it."""
         _compare_identity(source, recorded.origin, report)
         if report.differences:
             return
@@ -287,6 +288,9 @@ class ChainWalk:
             if source.source.root in self.merged_adapters:
                 report.is_identified = True
                 report.proven.append("the sums with the base")
+            return
+        if is_read_through_map(output.source, source.source):
+            report.unproven.append("the tensors, which a map has replaced")
             return
         source = _with_requested_parts(output, source, report)
         compare_config(output.source, source.source, report)

@@ -63,7 +63,7 @@ from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
-from prepcli.sources.opening import open_source
+from prepcli.sources.opening import has_unread_state, open_source
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source
 
@@ -293,10 +293,14 @@ def open_checkpoint(
     )
     check_verbatim(common.verbatim, source)
     note_missing_file_digests(source.display_name, source.manifest, observer)
+    if has_unread_state(source):
+        observer.warn(f"the training state of {source.display_name} is not read: it is on a server")
     if lock is not None:
         from prepcli.sources.locked import apply_lock
 
-        source = apply_lock(source, lock, str(common.lock), located.local_files.commit)
+        commit = located.local_files.commit
+        is_mapped = common.tensor_map is not None
+        source = apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
     return located, use_averaged_params(source) if common.ema else source
 
 

@@ -540,10 +540,13 @@ def _check_adapter_request(options: ExportOptions, source: Source) -> None:
 def _stored_tied_head(options: ExportOptions, source: Source, written_map: WrittenMap) -> set[str]:
     """Return the name of a tied head that is written as a tensor of its own. Empty if there is none.
 
-    A library that does not support tied heads needs it, and a map may name it.
+    A library that does not support tied heads needs it, and a map may name it. PyTorch loads a distributed checkpoint
+    into a state dict with both names.
     """
     layout = source.family.layouts.get(options["layout"])
     needs_head = layout is not None and not layout.allows_tied_head
+    if options["training_state"] and file_format(options) == DCP_FORMAT:
+        needs_head = True
     if needs_head and source.family.is_tied(source.config):
         return {source.family.tying.head_tensor}
     if written_map.names_tied_head(source):

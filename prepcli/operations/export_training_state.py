@@ -39,6 +39,7 @@ from prepcli.sources.adam_state import (
     read_adam_state,
     require_settings,
 )
+from prepcli.sources.decayed_tensors import decay_differences
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.dcp_folder import DcpLayout
 from prepcli.targets.dcp_state import ENTRIES, lay_out_dcp_state, model_name, moment_name
@@ -56,6 +57,7 @@ from prepcli.targets.trainer_item_state import (
     schedule_blob,
     schedule_counter,
 )
+from trainer.models.decayed_leaves import DecayRule
 from trainer.models.module_order import OptimizerGroups, optimizer_groups
 
 STATE_LAYOUTS = (HF_LAYOUT, "maxtext", "maxtext-unscanned")
@@ -246,21 +248,39 @@ def lay_out_training_state(
             CONTENT_OF_MAXTEXT,
             (state.counters[STEP], state.counters[NUM_UPDATES], schedule_counter(source)),
         )
-    names = {source.file_name(parameter): parameter.name for parameter in parameters}
+    written_names = {source.file_name(parameter): parameter.name for parameter in parameters}
+    # A tied head has no moments of its own.
+    names = {key: name for key, name in written_names.items() if name in state.first}
     groups = optimizer_groups(source.family.name, names)
     settings = require_settings(source, state)
+    differences = _decay_differences(source, state, settings, groups)
     if file_format(options) == DCP_FORMAT:
         entries = header_entries(source, parameters, rows=row_counts)
         lay_out = partial(lay_out_dcp_state, groups=groups, shard_nbytes=shard_nbytes)
+        content = replace(CONTENT_OF_DCP, missing=(*CONTENT_OF_DCP.missing, *differences))
         return StateExport(
-            _dcp_files(state, settings, names, entries, lay_out), state, CONTENT_OF_DCP
+            _dcp_files(state, settings, written_names, entries, lay_out), state, content
         )
     weight_files = lay_out_weights(
         options, source, parameters, row_counts, vocab_rows=vocab_rows, shard_nbytes=shard_nbytes
     )
+    content = replace(CONTENT_OF_TRAINER, missing=(*CONTENT_OF_TRAINER.missing, *differences))
     return StateExport(
-        _trainer_files(weight_files, state, settings, names, groups, row_counts), state
+        _trainer_files(weight_files, state, settings, names, groups, row_counts), state, content
     )
+
+
+def _decay_differences(
+    source: Source, state: AdamState, settings: AdamSettings, groups: OptimizerGroups
+) -> tuple[str, ...]:
+    """Return a description of the parameters with weight decay only in the recipe or only in Trainer."""
+    if state.table is None or not settings.weight_decay:
+        return ()
+    table = state.table
+    rule = DecayRule(
+        table.decay_embeddings, exclude=table.decay_exclude, include=table.decay_include
+    )
+    return tuple(decay_differences(source, groups.decayed, rule))
 
 
 def _trainer_files(
@@ -320,15 +340,19 @@ def _dcp_files(
     """
     moments: dict[str, list[LayoutEntry]] = {}
     for file_name, _, shape, _ in parameters:
-        entries: list[LayoutEntry] = []
-        for tensor in (state.first[names[file_name]], state.second[names[file_name]]):
+        name = names[file_name]
+        if name not in state.first:
+            continue
+        moments[file_name] = []
+        for tensor in (state.first[name], state.second[name]):
             nbytes = math.prod(shape) * itemsize(tensor.dtype)
-            entries.append((file_name, tensor.dtype, shape, nbytes))
-        moments[file_name] = entries
+            moments[file_name].append((file_name, tensor.dtype, shape, nbytes))
     layout = lay_out(parameters, moments, state, settings)
     locations: dict[str, Locations] = {}
     for file_name, name in names.items():
         locations[name] = (layout.locations[model_name(file_name)],)
+        if name not in state.first:
+            continue
         for entry, moment in zip(ENTRIES, moment_names(name), strict=True):
             locations[moment] = (layout.locations[moment_name(file_name, entry)],)
     return WeightFiles(layout.files, locations, (layout.metadata,))

@@ -1,4 +1,4 @@
-"""Arrays in temporary files, for results that are larger than memory."""
+"""Arrays in temporary files, for results larger than memory."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ def check_imported_state(options: SaveInitOptions, source: Source) -> None:
     conflicts = [
         (options["layers"], Option("layers"), "the moments of the other layers would be lost"),
         (options["init"] != "zeros", Option("init"), "new rows have moments of zeros"),
+        (options["untie"], Option("untie"), "a tied head has no moments of its own"),
         (options["dtype"], Option("dtype"), "moments belong to the values that were trained"),
         (
             source.family.is_verbatim,

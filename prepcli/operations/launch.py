@@ -40,7 +40,7 @@ from prepcli.launch.tpu import tpu_script
 from prepcli.operations.launch_submission import submit_script
 from prepcli.operations.recipe_files import find_training_recipe
 from trainer.files.writing import write_file
-from trainer.models.mesh import parse_mesh
+from trainer.models.mesh import MESH_OPTION, parse_mesh
 from trainer.models.slices import ONE_SLICE, num_slices, parse_slice_counts
 from trainer.recipe import Recipe, load_recipe
 
@@ -58,7 +58,7 @@ class LaunchedScript:
         target: Name of the engine, e.g. `slurm`.
         script: Text of the script.
         out: File with the script. None if it was not written.
-        reply: Output of the command that submitted the script. None if it was not submitted.
+        reply: Output of the submission. None if the script was not submitted.
     """
 
     target: str
@@ -69,12 +69,12 @@ class LaunchedScript:
 
 @dataclass(frozen=True, slots=True)
 class LocalJob:
-    """A command that ended in several processes of this machine.
+    """An ended command in several processes of this machine.
 
     Attributes:
         processes: Number of processes.
         devices: CPU devices of each process.
-        result: Text that process 0 printed to stdout.
+        result: Stdout of process 0.
     """
 
     processes: int
@@ -176,6 +176,10 @@ def launch_ray(command: LaunchedCommand, **options: Unpack[RayOptions]) -> Launc
         check_training(training, plain_hardware(options["workers"], devices))
     if options["folder"] is None:
         _check_output_is_kept(command, "the job ends", Option("folder", "FOLDER"))
+    elif not os.path.isabs(options["folder"]):
+        what = text("{} is a relative path", Option("folder", options["folder"]))
+        hint = text("{}", Option("folder", os.path.abspath(options["folder"])))
+        raise usage_error(what, "each worker starts in a folder of its own", hint)
     name = options["job_name"] or as_label(_job_name(command, recipe))
     job = LaunchJob(
         command=_with_recipe_file(command),
@@ -203,7 +207,7 @@ def launch_local(
         **options: See `LocalOptions`.
 
     Raises:
-        PrepError: A process failed or was stopped. The process that caused the end gives the exit code.
+        PrepError: A process failed or was stopped. The first cause determines the exit code.
     """
     recipe = _load_recipe(command)
     processes = options["processes"]
@@ -269,8 +273,8 @@ def _training_needs(command: LaunchedCommand, recipe: Recipe | None) -> Training
     if not command.has_mesh:
         return None
     if recipe is None:
-        mesh = parse_mesh(command.mesh or ANY_MESH)
-        return Training(mesh=mesh, slices=ONE_SLICE)
+        mesh = parse_mesh(command.mesh or ANY_MESH, MESH_OPTION)
+        return Training(mesh=mesh, slices=ONE_SLICE, mesh_origin=MESH_OPTION)
     return Training(
         mesh=parse_mesh(recipe.mesh, Key("mesh")),
         slices=parse_slice_counts(recipe.cluster.dcn_mesh),
@@ -287,7 +291,7 @@ def _check_output_is_kept(
     Args:
         command: The command.
         event: The end of the disk, for the error.
-        option: Option for a disk that outlives the job. None if the engine has none.
+        option: Option for a permanent disk. None if the engine has no such option.
     """
     if not command.writes_output or parse_out_url(command.out) is not None:
         return

@@ -1,4 +1,4 @@
-"""Write the lock file of a model: the digests that later commands require of its files and tensors."""
+"""Write the lock file of a model: the required digests of its files and tensors."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The decorator `public` has added the default of each option.
@@ -44,7 +44,7 @@ def lock(
 ) -> LockedModel:
     """Read a checkpoint completely, and write the digests of its files and tensors to a lock file.
 
-    Every operation with the option `lock` then refuses a checkpoint that differs from it in any byte.
+    Every operation with the option `lock` then refuses a checkpoint with any other byte.
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
@@ -58,7 +58,7 @@ def lock(
     Raises:
         UsageError: An argument is invalid.
         OutputExistsError: `out` exists with other content, or its signature is by another key.
-        DamagedError: A tensor differs from the digest that the checkpoint's manifest records.
+        DamagedError: A tensor differs from its digest in the checkpoint's manifest.
         PrepError: The checkpoint cannot be read, the page cannot be written, or the extra `signing` is missing.
 
     Example:

@@ -143,7 +143,7 @@ def _first_row(state: Array) -> np.ndarray:
 
 
 def decoder_inputs(prompt: Sequence[int], decoder_start_id: int) -> list[int]:
-    """Return the tokens that a decoder gets to predict a prompt.
+    """Return the input of a decoder to predict a prompt.
 
     >>> decoder_inputs([7, 8, 9], 0)
     [0, 7, 8]

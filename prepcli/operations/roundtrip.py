@@ -285,7 +285,7 @@ def _is_damaged_or_unread(error: PrepError) -> bool:
 
 
 def _unpadded_config(source: Source) -> HFConfig:
-    """Return the config of a model without the padding of its vocabulary, which exports take off."""
+    """Return the config of a model without the padding of its vocabulary, as in an export."""
     config = config_of(source)
     vocabulary = source.vocabulary()
     if vocabulary.true_size == vocabulary.stored_size:

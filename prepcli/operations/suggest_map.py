@@ -14,10 +14,10 @@ from prepcli.console.lists import join_names
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.engine.blobs import open_blobs
-from prepcli.errors import Option, PrepError, text
+from prepcli.errors import Option, PrepError, UsageError, text, usage_error
 from prepcli.inspection.relation_rows import RowWriter, SuggestedRow, can_be_named
 from prepcli.inspection.tree_relations import Relations, TensorTree, find_relations
-from prepcli.operations.conversion import common_options, open_checkpoint
+from prepcli.operations.conversion import CommonOptions, common_options, open_checkpoint
 from prepcli.operations.operation import public
 from prepcli.operations.result_files import check_result_path, has_content, write_result_file
 from prepcli.operations.results import MapSuggestion
@@ -27,6 +27,7 @@ from prepcli.planning.map_file import compute_size, parse_map
 from prepcli.planning.map_rows import MapCoverage, bind_map
 from prepcli.planning.tensor_match import TensorInfo
 from prepcli.restore.digest_checks import tensor_digests
+from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import map_tensors
 from prepcli.sources.source import Source, SourceTensor
 from trainer.models.registry import FAMILIES
@@ -66,10 +67,14 @@ def suggest_map(
         PrepError: A checkpoint cannot be read, or no tensor of one has the values of the other.
     """
     observer = observer_of(progress)
-    common = replace(common_options(checkpoint, None, options), verbatim=True, quantized="stored")
-    located, source = open_checkpoint(common, observer)
+    common = replace(common_options(checkpoint, None, options), quantized="stored")
+    located, source = _open(common, observer)
+    if not source.family.is_verbatim:
+        why = f"its tensors already have the names of family {source.family.name}"
+        hint = "name the checkpoint of the other trainer first"
+        raise usage_error(f"{source.display_name} needs no map", why, hint)
     target_common = replace(common, checkpoint=str(target), revision=None, config=None)
-    _, target_source = open_checkpoint(target_common, observer)
+    _, target_source = _open(target_common, observer)
     path = Path(out) if out is not None else Path(f"{Path(located.model_name).name}{MAP_SUFFIX}")
     check_result_path(path)
     writer, relations = _relate(source, target_source, observer)
@@ -91,6 +96,15 @@ def suggest_map(
     if not has_content(path, data, overwrite=options["overwrite"], why=why, hint=hint):
         write_result_file(path, data)
     return suggestion
+
+
+def _open(common: CommonOptions, observer: Observer) -> tuple[LocatedCheckpoint, Source]:
+    """Open a checkpoint with the names in its files."""
+    try:
+        return open_checkpoint(replace(common, verbatim=True), observer)
+    except UsageError:
+        # A converted checkpoint has no other names than those of its family. Other errors occur again.
+        return open_checkpoint(replace(common, verbatim=None), observer)
 
 
 def _relate(source: Source, target: Source, observer: Observer) -> tuple[RowWriter, Relations]:
@@ -186,7 +200,8 @@ def _target_family(source: Source, target: Source) -> str:
     name = target.config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES or not source.config:
         return ""
-    return name if target.tensor_file_names else ""
+    has_names_of_family = bool(target.tensor_file_names) or not target.family.is_verbatim
+    return name if has_names_of_family else ""
 
 
 def _map_text(

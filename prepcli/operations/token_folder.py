@@ -1,4 +1,4 @@
-"""Checkpoints with a record of added tokens, as add-tokens and remove-tokens read and write them."""
+"""Checkpoints with a record of added tokens, for add-tokens and remove-tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folder_options(common: CommonOptions) -> CommonOptions:
 
 
 def count_with_ids(first: int, count: int) -> tuple[str, str]:
-    """Return how many tokens there are and their ids, e.g. `2 tokens` and `ids 7 to 8`."""
+    """Return the number of tokens and their ids as texts, e.g. `2 tokens` and `ids 7 to 8`."""
     if count == 1:
         ids = f"id {first}"
     else:
@@ -29,7 +29,7 @@ def count_with_ids(first: int, count: int) -> tuple[str, str]:
 
 
 def recorded_additions(source: Source) -> tuple[Addition, ...]:
-    """Return the additions that a source records.
+    """Return the recorded additions of a source.
 
     Raises:
         DamagedError: The record is damaged.
@@ -41,7 +41,7 @@ def recorded_additions(source: Source) -> tuple[Addition, ...]:
 
 
 def replaced_files(source: Source, contents: Mapping[str, bytes | None]) -> list[SmallFile]:
-    """Return the small files of a source, some of them with another content, or without the ones of None."""
+    """Return the small files of a source with some contents replaced. Content None removes a file."""
     prefix = f"{HF_FOLDER}/" if source.tree_manifest else ""
     new_files = {prefix + name: content for name, content in contents.items()}
     files = [file for file in copied_small_files(source, prefix) if file.path not in new_files]

@@ -13,6 +13,7 @@ Layout = Literal[
     "hf",
     "hf-flax",
     "easylm",
+    "easylm-scanned",
     "maxtext",
     "maxtext-unscanned",
     "tunix",
@@ -45,11 +46,12 @@ class TreeOptions(TypedDict, total=False):
         Layout,
         OptionSpec(
             "TREE",
-            "Write the tree of hf, hf-flax, easylm, maxtext, maxtext-unscanned, tunix, levanter, levanter-unscanned"
-            " or torchtitan.",
+            "Write the tree of hf, hf-flax, easylm, easylm-scanned, maxtext, maxtext-unscanned, tunix, levanter,"
+            " levanter-unscanned or torchtitan.",
             '"hf" (safetensors, the default), "hf-flax" (Flax msgpack), "easylm" (stream), or a checkpoint of another '
             'trainer: "maxtext", "tunix", "levanter" or "torchtitan" (torch distributed '
-            'checkpoint). "maxtext-unscanned" and "levanter-unscanned" have one leaf per layer.',
+            'checkpoint). "maxtext-unscanned" and "levanter-unscanned" have one leaf per layer, "easylm-scanned" has '
+            "stacked layers.",
             default="hf",
             cli_type=str,
             position=3,

@@ -56,7 +56,7 @@ SHAPE_CHECKS = ("names", "shapes", "dtypes")  # checks of `quick` for two checkp
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Tensor, or rows of a tensor, that failed a check."""
+    """Tensor, or rows of a tensor, with a failed check."""
 
     label: TensorLabel
     text: str  # predicate for the message, such as `is not in MODEL`
@@ -131,7 +131,7 @@ class _Request:
 
 
 def _check_tolerance(request: _Request) -> None:
-    """Raise UsageError for `--tolerance` without a second checkpoint, or with `--quick`, which reads no values."""
+    """Raise UsageError for `--tolerance` without a second checkpoint, or with `--quick`."""
     option = Option("tolerance")
     if request.tolerance is None:
         return
@@ -221,7 +221,7 @@ def _has_adapters(source: Source) -> bool:
 
 
 def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:
-    """Describe the training state that is ignored, because only one of the checkpoints has one."""
+    """Describe the ignored training state of one of two checkpoints."""
     for source in sources:
         if source.state_tensors:
             nbytes = sum(tensor.nbytes for tensor in source.state_tensors)
@@ -230,7 +230,7 @@ def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:
 
 
 def _ignored_tower_lines(sources: Iterable[Source]) -> Iterator[str]:
-    """Describe the towers (vision and audio parts) that are ignored, because the other checkpoint has only text."""
+    """Describe the ignored towers (vision and audio parts) of one of two checkpoints."""
     for source in sources:
         if source.tower_tensors:
             nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)
@@ -330,7 +330,7 @@ def _check_checksum_file(source: Source) -> None:
 def _tie_findings(
     model: _VerifiedModel, memory_nbytes: int, observer: Observer
 ) -> Iterator[Finding]:
-    """Yield stored heads that are tied but differ from the embedding, and other such duplicates."""
+    """Yield tied heads with other values than the embedding, and other such duplicates."""
     tensors = {t.name: t for t in model.source.tensors}
     for check in model.match.checks:
         pair = [tensors[check.name], tensors[check.duplicate_of]]
@@ -388,7 +388,7 @@ def _verify_pair(
 def _shape_findings(
     a: _VerifiedModel, b: _VerifiedModel, *, has_tolerance: bool
 ) -> Iterator[Finding]:
-    """Yield tensors missing in one checkpoint, and tensors that differ in dtype, shape or true vocabulary.
+    """Yield tensors missing in one checkpoint, and tensors of another dtype, shape or true vocabulary.
 
     With a tolerance the dtypes may differ.
     """
@@ -460,7 +460,7 @@ def _value_findings(
 
 
 def _missing_scale(model: _VerifiedModel, other: _VerifiedModel, name: str) -> RootScale | None:
-    """Return the scale of a tensor that the other checkpoint stores, and that this one does not."""
+    """Return the scale of a tensor if only the other checkpoint stores it scaled, else None."""
     scale = stored_scale(other.source, name)
     if scale == stored_scale(model.source, name):
         return None

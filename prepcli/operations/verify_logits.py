@@ -146,7 +146,7 @@ def verify_logits(
 
 
 class _Model(NamedTuple):
-    """A model that is open for reading, with its name and its folder.
+    """An opened model, with its name and its folder.
 
     With `is_remote` the folder has placeholders of remote files. `decoder_start_id` is the first token of the decoder
     of a model with an encoder, else None.
@@ -161,7 +161,7 @@ class _Model(NamedTuple):
 
 @contextmanager
 def _open_model(common: CommonOptions, mesh: str | None, observer: Observer) -> Iterator[_Model]:
-    """Open a checkpoint for reading onto a mesh. Raise UsageError for a mesh that splits the tokens."""
+    """Open a checkpoint for reading onto a mesh. Raise UsageError for a mesh with sp."""
     from trainer.training.datasets import decoder_start_token_id
 
     located, source = open_checkpoint(common, observer)
@@ -227,7 +227,7 @@ def _make_prompts(file: PathLike | None, models: Sequence[_Model], library: str)
 
 
 def _max_length(opened: OpenedModel) -> int | None:
-    """Return the largest number of tokens that a model computes. None if it has no limit."""
+    """Return the largest length of a prompt. None for a model without a limit."""
     arch_config = opened.model.arch_config
     if arch_config.has_limited_positions:
         return arch_config.max_positions

@@ -37,7 +37,7 @@ from trainer.models.partition import vocab_multiple
 
 @dataclass(frozen=True, slots=True)
 class VocabularyChange:
-    """A command that adds or removes tokens.
+    """A command to add or remove tokens.
 
     Attributes:
         command: Name of the command.
@@ -80,7 +80,7 @@ def check_source(source: Source, command: str) -> None:
 
 
 def padded_rows(source: Source, num_rows: int) -> int:
-    """Return the rows of a vocabulary in the output: for an Orbax checkpoint a number that its mesh divides."""
+    """Return the rows of a vocabulary in the output. For an Orbax checkpoint they are a multiple for its mesh."""
     layout = _item_layout(source)
     if layout is None or layout.partitioning.mesh is None:
         return num_rows

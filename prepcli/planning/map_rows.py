@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import lru_cache
+from fnmatch import translate
 from typing import Literal
 
 from prepcli.console.lists import join_names
 from prepcli.errors import PrepError
 from prepcli.planning.map_file import MapLine, ParsedMapRow, TensorMap
+from prepcli.planning.row_coverage import RowCoverage
 from prepcli.planning.tensor_match import TensorInfo
 from trainer.models.axis_map import (
     AxisMap,
@@ -22,15 +23,10 @@ from trainer.models.axis_map import (
     bind_row,
     number_tensors,
 )
-from trainer.models.boxes import strides
 from trainer.models.row_text import ParsedTensor
 
-# Rows that name one tensor. Each pair of them is compared.
-MAX_ROWS_PER_TENSOR = 1_024
-# Names of all rows, on both sides. A mixture of experts has 10^5.
-MAX_NAMES = 1 << 20
-# Indices of a dim that are listed to compare two rows.
-MAX_LISTED_INDICES = 1 << 20
+# Pairs of a target and a source, in all rows. A mixture of experts has 10^5.
+MAX_PAIRS = 1 << 20
 # A problem names at most this many tensors.
 MAX_LISTED = 4
 Side = Literal["target", "source"]
@@ -68,6 +64,14 @@ class MapRow:
             for index in itertools.product(*(range(factor.extent) for factor in rest)):
                 indices = {**target_indices, **{f.atom: i for f, i in zip(rest, index)}}
                 yield target_name, self.source.tensor_name(indices), indices
+
+    @property
+    def num_pairs(self) -> int:
+        """Number of pairs of a target and a source."""
+        extents: dict[str, int] = {}
+        for factor in (*self.target.stacked_factors, *self.source.stacked_factors):
+            extents[factor.atom] = factor.extent
+        return math.prod(extents.values())
 
     @property
     def is_copy(self) -> bool:
@@ -144,16 +148,16 @@ class MapCoverage:
         self.sources: dict[str, list[MapRow]] = {}
         self.problems: list[str] = []
         self._tensors = tensors
-        self._num_names = 0
+        self._num_pairs = 0
+        self._row_coverage = RowCoverage()
         for row in rows:
             self._add_row(row)
 
     def _add_row(self, row: MapRow) -> None:
-        for side in (row.source, row.target):
-            self._num_names += math.prod(factor.extent for factor in side.stacked_factors)
-        if self._num_names > MAX_NAMES:
-            why = f"up to this row, the map names {self._num_names:,} tensors"
-            self.problems.append(f"line {row.line}: {why}, at most {MAX_NAMES:,} are supported")
+        self._num_pairs += row.num_pairs
+        if self._num_pairs > MAX_PAIRS:
+            why = f"up to this row, the map has {self._num_pairs:,} pairs of tensors"
+            self.problems.append(f"line {row.line}: {why}, at most {MAX_PAIRS:,} are supported")
             return
         missing: list[str] = []
         wrong: list[str] = []
@@ -187,7 +191,7 @@ class MapCoverage:
             names_by_rows.setdefault(key, []).append(name)
         for names in names_by_rows.values():
             rows = rows_by_name[names[0]]
-            problem = _coverage_problem([row.side(side) for row in rows])
+            problem = self._row_coverage.problem([row.side(side) for row in rows])
             if problem:
                 lines = sorted({row.line for row in rows})
                 numbers = join_names([str(line) for line in lines], max_names=MAX_LISTED)
@@ -198,7 +202,7 @@ class MapCoverage:
         """Return the names of the targets that the rows do not fill, or fill twice."""
         incomplete: set[str] = set()
         for name, rows in self.targets.items():
-            if _coverage_problem([row.target for row in rows]):
+            if self._row_coverage.problem([row.target for row in rows]):
                 incomplete.add(name)
         return incomplete
 
@@ -209,82 +213,26 @@ class MapCoverage:
             The `drop` line of each dropped tensor, by name.
         """
         dropped: dict[str, MapLine] = {}
-        unused: list[str] = []
-        effective: set[MapLine] = set()
-        for name in self._tensors.keys() - self.sources.keys():
-            drop = next((line for line in drops if fnmatchcase(name, line.value)), None)
-            if drop is None:
-                unused.append(name)
-            else:
-                dropped[name] = drop
-                effective.add(drop)
+        unused = sorted(self._tensors.keys() - self.sources.keys())
+        ineffective: list[str] = []
+        for line in drops:
+            matches = re.compile(translate(line.value)).match
+            kept = [name for name in unused if not matches(name)]
+            if len(kept) == len(unused):
+                why = f"`drop {line.value:.60}` matches no tensor without a row"
+                ineffective.append(f"line {line.line}: {why}")
+                continue
+            dropped |= dict.fromkeys({*unused} - {*kept}, line)
+            unused = kept
         if unused:
             verb = "is" if len(unused) == 1 else "are"
-            self.problems.append(f"{_listed(sorted(unused))} {verb} in no row and no `drop` line")
-        for line in drops:
-            if line not in effective:
-                why = f"`drop {line.value:.60}` matches no tensor without a row"
-                self.problems.append(f"line {line.line}: {why}")
+            self.problems.append(f"{_listed(unused)} {verb} in no row and no `drop` line")
+        self.problems += ineffective
         return dropped
 
 
 def _listed(names: Sequence[str]) -> str:
     return join_names([*names], max_names=MAX_LISTED)
-
-
-def _coverage_problem(sides: Sequence[AxisMap]) -> str:
-    """Return why the rows of one tensor do not cover each element once, or ""."""
-    shapes = {side.source_shape for side in sides}
-    if len(shapes) > 1:
-        first, second = sorted(shapes)[:2]
-        return f"has the shapes {[*first]} and {[*second]}"
-    if len(sides) > MAX_ROWS_PER_TENSOR:
-        return f"is named by {len(sides):,} rows, at most {MAX_ROWS_PER_TENSOR:,} are supported"
-    for a, b in itertools.combinations(sides, 2):
-        if not _are_disjoint(a, b):
-            return "is covered twice"
-    covered = sum(map(_element_count, sides))
-    total = math.prod(sides[0].source_shape)
-    if covered != total:
-        return f"is covered in part: {covered:,} of {total:,} elements"
-    return ""
-
-
-def _are_disjoint(a: AxisMap, b: AxisMap) -> bool:
-    """Return whether two rows use different elements of one tensor: different indices along one of its dims."""
-    return any(map(_dims_are_disjoint, a.source_dims, b.source_dims))
-
-
-def _dims_are_disjoint(a: TensorDim, b: TensorDim) -> bool:
-    if a.start + a.selected_extent <= b.start or b.start + b.selected_extent <= a.start:
-        return True
-    if a == b:
-        return False
-    if max(a.selected_extent, b.selected_extent) > MAX_LISTED_INDICES:
-        return False
-    return _dim_indices(a).isdisjoint(_dim_indices(b))
-
-
-@lru_cache(maxsize=256)
-def _dim_indices(dim: TensorDim) -> frozenset[int]:
-    """Return the indices of a tensor's dim in a row."""
-    indices = [dim.start]
-    steps = strides([factor.extent for factor in dim.factors])
-    for factor, step in zip(dim.factors, steps):
-        choices = range(factor.extent) if factor.fixed is None else (factor.fixed,)
-        offsets = [choice * step for choice in choices]
-        indices = list(map(sum, itertools.product(indices, offsets)))
-    return frozenset(indices)
-
-
-def _element_count(side: AxisMap) -> int:
-    """Return the number of a tensor's elements in a row."""
-    count = 1
-    for dim in side.source_dims:
-        for factor in dim.factors:
-            if factor.fixed is None:
-                count *= factor.extent
-    return count
 
 
 def _fixed_count(dim: TensorDim) -> int:

@@ -1,4 +1,4 @@
-"""Streams of a further pass over a source, for objects that did not fit in memory."""
+"""Streams of a further pass over a source, for objects without room in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FileSpans = Mapping[int, Sequence[tuple[int, int]]]
 def streams_of_spans(
     streams: Sequence[Stream], spans: FileSpans, *, slab_nbytes: int
 ) -> list[Stream]:
-    """Return the parts of streams that write to byte ranges of files.
+    """Return the parts of streams with writes to byte ranges of files.
 
     Args:
         streams: All streams, in order.
@@ -51,7 +51,7 @@ def streams_of_spans(
 
 
 def _touching_rows(number: int, stream: Stream, spans: FileSpans, slab_nbytes: int) -> Range | None:
-    """Return the rows of the slabs that write to byte ranges, or None if there are none."""
+    """Return the rows of the slabs with writes to byte ranges, or None if there are none."""
     first: int | None = None
     stop = 0
     for slab in split_stream(number, stream, max_nbytes=slab_nbytes):

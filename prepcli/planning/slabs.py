@@ -204,7 +204,7 @@ def _split_axis(stream: Stream, max_nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkBand:
-    """Rows `first` to `stop` of a region. Every `rows` consecutive rows fill whole chunks."""
+    """Rows `first` to `stop` of a region. Every `rows` consecutive rows fill whole chunks, or are one head."""
 
     first: int
     stop: int
@@ -214,13 +214,13 @@ class _ChunkBand:
 def _end_row(start: int, bands: tuple[_ChunkBand, ...], max_rows: int, page_rows: int) -> int:
     """Return the end row of a slab, the part of a tensor that is copied at once.
 
-    It ends with whole chunks of the output and of the source, if the rows that fit allow it, or else with whole pages
-    of every chunk. Partial chunks would be read or written twice.
+    It ends with whole chunks of the output and of the source, if the rows that fit allow it, or else with whole heads,
+    or with whole pages of every chunk. Partial chunks would be read or written twice.
 
     Args:
         start: First row of the slab.
-        bands: Bands of chunks: those of the output, then those of the source. Earlier bands have priority. A band that
-            does not align with the bands before it is split.
+        bands: Bands of chunks, first of the output and then of the source, and bands of heads. Earlier bands have
+            priority. A band without a common end with the bands before it is split.
         max_rows: Number of rows that fit a slab.
         page_rows: Number of rows that fill whole pages in every chunk.
     """
@@ -244,9 +244,14 @@ def _end_row(start: int, bands: tuple[_ChunkBand, ...], max_rows: int, page_rows
 
 
 def _aligned_bands(stream: Stream, axis: int) -> Iterator[_ChunkBand]:
-    """Yield the bands of whole chunks along an axis: first for the written regions, then for the read ones."""
+    """Yield the bands of whole chunks along an axis, then the bands of single heads or other indices within a chunk.
+
+    Written regions come before read ones.
+    """
     # The outermost atom with several indices in a chunk decides. e.g. rows (heads=4 head_dim=6) in chunks
-    # of 2 heads: `heads` has 6 rows per index, so that 6 * 2 = 12 rows fill whole chunks.
+    # of 2 heads: `heads` has 6 rows per index, so that 6 * 2 = 12 rows fill whole chunks. If these do not
+    # fit a slab, it ends with a whole head of 6 rows: a leaf may have the rows of a head in another order.
+    index_bands: list[_ChunkBand] = []
     for location in (*stream.writes, *stream.reads):
         if not isinstance(location, ChunkedLocation):
             continue
@@ -254,12 +259,19 @@ def _aligned_bands(stream: Stream, axis: int) -> Iterator[_ChunkBand]:
         dim = location.axis_map.source_dims[axis]
         rows = 1
         band_rows = 1
+        index_rows = 1
         for factor in reversed(dim.factors):
+            if factor.fixed is None:
+                index_rows = rows
             if atom_lengths.get(factor.atom, 1) > 1:
                 band_rows = rows * atom_lengths[factor.atom]
             rows *= factor.extent
+        stop = dim.start + dim.selected_extent
         if band_rows > 1:
-            yield _ChunkBand(dim.start, dim.start + dim.selected_extent, band_rows)
+            yield _ChunkBand(dim.start, stop, band_rows)
+        if 1 < index_rows < band_rows:
+            index_bands.append(_ChunkBand(dim.start, stop, index_rows))
+    yield from index_bands
 
 
 def _atom_lengths_in_chunk(region: ChunkedLocation) -> dict[str, int]:

@@ -1,6 +1,6 @@
-"""Units of work of an output in an object store: each has all streams that write to its data files.
+"""Units of work of an output in an object store: each has all streams of its data files.
 
-One process assembles an object, so that it moves every tensor with a byte in it. A unit is the smallest set of streams
+One process assembles an object, and moves every tensor with a byte in it. A unit is the smallest set of streams
 and data files without a connection to the rest. Units depend on the plan alone. They are divided among processes, and a
 resumed run skips the complete ones.
 """
@@ -24,7 +24,7 @@ class WorkUnit:
     """Streams, and their data files.
 
     Attributes:
-        streams: Numbers of the streams, in the order in which to move them.
+        streams: Numbers of the streams, in reading order.
         files: Numbers of the data files, ascending. Empty if the streams are only compared.
         nbytes: Number of bytes to read.
     """

@@ -52,13 +52,13 @@ MAX_TRIES = 10
 
 @dataclass(frozen=True, slots=True)
 class LockOwner:
-    """The process that holds a lock.
+    """The holder of a lock.
 
     Attributes:
         host: Its host.
         process: Its process id.
         plan: Digest of its plan.
-        token: Random text of this holder, so that two holders on one host differ.
+        token: Random text of this holder. Two holders on one host differ.
         renewals: Number of renewals. Each renewal gives the object another ETag.
     """
 
@@ -202,7 +202,7 @@ class BucketLock:
         return replace_object(self._bucket, LOCK_FILE, self._owner.to_bytes(), lock_object.version)
 
     def check(self) -> None:
-        """Check that this process still holds the lock. Call it before an output becomes visible.
+        """Raise an error if this process has lost the lock. Call it before an output becomes visible.
 
         Raises:
             PrepError: Another process has taken the lock over, or the store does not answer.
@@ -306,7 +306,7 @@ def _check_available(bucket: Bucket, lock_object: SmallObject, plan_digest: str)
 
 
 def locked_error(bucket: Bucket, owner: LockOwner) -> PrepError:
-    """Return the error for a URL that another process writes to."""
+    """Return the error for a URL in use by another process."""
     why = f"{owner} writes another output there"
     hint = f"wait until it ends; a lock that a killed process left expires after {STALE_S / 60:.0f} minutes"
     return PrepError(f"{bucket.name} is locked", why, hint)

@@ -1,7 +1,7 @@
 """Conditional writes of small objects: a write fails if another process has written the object meanwhile.
 
 The store compares the version in the request with the object's version: the ETag on S3, the generation on GCS. The
-write is atomic, so that one of several writers succeeds.
+write is atomic: one of several writers succeeds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SmallObject:
 
 
 def create_object(bucket: Bucket, path: str, content: bytes) -> ObjectVersion | None:
-    """Write an object that does not exist.
+    """Create an object.
 
     Args:
         bucket: Client of the store.
@@ -74,7 +74,7 @@ def create_object(bucket: Bucket, path: str, content: bytes) -> ObjectVersion | 
 def replace_object(
     bucket: Bucket, path: str, content: bytes, version: ObjectVersion
 ) -> ObjectVersion | None:
-    """Overwrite an object that still has a version.
+    """Overwrite a version of an object.
 
     Args:
         bucket: Client of the store.
@@ -98,12 +98,12 @@ def replace_object(
 
 
 def publish_file(bucket: Bucket, path: str, file: Path) -> None:
-    """Upload a local file as the object that makes an output visible. See `publish_content`."""
+    """Upload a local file as the manifest of an output. See `publish_content`."""
     publish_content(bucket, path, file.read_bytes())
 
 
 def publish_content(bucket: Bucket, path: str, content: bytes) -> None:
-    """Write the object that makes an output visible, if no other process has done so.
+    """Create the manifest of an output, unless another process has done so.
 
     Call it directly after `BucketLock.confirm`. The object must not exist: the caller deletes the
     one of an earlier output first.

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 MAX_OBJECTS = 200_000  # in one checkpoint
 MAX_ERROR_CHARS = 300
-# Size of a part of a multipart upload. Two parts are in memory.
+# Size of a part of a multipart upload
 PART_NBYTES = 8 << 20
 # Object stores accept 10,000. 9,000 parts of 8 MiB reach 70 GiB. Larger objects get larger parts, so that
 # no limit of a store bounds the size of a data file.
@@ -135,7 +135,7 @@ class Bucket:
 
     Attributes:
         url: Bucket and key prefix.
-        retries: Retries of single requests by obstore, which does not report them.
+        retries: Retries of single requests by obstore, without reports.
         retry_policy: Time-out and reported retries of requests.
         connection: obstore's store. Created on first use.
         has_conditions: Whether the store has conditional writes. False after the first refused one.
@@ -303,6 +303,7 @@ class Bucket:
         pieces: Iterable[bytes | memoryview],
         *,
         size: int,
+        parts_in_flight: int = 2,
         on_written: Callable[[int], object] = lambda nbytes: None,
     ) -> RemoteFile:
         """Upload the concatenation of pieces. See `write`.
@@ -311,16 +312,18 @@ class Bucket:
             path: Path of the object below the URL.
             pieces: The bytes, in order. The memory of a piece must not change later.
             size: Number of bytes.
+            parts_in_flight: Number of parts in flight at the same time.
             on_written: Called with the bytes of each write.
         """
         import obstore
 
-        # Rounded up to stay within MAX_PARTS parts: 8 MiB parts suffice up to 70 GiB.
-        part_nbytes = max(PART_NBYTES, -(-size // MAX_PARTS))
         with self.translate_errors("write"):
             # Not the writer's `with`: it would complete the object after an error.
             writer = obstore.open_writer(
-                self.store, self.url.key(path), buffer_size=part_nbytes, max_concurrency=2
+                self.store,
+                self.url.key(path),
+                buffer_size=part_nbytes(size),
+                max_concurrency=parts_in_flight,
             )
         for data in _join_pieces(pieces):
             with self.translate_errors("write"):
@@ -348,7 +351,7 @@ class Bucket:
         map_in_daemon_threads(self.delete, paths, num_threads=2 * MAX_IN_FLIGHT)
 
     def call_with_timeout(self, call: Callable[[], T]) -> T:
-        """Call a function that obstore retries by itself. Note when it takes longer than one time-out.
+        """Call a function with retries by obstore. Note when it takes longer than one time-out.
 
         Raises:
             TimeoutError: It took MAX_WRITE_TIMEOUTS time-outs.
@@ -385,8 +388,13 @@ class Bucket:
             raise self.request_error(verb, error) from error
 
 
+def part_nbytes(size: int) -> int:
+    """Return the size of the parts of a multipart upload of `size` bytes: 8 MiB up to 70 GiB."""
+    return max(PART_NBYTES, -(-size // MAX_PARTS))
+
+
 def _join_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """Join short pieces and split long ones, so that each takes a fraction of a time-out to send."""
+    """Join short pieces and split long ones. Each takes a fraction of a time-out to send."""
     pending = list[memoryview]()
     pending_nbytes = 0
     for piece in pieces:

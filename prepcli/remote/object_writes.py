@@ -1,7 +1,7 @@
 """Write objects of an output: each is created only if it does not exist, and compared if it does.
 
 A conversion may be killed and started again, on another machine or in several processes at once. All of them write the
-same bytes to the same objects. An object that exists already is therefore read back instead of sent again: with equal
+same bytes to the same objects. An existing object is therefore read back instead of sent again: with equal
 bytes it is a part of the output, with other bytes it belongs to another writer, and is left untouched.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 from prepcli.engine.files import ByteArray
 from prepcli.errors import RERUN_HINT, RESUME_HINT, Option, PrepError, text
 from prepcli.remote.conditional_objects import NOT_IMPLEMENTED
-from prepcli.remote.object_store import MAX_PARTS, PART_NBYTES, WRITE_NBYTES, Bucket, status_of
+from prepcli.remote.object_store import WRITE_NBYTES, Bucket, part_nbytes, status_of
 from prepcli.remote.remote_files import RemoteFile, read_range
 
 # Bytes that are read back at a time, in each thread that sends.
@@ -168,7 +168,9 @@ class ObjectUploads:
             return None
         # A multipart upload has no condition: this check comes right before the object appears.
         if self.bucket.find_file(path) is not None:
-            raise foreign_object_error(self.bucket, path, "it appeared during the upload")
+            what = f"{path} of {self.bucket.name} appeared during its upload"
+            # The next run compares the object.
+            raise PrepError(what, "another process has written it", RERUN_HINT)
         return self._complete(path, size)
 
     def _append(self, path: str, data: ByteArray, size: int) -> None:
@@ -208,11 +210,6 @@ class ObjectUploads:
             self.bucket.delete(path)
             raise PrepError(what, why, RESUME_HINT)
         return written
-
-
-def part_nbytes(size: int) -> int:
-    """Return the size of the parts of a multipart upload of `size` bytes."""
-    return max(PART_NBYTES, -(-size // MAX_PARTS))
 
 
 def missing_object_error(bucket: Bucket, path: str) -> PrepError:

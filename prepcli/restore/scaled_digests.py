@@ -1,4 +1,4 @@
-"""Digests of tensors that the layout of another trainer stores divided by a square root, such as MaxText's queries."""
+"""Digests of tensors stored divided by a square root in the layout of another trainer, such as MaxText's queries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.models.boxes import Range
 
 
 def stored_scale(output: Source, name: str) -> RootScale | None:
-    """Return the scale of a tensor that is read as it is stored. See `SourceHints.keeps_scales`.
+    """Return the scale of the stored values of a tensor. See `SourceHints.keeps_scales`.
 
     Args:
         output: The output, opened with its stored values.
@@ -32,7 +32,7 @@ def stored_scale(output: Source, name: str) -> RootScale | None:
 def written_stream(
     tensor: SourceTensor, rows: Range, dtype: str, scale: RootScale | None
 ) -> Stream:
-    """Return a stream that computes the rows of an output: scaled, and cast to its dtype.
+    """Return a stream of the rows of an output: scaled, and cast to its dtype.
 
     Args:
         tensor: The tensor of the source.

@@ -6,10 +6,11 @@ A training step of prep and a checkpoint of another framework have the same name
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +23,11 @@ from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.plan import Stream
 from prepcli.planning.state_names import OPT_STATE, qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
-from prepcli.sources.source import Source, SourceTensor
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
+from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
+
+if TYPE_CHECKING:
+    from trainer.recipe.optimizer_tables import AdamWTable
 
 FIRST_MOMENT = f"{OPT_STATE}.adam.mu"
 SECOND_MOMENT = f"{OPT_STATE}.adam.nu"
@@ -73,6 +78,7 @@ class AdamState:
         num_updates: Number of updates in the moments. Skipped steps have none.
         settings: Settings of the optimizer. None if the source does not have them.
         counters: Tensors of the counters, by name.
+        table: Optimizer table of the run's recipe. None for a state of another framework.
         batch_size: Sequences of a step. 1 if it is unknown.
         left_out: Other state, e.g. an average of the parameters. No other framework has a place for it.
     """
@@ -83,6 +89,7 @@ class AdamState:
     num_updates: int
     settings: AdamSettings | None
     counters: Mapping[str, SourceTensor]
+    table: AdamWTable | None
     batch_size: int
     left_out: tuple[SourceTensor, ...]
 
@@ -115,16 +122,24 @@ def read_adam_state(source: Source) -> AdamState:
             left_out.append(tensor)
     _check_moments(source, slots, left_out)
     step = _read_counter(source, counters, STEP)
+    table = _read_table(source)
     return AdamState(
         first=slots[FIRST_MOMENT],
         second=slots[SECOND_MOMENT],
         step=step,
         num_updates=_read_counter(source, counters, NUM_UPDATES),
-        settings=_read_settings(source, step),
+        settings=_read_settings(source, table, step),
         counters=counters,
+        table=table,
         batch_size=_manifest_fields(source).get("batch_size", 1),
         left_out=tuple(left_out),
     )
+
+
+def trained_tensors(source: Source) -> tuple[SourceTensor, ...]:
+    """Return the parameters of the model, without a stored copy of a tied embedding and without buffers."""
+    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
+    return tuple(tensor for tensor in source.tensors if tensor.name in match.uses)
 
 
 def require_settings(source: Source, state: AdamState) -> AdamSettings:
@@ -155,9 +170,13 @@ def _check_moments(
         why = "the step was saved without its optimizer state"
         if others:
             why = f"its optimizer has {', '.join(others)}"
-        raise PrepError(f"{name} has no moments of AdamW", why, text("{}", Key("optimizer.type")))
+        raise PrepError(
+            f"{name} has no moments of AdamW",
+            why,
+            text("{} chooses the optimizer of a run", Key("optimizer.type", "adamw")),
+        )
     for slot, moments in slots.items():
-        for parameter in source.tensors:
+        for parameter in trained_tensors(source):
             if parameter.name not in moments or any(map(is_leaf_path, moments)):
                 what = f"{name} has no {slot} of {source.file_name(parameter)}"
                 why = text("{} leaves parameters without moments", Key("optimizer.freeze"))
@@ -174,11 +193,15 @@ def _read_counter(source: Source, counters: Mapping[str, SourceTensor], name: st
 
 
 def read_scalar(source: Source, tensor: SourceTensor) -> float:
-    """Return the value of a 0-d tensor, compared with its recorded digest.
+    """Return the value of a tensor with one element, compared with its recorded digest.
 
     Raises:
-        DamagedError: It differs from its digest.
+        DamagedError: It has more elements or none, or differs from its digest.
     """
+    if math.prod(tensor.shape) != 1:
+        what = f"{source.display_name} is damaged"
+        why = f"{tensor.name} is {list(tensor.shape)}, and must have one element"
+        raise DamagedError(what, why, GET_AGAIN_HINT)
     stream = Stream(tensor.name, tensor.dtype, (), (0, 1), tensor.placement, ())
     with open_blobs(source.byte_sources) as files:
         buffers = allocate_run_buffers(COUNTER_NBYTES)
@@ -190,19 +213,27 @@ def read_scalar(source: Source, tensor: SourceTensor) -> float:
     return np.frombuffer(content, numpy_dtype(tensor.dtype))[0].item()
 
 
-def _read_settings(source: Source, step: int) -> AdamSettings | None:
-    """Return the settings in the manifest: of the run's recipe, or of the framework of origin."""
+def _read_table(source: Source) -> AdamWTable | None:
+    """Return the optimizer table of the recipe in a step's manifest. None if it has no recipe."""
+    fields = _manifest_fields(source)
+    if "recipe" not in fields or "rate" not in fields:
+        return None
     # The tables of a recipe take 0.3 s to import. Every command on an Orbax item imports this module.
     from trainer.recipe.optimizer_tables import AdamWTable
-    from trainer.recipe.rate_at_step import rate_at_step
 
+    return AdamWTable.model_validate(tomllib.loads(fields["recipe"])["optimizer"])
+
+
+def _read_settings(source: Source, table: AdamWTable | None, step: int) -> AdamSettings | None:
+    """Return the settings of the run's recipe, or of the framework of origin."""
     fields = _manifest_fields(source)
     record = source.training_record or fields.get(TRAINING_STATE_KEY)
     if record is not None and record["optimizer"]:
         return AdamSettings(**record["optimizer"])
-    if "recipe" not in fields or "rate" not in fields:
+    if table is None:
         return None
-    table = AdamWTable.model_validate(tomllib.loads(fields["recipe"])["optimizer"])
+    from trainer.recipe.rate_at_step import rate_at_step
+
     schedule = fields["rate"]
     return AdamSettings(
         lr=rate_at_step(schedule, step),

@@ -29,7 +29,7 @@ from prepcli.remote.remote_files import MAX_IN_FLIGHT, RemoteFile
 from prepcli.remote.retries import map_in_daemon_threads
 from prepcli.sources.folders import Access, Kind, LocalFiles
 from prepcli.sources.references import BucketUrl
-from prepcli.sources.source import WEIGHT_SUFFIXES
+from prepcli.sources.source import SCHEDULER_FILE, WEIGHT_SUFFIXES
 
 # A listing and an index are untrusted. These limits bound what they make this machine fetch.
 MAX_INDEX_NBYTES = 1 << 30  # total size of the nodes of an OCDBT index
@@ -125,7 +125,8 @@ class BucketFolder:
         small: list[RemoteFile] = []
         weights: list[RemoteFile] = []
         for file in top:
-            if Path(file.path).suffix in WEIGHT_SUFFIXES:
+            is_weights = Path(file.path).suffix in WEIGHT_SUFFIXES
+            if is_weights and file.path != SCHEDULER_FILE:
                 weights.append(file)
             elif file.size <= SMALL_NBYTES:
                 small.append(file)

@@ -6,6 +6,7 @@ import itertools
 from functools import partial
 
 from prepcli.errors import PrepError
+from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.torch_dcp import DcpFolder, DcpTensor
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
 from prepcli.planning.grids import ExplicitPlacement
@@ -22,7 +23,11 @@ _ChunkOffsets = dict[tuple[int, ...], tuple[int, int]]
 
 
 def match_torchtitan(
-    folder: DcpFolder, family: Family, config: HFConfig, display_name: str
+    folder: DcpFolder,
+    family: Family,
+    config: HFConfig,
+    display_name: str,
+    manifest: Manifest = NO_MANIFEST,
 ) -> ForeignTree:
     """Match the tensors of a checkpoint with the state dict of torchtitan.
 
@@ -31,6 +36,7 @@ def match_torchtitan(
         family: Model family.
         config: The model's config.json.
         display_name: Name of the checkpoint in messages.
+        manifest: Manifest of a checkpoint written by prep.
 
     Raises:
         PrepError: The family has no such layout, a tensor has the wrong shape, or its boxes form no grid.
@@ -41,7 +47,13 @@ def match_torchtitan(
         raise PrepError(f"{display_name} is not supported", why, hint)
     leaves = {tensor.name: _stored_leaf(tensor) for tensor in folder.tensors}
     return match_foreign_tree(
-        leaves, family, config, display_name, roots=("",), layout=TORCHTITAN_LAYOUT
+        leaves,
+        family,
+        config,
+        display_name,
+        roots=("",),
+        layout=TORCHTITAN_LAYOUT,
+        manifest=manifest,
     )
 
 
@@ -59,7 +71,7 @@ def _chunk_shape(tensor: DcpTensor) -> tuple[int, ...]:
     """Return the shape of the box at the origin.
 
     Raises:
-        PrepError: The boxes are not the chunks of a grid. The last boxes along the first dim may be shorter.
+        PrepError: The boxes are not the chunks of a grid. Only the last boxes along the first dim may be shorter.
     """
     zeros = (0,) * len(tensor.shape)
     chunk_shape = next((box.shape for box in tensor.boxes if box.start == zeros), tensor.shape)
@@ -69,7 +81,9 @@ def _chunk_shape(tensor: DcpTensor) -> tuple[int, ...]:
         is_aligned = not any(start % length for start, length in zip(box.start, chunk_shape))
         # A box with fewer columns has other strides than its neighbours.
         has_equal_rows = box.shape[1:] == chunk_shape[1:]
-        if not is_aligned or not has_equal_rows or box.byte_strides is not None:
+        # A box of two chunks would leave the second one without a location.
+        is_too_long = box.shape[:1] > chunk_shape[:1]
+        if not is_aligned or not has_equal_rows or is_too_long or box.byte_strides is not None:
             why = f"its box at {list(box.start)} has the shape {list(box.shape)} instead of {list(chunk_shape)}"
             hint = "save the checkpoint again with equal shards, e.g. on one process"
             raise PrepError(f"{tensor.name} is not supported", why, hint)

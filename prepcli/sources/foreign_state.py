@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from prepcli.engine.blobs import MemoryBlob
 from prepcli.engine.digest import digest
-from prepcli.errors import Option, PrepError, text
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.planning.plan import Contiguous, SourceFile
 from prepcli.planning.state_names import qualify
+from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.sources.adam_state import NUM_UPDATES, SKIPPED, SKIPPED_IN_ROW, STEP, AdamSettings
+from prepcli.sources.decayed_tensors import decay_differences
 from prepcli.sources.source import Source, SourceTensor
 
 WITHOUT_STATE_HINT = text("convert it without {}", Option("training_state", True))
+# Counters are stored as int32.
+MAX_COUNT = (1 << 31) - 1
+BETAS = ("b1", "b2")
+# Settings with one value for all parameters.
+SHARED_KEYS = ("lr", *BETAS, "eps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,16 @@ class ForeignState:
 
 
 def add_foreign_state(source: Source, state: ForeignState) -> Source:
-    """Return a source with a training state."""
+    """Return a source with a training state.
+
+    Raises:
+        PrepError: A moment is not of a floating-point dtype.
+    """
+    for moment in state.moments:
+        if moment.dtype not in FLOAT_DTYPES:
+            what = f"the moments of {source.display_name} are not supported"
+            why = f"{moment.name} is {moment.dtype}, and must be a float"
+            raise PrepError(what, why, WITHOUT_STATE_HINT)
     # Steps whose loss was not finite have no update. Trainer counts them, and Adam does not.
     counters = {
         NUM_UPDATES: state.num_updates,
@@ -77,10 +95,15 @@ def one_count(source: Source, counts: Mapping[str, float]) -> int:
     """Return the number of updates of all parameters.
 
     Raises:
+        DamagedError: A number is no count.
         PrepError: Parameters have different numbers.
     """
     names: dict[float, str] = {}
     for name, count in counts.items():
+        # A NaN fails the first comparison.
+        if not 0 <= count <= MAX_COUNT or count != int(count):
+            what = f"{source.display_name} is damaged"
+            raise DamagedError(what, f"{name} has {count:g} updates", GET_AGAIN_HINT)
         names.setdefault(count, name)
     if len(names) > 1:
         listed = ", ".join(f"{count:g} of {name}" for count, name in list(names.items())[:2])
@@ -90,3 +113,72 @@ def one_count(source: Source, counts: Mapping[str, float]) -> int:
             WITHOUT_STATE_HINT,
         )
     return int(next(iter(names)))
+
+
+def decay_notes(source: Source, decays: Mapping[str, float]) -> tuple[str, ...]:
+    """Return a description of the parameters with another weight decay than in a recipe with default keys.
+
+    Args:
+        source: The opened source.
+        decays: Weight decay of each parameter, by its name in files.
+    """
+    decayed_names = [name for name, decay in decays.items() if decay]
+    if not decayed_names:
+        return ()
+    return tuple(decay_differences(source, decayed_names))
+
+
+def adam_settings(name: str, groups: Sequence[Mapping[Any, Any]]) -> AdamSettings:
+    """Return the settings of the parameter groups of `torch.optim.AdamW`.
+
+    The weight decay is the largest one: the group of norms and biases has none.
+
+    Args:
+        name: Name of the checkpoint in messages.
+        groups: `param_groups` of the optimizer.
+
+    Raises:
+        PrepError: A setting is no number, differs between the groups, or is not supported.
+    """
+    what = f"the settings of the optimizer in {name} are not supported"
+    shared: dict[str, float] = {}
+    for key in SHARED_KEYS:
+        values = [_setting(what, group, key) for group in groups]
+        if len(set(values)) != 1:
+            listed = " and ".join(f"{value:g}" for value in dict.fromkeys(values))
+            why = f"{key} is {listed}, and prep has one for all parameters"
+            raise PrepError(what, why, WITHOUT_STATE_HINT)
+        shared[key] = values[0]
+    peak_lr = shared["lr"]
+    if "initial_lr" in groups[0]:
+        peak_lr = _setting(what, groups[0], "initial_lr")
+    weight_decay = max(_setting(what, group, "weight_decay") for group in groups)
+    for group in groups:
+        for key in ("amsgrad", "maximize"):
+            if group.get(key):
+                raise PrepError(what, f"{key} is set", WITHOUT_STATE_HINT)
+        if weight_decay and group.get("decoupled_weight_decay") is False:
+            why = "its weight decay is a part of the gradient, as in Adam. prep continues AdamW"
+            raise PrepError(what, why, WITHOUT_STATE_HINT)
+    return AdamSettings(**shared, peak_lr=peak_lr, weight_decay=weight_decay)
+
+
+def _setting(what: str, group: Mapping[Any, Any], key: str) -> float:
+    """Return a setting of a group. `b1` and `b2` are the two `betas`.
+
+    Raises:
+        PrepError: It is no finite number.
+    """
+    if key in BETAS:
+        betas = group.get("betas")
+        value = None
+        if isinstance(betas, list | tuple) and len(betas) == len(BETAS):
+            value = betas[BETAS.index(key)]
+    else:
+        value = group.get(key)
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    why = f"{key} is not a number"
+    if key not in BETAS and key not in group:
+        why = f"{key} is missing"
+    raise PrepError(what, why, WITHOUT_STATE_HINT)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from prepcli.errors import GET_AGAIN_HINT, Option, PrepError, text
 from prepcli.formats.levanter import LEVANTER_MODEL_ROOT
+from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, TRAINING_STATE_RULE
 from prepcli.planning.tensor_match import TensorNames
@@ -67,11 +68,26 @@ class TreeFormat:
     layer_axis: int | None = None
     has_prefix: bool = True
 
-    def rows(self, family: Family, config: HFConfig) -> dict[str, ParsedAxisMap]:
-        """Return the axis-map row of each parameter in this format, by path below `root`."""
+    def rows(
+        self, family: Family, config: HFConfig, tensors: Collection[str] = ()
+    ) -> dict[str, ParsedAxisMap]:
+        """Return the axis-map row of each parameter in this format, by path below `root`.
+
+        Args:
+            family: Model family.
+            config: The model's config.json.
+            tensors: Bare names of the model's tensors. They decide between a row and its alternate.
+        """
         if self.layout == NATIVE_LAYOUT:
-            return parameter_rows(family, config, self.layer_axis is not None, self.layer_axis or 0)
-        rows = layout_rows(family.layouts[self.layout], config, self.layer_axis)
+            is_stacked = self.layer_axis is not None
+            return parameter_rows(family, config, is_stacked, self.layer_axis or 0, tensors)
+        rows = layout_rows(
+            family.layouts[self.layout],
+            config,
+            self.layer_axis,
+            sizes=family.sizes(config),
+            tensors=tensors,
+        )
         if self.has_prefix:
             return rows
         return {path.removeprefix(family.prefix): row for path, row in rows.items()}
@@ -105,10 +121,12 @@ def match_foreign_tree(
     display_name: str,
     roots: Collection[str] = ROOTS,
     layout: str | None = None,
+    *,
+    manifest: Manifest = NO_MANIFEST,
 ) -> ForeignTree:
     """Match the leaves of a tree with the layout that fits them best.
 
-    A leaf below the root that no row of the family maps becomes a tensor with the name of the leaf. Missing leaves
+    A leaf below the root without a row of the family becomes a tensor with the name of the leaf. Missing leaves
     are not an error here.
 
     Args:
@@ -118,6 +136,7 @@ def match_foreign_tree(
         display_name: Name of the checkpoint in messages.
         roots: Possible prefixes of the parameters.
         layout: Name of the layout. None allows all layouts of the family, and prep's own.
+        manifest: Manifest of a tree written by prep. Its names of tensors are used.
 
     Raises:
         PrepError: No layout fits, a leaf has the wrong shape, or a tensor occurs twice.
@@ -125,22 +144,22 @@ def match_foreign_tree(
     tree_format = _find_format(leaves, family, config, display_name, roots, layout)
     leaves, ignored = _split_non_parameters(leaves, tree_format, family)
     param_leaves = _leaves_below_root(leaves, tree_format, family, display_name)
-    expected = _expected_leaf_tensors(tree_format, family, config, param_leaves, display_name)
-    leaf_tensors = [leaf_tensor for leaf_tensor in expected if leaf_tensor[0] in param_leaves]
+    names = TensorNames(family, tree_format.has_prefix and manifest.is_prefixed)
+    recorded_names = {names.bare_name(name) for name in manifest.tensors}
+    expected = _expected_leaf_tensors(
+        tree_format, family, config, param_leaves, display_name, recorded_names
+    )
     missing_leaves = {
         name: tree_format.root + path for path, _, name, _ in expected if path not in param_leaves
     }
-    matched = tuple(iter_tensors(param_leaves, iter(leaf_tensors), {}, TensorNames(family)))
-    unknown = sorted(param_leaves.keys() - {path for path, _, _, _ in leaf_tensors})
+    # A tensor of several leaves is missing if one of them is.
+    leaf_tensors = [leaf_tensor for leaf_tensor in expected if leaf_tensor[2] not in missing_leaves]
+    matched = tuple(iter_tensors(param_leaves, iter(leaf_tensors), {}, names))
+    unknown = sorted(param_leaves.keys() - {path for path, _, _, _ in expected})
     unprefixed = frozenset(
-        path for path in unknown if tree_format.has_prefix and not path.startswith(family.prefix)
+        path for path in unknown if names.is_prefixed and not path.startswith(family.prefix)
     )
-    names = TensorNames(
-        family,
-        tree_format.has_prefix,
-        unprefixed_names=unprefixed,
-        missing_leaves=missing_leaves,
-    )
+    names = replace(names, unprefixed_names=unprefixed, missing_leaves=missing_leaves)
     unmatched = tuple(
         replace(leaf_as_tensor(path, param_leaves[path], {}), name=names.bare_name(path))
         for path in unknown
@@ -153,17 +172,12 @@ def match_foreign_tree(
         (name, leaf) for name, leaf in leaves.items() if not name.startswith(tree_format.root)
     ]
     numbers = _scales_by_path(tree_format, family, config)
-    scales: dict[str, int] = {}
-    for name in leaves:
-        path = name.removeprefix(tree_format.root).removesuffix(BOXED_SUFFIX)
-        if name.startswith(tree_format.root) and path in numbers:
-            scales[name] = numbers[path]
     return ForeignTree(
         tree_format,
         names,
         tensors,
         (*_extra_entries(outside), *ignored),
-        scales,
+        _scales_by_leaf(leaves, tree_format.root, numbers),
         tuple(name for path, _, name, _ in leaf_tensors if path in numbers),
     )
 
@@ -188,7 +202,7 @@ def _split_non_parameters(
 
 
 def _scales_by_path(tree_format: TreeFormat, family: Family, config: HFConfig) -> dict[str, int]:
-    """Return the leaves with a scale, by path below the root, and the number under the root."""
+    """Return the number under the square root of each scaled leaf, by path below the tree's root."""
     sizes = family.sizes(config)
     numbers: dict[str, int] = {}
     for path, row in tree_format.rows(family, config).items():
@@ -198,8 +212,23 @@ def _scales_by_path(tree_format: TreeFormat, family: Family, config: HFConfig) -
     return numbers
 
 
+def _scales_by_leaf(leaves: Leaves, root: str, numbers: Mapping[str, int]) -> dict[str, int]:
+    """Return the number under the square root of each scaled leaf, by the leaf's whole name."""
+    scales: dict[str, int] = {}
+    for name in leaves:
+        path = name.removeprefix(root).removesuffix(BOXED_SUFFIX)
+        if name.startswith(root) and path in numbers:
+            scales[name] = numbers[path]
+    return scales
+
+
 def _expected_leaf_tensors(
-    tree_format: TreeFormat, family: Family, config: HFConfig, leaves: Leaves, display_name: str
+    tree_format: TreeFormat,
+    family: Family,
+    config: HFConfig,
+    leaves: Leaves,
+    display_name: str,
+    recorded_names: Collection[str],
 ) -> list[LeafTensor]:
     """List the tensors of all leaves of a format. Raise PrepError if an existing leaf has the wrong shape."""
     sizes = family.sizes(config)
@@ -216,7 +245,7 @@ def _expected_leaf_tensors(
             why,
             "are config.json and the weights of one model?",
         )
-    rows = tree_format.rows(family, config)
+    rows = tree_format.rows(family, config, recorded_names)
     leaf_tensors = list(bound_leaf_tensors(rows, sizes))
     for path, row, _, _ in leaf_tensors:
         if path in leaves:

@@ -1,7 +1,7 @@
 """Compare an opened checkpoint with a lock file, and take the digests of its tensors from there.
 
-The digests of a lock become digests of the source's tensors. Every reader compares the bytes that it reads with them,
-as it does with the digests of a manifest. A lock therefore costs no further read.
+The digests of a lock become digests of the source's tensors. Every reader compares its bytes with them, as with
+the digests of a manifest. A lock therefore costs no further read.
 """
 
 from __future__ import annotations
@@ -64,26 +64,30 @@ def make_lock(
     return Lock(source=name, revision=revision, files=files, tensors=tensors)
 
 
-def apply_lock(source: Source, lock: Lock, lock_name: str, revision: str | None) -> Source:
+def apply_lock(
+    source: Source, lock: Lock, lock_name: str, revision: str | None, *, is_mapped: bool = False
+) -> Source:
     """Check the files and headers of a source against a lock, and return the source with the digests of the lock.
 
-    Weights that are decoded, such as fp8 to bfloat16, have other names and bytes than their files. Their files are
-    read and compared here, before they are read a second time.
+    Decoded weights, such as fp8 to bfloat16, have other names and bytes than their files. So have the tensors of a
+    user's map. Their files are read and compared here, before they are read a second time.
 
     Args:
         source: The opened checkpoint.
         lock: Content of the lock file.
         lock_name: Name of the lock file, for the error.
         revision: Commit of the source on the hub.
+        is_mapped: Whether a user's map has made the tensors of the source.
 
     Raises:
         PrepError: The source differs from the lock.
     """
+    has_other_tensors = is_mapped or bool(source.quantization)
     differences: list[str] = []
     if lock.revision is not None and revision is not None and revision != lock.revision:
         differences.append(f"its commit is {revision}, the lock has {lock.revision}")
-    differences += _file_differences(source, lock)
-    if not source.quantization:
+    differences += _file_differences(source, lock, hashes_weights=has_other_tensors)
+    if not has_other_tensors:
         differences += _tensor_differences(source, lock)
     if differences:
         raise PrepError(
@@ -94,7 +98,7 @@ def apply_lock(source: Source, lock: Lock, lock_name: str, revision: str | None)
                 Command("lock", source.display_name),
             ),
         )
-    if source.quantization:
+    if has_other_tensors:
         return replace(source, is_locked=True)
     return replace(
         source,
@@ -124,7 +128,7 @@ def _with_digests(
     return tuple(locked)
 
 
-def _file_differences(source: Source, lock: Lock) -> Iterator[str]:
+def _file_differences(source: Source, lock: Lock, *, hashes_weights: bool) -> Iterator[str]:
     """Yield a text for each file with another size or digest, and for each missing or additional file."""
     settings = _settings_files(source)
     weights = _weight_files(source)
@@ -141,10 +145,10 @@ def _file_differences(source: Source, lock: Lock) -> Iterator[str]:
         elif locked.bytes != sizes[name]:
             yield f"{label} has {sizes[name]:,} bytes, the lock has {locked.bytes:,}"
         # The digests of the tensors cover the weights of all other sources.
-        elif name in settings or source.quantization:
+        elif name in settings or hashes_weights:
             digest = published[name] if name in published else sha256_of_file(paths[name])
             if digest is None:
-                yield f"{label} has no SHA-256 to compare, and its decoded tensors are not in the lock"
+                yield f"{label} has no SHA-256 to compare, and its decoded or mapped tensors are not in the lock"
             elif digest != locked.digest:
                 yield f"{label} has the SHA-256 {digest}, the lock has {locked.digest}"
 

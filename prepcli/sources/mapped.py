@@ -86,6 +86,12 @@ def map_record(source: Source) -> ManifestFields:
     return {}
 
 
+def is_read_through_map(output: Source, source: Source) -> bool:
+    """Return whether an output was made from a source through a user's map. Its manifest does not have the rows."""
+    record = _stored_record(output.manifest or NO_MANIFEST)
+    return bool(record) and CONTENT_KEY not in record and not map_record(source)
+
+
 def _stored_record(manifest: Manifest) -> Mapping[str, object]:
     record = manifest.fields.get(MAP_KEY)
     return record if isinstance(record, dict) else {}

@@ -12,7 +12,8 @@ from prepcli.formats.file_records import check_files, check_header
 from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.map_file import TensorMap
-from prepcli.planning.plan import SourceFile
+from prepcli.planning.plan import DroppedTensor, SourceFile
+from prepcli.planning.state_names import OPT_STATE_RULE
 from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
 from prepcli.sources.folders import LocalFiles
@@ -26,6 +27,8 @@ from trainer.models.parameters import VERBATIM
 
 # Formats of trees with several layouts.
 TREE_KINDS = ("orbax", "flax", "easylm", "dcp")
+# Entry for the training state of an output of prep on a server.
+UNREAD_STATE = DroppedTensor("training state", 0, OPT_STATE_RULE)
 
 
 def open_source(
@@ -76,8 +79,10 @@ def open_source(
             training_state=training_state,
         )
         source = _read_headers(located, hints)
-        if training_state or (source.manifest and TRAINING_STATE_KEY in source.manifest.fields):
+        if training_state:
             source = _with_training_state(source, located)
+        elif source.manifest and TRAINING_STATE_KEY in source.manifest.fields:
+            source = _with_written_state(source, located)
         _check_headers(source)
         if local_files.remote is not None:
             source = _with_remote_blobs(source, local_files.remote)
@@ -161,17 +166,41 @@ def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
             return open_gguf(path, display_name, hints)
 
 
+def _with_written_state(source: Source, located: LocatedCheckpoint) -> Source:
+    """Return an output of prep with its training state, or with an entry for the unread state.
+
+    Of a checkpoint on a server, only the files of the model are read.
+    """
+    if _has_state(source) or not _is_on_server(located):
+        return _with_training_state(source, located)
+    return replace(source, extra_entries=(*source.extra_entries, UNREAD_STATE))
+
+
+def has_unread_state(source: Source) -> bool:
+    """Return whether an output of prep has a training state that was not read."""
+    return UNREAD_STATE in source.extra_entries
+
+
+def _has_state(source: Source) -> bool:
+    """Return whether the state of a source has been read with its parameters, as that of an Orbax item is."""
+    return source.tree_manifest.is_tree or source.training_record is not None
+
+
+def _is_on_server(located: LocatedCheckpoint) -> bool:
+    """Return whether a checkpoint was named by a URL or a hub id."""
+    return located.local_files.remote is not None or located.local_files.commit is not None
+
+
 def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
     """Return the source with its training state.
 
     Raises:
         UsageError: The format has no training state that prep reads.
     """
-    # The state of an Orbax item has been read with its parameters.
-    if source.tree_manifest.is_tree or source.training_record is not None:
+    if _has_state(source):
         return source
     option = Option("training_state", True)
-    if located.local_files.remote is not None:
+    if _is_on_server(located):
         what = text("{} is not supported for {}", option, located.display_name)
         raise usage_error(what, "its optimizer state is on a server", "copy it to this machine")
     if located.kind in ("safetensors", "torch"):

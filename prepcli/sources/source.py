@@ -52,6 +52,9 @@ CONFIG = "config.json"
 # In an init checkpoint: config, tokenizer and the other files of the model.
 HF_FOLDER = "hf"
 INDEX_FILES = (safetensors.INDEX_FILE, "pytorch_model.bin.index.json")
+# Small files of transformers' Trainer. A copy of the first in another step would have the wrong step number.
+TRAINER_STATE_FILE = "trainer_state.json"
+SCHEDULER_FILE = "scheduler.pt"
 WEIGHT_SUFFIXES = {*READABLE_SUFFIXES, ".h5", ".gguf", ".onnx", ".ot", ".npz"}
 
 
@@ -316,14 +319,14 @@ def read_config(path: Path) -> HFConfig:
     return read_json_object(path)
 
 
-def read_json_object(path: Path) -> JsonObject:
-    """Read a small file with a JSON object.
+def read_json_object(path: Path, max_nbytes: int = MAX_CONFIG_NBYTES) -> JsonObject:
+    """Read a file with a JSON object, of at most `max_nbytes`.
 
     Raises:
-        DamagedError: It is not a JSON object.
+        DamagedError: It is larger, or is not a JSON object.
     """
     try:
-        document = load_json(read_small_file(path, MAX_CONFIG_NBYTES))
+        document = load_json(read_small_file(path, max_nbytes))
     except ValueError as error:
         raise DamagedError(f"{path} is broken", str(error), BROKEN_CONFIG_HINT) from error
     if not isinstance(document, dict):
@@ -344,7 +347,7 @@ def small_files(folder: Path, patterns: Sequence[str] = ()) -> tuple[Path, ...]:
 def side_files(
     folder: Path, patterns: Sequence[str] = ()
 ) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """List the files of a model except config and weights.
+    """List the files of a model except config, weights and the record of a training.
 
     Args:
         folder: Folder of the model.
@@ -358,7 +361,7 @@ def side_files(
     """
     if not folder.is_dir():
         return (), ()
-    skipped_names = {CONFIG, MANIFEST_FILE, *INDEX_FILES}
+    skipped_names = {CONFIG, MANIFEST_FILE, TRAINER_STATE_FILE, *INDEX_FILES}
     copied: list[Path] = []
     left: list[Path] = []
     unused = dict.fromkeys(patterns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,31 @@ from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.torch_objects import ArchivedTensor, TorchObject, read_torch_object
 from prepcli.planning.plan import Contiguous, SourceFile, Strided
 from prepcli.planning.state_names import qualify
-from prepcli.sources.adam_state import MOMENTS, AdamSettings
+from prepcli.sources.adam_state import MOMENTS, trained_tensors
 from prepcli.sources.foreign_state import (
+    MAX_COUNT,
     WITHOUT_STATE_HINT,
     ForeignState,
+    adam_settings,
     add_foreign_state,
+    decay_notes,
     one_count,
 )
-from prepcli.sources.source import Source, SourceTensor, read_json_object, recorded_digests
+from prepcli.sources.source import (
+    SCHEDULER_FILE,
+    TRAINER_STATE_FILE,
+    Source,
+    SourceTensor,
+    read_json_object,
+    recorded_digests,
+)
 from trainer.models.module_order import module_order, optimizer_groups
 
 OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
-TRAINER_STATE_FILE = "trainer_state.json"
+# trainer_state.json has a line of about 200 bytes for each logged step.
+MAX_TRAINER_STATE_NBYTES = 128 << 20
 # Files with state that no other framework has a place for.
-OTHER_FILES = ("rng_state.pth", "scaler.pt", "training_args.bin", "scheduler.pt")
+OTHER_FILES = ("rng_state.pth", "scaler.pt", "training_args.bin", SCHEDULER_FILE)
 # Entries of the state of `torch.optim.AdamW`, by the slots of `adam_state`.
 ENTRIES = ("exp_avg", "exp_avg_sq")
 NUM_UPDATES = "step"
@@ -46,18 +58,21 @@ def read_trainer_checkpoint(source: Source) -> Source:
     path = _optimizer_path(source)
     optimizer = read_torch_object(path)
     entries, groups = _state_dict(path, optimizer)
-    names = _numbered_names(source, path, groups)
-    tensors = dict(_numbered_entries(path, entries, names))
+    keys = _parameter_keys(source, path, groups)
+    tensors = dict(_named_entries(path, entries, keys))
     step = _global_step(source)
     file_number = len(source.byte_sources)
-    settings = _settings(path, groups)
+    settings = adam_settings(str(path), groups)
     num_updates = _num_updates(source, path, tensors)
+    decays: dict[str, float] = {}
+    for group in groups:
+        decays |= {keys[key]: group["weight_decay"] for key in group["params"]}
     state = ForeignState(
         moments=tuple(_moments(source, path, tensors, file_number=file_number)),
         step=step,
         num_updates=num_updates,
         settings=settings,
-        left_out=_other_files(source),
+        left_out=(*_other_files(source), *decay_notes(source, decays)),
         files=(path,),
         stamps=(_stamp(source, path, optimizer, tensors),),
     )
@@ -70,8 +85,10 @@ def _optimizer_path(source: Source) -> Path:
         path = source.root / name
         if path.is_file():
             return path
-    what = f"{source.display_name} has no training state"
     why = f"it has no {OPTIMIZER_FILES[0]}"
+    if source.manifest is not None and OPTIMIZER_FILES[0] in source.manifest.files:
+        raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
+    what = f"{source.display_name} has no training state"
     raise PrepError(what, why, WITHOUT_STATE_HINT)
 
 
@@ -82,35 +99,47 @@ def _other_files(source: Source) -> tuple[str, ...]:
 
 def _global_step(source: Source) -> int:
     """Return the number of the last step."""
-    state = read_json_object(source.root / TRAINER_STATE_FILE)
+    state = read_json_object(source.root / TRAINER_STATE_FILE, MAX_TRAINER_STATE_NBYTES)
     step = state.get("global_step")
-    if not isinstance(step, int) or step < 0:
+    if type(step) is not int or not 0 <= step <= MAX_COUNT:
         what = f"{source.root / TRAINER_STATE_FILE} is broken"
         raise DamagedError(what, f"global_step is {step!r:.40}", GET_AGAIN_HINT)
     return step
 
 
-def _state_dict(path: Path, optimizer: TorchObject) -> tuple[Mapping[Any, Any], list[Any]]:
+def _state_dict(
+    path: Path, optimizer: TorchObject
+) -> tuple[Mapping[Any, Any], Sequence[Mapping[Any, Any]]]:
     """Return `state` and `param_groups` of the optimizer's state dict."""
     root = optimizer.root
-    entries: object = None
-    groups: object = None
     if isinstance(root, dict):
         entries = root.get("state")
         groups = root.get("param_groups")
-    if not isinstance(entries, dict) or not isinstance(groups, list) or not groups:
-        raise DamagedError(
-            f"{path} is no state of an optimizer", "it lacks state or param_groups", GET_AGAIN_HINT
-        )
-    return entries, groups
+        if isinstance(entries, dict) and isinstance(groups, list) and all(map(_is_group, groups)):
+            return entries, groups
+    what = f"{path} is no state of an optimizer"
+    raise DamagedError(what, "it lacks state or param_groups", GET_AGAIN_HINT)
 
 
-def _numbered_names(source: Source, path: Path, groups: list[Any]) -> Sequence[str]:
-    """Return the file name of each parameter, by its number in the optimizer."""
-    names = parameter_names(source)
-    numbers: list[int] = []
+def _is_group(value: object) -> bool:
+    """Return whether a value is a group of parameters."""
+    keys = value.get("params") if isinstance(value, dict) else None
+    return isinstance(keys, list) and all(isinstance(key, int | str) for key in keys)
+
+
+def _parameter_keys(
+    source: Source, path: Path, groups: Sequence[Mapping[Any, Any]]
+) -> Mapping[int | str, str]:
+    """Return the file name of each parameter, by its key in the optimizer.
+
+    Keys are numbers, or the names themselves in a checkpoint of FSDP.
+    """
+    names = [source.file_name(tensor) for tensor in trained_tensors(source)]
+    keys: list[int | str] = []
     for group in groups:
-        numbers += group["params"]
+        keys += group["params"]
+    if set(keys) == set(names):
+        return {name: name for name in names}
     sizes = [len(group["params"]) for group in groups]
     if len(groups) == 1:
         ordered: Sequence[str] = module_order(source.family.name, names)
@@ -120,36 +149,25 @@ def _numbered_names(source: Source, path: Path, groups: list[Any]) -> Sequence[s
         ordered = pair.numbered
         expected = [len(pair.decayed), len(pair.not_decayed)]
     # PyTorch numbers the parameters group by group.
-    if sizes != expected or numbers != list(range(len(ordered))):
+    if sizes != expected or keys != list(range(len(ordered))):
         raise PrepError(
             f"{path} does not fit the parameters of {source.display_name}",
             f"its groups have {sizes} parameters, Trainer builds groups of {expected} for this model",
             WITHOUT_STATE_HINT,
         )
-    return ordered
+    return dict(enumerate(ordered))
 
 
-def parameter_names(source: Source) -> list[str]:
-    """Return the names of the parameters in files. A tied head is the embedding, and no parameter of its own."""
-    family = source.family
-    names: list[str] = []
-    for tensor in source.tensors:
-        is_head = tensor.name == family.tying.head_tensor
-        if not (is_head and family.is_tied(source.config)):
-            names.append(source.file_name(tensor))
-    return names
-
-
-def _numbered_entries(
-    path: Path, entries: Mapping[Any, Any], names: Sequence[str]
+def _named_entries(
+    path: Path, entries: Mapping[Any, Any], keys: Mapping[int | str, str]
 ) -> Iterator[tuple[str, Mapping[str, ArchivedTensor]]]:
     """Yield the name of each parameter and its entries.
 
     Raises:
-        PrepError: A parameter has no state, or the state of another optimizer.
+        PrepError: A parameter has no state, or the state of another optimizer, or there is state of other parameters.
     """
-    for number, name in enumerate(names):
-        entry = entries.get(number)
+    for key, name in keys.items():
+        entry = entries.get(key)
         if not isinstance(entry, dict):
             why = "the parameter was frozen, or the optimizer has taken no step"
             raise PrepError(f"{path} has no moments of {name}", why, WITHOUT_STATE_HINT)
@@ -159,27 +177,10 @@ def _numbered_entries(
             what = f"{path} is no state of AdamW"
             raise PrepError(what, why, "train with the optimizer adamw_torch")
         yield name, tensors
-
-
-def _settings(path: Path, groups: list[Any]) -> AdamSettings:
-    """Return the settings of all groups, and the weight decay of the first group."""
-    first = groups[0]
-    for key in ("lr", "betas", "eps"):
-        if any(group.get(key) != first.get(key) for group in groups):
-            why = f"{key} is {first.get(key)} in one group, and not in another"
-            raise PrepError(f"the groups of {path} are not supported", why, WITHOUT_STATE_HINT)
-    if first.get("amsgrad") or first.get("maximize"):
-        why = "it was trained with amsgrad or maximize"
-        raise PrepError(f"{path} is not supported", why, WITHOUT_STATE_HINT)
-    b1, b2 = first["betas"]
-    return AdamSettings(
-        lr=float(first["lr"]),
-        peak_lr=float(first.get("initial_lr", first["lr"])),
-        b1=float(b1),
-        b2=float(b2),
-        eps=float(first["eps"]),
-        weight_decay=float(first["weight_decay"]),
-    )
+    unknown = [key for key in entries if key not in keys]
+    if unknown:
+        why = f"no group of parameters has the key {unknown[0]}"
+        raise DamagedError(f"{path} has unused moments", why, GET_AGAIN_HINT)
 
 
 def _num_updates(
@@ -190,6 +191,9 @@ def _num_updates(
     with open_blobs([path]) as files:
         for name, entry in tensors.items():
             count = entry[NUM_UPDATES]
+            if math.prod(count.shape) != 1:
+                why = f"the step of {name} is {list(count.shape)}, and must have one element"
+                raise DamagedError(f"{path} is damaged", why, GET_AGAIN_HINT)
             buffer = allocate_buffer(count.nbytes)[: count.nbytes]
             files.read_at(0, count.offset, buffer)
             counts[name] = np.frombuffer(bytes(buffer), numpy_dtype(count.dtype))[0].item()

@@ -104,13 +104,13 @@ def _constant_file(
     name: str, constants: Sequence[DcpConstant]
 ) -> tuple[OutputFile, list[DcpEntry]]:
     """Return a file of complete archives, and their entries."""
-    content = b""
+    content = bytearray()
     entries: list[DcpEntry] = []
     for constant in constants:
         ((_, archive),) = encode_object(constant.value).constant_ranges
         entries.append(constant.entry(name, len(content), len(archive)))
         content += archive
-    return OutputFile(name, len(content), constant_ranges=((0, content),)), entries
+    return OutputFile(name, len(content), constant_ranges=((0, bytes(content)),)), entries
 
 
 def lay_out_dcp_tree(

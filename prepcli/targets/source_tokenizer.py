@@ -1,4 +1,4 @@
-"""The tokenizer of a source, to which tokens can be added: a tokenizer.json, or a SentencePiece model alone."""
+"""The tokenizer of a source for new tokens: a tokenizer.json, or a SentencePiece model alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SPACE_FLAGS = ("single_word", "lstrip", "rstrip")
 
 
 class VocabularyTokenizer(Protocol):
-    """A tokenizer whose vocabulary can be read."""
+    """A tokenizer with a readable vocabulary."""
 
     @property
     def size(self) -> int:
@@ -46,7 +46,7 @@ class VocabularyTokenizer(Protocol):
 
     @property
     def added_contents(self) -> list[str]:
-        """Texts that are found before the other text is split."""
+        """Texts found before the other text is split."""
         ...
 
     def token_id(self, content: str) -> int | None:
@@ -115,7 +115,7 @@ def open_tokenizer(source: Source) -> SourceTokenizer:
 
 
 def tokens_for(opened: SourceTokenizer, tokens: Sequence[AddedToken]) -> tuple[AddedToken, ...]:
-    """Return tokens with the settings that a tokenizer applies.
+    """Return tokens with the settings of their entries in a tokenizer.
 
     Raises:
         UsageError: A SentencePiece model cannot have one of the tokens.
@@ -148,7 +148,7 @@ def _parse(path: Path, data: bytes) -> VocabularyTokenizer:
 
 
 def _check_settings(source: Source, opened: SourceTokenizer) -> None:
-    """Raise UsageError if the settings beside a SentencePiece model add tokens after its pieces."""
+    """Raise UsageError if the settings of a SentencePiece model add tokens after its pieces."""
     size = opened.tokenizer.size
     settings = _read_object(source, SETTINGS_FILE)
     tokenizer_class = settings.get("tokenizer_class")

@@ -42,7 +42,7 @@ def read_side_file(source: Source, name: str) -> bytes | None:
 
     Raises:
         DamagedError: The content differs from its digest in the source's manifest.
-        PrepError: The file cannot be read, or is a link that leaves the folder.
+        PrepError: The file cannot be read, or is a link to another folder.
     """
     path = next((path for path in source.small_files if path.name == name), None)
     if path is None:
@@ -72,7 +72,7 @@ def tokenizer_file(source: Source) -> str | None:
 def files_with_tokens(
     source: Source, tokenizer_file: str, tokens: Sequence[AddedToken], first_id: int
 ) -> tuple[dict[str, bytes], dict[str, FileEdit]]:
-    """Return the content of each file that new tokens change, and its record.
+    """Return the new content of each file changed by new tokens, and its record.
 
     Args:
         source: A source with the tokenizer.
@@ -105,7 +105,7 @@ def files_with_tokens(
 def recorded_tokens(
     source: Source, tokenizer_file: str, addition: Addition
 ) -> tuple[AddedToken, ...]:
-    """Return the tokens of an addition with the settings that the files of a source have for them.
+    """Return the tokens of an addition with their settings in the files of a source.
 
     Args:
         source: A source with the tokens.
@@ -165,7 +165,7 @@ def _append_pieces(data: bytes, tokens: Sequence[AddedToken]) -> tuple[bytes, Fi
 
 
 def files_without_tokens(source: Source, addition: Addition) -> dict[str, bytes]:
-    """Return the content from before an addition, of each file that it changed.
+    """Return the content of each changed file from before an addition.
 
     Raises:
         PrepError: A file is missing, or was changed since, or another file is the tokenizer now.
@@ -200,7 +200,7 @@ def files_without_tokens(source: Source, addition: Addition) -> dict[str, bytes]
 def _insertions(
     name: str, document: JsonObject, tokens: Sequence[AddedToken], first_id: int
 ) -> list[Insertion]:
-    """Return the members that new tokens add to a file."""
+    """Return the members of a file for new tokens."""
     by_id = {first_id + number: token for number, token in enumerate(tokens)}
     special: list[JsonValue] = [token["content"] for token in tokens if token["special"]]
     match name:

@@ -16,12 +16,11 @@ from prepcli.formats.torch_archive_write import encode_object
 from prepcli.formats.torch_pickle_write import SUPPORTED_DTYPES, PickledValue, StoredTensor
 from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
 from prepcli.sources.adam_state import AdamSettings, AdamState, moment_names
+from prepcli.sources.source import SCHEDULER_FILE, TRAINER_STATE_FILE
 from prepcli.targets.hf_folder import json_bytes
 from trainer.models.module_order import OptimizerGroups
 
 OPTIMIZER_FILE = "optimizer.pt"
-SCHEDULER_FILE = "scheduler.pt"
-TRAINER_STATE_FILE = "trainer_state.json"
 # Fields of `TrainerControl`, which Trainer updates in each save. It decides anew after each step.
 CONTROL_FLAGS = dict.fromkeys(
     (

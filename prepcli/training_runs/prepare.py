@@ -47,8 +47,8 @@ def prepare_run(
         run: The run.
         start: Open start checkpoint.
         sharding: Devices and rules of the run.
-        scratch_dir: Folder for missing tokens in a dry run, which must not write to the run's
-            folder. None if it is not a dry run.
+        scratch_dir: Folder for missing tokens in a dry run. It must not write to the run's folder. None
+            if it is not a dry run.
 
     Raises:
         PrepError: The recipe does not fit the model, the machine, the data or the run so far.
@@ -183,7 +183,7 @@ def build_sampler(
 
 
 def _manifest_fields(loaded: LoadedRecipe, sharding: ShardingContext) -> StepFields:
-    """Return the entries of the manifests of steps that do not depend on the step."""
+    """Return the entries with equal values in the manifests of all steps."""
     text = recipe_to_toml(loaded.recipe, loaded.origins)
     return {"recipe": text, ENVIRONMENT_KEY: rounding_environment(sharding)}
 
@@ -216,7 +216,7 @@ def _tokenize_data(
 
 
 def _check_loop(prepared: PreparedRun, model: ModelSpec) -> None:
-    """Check that the run may continue with this recipe, and print warnings about the recipe and the disk."""
+    """Check whether the run may continue with this recipe, and print warnings about the recipe and the disk."""
     from trainer.training.preflight import run_warnings
     from trainer.training.resume import check_resumable
 

@@ -1,6 +1,6 @@
-"""The checkpoint that a run starts or resumes from: a step, an init, a model of another format, or random parameters.
+"""The first checkpoint of a run: a step, an init, a model of another format, or random parameters.
 
-A run with LoRA has two: the base, which is frozen, and the adapters.
+A run with LoRA has two: the frozen base and the adapters.
 """
 
 # pyright: reportTypedDictNotRequiredAccess=false
@@ -83,7 +83,7 @@ def damage_hint(storage: RunStorage, step: int) -> str:
 
 
 def check_restart_source(start: StartCheckpoint, storage: RunStorage, recipe: Recipe) -> None:
-    """Raise UsageError if a restarted run would start from one of its own steps, which it deletes."""
+    """Raise UsageError if a restart would delete its own start checkpoint, a step of the run."""
     if isinstance(start.model, StartModel):
         source = recipe.model.path
         deleted = source
@@ -107,7 +107,7 @@ def _is_in_run(checkpoint: str, storage: RunStorage) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StartCheckpoint:
-    """Open checkpoint that a run starts or resumes from.
+    """Open checkpoint to start or resume a run from.
 
     Attributes:
         model_reader: Reads the parameters of the model. With LoRA, it reads the frozen base. For a saved
@@ -141,7 +141,7 @@ class StartCheckpoint:
 
     @property
     def manifest(self) -> ManifestFields:
-        """Manifest that describes the model."""
+        """Manifest of the model."""
         manifest = self.model_reader.manifest
         if isinstance(self.model, StartModel):
             manifest = self.model.manifest
@@ -194,7 +194,7 @@ class StartCheckpoint:
         return sample_digest(self.model_reader.source)
 
     def origin(self, path: str) -> OriginRecord:
-        """Return the identity of the model that the run started from, for the manifests of its steps.
+        """Return the identity of the start model of the run, for the manifests of its steps.
 
         Args:
             path: The recipe's path of the model.
@@ -212,9 +212,9 @@ class StartCheckpoint:
         return record
 
     def towers_facts(self, path: str) -> dict[str, Any] | None:
-        """Return the manifest's entry that records where the towers of a multimodal model are stored.
+        """Return the manifest's entry for the place of the towers of a multimodal model.
 
-        The towers are the parts beside the language model, e.g. the vision encoder. Saved steps do not contain them.
+        The towers are all parts except the language model, e.g. the vision encoder. Saved steps do not contain them.
 
         Args:
             path: Path of the model.
@@ -234,7 +234,7 @@ class StartCheckpoint:
         return {**entry, **stored_towers(source, path, self.commit)}
 
     def _open_source(self, reader: ItemReader) -> Source:
-        """Open the checkpoint that a reader reads.
+        """Open the checkpoint of a reader.
 
         A step in a bucket is opened by its name, other checkpoints by their folder.
         """
@@ -242,7 +242,7 @@ class StartCheckpoint:
 
 
 def stored_towers(source: Source, path: str, commit: str | None) -> dict[str, str]:
-    """Return the manifest fields that record where a model's towers (vision and audio parts) are stored.
+    """Return the manifest fields for the place of a model's towers (vision and audio parts).
 
     Args:
         source: The multimodal model.
@@ -408,7 +408,7 @@ def _open_random_start(
 
 
 def start_manifest(source: Source, reader: WeightsReader, name: str) -> ManifestFields:
-    """Return the manifest that `save-init` would write for the leaves of a reader, without mesh and rules."""
+    """Return the manifest of `save-init` for the leaves of a reader, without mesh and rules."""
     vocabulary = reader.vocabulary
     return {
         **reader.manifest,
@@ -492,7 +492,7 @@ def with_adapters(
 
 
 def choose_base_dtypes(start: StartCheckpoint, model: ModelSpec, base_dtype: str) -> dict[str, str]:
-    """Return the dtype that each base parameter has in device memory, by path."""
+    """Return the dtype of each base parameter in device memory, by path."""
     if base_dtype != "stored":
         return dict.fromkeys(model.base_paths, base_dtype)
     dtypes: dict[str, str] = {}
@@ -517,8 +517,8 @@ def base_facts(
         name: Name of the checkpoint.
 
     Returns:
-        The name, the digest of all frozen parameters on the devices, with which a run resumes, and the `sample_digest`
-        of the checkpoint, with which `prep merge` recognizes it.
+        The name, the digest of all frozen parameters on the devices, and the `sample_digest` of the checkpoint. A
+        resumed run compares the first digest, and `prep merge` the second.
     """
     from trainer.models.param_tree import flatten_tree
     from trainer.training.base_digest import digest_base_params
@@ -529,7 +529,7 @@ def base_facts(
 
 
 def check_base(manifest: Mapping[str, Any], base: Mapping[str, str]) -> None:
-    """Raise PrepError if the frozen parameters differ from the ones that the adapters were trained with."""
+    """Raise PrepError if the frozen parameters have changed since the adapters were trained."""
     # The names are not compared: a copy of the base at another path resumes the run.
     before = manifest.get(BASE_KEY, {})
     if before.get("digest") == base["digest"]:

@@ -62,6 +62,16 @@ T5 = {
     "num_heads": 3,
     "decoder_start_token_id": 0,
 }
+BLOOM = {"vocab_size": 53, "hidden_size": 16, "n_layer": 2, "n_head": 2}
+XGLM = {
+    "vocab_size": 53,
+    "d_model": 16,
+    "ffn_dim": 24,
+    "num_layers": 2,
+    "attention_heads": 2,
+    "max_position_embeddings": 12,
+}
+MT5 = T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 MISTRAL = LLAMA | {"sliding_window": 4}
 GEMMA = LLAMA | {"head_dim": 8}
 # Flax stores arrays above this size in chunks. Its own limit is 1 GiB.
@@ -87,12 +97,10 @@ def main() -> None:
     write_hf("gemma", "gemma", GEMMA, torch.bfloat16)
     old_clip()
     write_hf("t5", "t5", T5, torch.float32)
-    write_hf(
-        "t5-gated",
-        "t5",
-        T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-        torch.bfloat16,
-    )
+    write_hf("t5-gated", "t5", MT5, torch.bfloat16)
+    write_hf("bloom", "bloom", BLOOM, torch.bfloat16)
+    write_hf("xglm", "xglm", XGLM, torch.float16)
+    write_hf("mt5", "mt5", MT5, torch.float32)
 
 
 def old_clip() -> None:
@@ -108,7 +116,7 @@ def write_hf(name: str, family: str, config: Tree, dtype: Any) -> Any:
     import torch
     import transformers as hf
 
-    kind = "AutoModelForSeq2SeqLM" if family == "t5" else "AutoModelForCausalLM"
+    kind = "AutoModelForSeq2SeqLM" if family in ("t5", "mt5") else "AutoModelForCausalLM"
     model = getattr(hf, kind).from_config(hf.AutoConfig.for_model(family, **config)).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():

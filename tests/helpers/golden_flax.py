@@ -16,7 +16,10 @@ FOLDER = Path(__file__).parents[1] / "golden" / "flax"
 LLAMA = FOLDER / "llama"
 MODELS = [
     FOLDER / name
-    for name in ("gpt2", "neo", "llama", "gptj", "opt", "mistral", "gemma", "t5", "t5-gated")
+    for name in (
+        *("gpt2", "neo", "llama", "gptj", "opt", "mistral", "gemma", "t5", "t5-gated"),
+        *("bloom", "xglm", "mt5"),
+    )
 ]
 FILES: dict[str, MsgpackKind] = {
     **{f"{model.name}/flax/flax_model.msgpack": "flax" for model in MODELS},

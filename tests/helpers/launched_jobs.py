@@ -1,4 +1,4 @@
-"""Conversions that an engine starts: find and kill one of their processes."""
+"""Find and kill a process of a launched conversion or training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kill_share(count: int, index: int) -> int:
 
 
 def share_processes(count: int, index: int) -> list[int]:
-    """Return the Python processes that write a share."""
+    """Return the Python processes of a share."""
     words = f"\0--processes\0{count}/{index}\0"
     found: list[int] = []
     for pid, line in _read_all("cmdline"):

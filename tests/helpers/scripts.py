@@ -1,4 +1,4 @@
-"""Run rendered scripts in bash with recorders in place of the programs that they call."""
+"""Run rendered scripts in bash with recorders in place of their programs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ lines = words.filter(lambda text: len(text.splitlines()) == 1 and text.splitline
 
 
 class Calls:
-    """The calls of a script that ran with recorders.
+    """The recorded calls of a script.
 
     Attributes:
         code: Exit code of the script.
@@ -56,7 +56,7 @@ class Calls:
 
     @classmethod
     def read(cls, folder: Path, code: int = 0) -> Calls:
-        """Return the calls that the recorders of a folder have written."""
+        """Return the calls of the recorders of a folder."""
         calls = [tuple(json.loads(line)) for line in (folder / "calls.jsonl").open()]
         return cls(code, calls)
 

@@ -55,7 +55,7 @@ def missing_requirement() -> str:
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """Run a cluster whose files are in a folder with a short path; yield the variables that select it."""
+    """Run a cluster with its files in a folder with a short path, and yield its variables."""
     for name in ("state", "spool"):
         (folder / name).mkdir()
     key, munge = folder / "munge.key", folder / "munge"
@@ -85,7 +85,7 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def _num_idle_nodes(variables: dict[str, str]) -> int:
-    """Return the number of nodes that have registered and run nothing."""
+    """Return the number of registered nodes without a job."""
     words = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
     return sum(map(int, _run(words, variables).split()))
 

@@ -1,4 +1,4 @@
-"""The libraries that encode text: tokenizers, SentencePiece and transformers.
+"""The encoders of text: tokenizers, SentencePiece and transformers.
 
 Their errors and their memory are handled by `trainer.files.tokenizer_safety`.
 """
@@ -230,7 +230,7 @@ def sentencepiece_codec(
 
 
 def transformers_codec(folder: Path) -> TransformersCodec:
-    """Return the codec of a folder with a tokenizer that only transformers can build.
+    """Return the codec of a tokenizer built by transformers.
 
     Raises:
         PrepError: The extra `hf` is not installed.

@@ -149,7 +149,7 @@ def open_rows(store: Path, meta: StoreMeta, tokens: MappedTokens, packing: str) 
 
 
 def rows_identity(meta: StoreMeta, packing: str, seq_length: int) -> str:
-    """Return the digest that names the folder of stored rows.
+    """Return the name of the folder of stored rows, a digest.
 
     Rows with equal digests are equal: it covers the token store, the packing and the sequence length.
     """

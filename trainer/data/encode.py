@@ -123,8 +123,8 @@ def span_weights(
 
     Args:
         offsets: Start and end of each token in the text, in characters [T, 2].
-        spans: Start and end of each part of the text with loss. Tokens that overlap it have weight
-            1, and all tokens between the first and the last such token.
+        spans: Start and end of each part of the text with loss. Overlapping tokens have weight
+            1, and all tokens between the first and the last of them.
     """
     weights = np.zeros(len(offsets), np.uint8)
     starts = offsets[:, 0]
@@ -254,7 +254,7 @@ def fill_store(
 def _position_after(
     position: ReadPosition, batch: Sequence[Example], starts: list[FileStart]
 ) -> ReadPosition:
-    """Return the read position after a batch. Remove from `starts` the files that end at or before it."""
+    """Return the read position after a batch. Remove from `starts` the files before it."""
     # Files are read ahead of encoding, so `starts` may have files that begin after the batch. The
     # file of the next example is the last one that starts at or before it.
     n_examples = position.n_examples + len(batch)

@@ -1,4 +1,4 @@
-"""Data files, identified by their content. A file that changes while it is read is an error."""
+"""Data files, identified by their content. A change of a file while it is read is an error."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Note: TypeAlias = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A data file, its size, and a text that identifies its content.
+    """A data file, its size and the identity of its content.
 
     Attributes:
         path: Path of a local file, or the name of a remote one.
         nbytes: Size in bytes.
         digest: XXH3-128 of a local file's bytes when it was hashed. For a remote file the version
-            that its store lists, e.g. its ETag.
+            in the list of its store, e.g. its ETag.
         open_remote: Opens a remote file at its listed version. None for a local file.
     """
 
@@ -44,7 +44,7 @@ class DataFile:
     def open(self) -> Iterator[BinaryIO]:
         """Open the file without a buffer.
 
-        An OSError in the block becomes a PrepError that names this file.
+        An OSError in the block becomes a PrepError with the name of the file.
         """
         try:
             with self._open_stream() as stream:
@@ -114,7 +114,7 @@ def check_not_empty(file: DataFile) -> DataFile:
 
 
 def changed_file_error(path: Path | str) -> PrepError:
-    """Return the error for a file that changed since it was hashed."""
+    """Return the error for a changed file, with another digest than before."""
     why = "its digest differs from the one taken before, so its tokens could not be identified"
     return PrepError(f"{path} changed while it was read", why, f"{RERUN_HINT} once it is complete")
 
@@ -139,5 +139,5 @@ def empty_file_error(path: Path | str) -> EmptyFileError:
 
 
 def io_error(path: Path | str, error: OSError) -> PrepError:
-    """Return an operating system error as a PrepError that names the file."""
+    """Return an operating system error as a PrepError with the name of the file."""
     return PrepError(f"cannot read or write {path}", error.strerror or str(error), ACCESS_HINT)

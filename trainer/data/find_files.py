@@ -29,9 +29,9 @@ def find_files(
     """Return the local data files of paths, each once, in the order of the paths.
 
     A folder gives all its files with a suffix of the type (such as *.txt for `text`) at any depth,
-    sorted, without hidden files and without following linked folders. A folder that `datasets`
-    saved gives the files of a split. A glob (`*`, `?`, `[…]`, `**`) gives all matching files and
-    folders, sorted. A path to a file gives that file, whatever its suffix.
+    sorted, without hidden files and without following linked folders. A folder saved by
+    `datasets` gives the files of a split. A glob (`*`, `?`, `[…]`, `**`) gives all matching files and
+    folders, sorted. A path to a file gives the file, with any suffix.
 
     Args:
         paths: Files, folders or globs.
@@ -58,7 +58,7 @@ def find_data_files(
 ) -> tuple[Path | DataFile, ...]:
     """Return the data files of paths, as `find_files` does, and of URLs.
 
-    Remote files have the digests that their stores list.
+    Remote files have the digests of their stores.
 
     Args:
         paths: Files, folders, globs or URLs.
@@ -112,7 +112,7 @@ def with_companions(
 def check_selection(
     paths: Sequence[str], selection: Selection, *, split_key: str = "split"
 ) -> None:
-    """Check that a selected part of a dataset exists for at least one path.
+    """Check a selected part of a dataset: at least one path must have it.
 
     Args:
         paths: Files, folders, globs or URLs.
@@ -120,7 +120,7 @@ def check_selection(
         split_key: Recipe key of the split.
 
     Raises:
-        UsageError: A part is selected that no path can have.
+        UsageError: No path can have the selected part.
     """
     on_hub = any(path.startswith(HUB_SCHEME) for path in paths)
     has_splits = on_hub or any(is_dataset_dict(Path(path)) for path in paths)

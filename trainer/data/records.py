@@ -34,7 +34,7 @@ class BadLines:
         Args:
             limit: Maximum number of invalid records.
             note: Called with messages for the user.
-            count: Invalid records that an earlier run has reported.
+            count: Invalid records of an earlier run.
         """
         self._limit = limit
         self._note = note
@@ -70,9 +70,9 @@ class RecordSettings:
     Attributes:
         vocab: Size of the model's vocabulary without padding. Token ids in the data must be below
             it.
-        eos_id: Token that ends a document in data of token ids, or None.
+        eos_id: Last token of a document in data of token ids, or None.
         bad_lines: Maximum number of invalid records to skip.
-        ids_dtype: Dtype of token ids in files that do not record it.
+        ids_dtype: Dtype of token ids in files without a recorded dtype.
         max_document_nbytes: Maximum bytes of a line, a row or a value.
         limit: Documents to read, counting a source and its target as one. 0 for all.
     """
@@ -99,7 +99,7 @@ def read_examples(
 
     Args:
         files: The files, with their digests.
-        file_type: Type of the files, which selects their reader.
+        file_type: Type of the files. It selects their reader.
         builder: Builds an example of each record.
         settings: Settings of reading.
         note: Called with messages about skipped records.

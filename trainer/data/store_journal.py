@@ -43,7 +43,7 @@ class SavedState:
 
 @dataclass(frozen=True, slots=True)
 class RestoredFiles:
-    """The last valid state of a journal, to which the files were cut, and the running digest of each file by name."""
+    """The last valid state of a journal and the running digest of each file by name. The files end at the state."""
 
     state: SavedState
     digests: Mapping[str, xxhash.xxh3_128]
@@ -76,7 +76,7 @@ def _parse_lines(lines: Iterable[bytes]) -> Iterator[SavedState]:
 def restore_files(
     files: Mapping[str, BinaryIO], states: Iterable[SavedState], empty: SavedState
 ) -> RestoredFiles:
-    """Cut files off at the last journal state that matches their bytes.
+    """Cut files off at the last journal state with the digests of their bytes.
 
     Args:
         files: The files by name, open for reading and writing, at their start.
@@ -143,7 +143,7 @@ class StoreJournal:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start a journal that replaces the one of an earlier run.
+        """Start a journal, and replace the one of an earlier run.
 
         Args:
             folder: The store.

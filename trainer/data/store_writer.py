@@ -202,14 +202,18 @@ class HashingFile:
 
 
 def dtype_for(max_id: int) -> str:
-    """Return the smallest store dtype that holds ids up to `max_id`."""
+    """Return the smallest store dtype for ids up to `max_id`."""
     if max_id < 1 << 16:
         return "uint16"
     return "uint32"
 
 
 def make_cache(cache: Path) -> None:
-    """Create the folder of stores and its lock file. Raise OSError if that fails."""
+    """Create the folder of stores and its lock file.
+
+    Raises:
+        OSError: The system refuses to write.
+    """
     cache.mkdir(parents=True, exist_ok=True)
     (cache / LOCK_FILE).touch()
 
@@ -221,7 +225,7 @@ def lock_cache(cache: Path, note: Callable[[str], None]) -> Iterator[None]:
     The lock is released when the process ends.
 
     The lock only saves work: without it, two processes may build the same store. File systems
-    without locks are therefore supported.
+    without locks are supported.
 
     Args:
         cache: The folder of stores.
@@ -339,12 +343,12 @@ def _copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 def publish_folder(partial: Path, folder: Path, read: Callable[[Path], object]) -> None:
     """Rename a complete folder to its final name, unless a complete one has it.
 
-    A damaged folder of that name is removed.
+    A damaged folder of the name is removed.
 
     Args:
         partial: The complete folder.
         folder: Its final name.
-        read: Raises DamagedStoreError if the folder with that name is damaged.
+        read: Raises DamagedStoreError for a damaged folder.
     """
     # Several hosts may get here at once. A rename to a nonempty folder fails, so the first one
     # wins. Each failed round has found a store of that name. Either it is complete, or it is moved

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from trainer.data.shard_plan import (
     read_plan,
     write_plan,
 )
-from trainer.data.store_writer import TokenWriter, build_store, lock_cache, remove_folder
+from trainer.data.store_writer import TokenWriter, build_store, lock_cache
 from trainer.data.tokenize import (
     TokenizeConfig,
     TokenizeProgress,
@@ -69,7 +70,7 @@ class ShardedTokens:
 
 @dataclass(frozen=True, slots=True)
 class ShardJob:
-    """The plan of a store, and the files of this process. `open_shards` makes it."""
+    """The plan of a store, and the files of this process."""
 
     folder: Path
     config: TokenizeConfig
@@ -141,6 +142,12 @@ def complete_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) ->
         PrepError: The tokens cannot be written, or do not fit the model.
     """
     n_shards = job.plan.n_shards
+    missing: list[int] = []
+    if not is_complete(job):
+        missing = [shard for shard in range(n_shards) if not job.shard_folder(shard).exists()]
+    # Another process may have made the store and removed the shards since the first check.
+    if missing and not is_complete(job):
+        return ShardedTokens(job.store_folder, n_shards, len(missing))
     meta = read_valid_meta(job.store_folder, note)
     if meta is None and is_complete(job):
         # The store was damaged after its shards were removed. That is rare, so the first process to
@@ -149,9 +156,6 @@ def complete_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) ->
             job.store_folder, job.config, job.files, job.tokenizer, progress=progress, note=note
         )
     if meta is None:
-        missing = [shard for shard in range(n_shards) if not job.shard_folder(shard).exists()]
-        if missing:
-            return ShardedTokens(job.store_folder, n_shards, len(missing))
         meta = _merge_shards(job, progress=progress, note=note)
     _remove_plan(job.folder)
     # Errors of the whole data, such as too few tokens, are those of one process.
@@ -164,8 +168,8 @@ def complete_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) ->
 def _plan_folder(config: TokenizeConfig) -> Path:
     """Return the folder of a plan.
 
-    It is the same for all contents of the files and all settings, so that processes with other ones
-    find the plan and fail. The stores of a recipe have separate plans, also if they have the same
+    It is the same for all contents of the files and all settings. Processes with other ones find the
+    plan and fail. The stores of a recipe have separate plans, also if they have the same
     files.
     """
     store_name = f"{config.source} {config.is_evaluation}"
@@ -246,6 +250,9 @@ def make_shards(
         progress(done_nbytes + nbytes, total_nbytes, done_tokens + n_tokens)
 
     for shard in shards:
+        if is_complete(job):
+            # Another process with the same shards has made the store and removed them.
+            return
         # The merge checks the digests.
         meta = _make_shard(job, shard, progress=report, note=note, checks_digests=False)
         done_nbytes += _shard_nbytes(job, shard)
@@ -328,10 +335,10 @@ def _append_shards(writer: TokenWriter, job: ShardJob, metas: Sequence[store.Sto
 
 def _remove_plan(folder: Path) -> None:
     """Remove the shards and the plan of a complete store. The plan goes last."""
-    # A kill in between leaves the plan, by which the next process finds the complete store.
-    if not folder.exists():
-        return
-    for path in folder.iterdir():
-        if path.name != PLAN_FILE:
-            shutil.rmtree(path, ignore_errors=True)
-    remove_folder(folder)
+    # A kill in between leaves the plan, by which the next process finds the complete store. Other
+    # processes may remove the folder at the same time, or still look for a shard in it.
+    with suppress(FileNotFoundError):
+        for path in [*folder.iterdir()]:
+            if path.name != PLAN_FILE:
+                shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -50,14 +50,14 @@ TokenizeProgress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class TokenizeConfig:
-    """Everything that determines the tokens of a dataset, and where they are stored.
+    """The inputs of the tokens of a dataset, and their folder.
 
     Attributes:
         type: Type of the data files.
         paths: Files, folders, globs and URLs, as `find_data_files` takes them.
-        examples: Settings that turn records into examples.
+        examples: Settings of the examples of records.
         seq_length: Tokens of a block, or maximum tokens of a target.
-        tokenizer: A tokenizer.json, or a folder that contains one.
+        tokenizer: A tokenizer.json, or a folder with one.
         vocab: Size of the model's vocabulary without padding.
         cache: Folder of token stores.
         scratch_dir: Folder for a new store, if `cache` must not be written to.
@@ -65,14 +65,14 @@ class TokenizeConfig:
         max_examples: Maximum number of records, or of documents of data without columns. 0 for all.
         selection: Part of a dataset.
         bad_lines: Maximum number of invalid records to skip.
-        ids_dtype: Dtype of token ids in files that do not record it.
+        ids_dtype: Dtype of token ids in files without a recorded dtype.
         max_document_nbytes: Maximum bytes of a line, a row or a value.
         remote: Finds the files of URLs.
         source: Name of the source in a mixture. Empty for the only source of a run.
         is_evaluation: Whether the data is for evaluation.
         packing: The recipe's `data.packing`. Ignored with an encoder.
-        checks_digests: Read all data files and tokens for their digests. If False, files whose sizes and
-            times are those of an earlier call, and their tokens, are trusted.
+        checks_digests: Read all data files and tokens for their digests. If False, files with the
+            sizes and times of an earlier call, and their tokens, are trusted.
     """
 
     type: DataType
@@ -117,8 +117,8 @@ def tokenize_files(
     Args:
         config: Files, tokenizer and cache.
         progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
-        note: Called with messages for the user: which store is used, its size, and how many tokens
-            are dropped.
+        note: Called with messages for the user: the store, its size, and the number of dropped
+            tokens.
 
     Raises:
         PrepError: Files are missing, empty or invalid, the tokenizer does not fit the model, or the
@@ -237,7 +237,7 @@ def set_file_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig
 
 
 def check_unused_settings(config: TokenizeConfig, note: Note) -> None:
-    """Raise UsageError for settings that add tokens to data of token ids.
+    """Raise UsageError for settings of added tokens with data of token ids.
 
     In a mixture the settings may be meant for another source, so they are only reported.
     """
@@ -256,7 +256,7 @@ def check_unused_settings(config: TokenizeConfig, note: Note) -> None:
 
 
 def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.MappedTokens:
-    """Return tokens in the cache that another process has made or checked.
+    """Return tokens in the cache, made or checked by another process.
 
     Args:
         config: Tokenizer and cache. The data files are not read.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -121,3 +122,8 @@ EASYLM_LAYOUT = TreeLayout(
     # Trees of models with a chunked head have this path.
     path_aliases={"lm_head.lm_head.kernel": "lm_head.kernel"},
 )
+# EasyLM's tree with `scan_layers`
+EASYLM_LAYOUTS = {
+    "easylm": EASYLM_LAYOUT,
+    "easylm-scanned": dataclasses.replace(EASYLM_LAYOUT, stack_axis=0),
+}

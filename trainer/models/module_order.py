@@ -48,13 +48,7 @@ def optimizer_groups(family: str, names: Iterable[str]) -> OptimizerGroups:
     Raises:
         PrepError: The order of the family or of a parameter is unknown.
     """
-    patterns = _orders().get(family)
-    if patterns is None:
-        raise PrepError(
-            f"the optimizer state of {family} is not supported in the order of torch",
-            "its modules in transformers have other parameters than its files",
-            WITHOUT_STATE_HINT,
-        )
+    patterns = _patterns(family)
     decayed: list[str] = []
     not_decayed: list[str] = []
     for name in module_order(family, names):
@@ -69,13 +63,13 @@ def module_order(family: str, names: Iterable[str]) -> tuple[str, ...]:
     """Return parameters in the order of `model.named_parameters()`.
 
     Args:
-        family: Name of a family with a known order.
+        family: Name of the family, a `model_type`.
         names: Names of the parameters in files of transformers.
 
     Raises:
-        PrepError: A parameter is unknown.
+        PrepError: The order of the family or of a parameter is unknown.
     """
-    patterns = _orders()[family]
+    patterns = _patterns(family)
     names = tuple(names)
     for name in names:
         if number_pattern(name) not in patterns:
@@ -85,6 +79,22 @@ def module_order(family: str, names: Iterable[str]) -> tuple[str, ...]:
                 WITHOUT_STATE_HINT,
             )
     return sort_by_modules(names, patterns)
+
+
+def _patterns(family: str) -> Mapping[str, bool]:
+    """Return the parameters of a family in order, and whether each one decays.
+
+    Raises:
+        PrepError: The order is unknown.
+    """
+    patterns = _orders().get(family)
+    if patterns is None:
+        raise PrepError(
+            f"the optimizer state of {family} is not supported in the order of torch",
+            "its modules in transformers have other parameters than its files",
+            WITHOUT_STATE_HINT,
+        )
+    return patterns
 
 
 def sort_by_modules(names: Iterable[str], patterns: Iterable[str]) -> tuple[str, ...]:

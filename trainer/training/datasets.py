@@ -21,7 +21,13 @@ from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.span_corruption import SpanCorruptionDataset, SpanCorruptionTokenIds, sentinel_ids
 from trainer.data.store import MappedTokens
 from trainer.data.store_writer import make_cache
-from trainer.data.token_shards import complete_shards, is_complete, make_shards, open_shards
+from trainer.data.token_shards import (
+    complete_shards,
+    is_complete,
+    make_shards,
+    open_shards,
+    tokenize_share,
+)
 from trainer.data.tokenize import (
     TokenizeConfig,
     TokenizeProgress,
@@ -482,8 +488,13 @@ def tokenize_in_group(
     Raises:
         PrepError: The tokens cannot be made, or the hosts have different data files.
     """
-    if group.count == 1 or config.scratch_dir is not None:
+    if config.scratch_dir is not None:
         return tokenize_files(config, progress=progress, note=note)
+    if group.count == 1:
+        # It continues the shards of an unfinished `prep tokenize`.
+        tokens = tokenize_share(config, 0, 1, progress=progress, note=note).tokens
+        assert tokens is not None
+        return tokens
     if group.index == 0:
         _make_cache(config)
     tokens = None

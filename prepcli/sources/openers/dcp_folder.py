@@ -61,7 +61,9 @@ def open_dcp(
     tensors = _named_tensors(folder, names)
     extra_entries: tuple[DroppedTensor, ...] = ()
     if is_torchtitan and not model.family.is_verbatim:
-        tree = match_torchtitan(folder, model.family, model.config, display_name)
+        tree = match_torchtitan(
+            folder, model.family, model.config, display_name, manifest or NO_MANIFEST
+        )
         names = tree.names
         tensors = tree.tensors
         extra_entries = tree.extra_entries

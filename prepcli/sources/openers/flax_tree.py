@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -92,18 +92,17 @@ def _open_tree(
     names = TensorNames(family, is_prefixed=False)
     tree_tensors = verbatim_tensors(leaves) if family.is_verbatim else ()
     extra_entries: tuple[DroppedTensor, ...] = ()
+    recorded = manifest or NO_MANIFEST
     if not family.is_verbatim:
-        tree = match_foreign_tree(leaves, family, config, display_name, layout=hints.layout)
+        tree = match_foreign_tree(
+            leaves, family, config, display_name, layout=hints.layout, manifest=recorded
+        )
         _check_no_scale(tree, display_name)
         _check_easylm_prefix(tree, hints, display_name)
         names = tree.names
         tree_tensors = tree.tensors
         extra_entries = (*tree.extra_entries, *_extra_scalars(flax_files, tree))
-    records = (manifest or NO_MANIFEST).tensors
-    tensors: list[SourceTensor] = []
-    for tensor in sorted(tree_tensors, key=_file_position):
-        digests = recorded_digests(records, names.full_name(tensor.name))
-        tensors.append(replace(tensor, digests=digests))
+    tensors = _with_recorded_digests(tree_tensors, names, recorded)
     # `trainstate_params::` asks for the parameters, so leaving the rest is no loss to report.
     if hints.part == "trainstate_params":
         extra_entries = ()
@@ -117,7 +116,7 @@ def _open_tree(
         family=family,
         config=config,
         names=names,
-        tensors=tuple(tensors),
+        tensors=tensors,
         files=flax_files.files,
         file_stamps=tuple(
             SourceFile(document.path.name, document.size, document.mtime_ns, document.digest)
@@ -132,6 +131,17 @@ def _open_tree(
         extra_entries=extra_entries,
         config_path=config_path,
     )
+
+
+def _with_recorded_digests(
+    tensors: Iterable[SourceTensor], names: TensorNames, manifest: Manifest
+) -> tuple[SourceTensor, ...]:
+    """Return the tensors in the order of their bytes, with the digests in the manifest."""
+    recorded: list[SourceTensor] = []
+    for tensor in sorted(tensors, key=_file_position):
+        digests = recorded_digests(manifest.tensors, names.full_name(tensor.name))
+        recorded.append(replace(tensor, digests=digests))
+    return tuple(recorded)
 
 
 def _settings_files(folder: Path) -> tuple[Path, ...]:

@@ -35,6 +35,7 @@ from prepcli.sources.openers.orbax_state import (
     MomentTrees,
     add_item_state,
     match_moment_trees,
+    moment_powers,
     moment_scales,
 )
 from prepcli.sources.source import (
@@ -61,6 +62,7 @@ from prepcli.sources.unscaled_arrays import UnscaledArray
 from trainer.models.boxes import strides
 from trainer.models.json_types import HFConfig
 from trainer.models.lora import manifest_family
+from trainer.models.parameters import Family
 
 # The default limit of open files of a process is 1,024 on Linux and 256 on macOS.
 # An item with more files opens each file when it is read.
@@ -197,19 +199,16 @@ def _open_foreign_item(
         tensors = verbatim_tensors(leaves)
         extra_entries = _non_arrays(item)
     else:
-        tree = match_foreign_tree(leaves, family, config, display_name, layout=hints.layout)
-        if _has_state(hints, manifest):
-            moments = match_moment_trees(leaves, family, config, display_name)
+        match_trees = partial(_match_trees, family, config, display_name, hints, manifest)
+        tree, moments = match_trees(leaves)
         if hints.keeps_scales and manifest is not None and manifest.lost_values:
             scale_records = manifest.scales
-            _check_scales(tree, scale_records, display_name)
+            _check_scales(tree, moments, scale_records, display_name)
         elif tree.scales:
             # The layout is known only after the match. The leaves with a scale are then read through it.
             scales = _root_scales(tree, manifest, display_name)
             blobs, leaves = stored_leaves(item, scales | moment_scales(moments))
-            tree = match_foreign_tree(leaves, family, config, display_name, layout=hints.layout)
-            if moments is not None:
-                moments = match_moment_trees(leaves, family, config, display_name)
+            tree, moments = match_trees(leaves)
         names = tree.names
         tensors = _with_recorded_digests(tree, manifest or NO_MANIFEST, scale_records)
         extra_entries = tree.extra_entries
@@ -238,6 +237,24 @@ def _model_files(config_path: Path | None) -> tuple[Path, ...]:
     if config_path is None:
         return ()
     return tuple(file for file in small_files(config_path.parent) if file.name in MODEL_FILES)
+
+
+def _match_trees(
+    family: Family,
+    config: HFConfig,
+    display_name: str,
+    hints: SourceHints,
+    manifest: Manifest | None,
+    leaves: Mapping[str, StoredLeaf],
+) -> tuple[ForeignTree, MomentTrees | None]:
+    """Match the leaves of an item with a layout. Return its parameters, and its moments if they are read."""
+    records = manifest or NO_MANIFEST
+    tree = match_foreign_tree(
+        leaves, family, config, display_name, layout=hints.layout, manifest=records
+    )
+    if not _has_state(hints, manifest):
+        return tree, None
+    return tree, match_moment_trees(leaves, family, config, display_name, records)
 
 
 def _has_state(hints: SourceHints, manifest: Manifest | None) -> bool:
@@ -298,12 +315,18 @@ def _root_scales(
     return {leaf: RootScale(number, dtype) for leaf, number in tree.scales.items()}
 
 
-def _check_scales(tree: ForeignTree, records: Mapping[str, ScaleRecord], display_name: str) -> None:
+def _check_scales(
+    tree: ForeignTree,
+    moments: MomentTrees | None,
+    records: Mapping[str, ScaleRecord],
+    display_name: str,
+) -> None:
     """Raise DamagedError if a manifest records other scales than its layout has."""
-    names = {tree.names.full_name(name) for name in tree.scaled_tensors}
+    powers = dict.fromkeys(map(tree.names.full_name, tree.scaled_tensors), 1)
+    powers |= moment_powers(moments)
     numbers = set(tree.scales.values())
     for name, record in records.items():
-        if name not in names or record["sqrt"] not in numbers:
+        if powers.get(name) != record.get("power", 1) or record["sqrt"] not in numbers:
             what = f"the manifest of {display_name} records another scale than its layout has"
             why = f"{quote_name(name)} is divided by the square root of {record['sqrt']}"
             raise DamagedError(what, why, GET_AGAIN_HINT)

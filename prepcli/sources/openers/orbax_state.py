@@ -50,8 +50,23 @@ def moment_scales(moments: MomentTrees | None) -> dict[str, RootScale]:
     return scales
 
 
+def moment_powers(moments: MomentTrees | None) -> dict[str, int]:
+    """Return the power of the parameters' scale in each scaled moment, by its name in a manifest."""
+    powers: dict[str, int] = {}
+    if moments is None:
+        return powers
+    for slot, tree, power in zip(MOMENTS, moments.trees, POWERS, strict=True):
+        for name in tree.scaled_tensors:
+            powers[qualify(slot, tree.names.full_name(name))] = power
+    return powers
+
+
 def match_moment_trees(
-    leaves: Mapping[str, StoredLeaf], family: Family, config: HFConfig, display_name: str
+    leaves: Mapping[str, StoredLeaf],
+    family: Family,
+    config: HFConfig,
+    display_name: str,
+    manifest: Manifest,
 ) -> MomentTrees:
     """Match the leaves of the moments with the layout of the parameters.
 
@@ -60,6 +75,7 @@ def match_moment_trees(
         family: Model family.
         config: Config of the model.
         display_name: Name of the checkpoint in messages.
+        manifest: Manifest of an item written by prep, else NO_MANIFEST.
 
     Raises:
         PrepError: The item has no moments of AdamW, or they fit no layout.
@@ -73,7 +89,10 @@ def match_moment_trees(
     trees: list[ForeignTree] = []
     for name in ("mu", "nu"):
         root = f"{state}.{name}.{collection}"
-        trees.append(match_foreign_tree(leaves, family, config, display_name, (root,)))
+        tree = match_foreign_tree(
+            leaves, family, config, display_name, roots=(root,), manifest=manifest
+        )
+        trees.append(tree)
     return MomentTrees(tuple(trees), state)
 
 

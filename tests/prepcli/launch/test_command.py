@@ -1,4 +1,4 @@
-"""Commands of jobs: their words, and the number of processes that can run them."""
+"""Commands of jobs: their words and their numbers of processes."""
 
 from __future__ import annotations
 

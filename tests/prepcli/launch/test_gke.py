@@ -288,7 +288,7 @@ EVERY_OPTION = {
 
 @pytest.mark.parametrize("values", [EVERY_OPTION, {"image": "image", "nodes": 2}])
 def test_models_of_jobset_accept_the_manifest(values: dict[str, object]):
-    """The models drop unknown keys, so a manifest that they write back has known keys only."""
+    """The models drop unknown keys, so the written manifest would differ."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     options = with_defaults(GkeOptions, values)
     _, job_set = yaml.safe_load_all(gke_manifest(JOB, options, num_slices=2))

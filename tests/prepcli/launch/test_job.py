@@ -1,4 +1,4 @@
-"""Jobs: names, variables and lines that no script can hold are usage errors."""
+"""Jobs: invalid names, variables and lines are usage errors."""
 
 from __future__ import annotations
 

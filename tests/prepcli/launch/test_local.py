@@ -55,7 +55,7 @@ def watch(
 def failure(
     *scripts: str, poll_signal: Callable[[], str] = lambda: "", grace_s: float = 3600.0
 ) -> PrepError:
-    """Run scripts of which one fails, and return the error."""
+    """Run scripts with at least one failure, and return the error."""
     result, _ = watch(*scripts, poll_signal=poll_signal, grace_s=grace_s)
     assert isinstance(result, PrepError)
     return result
@@ -142,7 +142,7 @@ def test_a_killed_process_is_the_cause_of_the_others(victim: int, survivor: str,
 
 
 def test_survivors_report_a_lost_process_within_their_grace(tmp_path: Path):
-    """The survivor ends only when it sees that the other process is gone, as the watchdog does."""
+    """The survivor ends only when it misses the other process, as the watchdog does."""
     pid_file = tmp_path / "pid"
     survivor = f"""
 import os, sys, time

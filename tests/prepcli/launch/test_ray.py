@@ -1,4 +1,4 @@
-"""Drivers of Ray jobs: their words, and the processes that their workers start."""
+"""Drivers of Ray jobs: their words, and the processes of their workers."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_new_ray_is_accepted(version: str):
 
 
 class Recorded:
-    """Calls of `subprocess.run` in place of processes, which end with a code."""
+    """Recorder in place of `subprocess.run`, with a fixed exit code."""
 
     def __init__(self, code: int) -> None:
         self.code = code

@@ -13,7 +13,7 @@ from prepcli.errors import UsageError
 from prepcli.launch.command import LaunchedCommand, train_command
 from prepcli.launch.job import LaunchJob
 from prepcli.launch.options import SlurmOptions
-from prepcli.launch.slurm import slurm_script
+from prepcli.launch.slurm import slurm_script, time_limit_s
 from prepcli.option_spec import with_defaults
 from tests.helpers.scripts import install_recorders, lines, run_script, words
 
@@ -130,6 +130,34 @@ def test_slurm_script_requeues_stopped_and_killed_runs(
     )
     assert done.code == code
     assert done.words_of("scontrol") == [["requeue", "17"]] * is_requeued
+
+
+# The formats in the manual of sbatch.
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("2", 120),
+        ("2:30", 150),
+        ("1:2:30", 3750),
+        ("1-2", 93600),
+        ("1-2:30", 95400),
+        ("1-0:0:1", 86401),
+        ("UNLIMITED", None),
+        ("-1", None),
+        ("1:2:3:4", None),
+        ("9" * 5000, None),
+    ],
+)
+def test_time_limit_has_every_format_of_sbatch(limit: str, seconds: int | None):
+    assert time_limit_s(limit) == seconds
+
+
+@pytest.mark.parametrize("limit", ["2", "00:02:00", "0-0:2"])
+def test_grace_of_the_whole_time_limit_is_refused(limit: str):
+    with pytest.raises(UsageError, match="would stop at its start"):
+        slurm_script(JOB, with_defaults(SlurmOptions, {"time": limit}))
+    for other in ("3", "0", "UNLIMITED"):
+        slurm_script(JOB, with_defaults(SlurmOptions, {"time": other}))
 
 
 def test_slurm_script_ends_when_its_setup_fails(recorders: Path):

@@ -1,4 +1,4 @@
-"""`prep.batches`: the batches that `prep train` computes with, in JAX and in torch."""
+"""`prep.batches`: the batches of `prep train`, in JAX and in torch."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def package_environment() -> dict[str, str]:
-    """Return an environment in which a program in another folder imports this checkout."""
+    """Return an environment for programs in another folder to import this checkout."""
     return os.environ | {"PYTHONPATH": str(Path(prep.__file__).parents[1])}
 
 
 def record_fed_batches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, np.ndarray]]:
-    """Return a list that receives each batch that the training loop feeds to its step."""
+    """Return a list of the batches of the training loop. It grows with each step."""
     fed: list[dict[str, np.ndarray]] = []
     load_batch = loop.load_batch
 
@@ -225,7 +225,7 @@ def test_digest_names_the_batches_of_a_run():
 
 @pytest.fixture
 def read_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that receives the name of each data file and token file that is read for its digest."""
+    """Return a list of the data files and token files read for their digests. It grows with each read."""
     read: list[str] = []
     hash_file = tokenize.hash_file
     file_digest = store.file_digest

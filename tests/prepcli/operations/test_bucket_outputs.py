@@ -22,7 +22,7 @@ from prepcli.execution.bucket_executor import BucketExecutor
 from prepcli.operations import conversion
 from prepcli.planning import object_files
 from prepcli.planning.object_files import plan_object_files
-from prepcli.remote import remote_files
+from prepcli.remote import object_store, remote_files
 from prepcli.remote.bucket_lock import BucketLock, LockOwner
 from prepcli.remote.object_store import Bucket, parse_url
 from prepcli.remote.remote_files import LOCK_FILE
@@ -408,6 +408,16 @@ def test_an_output_does_not_overlap_its_source(site: StoreSite):
         words = ("reshard", "gs://bucket/init", "--mesh", "1,4,1", "--overwrite", "--out", out)
         error = site.run_prep(*words)["error"]
         assert (error["code"], "overlap" in error["what"]) == (2, True)
+    assert site.writes() == []
+
+
+def test_an_output_with_too_many_objects_is_refused(
+    site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(object_store, "MAX_OBJECTS", 20)
+    arguments = words("save-init of chunk files", home)
+    error = site.run_prep(*arguments, "--out", "gs://bucket/out")["error"]
+    assert (error["code"], "would have" in error["what"]) == (2, True)
     assert site.writes() == []
 
 

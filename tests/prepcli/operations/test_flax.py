@@ -143,10 +143,13 @@ def test_sharded_flax_export_equals_files_of_transformers():
     run_ok("verify", "out", str(LLAMA / "hf"))
 
 
-def test_easylm_export_equals_file_of_easylm():
+@pytest.mark.parametrize(
+    ("layout", "file"), [("easylm", "streaming_params"), ("easylm-scanned", "stacked_0")]
+)
+def test_easylm_export_equals_file_of_easylm(layout: str, file: str):
     run_ok("save-init", str(LLAMA / "hf"), "--out", "init")
-    run_ok("export", "init", "--layout", "easylm", "--out", "out")
-    assert Path("out/streaming_params").read_bytes() == (LLAMA / "streaming_params").read_bytes()
+    run_ok("export", "init", "--layout", layout, "--out", "out")
+    assert Path("out/streaming_params").read_bytes() == (LLAMA / file).read_bytes()
     run_ok("verify", "out")
     run_ok("verify", "params::out/streaming_params", str(LLAMA / "hf"))
 

@@ -32,7 +32,7 @@ def _recipe_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def install_submitters(monkeypatch: pytest.MonkeyPatch, *, code: int) -> None:
-    """Put programs into PATH that copy their stdin to stdin.txt, print `17` and exit with `code`."""
+    """Put programs into PATH. They copy their stdin to stdin.txt, print `17` and exit with `code`."""
     Path("bin").mkdir()
     for name in ("sbatch", "bash", "kubectl"):
         (Path("bin") / name).write_text(f"#!/bin/sh\ncat > stdin.txt\necho 17\nexit {code}\n")
@@ -372,7 +372,7 @@ def test_local_run_names_a_killed_process():
 
 
 def child_process(parent: int, *, index: int) -> int:
-    """Return the child of a process that is the process of this index of a job."""
+    """Return the child of a process with this index in its job."""
     for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
         if f"JAX_PROCESS_ID={index}" in Path(f"/proc/{child}/environ").read_text().split("\0"):
             return int(child)

@@ -44,6 +44,9 @@ REFUSED = [  # words after `prep launch slurm`; error, hint
     (["recipe.toml", "--", "--lr", "3"], "no option `--lr`", "--set optimizer.lr=3"),
     (["recipe.toml", "--nodes", "2", "--", "--lr", "3", "--wd", "1"], "and 1 other", "--set"),
     (["recipe.toml", "extra"], "extra", ""),
+    (["recipe.toml", "--set", "seed=1"], "no option `--set`", "`-- --set`"),
+    (["recipe.toml", "--devices-per-node", "4"], "there are 4", "`-- --set mesh=1,4,1`"),
+    (["--devices-per-node", "4", "--", "eval", "m", "--mesh", "1,2,4"], "4", "`--mesh 1,4,1`"),
     (["--", *SAVE_INIT, "--processes", "4/0"], "`--processes` cannot be given", "remove"),
     (["--nodes", "2", "--", "inspect", "m"], "`prep inspect` runs in one process", "--nodes 1"),
     (["--array", "2", "--", "eval", "m", "--data", "d"], "`--array 2` is for conv", "--nodes 2"),
@@ -94,6 +97,12 @@ def test_parser_knows_every_command(command: object, capsys: pytest.CaptureFixtu
     assert f"Usage: prep {name} " in capsys.readouterr().out
 
 
+def test_relative_folder_of_ray_is_refused(capsys: pytest.CaptureFixture[str]):
+    error = run_failing(capsys, USAGE, "launch", "ray", "--folder", "runs", "--", *SAVE_INIT)
+    assert "`--folder runs` is a relative path" in error
+    assert f"`--folder {Path('runs').absolute()}`" in error.replace("\n", "").replace("       ", "")
+
+
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
@@ -132,7 +141,7 @@ echo submitted
 
 
 def install_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a program into PATH that records its words, and the content of a file among them."""
+    """Put a program into PATH. It records its words, and the content of a YAML file."""
     Path("bin").mkdir()
     program = Path("bin") / name
     program.write_text(RECORDER.format(name=name))

@@ -1,4 +1,4 @@
-"""`prep launch slurm --submit` on a real SLURM: jobs that stop or are killed, are requeued, and resume."""
+"""`prep launch slurm --submit` on a real SLURM: stopped and killed jobs are requeued and resume."""
 
 from __future__ import annotations
 

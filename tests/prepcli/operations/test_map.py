@@ -224,6 +224,38 @@ def test_map_files_that_are_no_text_are_refused(
     assert "absent.map" in error
 
 
+def test_lock_of_a_mapped_checkpoint_covers_its_files(
+    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
+    """The lock has the tensors of the files, and not those of the map."""
+    run_ok("lock", "own")
+    words = ("save-init", "own", "--map", "own.map", "--lock", "own.lock.json", "--out")
+    run_ok(*words, "init")
+    run_ok("verify", "init", "llama")
+    weights = Path("own/model-2.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    error = run_failing(capsys, 1, *words, "new")
+    assert "`model-2.safetensors` has the SHA-256" in error
+    assert not Path("new").exists()
+
+
+def test_chain_does_not_prove_the_tensors_of_a_map(
+    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
+    """The manifest has the digest of the map, and not its rows."""
+    run_ok("save-init", "own", "--map", "own.map", "--out", "init")
+    run_ok("export", "init", "--map", "own.map", "--out", "back")
+    run_ok("save-init", "back", "--out", "again")
+    capsys.readouterr()
+    result = run_json(capsys, "verify", "again", "--chain")
+    links = result["links"]
+    assert [link["status"] for link in links] == ["proven", "proven", "not proven"]
+    assert "not compared: the tensors, which a map has replaced" in links[-1]["reason"]
+    run_ok("verify", "again", "--chain", "--allow-unproven")
+
+
 def test_tensors_of_two_dtypes_do_not_fill_one_target(
     tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
 ):

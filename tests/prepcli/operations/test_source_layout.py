@@ -64,7 +64,7 @@ def test_unknown_layout_lists_those_of_the_family(capsys: pytest.CaptureFixture[
     lines = error_lines(capsys, "save-init", "./step-3", *CONFIG, "--source-layout", "levnter")
     assert lines[0] == "error: `--source-layout levnter` is unknown for llama"
     text = " ".join(" ".join(lines).split())
-    assert "its layouts are native, hf-flax, easylm, tunix, maxtext" in text
+    assert "its layouts are native, hf-flax, easylm, easylm-scanned, tunix, maxtext" in text
     assert "did you mean `levanter`?" in text
 
 

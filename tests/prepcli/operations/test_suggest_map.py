@@ -55,6 +55,17 @@ def test_guide_shows_a_suggested_map(capsys: pytest.CaptureFixture[str]):
     assert f"```text\n{Path('own.map').read_text()}```\n" in guide
 
 
+def test_suggested_map_leads_to_the_names_of_an_output(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("llama"), LLAMA)
+    write_foreign_folder(Path("own"), read_tensors(Path("llama")))
+    run_ok("save-init", "llama", "--out", "init")
+    suggestion = prep.suggest_map("own", "init")
+    assert suggestion.unmatched == ()
+    assert "family llama\n" in Path("own.map").read_text()
+    error = run_failing(capsys, 2, "map", "suggest", "init", "llama")
+    assert "init needs no map" in error
+
+
 def test_suggested_map_fuses_tensors():
     make_checkpoint(Path("llama"), LLAMA)
     write_foreign_folder(Path("own"), read_tensors(Path("llama")))
@@ -152,6 +163,35 @@ def test_numbers_other_than_the_first_ones_are_an_index_list():
     write_hf_folder(Path("target"), {"model.safetensors": target})
     assert_suggested_map_converts("source", "target")
     assert "size numbers1 = 1,4,7" in Path("suggested.map").read_text()
+
+
+def test_layers_of_two_shapes_have_two_rows():
+    random = np.random.default_rng(0)
+    source: dict[str, np.ndarray] = {}
+    target: dict[str, np.ndarray] = {}
+    for layer, width in enumerate((4, 4, 6, 6)):
+        value = random.standard_normal((3, width)).astype(np.float32)
+        source[f"h.{layer}.w"] = value
+        target[f"layers.{layer}.w"] = np.ascontiguousarray(value.T)
+    write_hf_folder(Path("source"), {"model.safetensors": source})
+    write_hf_folder(Path("target"), {"model.safetensors": target})
+    assert_suggested_map_converts("source", "target")
+
+
+def test_two_numbers_of_one_name_have_their_own_atoms():
+    random = np.random.default_rng(0)
+    source: dict[str, np.ndarray] = {}
+    target: dict[str, np.ndarray] = {}
+    for block in range(2):
+        for layer in range(2):
+            value = random.standard_normal((3, 4)).astype(np.float32)
+            source[f"b.{block}.l.{layer}.w"] = value
+            target[f"block.{block}.layer.{layer}.w"] = np.ascontiguousarray(value.T)
+    write_hf_folder(Path("source"), {"model.safetensors": source})
+    write_hf_folder(Path("target"), {"model.safetensors": target})
+    assert_suggested_map_converts("source", "target")
+    (row,) = prep.suggest_map("source", "target", "again.map").rows
+    assert row == "block.{n2}.layer.{n2_2}.w: d4 d3 <- b.{n2}.l.{n2_2}.w: d3 d4"
 
 
 def test_command_reports_an_incomplete_map(capsys: pytest.CaptureFixture[str]):

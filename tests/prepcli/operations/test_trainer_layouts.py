@@ -209,6 +209,13 @@ def test_inspect_states_the_stacked_layers(
     assert f"layout {layout}, {text}" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("layout", ["maxtext", "tunix", "levanter"])
+def test_inspect_counts_the_parameters(layout: str):
+    tensors = make_checkpoint(Path("model"), LLAMA)
+    run_ok("export", "./model", "--layout", layout, "--out", "out")
+    assert prep.inspect("out").parameters == sum(tensor.size for tensor in tensors.values())
+
+
 # Heads of 8 elements: 1 / sqrt(8) rounds.
 ROUNDED = LLAMA | {"head_dim": 8}
 QUERIES = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(3)]

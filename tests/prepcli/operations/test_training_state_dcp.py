@@ -12,6 +12,7 @@ import pytest
 from prepcli.cli.main import main
 from tests.helpers.other_trainers import STEPS, TorchTraining, make_folder, train
 from tests.helpers.run_cli import error_lines, run_ok
+from tests.helpers.tiny_checkpoints import LLAMA
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -109,6 +110,23 @@ def test_verify_finds_changed_moments_and_settings(folder: dict[int, float]):
 def test_export_without_state_reads_the_model(folder: dict[int, float]):
     run_ok("save-init", "torch", "--config", "tiny", "--out", "model-only")
     run_ok("verify", "model-only", "from-torch")
+
+
+def test_tied_head_moves_in_both_directions(tmp_path: Path, monkeypatch):
+    """The state dict of PyTorch has a tied head under both names, and its moments under one."""
+    from prepcli.testing.torch_transformers import torch_random_model
+
+    monkeypatch.chdir(tmp_path)
+    torch_random_model(LLAMA | {"tie_word_embeddings": True}).save_pretrained("tied")
+    training = TorchTraining("tied")
+    training.train(1, 1)
+    training.save("torch")
+    run_ok("save-init", "torch", "--training-state", "--config", "tied", "--out", "step")
+    run_ok("export", "step", "--training-state", "--format", "dcp", "--out", "back")
+    run_ok("verify", "back", "step")
+    loaded = TorchTraining("tied")
+    loaded.load("back")
+    assert loaded.train(2, 2) == training.train(2, 2)
 
 
 def test_state_without_moments_is_refused(folder: dict[int, float], capsys):

@@ -134,6 +134,25 @@ def test_manifest_names_what_is_not_converted(folder: dict[int, float]):
     assert record["optimizer"] | SETTINGS == record["optimizer"] | {"lr": SETTINGS["lr"]}
 
 
+def test_other_weight_decay_in_the_recipe_is_named(folder: dict[int, float]):
+    """Trainer has no weight decay for norms. A recipe may."""
+    train("norms", 'optimizer.decay_include=["re:norm"]', stop_after=1)
+    for name, options in (("norms-hf", ()), ("norms-dcp", ("--format", "dcp"))):
+        run_ok("export", "norms", "--training-state", *options, "--out", name)
+        record = json.loads(Path(name, "prep-manifest.json").read_text())["training_state"]
+        assert record["left_out"][-1].startswith(
+            "weight decay of 7 parameters, e.g. model.layers.0"
+        )
+    record = json.loads(Path("checkpoint-4/prep-manifest.json").read_text())["training_state"]
+    assert record["left_out"] == ["rng_state.pth", "training_args.bin"]
+
+
+def test_missing_moments_of_an_export_are_damage(folder: dict[int, float], capsys):
+    shutil.copytree("checkpoint-4", "no-optimizer")
+    Path("no-optimizer/optimizer.pt").unlink()
+    assert "no-optimizer is damaged" in error_lines(capsys, "verify", "no-optimizer")[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

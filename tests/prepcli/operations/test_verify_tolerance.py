@@ -117,3 +117,8 @@ def test_tolerance_needs_two_checkpoints_and_their_values(capsys):
     with pytest.raises(UsageError, match="exclude each other"):
         prep.verify("a", "b", tolerance=1, quick=True)
     run_failing(capsys, USAGE, "verify", "a", "b", "--tolerance", "-1")
+
+
+def test_tolerance_is_a_number():
+    with pytest.raises(UsageError, match="it must be at least 0"):
+        prep.verify("a", "b", tolerance=float("nan"))

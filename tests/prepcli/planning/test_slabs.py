@@ -179,6 +179,19 @@ def test_slabs_keep_written_bands_with_shifted_reads():
     assert [slab.nbytes // stream.row_nbytes for slab in slabs] == [6, 6, 6, 6, 5, 5]
 
 
+def test_slabs_of_large_chunks_end_with_whole_heads():
+    # EasyLM interleaves the halves of a head. A part of a head has runs of one value.
+    sizes = {"heads": 32, "half": 8, "two": 2, "embed": 16}
+    leaf = "embed (heads half two) <- w: (heads two half) embed"
+    stream = stream_into(region(leaf, sizes, (16, 512)))
+    head_nbytes = 16 * stream.row_nbytes
+    slabs = list(split_stream(0, stream, max_nbytes=3 * head_nbytes + 7 * stream.row_nbytes))
+    check_tiling(slabs, stream, 3 * head_nbytes + 7 * stream.row_nbytes)
+    assert {slab.nbytes // head_nbytes for slab in slabs[:-1]} == {3}
+    run_sizes = {copy.run_nbytes for slab in slabs[:-1] for copy in slab.writes}
+    assert run_sizes == {3 * 16 * 4}
+
+
 @pytest.mark.parametrize("columns", [256, 384, 1024])
 @pytest.mark.parametrize("rows", [200, 205])
 def test_slabs_split_large_chunks_at_pages(columns: int, rows: int):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from prepcli.errors import PrepError
 from prepcli.remote import object_store, remote_files
 from prepcli.remote.object_store import (
+    PART_NBYTES,
     Bucket,
     ObjectStoreUrl,
     is_url,
@@ -23,6 +26,7 @@ from prepcli.remote.object_store import (
 )
 from prepcli.remote.remote_files import RemoteFile, read_range
 from prepcli.remote.retries import RetryPolicy
+from tests.helpers import object_server
 from tests.helpers.loopback import STALL_KINDS
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.range_server import FaultInjector
@@ -243,6 +247,23 @@ def test_write_limits_the_time(monkeypatch, tmp_path: Path, stall: str):
             bucket.write("f", tmp_path / "f")
         assert store.objects == {}
     assert notes[:1] == ["no answer from s3://bucket/m for 0.1 s; waiting"]
+
+
+def test_write_pieces_sends_parts_at_the_same_time(monkeypatch):
+    """The store answers a part once four parts are there."""
+    four_parts = threading.Barrier(4, timeout=10)
+    write = object_server._Handler._write
+
+    def write_together(handler: Any, key: str, query: dict[str, str], body: bytes) -> None:
+        four_parts.wait()
+        write(handler, key, query, body)
+
+    monkeypatch.setattr(object_server._Handler, "_write", write_together)
+    content = bytes(4 * PART_NBYTES)
+    with serve_objects() as store:
+        bucket = connect_bucket(store, monkeypatch, "gs://bucket/m")
+        bucket.write_pieces("f", [content], size=len(content), parts_in_flight=4)
+        assert store.objects == {"bucket/m/f": content}
 
 
 def test_list_files_does_not_retry_403(monkeypatch):

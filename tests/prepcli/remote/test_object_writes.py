@@ -9,7 +9,7 @@ import pytest
 
 from prepcli.errors import PrepError
 from prepcli.remote.object_store import Bucket, parse_url
-from prepcli.remote.object_writes import put_object
+from prepcli.remote.object_writes import ObjectUploads, put_object
 from prepcli.remote.retries import RetryPolicy
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 
@@ -49,6 +49,18 @@ def test_put_object_tries_one_conditional_write_without_support(
     put(bucket, "b")
     writes = [line for line in store.requests if line.startswith("PUT")]
     assert writes == ["PUT bucket/out/a", "PUT bucket/out/a", "PUT bucket/out/b"]
+
+
+def test_uploads_do_not_replace_an_object_that_appeared(store: FakeObjectStore, bucket: Bucket):
+    uploads = ObjectUploads(bucket, {})
+    data = np.zeros(8, np.uint8)
+    assert uploads.send("a", data, start=0, size=16) is None
+    store.store("bucket/out/a", b"other")
+    with pytest.raises(PrepError, match=r"a of .* appeared during its upload"):
+        uploads.send("a", data, start=8, size=16)
+    assert store.objects == {"bucket/out/a": b"other"}
+    # The next run compares the object.
+    put_object(bucket, "a", np.frombuffer(b"other", np.uint8))
 
 
 def test_retries_name_the_status_of_the_store(store: FakeObjectStore, bucket: Bucket):

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from prepcli.errors import PrepError
+from prepcli.formats.manifest import Manifest
 from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.strided_copies import ChunkedLocation
-from prepcli.sources.foreign_trees import TreeFormat, match_foreign_tree
+from prepcli.sources.foreign_trees import ForeignTree, TreeFormat, match_foreign_tree
 from prepcli.sources.tree_tensors import StoredLeaf
 from trainer.models.axis_map import bind_row
 from trainer.models.families.gpt_neo import FAMILY as GPT_NEO
@@ -200,3 +201,38 @@ def test_match_rejects_a_family_without_layouts():
     toy = Family("toy", "", (), GPT_NEO.sizes, {}, {}, GPT_NEO.tying, GPT_NEO.arch_config)
     with pytest.raises(PrepError, match="has no known layout"):
         match_foreign_tree({"a": make_leaf(2)}, toy, CONFIG, "m")
+
+
+MIXTRAL = FAMILIES["mixtral"]
+MIXTRAL_CONFIG = CONFIG | {"num_local_experts": 2}
+FUSED_TENSOR = "layers.0.mlp.experts.gate_up_proj"
+
+
+def match_fused_experts(leaves: Mapping[str, StoredLeaf]) -> ForeignTree:
+    """Match a tree that prep wrote from a model with fused experts."""
+    manifest = Manifest({"prefixed": True, "tensors": {f"model.{FUSED_TENSOR}": {"digests": []}}})
+    return match_foreign_tree(leaves, MIXTRAL, MIXTRAL_CONFIG, "tree", manifest=manifest)
+
+
+def test_recorded_names_select_fused_experts():
+    leaves = leaves_of(MIXTRAL, TreeFormat("levanter", "", 0), MIXTRAL_CONFIG)
+    tensors = {tensor.name: tensor for tensor in match_fused_experts(leaves).tensors}
+    # Gate and up are two leaves.
+    assert len(tensors[FUSED_TENSOR].placement) == 2
+    assert "layers.0.block_sparse_moe.experts.0.w1.weight" not in tensors
+
+
+def test_half_of_fused_experts_is_a_missing_tensor():
+    leaves = leaves_of(MIXTRAL, TreeFormat("levanter", "", 0), MIXTRAL_CONFIG)
+    up = "transformer.layers.stacked.block_sparse_moe.experts.w3.weight"
+    del leaves[up]
+    tree = match_fused_experts(leaves)
+    assert FUSED_TENSOR not in {tensor.name for tensor in tree.tensors}
+    assert tree.names.missing_leaves[FUSED_TENSOR] == up
+
+
+def test_recorded_names_without_prefix_are_kept():
+    leaves = leaves_of(LLAMA, TreeFormat("tunix", ""))
+    manifest = Manifest({"prefixed": False, "tensors": {}})
+    tree = match_foreign_tree(leaves, LLAMA, CONFIG, "tree", manifest=manifest)
+    assert tree.names.full_name("norm.weight") == "norm.weight"

@@ -87,7 +87,7 @@ def join_shares(shares: list[Arrays]) -> Arrays:
 
 
 def sha256(batches: list[Arrays]) -> str:
-    """Return a digest of batches that uses no code of prep."""
+    """Return a digest of batches without code of prep."""
     digest = hashlib.sha256()
     for batch in batches:
         for name in sorted(batch):

@@ -51,7 +51,7 @@ def tokenize(config: TokenizeConfig, process: int = 0, of: int = 1) -> ShardedTo
 
 
 def expected_files(config: TokenizeConfig) -> dict[str, bytes]:
-    """Return the files of the store that one process makes in another cache."""
+    """Return the files of the store of one process, made in another cache."""
     alone = replace(config, cache=config.cache.with_name("alone"))
     tokens = tokenize_files(alone, progress=lambda *counts: None, note=lambda text: None)
     return read_files(alone.cache / tokens.identity)

@@ -47,3 +47,5 @@ def test_unknown_parameter_and_family_are_refused():
         module_order("llama", ["model.new.weight"])
     with pytest.raises(PrepError, match="the optimizer state of mixtral is not supported"):
         optimizer_groups("mixtral", ["model.norm.weight"])
+    with pytest.raises(PrepError, match="the optimizer state of mixtral is not supported"):
+        module_order("mixtral", ["model.norm.weight"])

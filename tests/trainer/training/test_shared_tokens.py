@@ -11,8 +11,10 @@ import pytest
 from tests.helpers.corpus import TEXT, make_config
 from tests.helpers.thread_groups import ThreadGroup, run_group
 from trainer.data.store import DamagedStoreError
+from trainer.data.token_shards import tokenize_share
 from trainer.data.tokenize import TokenizeConfig, open_tokens, tokenize_files
 from trainer.distributed import hosts
+from trainer.distributed.process_group import SingleProcess
 from trainer.models.errors import PrepError
 from trainer.training.datasets import tokenize_in_group
 
@@ -26,7 +28,7 @@ def config(tmp_path: Path) -> TokenizeConfig:
 def tokenize(
     process: ThreadGroup, config: TokenizeConfig
 ) -> tuple[list[int], list[str], list[int]]:
-    """Return the tokens, the notes, and the bytes that the process tokenized."""
+    """Return the tokens, the notes, and the tokenized bytes of the process."""
     notes: list[str] = []
     progress: list[int] = []
     tokens = tokenize_in_group(
@@ -53,7 +55,7 @@ def open_identity(config: TokenizeConfig) -> str:
 
 
 def test_processes_without_the_files_open_the_tokens(config: TokenizeConfig):
-    """Only processes that tokenize read the data files."""
+    """A process without a share of the work reads no data file."""
 
     def tokenize_own_files(process: ThreadGroup) -> list[int]:
         return tokenize(
@@ -101,7 +103,7 @@ def test_open_tokens_checks_sizes(config: TokenizeConfig):
 
 @pytest.fixture
 def hosts_by_thread(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
-    """Return the host of each thread that has one. Other threads are on one host."""
+    """Return hosts by thread. All other threads are on one host."""
     names: dict[int, str] = {}
     monkeypatch.setattr(
         hosts, "machine_id", lambda: names.get(threading.get_ident(), "one host for all")
@@ -110,7 +112,7 @@ def hosts_by_thread(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
 
 
 def write_files(config: TokenizeConfig, folder: Path) -> TokenizeConfig:
-    """Write data files of different sizes, and return a config that reads them."""
+    """Write data files of different sizes, and return a config of them."""
     folder.mkdir()
     for index in range(7):
         (folder / f"{index}.txt").write_text(TEXT * (index + 1))
@@ -173,3 +175,17 @@ def test_hosts_make_damaged_tokens_again(
     path = config.cache / open_identity(config) / "tokens.bin"
     path.write_bytes(bytes(len(path.read_bytes())))
     assert run_group(2, tokenize_on_host) == before
+
+
+def test_one_process_continues_the_shards_of_others(config: TokenizeConfig, tmp_path: Path):
+    config = write_files(config, tmp_path / "data")
+    tokenize_share(config, 0, 2, progress=lambda *counts: None, note=lambda text: None)
+    shards = [*config.cache.glob("shards-*/*/*/tokens.bin")]
+    assert len(shards) == 4
+    tokens = tokenize_in_group(
+        config, SingleProcess(), progress=lambda *counts: None, note=lambda text: None
+    )
+    alone = replace(config, cache=tmp_path / "alone")
+    expected = tokenize_files(alone, progress=lambda *counts: None, note=lambda text: None)
+    assert tokens.ids.tolist() == expected.ids.tolist()
+    assert [*config.cache.glob("shards-*")] == []

@@ -87,7 +87,7 @@ class ReadOptions:
 
     Attributes:
         on_error: Called with the error of an invalid record. If it returns, the record is skipped.
-        ids_dtype: Dtype of ids in files that do not record it.
+        ids_dtype: Dtype of ids in files without a recorded dtype.
         max_document_nbytes: Maximum bytes of a line, a row or a value.
     """
 
@@ -105,7 +105,7 @@ ReadFunction: TypeAlias = Callable[[DataFile, ReadOptions], Pieces]
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """The function that reads data files of one type, and their suffixes.
+    """Function to read data files of one type, and their suffixes.
 
     Attributes:
         suffixes: Suffixes of the files to read from folders.

@@ -8,6 +8,7 @@ from trainer.models.architecture import ArchConfig, reject_unsupported_fields
 from trainer.models.dropout_config import DropoutFields
 from trainer.models.errors import unsupported_config_error
 from trainer.models.families import _gpt_style
+from trainer.models.layouts import hf_flax_layout
 from trainer.models.parameters import HFConfig
 from trainer.models.position_bias import Alibi, alibi_slopes
 from trainer.models.rows import (
@@ -69,6 +70,7 @@ PARAMETERS = {
     **layer_norm("final_norm", "embed <- ln_f.weight: embed"),
     **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
 }  # fmt: skip
+LAYOUTS = hf_flax_layout(PARAMETERS, prefix="transformer.", allows_tied_head=True)
 FAMILY = build_family(
     name="bloom",
     prefix="transformer.",
@@ -77,5 +79,6 @@ FAMILY = build_family(
     parameters=PARAMETERS,
     tied_by_default=True,
     dropped={},
+    layouts=LAYOUTS,
     dropout_fields=DropoutFields(residual=("hidden_dropout", 0.0)),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.families import _llama_style
 from trainer.models.families._llama_style import TENSOR_PREFIX
-from trainer.models.layouts import EASYLM_LAYOUT, hf_flax_layout
+from trainer.models.layouts import EASYLM_LAYOUTS, hf_flax_layout
 from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.orbax_layouts import maxtext_layouts, tunix_layout
 from trainer.models.parameters import HFConfig, if_set
@@ -48,7 +48,7 @@ FAMILY = _llama_style.build_family(
             # The Flax class has no biases in the MLP, whatever the config says.
             condition_overrides={if_set("mlp_bias"): False},
         ),
-        "easylm": EASYLM_LAYOUT,
+        **EASYLM_LAYOUTS,
         **tunix_layout(parameters),
         # MaxText rotates adjacent pairs in LLaMA 3.1 and later, which have scaled rotary frequencies.
         **maxtext_layouts(parameters, scales_queries=True, interleaves_heads=has_llama3_scaling),

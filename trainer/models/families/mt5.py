@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainer.models.architecture import ArchConfig
 from trainer.models.families import t5
+from trainer.models.layouts import hf_flax_layout
 from trainer.models.parameters import HFConfig
 
 # Atom -> config field and the default of MT5Config.
@@ -31,12 +32,13 @@ def is_gated(config: HFConfig) -> bool:
     return t5.is_gated(config, FEED_FORWARD)
 
 
+PARAMETERS = t5.build_parameters(is_gated)
 FAMILY = t5.build_family(
     name="mt5",
     sizes=sizes,
     arch_config=arch_config,
-    parameters=t5.build_parameters(is_gated),
-    layouts={},
+    parameters=PARAMETERS,
+    layouts=hf_flax_layout(PARAMETERS, prefix="", norm_name="weight", allows_tied_head=True),
     # Transformers sets `tie_word_embeddings` for every model. Only the file shows whether it is true.
     stored_head_unties=lambda config: True,
     untied_fields=lambda config: {},

@@ -8,6 +8,7 @@ from trainer.models.architecture import ArchConfig, read_positive, reject_unsupp
 from trainer.models.dropout_config import DropoutFields
 from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.families import _gpt_style, opt
+from trainer.models.layouts import hf_flax_layout
 from trainer.models.parameters import HFConfig
 from trainer.models.rows import (
     build_family,
@@ -62,6 +63,7 @@ PARAMETERS = {
     **layer_norm("final_norm", "embed <- layer_norm.weight: embed"),
     **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
 }  # fmt: skip
+LAYOUTS = hf_flax_layout(PARAMETERS, prefix="model.", allows_tied_head=True)
 FAMILY = build_family(
     name="xglm",
     prefix="model.",
@@ -70,6 +72,7 @@ FAMILY = build_family(
     parameters=PARAMETERS,
     tied_by_default=True,
     dropped={"embed_positions.weights": "sines and cosines, computed from the config"},
+    layouts=LAYOUTS,
     dropout_fields=DropoutFields(
         attention=("attention_dropout", 0.1), residual=("dropout", 0.1), embedding=("dropout", 0.1)
     ),

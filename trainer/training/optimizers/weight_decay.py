@@ -7,13 +7,8 @@ from dataclasses import dataclass
 
 import optax
 
-from trainer.models.leaf_patterns import matches_any
+from trainer.models.decayed_leaves import DecayRule
 from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
-
-# Part of the path of relative position biases. They look like embeddings, but are added to attention scores.
-POSITION_BIASES = "relative_positions"
-# Logits of attention sinks. transformers' Trainer decays every parameter that is neither a norm nor a bias by its name.
-SINKS = "sinks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +41,5 @@ class WeightDecay:
 
     def _decays(self, leaf: ParamLeaf) -> bool:
         """Return whether weight decay applies to a leaf."""
-        if matches_any(self.exclude, leaf.path):
-            return False
-        if matches_any(self.include, leaf.path):
-            return True
-        parts = leaf.path.split(".")
-        if POSITION_BIASES in parts:
-            return False
-        if SINKS in parts:
-            return True
-        return leaf.role == "matrix" or (leaf.role == "embedding" and self.includes_embeddings)
+        rule = DecayRule(self.includes_embeddings, exclude=self.exclude, include=self.include)
+        return rule.decays(leaf)
