@@ -3,7 +3,7 @@
     python -m bench.bucket_outputs --work FOLDER --model gpt-neo-1.3B --rounds 3
 
 The bucket is a fake store on the loopback interface, in a process of its own. The ways alternate in each round. The
-table has the median seconds, the peak memory of the process tree, the bytes that arrived at the store, and the largest
+table has the median seconds, the peak memory of the process tree, the bytes received by the store, and the largest
 file of the working folder. With `--kills`, each process is killed at a random moment and started again, on an empty
 disk, until the output is complete.
 """
@@ -11,6 +11,7 @@ disk, until the output is complete.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -23,7 +24,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +39,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Row:
-    """Cost of one way to an output: medians of seconds and memory, and the bytes that the store received."""
+    """Cost of one way to an output: medians of seconds, memory and received bytes, and the largest local file."""
 
     seconds: float
     peak_nbytes: int
@@ -103,7 +103,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--kill-processes", type=int, default=2)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--upload", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.work is None and not (options.serve or options.upload):
+        parser.error("--work is required")
+    return options
 
 
 def run_module(*words: str) -> None:
@@ -158,9 +161,8 @@ def measure_direct(work: Path, command: Sequence[str], count: int, memory: str) 
             f"{sys.executable} -m prepcli {' '.join(words)} --processes {count}/{index}"
             for index in range(count)
         )
-        os.chdir(folder)
-        cost = measure(["bash", "-c", f"{script} & wait"])
-        os.chdir(work)
+        with contextlib.chdir(folder):
+            cost = measure(["bash", "-c", f"{script} & wait"])
         disk_nbytes = watch.stop()
         row = Row(cost.wall_s, cost.peak_nbytes, store_received(store), disk_nbytes)
         check_published(store)
@@ -229,9 +231,9 @@ def largest_file_nbytes(folder: Path) -> int:
     return largest
 
 
-@contextmanager
+@contextlib.contextmanager
 def empty_folder(folder: Path) -> Iterator[Path]:
-    """Make an empty folder, which is also the folder of temporary files, and remove it afterwards."""
+    """Make an empty folder for the output and for temporary files, and remove it afterwards."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     os.environ["TMPDIR"] = str(folder)
@@ -242,7 +244,7 @@ def empty_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving_apart() -> Iterator[str]:
     """Serve an empty store in a process of its own. Yield the address of its counts."""
     words = [sys.executable, "-m", "bench.bucket_outputs", "--serve"]
@@ -264,7 +266,7 @@ def serve_until_stdin_ends() -> None:
         sys.stdin.read()
 
 
-@contextmanager
+@contextlib.contextmanager
 def serve_counts(store: FakeObjectStore) -> Iterator[str]:
     """Serve the counts of a store."""
 
@@ -293,7 +295,7 @@ def read_counts(store: str) -> Mapping[str, int]:
 
 
 def store_received(store: str) -> int:
-    """Return the bytes that a store received."""
+    """Return the bytes received by a store."""
     return read_counts(store)["received"]
 
 
@@ -308,7 +310,7 @@ def check_published(store: str) -> None:
 
 
 def upload_folder(folder: Path) -> None:
-    """Upload the files of a folder one after another, as outputs were uploaded before."""
+    """Upload the files of a folder one after another."""
     bucket = Bucket(parse_url(OUT_URL), RETRIES)
     for path in sorted(folder.rglob("*")):
         if path.is_file():

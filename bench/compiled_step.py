@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from trainer.models.rules import DEFAULT_RULES
     from trainer.planning.step_inputs import step_inputs
     from trainer.training.compiled_plan import compiled_plan
-    from trainer.training.setup import model_from_manifest
+    from trainer.training.manifest_model import model_from_manifest
 
     options = make_parser().parse_args(arguments)
     mesh = parse_mesh(options.mesh)

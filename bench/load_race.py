@@ -5,11 +5,10 @@
     python -m bench.load_race BUCKET --work FOLDER --processes 1,2,4,8 --json race.json
 
 BUCKET is a folder with a Hugging Face model and its Orbax item. `bench.throttled_store` serves it. Every process of a
-load stands for a host: it has its own client and its own folder for downloads. The seconds begin when all processes
+load simulates a host: it has its own client and its own folder for downloads. The seconds begin when all processes
 have imported their libraries, and end when the last one has its shards. The shards of all processes are compared with
 the file by a sum over all values. `--kill` kills all processes when half of the weights were sent, starts them again
-and counts the bytes sent twice. `--python` names the interpreter of the processes, with other loaders
-installed.
+and counts the bytes sent twice. `--python` names the interpreter of the processes, with other loaders installed.
 
 Columns: `N` processes, `s` seconds, `x sent` and `x twice` bytes of objects divided by the weights, `MiB` anonymous
 memory of all processes together, `+MiB` the part beyond the start of the load and the shards.
@@ -173,6 +172,7 @@ class MemorySampler:
 
     def __enter__(self) -> MemorySampler:
         self.start_nbytes = self.sample()
+        self.peak_nbytes = self.start_nbytes
         self._thread.start()
         return self
 

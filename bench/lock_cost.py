@@ -33,7 +33,9 @@ def measure_pairs(source: Path, work: Path, pairs: int) -> dict[str, list[Comman
     """
     lock = work / "lock.json"
     out = work / "lock-out"
+    # An interrupted measurement may have left them.
     lock.unlink(missing_ok=True)
+    remove(out)
     run_checked((PREP, "lock", source, "--out", lock, "--quiet"))
     convert = (PREP, "save-init", source, "--out", out, "--quiet")
     commands = {PLAIN: convert, LOCKED: (*convert, "--lock", lock)}
@@ -59,13 +61,14 @@ def percent(locked: float, plain: float) -> str:
 def cost_text(costs: Mapping[str, Sequence[CommandCost]]) -> str:
     """Return a table of the runs, and the cost of the lock in per cent."""
     rows: list[tuple[str, ...]] = []
+    seconds: dict[str, tuple[float, float, float]] = {}
     for name, runs in costs.items():
         walls = [cost.wall_s for cost in runs]
-        cells = (min(walls), statistics.median(walls), statistics.median(r.cpu_s for r in runs))
+        cpu_s = statistics.median(cost.cpu_s for cost in runs)
+        seconds[name] = (min(walls), statistics.median(walls), cpu_s)
         peak = max(cost.peak_nbytes for cost in runs) / MIB
-        rows.append((name, *(f"{value:.2f}" for value in cells), f"{peak:.0f}"))
-    plain, locked = rows
-    ratios = [percent(float(b), float(a)) for a, b in zip(plain[1:4], locked[1:4])]
+        rows.append((name, *(f"{value:.2f}" for value in seconds[name]), f"{peak:.0f}"))
+    ratios = [percent(locked, plain) for plain, locked in zip(seconds[PLAIN], seconds[LOCKED])]
     rows.append(("cost", *ratios, ""))
     header = ("run", "fastest s", "median s", "CPU s", "peak MiB")
     return format_table(rows, header, right_aligned=header[1:])

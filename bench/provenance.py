@@ -3,7 +3,7 @@
     python -m bench.provenance --work FOLDER [--model llama-7b] [--layers 4] [--memory 64MiB,512MiB]
 
 The chain has three links: `pad-vocab`, `save-init` for a mesh, and `export`. The round trip takes the ways `mesh` and
-`easylm`. The peak is anonymous memory minus that of `prep inspect` of the model: the quantity that `--memory` limits.
+`easylm`. The peak is anonymous memory minus the peak of `prep inspect` of the model, as `--memory` counts it.
 FOLDER keeps the model and the chain for the next run, and needs room for six copies of the model.
 """
 
@@ -72,9 +72,11 @@ def measured_commands(memory: str) -> dict[str, list[str]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the chain, measure each command with each limit, and print a table."""
-    parser = argparse.ArgumentParser(prog="python -m bench.provenance")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, required=True, help="folder of the models")
-    parser.add_argument("--model", choices=sorted(PUBLISHED), default="llama-7b")
+    parser.add_argument("--model", choices=PUBLISHED, default="llama-7b", metavar="NAME")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--memory", default="64MiB,512MiB", help="limits, with commas")
     options = parser.parse_args(arguments)

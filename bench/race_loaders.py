@@ -37,7 +37,7 @@ PREP_MODULES = (
     "prepcli.sources.openers.safetensors_folder",
     "trainer.models.families.llama",
     "trainer.training.loading",
-    "trainer.training.loop",
+    "trainer.training.manifest_model",
     "obstore.store",
 )
 MAX_ERROR_CHARS = 200

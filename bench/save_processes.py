@@ -1,4 +1,4 @@
-"""Measure what a training step in a bucket costs process 0 of thousands: exchange, plan, index and manifest.
+"""Measure the cost of a saved step in a bucket for process 0 of thousands: exchange, plan and index.
 
     python -m bench.save_processes --processes 8,200,4096
 
@@ -62,7 +62,8 @@ def main() -> None:
         figures = json.loads(answer.stdout)
         print(f"{count} processes:")
         for name, value in figures.items():
-            print(f"  {name:<42}{value:>12,.2f}")
+            digits = 2 if name.endswith((", s", ", MiB")) else 0
+            print(f"  {name:<42}{value:>12,.{digits}f}")
 
 
 def measure(num_processes: int) -> dict[str, float]:
@@ -110,7 +111,7 @@ def measure(num_processes: int) -> dict[str, float]:
 def shard_boxes(
     shapes: dict[str, tuple[int, ...]], num_processes: int, fsdp: int
 ) -> list[dict[str, list[Box]]]:
-    """Return the boxes that each process saves."""
+    """Return the boxes of each process, by leaf."""
     boxes: list[dict[str, list[Box]]] = [{} for _ in range(num_processes)]
     replicas = max(1, num_processes // fsdp)
     for number, (name, shape) in enumerate(shapes.items()):

@@ -40,7 +40,7 @@ class Traffic:
     Attributes:
         requests: Requests of all kinds.
         nbytes: Sent bytes of objects.
-        repeated_nbytes: Bytes of these sent for the second time or later.
+        repeated_nbytes: Bytes among `nbytes` that were sent before.
         max_concurrent: Largest number of requests under way at once.
     """
 

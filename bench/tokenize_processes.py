@@ -2,8 +2,8 @@
 
     python -m bench.tokenize_processes --work FOLDER [--megabytes 2000] [--processes 1,2,4] [--threads 1]
 
-The corpus is that of `bench.tokenize`, in 16 files. The processes of a round start together, with a number of encoding
-threads each. The time is that from the first start to the complete store, imports included. Every store must have the
+The corpus of `bench.tokenize` is divided into 16 files. The processes of a round start together, each with `--threads`
+encoding threads. The time is from the first start to the complete store, imports included. Every store must have the
 digests of the first one.
 """
 
@@ -30,7 +30,9 @@ FILES = "files"
 
 def main() -> None:
     """Measure each number of processes, or do the share of one process."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--megabytes", type=int, default=2000)
     parser.add_argument("--processes", default="1,2,4")
@@ -79,13 +81,13 @@ def measure_processes(folder: Path, counts: list[int], threads: int) -> str:
     """Return a table of rates. Raise SystemExit if a store differs from the first one."""
     megabytes = sum(path.stat().st_size for path in (folder / FILES).iterdir()) / 1e6
     rates: list[float] = []
-    digests: list[StoreMeta] = []
+    metas: list[StoreMeta] = []
     for of in counts:
         shutil.rmtree(folder / STORES, ignore_errors=True)
         seconds = run_processes(folder, of, threads)
         rates.append(megabytes / seconds)
-        digests.append(read_store_meta(folder))
-    if any(meta != digests[0] for meta in digests):
+        metas.append(read_store_meta(folder))
+    if any(meta != metas[0] for meta in metas):
         raise SystemExit("the stores differ")
     rows = [(of, f"{rate:.2f}", f"{rate / rates[0]:.2f}") for of, rate in zip(counts, rates)]
     header = ("processes", "MB/s", f"ratio to {counts[0]}")

@@ -241,6 +241,14 @@ def test_conversions_import_only_models_and_recipes():
         assert used <= allowed, module
 
 
+def test_loading_parameters_imports_no_training_loop():
+    unused = {"trainer.training.loop", "trainer.training.evaluation", "tokenizers"}
+    for module in ("prepcli.restore.params", "prepcli.restore.random_params"):
+        reached = reachable(module)
+        assert not unused & reached, module
+        assert "trainer.generation" not in set(map(package_of, reached)), module
+
+
 def test_modules_have_no_import_cycle():
     assert [module for module in MODULES if module in reachable(module)] == []
 

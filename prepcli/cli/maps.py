@@ -40,6 +40,6 @@ def suggest(
     from prepcli.operations.suggest_map import suggest_map
     from prepcli.rendering.maps import suggestion_report
 
-    ui = output_options.open_console("map suggest", progress)
+    ui = output_options.open_console("map", progress)
     suggestion = suggest_map(checkpoint, target, arguments["out"], progress=ui, **options)
     return ui.finish(suggestion_report(suggestion))

@@ -50,7 +50,7 @@ class RemoteFile:
     Attributes:
         path: Path within the checkpoint.
         size: Size in bytes.
-        digest: Text that identifies the content, such as `sha256:...` or `etag:...`.
+        digest: Identity of the content, such as `sha256:...` or `etag:...`.
     """
 
     path: str
@@ -64,7 +64,7 @@ class RemoteFile:
 
 
 class RetryableError(Exception):
-    """Failure of a request that may be repeated, after `retry_after_s` seconds if the server asks for a wait."""
+    """Temporary failure of a request. It may be repeated after `retry_after_s` seconds, the server's wait."""
 
     def __init__(self, why: str, retry_after_s: float = 0.0) -> None:
         super().__init__(why)
@@ -72,7 +72,7 @@ class RetryableError(Exception):
 
 
 class RangeReader(Protocol):
-    """Client that requests byte ranges, from several threads at once. It is picklable, for other processes."""
+    """Client for byte ranges. Several threads use it at once, and it is pickled for other processes."""
 
     @property
     def name(self) -> str:
@@ -228,7 +228,7 @@ class _CachedRange:
 
 
 class ReadAheadCache:
-    """Reader of remote files that reads large runs directly and small ones through a cache of read-ahead ranges.
+    """Reader of remote files: large runs directly, small ones through a cache of read-ahead ranges.
 
     All files share the cache of at most READ_AHEAD_CACHE_NBYTES. The least recently used range is evicted first.
     """
@@ -288,7 +288,7 @@ class ReadAheadCache:
             offset = min(stop, cached.stop)
 
     def _read_ahead(self, file: RemoteFile, offset: int) -> _CachedRange:
-        """Read and cache a range that begins at `offset`.
+        """Read and cache a range from `offset` on.
 
         If a cached range ends at `offset`, the file is read in order: the new range is twice as large, and replaces it.
         """
@@ -341,7 +341,7 @@ class RemoteBlob:
 
 
 def without_read_ahead(blobs: Iterable[Path | Blob]) -> list[Path | Blob]:
-    """Return blobs that request only the bytes of each read from their remote files.
+    """Return blobs that read their remote files without read-ahead.
 
     The bytes around them may belong to another process.
     """

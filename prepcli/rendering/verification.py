@@ -113,7 +113,10 @@ def _difference_error(verification: Verification) -> PrepError:
         what = f"{verification.checkpoint} is not the same as {verification.against}"
     # A tensor may have several differences, e.g. one for each range of rows with a digest.
     labels = {_difference_label(difference) for difference in verification.differences}
-    counts = f"{len(labels)} of {verification.total_tensors} tensors"
+    counts = f"{len(labels)} tensors"
+    # Tensors of the other checkpoint alone are not in the total.
+    if len(labels) <= verification.total_tensors:
+        counts = f"{len(labels)} of {verification.total_tensors} tensors"
     first = verification.differences[0]
     why = f"{_difference_label(first)} {first['what']}"
     return PrepError(f"{what} ({counts})", why, verification.remedy)

@@ -50,7 +50,7 @@ BoxArrays = Mapping[Box, np.ndarray]
 
 
 class DamagedLeafError(DamagedError):
-    """Bytes of a leaf that differ from their recorded checksum."""
+    """Bytes of a leaf differ from their recorded checksum."""
 
 
 def open_reader(
@@ -338,7 +338,7 @@ def _check_arrays(meta: ArrayMeta, arrays: BoxArrays) -> None:
 def _split_into_jobs(
     blob: DecodedArray, arrays: BoxArrays, is_checked: bool
 ) -> Iterator[_PieceJob | _ChunkJob]:
-    """Yield the jobs that fill the arrays of a leaf.
+    """Yield the jobs to fill the arrays of a leaf.
 
     A chunk is a unit of storage, a piece is a contiguous part of a chunk. Uncompressed chunks have one job per piece.
     Other chunks are decoded as a whole, so they have one job per chunk.
@@ -354,7 +354,7 @@ def _split_into_jobs(
 def _touched_chunks(
     blob: DecodedArray, arrays: BoxArrays, *, is_direct: bool, is_checked: bool
 ) -> Iterator[tuple[tuple[int, ...], Iterator[_PieceJob]]]:
-    """Yield the index and the pieces of every chunk that an array needs, in C order of the grid."""
+    """Yield the index and the pieces of every needed chunk, in C order of the grid."""
     meta = blob.meta
     arrays_by_chunk: dict[tuple[int, ...], dict[Box, np.ndarray]] = {}
     for box, array in arrays.items():
@@ -382,7 +382,7 @@ def _piece_jobs(
     arrays: BoxArrays,
     is_checked: bool,
 ) -> Iterator[_PieceJob]:
-    """Yield the pieces of a chunk that cover the boxes of `arrays`, as whole checksum blocks if they are checked."""
+    """Yield the pieces of a chunk for the boxes of `arrays`, as whole checksum blocks if they are checked."""
     item_nbytes = itemsize(meta.dtype)
     byte_strides = strides(meta.chunk_shape, item_nbytes)
     corner = [i * length for i, length in zip(index, meta.chunk_shape)]
@@ -430,7 +430,7 @@ def _bounding_box(boxes: Sequence[Box]) -> Box:
 
 
 def _innermost_cut_axis(box: Box, chunk_shape: Sequence[int]) -> int:
-    """Return the innermost axis on which a box does not span the chunk, or 0 if there is none."""
+    """Return the innermost axis with a smaller extent in the box than in the chunk, or 0."""
     for axis in reversed(range(len(box))):
         if box[axis] != (0, chunk_shape[axis]):
             return axis
@@ -438,7 +438,7 @@ def _innermost_cut_axis(box: Box, chunk_shape: Sequence[int]) -> int:
 
 
 def _contiguous_pieces(box: Box, chunk_shape: Sequence[int], item_nbytes: int) -> Iterator[Box]:
-    """Yield boxes that cover a box of a chunk, each contiguous in the chunk and of at most PIECE_NBYTES.
+    """Cover a box of a chunk with boxes, each contiguous in the chunk and of at most PIECE_NBYTES.
 
     The box is widened to whole trailing dims if its runs are short or cover most of the chunk.
     """
@@ -476,9 +476,9 @@ def _single_index_box(index: Sequence[int]) -> Box:
 
 
 def _block_pieces(boxes: Sequence[Box], meta: ArrayMeta) -> Iterator[Box]:
-    """Yield boxes of whole checksum blocks that cover the given boxes of a chunk.
+    """Cover boxes of a chunk with boxes of whole checksum blocks.
 
-    Blocks outside of the given boxes are omitted. Each yielded box is contiguous in the chunk. It has at most
+    Blocks outside of them are omitted. Each yielded box is contiguous in the chunk. It has at most
     PIECE_NBYTES, or is a single larger block.
     """
     if not meta.chunk_shape:

@@ -89,7 +89,7 @@ def open_model(
         PrepError: JAX has no devices, or the mesh is invalid or does not divide a parameter.
     """
     from trainer.distributed.devices import local_devices
-    from trainer.training.setup import check_mesh_divides, model_from_manifest
+    from trainer.training.manifest_model import check_mesh_divides, model_from_manifest
 
     if source.tree_manifest.is_adapter:
         export = Command("export", source.display_name, Option("out", "ADAPTER"))

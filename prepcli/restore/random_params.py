@@ -28,7 +28,7 @@ def model_of_config(config: HFConfig, mesh: str | None) -> tuple[ModelSpec, Shar
         PrepError: The config or the mesh is invalid, or the mesh does not divide a parameter.
     """
     from trainer.nn.model_spec import build_model
-    from trainer.training.setup import check_mesh_divides
+    from trainer.training.manifest_model import check_mesh_divides
 
     family = family_of(config)
     sharding = make_sharding(mesh, ())

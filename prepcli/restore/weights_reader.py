@@ -1,4 +1,4 @@
-"""`WeightsReader`: reads parameters of any source into arrays, in the leaf layout that `save-init` would write."""
+"""`WeightsReader`: reads parameters of any source into arrays, in the leaf layout of `save-init`."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def _outermost_axis(axis_map: AxisMap) -> str:
 
 
 def _common_dtype(leaf: _LeafTensors) -> str:
-    """Return the dtype of a leaf's tensors, or a float dtype that holds all their values if they differ."""
+    """Return the dtype of a leaf's tensors, or a float dtype for all their values if they differ."""
     dtypes = {tensor.dtype for tensor in leaf.tensors.values()}
     if len(dtypes) == 1:
         return dtypes.pop()

@@ -115,12 +115,13 @@ def _start_model(
     The model is checked against the recipe.
     """
     from trainer.training import setup
+    from trainer.training.manifest_model import model_from_manifest
 
     manifest = start.manifest
     # The manifest of a step of the run has the recipe's changes already. The base of a LoRA run has not.
     if not start.resume_step or start.lora is not None:
         manifest = setup.override_config(manifest, recipe)
-    model = setup.model_from_manifest(manifest)
+    model = model_from_manifest(manifest)
     setup.check_model_layout(recipe, model, sharding)
     setup.check_seq_length(recipe.data, model)
     return manifest, model

@@ -1,4 +1,4 @@
-"""The race of loaders from a throttled bucket: the store counts, and the harness compares what was loaded."""
+"""The race of loaders from a throttled bucket: the store counts its traffic, and the harness compares the values."""
 
 from __future__ import annotations
 
@@ -140,6 +140,15 @@ def test_load_ends_before_memory_is_exhausted(race: Race, monkeypatch: pytest.Mo
     monkeypatch.setattr(load_race, "MIN_AVAILABLE_NBYTES", 1 << 60)
     row = run_race(race, "TensorStore, item", 1, ROWS, kill=False)
     assert "the machine has no more" in row.error
+
+
+def test_peak_of_a_short_load_is_at_least_the_start(monkeypatch: pytest.MonkeyPatch):
+    """A load of less than SAMPLE_S has no sample."""
+    sampler = load_race.MemorySampler([])
+    monkeypatch.setattr(sampler, "sample", lambda: 5)
+    with sampler:
+        pass
+    assert sampler.start_nbytes == sampler.peak_nbytes == 5
 
 
 def test_other_values_are_an_error(race: Race):

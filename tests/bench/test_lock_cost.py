@@ -15,9 +15,19 @@ def cost(wall_s: float, cpu_s: float) -> CommandCost:
 
 def test_pairs_run_both_kinds_and_delete_the_outputs(tmp_path: Path):
     make_checkpoint(tmp_path / "model", LLAMA)
+    # Left by an interrupted measurement: `save-init` would refuse to replace it.
+    (tmp_path / "lock-out").mkdir()
+    (tmp_path / "lock-out" / "file").touch()
     costs = measure_pairs(tmp_path / "model", tmp_path, pairs=1)
     assert [len(costs[name]) for name in (PLAIN, LOCKED)] == [1, 1]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_cost_of_short_runs_is_not_rounded_before_the_ratio():
+    costs = {PLAIN: [cost(0.004, 0.004)], LOCKED: [cost(0.006, 0.005)]}
+    assert cost_text(costs).splitlines()[-1].split() == [
+        *("cost", "+50.0", "%", "+50.0", "%", "+25.0", "%"),
+    ]
 
 
 def test_cost_is_the_part_that_a_lock_adds():

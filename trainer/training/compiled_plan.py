@@ -39,10 +39,10 @@ from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
 from trainer.training.attention_choice import preferred_kernel
 from trainer.training.feed import column_shapes
+from trainer.training.manifest_model import model_from_manifest
 from trainer.training.setup import (
     build_step_setup,
     check_model_layout,
-    model_from_manifest,
     partition_rules,
 )
 from trainer.training.step import StepSetup, jit_train_step, state_shapes

@@ -11,9 +11,8 @@ from trainer.distributed.mesh_devices import device_kind
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.attention_kernels import DeviceKind
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
-from trainer.models.errors import Command, Key, Option, PrepError, text, usage_error
+from trainer.models.errors import Key, text, usage_error
 from trainer.models.json_types import HFConfig
-from trainer.models.lora import lora_from_manifest
 from trainer.models.manifest_fields import StepFields
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.registry import family_of
@@ -21,10 +20,10 @@ from trainer.models.remat import saved_activations
 from trainer.models.rope_config import Rope
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, override_rope
 from trainer.models.rule_text import merge_rules
-from trainer.models.rules import Rules, check_leaf_rules
+from trainer.models.rules import Rules
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.loss_terms import LossTerms
-from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
+from trainer.nn.model_spec import ForwardConfig, ModelSpec, unscannable_error
 from trainer.planning.accelerators import accelerator_of
 from trainer.planning.exact_reduction import check_exact_model, reduction_shards, rows_per_device
 from trainer.planning.model_shapes import recipe_config
@@ -36,27 +35,12 @@ from trainer.recipe.checks import MAX_INT32
 from trainer.recipe.tables import Data, Model
 from trainer.training.loop import Interval, LoopConfig
 from trainer.training.loss_scale import LossScale
+from trainer.training.manifest_model import check_mesh_divides, rules_from_manifest
 from trainer.training.optimizers import build_optimizer
 from trainer.training.samples import Sampler
 from trainer.training.source_datasets import Datasets, make_order
 from trainer.training.step import StepSetup
 from trainer.training.token_functions import NO_TOKEN_FUNCTIONS, TokenFunctions
-
-
-def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
-    """Build the ModelSpec of a checkpoint's manifest.
-
-    Layers are stacked as in the checkpoint.
-    """
-    config = manifest["config"]
-    return build_model(
-        family_of(config),
-        config,
-        manifest["tied"],
-        scan=manifest["scan"],
-        scan_axis=manifest["scan_axis"],
-        lora=lora_from_manifest(manifest),
-    )
 
 
 def override_config(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
@@ -118,37 +102,6 @@ def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingConte
         why = f"the experts of {model.family.name} compute their hidden units again"
         raise usage_error("`model.remat_policy` has mlp_hidden", why, "remove it from the list")
     check_mesh_divides(model, sharding)
-
-
-def check_mesh_divides(model: ModelSpec, sharding: ShardingContext) -> None:
-    """Check that the mesh divides every parameter, and that each rule of leaves is for some of them.
-
-    Raises:
-        UsageError: The mesh does not divide a parameter, or a rule of leaves does not fit the parameters.
-    """
-    check_leaf_rules(sharding.rules, {path: leaf.dims for path, leaf in model.leaves.items()})
-    for leaf in model.leaves.values():
-        try:
-            sharding.param_spec(leaf)
-        except PrepError as error:
-            command = Command(
-                "save-init",
-                "MODEL",
-                Option("mesh", str(sharding.mesh)),
-                Option("pad_vocab", "auto"),
-            )
-            hint = text(
-                "another mesh, or a checkpoint made for this one: {}, or with {} of {}",
-                command,
-                Option("rules"),
-                Command("save-init"),
-            )
-            raise usage_error(error.what, error.why, hint) from error
-
-
-def rules_from_manifest(manifest: Mapping[str, Any]) -> Rules:
-    """Return the partition rules of a checkpoint."""
-    return merge_rules(manifest["rules"])
 
 
 def partition_rules(recipe: Recipe, manifest: Mapping[str, Any]) -> Rules:

@@ -32,8 +32,8 @@ from tests.helpers.training_states import (
     save_steps,
 )
 from trainer.nn.model_spec import ForwardConfig
+from trainer.training.manifest_model import model_from_manifest
 from trainer.training.optimizers.optimizer import Optimizer
-from trainer.training.setup import model_from_manifest
 from trainer.training.step import StepSetup, leaf_name, state_shapes
 
 BASES: dict[str, dict[str, Any]] = {

@@ -42,6 +42,11 @@ def test_suggested_map_leads_from_layouts_of_llama_to_hugging_face(layout: str):
     assert_suggested_map_converts("other", "llama")
 
 
+def test_json_names_the_group_as_errors_do(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("llama"), LLAMA)
+    assert run_json(capsys, "map", "suggest", "llama", "llama")["command"] == "map"
+
+
 def test_suggested_map_divides_fused_tensors():
     make_checkpoint(Path("llama"), LLAMA)
     write_foreign_folder(Path("own"), read_tensors(Path("llama")))

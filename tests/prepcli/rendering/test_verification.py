@@ -42,6 +42,13 @@ def test_quick_check_of_one_checkpoint_has_no_padding():
     assert [*report.fields] == ["tensors", "values", "checked"]
 
 
+def test_differences_of_both_checkpoints_have_no_total():
+    """Tensors that only `against` has are not part of the checkpoint's total."""
+    report = verification_report(replace(DIFFERENT, total_tensors=20), silent_ui())
+    assert report.error is not None
+    assert report.error.what == "a is not the same as b (30 tensors)"
+
+
 def test_differences_are_an_error_with_counts():
     report = verification_report(DIFFERENT, silent_ui())
     assert report.error is not None

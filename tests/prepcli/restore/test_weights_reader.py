@@ -28,7 +28,7 @@ from tests.helpers.tiny_checkpoints import (
     write_checkpoint,
 )
 from trainer.models.param_tree import flatten_tree
-from trainer.training.setup import model_from_manifest
+from trainer.training.manifest_model import model_from_manifest
 
 Box = tuple[tuple[int, int], ...]
 

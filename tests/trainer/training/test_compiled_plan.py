@@ -15,7 +15,8 @@ from trainer.models.mesh import parse_mesh
 from trainer.recipe import Recipe
 from trainer.training.compiled_plan import compile_plan, compiled_plan
 from trainer.training.feed import batch_shapes
-from trainer.training.setup import build_step_setup, model_from_manifest
+from trainer.training.manifest_model import model_from_manifest
+from trainer.training.setup import build_step_setup
 
 MESH = "1,2,4"
 T5 = {
