@@ -85,8 +85,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (of_torch / "config.json").write_bytes((folder / "gpt-neo-1.3B/config.json").read_bytes())
     (of_torch / "pytorch_model.bin").write_bytes(make_torch_file(tensors))
     make_checkpoint(folder / "llama-13b", LLAMA, vocab_size=256, hidden_size=64)
-    make_checkpoint(folder / "llama-hf", LLAMA)
-    write_foreign_folder(folder / "own", read_tensors(folder / "llama-hf"))
+    make_checkpoint(folder / "out/original", LLAMA)
+    write_foreign_folder(folder / "own", read_tensors(folder / "out/original"))
     make_quantized(folder / "llama-13b-fp8", "fp8", base=LLAMA | {"vocab_size": 256})
     write_tokenizer(folder / "gpt-neo-1.3B")
     write_model(folder / "my-model")
@@ -149,7 +149,6 @@ def test_how_to_guides_show_commands():
     assert [page.name for page in guides if not has_console(page)] == [
         "add-a-family.md",
         "buckets.md",
-        "training-state.md",
     ]
 
 

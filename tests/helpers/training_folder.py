@@ -6,9 +6,10 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,24 +56,24 @@ def write_tokenizer(folder: Path, words: Sequence[str] = WORDS) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(document))
 
 
-def make_training_folder() -> None:
-    """Write a recipe, a text, a Hugging Face model and its init to the current folder."""
-    shutil.copytree(_template().name, ".", dirs_exist_ok=True)
+def make_training_folder(config: Mapping[str, Any] = LLAMA) -> None:
+    """Write a recipe, a text, a Hugging Face model with this config and its init to the current folder."""
+    shutil.copytree(_template(json.dumps(config)).name, ".", dirs_exist_ok=True)
 
 
 @cache
-def _template() -> tempfile.TemporaryDirectory[str]:
+def _template(config: str) -> tempfile.TemporaryDirectory[str]:
     """Return a training folder that tests only copy; a copy takes a fiftieth of the time of a conversion."""
     # The folder is deleted when this process exits.
     folder = tempfile.TemporaryDirectory(prefix="prep-training-")
     with contextlib.chdir(folder.name):
-        _write_training_folder()
+        _write_training_folder(json.loads(config))
     return folder
 
 
-def _write_training_folder() -> None:
+def _write_training_folder(config: dict[str, Any]) -> None:
     """Write a checkpoint, a tokenizer, data and a recipe to the current folder."""
-    make_checkpoint(Path("tiny"), LLAMA)
+    make_checkpoint(Path("tiny"), config)
     write_tokenizer(Path("tiny"))
     assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
     numbers = np.cumsum(np.random.default_rng(0).integers(0, 3, 3000)) % len(WORDS)

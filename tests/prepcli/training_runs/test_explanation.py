@@ -37,7 +37,7 @@ def test_page_names_existing_functions(name: str):
 
 def test_page_names_every_stage():
     stages = {name.split(".")[2] for name in named_objects() if name.startswith("prepcli.training")}
-    assert stages >= STAGES - {"random_start", "remote_data", "summary"}
+    assert stages >= STAGES - {"random_start", "recipe_data", "remote_data", "summary"}
 
 
 def test_page_has_the_order_of_the_functions_in_the_source():

@@ -162,6 +162,7 @@ def test_examples_make_a_valid_recipe(tmp_path: Path):
         "optimizer.loss_scale",
         "optimizer.cooldown_steps",
         "lora.path",
+        "model.training_state",
         "data.sources",
         "data.eval_split",
         *START_KEYS,
@@ -353,7 +354,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
         "checkpoint.best",
         *SAVE_KEYS,
     }
-    excluded |= {"model.offload", "model.public_key", *START_KEYS} | draw(
+    excluded |= {"model.offload", "model.public_key", "model.training_state", *START_KEYS} | draw(
         st.sampled_from([{"model.remat_policy"}, policy_conflicts])
     )
     excluded |= {
