@@ -115,7 +115,7 @@ def find_relations(first: TensorTree, second: TensorTree) -> Relations:
     """
     relations = Relations()
     _relate_whole_tensors(first, second, relations)
-    # Slices of a stacked tensor are certain by their sums along its axes. Parts of a fused one are tried afterwards.
+    # A slice of a stacked tensor is found by its sum. Only what is left is searched for parts of fused tensors.
     for find_members in (_slices, _parts):
         for members, containers, is_reversed in ((second, first, False), (first, second, True)):
             member_names = _unrelated(members, relations, is_second=not is_reversed)

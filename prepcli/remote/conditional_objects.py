@@ -25,6 +25,15 @@ class ConditionsNotSupportedError(Exception):
     """The store has no conditional writes."""
 
 
+def is_unsupported_write(error: Exception) -> bool:
+    """Return whether a conditional write failed because the store has none."""
+    from obstore import exceptions
+
+    if isinstance(error, (exceptions.NotSupportedError, NotImplementedError)):
+        return True
+    return status_of(error) in NOT_IMPLEMENTED
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectVersion:
     """Version of an object.
@@ -192,8 +201,7 @@ def _put_object(bucket: Bucket, path: str, content: bytes, mode: PutMode) -> Obj
         except FileExistsError:
             return None
         except (exceptions.BaseError, NotImplementedError) as error:
-            is_unsupported = isinstance(error, (exceptions.NotSupportedError, NotImplementedError))
-            if is_unsupported or status_of(error) in NOT_IMPLEMENTED:
+            if is_unsupported_write(error):
                 # A refused request takes seconds of retries.
                 bucket.has_conditions = False
                 raise ConditionsNotSupportedError from error

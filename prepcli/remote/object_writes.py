@@ -17,8 +17,8 @@ import numpy as np
 
 from prepcli.engine.files import ByteArray
 from prepcli.errors import RERUN_HINT, RESUME_HINT, Option, PrepError, text
-from prepcli.remote.conditional_objects import NOT_IMPLEMENTED
-from prepcli.remote.object_store import WRITE_NBYTES, Bucket, part_nbytes, status_of
+from prepcli.remote.conditional_objects import is_unsupported_write
+from prepcli.remote.object_store import WRITE_NBYTES, Bucket, part_nbytes
 from prepcli.remote.remote_files import RemoteFile, read_range
 
 # Bytes that are read back at a time, in each thread that sends.
@@ -82,10 +82,7 @@ def _create(bucket: Bucket, path: str, data: ByteArray) -> RemoteFile | None:
             try:
                 result = bucket.retry_call(partial(put, "create"))
             except (exceptions.BaseError, NotImplementedError) as error:
-                is_unsupported = isinstance(
-                    error, (exceptions.NotSupportedError, NotImplementedError)
-                )
-                if not is_unsupported and status_of(error) not in NOT_IMPLEMENTED:
+                if not is_unsupported_write(error):
                     raise
                 # The lock has said so.
                 bucket.has_conditions = False

@@ -25,7 +25,10 @@ def check_continued_start(start: StartCheckpoint, loop: LoopConfig) -> None:
 
     path = loop.recipe.model.path
     reader = start.model_reader
-    if not isinstance(reader, ItemReader) or not Manifest(reader.manifest).is_training_step:
+    step = None
+    if isinstance(reader, ItemReader):
+        step = Manifest(reader.manifest).step
+    if not isinstance(reader, ItemReader) or step is None:
         option = Option("training_state", True)
         raise usage_error(
             text("{} has no effect for {}", Key("model.training_state", True), path),
@@ -42,7 +45,6 @@ def check_continued_start(start: StartCheckpoint, loop: LoopConfig) -> None:
             f"it lacks {missing[0]}, one of {len(missing):,} leaves",
             text("{} chooses the optimizer", Key("optimizer.type")),
         )
-    step = Manifest(reader.manifest).step or 0
     if step >= loop.steps:
         raise PrepError(
             f"{path} is at step {step}",

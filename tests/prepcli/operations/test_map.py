@@ -26,7 +26,7 @@ from tests.helpers.foreign_names import (
 )
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.quantized_folders import make_quantized
-from tests.helpers.run_cli import run_failing, run_json, run_ok
+from tests.helpers.run_cli import exported_tensors, run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, assert_same, make_checkpoint, read_tensors
 
 Write = Callable[[Path, dict[str, np.ndarray]], None]
@@ -109,6 +109,7 @@ def test_maps_read_every_format(tensors: dict[str, np.ndarray], write: Write):
     write(Path("other"), foreign_tensors(tensors))
     run_ok("save-init", "other", "--map", "own.map", "--out", "init")
     run_ok("verify", "init", "llama")
+    assert_same(exported_tensors("init"), tensors)
 
 
 def test_reshard_with_a_map_turns_kept_names_into_a_family(tensors: dict[str, np.ndarray]):
@@ -118,6 +119,7 @@ def test_reshard_with_a_map_turns_kept_names_into_a_family(tensors: dict[str, np
     run_ok("verify", "init")
     run_ok("reshard", "init", "--mesh", "1,1,1", "--no-scan", "--out", "again")
     run_ok("verify", "again", "llama")
+    assert_same(exported_tensors("again"), tensors)
 
 
 OWN_TREE_MAP = """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.levanter_trees import TREES, write_levanter
-from tests.helpers.run_cli import error_lines, run_ok
+from tests.helpers.run_cli import error_lines, exported_tensors, run_ok
 from tests.helpers.tiny_checkpoints import (
     GROUPED_QUERY,
     assert_same,
@@ -34,6 +34,7 @@ def test_named_layout_is_read(command: str):
     options = ("--mesh", "1,1,1") if command == "reshard" else ()
     run_ok(command, "./step-3", *CONFIG, *LAYOUT, *options, "--out", "init")
     run_ok("verify", "init", "./model")
+    assert_same(exported_tensors("init"), read_tensors(Path("model")))
 
 
 def test_export_reads_one_layout_and_writes_another():

@@ -11,8 +11,8 @@ import pytest
 
 from prepcli.cli.main import main
 from tests.helpers.other_trainers import SETTINGS, STEPS, TorchTraining, make_folder, train
-from tests.helpers.run_cli import error_lines, run_ok
-from tests.helpers.tiny_checkpoints import LLAMA
+from tests.helpers.run_cli import error_lines, exported_tensors, run_ok
+from tests.helpers.tiny_checkpoints import LLAMA, assert_same
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -108,6 +108,10 @@ def test_verify_finds_changed_moments_and_settings(folder: None):
 def test_import_without_state_reads_the_model(folder: None):
     run_ok("save-init", "torch", "--config", "tiny", "--out", "model-only")
     run_ok("verify", "model-only", "from-torch")
+    training = TorchTraining("tiny")
+    training.load("torch")
+    expected = {name: tensor.numpy() for name, tensor in training.model.state_dict().items()}
+    assert_same(exported_tensors("model-only"), expected)
 
 
 def test_tied_head_moves_in_both_directions(tmp_path: Path, monkeypatch):

@@ -180,6 +180,7 @@ def test_long_log_of_trainer_is_read(state: State):
         json.dumps({"global_step": STEP, "log_history": log})
     )
     import_state(state, "out")
+    assert json.loads(Path("out/prep-manifest.json").read_text())["step"] == STEP
 
 
 def test_export_in_a_bucket_is_read_without_its_state(state: State, monkeypatch, capsys):

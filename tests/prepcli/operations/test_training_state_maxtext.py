@@ -71,13 +71,18 @@ def restore_optax(item: Path) -> tuple[dict[str, Any], Any]:
     return restored["params"]["params"], restored["opt_state"]
 
 
+def read_moments(source: str) -> dict[int, dict[str, Any]]:
+    """Export a training state for Trainer, and read its moments with PyTorch, by the number of the parameter."""
+    run_ok("export", source, "--training-state", "--out", "for-trainer", "--overwrite")
+    return torch.load("for-trainer/optimizer.pt", weights_only=True)["state"]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_orbax_restores_the_state_of_optax(folder: None, layout: str):
     params, (adam, decay, schedule) = restore_optax(Path(layout, str(HALF), "items").absolute())
     assert int(adam.count) == int(schedule.count) == HALF
     assert decay == optax.EmptyState()
-    run_ok("export", "half", "--training-state", "--out", f"{layout}-judge")
-    state = torch.load(f"{layout}-judge/optimizer.pt", weights_only=True)["state"]
+    state = read_moments("half")
     # Numbers in the order of the modules: the embedding, then 7 matrices per layer.
     for layer in range(LLAMA["num_hidden_layers"]):
         query = state[1 + 7 * layer]
@@ -107,6 +112,11 @@ def test_round_trip_changes_no_bit(folder: None, layout: str):
     out = f"{layout}-back"
     run_ok("save-init", layout, "--training-state", "--pad-vocab", "8", "--out", out)
     run_ok("verify", out, f"half/{HALF}")
+    moved = read_moments(out)
+    original = read_moments("half")
+    assert moved.keys() == original.keys()
+    for number, entry in moved.items():
+        assert all(torch.equal(entry[slot], original[number][slot]) for slot in entry)
 
 
 def test_verify_finds_a_changed_count_of_the_schedule(folder: None, capsys):

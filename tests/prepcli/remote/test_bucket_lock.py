@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,27 +14,14 @@ from prepcli.errors import PrepError
 from prepcli.remote import bucket_lock
 from prepcli.remote.bucket_lock import BucketLock, check_lock, lock_owner
 from prepcli.remote.conditional_objects import publish_file
-from prepcli.remote.object_store import Bucket, parse_url
-from tests.helpers.object_server import FakeObjectStore, serve_objects
+from prepcli.remote.object_store import Bucket
+from tests.helpers.object_server import FakeObjectStore
 
 pytestmark = pytest.mark.waits
 
 LOCK = "bucket/out/.prep-lock"
 NEVER_S = 3600.0
 pytest.importorskip("obstore")
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
-    with serve_objects() as fake:
-        for name, value in fake.environment().items():
-            monkeypatch.setenv(name, value)
-        yield fake
-
-
-@pytest.fixture(params=["gs", "s3"])
-def bucket(store: FakeObjectStore, request: pytest.FixtureRequest) -> Bucket:
-    return Bucket(parse_url(f"{request.param}://bucket/out"))
 
 
 def new_lock(bucket: Bucket, plan: str = "plan", *, renew_s: float = NEVER_S) -> BucketLock:

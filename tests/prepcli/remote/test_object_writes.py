@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from prepcli.errors import PrepError
-from prepcli.remote.object_store import PART_NBYTES, Bucket, parse_url
+from prepcli.remote.object_store import PART_NBYTES, Bucket
 from prepcli.remote.object_writes import ObjectUploads, put_object
 from prepcli.remote.retries import RetryPolicy
-from tests.helpers.object_server import FakeObjectStore, serve_objects
+from tests.helpers.object_server import FakeObjectStore
 
 pytest.importorskip("obstore")
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
-    with serve_objects() as fake:
-        for name, value in fake.environment().items():
-            monkeypatch.setenv(name, value)
-        yield fake
-
-
-@pytest.fixture(params=["gs", "s3"])
-def bucket(store: FakeObjectStore, request: pytest.FixtureRequest) -> Bucket:
-    return Bucket(parse_url(f"{request.param}://bucket/out"))
 
 
 def put(bucket: Bucket, path: str, content: bytes = b"content") -> None:
