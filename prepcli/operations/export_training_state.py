@@ -90,8 +90,6 @@ CONTENT_OF_DCP = StateContent(
     folder_name="",
     schedule_note="a scheduler starts at step {step}, with the learning rate {peak_lr:g} after warm-up",
 )
-
-
 CONTENT_OF_MAXTEXT = StateContent(
     missing=("random state", "settings of the optimizer"),
     folder_name="",

@@ -175,9 +175,12 @@ def _check_moments(
             why,
             text("{} chooses the optimizer of a run", Key("optimizer.type", "adamw")),
         )
+    trained = trained_tensors(source)
     for slot, moments in slots.items():
-        for parameter in trained_tensors(source):
-            if parameter.name not in moments or any(map(is_leaf_path, moments)):
+        # A slot without some of the parameters has paths of leaves as names.
+        is_partial = any(map(is_leaf_path, moments))
+        for parameter in trained:
+            if is_partial or parameter.name not in moments:
                 what = f"{name} has no {slot} of {source.file_name(parameter)}"
                 why = text("{} leaves parameters without moments", Key("optimizer.freeze"))
                 hint = text("export it without {}", Option("training_state", True))
