@@ -312,6 +312,6 @@ def test_megatron_reads_the_export_and_is_read(tmp_path: Path):
     assert documents_of(tokens) == joined(DOCUMENTS)
     store = config.cache / tokens.identity
     index = export_tokens(store, read_meta(store), tmp_path / "copy", "megatron")
-    dataset = indexed_dataset.IndexedDataset(str(index.with_suffix("")))
+    dataset: Any = indexed_dataset.IndexedDataset(str(index.with_suffix("")))
     assert [dataset[i].tolist() for i in range(len(dataset))] == joined(DOCUMENTS)
     assert dataset.document_indices.tolist() == [*range(len(DOCUMENTS) + 1)]
