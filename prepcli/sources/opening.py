@@ -308,9 +308,10 @@ def _check_headers(source: Source) -> None:
 
 def _with_remote_blobs(source: Source, remote: RemoteCheckpoint) -> Source:
     """Replace the placeholder files of a source by its remote files."""
-    blobs = remote.blobs(source.files, source.blobs)
+    files = remote.remote_files(source.files)
+    blobs = remote.remote_blobs(source.blobs, source.files, files)
     stamps = tuple(
         SourceFile(stamp.path, blob.file.size, 0, blob.file.digest)
-        for stamp, blob in zip(source.file_stamps, blobs)
+        for stamp, blob in zip(source.file_stamps, files)
     )
-    return replace(source, file_stamps=stamps, blobs=blobs)
+    return replace(source, file_stamps=stamps, blobs=blobs, remote_files=files)

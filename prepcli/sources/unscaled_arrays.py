@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from prepcli.engine.blobs import Blob
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray
 from prepcli.engine.fills import numpy_dtype
@@ -28,6 +30,10 @@ class UnscaledArray:
     def name(self) -> str:
         """Name in messages."""
         return self.array.name
+
+    def with_files(self, files: Sequence[Blob]) -> UnscaledArray:
+        """Return the same array in other files."""
+        return replace(self, array=self.array.with_files(files))
 
     def open(self) -> UnscaledReader:
         """Open the array for reading, with a small separate cache."""
