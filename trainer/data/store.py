@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from trainer.data.document_packing import PackedRows
+from trainer.data.document_packing import DocumentRows
 from trainer.data.files import io_error
 from trainer.files.json_values import load_json
 from trainer.files.reading import open_regular_file, read_regular_file
@@ -86,7 +86,7 @@ class MappedTokens:
     identity: str
     seq_length: int
     weights: npt.NDArray[np.uint8] | None = None
-    rows: PackedRows | None = None
+    rows: DocumentRows | None = None
 
     @property
     def n_tokens(self) -> int:
