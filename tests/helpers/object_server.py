@@ -51,6 +51,8 @@ class FakeObjectStore:
     write_faults: FaultInjector = field(default_factory=lambda: FaultInjector(kinds=WRITE_FAULTS))
     # Object and number of bytes of each write that arrived, also of refused ones.
     received: list[tuple[str, int]] = field(default_factory=list)
+    # Object of each write that succeeded.
+    completed_writes: list[str] = field(default_factory=list)
     # Number of requests that are being answered.
     num_running: int = 0
     # Listings do not show objects with this text in their key.
@@ -81,6 +83,7 @@ class FakeObjectStore:
         """Store an object as a new generation."""
         newest = max((generation for generation, _ in self.versions.values()), default=1)
         self.objects[key], self.versions[key] = content, (newest + 1, self.time)
+        self.completed_writes.append(key)
 
     def objects_below(self, prefix: str) -> dict[str, bytes]:
         """Return the objects below a prefix, by the rest of their keys."""
