@@ -34,7 +34,7 @@ from prepcli.operations.inspection_options import VerifyOptions
 from prepcli.operations.operation import public
 from prepcli.operations.results import TensorDifference, TensorDistance, Verification
 from prepcli.operations.source_line import source_line
-from prepcli.operations.verify_map import first_options, is_output
+from prepcli.operations.verify_map import first_options, is_output, mapped_options
 from prepcli.option_spec import PathLike
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import Stream
@@ -180,7 +180,10 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
         check_stream(request.common.stream, located)
         return _verify_digests(_collect_model(source), request, observer)
     against_located, against_source = open_checkpoint(
-        _against_options(request), observer, allow_adapters=True, kept_scales=kept_scales
+        mapped_options(_against_options(request), source.manifest),
+        observer,
+        allow_adapters=True,
+        kept_scales=kept_scales,
     )
     check_config_option(request.common, source, against_source)
     check_stream(request.common.stream, located, against_located)
