@@ -18,7 +18,7 @@ import contextlib
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -105,7 +105,8 @@ def main() -> None:
         write_recipes()
         runs = {kind: open_run(*KINDS[kind]) for kind in KINDS}
         for kind, run in runs.items():
-            log(f"{kind}: {compare_processes(run)} shares of 1 to {MAX_PROCESSES} processes")
+            n_shares = compare_processes(run, range(1, MAX_PROCESSES + 1))
+            log(f"{kind}: {n_shares} shares of 1 to {MAX_PROCESSES} processes")
         # Before JAX starts threads, which workers made by a fork would not have.
         for kind, run in runs.items():
             log(f"{kind}: {compare_loaders(kind, run)} steps of {N_RANKS} ranks with workers")
@@ -150,10 +151,10 @@ def step_digest(shares: list[Arrays], step: int) -> str:
     return total.hexdigest()
 
 
-def compare_processes(run: Run) -> int:
+def compare_processes(run: Run, counts: Iterable[int]) -> int:
     """Compare the batches of each number of processes, and return the number of shares."""
     n_shares = 0
-    for of in range(1, MAX_PROCESSES + 1):
+    for of in counts:
         shares = run.shares(of, 0)
         for step in range(STEPS):
             check_step(run, [next(share) for share in shares], step)

@@ -46,7 +46,7 @@ def test_schedules_take_all_steps():
 
 def test_other_batches_are_noticed():
     run = make_run()
-    assert compare_processes(run) == STEPS * MAX_PROCESSES * (MAX_PROCESSES + 1) // 2
+    assert compare_processes(run, [1, 7]) == STEPS * 8
     share = run.shares(1, 0)[0].batch(0)
     share["targets"][5, 2] += 1
     with pytest.raises(SystemExit, match="step 0 of 1 processes differs"):

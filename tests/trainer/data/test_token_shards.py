@@ -134,6 +134,23 @@ def test_changed_file_is_one_error(config: TokenizeConfig, tmp_path: Path):
         tokenize(config, 1, 2)
 
 
+def test_change_after_a_shard_is_noticed_without_digests(config: TokenizeConfig):
+    """The stamps of the last process must not stand for files that were read before the change."""
+    tokenize(config, 0, 2)
+    path = Path(config.paths[0]) / "0.jsonl"
+    content = path.read_text()
+    path.write_text(content.replace("the", "cat"))
+    old = tokenize(config, 1, 2)
+    assert old.meta is not None
+    opened = tokenize_files(
+        replace(config, checks_digests=False),
+        progress=lambda *counts: None,
+        note=lambda text: None,
+    )
+    assert opened.identity != old.meta.identity
+    assert read_files(config.cache / opened.identity) == expected_files(config)
+
+
 def test_grown_file_is_one_error(config: TokenizeConfig, tmp_path: Path):
     tokenize(config, 0, 2)
     with (tmp_path / "data" / "0.jsonl").open("a") as file:
