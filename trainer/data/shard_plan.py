@@ -217,7 +217,8 @@ def _with_size(file: FoundFile) -> DataFile:
 
 
 def _name(file: DataFile) -> str:
-    return Path(str(file.path)).name
+    """Return the name of a file without folders. Bytes outside UTF-8 are escaped, since JSON has none."""
+    return Path(str(file.path)).name.encode(errors="backslashreplace").decode()
 
 
 def _other_data_error(folder: Path, what: str, why: str) -> PrepError:

@@ -112,6 +112,13 @@ def test_another_number_of_processes_continues(config: TokenizeConfig):
     assert read_files(config.cache / tokenize(config).folder.name) == expected_files(config)
 
 
+def test_file_name_outside_utf8_is_supported(config: TokenizeConfig):
+    folder = Path(config.paths[0])
+    (folder / "3.jsonl").rename(folder / os.fsdecode(b"3\xff.jsonl"))
+    results = [tokenize(config, process, 2) for process in range(2)]
+    assert read_files(results[-1].folder) == expected_files(config)
+
+
 def test_damaged_shard_is_made_again(config: TokenizeConfig):
     tokenize(config, 0, 2)
     path = next(plan_folder(config).glob("*/*/tokens.bin"))
