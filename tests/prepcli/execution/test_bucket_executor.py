@@ -40,5 +40,5 @@ def test_processes_that_publish_at_once_write_one_manifest(
             runs = [pool.submit(convert, index) for index in range(2)]
         for run in runs:
             run.result()
-        assert site.store.completed_writes.count("bucket/out/prep-manifest.json") == 1
+        assert site.store.stored.count("bucket/out/prep-manifest.json") == 1
         assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]

@@ -421,7 +421,7 @@ def test_workers_write_one_output(site: StoreSite, home: Path):
     report = finish(start_prep(*arguments, "--workers", "2", "--json", cwd=site.cwd))
     assert report["ok"], report
     # Both processes may publish at the same time. The store refuses the second manifest.
-    assert site.store.completed_writes.count("bucket/out/prep-manifest.json") == 1
+    assert site.store.stored.count("bucket/out/prep-manifest.json") == 1
     assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
 
 
