@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -136,7 +137,7 @@ class PlannedConversion:
         default_out_name: Name of the output if the user gives none.
         notes: Lines for the user.
         fields: Fields for JSON.
-        next_command: The command that usually follows, with OUT_PLACEHOLDER for the output's path.
+        next_command: The command that usually follows, for a shell, with OUT_PLACEHOLDER for the path of the output.
         source_view: Source of the plan, if it differs from the opened one.
     """
 
@@ -402,7 +403,9 @@ def _with_url(
         conversion,
         already_done=conversion.already_done or is_uploaded_already,
         details=details,
-        next_command=conversion.next_command.replace(str(request.local_folder), url),
+        next_command=conversion.next_command.replace(
+            shlex.quote(str(request.local_folder)), shlex.quote(url)
+        ),
     )
 
 
@@ -517,7 +520,7 @@ def _convert(
         plan=planned.plan,
         details=details,
         # An output that was uploaded earlier is reported from a dry run.
-        next_command=planned.next_command.replace(OUT_PLACEHOLDER, str(out)),
+        next_command=planned.next_command.replace(OUT_PLACEHOLDER, shlex.quote(str(out))),
     )
 
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from prepcli.engine.files import io_error
-from prepcli.errors import OutputExistsError, Text
+from prepcli.errors import OutputExistsError, PrepError, Text
 from prepcli.formats.untrusted import read_small_file, stat_file
 from trainer.files.writing import write_file
 
 
 def check_result_path(path: Path) -> None:
-    """Raise PrepError if something other than a regular file has the name of a result."""
+    """Check that a result can be written, before the work for it begins.
+
+    Raises:
+        PrepError: Something other than a regular file has the name, or its folder does not exist.
+    """
     if path.exists():
         stat_file(path)
+    elif not path.parent.is_dir():
+        what = f"cannot write {path}"
+        hint = f"create the folder {path.parent}, or use another one"
+        raise PrepError(what, f"{path.parent} is not a folder", hint)
 
 
 def has_content(path: Path, data: bytes, *, overwrite: bool, why: str, hint: Text) -> bool:
