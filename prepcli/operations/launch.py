@@ -11,7 +11,7 @@ from prepcli.console.observer import QUIET, Observer
 from prepcli.engine.files import io_error
 from prepcli.errors import Command, Key, Option, Text, join_texts, text, usage_error
 from prepcli.execution.signals import PARENT_VARIABLE, remember_signal
-from prepcli.execution.uploads import check_local_folder, parse_out_url
+from prepcli.execution.uploads import check_local_path, parse_out_url
 from prepcli.launch.command import TRAIN, LaunchedCommand, check_process_count
 from prepcli.launch.gke import gke_manifest
 from prepcli.launch.hardware import (
@@ -312,7 +312,7 @@ def _training_needs(command: LaunchedCommand, recipe: Recipe | None) -> Training
     # An invalid URL is an error before the job waits.
     parse_out_url(command.out)
     if not command.writes_buckets:
-        check_local_folder(command.out)
+        check_local_path(command.out)
     if not command.has_mesh:
         return None
     if recipe is None:
@@ -375,6 +375,7 @@ def _write_and_submit(target: str, script: str, options: SubmitOptions) -> Launc
 
 
 def _write_script(path: Path, script: str) -> None:
+    check_local_path(path)
     try:
         # Paths in the script may have bytes that are not UTF-8, which Python keeps as surrogates.
         write_file(path, os.fsencode(script), overwrite=False)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from prepcli.engine.files import io_error
 from prepcli.errors import OutputExistsError, PrepError, Text
+from prepcli.execution.uploads import check_local_path
 from prepcli.formats.untrusted import read_small_file, stat_file
 from trainer.files.writing import write_file
 
@@ -14,8 +15,9 @@ def check_result_path(path: Path) -> None:
     """Check that a result can be written, before the work for it begins.
 
     Raises:
-        PrepError: Something other than a regular file has the name, or its folder does not exist.
+        PrepError: The path is a URL, something other than a regular file has the name, or its folder does not exist.
     """
+    check_local_path(path)
     if path.exists():
         stat_file(path)
     elif not path.parent.is_dir():
