@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.meter import measure
-from prepcli.execution.uploads import RETRIES
+from prepcli.execution.output_urls import RETRIES
 from prepcli.remote.object_store import Bucket, parse_url
 from tests.helpers import loopback
 from tests.helpers.object_server import FakeObjectStore, serve_objects

@@ -20,7 +20,7 @@ from prepcli.demo.steps import (
     run_step,
 )
 from prepcli.errors import Command, Option, PrepError, text, usage_error
-from prepcli.execution.uploads import check_local_path
+from prepcli.execution.output_urls import check_local_path
 
 MARKER = ".made-by-prep-demo"
 OUTPUTS = (*conversion.OUTPUTS, *training.OUTPUTS, REPORT)

@@ -29,6 +29,7 @@ def make_object_budget(
     object_nbytes: int,
     largest_nbytes: int,
     part_nbytes: int,
+    is_compressed: bool = False,
 ) -> tuple[Budget, PieceLimits]:
     """Divide a memory limit.
 
@@ -39,6 +40,7 @@ def make_object_budget(
         object_nbytes: Usual size of an object. If possible, a piece is not smaller.
         largest_nbytes: Size of the largest object.
         part_nbytes: Size of a part of its multipart upload.
+        is_compressed: Whether a piece has a compressed copy while it is sent.
 
     Returns:
         The budget of the pipeline, and the limits of the pieces.
@@ -59,6 +61,9 @@ def make_object_budget(
         slab_nbytes = -(-min_buffer_nbytes // PAGE) * PAGE
     buffer_count = min(MAX_BUFFERS, buffers_nbytes // (slab_nbytes + 2 * PAGE))
     budget = Budget(nbytes - pieces_nbytes, slab_nbytes, buffer_count)
+    if is_compressed:
+        # The other half is for the copies.
+        pieces_nbytes //= 2
     piece_nbytes = min(MAX_PIECE_NBYTES, max(object_nbytes, pieces_nbytes // 4))
     if piece_nbytes <= pieces_nbytes and largest_nbytes <= piece_nbytes:
         return budget, PieceLimits(pieces_nbytes, piece_nbytes, num_threads=MAX_SENDING_THREADS)

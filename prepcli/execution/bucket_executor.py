@@ -27,6 +27,8 @@ from prepcli.execution.bucket_publication import BucketPublication
 from prepcli.execution.bucket_run import RUN_OBJECT, BucketRun, UnitNote
 from prepcli.execution.execute import make_run_identity
 from prepcli.execution.finalize import check_small_files
+from prepcli.execution.object_compressor import compression_threads, context_nbytes
+from prepcli.execution.output_urls import RETRIES
 from prepcli.execution.request import ExecutionRequest
 from prepcli.execution.resume import StreamReader, find_outdated
 from prepcli.execution.signals import PARENT_VARIABLE
@@ -54,7 +56,6 @@ from prepcli.remote.object_writes import ObjectUploads
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import retry_policy_from_env
 
-RETRIES = 10
 # A process that notes no unit for so long counts as missing.
 PATIENCE_S = 600.0
 FIRST_LOOK_S = 0.5
@@ -83,13 +84,21 @@ class BucketExecutor:
         self.bucket = Bucket(url, RETRIES, retry_policy_from_env(os.environ, request.note))
         self.patience_s = PATIENCE_S
         largest_nbytes = max((file.size for file in self.plan.files), default=0)
+        kept_nbytes = max(matrix_nbytes(self.plan.streams), piece_nbytes(self.plan.streams))
+        self.num_compressing = 1
+        if self.plan.zstd_level:
+            level = self.plan.zstd_level
+            self.num_compressing = compression_threads(level, self.pool.memory_nbytes)
+            # One context more, of a chunk that is continued by the next piece
+            kept_nbytes += (self.num_compressing + 1) * context_nbytes(level)
         self.budget, self.limits = make_object_budget(
             self.pool.memory_nbytes,
             min_buffer_nbytes=min_buffer_nbytes(self.plan.streams),
-            kept_nbytes=max(matrix_nbytes(self.plan.streams), piece_nbytes(self.plan.streams)),
+            kept_nbytes=kept_nbytes,
             object_nbytes=OBJECT_NBYTES,
             largest_nbytes=largest_nbytes,
             part_nbytes=part_nbytes(largest_nbytes),
+            is_compressed=self.plan.zstd_level is not None,
         )
         self.units = find_work_units(self.plan)
         self._identity = make_run_identity(self.plan, request.run_id)
@@ -273,7 +282,13 @@ class BucketExecutor:
         uploads = ObjectUploads(
             self.bucket, existing, self.limits.parts_in_flight, on_sent=self._count_sent
         )
-        progress = UnitProgress(self.plan, units, uploads, on_done=self._note_unit)
+        progress = UnitProgress(
+            self.plan,
+            units,
+            uploads,
+            on_done=self._note_unit,
+            num_compressing=self.num_compressing,
+        )
         share_plan = self._share_plan(numbers)
         integrity = IntegrityChecker(
             share_plan, self.source, allow_overflow=self.request.allow_overflow

@@ -12,11 +12,13 @@ from prepcli.engine.digest import digest
 from prepcli.engine.pipeline import EMPTY_DIGEST
 from prepcli.errors import RERUN_HINT, PrepError
 from prepcli.execution.bucket_run import NUM_THREADS, BucketRun, UnitNote
+from prepcli.execution.compress import CompressedChunks, locate_chunks
 from prepcli.execution.finalize import (
     build_manifest,
     encode_metadata,
     header_records,
     output_path,
+    raw_chunks,
     read_small_file,
 )
 from prepcli.formats.checksums import CHECKSUMS_FILE, encode_checksums
@@ -47,6 +49,7 @@ def write_last_objects(
     digests: Mapping[int, str],
     sums: ChecksumArray,
     put: Callable[[str, bytes], object],
+    compressed: CompressedChunks | None = None,
 ) -> bytes:
     """Write all objects of an output except its data and its manifest: index, settings, checksums and marker.
 
@@ -56,6 +59,7 @@ def write_last_objects(
         digests: Digests of all streams, by number.
         sums: Checksums of all blocks.
         put: Writes an object, given its path and content, in one of several threads.
+        compressed: Locations of compressed chunks. None if the chunks are raw.
 
     Returns:
         The manifest.
@@ -63,7 +67,7 @@ def write_last_objects(
     Raises:
         PrepError: A file cannot be read, or the store does not answer.
     """
-    metadata = encode_metadata(plan)
+    metadata = encode_metadata(plan, compressed)
     marker = output_path(plan, COMMIT_MARKER)
     marker_content = metadata.pop(marker, None)
     writes: list[tuple[str, Callable[[], bytes]]] = []
@@ -80,6 +84,8 @@ def write_last_objects(
 
     records = dict(map_in_daemon_threads(write, writes, num_threads=NUM_THREADS))
     manifest = build_manifest(plan, identity, digests)
+    if compressed is not None:
+        manifest["packed"] = dict(zip(compressed.files, compressed.sizes))
     if plan.leaves:
         assert sums.all()  # each block was recorded as it was sent
         content, manifest["checksums"] = encode_checksums(sums)
@@ -153,6 +159,7 @@ class BucketPublication:
             digests=digests,
             sums=self._all_checksums(notes),
             put=self._put,
+            compressed=self._compressed_chunks(notes),
         )
         self._check_owner()
         publish_content(self._bucket, MANIFEST_FILE, manifest)
@@ -194,6 +201,16 @@ class BucketPublication:
         for note in notes:
             sums[note.blocks.astype(np.int64)] = note.sums
         return sums
+
+    def _compressed_chunks(self, notes: Sequence[UnitNote]) -> CompressedChunks | None:
+        """Return the locations of compressed chunks, or None if the chunks are raw."""
+        if not self._plan.zstd_level:
+            return None
+        lengths: dict[int, Sequence[int]] = {}
+        for note in notes:
+            lengths |= note.lengths
+        paths = [file.path for file in self._plan.files]
+        return locate_chunks(raw_chunks(self._plan.leaves), lengths, paths)
 
     def _check_owner(self) -> None:
         """Raise PrepError if another plan has taken the URL over."""

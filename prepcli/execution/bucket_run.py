@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -58,31 +58,48 @@ class UnitNote:
         digests: Digests of its streams, by number.
         blocks: Numbers of the checksum blocks in its objects.
         sums: Checksum of each of these blocks.
+        lengths: Compressed lengths of the chunks in each data file, by file number. Empty without compression.
     """
 
     objects: tuple[RemoteFile, ...]
     digests: Mapping[int, str]
     blocks: ChecksumArray
     sums: ChecksumArray
+    lengths: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])
 
     def encode(self) -> bytes:
         """Return the content of the note's object."""
         known = np.stack([self.blocks.astype(CHECKSUM_DTYPE), self.sums.astype(CHECKSUM_DTYPE)])
         objects = [[file.path, file.size, file.digest] for file in self.objects]
         checksums = base64.b64encode(known.tobytes()).decode()
-        content = {"objects": objects, "digests": dict(self.digests), "checksums": checksums}
+        content: dict[str, object] = {
+            "objects": objects,
+            "digests": dict(self.digests),
+            "checksums": checksums,
+        }
+        if self.lengths:
+            content["lengths"] = dict(self.lengths)
         return encode_record(content)
 
     @classmethod
     def decode(cls, data: bytes) -> UnitNote:
         """Return the note in an object. Raise ValueError if it is damaged."""
-        match decode_record(data):
+        content = decode_record(data)
+        match content:
             case {"objects": list(objects), "digests": dict(digests), "checksums": str(checksums)}:
                 known = np.frombuffer(base64.b64decode(checksums), CHECKSUM_DTYPE).reshape(2, -1)
                 files = [_parse_object(entry) for entry in objects]
                 numbered = {int(number): str(digest) for number, digest in digests.items()}
-                return cls(tuple(files), numbered, known[0], known[1])
+                lengths = _parse_lengths(content.get("lengths", {}))
+                return cls(tuple(files), numbered, known[0], known[1], lengths)
         raise ValueError("it has no objects, no digests or no checksums")
+
+
+def _parse_lengths(entry: object) -> dict[int, Sequence[int]]:
+    match entry:
+        case dict(entries):
+            return {int(file): list(map(int, lengths)) for file, lengths in entries.items()}
+    raise ValueError("it has invalid lengths")
 
 
 def _parse_object(entry: object) -> RemoteFile:

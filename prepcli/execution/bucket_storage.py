@@ -17,8 +17,8 @@ from prepcli.errors import Option, PrepError, text
 from prepcli.execution.box_exchange import exchange_boxes
 from prepcli.execution.bucket_step import BucketStep
 from prepcli.execution.joint_work import joint_work
+from prepcli.execution.output_urls import RETRIES
 from prepcli.execution.run_storage import StepSave
-from prepcli.execution.uploads import RETRIES
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps

@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -167,6 +167,32 @@ def compress_chunks(
     sizes = np.bincount(places[:, 0], places[:, 2]).astype(np.int64).tolist()
     names = tuple(map(data_files.path, range(len(sizes))))
     return CompressedChunks(places, names, tuple(sizes))
+
+
+def locate_chunks(
+    chunks: Iterable[WrittenChunk], lengths: Mapping[int, Sequence[int]], paths: Sequence[str]
+) -> CompressedChunks:
+    """Return the locations of chunks that were compressed file by file, without gaps.
+
+    Args:
+        chunks: The raw chunks.
+        lengths: Compressed lengths of the chunks in each file, in the order of their raw offsets, by file number.
+        paths: Path of each file, relative to the item.
+    """
+    table = _chunk_table(chunks)
+    order = _storage_order(table)
+    places = np.empty_like(table)
+    sizes: list[int] = []
+    row = 0
+    for file in range(len(paths)):
+        offset = 0
+        for nbytes in lengths.get(file, ()):
+            places[order[row]] = file, offset, nbytes
+            offset += nbytes
+            row += 1
+        sizes.append(offset)
+    assert row == len(table)  # each complete unit has noted the lengths of all its chunks
+    return CompressedChunks(places, tuple(paths), tuple(sizes))
 
 
 def nbytes_to_compress(chunks: Iterable[WrittenChunk], journal: Path) -> int:

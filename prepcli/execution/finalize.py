@@ -124,7 +124,7 @@ def encode_metadata(plan: Plan, compressed: CompressedChunks | None = None) -> d
     for leaf in plan.leaves:
         meta = ArrayMeta(leaf.path, leaf.grid.shape, leaf.dtype, leaf.grid.chunk_shape)
         array_metas.append(meta)
-    chunks = _raw_chunks(plan.leaves)
+    chunks = raw_chunks(plan.leaves)
     names: Sequence[str] = [file.path for file in plan.files]
     if compressed:
         chunks = compressed.relocate(chunks)
@@ -262,12 +262,12 @@ def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> Compress
     chunk_paths: list[str] | None = None
     if not plan.uses_ocdbt:
         chunk_paths = []
-        for chunk in _raw_chunks(plan.leaves):
+        for chunk in raw_chunks(plan.leaves):
             leaf_name = plan.leaves[chunk.array].name
             path = chunk_file_path(leaf_name, chunk.index, uses_zarr3=plan.uses_zarr3)
             chunk_paths.append(path)
     return compress_chunks(
-        _raw_chunks(plan.leaves),
+        raw_chunks(plan.leaves),
         data_files,
         folder=stage.folder / plan.item,
         journal=stage.folder / WORK_FOLDER / COMPRESS_JOURNAL,
@@ -288,10 +288,10 @@ def output_nbytes_to_compress(plan: Plan, folder: Path) -> int:
     """Return the number of bytes still to compress."""
     if not plan.zstd_level:
         return 0
-    return nbytes_to_compress(_raw_chunks(plan.leaves), folder / WORK_FOLDER / COMPRESS_JOURNAL)
+    return nbytes_to_compress(raw_chunks(plan.leaves), folder / WORK_FOLDER / COMPRESS_JOURNAL)
 
 
-def _raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:
+def raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:
     """Yield each chunk with its raw location, in no particular order."""
     for number, leaf in enumerate(leaves):
         for box in leaf.placed_chunks:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from prepcli.engine.checksum_recorder import ChecksumRecorder
+from prepcli.engine.files import ByteArray
 from prepcli.engine.object_assembler import Piece
 from prepcli.execution.bucket_run import UnitNote
 from prepcli.execution.finalize import output_path
+from prepcli.execution.object_compressor import ObjectCompressor
 from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents
 from prepcli.planning.plan import Plan
 from prepcli.planning.strided_copies import StridedCopy
@@ -29,6 +31,7 @@ class UnitProgress:
         uploads: ObjectUploads,
         *,
         on_done: Callable[[int, UnitNote], None],
+        num_compressing: int = 1,
     ) -> None:
         """Begin with no object sent.
 
@@ -37,6 +40,7 @@ class UnitProgress:
             units: The units to write, by number.
             uploads: Sends the pieces.
             on_done: Called with the number and the note of each complete unit, in one of several threads.
+            num_compressing: Number of threads that compress at the same time, if the plan has compressed chunks.
         """
         self._plan = plan
         self._units = units
@@ -62,6 +66,11 @@ class UnitProgress:
             if extent.file in self._unit_of_file:
                 self._extents.setdefault(extent.file, []).append(extent)
         self._recorder = ChecksumRecorder(None, extents)
+        self._compressor: ObjectCompressor | None = None
+        if plan.zstd_level:
+            self._compressor = ObjectCompressor(self._extents, plan.zstd_level, num_compressing)
+        # Compressed bytes of each object so far, by file
+        self._compressed_nbytes: dict[int, int] = {}
 
     def record_checksums(self, piece: Piece) -> None:
         """Record the checksums of a piece. The pieces of an object come in order, one call at a time."""
@@ -86,7 +95,10 @@ class UnitProgress:
         """Send a piece, in one of several threads. Raises PrepError."""
         file = self._plan.files[piece.file]
         path = output_path(self._plan, file.path)
-        sent = self._uploads.send(path, piece.data, start=piece.start, size=file.size)
+        if self._compressor is None:
+            sent = self._uploads.send(path, piece.data, start=piece.start, size=file.size)
+        else:
+            sent = self._send_compressed(path, self._compressor.compress(piece), piece)
         # More pieces of the object follow.
         if sent is None:
             return
@@ -94,6 +106,16 @@ class UnitProgress:
         with self._lock:
             self._objects[number].append(sent)
         self._count_part(number)
+
+    def _send_compressed(self, path: str, data: ByteArray, piece: Piece) -> RemoteFile | None:
+        """Send the compressed bytes of a piece. Return the object after its last piece."""
+        raw_nbytes = self._plan.files[piece.file].size
+        start = self._compressed_nbytes.get(piece.file, 0)
+        self._compressed_nbytes[piece.file] = start + data.size
+        size: int | None = None
+        if piece.start + piece.data.size == raw_nbytes:
+            size = start + data.size
+        return self._uploads.send(path, data, start=start, size=size, max_nbytes=raw_nbytes)
 
     def add_digest(self, stream: int, digest: str) -> None:
         """Add the digest of a stream of the plan."""
@@ -118,7 +140,11 @@ class UnitProgress:
         numbers = np.array(blocks, np.uint64)
         objects = sorted(self._objects.pop(number), key=lambda file: file.path)
         sums = self._recorder.sums[numbers.astype(np.int64)]
-        return UnitNote(tuple(objects), self._digests.pop(number), numbers, sums)
+        lengths: dict[int, Sequence[int]] = {}
+        if self._compressor is not None:
+            for file in self._units[number].files:
+                lengths[file] = self._compressor.lengths(file)
+        return UnitNote(tuple(objects), self._digests.pop(number), numbers, sums, lengths)
 
 
 def _block_numbers(extents: Sequence[ChunkExtent]) -> list[int]:

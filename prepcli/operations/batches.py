@@ -11,7 +11,7 @@ from typing import Unpack
 
 from prepcli.console.observer import Observer, run_observer_of
 from prepcli.console.progress import Progress
-from prepcli.execution.uploads import check_local_path
+from prepcli.execution.output_urls import check_local_path
 from prepcli.operations.data_options import DataOptions
 from prepcli.operations.operation import public, rendered_for_python
 from prepcli.operations.recipe_files import find_training_recipe

@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,11 @@ from prepcli.engine.pipeline import ConversionResult
 from prepcli.errors import Option, text, usage_error
 from prepcli.execution.bucket_executor import BucketExecutor
 from prepcli.execution.execute import ConversionExecutor
+from prepcli.execution.output_urls import parse_out_url
 from prepcli.execution.request import ExecutionRequest
 from prepcli.execution.staging import remove_leftover
-from prepcli.execution.uploads import UploadRequest, make_and_upload, parse_out_url
 from prepcli.execution.workers import (
     ONE_PROCESS,
-    PARENT_VARIABLE,
     ProcessOptions,
     WorkerPool,
 )
@@ -35,6 +35,7 @@ from prepcli.formats.manifest import (
     origin_record,
     read_manifest,
 )
+from prepcli.formats.orbax import chunk_file_path
 from prepcli.formats.safetensors import ADAPTER_FILE, SUFFIX
 from prepcli.operations.conflicts import reject_without
 from prepcli.operations.conversion_details import (
@@ -338,7 +339,7 @@ def run_conversion(
 ) -> Conversion:
     """Plan a conversion, and execute the plan unless this is a dry run.
 
-    An output with a URL is written to the object store from memory, unless it is compressed.
+    An output with a URL is written to the object store from memory.
 
     Args:
         common: Options of the conversion.
@@ -355,32 +356,15 @@ def run_conversion(
     started_s = time.monotonic()
     recorder = RecordingObserver(observer)
     # This also checks the variables of launchers, before anything is read.
-    share, _ = requested_share(common.process_options.processes, os.environ)
+    requested_share(common.process_options.processes, os.environ)
     url = parse_out_url(common.out)
     opened = _open_and_plan(common, recorder, make_plan, is_candidate)
     if url is not None and not _is_read_from_bucket(opened.planned.plan):
         opened = replace(opened, planned=replace(opened.planned, next_command=""))
     if url is None:
         conversion = _convert_to_folder(common, recorder, opened, started_s)
-    elif opened.planned.plan.zstd_level is None:
-        conversion = _convert_to_bucket(common, recorder, opened, started_s, url)
     else:
-        # The places of compressed chunks follow from their sizes, so that they are compressed on a
-        # local disk before they are uploaded.
-        request = UploadRequest(url, common.dry_run, common.overwrite, common.restart)
-
-        def convert(out: Path, dry_run: bool) -> Conversion:
-            local = replace(common, out=out, dry_run=dry_run)
-            return _convert_to_folder(local, recorder, opened, started_s)
-
-        if PARENT_VARIABLE in os.environ:
-            # A worker writes its share of the local folder. Its parent uploads the folder.
-            conversion = convert(request.local_folder, common.dry_run)
-        else:
-            conversion, is_uploaded_already = make_and_upload(
-                request, share.count > 1, observer=recorder, make_output=convert
-            )
-            conversion = _with_url(conversion, request, is_uploaded_already)
+        conversion = _convert_to_bucket(common, recorder, opened, started_s, url)
     seconds = time.monotonic() - started_s
     return replace(conversion, seconds=seconds, warnings=tuple(recorder.warnings))
 
@@ -407,26 +391,6 @@ def _open_and_plan(
     return _OpenedConversion(located, source, planned)
 
 
-def _with_url(
-    conversion: Conversion, request: UploadRequest, is_uploaded_already: bool
-) -> Conversion:
-    """Return the result with the URL in place of the local folder."""
-    url = str(request.url)
-    details = {**conversion.details, "output": url}
-    if is_uploaded_already:
-        # A dry run found the uploaded output. The user asked for a conversion, which has nothing left to do.
-        del details["dry_run"]
-        details["already"] = True
-    return replace(
-        conversion,
-        already_done=conversion.already_done or is_uploaded_already,
-        details=details,
-        next_command=conversion.next_command.replace(
-            shlex.quote(str(request.local_folder)), shlex.quote(url)
-        ),
-    )
-
-
 def _convert_to_folder(
     common: CommonOptions, observer: Observer, opened: _OpenedConversion, started_s: float
 ) -> Conversion:
@@ -450,7 +414,8 @@ def _convert_to_bucket(
 ) -> Conversion:
     """Convert into an object store, without a local copy."""
     check_output_url(url, opened.source)
-    plan = plan_object_files(opened.planned.plan)
+    plan = opened.planned.plan
+    plan = plan_object_files(plan, partial(chunk_file_path, uses_zarr3=plan.uses_zarr3))
     opened = replace(opened, planned=replace(opened.planned, plan=plan))
 
     def execute(request: ExecutionRequest) -> tuple[ConversionResult, Manifest]:
@@ -528,7 +493,6 @@ def _convert(
         plan_digest=fields["plan_digest"],
         plan=planned.plan,
         details=details,
-        # An output that was uploaded earlier is reported from a dry run.
         next_command=planned.next_command.replace(OUT_PLACEHOLDER, shlex.quote(str(out))),
     )
 

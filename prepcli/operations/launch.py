@@ -10,8 +10,8 @@ from typing import Unpack
 from prepcli.console.observer import QUIET, Observer
 from prepcli.engine.files import io_error
 from prepcli.errors import Command, Key, Option, Text, join_texts, text, usage_error
+from prepcli.execution.output_urls import check_local_path, parse_out_url
 from prepcli.execution.signals import PARENT_VARIABLE, remember_signal
-from prepcli.execution.uploads import check_local_path, parse_out_url
 from prepcli.launch.command import TRAIN, LaunchedCommand, check_process_count
 from prepcli.launch.gke import gke_manifest
 from prepcli.launch.hardware import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prepcli.engine.files import io_error
 from prepcli.errors import Option, PrepError, text
-from prepcli.execution.uploads import check_local_path
+from prepcli.execution.output_urls import check_local_path
 from prepcli.operations.recipe_files import recipe_paths, shipped_recipe
 from trainer.files.writing import write_file
 from trainer.models.mesh import parse_mesh

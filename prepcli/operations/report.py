@@ -10,7 +10,7 @@ from statistics import median
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.errors import Command, text, usage_error
-from prepcli.execution.uploads import parse_out_url
+from prepcli.execution.output_urls import parse_out_url
 from prepcli.inspection.bucket_record import read_bucket_run
 from prepcli.inspection.run_record import RunRecord, read_run
 from prepcli.operations.operation import public

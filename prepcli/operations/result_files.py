@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prepcli.engine.files import io_error
 from prepcli.errors import OutputExistsError, PrepError, Text
-from prepcli.execution.uploads import check_local_path
+from prepcli.execution.output_urls import check_local_path
 from prepcli.formats.untrusted import read_small_file, stat_file
 from trainer.files.writing import write_file
 

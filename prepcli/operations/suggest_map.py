@@ -15,7 +15,7 @@ from prepcli.console.progress import Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.errors import Option, PrepError, UsageError, text, usage_error
-from prepcli.execution.uploads import check_local_path
+from prepcli.execution.output_urls import check_local_path
 from prepcli.inspection.relation_rows import RowWriter, SuggestedRow, can_be_named
 from prepcli.inspection.tree_relations import Relations, TensorTree, find_relations
 from prepcli.operations.conversion import CommonOptions, common_options, open_checkpoint

@@ -13,8 +13,8 @@ from prepcli.console.job_errors import label_errors
 from prepcli.console.observer import Observer, run_observer_of
 from prepcli.console.progress import Progress
 from prepcli.errors import Option, text, usage_error
+from prepcli.execution.output_urls import check_local_path
 from prepcli.execution.signals import raise_on_signal
-from prepcli.execution.uploads import check_local_path
 from prepcli.operations.data_options import DataOptions, TokenFormat
 from prepcli.operations.operation import public
 from prepcli.operations.recipe_files import find_training_recipe

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError
-from prepcli.execution.uploads import check_local_path
+from prepcli.execution.output_urls import check_local_path
 from prepcli.pages.charts import CHART_STYLE
 from trainer.files.reading import open_regular_file
 from trainer.files.writing import check_replaceable, write_file

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from prepcli.planning.chunk_moves import replace_placements, single_chunks
+from prepcli.planning.chunk_moves import (
+    ChunkIndex,
+    move_chunks,
+    replace_placements,
+    single_chunks,
+)
 from prepcli.planning.chunk_placement import MIN_ALIGNED_CHUNK_NBYTES
 from prepcli.planning.grids import ExplicitPlacement, Placement, StridedPlacement
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan
@@ -56,14 +61,21 @@ class _FileSizes:
         self.current = None
 
 
-def plan_object_files(plan: Plan) -> Plan:
+def plan_object_files(plan: Plan, chunk_path: Callable[[str, ChunkIndex], str]) -> Plan:
     """Return the plan of the same output in an object store.
 
     The chunks of an OCDBT item are moved to data files of about OBJECT_NBYTES. Other data files are unchanged: their
     names and their contents belong to the format.
+
+    Args:
+        plan: The plan of the output in a folder.
+        chunk_path: Path of the file of a chunk without OCDBT, by the name of its leaf and its index.
     """
-    if not plan.leaves or not plan.uses_ocdbt:
+    if not plan.leaves:
         return plan
+    if not plan.uses_ocdbt:
+        # In a folder, chunks are compressed from large raw files. Raw chunks have files of their own already.
+        return plan if plan.zstd_level is None else _plan_chunk_files(plan, chunk_path)
     num_writers = _tensors_per_placement(plan)
     groups: list[tuple[OutputLeaf, PlacedChunks]] = []
     for leaf in plan.leaves:
@@ -87,6 +99,19 @@ def plan_object_files(plan: Plan) -> Plan:
         boxes[leaf.name] += moved
     moved_plan = replace_placements(plan, placements, boxes)
     return replace(moved_plan, files=tuple(_output_files(files.sizes)))
+
+
+def _plan_chunk_files(plan: Plan, chunk_path: Callable[[str, ChunkIndex], str]) -> Plan:
+    """Return the plan with a file for each chunk."""
+    files: list[OutputFile] = []
+    places: dict[str, dict[ChunkIndex, tuple[int, int]]] = {}
+    for leaf in plan.leaves:
+        leaf_places = places.setdefault(leaf.name, {})
+        for chunks in leaf.placed_chunks:
+            for index in chunks.indices():
+                leaf_places[index] = (len(files), 0)
+                files.append(OutputFile(chunk_path(leaf.name, index), leaf.chunk_nbytes))
+    return replace(move_chunks(plan, places), files=tuple(files))
 
 
 def _tensors_per_placement(plan: Plan) -> dict[StridedPlacement, int]:

@@ -7,7 +7,7 @@ kill leaves the lock. The same plan takes it over at once, another plan after ST
 with BucketLock(bucket, plan_digest, note=ui.note) as lock:
     bucket.write(...)
     lock.confirm()
-    publish_file(bucket, "prep-manifest.json", path)  # the output becomes visible
+    publish_content(bucket, "prep-manifest.json", content)  # the output becomes visible
 """
 
 from __future__ import annotations

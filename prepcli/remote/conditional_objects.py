@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from prepcli.errors import PrepError
@@ -104,11 +103,6 @@ def replace_object(
     if version.generation:
         known["version"] = version.generation
     return _put_object(bucket, path, content, known)
-
-
-def publish_file(bucket: Bucket, path: str, file: Path) -> None:
-    """Upload a local file as the manifest of an output. See `publish_content`."""
-    publish_content(bucket, path, file.read_bytes())
 
 
 def publish_content(bucket: Bucket, path: str, content: bytes) -> None:

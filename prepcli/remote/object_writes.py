@@ -94,11 +94,15 @@ def _create(bucket: Bucket, path: str, data: ByteArray) -> RemoteFile | None:
 
 
 def check_equal_object(
-    bucket: Bucket, existing: RemoteFile, data: ByteArray, *, start: int, size: int
+    bucket: Bucket, existing: RemoteFile, data: ByteArray, *, start: int, size: int | None
 ) -> None:
-    """Raise PrepError unless an object has `size` bytes, and `data` at offset `start`."""
-    if existing.size != size:
-        why = f"it has {existing.size:,} bytes, not {size:,}"
+    """Raise PrepError unless an object has `size` bytes, and `data` at offset `start`.
+
+    An object of unknown size has at least the bytes of `data`.
+    """
+    needed_nbytes = start + data.size
+    if (size is not None and existing.size != size) or existing.size < needed_nbytes:
+        why = f"it has {existing.size:,} bytes, not {size or needed_nbytes:,}"
         raise foreign_object_error(bucket, existing.path, why)
     block = np.empty(min(COMPARED_NBYTES, data.size), np.uint8)
     for offset in range(0, data.size, COMPARED_NBYTES):
@@ -138,14 +142,17 @@ class ObjectUploads:
     _writers: dict[str, Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def send(self, path: str, data: ByteArray, *, start: int, size: int) -> RemoteFile | None:
+    def send(
+        self, path: str, data: ByteArray, *, start: int, size: int | None, max_nbytes: int = 0
+    ) -> RemoteFile | None:
         """Send consecutive bytes of an object. The pieces of an object come in order, one at a time.
 
         Args:
             path: Path of the object below the URL.
             data: The bytes.
             start: Offset of the bytes in the object.
-            size: Size of the object.
+            size: Size of the object. None if it is not known before the last piece.
+            max_nbytes: About the largest size of an object with an unknown size.
 
         Returns:
             The object after its last piece, otherwise None.
@@ -160,8 +167,9 @@ class ObjectUploads:
             return existing if is_last else None
         if data.size == size:
             return put_object(self.bucket, path, data, on_sent=self.on_sent)
-        self._append(path, data, size)
-        if not is_last:
+        if data.size:
+            self._append(path, data, max(size or 0, max_nbytes))
+        if size is None or not is_last:
             return None
         # A multipart upload has no condition: this check comes right before the object appears.
         if self.bucket.find_file(path) is not None:

@@ -18,8 +18,8 @@ from prepcli.errors import FAILED, STOPPED, Option, PrepError, text
 from prepcli.execution.bucket_storage import BucketStorage
 from prepcli.execution.folder_storage import FolderStorage
 from prepcli.execution.joint_work import joint_work
+from prepcli.execution.output_urls import parse_out_url
 from prepcli.execution.run_storage import TOKENS_FOLDER, RunStorage
-from prepcli.execution.uploads import parse_out_url
 from prepcli.remote.retries import retry_policy_from_env
 from prepcli.training_runs.run import Run
 from trainer.data.store_journal import read_journal

@@ -109,6 +109,7 @@ def test_a_run_that_replaces_an_output_is_not_another_run(
     find_file = Bucket.find_file
 
     def begin_and_find(bucket: Bucket, path: str) -> RemoteFile | None:
+        patches.setattr(Bucket, "find_file", find_file)
         make_run(share=Share(2, 0)).begin(list_output(), [], restart=True)
         return find_file(bucket, path)
 

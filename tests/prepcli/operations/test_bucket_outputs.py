@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import chdir
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors.numpy import save_file
 
 from prepcli.execution import bucket_executor
 from prepcli.execution.bucket_executor import BucketExecutor
+from prepcli.formats.orbax import chunk_file_path
 from prepcli.operations import conversion
 from prepcli.planning import object_files
 from prepcli.planning.object_files import plan_object_files
@@ -77,7 +79,8 @@ def convert_locally(site: StoreSite, arguments: Sequence[str]) -> dict[str, byte
     make_local = conversion._convert_to_folder  # pyright: ignore[reportPrivateUsage]
 
     def convert(common: Any, observer: Any, opened: Any, started_s: float) -> Any:
-        plan = plan_object_files(opened.planned.plan)
+        plan = opened.planned.plan
+        plan = plan_object_files(plan, partial(chunk_file_path, uses_zarr3=plan.uses_zarr3))
         planned = conversion.replace(opened.planned, plan=plan)
         opened = conversion.replace(opened, planned=planned)
         return make_local(common, observer, opened, started_s)
@@ -530,45 +533,68 @@ def test_a_forgotten_part_of_an_upload_is_noticed(site: StoreSite):
     assert site.run_prep("verify", "gs://bucket/out", "./wide")["ok"]
 
 
-# Compressed outputs, which need a local folder
+# Compressed outputs
 
 
-def test_failed_compressed_upload_resumes(site: StoreSite, home: Path):
-    arguments = (*COMPRESS, str(home / "init"), "--out", "gs://bucket/out")
-    site.store.failing_requests = "PUT bucket/out/hf/"
-    error = site.run_prep(*arguments)["error"]
-    assert error["what"] == "cannot write gs://bucket/out"
-    assert "bucket/out/commit_success.txt" not in site.store.objects
-    assert (site.cwd / "out.upload" / "out").is_dir()
-    site.store.failing_requests = "\0"
-    site.store.requests.clear()
-    assert site.run_prep(*arguments)["ok"]
-    assert not [line for line in site.writes() if "/d/" in line]
-    assert "bucket/out/prep-manifest.json" in site.store.objects
-    assert list(site.cwd.iterdir()) == []
-    leave_lock(site.store)
-    assert site.run_prep(*arguments)["already"] is True
-    assert f"bucket/out/{LOCK_FILE}" not in site.store.objects
+@pytest.mark.parametrize("storage", slow_except(["ocdbt", "files"], ["ocdbt"]))
+def test_compressed_output_is_written_from_memory(site: StoreSite, home: Path, storage: str):
+    """Two processes, without a local file. TensorStore reads the objects."""
+    words = ("save-init", str(home / "m"), *MESH, "--storage", storage)
+    assert site.run_prep(*words, "--out", "raw", "--processes", "1/0")["ok"]
+    site.store.write_faults.rate = 0.1
+    running: list[ForkedProcess] = []
+    for index in range(2):
+        share = ("--processes", f"2/{index}", "--out", "gs://bucket/out")
+        running.append(site.start_prep(*words, "--compress", "zstd:3", *share, small_files=True))
+    reports = [finish(process) for process in running]
+    assert [report["ok"] for report in reports] == [True, True], reports
+    site.store.write_faults.rate = 0
+    written = site.store.objects_below("bucket/out/")
+    assert sum(map(len, written.values())) < sum(map(len, read_files(Path("raw")).values()))
+    assert [path.name for path in site.cwd.iterdir()] == ["raw"]
+    for path, data in written.items():
+        target = Path("downloaded", path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+    assert restored_bytes(Path("downloaded")) == restored_bytes(Path("raw"))
+    assert site.run_prep("verify", "downloaded", str(home / "m"))["ok"]
 
 
-def test_unfinished_compressed_upload_does_not_permit_other_urls(site: StoreSite, home: Path):
-    arguments = (*COMPRESS, str(home / "init"), "--out")
-    site.store.failing_requests = "PUT bucket/out/hf/"
-    assert not site.run_prep(*arguments, "gs://bucket/out")["ok"]
-    site.store.failing_requests = "\0"
-    site.store.objects["bucket/mine/out/thesis"] = b"x"
-    site.store.requests.clear()
-    error = site.run_prep(*arguments, "gs://bucket/mine/out")["error"]
-    assert error["what"] == "gs://bucket/mine/out exists and is something else"
-    assert site.writes() == []
-    assert site.run_prep(*arguments, "gs://bucket/out")["ok"]
+def restored_bytes(item: Path) -> dict[str, bytes]:
+    """Restore an item with Orbax, and return the bytes of its leaves."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    jax = pytest.importorskip("jax")
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        tree = checkpointer.restore(item.absolute())
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
 
 
-@pytest.mark.parametrize("more", [(), ("--restart",)])
-def test_compressed_upload_keeps_other_local_files(
-    site: StoreSite, home: Path, more: tuple[str, ...]
-):
-    (site.cwd / "out.upload").mkdir()
-    (site.cwd / "out.upload" / "thesis.txt").write_text("mine")
-    assert site.run_prep(*COMPRESS, str(home / "init"), "--out", "gs://bucket/out", *more)["ok"]
-    assert read_files(site.cwd) == {"out.upload/thesis.txt": b"mine"}
+@pytest.mark.parametrize("count", [1, 2])
+def test_killed_compression_resumes_from_the_store(site: StoreSite, home: Path, count: int):
+    """An output with another memory limit, and so with other pieces, has the same bytes."""
+    arguments = (*COMPRESS, str(home / "init"))
+    report = site.run_prep(*arguments, "--out", "gs://bucket/whole", "--memory", "64MiB")
+    assert report["ok"], report
+    for num_writes in (2, 5, 0):
+        site.store.received.clear()
+        running: list[ForkedProcess] = []
+        for index in range(count):
+            share = ("--processes", f"{count}/{index}", "--out", "gs://bucket/out")
+            running.append(site.start_prep(*arguments, *share, small_files=True))
+        if num_writes:
+            wait_for_writes(site.store, num_writes, running)
+        reports = [stop_or_finish(process, kill=num_writes > 0) for process in running]
+        wait_until(lambda: not site.store.num_running)
+    assert all(report is not None and report["ok"] for report in reports), reports
+    assert site.store.objects_below("bucket/out/") == site.store.objects_below("bucket/whole/")
+
+
+@pytest.mark.parametrize("level", [pytest.param("zstd:9", marks=pytest.mark.slow), "zstd:1"])
+def test_memory_of_compression_is_within_the_budget(site: StoreSite, level: str):
+    """Chunks of 32 MiB, which are compressed in several pieces."""
+    make_checkpoint(site.cwd / "wide", **WIDE)
+    words = ("save-init", "./wide", "--mesh", "1,1,1", "--out", "gs://bucket/out")
+    report = site.run_process(*words, "--compress", level, "--memory", "128MiB", small_files=True)
+    assert report["ok"], report
+    assert report["memory"]["peak"] <= 128 << 20

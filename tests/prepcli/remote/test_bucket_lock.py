@@ -6,14 +6,13 @@ import json
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
 from prepcli.errors import PrepError
 from prepcli.remote import bucket_lock
 from prepcli.remote.bucket_lock import BucketLock, check_lock, lock_owner
-from prepcli.remote.conditional_objects import publish_file
+from prepcli.remote.conditional_objects import publish_content
 from prepcli.remote.object_store import Bucket
 from tests.helpers.object_server import FakeObjectStore
 
@@ -167,36 +166,27 @@ def test_store_without_conditional_writes_gives_a_note(store: FakeObjectStore, b
     assert store.objects == {}
 
 
-@pytest.fixture
-def manifest(tmp_path: Path) -> Path:
-    path = tmp_path / "manifest"
-    path.write_bytes(b"mine")
-    return path
-
-
 @pytest.mark.parametrize("has_conditions", [True, False])
-def test_publish_file_writes_the_object(
-    has_conditions: bool, store: FakeObjectStore, bucket: Bucket, manifest: Path
+def test_publish_content_writes_the_object(
+    has_conditions: bool, store: FakeObjectStore, bucket: Bucket
 ):
     store.has_conditions = has_conditions
-    publish_file(bucket, "manifest", manifest)
+    publish_content(bucket, "manifest", b"mine")
     assert store.objects == {"bucket/out/manifest": b"mine"}
 
 
 @pytest.mark.parametrize("content", [b"other", b"mine, and more", b"min"])
-def test_publish_file_keeps_the_object_of_another_process(
-    content: bytes, store: FakeObjectStore, bucket: Bucket, manifest: Path
+def test_publish_content_keeps_the_object_of_another_process(
+    content: bytes, store: FakeObjectStore, bucket: Bucket
 ):
     store.store("bucket/out/manifest", content)
     with pytest.raises(PrepError, match="was taken over - another process has written"):
-        publish_file(bucket, "manifest", manifest)
+        publish_content(bucket, "manifest", b"mine")
     assert store.objects == {"bucket/out/manifest": content}
 
 
-def test_publish_file_accepts_its_own_earlier_request(
-    store: FakeObjectStore, bucket: Bucket, manifest: Path
-):
+def test_publish_content_accepts_its_own_earlier_request(store: FakeObjectStore, bucket: Bucket):
     """The first request arrived, its answer was lost, and the client sent it again."""
     store.store("bucket/out/manifest", b"mine")
-    publish_file(bucket, "manifest", manifest)
+    publish_content(bucket, "manifest", b"mine")
     assert store.objects == {"bucket/out/manifest": b"mine"}
