@@ -56,8 +56,9 @@ from prepcli.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.operations.push import check_private, convert_and_push
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line
+from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.manifest_fields import ManifestFields
-from prepcli.planning.plan import Fill, Plan, RootScale
+from prepcli.planning.plan import Fill, Plan
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.planning.vocabulary import Vocabulary
@@ -351,7 +352,7 @@ def _tensor_targets(
     tensors: Sequence[SourceTensor],
     weight_files: WeightFiles,
     row_counts: Mapping[str, int],
-    scales: Mapping[str, RootScale],
+    scales: Mapping[str, LayoutScale],
 ) -> dict[str, TensorTarget]:
     """Return the target of each tensor, by name."""
     targets: dict[str, TensorTarget] = {}
@@ -398,7 +399,7 @@ def _add_report_fields(
     notes = [line]
     if any(stream.scale and not stream.scale.is_exact for stream in plan.streams):
         notes.append(
-            "the scale of the queries rounds: an output with changed values is not read back"
+            "the layout changes values with rounding: an output is read back only if every value returns"
         )
     elif not options["dtype"]:
         # Only values that were not changed can be compared with the source.

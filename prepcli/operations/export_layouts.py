@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prepcli.errors import Command, Option, text, usage_error
 from prepcli.formats.safetensors_layout import split_into_shards
 from prepcli.operations.options import ExportOptions
+from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.map_file import TensorMap
-from prepcli.planning.plan import Locations, OutputFile, OutputLeaf, RootScale, SmallFile
+from prepcli.planning.plan import Locations, OutputFile, OutputLeaf, SmallFile
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import HF_FOLDER, Source, SourceTensor
 from prepcli.targets.dcp_folder import lay_out_dcp_folder, lay_out_dcp_tree
@@ -180,7 +181,7 @@ def _lay_out_trainer_files(
 
 def layout_scales(
     options: ExportOptions, source: Source, tensors: Sequence[SourceTensor]
-) -> dict[str, RootScale]:
+) -> dict[str, LayoutScale]:
     """Return the scale of each tensor with one in the layout, such as MaxText's queries.
 
     Args:
@@ -194,9 +195,9 @@ def layout_scales(
     layout = options["layout"]
     if layout == HF_LAYOUT:
         return {}
-    numbers = find_layout_scales(source, layout, [tensor.name for tensor in tensors])
-    read_dtypes = {tensor.dtype for tensor in source.tensors if tensor.name in numbers}
-    written_dtypes = {tensor.dtype for tensor in tensors if tensor.name in numbers}
+    scales = find_layout_scales(source, layout, [tensor.name for tensor in tensors])
+    read_dtypes = {tensor.dtype for tensor in source.tensors if tensor.name in scales}
+    written_dtypes = {tensor.dtype for tensor in tensors if tensor.name in scales}
     significant = ""
     # The way back rounds all tensors to one dtype: a leaf may stack the queries of all layers.
     if len(read_dtypes) == len(written_dtypes) == 1:
@@ -204,7 +205,7 @@ def layout_scales(
         (written,) = written_dtypes
         if itemsize(read) < itemsize(written):
             significant = read
-    return {name: RootScale(number, significant) for name, number in numbers.items()}
+    return {name: replace(scale, significant=significant) for name, scale in scales.items()}
 
 
 def small_files(

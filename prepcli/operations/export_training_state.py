@@ -22,12 +22,13 @@ from prepcli.operations.export_layouts import (
 )
 from prepcli.operations.export_quantized import writes_quantized
 from prepcli.operations.options import ExportOptions
+from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.manifest_fields import (
     TRAINING_STATE_KEY,
     ManifestFields,
     TrainingStateRecord,
 )
-from prepcli.planning.plan import Locations, RootScale
+from prepcli.planning.plan import Locations
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.adam_state import (
@@ -120,17 +121,16 @@ class StateExport:
             return ()
         return *self.state.moments, *self.counters
 
-    def scales(self, scales: Mapping[str, RootScale]) -> dict[str, RootScale]:
+    def scales(self, scales: Mapping[str, LayoutScale]) -> dict[str, LayoutScale]:
         """Return the scales of the moments, given the scales of the parameters by name."""
         if self.state is None:
             return {}
-        # y = x / s has the gradient dL/dy = s dL/dx: averages of gradients are multiplied by s, and averages of their
-        # squares by s^2. E.g. s = 8: a moment of 0.5 becomes 4, and a second moment of 0.25 becomes 16.
-        moment_scales: dict[str, RootScale] = {}
+        moment_scales: dict[str, LayoutScale] = {}
         for name, scale in scales.items():
-            first, second = moment_names(name)
-            moment_scales[first] = RootScale(scale.number, power=-1)
-            moment_scales[second] = RootScale(scale.number, power=-2)
+            for order, moment in enumerate(moment_names(name), 1):
+                moment_scale = scale.of_moment(order)
+                if moment_scale:
+                    moment_scales[moment] = moment_scale
         return moment_scales
 
     def settings(self) -> ManifestFields:

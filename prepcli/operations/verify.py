@@ -36,7 +36,8 @@ from prepcli.operations.results import TensorDifference, TensorDistance, Verific
 from prepcli.operations.source_line import source_line
 from prepcli.operations.verify_map import first_options, is_output, mapped_options
 from prepcli.option_spec import PathLike
-from prepcli.planning.plan import RootScale, Stream
+from prepcli.planning.layout_scales import LayoutScale
+from prepcli.planning.plan import Stream
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.restore.digest_checks import tensor_digests
 from prepcli.restore.scaled_digests import stored_scale, written_digests, written_stream
@@ -46,6 +47,7 @@ from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
+from prepcli.sources.source_hints import KeptScales
 from prepcli.sources.tensor_labels import TensorLabel, label_tensors
 from prepcli.targets.streams import vocab_tensor_names
 from trainer.models.boxes import Range
@@ -161,23 +163,25 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     """Compare a checkpoint with its manifest's digests, or with another checkpoint of any format and layout."""
     # Values that a scale has rounded have no way back. They are compared as they are stored, and a tolerance is for the
     # values of the model.
-    keeps_scales = request.tolerance is None
+    kept_scales: KeptScales = "rounded" if request.tolerance is None else "none"
+    if request.against is None and request.common.lock is None:
+        # The way back rounds, so that it does not show each changed bit of the stored values. A lock has the digests
+        # of the values after the way back.
+        kept_scales = "all"
     located, source = open_checkpoint(
         first_options(request.common, request.against),
         observer,
         allow_adapters=True,
-        keeps_scales=keeps_scales,
+        kept_scales=kept_scales,
     )
     observer.note(source_line(source))
     if request.against is None:
         check_config_option(request.common, source)
         check_stream(request.common.stream, located)
         return _verify_digests(_collect_model(source), request, observer)
+    mapped = mapped_options(_against_options(request), source.manifest)
     against_located, against_source = open_checkpoint(
-        mapped_options(_against_options(request), source.manifest),
-        observer,
-        allow_adapters=True,
-        keeps_scales=keeps_scales,
+        mapped, observer, allow_adapters=True, kept_scales=kept_scales
     )
     check_config_option(request.common, source, against_source)
     check_stream(request.common.stream, located, against_located)
@@ -457,12 +461,12 @@ def _value_findings(
         if scale is None:
             yield _value_finding(a, b, name)
         else:
-            # The values are not side by side: one model has them divided.
-            predicate = f"has other values than the division by the square root of {scale.number}"
+            # The values are not side by side: one model has the values of the layout.
+            predicate = f"has other values: the layout {scale.description}"
             yield Finding(a.labels[name], predicate)
 
 
-def _missing_scale(model: _VerifiedModel, other: _VerifiedModel, name: str) -> RootScale | None:
+def _missing_scale(model: _VerifiedModel, other: _VerifiedModel, name: str) -> LayoutScale | None:
     """Return the scale of a tensor if only the other checkpoint stores it scaled, else None."""
     scale = stored_scale(other.source, name)
     if scale == stored_scale(model.source, name):

@@ -12,7 +12,7 @@ from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.scales import unscale_values
-from prepcli.planning.plan import RootScale
+from prepcli.planning.layout_scales import LayoutScale
 from prepcli.sources.decoded_arrays import DecodedArray, DecodedArrayReader
 
 # Bytes per step. The temporary arrays of a step fit a core's cache.
@@ -21,10 +21,10 @@ BLOCK_NBYTES = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class UnscaledArray:
-    """The bytes of one decoded array, with the scale of the layout undone: multiplied by `sqrt(scale.number)`."""
+    """The bytes of one decoded array, with the scale of the layout undone."""
 
     array: DecodedArray
-    scale: RootScale
+    scale: LayoutScale
 
     @property
     def name(self) -> str:

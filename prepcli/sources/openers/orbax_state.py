@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.planning.layout_scales import LayoutScale, scaled_digests
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
-from prepcli.planning.plan import DroppedTensor, RootScale
+from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE_RULE, qualify
 from prepcli.sources.adam_state import MOMENTS, AdamSettings, read_scalar
 from prepcli.sources.foreign_state import WITHOUT_STATE_HINT, ForeignState, add_foreign_state
@@ -24,8 +25,6 @@ FIRST_MOMENT_LEAF = re.compile(r"(opt_state(?:\.\d+)?)\.mu\.(params\.)?")
 # The count of a state of optax.
 COUNT_LEAF = re.compile(r"opt_state\.\d+\.count")
 STEP_LEAF = "step"
-# Powers of the parameters' scale. See `RootScale`.
-POWERS = (-1, -2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +40,30 @@ class MomentTrees:
     state: str
 
 
-def moment_scales(moments: MomentTrees | None) -> dict[str, RootScale]:
+def moment_scales(moments: MomentTrees | None) -> dict[str, LayoutScale]:
     """Return the scale of each leaf of a moment with one. Empty without moments."""
-    scales: dict[str, RootScale] = {}
+    scales: dict[str, LayoutScale] = {}
     if moments is None:
         return scales
-    for tree, power in zip(moments.trees, POWERS, strict=True):
-        for leaf, number in tree.scales.items():
-            scales[leaf] = RootScale(number, power=power)
+    for order, tree in enumerate(moments.trees, 1):
+        for leaf, parameter_scale in tree.scales.items():
+            scale = parameter_scale.of_moment(order)
+            if scale:
+                scales[leaf] = scale
     return scales
 
 
-def moment_powers(moments: MomentTrees | None) -> dict[str, int]:
-    """Return the power of the parameters' scale in each scaled moment, by its name in a manifest."""
-    powers: dict[str, int] = {}
+def scaled_moments(moments: MomentTrees | None) -> dict[str, LayoutScale]:
+    """Return the scale of each moment with one, by its name in a manifest. Empty without moments."""
+    scales: dict[str, LayoutScale] = {}
     if moments is None:
-        return powers
-    for slot, tree, power in zip(MOMENTS, moments.trees, POWERS, strict=True):
-        for name in tree.scaled_tensors:
-            powers[qualify(slot, tree.names.full_name(name))] = power
-    return powers
+        return scales
+    for order, (slot, tree) in enumerate(zip(MOMENTS, moments.trees, strict=True), 1):
+        for name, parameter_scale in tree.scaled_tensors.items():
+            scale = parameter_scale.of_moment(order)
+            if scale:
+                scales[qualify(slot, tree.names.full_name(name))] = scale
+    return scales
 
 
 def match_moment_trees(
@@ -159,7 +162,7 @@ def _moment_tensors(
             name = tree.names.full_name(tensor.name)
             digests = recorded_digests(records, name)
             if qualify(slot, name) in scale_records:
-                digests = ((0, tensor.shape[0], scale_records[qualify(slot, name)]["digest"]),)
+                digests = scaled_digests(scale_records[qualify(slot, name)], tensor.shape[0])
             yield replace(tensor, name=qualify(slot, tensor.name), digests=digests)
 
 
