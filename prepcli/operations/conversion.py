@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from prepcli.engine.pipeline import ConversionResult
 from prepcli.errors import Option, text, usage_error
 from prepcli.execution.bucket_executor import BucketExecutor
 from prepcli.execution.execute import ConversionExecutor
+from prepcli.execution.request import ExecutionRequest
 from prepcli.execution.staging import remove_leftover
 from prepcli.execution.uploads import UploadRequest, make_and_upload, parse_out_url
 from prepcli.execution.workers import (
@@ -138,7 +140,7 @@ class PlannedConversion:
         default_out_name: Name of the output if the user gives none.
         notes: Lines for the user.
         fields: Fields for JSON.
-        next_command: The command that usually follows, with OUT_PLACEHOLDER for the output's path.
+        next_command: The command that usually follows, for a shell, with OUT_PLACEHOLDER for the path of the output.
         source_view: Source of the plan, if it differs from the opened one.
     """
 
@@ -419,7 +421,9 @@ def _with_url(
         conversion,
         already_done=conversion.already_done or is_uploaded_already,
         details=details,
-        next_command=conversion.next_command.replace(str(request.local_folder), url),
+        next_command=conversion.next_command.replace(
+            shlex.quote(str(request.local_folder)), shlex.quote(url)
+        ),
     )
 
 
@@ -430,18 +434,8 @@ def _convert_to_folder(
     out = common.out or Path(opened.planned.default_out_name)
     check_output_location(out, opened.source)
 
-    def execute(plan: Plan, run_id: str, pool: WorkerPool) -> tuple[ConversionResult, Manifest]:
-        result = ConversionExecutor(
-            plan,
-            opened.planned.source_view or opened.source,
-            run_id=run_id,
-            out=out,
-            pool=pool,
-            overwrite=common.overwrite,
-            restart=common.restart,
-            allow_overflow=common.allow_overflow,
-            note=observer.note,
-        ).run()
+    def execute(request: ExecutionRequest) -> tuple[ConversionResult, Manifest]:
+        result = ConversionExecutor(request, out).run()
         return result, read_manifest(out) or NO_MANIFEST
 
     return _convert(common, observer, opened, started_s, out=out, execute=execute)
@@ -459,18 +453,8 @@ def _convert_to_bucket(
     plan = plan_object_files(opened.planned.plan)
     opened = replace(opened, planned=replace(opened.planned, plan=plan))
 
-    def execute(plan: Plan, run_id: str, pool: WorkerPool) -> tuple[ConversionResult, Manifest]:
-        executor = BucketExecutor(
-            plan,
-            opened.planned.source_view or opened.source,
-            run_id=run_id,
-            url=url,
-            pool=pool,
-            overwrite=common.overwrite,
-            restart=common.restart,
-            allow_overflow=common.allow_overflow,
-            note=observer.note,
-        )
+    def execute(request: ExecutionRequest) -> tuple[ConversionResult, Manifest]:
+        executor = BucketExecutor(request, url)
         result = executor.run()
         return result, executor.read_manifest()
 
@@ -484,7 +468,7 @@ def _convert(
     started_s: float,
     *,
     out: Path | str,
-    execute: Callable[[Plan, str, WorkerPool], tuple[ConversionResult, Manifest]],
+    execute: Callable[[ExecutionRequest], tuple[ConversionResult, Manifest]],
 ) -> Conversion:
     """Show the plan, and execute it unless this is a dry run.
 
@@ -494,7 +478,7 @@ def _convert(
         opened: The source and the plan.
         started_s: Start of the command, on the monotonic clock.
         out: Folder or URL of the output.
-        execute: Executes the plan with its digest and the workers. Returns the result and the manifest of the output.
+        execute: Executes the plan. Returns the result and the manifest of the output.
     """
     planned = opened.planned
     source = opened.source
@@ -510,14 +494,25 @@ def _convert(
         details = {"output": str(out), "dry_run": True, **details}
     else:
         share = _process_share(common, observer)
-        check_partly_read(planned.source_view or source, planned.plan, observer.progress())
+        read_source = planned.source_view or source
+        check_partly_read(read_source, planned.plan, observer.progress())
         with WorkerPool(
             common.process_options,
             share,
             memory_nbytes=common.memory_nbytes,
             progress=observer.progress(),
         ) as pool:
-            result, manifest = execute(planned.plan, fields["plan_digest"], pool)
+            request = ExecutionRequest(
+                plan=planned.plan,
+                run_id=fields["plan_digest"],
+                source=read_source,
+                pool=pool,
+                overwrite=common.overwrite,
+                restart=common.restart,
+                allow_overflow=common.allow_overflow,
+                note=observer.note,
+            )
+            result, manifest = execute(request)
         details |= _result_details(
             planned.plan, fields, out, result, manifest, common, started_s, observer
         )
@@ -534,7 +529,7 @@ def _convert(
         plan=planned.plan,
         details=details,
         # An output that was uploaded earlier is reported from a dry run.
-        next_command=planned.next_command.replace(OUT_PLACEHOLDER, str(out)),
+        next_command=planned.next_command.replace(OUT_PLACEHOLDER, shlex.quote(str(out))),
     )
 
 

@@ -11,9 +11,7 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import torch
 import xxhash
-from flax import serialization
 
 import prepcli as prep
 from prepcli.cli.main import main
@@ -25,9 +23,13 @@ from tests.helpers.foreign_names import (
     write_foreign_folder,
 )
 from tests.helpers.hf_folders import write_hf_folder
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import exported_tensors, run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, assert_same, make_checkpoint, read_tensors
+
+torch = lazy_module("torch")
+serialization = lazy_module("flax.serialization")
 
 Write = Callable[[Path, dict[str, np.ndarray]], None]
 
@@ -92,7 +94,7 @@ def write_torch(folder: Path, foreign: dict[str, np.ndarray]) -> None:
     folder.mkdir()
     state = {}
     for name, value in foreign.items():
-        tensor = torch.from_numpy(value)
+        tensor = torch.tensor(value)
         state[name] = tensor.t().contiguous().t() if value.ndim == 2 else tensor
     torch.save(state, folder / "pytorch_model.bin")
     (folder / "config.json").write_text(json.dumps(CONFIG))
