@@ -177,11 +177,9 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
         check_config_option(request.common, source)
         check_stream(request.common.stream, located)
         return _verify_digests(_collect_model(source), request, observer)
+    mapped = mapped_options(_against_options(request), source.manifest)
     against_located, against_source = open_checkpoint(
-        mapped_options(_against_options(request), source.manifest),
-        observer,
-        allow_adapters=True,
-        kept_scales=kept_scales,
+        mapped, observer, allow_adapters=True, kept_scales=kept_scales
     )
     check_config_option(request.common, source, against_source)
     check_stream(request.common.stream, located, against_located)
