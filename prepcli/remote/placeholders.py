@@ -73,7 +73,7 @@ class RemoteCheckpoint:
             PrepError: `special_blobs` is not empty.
         """
         if special_blobs:
-            why = "its tensors are compressed, scaled, or split within a file"
+            why = "its tensors are compressed, quantised, or split within a file"
             raise PrepError(
                 f"{self.reader.name} cannot be read remotely",
                 why,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from prepcli.engine.blobs import Blob
 from prepcli.engine.chunk_cache import ChunkCache, ChunkReader
 from prepcli.engine.files import ByteArray, io_error
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
@@ -37,10 +38,22 @@ WHOLE_CHUNK_DIVISOR = 8
 
 @dataclass(frozen=True, slots=True)
 class DecodedArray:
-    """A blob of the decoded chunks of one array."""
+    """A blob of the decoded chunks of one array.
+
+    Attributes:
+        item: The item.
+        array_number: Number of the array in the item.
+        remote_files: Blobs to read in place of the item's files, which are then placeholders.
+    """
 
     item: OrbaxItem
     array_number: int
+    remote_files: tuple[Blob, ...] = ()
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether chunks are compressed."""
+        return bool(self.item.codec_names[self.array_number])
 
     @property
     def meta(self) -> ArrayMeta:
@@ -139,6 +152,8 @@ def open_chunk(
     cache.make_room(0)
     if isinstance(value, bytes):
         stored = _InlineValue(value)
+    elif blob.remote_files:
+        stored = _RemoteValue(blob.remote_files[value.file], value)
     else:
         stored = _FileValue(blob.item.files[value.file], value)
     if not codec_names:
@@ -203,6 +218,23 @@ class _FileValue:
             self._fd = -1
 
 
+class _RemoteValue:
+    """A stored value in a byte range of a blob."""
+
+    def __init__(self, blob: Blob, value: StoredRange) -> None:
+        self._value = value
+        self.nbytes = value.nbytes
+        self._reader = blob.open()
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        data = np.empty(min(count, self.nbytes - offset), np.uint8)
+        self._reader.read_at(self._value.offset + offset, data)
+        return data.tobytes()
+
+    def close(self) -> None:
+        self._reader.close()
+
+
 class _ZeroChunk:
     """Reader of a chunk without stored value: zeros."""
 
@@ -221,7 +253,7 @@ class _UncompressedChunk:
 
     nbytes = 0
 
-    def __init__(self, stored: _InlineValue | _FileValue) -> None:
+    def __init__(self, stored: _InlineValue | _FileValue | _RemoteValue) -> None:
         self._stored = stored
 
     def read(self, start: int, into: ByteArray) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from prepcli.engine.blobs import Blob
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray
 from prepcli.engine.fills import numpy_dtype
@@ -28,6 +29,10 @@ class UnscaledArray:
     def name(self) -> str:
         """Name in messages."""
         return self.array.name
+
+    def with_remote_files(self, files: tuple[Blob, ...]) -> UnscaledArray:
+        """Return the same array, read from blobs in place of the item's files."""
+        return replace(self, array=replace(self.array, remote_files=files))
 
     def open(self) -> UnscaledReader:
         """Open the array for reading, with a small separate cache."""
