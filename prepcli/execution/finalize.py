@@ -263,7 +263,9 @@ def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> Compress
     if not plan.uses_ocdbt:
         chunk_paths = []
         for chunk in _raw_chunks(plan.leaves):
-            chunk_paths.append(chunk_file_path(plan.leaves[chunk.array].name, chunk.index))
+            leaf_name = plan.leaves[chunk.array].name
+            path = chunk_file_path(leaf_name, chunk.index, uses_zarr3=plan.uses_zarr3)
+            chunk_paths.append(path)
     return compress_chunks(
         _raw_chunks(plan.leaves),
         data_files,

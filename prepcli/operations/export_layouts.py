@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from prepcli.errors import Command, Option, text, usage_error
 from prepcli.formats.safetensors_layout import split_into_shards
 from prepcli.operations.options import ExportOptions
 from prepcli.planning.layout_scales import LayoutScale
@@ -87,6 +88,27 @@ def file_format(options: ExportOptions) -> str:
     return options["format"] or FORMATS_BY_LAYOUT[options["layout"]][0]
 
 
+def written_storage(options: ExportOptions) -> str:
+    """Return the storage of the arrays, as the manifest records it."""
+    if options["layout"] in LEVANTER_LAYOUTS:
+        return "levanter"
+    return options["storage"]
+
+
+def check_storage(options: ExportOptions) -> None:
+    """Raise UsageError if a storage is requested for a layout without an Orbax item."""
+    layout = options["layout"]
+    if options["storage"] == "ocdbt" or "orbax" in FORMATS_BY_LAYOUT[layout]:
+        return
+    layouts = [name for name, formats in FORMATS_BY_LAYOUT.items() if "orbax" in formats]
+    option = Option("storage", options["storage"])
+    raise usage_error(
+        text("{} is not supported with {}", option, Option("layout", layout)),
+        f"it is about Orbax items, the layouts {', '.join(layouts)}",
+        text("remove {}, or use {} for prep's own tree", option, Command("save-init")),
+    )
+
+
 def lay_out_weights(
     options: ExportOptions,
     source: Source,
@@ -124,11 +146,7 @@ def lay_out_weights(
             index_files(layouts),
         )
     if options["layout"] in TRAINER_ITEMS:
-        item = lay_out_trainer_item(
-            source, tensors, layout=options["layout"], vocab_size=vocab_rows
-        )
-        folder = TRAINER_ITEMS[options["layout"]].folder
-        return WeightFiles(item.files, item.regions, leaves=item.leaves, folder=folder)
+        return _lay_out_trainer_files(options, source, tensors, vocab_rows)
     if file_format(options) == DCP_FORMAT:
         dcp, places = lay_out_dcp_tree(
             source,
@@ -147,6 +165,18 @@ def lay_out_weights(
         shard_nbytes=shard_nbytes,
     )
     return WeightFiles(output.files, output.locations, output.index)
+
+
+def _lay_out_trainer_files(
+    options: ExportOptions, source: Source, tensors: Sequence[SourceTensor], vocab_rows: int
+) -> WeightFiles:
+    """Lay out the item of another trainer."""
+    layout = options["layout"]
+    item = lay_out_trainer_item(
+        source, tensors, layout=layout, vocab_size=vocab_rows, storage=options["storage"]
+    )
+    folder = TRAINER_ITEMS[layout].folder
+    return WeightFiles(item.files, item.regions, leaves=item.leaves, folder=folder)
 
 
 def layout_scales(

@@ -236,7 +236,14 @@ def lay_out_training_state(
     state = read_adam_state(source)
     layout = options["layout"]
     if layout in TRAINER_ITEMS:
-        item = lay_out_item_state(source, parameters, state, layout=layout, vocab_size=vocab_rows)
+        item = lay_out_item_state(
+            source,
+            parameters,
+            state,
+            layout=layout,
+            vocab_size=vocab_rows,
+            storage=options["storage"],
+        )
         folder = f"{state.step}/{TRAINER_ITEMS[layout].item}"
         return StateExport(
             WeightFiles(

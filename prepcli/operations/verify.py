@@ -22,7 +22,7 @@ from prepcli.engine.distance import Distance, measure_distance
 from prepcli.errors import Command, DamagedError, Option, PrepError, text, usage_error
 from prepcli.formats.again_hint import again_hint
 from prepcli.formats.checksums import read_checksum_bytes
-from prepcli.formats.manifest import unwritten_manifest
+from prepcli.formats.manifest import NO_MANIFEST, unwritten_manifest
 from prepcli.operations.accept import accept_files
 from prepcli.operations.conversion import (
     CommonOptions,
@@ -327,7 +327,7 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
 def _check_checksum_file(source: Source) -> None:
     """Raise DamagedError for a damaged checksum file. The digests of tensors do not cover it."""
     try:
-        read_checksum_bytes(source.root, source.tree_manifest)
+        read_checksum_bytes(source.root, source.manifest or NO_MANIFEST)
     except DamagedError as error:
         # Its hint is for commands with an option to read without checks.
         raise error.with_texts(hint=again_hint(source.manifest)) from error.__cause__

@@ -192,7 +192,7 @@ class PrepFields(TypedDict, total=False):
     compress: str
     casts: Sequence[CastEntry]
     packed: Mapping[str, int]
-    # `files` if each chunk is a file, `zarr3` for arrays of zarr 3, `levanter` for a checkpoint of Levanter.
+    # A value of `item_storage.Storage` other than `ocdbt`, or `levanter` for a checkpoint of Levanter.
     # Omitted for an OCDBT database of zarr 2.
     storage: str
     quantization: Mapping[str, object]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
+from prepcli.planning.item_storage import CHUNK_FILE_STORAGES, ZARR3_STORAGES
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy, merge_dims, region_copies
@@ -348,7 +349,7 @@ class Plan:
     @property
     def uses_ocdbt(self) -> bool:
         """Whether the leaves are in one OCDBT database. Otherwise each leaf is a folder, and each chunk a file."""
-        return self.settings.get("storage") != "files"
+        return self.settings.get("storage") not in CHUNK_FILE_STORAGES
 
     @property
     def is_levanter(self) -> bool:
@@ -358,7 +359,7 @@ class Plan:
     @property
     def uses_zarr3(self) -> bool:
         """Whether the leaves are arrays of zarr 3."""
-        return self.settings.get("storage") == "zarr3"
+        return self.settings.get("storage") in ZARR3_STORAGES
 
     @property
     def chunk_count(self) -> int:

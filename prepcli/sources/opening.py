@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from prepcli.engine.blobs import Blob
 from prepcli.errors import Option, PrepError, Text, text, usage_error
 from prepcli.formats.again_hint import again_hints
 from prepcli.formats.file_records import check_files, check_header
@@ -16,7 +15,6 @@ from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.state_names import OPT_STATE_RULE
 from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
-from prepcli.remote.remote_files import RemoteBlob
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
 from prepcli.sources.folders import LocalFiles
 from prepcli.sources.locate import LocatedCheckpoint
@@ -25,7 +23,6 @@ from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_text_part
 from prepcli.sources.source import Source
 from prepcli.sources.source_hints import CONFIG, KeptScales, SourceHints
-from prepcli.sources.unscaled_arrays import UnscaledArray
 from trainer.models.parameters import VERBATIM
 
 # Formats of trees with several layouts.
@@ -311,27 +308,10 @@ def _check_headers(source: Source) -> None:
 
 def _with_remote_blobs(source: Source, remote: RemoteCheckpoint) -> Source:
     """Replace the placeholder files of a source by its remote files."""
-    special = [blob for blob in source.blobs if not _is_remote_readable(blob)]
-    files = remote.blobs(source.files, special)
+    files = remote.remote_files(source.files)
+    blobs = remote.remote_blobs(source.blobs, source.files, files)
     stamps = tuple(
         SourceFile(stamp.path, blob.file.size, 0, blob.file.digest)
         for stamp, blob in zip(source.file_stamps, files)
     )
-    arrays = tuple(_remote_arrays(source, files))
-    # The numbers in the placements count the files only if a tensor is read from them.
-    blobs = arrays if arrays and not isinstance(source.blobs[0], Path) else (*files, *arrays)
-    return replace(source, file_stamps=stamps, blobs=blobs)
-
-
-def _is_remote_readable(blob: Path | Blob) -> bool:
-    """Return whether a byte source is a file, or an array with a scale and without compression."""
-    if isinstance(blob, UnscaledArray):
-        return not blob.array.is_compressed
-    return isinstance(blob, Path)
-
-
-def _remote_arrays(source: Source, files: tuple[RemoteBlob, ...]) -> Iterator[Blob]:
-    """Yield the arrays of a source with a scale, read from its remote files. They follow the files."""
-    for blob in source.blobs:
-        if isinstance(blob, UnscaledArray):
-            yield blob.with_remote_files(files)
+    return replace(source, file_stamps=stamps, blobs=blobs, remote_files=files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,9 +31,9 @@ class UnscaledArray:
         """Name in messages."""
         return self.array.name
 
-    def with_remote_files(self, files: tuple[Blob, ...]) -> UnscaledArray:
-        """Return the same array, read from blobs in place of the item's files."""
-        return replace(self, array=replace(self.array, remote_files=files))
+    def with_files(self, files: Sequence[Blob]) -> UnscaledArray:
+        """Return the same array in other files."""
+        return replace(self, array=self.array.with_files(files))
 
     def open(self) -> UnscaledReader:
         """Open the array for reading, with a small separate cache."""

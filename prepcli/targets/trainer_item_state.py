@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from prepcli.engine.blobs import MemoryBlob
+from prepcli.planning.item_storage import Storage
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.state_names import identity_axis_map, qualify
 from prepcli.sources.adam_state import NUM_UPDATES, STEP, AdamState
@@ -38,6 +39,7 @@ def lay_out_item_state(
     *,
     layout: str,
     vocab_size: int,
+    storage: Storage,
 ) -> OrbaxItemLayout:
     """Lay out parameters and training state as the leaves of an item of MaxText.
 
@@ -47,6 +49,7 @@ def lay_out_item_state(
         state: The training state.
         layout: Name of the layout.
         vocab_size: Vocabulary rows in the output.
+        storage: Storage of the chunks.
 
     Raises:
         PrepError: A parameter has no leaf in the layout, or a leaf has no parameter.
@@ -66,7 +69,7 @@ def lay_out_item_state(
     }
     for leaf, counter in counters.items():
         uses.append(LeafUse(counter, leaf, identity_axis_map(leaf, ())))
-    item = lay_out_uses(source, uses, Partitioning(mesh=None, rules=DEFAULT_RULES))
+    item = lay_out_uses(source, uses, Partitioning(mesh=None, rules=DEFAULT_RULES), storage=storage)
     leaves = tuple(replace(leaf, path=list_path(leaf.path)) for leaf in item.leaves)
     return replace(item, leaves=leaves)
 
