@@ -121,20 +121,7 @@ def read_dcp_folder(folder: Path) -> DcpFolder:
         PrepError: A file is missing, unreadable or invalid. No other exception is raised, whatever the files hold.
     """
     path = folder / METADATA_FILE
-    data = read_small_file(path, MAX_NBYTES)
-    try:
-        reader = BoundedReader.from_bytes(data)
-        root = interpret_pickle(reader, _ALLOWED_NAMES, max_opcodes=MAX_METADATA_OPCODES).root
-        metadata = _object_attributes(root)
-        entries = list(_dict_items(metadata.get("state_dict_metadata")))
-        ranges = dict(_iter_ranges(metadata.get("storage_data")))
-    except UnexpectedNameError as error:
-        why = "DCP writes no such name, and prep runs no code of a file"
-        raise PrepError(
-            f"{path.name} refers to `{error.name}`", why, "save the model again"
-        ) from error
-    except ValueError as error:
-        raise _damaged_error(path, error) from error
+    entries, ranges, metadata_digest = _read_metadata(path)
     numbers: _FileNumbers = {}
     tensors: list[DcpTensor] = []
     non_tensors: list[str] = []
@@ -152,7 +139,36 @@ def read_dcp_folder(folder: Path) -> DcpFolder:
         if (name, None) in ranges:
             file, start, length = ranges[name, None]
             archives[name] = (folder / file, start, length)
-    return DcpFolder(tuple(tensors), files, tuple(non_tensors), digest(data), archives)
+    return DcpFolder(tuple(tensors), files, tuple(non_tensors), metadata_digest, archives)
+
+
+def read_dcp_ranges(folder: Path) -> list[tuple[str, int, int]]:
+    """Return the file, the first byte and the length of each archive. Only the metadata is read.
+
+    Raises:
+        PrepError: The metadata is missing, unreadable or invalid.
+    """
+    _, ranges, _ = _read_metadata(folder / METADATA_FILE)
+    return list(ranges.values())
+
+
+def _read_metadata(path: Path) -> tuple[list[tuple[str, PickledCall]], _Ranges, str]:
+    """Return the entries of a checkpoint by name, the byte ranges of the archives, and the digest of the file."""
+    data = read_small_file(path, MAX_NBYTES)
+    try:
+        reader = BoundedReader.from_bytes(data)
+        root = interpret_pickle(reader, _ALLOWED_NAMES, max_opcodes=MAX_METADATA_OPCODES).root
+        metadata = _object_attributes(root)
+        entries = list(_dict_items(metadata.get("state_dict_metadata")))
+        ranges = dict(_iter_ranges(metadata.get("storage_data")))
+    except UnexpectedNameError as error:
+        why = "DCP writes no such name, and prep runs no code of a file"
+        raise PrepError(
+            f"{path.name} refers to `{error.name}`", why, "save the model again"
+        ) from error
+    except ValueError as error:
+        raise _damaged_error(path, error) from error
+    return entries, ranges, digest(data)
 
 
 def read_dcp_value(folder: DcpFolder, name: str) -> object:

@@ -12,6 +12,8 @@ from prepcli.formats.orbax import ZARRAY, find_item
 from prepcli.formats.orbax_read import read_item
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.formats.safetensors import select_safetensors_files
+from prepcli.formats.torch_dcp import SUFFIX as DCP_SUFFIX
+from prepcli.formats.torch_dcp import read_dcp_ranges
 from prepcli.formats.zarr import ZARR_JSON
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.placeholders import (
@@ -102,7 +104,11 @@ class BucketFolder:
         Raises:
             PrepError: This format cannot be read remotely, or a file cannot be fetched.
         """
-        fetch = {"safetensors": self._fetch_hf_folder, "orbax": self._fetch_orbax_item}
+        fetch = {
+            "safetensors": self._fetch_hf_folder,
+            "orbax": self._fetch_orbax_item,
+            "dcp": self._fetch_dcp_folder,
+        }
         if kind not in fetch:
             why = f"its format is {kind}; only {' and '.join(fetch)} are read remotely"
             raise PrepError(f"{self.display_name} cannot be read remotely", why, COPY_HINT)
@@ -158,6 +164,26 @@ class BucketFolder:
                 write_sparse_file(remote.placeholder_folder, remote.reader, file)
         _fetch_index(remote, item)
 
+    def _fetch_dcp_folder(self, remote: RemoteCheckpoint) -> None:
+        """Fetch the small files of a torch distributed checkpoint, and both ends of each archive with a tensor."""
+        top = {file.path: file for file in remote.files if "/" not in file.path}
+        self._fetch_small_files(
+            remote, [file for file in top.values() if not file.path.endswith(DCP_SUFFIX)]
+        )
+        reads: list[tuple[RemoteFile, tuple[int, int]]] = []
+        for path, ranges in _archive_ends(remote.placeholder_folder).items():
+            # The metadata is untrusted. The reader reports a file outside of the listing as missing.
+            if path in top:
+                write_sparse_file(remote.placeholder_folder, remote.reader, top[path])
+                reads += [(top[path], byte_range) for byte_range in ranges]
+
+        def fetch(read: tuple[RemoteFile, tuple[int, int]]) -> None:
+            file, byte_range = read
+            folder = remote.placeholder_folder
+            write_sparse_file(folder, remote.reader, file, ranges=[byte_range])
+
+        map_in_daemon_threads(fetch, reads, num_threads=MAX_IN_FLIGHT)
+
     def _fetch_small_files(self, remote: RemoteCheckpoint, files: Sequence[RemoteFile]) -> None:
         total_nbytes = sum(file.size for file in files)
         if total_nbytes > MAX_SMALL_FILES_NBYTES:
@@ -175,6 +201,10 @@ class BucketFolder:
         map_in_daemon_threads(fetch, files, num_threads=2 * MAX_IN_FLIGHT)
 
 
+# Header and directory of an archive of PyTorch have less than 2 KiB each.
+ARCHIVE_END_NBYTES = 4 << 10
+
+
 def _without_older_steps(files: Sequence[RemoteFile]) -> list[RemoteFile]:
     """Leave out all steps of a training run but the last complete one. A step is complete if it has a manifest."""
     paths = [file.path for file in files]
@@ -185,6 +215,25 @@ def _without_older_steps(files: Sequence[RemoteFile]) -> list[RemoteFile]:
     # newest one. A run that has only such steps keeps its other files, and is reported as begun.
     kept_steps = (None, *steps[-1:])
     return [file for file in files if listed_step(file.path) in kept_steps]
+
+
+def _archive_ends(folder: Path) -> dict[str, list[tuple[int, int]]]:
+    """Return the first and last bytes of each archive in a torch distributed checkpoint, by file.
+
+    The header of a tensor is at the start of its archive, and the directory at the end. Ranges (offset, length) that
+    touch each other are joined: the end of an archive, and the start of the next one.
+    """
+    ranges_by_file: dict[str, list[tuple[int, int]]] = {}
+    for path, start, length in sorted(read_dcp_ranges(folder)):
+        ranges = ranges_by_file.setdefault(path, [])
+        stop = start + length
+        for low, high in ((start, start + ARCHIVE_END_NBYTES), (stop - ARCHIVE_END_NBYTES, stop)):
+            low = max(low, start)
+            high = min(high, stop)
+            if ranges and sum(ranges[-1]) >= low:
+                low = ranges.pop()[0]
+            ranges.append((low, high - low))
+    return ranges_by_file
 
 
 def _no_index_error(remote: RemoteCheckpoint) -> PrepError:

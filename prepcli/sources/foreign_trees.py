@@ -211,8 +211,9 @@ def _scales_by_path(
     for path, row in tree_format.rows(family, config).items():
         if row.scale:
             scale = bind_scale(row.scale, sizes)
-            for _, indices in bind_row(row, sizes).tensors():
-                scales[path.format(**indices)] = scale
+            axis_map = bind_row(row, sizes)
+            for _, indices in axis_map.tensors():
+                scales[axis_map.leaf_path(path, indices)] = scale
     return scales
 
 
@@ -372,14 +373,14 @@ def _score_format(tree_format: TreeFormat, leaves: Leaves, family: Family, confi
     num_present = 0
     num_right_shape = 0
     for path, row in rows.items():
-        first = path.format(**dict.fromkeys(LAYER_ATOMS, 0))
-        plain = tree_format.root + first
-        alias_path = alias_of.get(path, path).format(**dict.fromkeys(LAYER_ATOMS, 0))
-        alias = tree_format.root + alias_path
+        axis_map = bind_row(row, sizes)
+        _, indices = next(axis_map.tensors())
+        plain = tree_format.root + axis_map.leaf_path(path, indices)
+        alias = tree_format.root + axis_map.leaf_path(alias_of.get(path, path), indices)
         names = (plain, plain + BOXED_SUFFIX, alias, alias + BOXED_SUFFIX)
         leaf = next((leaves[name] for name in names if name in leaves), None)
         num_present += leaf is not None
-        num_right_shape += leaf is not None and leaf.shape == bind_row(row, sizes).leaf_shape
+        num_right_shape += leaf is not None and leaf.shape == axis_map.leaf_shape
     # Trees of two formats can share a few names, e.g. the final norm, but not half of them. A tree
     # that lacks the other half is still found, and its missing leaves are reported.
     if 2 * num_present >= len(rows):

@@ -294,7 +294,7 @@ def bound_leaf_tensors(rows: Mapping[str, ParsedAxisMap], sizes: Sizes) -> Itera
     for path, row in rows.items():
         bound = bind_row(row, sizes)
         for name, indices in bound.tensors():
-            yield path.format(**indices), bound, name, tuple(indices.items())
+            yield bound.leaf_path(path, indices), bound, name, tuple(indices.items())
 
 
 def check_leaf_shape(

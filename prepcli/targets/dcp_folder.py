@@ -19,9 +19,11 @@ from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.layout_leaves import find_layout_leaves, whole_leaf_location
+from trainer.models.axis_map import LAYERS
 
 # A tensor takes up to 77 opcodes of `.metadata`: a moment has four keys.
 MAX_TENSORS = MAX_METADATA_OPCODES // 80
+ZERO_DTYPE = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ def lay_out_dcp_tree(
         for path, axis_map, _ in uses:
             nbytes = math.prod(axis_map.leaf_shape) * itemsize(dtype)
             entries[path] = (path, dtype, axis_map.leaf_shape, nbytes)
-    dcp = lay_out_dcp_folder([*entries.values()], shard_nbytes)
+    constants = _zero_leaves(source, layout)
+    dcp = lay_out_dcp_folder([*entries.values()], shard_nbytes, constants=constants)
     locations: dict[str, Locations] = {}
     for name, uses in leaves.items():
         regions: list[ChunkedLocation] = []
@@ -155,6 +158,19 @@ def lay_out_dcp_tree(
             regions.append(region)
         locations[name] = tuple(regions)
     return dcp, locations
+
+
+def _zero_leaves(source: Source, layout: str) -> list[DcpConstant]:
+    """Return the leaves of a layout without a tensor."""
+    sizes = source.family.sizes(source.config)
+    constants: list[DcpConstant] = []
+    for path, dims in source.family.layouts[layout].zero_leaves.items():
+        shape = tuple(sizes[dim] for dim in dims)
+        zeros = bytes(math.prod(shape) * itemsize(ZERO_DTYPE))
+        for layer in range(sizes[LAYERS]):
+            value = StoredTensor("0", ZERO_DTYPE, shape, zeros)
+            constants.append(DcpConstant((path.format(**{LAYERS: layer}),), value))
+    return constants
 
 
 def _check_dtype(name: str, dtype: str) -> None:

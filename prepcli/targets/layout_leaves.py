@@ -45,8 +45,8 @@ def find_layout_leaves(
         if tree.follows_prefix and not source.names.is_prefixed:
             path_template = path.removeprefix(family.prefix)
         for tensor, indices in axis_map.tensors():
-            leaf = (path_template.format(**indices), axis_map, tuple(indices.items()))
-            leaves.setdefault(tensor, []).append(leaf)
+            leaf_path = axis_map.leaf_path(path_template, indices)
+            leaves.setdefault(tensor, []).append((leaf_path, axis_map, tuple(indices.items())))
     _check_layout_complete(source, layout, leaves, tensors)
     return leaves
 

@@ -14,7 +14,7 @@ import numpy as np
 Tensors = Mapping[str, np.ndarray]
 Leaves = dict[str, np.ndarray]
 
-# `from_hf_map` of the adapters of LLaMA 3 and Qwen3.
+# `from_hf_map` of the adapters of LLaMA 3, Qwen3, DeepSeek-V3 and GPT-OSS.
 FROM_HF = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
     "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attention.qkv_linear.wq.weight",
@@ -29,6 +29,23 @@ FROM_HF = {
     "model.layers.{}.input_layernorm.weight": "layers.{}.attention_norm.weight",
     "model.layers.{}.post_attention_layernorm.weight": "layers.{}.ffn_norm.weight",
     "model.layers.{}.mlp.gate.weight": "layers.{}.moe.router.gate.weight",
+    "model.layers.{}.self_attn.kv_a_proj_with_mqa.weight": "layers.{}.attention.wkv_a.weight",
+    "model.layers.{}.self_attn.kv_a_layernorm.weight": "layers.{}.attention.kv_norm.weight",
+    "model.layers.{}.self_attn.kv_b_proj.weight": "layers.{}.attention.wkv_b.weight",
+    "model.layers.{}.self_attn.q_a_proj.weight": "layers.{}.attention.wq_a.weight",
+    "model.layers.{}.self_attn.q_a_layernorm.weight": "layers.{}.attention.q_norm.weight",
+    "model.layers.{}.self_attn.q_b_proj.weight": "layers.{}.attention.wq_b.weight",
+    "model.layers.{}.mlp.shared_experts.gate_proj.weight": "layers.{}.moe.shared_experts.w1.weight",
+    "model.layers.{}.mlp.shared_experts.up_proj.weight": "layers.{}.moe.shared_experts.w3.weight",
+    "model.layers.{}.mlp.shared_experts.down_proj.weight": "layers.{}.moe.shared_experts.w2.weight",
+    "model.layers.{}.mlp.gate.e_score_correction_bias": "layers.{}.moe.expert_bias_E",
+    "model.layers.{}.self_attn.q_proj.bias": "layers.{}.attention.qkv_linear.wq.bias",
+    "model.layers.{}.self_attn.k_proj.bias": "layers.{}.attention.qkv_linear.wk.bias",
+    "model.layers.{}.self_attn.v_proj.bias": "layers.{}.attention.qkv_linear.wv.bias",
+    "model.layers.{}.self_attn.o_proj.bias": "layers.{}.attention.wo.bias",
+    "model.layers.{}.self_attn.sinks": "layers.{}.attention.sinks",
+    "model.layers.{}.mlp.router.weight": "layers.{}.moe.router.gate.weight",
+    "model.layers.{}.mlp.router.bias": "layers.{}.moe.router.gate.bias",
     "model.norm.weight": "norm.weight",
     "lm_head.weight": "lm_head.weight",
 }
@@ -37,6 +54,16 @@ EXPERTS = {
     "up_proj": "w3_EFD",
     "down_proj": "w2_EDF",
 }
+# Parameters of `GptOssGroupedExperts`. Its matrices are those of Hugging Face, transposed.
+GPT_OSS_EXPERTS = {
+    "gate_up_proj": "mlp1_weight_EGD",
+    "gate_up_proj_bias": "mlp1_bias_EG",
+    "down_proj": "mlp2_weight_EDF",
+    "down_proj_bias": "mlp2_bias_ED",
+}
+# Model types with the buffer `expert_bias_E` and without a tensor for it. It starts at zero.
+ZERO_BIASES = ("qwen3_moe", "gpt_oss")
+GPT_OSS_NAME = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\w+)")
 EXPERT_NAME = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weight")
 
 
@@ -56,6 +83,12 @@ def torchtitan_state(tensors: Tensors, config: Mapping[str, Any]) -> Leaves:
             path = f"layers.{match[1]}.moe.routed_experts.inner_experts.{EXPERTS[match[3]]}"
             experts.setdefault(path, {})[int(match[2])] = tensor
             continue
+        if match := GPT_OSS_NAME.fullmatch(name):
+            path = f"layers.{match[1]}.moe.routed_experts.inner_experts.{GPT_OSS_EXPERTS[match[2]]}"
+            state[path] = (
+                np.ascontiguousarray(tensor.swapaxes(1, 2)) if tensor.ndim == 3 else tensor
+            )
+            continue
         number = re.search(r"\d+", name)
         layer = number[0] if number else ""
         value = tensor
@@ -66,6 +99,10 @@ def torchtitan_state(tensors: Tensors, config: Mapping[str, Any]) -> Leaves:
         state[FROM_HF[re.sub(r"\d+", "{}", name, count=1)].format(layer)] = value
     for path, by_number in experts.items():
         state[path] = np.stack([by_number[number] for number in range(len(by_number))])
+    if config["model_type"] in ZERO_BIASES:
+        experts_count = config.get("num_experts") or config["num_local_experts"]
+        for layer in range(config["num_hidden_layers"]):
+            state[f"layers.{layer}.moe.expert_bias_E"] = np.zeros(experts_count, np.float32)
     # A tied model has both names in its state dict.
     state.setdefault("lm_head.weight", state["tok_embeddings.weight"])
     return state

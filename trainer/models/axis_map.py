@@ -83,6 +83,8 @@ BIASED_LAYERS = "biased_layers"
 UNBIASED_LAYERS = "unbiased_layers"
 # All layers, in tensors outside of layers: their inputs from tokens.
 INPUT_LAYERS = "input_layers"
+# Placeholder in the path of a leaf. See `AxisMap.leaf_path`.
+LAYER_NUMBER = "layer_number"
 # Axes that stack only the layers of one kind.
 GROUP_ATOMS = (
     *(DENSE_LAYERS, SPARSE_LAYERS, ATTENTION_LAYERS, MIXER_LAYERS),
@@ -326,6 +328,20 @@ class AxisMap:
         for indices in itertools.product(*map(range, extents)):
             atom_indices = dict(zip(atoms, indices))
             yield self.tensor_name(atom_indices), atom_indices
+
+    def leaf_path(self, template: str, atom_indices: Mapping[str, int]) -> str:
+        """Return the path of the leaf at these indices of the stacked axes.
+
+        Args:
+            template: Path with the index of a layer as `{layers}`, or its number in the model as `{layer_number}`.
+                E.g. the first sparse layer has the index 0, and the number 1 after one dense layer.
+            atom_indices: Index of each stacked axis.
+        """
+        if LAYER_NUMBER not in template:
+            return template.format(**atom_indices)
+        # The first number in the name of a tensor is that of its layer.
+        layer = next(part for part in self.name_parts if isinstance(part, TensorIndex))
+        return template.format(**atom_indices, **{LAYER_NUMBER: layer.resolve(atom_indices)})
 
     def tensor_name(self, atom_indices: Mapping[str, int]) -> str:
         """Return the name of the tensor at these indices of the stacked axes."""

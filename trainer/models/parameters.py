@@ -114,6 +114,7 @@ class TreeLayout:
         state_keys: First keys of other entries, in trees with the parameters at the top.
         follows_prefix: Whether the paths of a base model, saved without its head, lack the family's prefix.
         layer_numbers: Named axis (atom) or index list of some layers -> the numbers of these layers.
+        zero_leaves: Path -> dims of a leaf without a tensor. It has zeros in float32.
     """
 
     parameters: Mapping[str, Parameter]
@@ -126,6 +127,7 @@ class TreeLayout:
     state_keys: tuple[str, ...] = ()
     follows_prefix: bool = False
     layer_numbers: Callable[[HFConfig], Mapping[str, Sequence[int]]] = lambda config: {}
+    zero_leaves: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def resolve_alias(self, path: str) -> str:
         """Return the path of a leaf in the spelling of `parameters`.

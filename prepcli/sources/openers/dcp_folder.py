@@ -67,7 +67,7 @@ def open_dcp(
         names = tree.names
         tensors = tree.tensors
         extra_entries = tree.extra_entries
-        folder = _without_keys(folder, [entry.name for entry in extra_entries])
+        folder = _without_entries(folder, [entry.name for entry in extra_entries])
     records = (manifest or NO_MANIFEST).tensors
     recorded: list[SourceTensor] = []
     for tensor in sorted(tensors, key=file_position):
@@ -114,10 +114,14 @@ def _named_tensors(folder: DcpFolder, names: TensorNames) -> tuple[SourceTensor,
     return tuple(tensors)
 
 
-def _without_keys(folder: DcpFolder, keys: Collection[str]) -> DcpFolder:
-    """Return a checkpoint without its values other than tensors below a key, e.g. `optimizer`."""
-    names = [name for name in folder.non_tensors if name.partition(".")[0] not in keys]
-    return replace(folder, non_tensors=tuple(names))
+def _without_entries(folder: DcpFolder, entries: Collection[str]) -> DcpFolder:
+    """Return a checkpoint without its tensors of these names, and without the other values below them.
+
+    E.g. values below `optimizer`, and a buffer.
+    """
+    tensors = [tensor for tensor in folder.tensors if tensor.name not in entries]
+    names = [name for name in folder.non_tensors if name.partition(".")[0] not in entries]
+    return replace(folder, tensors=tuple(tensors), non_tensors=tuple(names))
 
 
 def _split_state(folder: DcpFolder) -> tuple[DcpFolder, tuple[DcpTensor, ...]]:

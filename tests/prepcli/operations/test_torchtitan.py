@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 
 import prepcli as prep
+from prepcli.errors import DamagedError
 from tests.helpers.dcp_shards import save_sharded
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.tiny_checkpoints import (
+    FAMILY_CONFIGS,
     GROUPED_QUERY,
     assert_same,
     make_checkpoint,
     read_tensors,
 )
-from tests.helpers.torchtitan_states import torchtitan_state
+from tests.helpers.torchtitan_states import ZERO_BIASES, torchtitan_state
 from tests.helpers.way_back import check_way_back
 
 torch = lazy_module("torch")
@@ -29,6 +31,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": GROUPED_QUERY | {"model_type": "llama"},
     "qwen3": GROUPED_QUERY | {"model_type": "qwen3"},
     "qwen3_moe": GROUPED_QUERY | {"model_type": "qwen3_moe"} | EXPERTS,
+    "deepseek_v3": FAMILY_CONFIGS["deepseek_v3"] | {"model_type": "deepseek_v3"},
+    "deepseek_v3-sparse": FAMILY_CONFIGS["deepseek_v3"]
+    | {"model_type": "deepseek_v3", "first_k_dense_replace": 0},
+    "gpt_oss": FAMILY_CONFIGS["gpt_oss"] | {"model_type": "gpt_oss"},
 }
 LLAMA = MODELS["llama"]
 
@@ -78,13 +84,34 @@ def test_export_for_torchtitan_returns_every_bit(model: str):
 def test_training_state_of_torchtitan_converts(model: str):
     tensors = make_checkpoint(Path("model"), MODELS[model])
     state: dict[str, Any] = dict(torchtitan_state(tensors, MODELS[model]))
-    state["layers.0.moe.expert_bias_E"] = np.zeros(4, np.float32)
+    if model in ZERO_BIASES:
+        # Training has changed the buffer.
+        state["layers.0.moe.expert_bias_E"] += 1
     state["optimizer"] = {"state": {"norm.weight": {"exp_avg": torch.zeros(64)}}}
     state["train_state"] = {"step": torch.tensor(3)}
     save_state("step-3", state)
     run_ok("save-init", "./step-3", "--config", "./model", "--out", "init")
     run_ok("export", "init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
+
+
+def test_damaged_buffer_of_experts_is_found():
+    make_checkpoint(Path("model"), MODELS["gpt_oss"])
+    run_ok("export", "./model", "--layout", "torchtitan", "--out", "out")
+    assert prep.verify("out")
+    # The last file has the buffers.
+    path = max(Path("out").glob("*.distcp"))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(bytes(12), bytes(11) + b"\1", 1))
+    assert path.read_bytes() != content
+    with pytest.raises(DamagedError, match="is damaged"):
+        prep.verify("out")
+
+
+def test_deepseek_with_separated_rotary_pairs_is_refused(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("model"), MODELS["deepseek_v3"], rope_interleave=False)
+    lines = error_lines(capsys, "export", "./model", "--layout", "torchtitan", "--out", "out")
+    assert "the layout has no place for model.layers.0.self_attn.kv_a_proj" in " ".join(lines)
 
 
 def test_names_of_meta_are_read():

@@ -56,6 +56,29 @@ QWEN3_MOE = {
 }
 # A window shorter than the 12 tokens of the test.
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
+# torchtitan fixes the heads of GPT-OSS.
+GPT_OSS = {
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 MAXTEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama3.1": ("llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -99,6 +122,9 @@ TORCHTITAN_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
 }
 LEVANTER_CASES = [
     *(("levanter", model) for model in LEVANTER_MODELS if model != "olmo3"),

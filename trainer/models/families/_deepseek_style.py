@@ -62,12 +62,15 @@ def latent_sizes(
         raise invalid_config_error(why)
     key_dim = read_size(config, "qk_nope_head_dim", key_dim)
     value_dim = read_size(config, "v_head_dim", value_dim)
+    kv_rank = read_size(config, "kv_lora_rank", kv_rank)
     return {
         "head_dim": key_dim + rope_dim,
         "rope_dim": rope_dim,
         "value_dim": value_dim,
         "kv_dim": key_dim + value_dim,
-        "kv_rank": read_size(config, "kv_lora_rank", kv_rank),
+        "kv_rank": kv_rank,
+        # Rows of the fused tensor `kv_a_proj_with_mqa`
+        "kv_latent": kv_rank + rope_dim,
         "q_rank": read_size(config, "q_lora_rank", q_rank),
     }
 

@@ -8,6 +8,8 @@ from functools import partial
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.families import _deepseek_style, _llama_style, _moe_style
 from trainer.models.parameters import HFConfig, read_size
+from trainer.models.rows import unless_false
+from trainer.models.torchtitan_layouts import torchtitan_deepseek_layout
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
@@ -58,7 +60,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     )
 
 
-FAMILY = _moe_style.build_family(
+_FAMILY = _moe_style.build_family(
     name="deepseek_v3",
     sizes=sizes,
     arch_config=arch_config,
@@ -66,4 +68,12 @@ FAMILY = _moe_style.build_family(
     moe=_deepseek_style.CORRECTED_EXPERTS,
     dense_layers=dense_layers,
     prediction_layers=partial(_deepseek_style.read_prediction_layers, layers=61),
+)
+FAMILY = dataclasses.replace(
+    _FAMILY,
+    layouts=torchtitan_deepseek_layout(
+        _FAMILY.parameters,
+        _FAMILY.layer_numbers,
+        has_adjacent_pairs=unless_false("rope_interleave"),
+    ),
 )

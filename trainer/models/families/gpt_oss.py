@@ -17,6 +17,7 @@ from trainer.models.moe_config import ClampedSwiglu
 from trainer.models.parameters import HFConfig, Parameter, read_size
 from trainer.models.rope_config import read_rope
 from trainer.models.rows import Parameters, linear, matrix, unless_false
+from trainer.models.torchtitan_layouts import torchtitan_gpt_oss_layout
 
 HAS_BIAS = unless_false("attention_bias")
 # The rotary embedding of GptOssConfig if the config has none.
@@ -99,7 +100,7 @@ def _experts() -> Parameters:
     }
 
 
-FAMILY = _moe_style.build_family(
+_FAMILY = _moe_style.build_family(
     name="gpt_oss",
     sizes=sizes,
     arch_config=arch_config,
@@ -111,3 +112,4 @@ FAMILY = _moe_style.build_family(
     moe=_experts(),
     dropped={},
 )
+FAMILY = dataclasses.replace(_FAMILY, layouts=torchtitan_gpt_oss_layout(_FAMILY.parameters))
