@@ -91,6 +91,7 @@ class WindowRows:
             packing: The recipe's `data.packing`.
         """
         self._windows = arrays[WINDOWS_FILE]
+        self._row_ends = np.ascontiguousarray(self._windows["row_end"])
         self._assignments = arrays[ASSIGNMENTS_FILE]
         self._ends = tokens.ends
         self._order = ORDERS[packing]
@@ -103,7 +104,7 @@ class WindowRows:
     @property
     def n_rows(self) -> int:
         """Number of rows."""
-        return int(self._windows["row_end"][-1])
+        return int(self._row_ends[-1])
 
     @property
     def fraction_with_token(self) -> float:
@@ -112,7 +113,7 @@ class WindowRows:
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
         """Return start and length of each piece of a row."""
-        index = int(np.searchsorted(self._windows["row_end"], row, side="right"))
+        index = int(np.searchsorted(self._row_ends, row, side="right"))
         last = self._last
         if last is None or last[0] != index:
             last = index, self._read_window(index)
@@ -129,7 +130,7 @@ class WindowRows:
         document = int(entry["document"])
         first_row = assignment_start = 0
         if index:
-            first_row = int(self._windows[index - 1]["row_end"])
+            first_row = int(self._row_ends[index - 1])
             assignment_start = int(self._windows[index - 1]["assignment_end"])
         # The window ends at the start of the next one, perhaps within a document.
         end_token = self.n_tokens
