@@ -271,9 +271,17 @@ def assign_rows(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:
     """Return the row of each piece. Rows are numbered in the order of their first pieces."""
     order = longest_first(lengths)
     rows = np.empty(len(lengths), np.int64)
-    rows[order] = _best_fit(lengths[order], seq_length)
-    # Best fit numbers rows by their longest piece. Renumber them by their first piece. Of several
-    # assignments to one place NumPy keeps the last one, so the pieces are assigned in reverse order.
+    rows[order] = best_fit(lengths[order], seq_length)
+    return number_rows(rows)
+
+
+def number_rows(rows: npt.NDArray[np.integer[Any]]) -> Int64Array:
+    """Return the rows of pieces in another numbering: in the order of their first pieces.
+
+    E.g. the rows [2, 0, 2, 1] of four pieces become [0, 1, 0, 2].
+    """
+    # Of several assignments to one place NumPy keeps the last one, so the pieces are assigned in reverse
+    # order.
     pieces = np.arange(len(rows))
     first_pieces = np.empty(int(rows.max()) + 1, np.int64)
     first_pieces[rows[::-1]] = pieces[::-1]
@@ -282,12 +290,15 @@ def assign_rows(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:
     return numbers[rows]
 
 
-def _best_fit(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:
+def best_fit(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:
     """Put each piece into the fullest row with enough room for it, or into a new row.
 
     Args:
         lengths: Lengths of the pieces, the longest first.
         seq_length: Length of a row in tokens.
+
+    Returns:
+        The row of each piece. Rows are numbered by their longest pieces.
     """
     # E.g. rows of 8 and pieces of 6, 5, 3 and 2 tokens: 6 opens row 0 (2 free), 5 opens row 1 (3 free),
     # 3 fills row 1, and 2 fills row 0. The result is [0, 1, 1, 0].
@@ -298,21 +309,32 @@ def _best_fit(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:
     open_rows = _OpenRows(int(lengths[-1]))
     group_starts = np.flatnonzero(np.diff(lengths, prepend=0))
     counts = np.diff(group_starts, append=len(lengths))
-    placed: list[Int64Array] = []
+    placed: list[int] = []
     for length, group_count in zip(lengths[group_starts].tolist(), counts.tolist()):
         count = group_count
         while count:
             room, rows = open_rows.take(length, count, seq_length)
             fitting = room // length
-            placed.append(np.repeat(rows, fitting)[:count])
-            n_missing = len(rows) * fitting - count
-            if n_missing > 0:
+            n_placed = min(count, len(rows) * fitting)
+            placed += _repeat_each(rows, fitting)[:n_placed]
+            n_missing = len(rows) * fitting - n_placed
+            if n_missing:
                 # The pieces of this length end before the last row is full.
                 last = rows.pop()
                 open_rows.add(room - (fitting - n_missing) * length, [last])
             open_rows.add(room - fitting * length, rows)
-            count -= len(placed[-1])
-    return np.concatenate(placed)
+            count -= n_placed
+    return np.array(placed, np.int64)
+
+
+def _repeat_each(rows: list[int], count: int) -> list[int]:
+    """Return each row `count` times, e.g. [5, 6] and 2 -> [5, 5, 6, 6]."""
+    if count == 1:
+        return rows
+    repeated: list[int] = []
+    for row in rows:
+        repeated += [row] * count
+    return repeated
 
 
 class _OpenRows:

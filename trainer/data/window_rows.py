@@ -1,12 +1,14 @@
 """Rows of whole documents in a compact form, for hundreds of millions of documents.
 
 `document_rows` stores 12 bytes per piece of a document, and 8 per row. The rows of 10^9 documents would have
-12 GB. The compact form has less than half a byte per piece. It stores only the rows of the pieces of each window
-(see `document_packing`). The pieces are cut again from the ends of the documents.
+12 GB. The compact form has less than a byte per piece, e.g. 0.11 for chats and 0.2 to 0.4 for web pages. It
+stores only the rows of the pieces of each window (see `document_packing`). The pieces are cut again from the ends
+of the documents.
 
 - `windows.bin`: a `WINDOW_DTYPE` per window.
 - `assignments.bin`: for each window the row of each piece, the longest piece first, as differences in 16 bits,
-  compressed by zlib. Pieces of equal length are in consecutive rows, so most differences are equal.
+  compressed by zlib. The numbering is the one of `best_fit`, where pieces of equal length are in consecutive
+  rows, so that most differences are equal.
 
 A row costs about a millisecond, since the pieces of its window are cut and sorted again.
 """
@@ -26,10 +28,11 @@ from trainer.data.document_packing import (
     WINDOW,
     Int64Array,
     Pieces,
-    assign_rows,
+    best_fit,
     cut_documents,
     cut_range,
     longest_first,
+    number_rows,
 )
 from trainer.data.store import DamagedStoreError, MappedTokens, document_end_blocks
 from trainer.data.store_writer import HashingFile
@@ -60,14 +63,12 @@ class _Window:
     Attributes:
         first_row: Number of its first row.
         pieces: Its pieces in the order of the data.
-        order: Order of the pieces in `rows`.
         rows: Row of each piece, counted from the first row of the window.
     """
 
     first_row: int
     pieces: Pieces
-    order: Int64Array
-    rows: npt.NDArray[np.uint16]
+    rows: Int64Array
 
 
 class WindowRows:
@@ -90,6 +91,7 @@ class WindowRows:
             packing: The recipe's `data.packing`.
         """
         self._windows = arrays[WINDOWS_FILE]
+        self._row_ends = np.ascontiguousarray(self._windows["row_end"])
         self._assignments = arrays[ASSIGNMENTS_FILE]
         self._ends = tokens.ends
         self._order = ORDERS[packing]
@@ -102,7 +104,7 @@ class WindowRows:
     @property
     def n_rows(self) -> int:
         """Number of rows."""
-        return int(self._windows["row_end"][-1])
+        return int(self._row_ends[-1])
 
     @property
     def fraction_with_token(self) -> float:
@@ -111,13 +113,13 @@ class WindowRows:
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
         """Return start and length of each piece of a row."""
-        index = int(np.searchsorted(self._windows["row_end"], row, side="right"))
+        index = int(np.searchsorted(self._row_ends, row, side="right"))
         last = self._last
         if last is None or last[0] != index:
             last = index, self._read_window(index)
             self._last = last
         window = last[1]
-        pieces = np.sort(window.order[window.rows == row - window.first_row])
+        pieces = np.flatnonzero(window.rows == row - window.first_row)
         starts = window.pieces.starts[pieces].tolist()
         return list(zip(starts, window.pieces.lengths[pieces].tolist()))
 
@@ -128,7 +130,7 @@ class WindowRows:
         document = int(entry["document"])
         first_row = assignment_start = 0
         if index:
-            first_row = int(self._windows[index - 1]["row_end"])
+            first_row = int(self._row_ends[index - 1])
             assignment_start = int(self._windows[index - 1]["assignment_end"])
         # The window ends at the start of the next one, perhaps within a document.
         end_token = self.n_tokens
@@ -139,10 +141,12 @@ class WindowRows:
         ends = self._ends[document : last_document + 1].astype(np.int64)
         pieces = cut_range(np.minimum(ends, end_token), start, self.seq_length)
         assignment = self._assignments[assignment_start : int(entry["assignment_end"])]
-        rows = _decode_rows(assignment.tobytes())
-        if len(rows) != len(pieces.lengths):
-            raise _damaged_error(f"window {index:,} has {len(rows):,} pieces in them")
-        return _Window(first_row, pieces, self._order(pieces.lengths), rows)
+        ordered_rows = _decode_rows(assignment.tobytes())
+        if len(ordered_rows) != len(pieces.lengths):
+            raise _damaged_error(f"window {index:,} has {len(ordered_rows):,} pieces in them")
+        rows = np.empty_like(ordered_rows)
+        rows[self._order(pieces.lengths)] = ordered_rows
+        return _Window(first_row, pieces, number_rows(rows))
 
 
 def _decode_rows(data: bytes) -> npt.NDArray[np.uint16]:
@@ -173,14 +177,14 @@ def _in_data_order(lengths: npt.NDArray[np.int32]) -> Int64Array:
     return np.arange(len(lengths))
 
 
-# By `data.packing`: the rows of the pieces of a window, and the order in which they are stored.
-ASSIGN: Mapping[str, Callable[[npt.NDArray[np.int32], int], Int64Array]] = {
-    SEGMENTED: assign_rows,
-    "none": _one_per_row,
-}
+# By `data.packing`: the order in which the rows of pieces are stored, and the rows of pieces in this order.
 ORDERS: Mapping[str, Callable[[npt.NDArray[np.int32]], Int64Array]] = {
     SEGMENTED: longest_first,
     "none": _in_data_order,
+}
+ASSIGN: Mapping[str, Callable[[npt.NDArray[np.int32], int], Int64Array]] = {
+    SEGMENTED: best_fit,
+    "none": _one_per_row,
 }
 
 
@@ -215,8 +219,9 @@ def write_windows(
     assignment_end = 0
     ends = document_end_blocks(tokens, BLOCK_DOCUMENTS)
     for pieces in cut_documents(ends, tokens.seq_length, window):
-        rows = ASSIGN[packing](pieces.lengths, tokens.seq_length)
-        assignment = _encode_rows(rows[ORDERS[packing](pieces.lengths)])
+        order = ORDERS[packing](pieces.lengths)
+        rows = ASSIGN[packing](pieces.lengths[order], tokens.seq_length)
+        assignment = _encode_rows(rows)
         files[ASSIGNMENTS_FILE].write(assignment)
         assignment_end += len(assignment)
         entry = np.zeros(1, WINDOW_DTYPE)

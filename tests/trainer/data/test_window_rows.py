@@ -66,11 +66,11 @@ def test_window_rows_equal_rows_in_memory(
     assert rows.fraction_with_token == expected.fraction_with_token
 
 
-def test_window_rows_need_half_a_byte_per_document():
+def test_window_rows_need_an_eighth_byte_per_document():
     lengths = np.random.default_rng(0).lognormal(4.4, 0.8, 200_000).astype(np.int64) + 4
     tokens = make_tokens(lengths.tolist(), 2048)
     arrays = windows_of(tokens, "documents", 1 << 16)
-    assert sum(array.nbytes for array in arrays.values()) < 0.5 * len(lengths)
+    assert sum(array.nbytes for array in arrays.values()) < len(lengths) / 8
 
 
 def test_damaged_assignment_is_an_error():
