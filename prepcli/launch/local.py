@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -26,13 +28,40 @@ REMOVED_PREFIXES = (
 POLL_S = 0.1
 # Added to the time-out of the heartbeat: a busy machine needs time to report a lost process.
 GRACE_MARGIN_S = 60.0
+# Ports from which the kernel takes the local ones of connections, as two numbers.
+ASSIGNED_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+# The default of Linux
+DEFAULT_FIRST_ASSIGNED_PORT = 32_768
+# Services have smaller ones, and the default port of the coordinator is 11,111.
+FIRST_PORT = 12_000
+MAX_PORT_TRIES = 100
 
 
 def free_port() -> int:
-    """Return an unused port."""
+    """Return an unused port that the kernel assigns to no connection of another program."""
+    # The job binds the port seconds later. Until then a connection to anywhere could get a port of
+    # the kernel's range as its local one.
+    for _ in range(MAX_PORT_TRIES):
+        port = FIRST_PORT + secrets.randbelow(_first_assigned_port() - FIRST_PORT)
+        with contextlib.suppress(OSError):
+            return _bound_port(port)
+    # Port 0: the kernel chooses one of its range.
+    return _bound_port(0)
+
+
+def _first_assigned_port() -> int:
+    """Return the first port of the range from which the kernel assigns local ports."""
+    try:
+        first_port = int(ASSIGNED_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return DEFAULT_FIRST_ASSIGNED_PORT
+    return max(first_port, FIRST_PORT + 1)
+
+
+def _bound_port(port: int) -> int:
+    """Bind a port for a moment, and return its number. Raise OSError if it is in use."""
     with socket.socket() as listener:
-        # Port 0: the kernel chooses a free one. Another process may take it before the job does.
-        listener.bind(("127.0.0.1", 0))
+        listener.bind(("127.0.0.1", port))
         return listener.getsockname()[1]
 
 

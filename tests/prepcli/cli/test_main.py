@@ -54,7 +54,7 @@ def wait(json: bool = False) -> int:
     try:
         with raise_on_signal():
             print("ready", file=sys.stderr, flush=True)
-            for _ in range(600):  # a signal just before one long sleep would be handled after it
+            for _ in range(36_000):  # a signal just before one long sleep would be handled after it
                 time.sleep(0.1)
     finally:
         print("cleaned up", file=sys.stderr, flush=True)

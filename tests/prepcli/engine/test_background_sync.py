@@ -12,6 +12,7 @@ from prepcli.engine.background_sync import SYNC_INTERVAL_S, BackgroundSync, Sync
 from prepcli.engine.files import Files
 from prepcli.engine.journal import Journal, read_journal
 from prepcli.errors import PrepError
+from tests.helpers.waiting import MAX_S
 
 
 class Sink:
@@ -22,7 +23,7 @@ class Sink:
         self.may_sync.set()
 
     def sync(self) -> None:
-        assert self.may_sync.wait(10)
+        assert self.may_sync.wait(MAX_S)
 
     def check_unchanged(self) -> None:
         """Accept all files."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,30 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 print("ready", file=sys.stderr, flush=True)
 time.sleep(3600)
 """
+
+
+def test_free_port_is_none_of_the_ports_of_connections():
+    """A connection could take such a port before the job does."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = {local.free_port() for _ in range(20)}
+    assert not [port for port in ports if first <= port <= last]
+    assert len(ports) > 1
+
+
+def test_free_port_is_unused(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        used = server.getsockname()[1]
+        monkeypatch.setattr(local, "FIRST_PORT", used)
+        monkeypatch.setattr(local, "_first_assigned_port", lambda: used + 2)
+        assert local.free_port() != used
+
+
+def test_free_port_is_one_of_the_kernel_if_all_others_are_used(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        used = server.getsockname()[1]
+        monkeypatch.setattr(local, "FIRST_PORT", used)
+        monkeypatch.setattr(local, "_first_assigned_port", lambda: used + 1)
+        assert local.free_port() not in (0, used)
 
 
 def start(*scripts: str) -> list[subprocess.Popen[str]]:

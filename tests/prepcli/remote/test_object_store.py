@@ -30,6 +30,7 @@ from tests.helpers import object_server
 from tests.helpers.loopback import STALL_KINDS
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.range_server import FaultInjector
+from tests.helpers.waiting import MAX_S
 
 pytestmark = pytest.mark.waits
 
@@ -251,7 +252,7 @@ def test_write_limits_the_time(monkeypatch, tmp_path: Path, stall: str):
 
 def test_write_pieces_sends_parts_at_the_same_time(monkeypatch):
     """The store answers a part once four parts are there."""
-    four_parts = threading.Barrier(4, timeout=10)
+    four_parts = threading.Barrier(4, timeout=MAX_S)
     write = object_server._Handler._write
 
     def write_together(handler: Any, key: str, query: dict[str, str], body: bytes) -> None:

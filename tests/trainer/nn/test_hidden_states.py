@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
 from prepcli.testing.tiny_transformers import random_tensors, relative_error, tiny_transformer
 from tests.helpers.tiny_configs import GOLDEN, LLAMA
+from trainer.models.param_tree import Tree
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig
 
@@ -25,13 +28,16 @@ def states_of(config: dict[str, Any], scan: bool, axis: int) -> tuple[list[np.nd
     params = tiny.params_from_tensors(random_tensors(config))
     options = ForwardConfig(scan_layers=scan)
     tokens = jnp.asarray(TOKENS, jnp.int32)
-    states: list[np.ndarray] = []
-    for state in transformer.hidden_states_by_layer(params, tokens, tiny.model, options):
-        states.append(np.asarray(state))
-    expected = transformer.hidden_states(params, tokens, tiny.model, options)
-    last = transformer.lm_head_input(params, jnp.asarray(states[-1]), tiny.model, options)
-    states[-1] = np.asarray(last)
-    return states, np.asarray(expected)
+
+    # `prep verify --logits` computes the layers without jit. Here it would compile each operation by itself.
+    @jax.jit
+    def compute_states(params: Tree) -> tuple[list[Array], Array]:
+        states = [*transformer.hidden_states_by_layer(params, tokens, tiny.model, options)]
+        states[-1] = transformer.lm_head_input(params, states[-1], tiny.model, options)
+        return states, transformer.hidden_states(params, tokens, tiny.model, options)
+
+    states, expected = compute_states(params)
+    return [np.asarray(state) for state in states], np.asarray(expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

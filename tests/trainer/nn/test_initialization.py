@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,7 +13,7 @@ from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
 from trainer.models.errors import PrepError
 from trainer.models.param_tree import flatten_tree
-from trainer.nn.initialization import init_params
+from trainer.nn.initialization import init_leaves, init_params
 
 SIZES = {
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 512, "n_positions": 64},
@@ -67,7 +68,9 @@ def test_padded_rows_start_at_zero():
 
 def mixer_leaves(config: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return the initial leaves of the mixers of a model by their names, e.g. `d.weight`."""
-    leaves = flatten_tree(init_params(tiny_transformer(config).model, 0))
+    model = tiny_transformer(config).model
+    mixers = {path: leaf for path, leaf in model.leaves.items() if "mixer." in path}
+    leaves = flatten_tree(init_leaves(mixers, jax.random.key(0), model))
     return {path.partition("mixer.")[2]: np.asarray(leaf) for path, leaf in leaves.items()}
 
 
