@@ -30,6 +30,7 @@ from prepcli.execution.stored_outputs import (
 )
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
+    Manifest,
     foreign_output_error,
 )
 from prepcli.formats.orbax_write import COMMIT_MARKER
@@ -138,22 +139,18 @@ def make_and_upload(
     remote_files = bucket.list_files()
     if remote_files and not _is_replaceable(request, remote_files):
         raise foreign_output_error(bucket.name)
+    manifest: Manifest | None = None
     if remote_files and not request.overwrite:
         manifest = stored_manifest(bucket, remote_files)
-        if manifest is not None:
-            planned = make_output(request.local_folder, True)
-            check_stored_output(
-                bucket, remote_files, manifest, planned.plan_digest, restart=request.restart
-            )
-            observer.note(
-                f"already done: {request.url} was made by the same request from the same source"
-            )
-            if is_locked_by(bucket, planned.plan_digest):
-                # A kill after the publication left the lock.
-                with BucketLock(bucket, planned.plan_digest, note=observer.note):
-                    pass
-            _remove_local_files(request)
-            return planned, True
+    if manifest is not None:
+        planned = make_output(request.local_folder, True)
+        digest = planned.plan_digest
+        check_stored_output(bucket, remote_files, manifest, digest, restart=request.restart)
+        observer.note(
+            f"already done: {request.url} was made by the same request from the same source"
+        )
+        _finish_earlier_upload(request, bucket, digest, observer)
+        return planned, True
     if lock_owner(bucket) is not None:
         # This check comes before the work. Only a dry run returns the plan of a request.
         check_lock(bucket, make_output(request.local_folder, True).plan_digest)
@@ -170,6 +167,16 @@ def make_and_upload(
             )
     _remove_local_files(request)
     return output, False
+
+
+def _finish_earlier_upload(
+    request: UploadRequest, bucket: Bucket, plan_digest: str, observer: Observer
+) -> None:
+    """Remove the lock and the local files that a kill after the publication has left."""
+    if is_locked_by(bucket, plan_digest):
+        with BucketLock(bucket, plan_digest, note=observer.note):
+            pass
+    _remove_local_files(request)
 
 
 def _is_uploaded_meanwhile(
@@ -229,14 +236,7 @@ def _upload_folder(
     #   2. upload data files        each has a mark once it is stored; a later run skips marked files
     #   3. delete older files       of a replaced output, which the new one does not have
     #   4. upload the markers       the manifest is last: prep does not read an output without it
-    folder = request.local_folder
-    names: dict[str, Path] = {}
-    total_nbytes = 0
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        if path.is_file() and name.parts[0] != WORK_FOLDER:
-            names[name.as_posix()] = resolve_small_file(path, folder)
-            total_nbytes += path.stat().st_size
+    names = _files_to_upload(request.local_folder)
     if _has_begun(request):
         uploaded = _uploaded_names(request.marks_path, plan_digest, remote_files)
     else:
@@ -249,7 +249,7 @@ def _upload_folder(
     for file in remote_files:
         if file.path in (COMMIT_MARKER, MANIFEST_FILE):
             bucket.delete(file.path)
-    progress.begin("upload", total_nbytes)
+    progress.begin("upload", sum(path.stat().st_size for path in names.values()))
     try:
         with open(
             open_no_follow(request.marks_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a"
@@ -269,6 +269,16 @@ def _upload_folder(
             progress.advance(names[MANIFEST_FILE].stat().st_size)
     finally:
         progress.end()
+
+
+def _files_to_upload(folder: Path) -> dict[str, Path]:
+    """Return the files of an output by their names below the URL."""
+    names: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if path.is_file() and name.parts[0] != WORK_FOLDER:
+            names[name.as_posix()] = resolve_small_file(path, folder)
+    return names
 
 
 def _is_replaceable(request: UploadRequest, remote_files: Sequence[RemoteFile]) -> bool:
