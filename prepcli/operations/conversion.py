@@ -35,6 +35,7 @@ from prepcli.formats.manifest import (
     origin_record,
     read_manifest,
 )
+from prepcli.formats.safetensors import ADAPTER_FILE, SUFFIX
 from prepcli.operations.conflicts import reject_without
 from prepcli.operations.conversion_details import (
     PlanFields,
@@ -102,7 +103,7 @@ class CommonOptions:
         tensor_map: File of the map of the checkpoint's tensors.
         source_layout: Layout of a tree of another library. None for the one that fits best.
         quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
-            or the decoded tensors of GGUF.
+            or the decoded tensors of GGUF. `decode`: like `dequantize`, also for a model without quantised weights.
         training_state: Read the optimizer state of another framework.
     """
 
@@ -254,7 +255,7 @@ def open_checkpoint(
         checkpoint = f"./{default_checkpoint(Path(), is_candidate)}"
         observer.note(f"using {checkpoint} (the only prep checkpoint here)")
     access = checkpoint_access(common, observer)
-    is_decoded = common.quantized == "dequantize"
+    is_decoded = common.quantized in ("dequantize", "decode")
     # A checkpoint keeps its codes and scales only under the names in its files (the verbatim family).
     is_kept = common.quantized in ("keep", "stored") and common.verbatim is not False
     access = replace(
@@ -288,7 +289,7 @@ def open_checkpoint(
         common.config,
         verbatim=verbatim,
         copied_files=common.copied_files,
-        dequantize=is_decoded,
+        dequantize=is_decoded and _has_codes(common, located.local_files.path),
         kept_scales=kept_scales,
         training_state=common.training_state,
         tensor_map=read_map_option(common.tensor_map, verbatim=common.verbatim),
@@ -305,6 +306,11 @@ def open_checkpoint(
         is_mapped = common.tensor_map is not None
         source = apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
     return located, use_averaged_params(source) if common.ema else source
+
+
+def _has_codes(common: CommonOptions, path: Path) -> bool:
+    """Return whether to decode the weights of a checkpoint. A dense one is an error if decoding is requested."""
+    return common.quantized == "dequantize" or is_quantized(path)
 
 
 def check_config_option(common: CommonOptions, *sources: Source) -> None:
@@ -352,6 +358,8 @@ def run_conversion(
     share, _ = requested_share(common.process_options.processes, os.environ)
     url = parse_out_url(common.out)
     opened = _open_and_plan(common, recorder, make_plan, is_candidate)
+    if url is not None and not _is_read_from_bucket(opened.planned.plan):
+        opened = replace(opened, planned=replace(opened.planned, next_command=""))
     if url is None:
         conversion = _convert_to_folder(common, recorder, opened, started_s)
     elif opened.planned.plan.zstd_level is None:
@@ -375,6 +383,14 @@ def run_conversion(
             conversion = _with_url(conversion, request, is_uploaded_already)
     seconds = time.monotonic() - started_s
     return replace(conversion, seconds=seconds, warnings=tuple(recorder.warnings))
+
+
+def _is_read_from_bucket(plan: Plan) -> bool:
+    """Return whether the commands read the format of an output from a bucket."""
+    if plan.leaves:
+        return True
+    names = {file.path for file in plan.files}
+    return all(name.endswith(f".{SUFFIX}") for name in names) and ADAPTER_FILE not in names
 
 
 def _open_and_plan(
