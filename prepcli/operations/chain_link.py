@@ -316,30 +316,38 @@ def _changed_names(
 ) -> set[str]:
     """Return the names of the tensors with other digests than the rows of the source."""
     changed: set[str] = set()
-    unread: list[_Piece] = []
+    computed: list[_Piece] = []
     for piece in pieces:
-        tensor = piece.source_tensor
-        recorded = {(low, high): digest for low, high, digest in tensor.digests}
-        if piece.scale or piece.dtype != tensor.dtype or piece.rows not in recorded:
-            unread.append(piece)
-        elif recorded[piece.rows] != piece.digest:
+        recorded_digest = _recorded_digest(piece)
+        if recorded_digest is None and _can_be_computed(piece):
+            computed.append(piece)
+        elif recorded_digest != piece.digest:
             changed.add(piece.name)
-    readable: list[_Piece] = []
-    for piece in unread:
-        tensor = piece.source_tensor
-        is_cast = piece.dtype != tensor.dtype
-        if piece.rows[1] > num_rows(tensor) or (is_cast and tensor.dtype not in FLOAT_DTYPES):
-            changed.add(piece.name)
-        else:
-            readable.append(piece)
     streams: list[Stream] = []
-    for piece in readable:
+    for piece in computed:
         streams.append(written_stream(piece.source_tensor, piece.rows, piece.dtype, piece.scale))
     digests = written_digests(source, streams, memory_nbytes, progress=progress, task="compare")
-    for piece, digest in zip(readable, digests):
+    for piece, digest in zip(computed, digests):
         if digest != piece.digest:
             changed.add(piece.name)
     return changed
+
+
+def _recorded_digest(piece: _Piece) -> str | None:
+    """Return the digest of the same rows in the source's manifest. None if they were changed or divided otherwise."""
+    tensor = piece.source_tensor
+    if piece.scale or piece.dtype != tensor.dtype:
+        return None
+    recorded = {(low, high): digest for low, high, digest in tensor.digests}
+    return recorded.get(piece.rows)
+
+
+def _can_be_computed(piece: _Piece) -> bool:
+    """Return whether the source has the rows, and values that a cast can give the dtype of the output."""
+    tensor = piece.source_tensor
+    if piece.rows[1] > num_rows(tensor):
+        return False
+    return piece.dtype == tensor.dtype or tensor.dtype in FLOAT_DTYPES
 
 
 def compare_files(

@@ -12,13 +12,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
-from prepcli.console.formatting import format_bytes, parse_bytes
+from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
-from prepcli.errors import Command, Option, PrepError, join_texts, text, usage_error
+from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.execution.hub_push import parse_push_target
 from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
-from prepcli.formats.safetensors import SUFFIX
 from prepcli.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
@@ -29,14 +28,12 @@ from prepcli.operations.conversion import (
     run_conversion,
 )
 from prepcli.operations.export_adapter import plan_adapter_export
+from prepcli.operations.export_checks import DEFAULT_SHARD_NBYTES, check_request, shard_nbytes
 from prepcli.operations.export_layouts import (
     DCP_FORMAT,
-    FORMATS_BY_LAYOUT,
     HF_LAYOUT,
     LAYOUT_TITLES,
-    TENSORSTORE_FORMAT,
     WeightFiles,
-    check_storage,
     file_format,
     lay_out_weights,
     layout_scales,
@@ -73,7 +70,7 @@ from prepcli.sources.source import (
     match_source_tensors,
     stored_axis_maps,
 )
-from prepcli.targets.flax_folder import STREAM_FORMAT, with_tied_head
+from prepcli.targets.flax_folder import with_tied_head
 from prepcli.targets.hf_folder import (
     output_config,
 )
@@ -89,17 +86,6 @@ from prepcli.targets.streams import (
 )
 from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.parameters import TreeLayout
-from trainer.models.suggest import did_you_mean
-
-DEFAULT_SHARD_NBYTES = 5 * 10**9
-# Smaller shard sizes need a unit: `5` means 5 bytes, but the user means 5 GB.
-MIN_UNITLESS_NBYTES = 1 << 20
-# Formats without files of a chosen size: their name in messages, and the reason.
-UNSPLIT_FORMATS = {
-    STREAM_FORMAT: ("streams", "an EasyLM stream is one file"),
-    "orbax": ("Orbax items", "their chunks determine the files"),
-    TENSORSTORE_FORMAT: ("Levanter checkpoints", "their chunks determine the files"),
-}
 
 
 @public
@@ -133,7 +119,7 @@ def export(
         PrepError: The conversion or the upload failed. An interrupted one resumes when called again.
     """
     # Invalid sizes and repositories are found before the source is opened.
-    _shard_nbytes(options)
+    shard_nbytes(options)
     common = common_options(
         checkpoint, out, options, dry_run=dry_run, process_options=process_options
     )
@@ -161,30 +147,6 @@ def export(
         return convert()
     target = parse_push_target(repository, options["private"])
     return convert_and_push(target, common, observer, convert)
-
-
-def parse_shard_size(size: str) -> int:
-    """Parse the option `shard_size`. Raise UsageError for 0, and for less than 1 MiB without a unit."""
-    nbytes = parse_bytes(size, "shard_size")
-    number = size.strip()
-    option = Option("shard_size", size)
-    if nbytes == 0:
-        raise usage_error(
-            text("invalid {}", option),
-            "a file has at least one byte",
-            text("{}", Option("shard_size", DEFAULT_SHARD_SIZE)),
-        )
-    if number.replace(".", "").isdecimal() and nbytes < MIN_UNITLESS_NBYTES:
-        why = f"a number without a unit is in bytes: {format_bytes(nbytes)}"
-        hint = text("{}", Option("shard_size", f"{number}GB"))
-        raise usage_error(text("{} has no unit", option), why, hint)
-    return nbytes
-
-
-def _shard_nbytes(options: ExportOptions) -> int:
-    """Return the maximum size of a file."""
-    size = options["shard_size"]
-    return parse_shard_size(size) if isinstance(size, str) else size
 
 
 def _config_for_layout(
@@ -243,7 +205,7 @@ def plan_export(
         check_no_adapter(options, source)
         return plan_adapter_export(source, located, options["dtype"])
     source = select_parts(options, source, access, check_digest=check_towers)
-    _check_request(options, source)
+    check_request(options, source)
     if options["training_state"]:
         check_state_request(options, source)
     if writes_quantized(options, source):
@@ -319,7 +281,7 @@ def _lay_out_files(
     written_map: WrittenMap,
 ) -> StateExport:
     """Lay out the weight files, and the training state if it is requested."""
-    shard_nbytes = _shard_nbytes(options)
+    file_nbytes = shard_nbytes(options)
     if options["training_state"]:
         return lay_out_training_state(
             options,
@@ -327,7 +289,7 @@ def _lay_out_files(
             tensors,
             row_counts,
             vocab_rows=vocab_rows,
-            shard_nbytes=shard_nbytes,
+            shard_nbytes=file_nbytes,
         )
     weight_files = lay_out_weights(
         options,
@@ -335,7 +297,7 @@ def _lay_out_files(
         tensors,
         row_counts,
         vocab_rows=vocab_rows,
-        shard_nbytes=shard_nbytes,
+        shard_nbytes=file_nbytes,
         tensor_map=written_map.tensor_map,
     )
     return StateExport(weight_files)
@@ -455,68 +417,6 @@ def _manifest_settings(
     return {**settings, **towers_entry(source)}
 
 
-def _check_request(options: ExportOptions, source: Source) -> None:
-    """Raise UsageError for a conflict of layout, format and size, and for an export without any change."""
-    layout = options["layout"]
-    if layout not in FORMATS_BY_LAYOUT:
-        layouts = list(FORMATS_BY_LAYOUT)
-        raise usage_error(
-            text("{} is unknown", Option("layout", layout)),
-            f"the layouts are {', '.join(layouts)}",
-            did_you_mean(layout, layouts),
-        )
-    check_storage(options)
-    formats = FORMATS_BY_LAYOUT[layout]
-    requested_format = options["format"]
-    if requested_format is not None and requested_format not in formats:
-        requested = text("{} {}", Option("layout", layout), Option("format", requested_format))
-        hint = text("remove {}", Option("format"))
-        for other_layout, other_formats in FORMATS_BY_LAYOUT.items():
-            if requested_format in other_formats:
-                hint = join_texts(", or ", [hint, text("use {}", Option("layout", other_layout))])
-                break
-        raise usage_error(
-            text("{} is not supported", requested),
-            f"the layout {layout} has the format {' or '.join(formats)}",
-            hint,
-        )
-    if layout != HF_LAYOUT and source.wrapper is not None:
-        raise usage_error(
-            f"layout {layout} is not supported for multimodal models",
-            f"it has no names for the towers of {source.display_name}",
-            text("{} leaves them out", Option("text_only", True)),
-        )
-    if layout not in (HF_LAYOUT, *source.family.layouts):
-        known = ", ".join((HF_LAYOUT, *source.family.layouts))
-        raise usage_error(
-            f"layout {layout} is not supported for {source.family.name}",
-            f"supported: {known}",
-            text("{}", Option("layout", HF_LAYOUT)),
-        )
-    has_shard_size = _shard_nbytes(options) != DEFAULT_SHARD_NBYTES
-    if has_shard_size and file_format(options) in UNSPLIT_FORMATS:
-        name, why = UNSPLIT_FORMATS[file_format(options)]
-        raise usage_error(
-            text("{} is not supported for {}", Option("shard_size"), name),
-            why,
-            text("remove {}", Option("shard_size")),
-        )
-    is_folder = layout == HF_LAYOUT and file_format(options) != DCP_FORMAT
-    is_unchanged = is_folder and not (options["dtype"] or options["text_only"] or options["map"])
-    if (
-        is_unchanged
-        and source.tensor_file_names
-        and not source.manifest
-        and _is_all_safetensors(source)
-    ):
-        why = "it is a Hugging Face folder that transformers reads already"
-        raise usage_error(
-            f"cannot export {source.display_name}",
-            why,
-            text("{}", Command("save-init", source.display_name)),
-        )
-
-
 def _output_suffix(options: ExportOptions) -> str:
     """Return the end of the output's default name."""
     if options["layout"] == HF_LAYOUT and file_format(options) == DCP_FORMAT:
@@ -559,10 +459,6 @@ def _stored_tied_head(options: ExportOptions, source: Source, written_map: Writt
     return set()
 
 
-def _is_all_safetensors(source: Source) -> bool:
-    return all(path.name.endswith(f".{SUFFIX}") for path in source.files)
-
-
 def _summary_line(
     options: ExportOptions,
     source: Source,
@@ -587,7 +483,7 @@ def _summary_line(
 def _command_line(options: ExportOptions, source: Source) -> str:
     """Return the command line for the manifest, with the size of files in bytes."""
     values = recorded_values(options)
-    nbytes = _shard_nbytes(options)
+    nbytes = shard_nbytes(options)
     if file_format(options) != DCP_FORMAT:
         # The other formats follow from the layout.
         values["format"] = None

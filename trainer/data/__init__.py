@@ -2,7 +2,7 @@
 
 The parts, in the order in which data passes through them:
 
-1. `find_files` finds the files of a recipe and their type, and `files` hashes them. Their digests
+1. `find_data_files` finds the files of a recipe and their type, and `files` hashes them. Their digests
    are part of a store's identity. `remote_files` is the interface to files in buckets and on the
    hub.
 2. `readers` has a reader per `data.type`. It yields `Record`s of a file with columns, `TextChunk`s

@@ -23,32 +23,6 @@ HUB_SCHEME = "hf://"
 TYPE_HINT = Text(Key("data.type"), " sets the type of all files")
 
 
-def find_files(
-    paths: Sequence[str], data_type: DataType, selection: Selection = WHOLE
-) -> tuple[Path, ...]:
-    """Return the local data files of paths, each once, in the order of the paths.
-
-    A folder gives all its files with a suffix of the type (such as *.txt for `text`) at any depth,
-    sorted, without hidden files and without following linked folders. A folder saved by
-    `datasets` gives the files of a split. A glob (`*`, `?`, `[…]`, `**`) gives all matching files and
-    folders, sorted. A path to a file gives the file, with any suffix.
-
-    Args:
-        paths: Files, folders or globs.
-        data_type: Selects the suffixes of files in folders.
-        selection: Split of a saved dataset.
-
-    Raises:
-        PrepError: A path gives no file, or a folder cannot be read.
-    """
-    # From the resolved path, which is equal for all names of a file, to the path as found.
-    files: dict[Path, Path] = {}
-    for path in paths:
-        for file in _local_files(path, data_type, selection):
-            files.setdefault(file.resolve(), file)
-    return tuple(files.values())
-
-
 def find_data_files(
     paths: Sequence[str],
     data_type: DataType,
@@ -56,9 +30,13 @@ def find_data_files(
     *,
     remote: RemoteFiles = NO_REMOTE_FILES,
 ) -> tuple[Path | DataFile, ...]:
-    """Return the data files of paths, as `find_files` does, and of URLs.
+    """Return the data files of paths and URLs, each once, in their order.
 
-    Remote files have the digests of their stores.
+    A folder gives all its files with a suffix of the type (such as *.txt for `text`) at any depth,
+    sorted, without hidden files and without following linked folders. A folder saved by
+    `datasets` gives the files of a split. A glob (`*`, `?`, `[…]`, `**`) gives all matching files and
+    folders, sorted. A path to a file gives the file, with any suffix. Remote files have the digests of
+    their stores.
 
     Args:
         paths: Files, folders, globs or URLs.
@@ -69,6 +47,7 @@ def find_data_files(
     Raises:
         PrepError: A path gives no file, or a folder cannot be read.
     """
+    # From the resolved path, which is equal for all names of a file, to the path as found.
     files: dict[Path | str, Path | DataFile] = {}
     for path in paths:
         if is_url(path):

@@ -10,7 +10,7 @@ import pytest
 from prepcli.console.ui import open_ui
 from prepcli.engine.budget import MIN_MEMORY_NBYTES, parse_memory
 from prepcli.errors import PrepError
-from prepcli.operations.export import parse_shard_size
+from prepcli.operations.export_checks import parse_shard_size
 from prepcli.operations.save_init import save_init
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint

@@ -6,17 +6,27 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.corpus import make_config, tokenize_quietly
 from trainer.data.files import DataFile
-from trainer.data.find_files import check_selection, find_data_files, find_files, resolve_type
-from trainer.data.remote_files import Selection
+from trainer.data.find_files import check_selection, find_data_files, resolve_type
+from trainer.data.remote_files import WHOLE, Selection
 from trainer.models.errors import PrepError
 from trainer.recipe.text_fields import DataType
+
+
+def find_paths(
+    paths: Sequence[str], data_type: DataType, selection: Selection = WHOLE
+) -> list[Path]:
+    """Return the local data files of paths."""
+    files = find_data_files(paths, data_type, selection)
+    local = [file for file in files if isinstance(file, Path)]
+    assert len(local) == len(files)
+    return local
 
 
 @pytest.fixture
@@ -55,13 +65,13 @@ def folder(tmp_path: Path) -> Path:
 def test_find_files_returns_files_in_order(
     folder: Path, data_type: DataType, paths: list[str], names: list[str]
 ):
-    files = find_files([str(folder / path) for path in paths], data_type)
+    files = find_paths([str(folder / path) for path in paths], data_type)
     assert [str(path.relative_to(folder)) for path in files] == names
 
 
 def test_find_files_counts_linked_file_once(folder: Path):
     (folder / "again.txt").symlink_to(folder / "b.txt")
-    names = [path.name for path in find_files([str(folder)], "text")]
+    names = [path.name for path in find_paths([str(folder)], "text")]
     assert names == ["a.txt", "again.txt", "c.txt", "x[1].txt"]
 
 
@@ -89,7 +99,7 @@ def test_find_files_fails_without_files(folder: Path, path: str, data_type: Data
     for number in range(4):
         (folder / "many" / f"{number}.md").touch()
     with pytest.raises(PrepError) as caught:
-        find_files([str(folder / "a.txt"), str(folder / path)], data_type)
+        find_data_files([str(folder / "a.txt"), str(folder / path)], data_type)
     assert caught.value.what == f"no data in `{folder / path}`"
     assert caught.value.why == why
 
@@ -104,7 +114,7 @@ def test_find_files_fails_for_unreadable_folder():
             unprivileged(),
             pytest.raises(PrepError, match=r"cannot read or write .*sub - Permission denied"),
         ):
-            find_files([folder], "text")
+            find_data_files([folder], "text")
 
 
 @contextlib.contextmanager
@@ -161,17 +171,17 @@ def test_url_without_remote_files_is_an_error():
 def test_only_regular_files_are_data(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(PrepError, match=r"pipe\.txt is not a file"):
-        find_files([str(tmp_path / "pipe.txt")], "text")
+        find_data_files([str(tmp_path / "pipe.txt")], "text")
     with pytest.raises(PrepError, match=r"/dev/zero is not a file"):
-        find_files(["/dev/zero"], "text")
+        find_data_files(["/dev/zero"], "text")
     (tmp_path / "a.txt").write_text("the cat")
     for path in (tmp_path, tmp_path / "*.txt"):
-        assert find_files([str(path)], "text") == (tmp_path / "a.txt",)
+        assert find_data_files([str(path)], "text") == (tmp_path / "a.txt",)
 
 
 def test_nul_in_a_path_is_an_error():
     with pytest.raises(PrepError, match="no data in"):
-        find_files(["a\0b"], "text")
+        find_data_files(["a\0b"], "text")
 
 
 def write_dataset(folder: Path, names: list[str]) -> None:
@@ -188,13 +198,16 @@ def test_saved_dataset_gives_the_files_of_a_split(tmp_path: Path):
     for split in ("train", "test"):
         write_dataset(tmp_path / split, names)
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    assert find_files([str(tmp_path)], "auto") == tuple(tmp_path / "train" / name for name in names)
-    assert find_files([str(tmp_path)], "arrow", Selection(split="test"))[0].parent.name == "test"
-    assert find_files([str(tmp_path / "test")], "auto") == tuple(
+    assert find_data_files([str(tmp_path)], "auto") == tuple(
+        tmp_path / "train" / name for name in names
+    )
+    in_test = find_paths([str(tmp_path)], "arrow", Selection(split="test"))
+    assert in_test[0].parent.name == "test"
+    assert find_data_files([str(tmp_path / "test")], "auto") == tuple(
         tmp_path / "test" / name for name in names
     )
     with pytest.raises(PrepError, match="has no split `dev` - its splits: train, test"):
-        find_files([str(tmp_path)], "auto", Selection(split="dev"))
+        find_data_files([str(tmp_path)], "auto", Selection(split="dev"))
     check_selection([str(tmp_path)], Selection(split="dev"))
     check_selection(["hf://datasets/o/n"], Selection("en", "dev", "main"))
 
@@ -213,7 +226,7 @@ def test_selection_without_a_dataset_is_an_error(tmp_path: Path, selection: Sele
 def test_malformed_saved_dataset_is_an_error(tmp_path: Path, text: str):
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(PrepError, match=r"state\.json is malformed"):
-        find_files([str(tmp_path)], "auto")
+        find_data_files([str(tmp_path)], "auto")
 
 
 @pytest.mark.parametrize("split", ["../private", "/etc", "train/../../private", "a\0b", "."])
@@ -224,13 +237,13 @@ def test_split_outside_of_a_saved_dataset_is_refused(tmp_path: Path, split: str)
     with pytest.raises(
         PrepError, match=r"dataset_dict\.json names .* - it is not (inside|a file name)"
     ):
-        find_files([str(tmp_path / "saved")], "auto")
+        find_data_files([str(tmp_path / "saved")], "auto")
 
 
 def test_nul_in_a_file_name_of_a_saved_dataset_is_refused(tmp_path: Path):
     (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "a\\u0000.arrow"}]}')
     with pytest.raises(PrepError, match=r"state\.json names .* - it is not a file name"):
-        find_files([str(tmp_path)], "auto")
+        find_data_files([str(tmp_path)], "auto")
 
 
 @pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
@@ -239,7 +252,7 @@ def test_deeply_nested_list_of_a_saved_dataset_is_refused(tmp_path: Path, name: 
     with pytest.raises(
         PrepError, match=rf"{name} is malformed - its JSON is nested more than 100 levels deep"
     ):
-        find_files([str(tmp_path)], "auto")
+        find_data_files([str(tmp_path)], "auto")
 
 
 def test_dataset_saved_by_the_library_is_read(tmp_path: Path):
