@@ -131,7 +131,11 @@ def encode_metadata(plan: Plan, compressed: CompressedChunks | None = None) -> d
         names = compressed.files
     files: dict[str, bytes] = {}
     if plan.is_levanter:
-        files = encode_levanter_metadata(array_metas, chunks, names, newest_source_ns(plan))
+        record = plan.settings.get(TRAINING_STATE_KEY)
+        step = record["step"] if record is not None else 0
+        files = encode_levanter_metadata(
+            array_metas, chunks, names, newest_source_ns(plan), step=step
+        )
     elif plan.leaves:
         item_files = encode_item_metadata(
             array_metas,
@@ -401,6 +405,11 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]
         if stream.shape:
             # The streams of a tensor come in the order of their rows, so the last one ends with its last row.
             record["shape"] = (stream.rows[1], *stream.shape[1:])
-    if not plan.item:
-        return {"tensors": tensors, **({"slots": slots} if slots else {})}
-    return {"tensors": tensors, "slots": slots, "others": unslotted}
+    if plan.item:
+        return {"tensors": tensors, "slots": slots, "others": unslotted}
+    fields: dict[str, object] = {"tensors": tensors}
+    if slots:
+        fields["slots"] = slots
+    if unslotted:
+        fields["others"] = unslotted
+    return fields

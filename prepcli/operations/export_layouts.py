@@ -126,7 +126,7 @@ def lay_out_weights(
         item = lay_out_trainer_item(
             source, tensors, layout=options["layout"], vocab_size=vocab_rows
         )
-        folder = TRAINER_ITEMS[options["layout"]].folder
+        folder = TRAINER_ITEMS[options["layout"]].folder()
         return WeightFiles(item.files, item.regions, leaves=item.leaves, folder=folder)
     if file_format(options) == DCP_FORMAT:
         dcp, places = lay_out_dcp_tree(

@@ -27,12 +27,11 @@ class TrainerItem:
     root: str = ""
     suffix: str = ""
 
-    @property
-    def folder(self) -> str:
-        """Folder of the item in an output, or "" for the output itself."""
+    def folder(self, step: int = EXPORTED_STEP) -> str:
+        """Return the folder of the item in an output, or "" for the output itself."""
         if not self.item:
             return ""
-        return f"{EXPORTED_STEP}/{self.item}"
+        return f"{step}/{self.item}"
 
 
 # The train state of MaxText 0.2.5 has the Flax variables, with the collection `params`, under the key `params`.
