@@ -36,6 +36,7 @@ HF_LAYOUT = "hf"
 DCP_FORMAT = "dcp"
 TENSORSTORE_FORMAT = "tensorstore"
 LEVANTER_LAYOUTS = ("levanter", "levanter-unscanned")
+TUNIX_LAYOUT = "tunix"
 # The formats of each layout. The first one is the default.
 FORMATS_BY_LAYOUT: Mapping[str, tuple[str, ...]] = {
     HF_LAYOUT: ("safetensors", DCP_FORMAT),
@@ -184,4 +185,7 @@ def small_files(
     if not weight_files.leaves:
         return model_files(source, config, weight_files.index)
     prefix = f"{HF_FOLDER}/"
+    model_item = weight_files.leaves[0].item
+    if model_item is not None:
+        prefix = f"{model_item}/{prefix}"
     return *config_files(source, config, prefix), *copied_small_files(source, prefix)

@@ -17,6 +17,7 @@ from prepcli.operations.export_layouts import (
     DCP_FORMAT,
     HF_LAYOUT,
     LEVANTER_LAYOUTS,
+    TUNIX_LAYOUT,
     WeightFiles,
     file_format,
     lay_out_weights,
@@ -32,8 +33,6 @@ from prepcli.planning.plan import Locations, RootScale
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.adam_state import (
-    NUM_UPDATES,
-    STEP,
     AdamSettings,
     AdamState,
     moment_names,
@@ -60,11 +59,12 @@ from prepcli.targets.trainer_item_state import (
     levanter_clip_norm,
     levanter_state_tree,
     maxtext_state_tree,
+    tunix_state_tree,
 )
 from trainer.models.decayed_leaves import DecayRule
 from trainer.models.module_order import OptimizerGroups, optimizer_groups
 
-STATE_LAYOUTS = (HF_LAYOUT, "maxtext", "maxtext-unscanned", *LEVANTER_LAYOUTS)
+STATE_LAYOUTS = (HF_LAYOUT, "maxtext", "maxtext-unscanned", *LEVANTER_LAYOUTS, TUNIX_LAYOUT)
 NO_STATE_LAYOUT = f"training states have the layouts {', '.join(STATE_LAYOUTS)}"
 
 
@@ -105,6 +105,14 @@ CONTENT_OF_LEVANTER = StateContent(
     missing=("random state", "settings of the optimizer"),
     folder_name="",
     schedule_note="Levanter makes schedule and optimizer from its settings, e.g. optimizer.learning_rate={peak_lr:g}",
+)
+CONTENT_OF_TUNIX = StateContent(
+    missing=("random state", "mask of weight decay"),
+    folder_name="",
+    schedule_note="Tunix makes the schedule from its settings, e.g. with the learning rate {peak_lr:g} after warm-up",
+    structure_notes=(
+        "Tunix restores it into optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE)",
+    ),
 )
 
 
@@ -214,8 +222,6 @@ def check_state_request(options: ExportOptions, source: Source) -> None:
         (options["dtype"] is not None, Option("dtype", options["dtype"]),
          "moments belong to the values that were trained"),
         (source.has_averages, Option("ema", True), "moments belong to the trained parameters"),
-        (source.wrapper is not None, Option("text_only", False),
-         "Trainer orders the moments with the towers, which have none"),
         (writes_quantized(options, source), Option("quantized", "keep"),
          "moments belong to the decoded weights"),
     ]  # fmt: skip
@@ -223,6 +229,12 @@ def check_state_request(options: ExportOptions, source: Source) -> None:
         if is_conflict:
             what = text("{} is not supported with {}", option, other)
             raise usage_error(what, why, text("remove {}", option))
+    if source.wrapper is not None:
+        raise usage_error(
+            text("{} is not supported for multimodal models", option),
+            f"the towers of {source.display_name} have no moments",
+            text("{} leaves them out", Option("text_only", True)),
+        )
 
 
 def lay_out_training_state(
@@ -293,6 +305,10 @@ def _lay_out_item(
     if layout in LEVANTER_LAYOUTS:
         tree = levanter_state_tree(state)
         content = replace(CONTENT_OF_LEVANTER, structure_notes=_levanter_notes(state))
+    elif layout == TUNIX_LAYOUT:
+        state = state.without_averages()
+        tree = tunix_state_tree(state, require_settings(source, state))
+        content = _content_of_tunix(state)
     else:
         state = state.without_averages()
         tree = maxtext_state_tree(state)
@@ -302,11 +318,19 @@ def _lay_out_item(
         item.files,
         item.regions,
         leaves=item.leaves,
-        folder=TRAINER_ITEMS[layout].folder(state.step),
+        folder=TRAINER_ITEMS[layout].state_folder(state.step),
         empty_nodes=tree.empty_nodes,
     )
-    counters = (state.counters[STEP], state.counters[NUM_UPDATES], *constant_tensors(source, tree))
+    counters = (*tree.counters(state).values(), *constant_tensors(source, tree))
     return StateExport(files, state, content, counters, tree)
+
+
+def _content_of_tunix(state: AdamState) -> StateContent:
+    """Return the content of a training state of Tunix. The settings in it name no clipping of gradients."""
+    missing = list(CONTENT_OF_TUNIX.missing)
+    if state.table is not None and state.table.clip_norm:
+        missing.append(f"clipping to the norm {state.table.clip_norm:g}")
+    return replace(CONTENT_OF_TUNIX, missing=tuple(missing))
 
 
 def _levanter_notes(state: AdamState) -> tuple[str, ...]:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from prepcli.engine.blobs import Blob, MemoryBlob
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.state_names import identity_axis_map, qualify
-from prepcli.sources.adam_state import NUM_UPDATES, STEP, AdamState
+from prepcli.sources.adam_state import NUM_UPDATES, STEP, AdamSettings, AdamState
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.targets.joined_items import join_items
 from prepcli.targets.orbax_item import LeafUse, OrbaxItemLayout, Partitioning, lay_out_uses
 from prepcli.targets.trainer_item import TRAINER_ITEMS, trainer_item_uses
 from trainer.models.rules import DEFAULT_RULES
 
-STEP_LEAF = "step"
 OPT_STATE_KEY = "opt_state"
 COUNTER_DTYPE = "int32"
 # `optimizer.max_grad_norm` of Levanter, if the state has no recipe.
@@ -32,6 +33,8 @@ class StateTree:
         collection: Prefix of the parameters' paths in the trees of moments.
         averages: Prefix of the averages of the parameters. Empty for a trainer without averages.
         constants: Values of further leaves, by the name of the leaf.
+        step: Leaf with the number of steps. Empty for a trainer with this number only in the name of the folder.
+        suffix: End of the names of leaves.
         empty_nodes: Paths of nodes without leaves.
         has_lists: Whether numbers in the paths of the optimizer state are indices of lists.
     """
@@ -40,6 +43,8 @@ class StateTree:
     collection: str = ""
     averages: str = ""
     constants: Mapping[str, np.ndarray] = field(default_factory=dict)
+    step: str = "step"
+    suffix: str = ""
     empty_nodes: tuple[tuple[str | int, ...], ...] = ()
     has_lists: bool = False
 
@@ -47,6 +52,13 @@ class StateTree:
     def moments(self) -> tuple[str, str]:
         """Prefixes of the leaves of both moments."""
         return f"{self.adam}mu.{self.collection}", f"{self.adam}nu.{self.collection}"
+
+    def counters(self, state: AdamState) -> dict[str, SourceTensor]:
+        """Return the counters of a training state by their leaves."""
+        counters = {f"{self.adam}count{self.suffix}": state.counters[NUM_UPDATES]}
+        if self.step:
+            counters[self.step] = state.counters[STEP]
+        return counters
 
 
 def maxtext_state_tree(state: AdamState) -> StateTree:
@@ -92,6 +104,28 @@ def levanter_state_tree(state: AdamState) -> StateTree:
     )
 
 
+def tunix_state_tree(state: AdamState, settings: AdamSettings) -> StateTree:
+    """Return the leaves of a training state of Tunix.
+
+    The optimizer of Tunix 0.1.7 (cli/config.py) is `optax.inject_hyperparams(optax.adamw)` with a schedule. It reads
+    the settings from its state. `nnx.Optimizer` counts updates.
+    """
+    hyperparams = {
+        "b1": settings.b1,
+        "b2": settings.b2,
+        "eps": settings.eps,
+        "eps_root": 0.0,
+        "learning_rate": settings.lr,
+        "weight_decay": settings.weight_decay,
+    }
+    constants = {"opt_state.count.value": _count(state)}
+    for name, value in hyperparams.items():
+        constants[f"opt_state.hyperparams.{name}.value"] = np.array(value, np.float32)
+    constants["opt_state.hyperparams_states.learning_rate.count.value"] = _count(state)
+    constants["step.value"] = np.array(state.num_updates, np.uint32)
+    return StateTree("opt_state.inner_state.0.", constants=constants, step="", suffix=".value")
+
+
 def levanter_clip_norm(state: AdamState) -> float:
     """Return the maximum norm of gradients, which determines the tree of Levanter's optimizer. 0 for no clipping."""
     if state.table is None:
@@ -130,17 +164,26 @@ def lay_out_item_state(
     slots = dict(zip(tree.moments, (state.first, state.second), strict=True))
     if state.averages:
         slots[tree.averages] = state.averages
-    uses: list[LeafUse] = []
+    parameter_uses: list[LeafUse] = []
+    state_uses: list[LeafUse] = []
     for use in trainer_item_uses(source, parameters, layout=layout, vocab_size=vocab_size):
-        uses.append(use)
+        parameter_uses.append(use)
         path = use.name.removeprefix(root)
         for prefix, tensors in slots.items():
-            uses.append(replace(use, tensor=tensors[use.tensor.name], name=f"{prefix}{path}"))
-    leaves = {STEP_LEAF: state.counters[STEP], f"{tree.adam}count": state.counters[NUM_UPDATES]}
-    leaves |= zip(tree.constants, constant_tensors(source, tree), strict=True)
-    for leaf, tensor in leaves.items():
-        uses.append(LeafUse(tensor, leaf, identity_axis_map(leaf, tensor.shape)))
-    item = lay_out_uses(source, uses, Partitioning(mesh=None, rules=DEFAULT_RULES))
+            moment_use = replace(use, tensor=tensors[use.tensor.name], name=f"{prefix}{path}")
+            state_uses.append(moment_use)
+    others = tree.counters(state)
+    others |= zip(tree.constants, constant_tensors(source, tree), strict=True)
+    for leaf, tensor in others.items():
+        state_uses.append(LeafUse(tensor, leaf, identity_axis_map(leaf, tensor.shape)))
+    lay_out = partial(
+        lay_out_uses, source, partitioning=Partitioning(mesh=None, rules=DEFAULT_RULES)
+    )
+    place = TRAINER_ITEMS[layout]
+    if place.state_item:
+        items = {place.item: lay_out(parameter_uses), place.state_item: lay_out(state_uses)}
+        return join_items(items)
+    item = lay_out((*parameter_uses, *state_uses))
     if not tree.has_lists:
         return item
     leaves = tuple(replace(leaf, path=list_path(leaf.path)) for leaf in item.leaves)

@@ -20,20 +20,24 @@ from prepcli.sources.adam_state import (
 )
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.foreign_state import WITHOUT_STATE_HINT, ForeignState, add_foreign_state
-from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
+from prepcli.sources.foreign_trees import BOXED_SUFFIX, ForeignTree, match_foreign_tree
 from prepcli.sources.source import Source, SourceTensor, recorded_digests
 from prepcli.sources.tree_tensors import StoredLeaf, leaf_as_tensor
 from trainer.models.json_types import HFConfig
 from trainer.models.parameters import Family
 
-# A leaf of the first moment, e.g. `opt_state.0.mu.params.decoder.decoder_norm.scale` in MaxText, and
-# `opt_state.inner_state.1.mu.lm_head.weight` in Levanter.
-FIRST_MOMENT_LEAF = re.compile(r"(opt_state(?:\.inner_state)?(?:\.\d+)?)\.mu\.(params\.)?")
+# A leaf of the first moment, e.g. `opt_state.0.mu.params.decoder.decoder_norm.scale` in MaxText,
+# `opt_state.inner_state.1.mu.lm_head.weight` in Levanter, and `opt_state.0.mu.final_norm.w.value` in Tunix.
+FIRST_MOMENT_LEAF = re.compile(
+    r"(opt_state(?:\.(?:inner_state|inner_opt_state|\d+))*)\.mu\.(params\.)?"
+)
 # The count of a state of optax: of Adam, of the schedule, or of `optax.inject_hyperparams`.
-COUNT_LEAF = re.compile(r"opt_state(?:\.\w+)*\.count")
+COUNT_LEAF = re.compile(rf"opt_state(?:\.\w+)*\.count(?:{re.escape(BOXED_SUFFIX)})?")
 # Settings in the state of `optax.inject_hyperparams`, e.g. the learning rate of the last step.
 SETTINGS_PART = "opt_state.hyperparams"
 STEP_LEAF = "step"
+# The number of updates in `optax.MultiSteps`, which accumulates gradients. The step of Tunix then counts batches.
+GRADIENT_STEP_LEAF = "opt_state.gradient_step"
 # The averages of the parameters in Levanter. An average with a decay that depends on the step has a weight.
 AVERAGE_ROOT = "model_averaging.model."
 AVERAGE_WEIGHT_LEAF = "model_averaging.tot_weight"
@@ -159,7 +163,7 @@ def add_item_state(
         left_out.append(NO_SETTINGS)
     state = ForeignState(
         moments=tuple(_moment_tensors(moments, manifest, scale_records)),
-        step=_read_counter(source, leaves, STEP_LEAF),
+        step=_read_step(source, leaves),
         num_updates=num_updates,
         settings=settings,
         left_out=tuple(left_out),
@@ -195,7 +199,7 @@ def _other_counts(
     for name in filter(COUNT_LEAF.fullmatch, leaves):
         count = _read_counter(source, leaves, name)
         if count != num_updates:
-            yield f"{name} {count}"
+            yield f"{name.removesuffix(BOXED_SUFFIX)} {count}"
 
 
 def _unread_parts(moments: MomentTrees, leaves: Mapping[str, StoredLeaf]) -> Iterator[str]:
@@ -206,9 +210,10 @@ def _unread_parts(moments: MomentTrees, leaves: Mapping[str, StoredLeaf]) -> Ite
     parts: dict[str, None] = {}
     for name in leaves:
         if name.startswith(f"{OPT_STATE}.") and not COUNT_LEAF.fullmatch(name):
-            parts[_part(name, moments.state)] = None
+            parts[_part(name.removesuffix(BOXED_SUFFIX), moments.state)] = None
+    read_parts = (f"{moments.state}.mu", f"{moments.state}.nu", SETTINGS_PART, GRADIENT_STEP_LEAF)
     for part in parts:
-        if part not in (f"{moments.state}.mu", f"{moments.state}.nu", SETTINGS_PART):
+        if part not in read_parts:
             yield part
 
 
@@ -241,8 +246,17 @@ def _moment_tensors(
             yield replace(tensor, name=qualify(slot, tensor.name), digests=digests)
 
 
+def _read_step(source: Source, leaves: Mapping[str, StoredLeaf]) -> int:
+    """Return the number of steps."""
+    if GRADIENT_STEP_LEAF + BOXED_SUFFIX in leaves:
+        return _read_counter(source, leaves, GRADIENT_STEP_LEAF)
+    return _read_counter(source, leaves, STEP_LEAF)
+
+
 def _read_counter(source: Source, leaves: Mapping[str, StoredLeaf], name: str) -> int:
     """Return the value of a leaf."""
+    if name + BOXED_SUFFIX in leaves:
+        name += BOXED_SUFFIX
     if name not in leaves:
         what = f"{source.display_name} has no {name}"
         raise PrepError(what, "its training state is incomplete", WITHOUT_STATE_HINT)
