@@ -75,19 +75,22 @@ class TorchObject:
     mtime_ns: int
 
 
-def read_torch_object(path: Path) -> TorchObject:
+def read_torch_object(path: Path, file: BinaryIO) -> TorchObject:
     """Read the object of a file.
+
+    Args:
+        path: The file, or its placeholder with its size.
+        file: The opened file.
 
     Raises:
         PrepError: The file is unreadable, damaged, or of a format before PyTorch 1.6.
     """
     stat = stat_file(path)
     try:
-        with path.open("rb") as file:
-            if not file.read(4).startswith(torch_zip.ZIP_MAGIC):
-                why = "it is no zip archive, as PyTorch writes since version 1.6"
-                raise PrepError(f"{path.name} is not supported", why, download_again_hint(path))
-            archived = read_archived_object(file)
+        if not file.read(4).startswith(torch_zip.ZIP_MAGIC):
+            why = "it is no zip archive, as PyTorch writes since version 1.6"
+            raise PrepError(f"{path.name} is not supported", why, download_again_hint(path))
+        archived = read_archived_object(file)
     except OSError as error:
         raise unreadable_error(path, error) from error
     except UnexpectedNameError as error:

@@ -9,7 +9,7 @@ from prepcli.console.formatting import format_bytes
 from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation
 from prepcli.formats.ocdbt_read import read_ocdbt_index
-from prepcli.formats.orbax import ZARRAY, find_item
+from prepcli.formats.orbax import STATE_ITEMS, ZARRAY, find_item, item_metadata_file
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.formats.safetensors import select_safetensors_files
 from prepcli.formats.zarr import ZARR_JSON
@@ -155,11 +155,16 @@ class BucketFolder:
         item = find_item(remote.placeholder_folder)
         if item is None:
             raise _no_index_error(remote)
-        for file in data_files:
-            if placeholder_path(remote.placeholder_folder, file).is_relative_to(item):
-                write_sparse_file(remote.placeholder_folder, remote.reader, file)
-        if (item / OCDBT_MANIFEST).is_file():
-            _fetch_index(remote, item)
+        items = [item]
+        state_item = STATE_ITEMS.get(item.name)
+        if state_item is not None and item_metadata_file(item.parent / state_item) is not None:
+            items.append(item.parent / state_item)
+        for folder in items:
+            for file in data_files:
+                if placeholder_path(remote.placeholder_folder, file).is_relative_to(folder):
+                    write_sparse_file(remote.placeholder_folder, remote.reader, file)
+            if (folder / OCDBT_MANIFEST).is_file():
+                _fetch_index(remote, folder)
 
     def _fetch_small_files(self, remote: RemoteCheckpoint, files: Sequence[RemoteFile]) -> None:
         total_nbytes = sum(file.size for file in files)

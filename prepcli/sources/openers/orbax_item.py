@@ -40,6 +40,7 @@ from prepcli.sources.openers.orbax_state import (
     moment_scales,
 )
 from prepcli.sources.openers.state_item import with_state_item
+from prepcli.sources.remote_blobs import with_remote_blobs
 from prepcli.sources.source import (
     CONFIG,
     HF_FOLDER,
@@ -233,6 +234,8 @@ def _open_foreign_item(
     )
     if moments is None:
         return source
+    if hints.remote is not None:
+        source = with_remote_blobs(source, hints.remote)
     return add_item_state(source, moments, leaves, scale_records)
 
 
