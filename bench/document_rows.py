@@ -1,9 +1,11 @@
-"""Time and memory of arranging documents in rows, at the first start of a run and at later ones.
+"""Time, memory and disk of arranging documents in rows, at the first start of a run and at later ones.
 
     python -m bench.document_rows --work FOLDER [--documents 8000000] [--seq-length 2048] [--packing documents]
+    python -m bench.document_rows --work FOLDER --kinds chat --documents 1000000000
 
 Token stores are synthetic: the ends of documents are real, the ids are holes of a sparse file. Each start is measured
-in a process of its own: seconds of the rows alone, documents per second, and peak anonymous memory beyond that before.
+in a process of its own: seconds of the rows alone, milliseconds to find the pieces of the 64 rows of a shuffled step,
+bytes of the stored rows, and peak anonymous memory beyond that before.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.meter import anonymous_nbytes, measure
+from trainer.data.document_packing import DocumentRows
 from trainer.data.document_rows import stored_rows
+from trainer.data.order import SampleOrder
 from trainer.data.store import (
     DOCUMENTS_FILE,
     META_FILE,
@@ -33,21 +37,26 @@ from trainer.data.store import (
 # Median and spread of log-normal lengths in tokens, and the shortest length
 LENGTHS = {"chat": (80, 0.8, 4), "web": (450, 1.1, 8), "books": (6000, 1.2, 64)}
 BLOCK = 1 << 20
+BATCH_SIZE = 64
+MIB = 1 << 20
 
 
 def main() -> None:
     """Measure each kind of lengths, or one start in this process."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--documents", type=int, default=8_000_000)
     parser.add_argument("--seq-length", type=int, default=2048)
     parser.add_argument("--packing", default="documents")
+    parser.add_argument("--kinds", default=",".join(LENGTHS))
     parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.store is not None:
         print(json.dumps(measure_start(args.store, args.packing, args.seq_length)))
         return
-    for kind in LENGTHS:
+    for kind in args.kinds.split(","):
         folder = args.work / f"rows-{kind}"
         write_store(folder, kind, args.documents)
         command = [
@@ -113,14 +122,25 @@ def measure_start(folder: Path, packing: str, seq_length: int) -> dict[str, floa
     started_s = time.monotonic()
     rows = stored_rows(folder, meta, tokens, packing, target=folder, note=lambda text: None)
     seconds = time.monotonic() - started_s
+    (index,) = [path for path in folder.iterdir() if path.is_dir()]
     return {
         "rows": rows.n_rows,
-        "pieces": len(rows.starts),
         "efficiency": round(rows.fraction_with_token, 4),
+        "index_mib": round(sum(path.stat().st_size for path in index.iterdir()) / MIB, 1),
         "seconds": round(seconds, 2),
         "documents_per_s": round(meta.n_documents / seconds),
+        "step_ms": round(1000 * time_step(rows), 1),
         "anonymous_before": before,
     }
+
+
+def time_step(rows: DocumentRows) -> float:
+    """Return the seconds to find the pieces of the rows of a shuffled step in the middle of an epoch."""
+    order = SampleOrder(rows.n_rows, BATCH_SIZE, seed=0, shuffle=True)
+    started_s = time.monotonic()
+    for row in order.rows(rows.n_rows // BATCH_SIZE // 2).tolist():
+        rows.pieces(row)
+    return time.monotonic() - started_s
 
 
 if __name__ == "__main__":

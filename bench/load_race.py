@@ -7,11 +7,13 @@
 BUCKET is a folder with a Hugging Face model and its Orbax item. `bench.throttled_store` serves it. Every process of a
 load simulates a host: it has its own client and its own folder for downloads. The seconds begin when all processes
 have imported their libraries, and end when the last one has its shards. The shards of all processes are compared with
-the file by a sum over all values. `--kill` kills all processes when half of the weights were sent, starts them again
-and counts the bytes sent twice. `--python` names the interpreter of the processes, with other loaders installed.
+the file by a sum over all values. `--kill` loads a second time: it kills all processes when half of the weights were
+sent, starts them again and counts the bytes sent twice. `--python` names the interpreter of the processes, with other
+loaders installed. A load ends with an error when its processes exceed `--max-gib` together.
 
-Columns: `N` processes, `s` seconds, `x sent` and `x twice` bytes of objects divided by the weights, `MiB` anonymous
-memory of all processes together, `+MiB` the part beyond the start of the load and the shards.
+Columns: `N` processes, `s` seconds, `CPU s` CPU seconds of all processes, `x sent` bytes of objects divided by the
+weights, `x again` bytes sent twice with a kill, divided by the weights, `+MiB` anonymous memory of all processes
+together beyond the start of the load and the shards.
 """
 
 from __future__ import annotations
@@ -34,18 +36,21 @@ from pathlib import Path
 from bench.meter import anonymous_nbytes, process_tree
 from bench.race_loaders import LOADERS, NORM, SPLITS, Job, LoadResult, word_sum
 from bench.throttled_store import Traffic
+from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import format_table
 from prepcli.launch.local import free_port
 
 ROOT = Path(__file__).parent.parent
 MIB = 1 << 20
+GIB = 1 << 30
 SAMPLE_S = 0.05
 POLL_S = 0.02
 MAX_LOAD_S = 900.0
 # Some loaders hold several copies of the model in each process. The load ends before the machine is out of memory.
 MIN_AVAILABLE_NBYTES = 3 << 30
+MAX_GIB = 8.0
 NO_TRAFFIC = Traffic()
-HEADER = ("loader", "N", "split", "s", "x sent", "x twice", "requests", "MiB", "+MiB")
+HEADER = ("loader", "N", "split", "s", "CPU s", "x sent", "x again", "requests", "+MiB")
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,13 @@ class RaceRow:
         processes: Number of processes.
         split: Split of the matrices.
         seconds: Time from the start of all loads to the end of the last one.
+        cpu_s: CPU time of the loads in all processes.
         traffic: Traffic of the store.
         weights_nbytes: Bytes of the weights in the bucket.
         peak_nbytes: Maximum anonymous memory of all processes together.
         start_nbytes: Their anonymous memory before the load.
         shard_nbytes: Bytes of the loaded shards together.
+        again_nbytes: Bytes sent twice by a load that was killed at half and started again. None without such a load.
         error: The loader's error, or "".
     """
 
@@ -69,11 +76,13 @@ class RaceRow:
     processes: int
     split: str
     seconds: float = 0.0
+    cpu_s: float = 0.0
     traffic: Traffic = NO_TRAFFIC
     weights_nbytes: int = 1
     peak_nbytes: int = 0
     start_nbytes: int = 0
     shard_nbytes: int = 0
+    again_nbytes: int | None = None
     error: str = ""
 
     @property
@@ -92,6 +101,7 @@ class Race:
         python: Interpreter of the processes.
         weights_nbytes: Bytes of the weights in the bucket.
         matrix_sum: `word_sum` of the matrices in the bucket.
+        max_nbytes: Limit of the anonymous memory of all processes together.
     """
 
     store_url: str
@@ -99,6 +109,7 @@ class Race:
     python: str
     weights_nbytes: int
     matrix_sum: int
+    max_nbytes: int = int(MAX_GIB * GIB)
 
     def environment(self) -> dict[str, str]:
         """Return the variables of a process: this store for each client, and one CPU device."""
@@ -145,12 +156,19 @@ def available_nbytes() -> int:
 class MemorySampler:
     """Maximum of the anonymous memory of some processes, sampled in a thread.
 
-    The processes are killed when the machine has less than MIN_AVAILABLE_NBYTES left.
+    The processes are killed when they exceed a limit together, or when the machine has less than MIN_AVAILABLE_NBYTES
+    left.
+
+    Attributes:
+        peak_nbytes: Maximum since `mark_start`.
+        start_nbytes: Memory at the last `mark_start`.
+        error: Reason for which the processes were killed, or "".
     """
 
-    def __init__(self, workers: Sequence[subprocess.Popen[str]]) -> None:
+    def __init__(self, workers: Sequence[subprocess.Popen[str]], max_nbytes: int) -> None:
         self._workers = workers
-        self.is_exhausted = False
+        self._max_nbytes = max_nbytes
+        self.error = ""
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.peak_nbytes = 0
@@ -165,14 +183,27 @@ class MemorySampler:
 
     def _run(self) -> None:
         while not self._done.wait(SAMPLE_S):
-            self.peak_nbytes = max(self.peak_nbytes, self.sample())
-            if available_nbytes() < MIN_AVAILABLE_NBYTES:
-                self.is_exhausted = True
+            nbytes = self.sample()
+            self.peak_nbytes = max(self.peak_nbytes, nbytes)
+            if not self.error:
+                self.error = self._find_excess(nbytes)
+            if self.error:
                 kill_running(self._workers)
 
-    def __enter__(self) -> MemorySampler:
+    def _find_excess(self, nbytes: int) -> str:
+        """Return the reason to kill the processes, or ""."""
+        if nbytes > self._max_nbytes:
+            return f"killed: it took more than {format_bytes(self._max_nbytes)}"
+        if available_nbytes() < MIN_AVAILABLE_NBYTES:
+            return f"killed: it took {nbytes / MIB:,.0f} MiB, the machine has no more"
+        return ""
+
+    def mark_start(self) -> None:
+        """Take the present memory as the start of the load."""
         self.start_nbytes = self.sample()
         self.peak_nbytes = self.start_nbytes
+
+    def __enter__(self) -> MemorySampler:
         self._thread.start()
         return self
 
@@ -240,19 +271,30 @@ def kill_processes(workers: Sequence[subprocess.Popen[str]]) -> None:
         worker.communicate()
 
 
-@contextlib.contextmanager
-def waiting_processes(
-    race: Race, loader: str, processes: int, split: str
-) -> Iterator[tuple[list[subprocess.Popen[str]], str]]:
-    """Yield processes ready to load, and the first error of their start.
+@dataclass(frozen=True)
+class WaitingLoad:
+    """Processes that are ready to load.
 
-    They are killed at the end of the block, or after MAX_LOAD_S.
+    Attributes:
+        workers: The processes.
+        memory: Sampler of their memory.
+        error: The first error of their start, or "".
     """
+
+    workers: list[subprocess.Popen[str]]
+    memory: MemorySampler
+    error: str
+
+
+@contextlib.contextmanager
+def waiting_load(race: Race, loader: str, processes: int, split: str) -> Iterator[WaitingLoad]:
+    """Yield processes ready to load. They are killed at the end of the block, or after MAX_LOAD_S."""
     workers = start_processes(race, loader, processes, split)
     limit = threading.Timer(MAX_LOAD_S, kill_running, [workers])
     limit.start()
     try:
-        yield workers, wait_for(workers, "ready")
+        with MemorySampler(workers, race.max_nbytes) as memory:
+            yield WaitingLoad(workers, memory, wait_for(workers, "ready"))
     finally:
         limit.cancel()
         kill_processes(workers)
@@ -261,24 +303,27 @@ def waiting_processes(
 def run_load(race: Race, loader: str, processes: int, split: str) -> RaceRow:
     """Load once in all processes, and return the row."""
     row = RaceRow(loader, processes, split, weights_nbytes=race.weights_nbytes)
-    with waiting_processes(race, loader, processes, split) as (workers, error):
-        if error:
-            return dataclasses.replace(row, error=error)
-        with MemorySampler(workers) as memory:
-            start_s = time.monotonic()
-            start_load(workers)
-            error = wait_for(workers, "loaded")
-            seconds = time.monotonic() - start_s
-        if memory.is_exhausted:
-            error = f"killed: it took {memory.peak_nbytes / MIB:,.0f} MiB, the machine has no more"
+    with waiting_load(race, loader, processes, split) as load:
+        memory = load.memory
+        error = load.error
+        memory.mark_start()
+        start_s = time.monotonic()
+        if not error:
+            start_load(load.workers)
+            error = wait_for(load.workers, "loaded")
+        seconds = time.monotonic() - start_s
+        # The sums over the values of the shards are not part of the load.
+        peak_nbytes = memory.peak_nbytes
+        error = memory.error or error
         if error:
             return dataclasses.replace(row, error=error, traffic=race.traffic())
-        results = [LoadResult(**json.loads(read_line(worker))) for worker in workers]
+        results = [LoadResult(**json.loads(read_line(worker))) for worker in load.workers]
     return dataclasses.replace(
         row,
         seconds=seconds,
+        cpu_s=sum(result.cpu_s for result in results),
         traffic=race.traffic(),
-        peak_nbytes=memory.peak_nbytes,
+        peak_nbytes=peak_nbytes,
         start_nbytes=memory.start_nbytes,
         shard_nbytes=sum(result.nbytes for result in results),
         error=find_error(results, race.matrix_sum),
@@ -296,30 +341,42 @@ def find_error(results: Sequence[LoadResult], matrix_sum: int) -> str:
 
 def kill_at_half(race: Race, loader: str, processes: int, split: str) -> str:
     """Start a load, and kill all processes when half of the weights were sent. Return an error, or ""."""
-    with waiting_processes(race, loader, processes, split) as (workers, error):
-        if error:
-            return error
-        start_load(workers)
+    with waiting_load(race, loader, processes, split) as load:
+        if load.error:
+            return load.memory.error or load.error
+        start_load(load.workers)
         while race.traffic().nbytes < race.weights_nbytes // 2:
-            if any(worker.poll() is not None for worker in workers):
-                return "a process ended before half of the weights were sent"
+            if any(worker.poll() is not None for worker in load.workers):
+                return load.memory.error or "a process ended before half of the weights were sent"
             time.sleep(POLL_S)
     return ""
 
 
 def run_race(race: Race, loader: str, processes: int, split: str, kill: bool) -> RaceRow:
-    """Load with cold downloads, after a killed load if asked for."""
+    """Load with cold downloads, and once more with a kill if asked for."""
+    with cold_downloads(race):
+        row = run_load(race, loader, processes, split)
+    if not kill or row.error:
+        return row
+    with cold_downloads(race):
+        error = kill_at_half(race, loader, processes, split)
+        if error:
+            return dataclasses.replace(row, error=f"with a kill: {error}")
+        killed = run_load(race, loader, processes, split)
+    if killed.error:
+        return dataclasses.replace(row, error=f"after a kill: {killed.error}")
+    return dataclasses.replace(row, again_nbytes=killed.traffic.repeated_nbytes)
+
+
+@contextlib.contextmanager
+def cold_downloads(race: Race) -> Iterator[None]:
+    """Begin with no downloaded files and no traffic, and delete the downloads at the end."""
     shutil.rmtree(race.work, ignore_errors=True)
     race.ask_store("reset")
-    error = ""
-    if kill:
-        error = kill_at_half(race, loader, processes, split)
-    if error:
-        row = RaceRow(loader, processes, split, error=error)
-    else:
-        row = run_load(race, loader, processes, split)
-    shutil.rmtree(race.work, ignore_errors=True)
-    return row
+    try:
+        yield
+    finally:
+        shutil.rmtree(race.work, ignore_errors=True)
 
 
 def matrices_of(folder: Path) -> tuple[int, int]:
@@ -343,13 +400,16 @@ def row_cells(row: RaceRow) -> tuple[str, ...]:
     start = (row.loader, str(row.processes), row.split)
     if row.error:
         return (*start, "error", *("",) * (len(HEADER) - 4))
+    again = ""
+    if row.again_nbytes is not None:
+        again = f"{row.again_nbytes / row.weights_nbytes:.3f}"
     return (
         *start,
         f"{row.seconds:.1f}",
+        f"{row.cpu_s:.1f}",
         f"{row.traffic.nbytes / row.weights_nbytes:.3f}",
-        f"{row.traffic.repeated_nbytes / row.weights_nbytes:.3f}",
+        again,
         str(row.traffic.requests),
-        f"{row.peak_nbytes / MIB:.0f}",
         f"{row.extra_nbytes / MIB:.0f}",
     )
 
@@ -357,11 +417,13 @@ def row_cells(row: RaceRow) -> tuple[str, ...]:
 def race_text(rows: Sequence[RaceRow]) -> str:
     """Return the table, and a line for each loader's error."""
     lines = [format_table([row_cells(row) for row in rows], HEADER, right_aligned=HEADER[3:])]
-    errors: dict[str, str] = {}
+    errors: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.error:
-            errors.setdefault(row.loader, row.error)
-    lines += [f"{loader}: {error}" for loader, error in errors.items()]
+            counts = errors.setdefault((row.loader, row.error), [])
+            counts.append(f"{row.processes} {row.split}")
+    for (loader, error), counts in errors.items():
+        lines.append(f"{loader} ({', '.join(counts)}): {error}")
     return "\n".join(lines)
 
 
@@ -397,7 +459,10 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--splits", default=",".join(SPLITS), help="rows, columns or both")
     parser.add_argument("--mib-s", type=float, default=16, help="rate of each connection")
     parser.add_argument("--delay-ms", type=float, default=20, help="delay of each answer")
-    parser.add_argument("--kill", action="store_true", help="load after a kill at half")
+    parser.add_argument("--kill", action="store_true", help="also load after a kill at half")
+    parser.add_argument(
+        "--max-gib", type=float, default=MAX_GIB, help="memory limit of all processes"
+    )
     parser.add_argument("--python", default=sys.executable, help="interpreter of the processes")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args(arguments)
@@ -408,8 +473,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse_arguments(arguments)
     weights_nbytes, matrix_sum = matrices_of(options.bucket / "model")
     rows: list[RaceRow] = []
+    first_load_average = os.getloadavg()[0]
     with serve_bucket(options.bucket, options.mib_s, options.delay_ms) as url:
-        race = Race(url, options.work / "race", options.python, weights_nbytes, matrix_sum)
+        race = Race(
+            url,
+            options.work / "race",
+            options.python,
+            weights_nbytes,
+            matrix_sum,
+            max_nbytes=int(options.max_gib * GIB),
+        )
         for processes in map(int, options.processes.split(",")):
             for split in options.splits.split(",") if processes > 1 else SPLITS[:1]:
                 for loader in options.loaders.split(";"):
@@ -419,7 +492,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     )
     conditions = (
         f"{weights_nbytes / 1e9:.2f} GB, {options.mib_s:g} MiB/s per connection, "
-        f"{options.delay_ms:g} ms per answer, load average {os.getloadavg()[0]:.1f}"
+        f"{options.delay_ms:g} ms per answer, "
+        f"load average {first_load_average:.1f} to {os.getloadavg()[0]:.1f}"
     )
     print(conditions)
     print(race_text(rows))

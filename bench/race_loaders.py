@@ -77,11 +77,13 @@ class LoadResult:
     Attributes:
         nbytes: Bytes of its shards.
         word_sum: Sum of all 16-bit words of the sharded matrices, modulo 2^64.
+        cpu_s: CPU time of the load.
         error: First line of the loader's error, or "".
     """
 
     nbytes: int = 0
     word_sum: int = 0
+    cpu_s: float = 0.0
     error: str = ""
 
 
@@ -369,14 +371,16 @@ def run_loader(loader: RaceLoader, job: Job) -> LoadResult:
         loader.prepare(job)
         print("ready", flush=True)
         sys.stdin.readline()
+        start_s = time.process_time()
         shards = loader.load(job)
+        cpu_s = time.process_time() - start_s
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), "")
         return LoadResult(error=f"{type(error).__name__}: {first_line}"[:MAX_ERROR_CHARS])
     print("loaded", flush=True)
     matrices = [array for name, array in shards.items() if NORM not in name]
     nbytes = sum(array.nbytes for array in shards.values())
-    return LoadResult(nbytes, word_sum(matrices))
+    return LoadResult(nbytes, word_sum(matrices), cpu_s)
 
 
 def main() -> None:

@@ -89,6 +89,7 @@ PURE_MODULES = {
             "shell",
             "ray",
             "sky",
+            "sky_machines",
             "slurm",
             "tpu",
             "command",

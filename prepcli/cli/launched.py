@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,16 @@ def launched_command(
     Raises:
         UsageError: The command is unknown. Its own parser raises the errors of its options.
     """
-    if recipe is None:
-        path = context.command_path
+    path = context.command_path
+    arguments = [*words]
+    if recipe is None or (str(recipe) == SEPARATOR and not arguments):
         hint = f"`{path} RECIPE` or `{path} -- COMMAND ARGS`"
         raise usage_error("no command was given", "a job runs one command of prep", hint)
     if str(recipe) == SEPARATOR:
-        return _parse_command(context, list(words))
-    arguments = [*words]
+        return _parse_command(context, arguments)
+    if str(recipe) in _launched_names(context) and not recipe.exists():
+        hint = f"`{path} -- {shlex.join([str(recipe), *arguments])}`"
+        raise usage_error(f"`{recipe}` is a command", "a command of prep follows `--`", hint)
     if arguments[:1] == [SEPARATOR]:
         del arguments[0]
     return _parse_command(context, [TRAIN, str(recipe), *arguments])
@@ -58,15 +62,14 @@ def launched_command(
 
 def _parse_command(context: typer.Context, words: list[str]) -> LaunchedCommand:
     """Return the command with the relevant values of its options."""
-    root = context.find_root()
-    commands: dict[str, Any] = vars(root.command)["commands"]
-    known = [name for name, command in commands.items() if not isinstance(command, TyperGroup)]
-    name = words[0] if words else ""
+    name = words[0]
+    known = _launched_names(context)
     if name not in known:
         hint = did_you_mean(name, known) or "`prep --help`"
         raise usage_error(f"unknown command `{name}`", "a job runs one command of prep", hint)
+    root = context.find_root()
     # The parser removes words from its list.
-    parsed = commands[name].make_context(name, words[1:], parent=root)
+    parsed = _commands(context)[name].make_context(name, words[1:], parent=root)
     values: dict[str, Any] = parsed.params
     recipe = _recipe_word(words, values) if "recipe" in values else ""
     has_shares = "processes" in values
@@ -83,6 +86,20 @@ def _parse_command(context: typer.Context, words: list[str]) -> LaunchedCommand:
         mesh=values.get("mesh"),
         out=values.get("out"),
     )
+
+
+def _commands(context: typer.Context) -> dict[str, Any]:
+    """Return the commands of `prep` by their names."""
+    return vars(context.find_root().command)["commands"]
+
+
+def _launched_names(context: typer.Context) -> list[str]:
+    """Return the names of the commands that a job can run: all without commands of their own."""
+    names: list[str] = []
+    for name, command in _commands(context).items():
+        if not isinstance(command, TyperGroup):
+            names.append(name)
+    return names
 
 
 def _recipe_word(words: Sequence[str], values: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from prepcli.demo.steps import (
     run_step,
 )
 from prepcli.errors import Command, Option, PrepError, text, usage_error
+from prepcli.execution.uploads import check_local_path
 
 MARKER = ".made-by-prep-demo"
 OUTPUTS = (*conversion.OUTPUTS, *training.OUTPUTS, REPORT)
@@ -59,6 +60,7 @@ def run_demo(out: Path, observer: Observer) -> DemoRun:
     Raises:
         PrepError: `out` exists and was not made by a demo, or cannot be created.
     """
+    check_local_path(out)
     _prepare_folder(out)
     steps_to_run = _demo_steps()
     count = len(steps_to_run)

@@ -72,6 +72,15 @@ class CachedBlob(Blob, Protocol):
         ...
 
 
+@runtime_checkable
+class StoredBlob(Blob, Protocol):
+    """A blob with the content of numbered files, which may be on a server."""
+
+    def with_files(self, files: Sequence[Blob]) -> Blob:
+        """Return the same blob with `files` in place of its files, by number."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class FileRange:
     """A byte range of a file."""

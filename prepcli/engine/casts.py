@@ -16,6 +16,7 @@ import xxhash
 
 from prepcli.engine.files import ByteArray
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
+from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import CastEntry, itemsize
 
@@ -234,16 +235,17 @@ def report_casts(
 
     Returns:
         One entry per pair of dtypes, with the numbers of tensors and values. With `digests` also the cast counts.
-        Entries of updates have `update`. Entries of scales have `sqrt`, and their counts are of the way back.
+        Entries of updates have `update`. Entries of scales have the formula `scale`, and the number `sqrt` under its
+        root. Their counts are of the way back.
     """
-    groups: dict[tuple[str, str, bool, int], list[int]] = {}
+    groups: dict[tuple[str, str, bool, LayoutScale | None], list[int]] = {}
     for number, stream in enumerate(streams):
         if stream.is_changed:
-            root = stream.scale.number if stream.scale else 0
-            kind = (stream.dtype, stream.written_dtype, bool(stream.update), root)
+            scale = stream.scale and dataclasses.replace(stream.scale, significant="")
+            kind = (stream.dtype, stream.written_dtype, bool(stream.update), scale)
             groups.setdefault(kind, []).append(number)
     entries: list[CastEntry] = []
-    for (source, target, is_update, root), numbers in groups.items():
+    for (source, target, is_update, scale), numbers in groups.items():
         names = {streams[number].name for number in numbers}
         values = sum(streams[number].nbytes for number in numbers) // itemsize(source)
         entry: CastEntry = {"from": source, "to": target, "tensors": len(names), "values": values}
@@ -255,8 +257,10 @@ def report_casts(
                 "tensors": len(names),
                 "values": values,
             }
-        if root:
-            entry["sqrt"] = root
+        if scale:
+            entry["scale"] = scale.formula
+            if scale.number != 1:
+                entry["sqrt"] = scale.number
         if digests:
             counts = _total_counts(digests, numbers)
             entry["changed"] = counts.changed
@@ -282,8 +286,8 @@ def format_cast(entry: CastEntry) -> str:
     )
     dtypes = f"{entry['from']} -> {entry['to']}"
     measure = "error"
-    if "sqrt" in entry:
-        dtypes = f"{dtypes} / sqrt({entry['sqrt']}) and back"
+    if "scale" in entry:
+        dtypes = f"{dtypes} {entry['scale']} and back"
     if "update" in entry:
         dtypes = f"adapter added to {entry['to']}"
         measure = "change"

@@ -1,8 +1,12 @@
-"""Scales of a layout: the values of a stream are divided by a square root, and the way back is checked.
+"""Scales of a layout: the values of a stream are multiplied by a root or get a sum, and the way back is checked.
 
-The formulas are those of MaxText 0.2.5 (`scale_query_layer` in checkpoint_conversion/utils/param_mapping.py), which
-multiplies by `1 / sqrt(n)` in float32, and by `sqrt(n)` on the way back. A product is rounded once. Both are exact if n
-is a power of 4.
+The formulas are those of MaxText 0.2.5 (the hooks in checkpoint_conversion/utils/param_mapping.py), in float32:
+
+- `scale_query_layer` multiplies by `1 / sqrt(n)`, and by `sqrt(n)` on the way back.
+- `pad_hf_embedding_layer` and `pad_and_scale_embedding` multiply by a rounded root, and divide by it on the way back.
+- `scale_rmsnorm_layer` adds 1, and subtracts it on the way back.
+
+A product is rounded once. It is exact both ways if n is a power of 4.
 """
 
 from __future__ import annotations
@@ -14,20 +18,21 @@ import xxhash
 
 from prepcli.engine.casts import BLOCK_VALUES, StreamDigest, ValueTransform, count_changes
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
-from prepcli.planning.plan import RootScale
+from prepcli.planning.layout_scales import LayoutScale
 
 
-def scale_values(values: np.ndarray, number: int, power: int = 1) -> np.ndarray:
-    """Divide values by a power of the square root of a number. They keep their dtype.
+def scale_values(values: np.ndarray, scale: LayoutScale) -> np.ndarray:
+    """Apply a scale: divide values by a power of a square root, and add the offset. They keep their dtype.
 
-    >>> scale_values(np.array([1, 8], np.float32), 16)
+    >>> scale_values(np.array([1, 8], np.float32), LayoutScale(16))
     array([0.25, 2.  ], dtype=float32)
     """
-    return _multiply(values, _root_power(number, -power))
+    wide = _divide(_widen(values), scale, scale.power)
+    return round_to_dtype(wide + wide.dtype.type(scale.offset), values.dtype)
 
 
-def unscale_values(values: np.ndarray, scale: RootScale) -> np.ndarray:
-    """Undo a scale: multiply values by `sqrt(scale.number)`.
+def unscale_values(values: np.ndarray, scale: LayoutScale) -> np.ndarray:
+    """Undo a scale: subtract the offset, and multiply values by the root.
 
     Values that were stored in a wider dtype are rounded to their dtype before, `scale.significant`.
 
@@ -38,26 +43,36 @@ def unscale_values(values: np.ndarray, scale: RootScale) -> np.ndarray:
     Returns:
         The values before the scale, in the dtype of `values`.
     """
-    products = _multiply(values, _root_power(scale.number, scale.power))
+    wide = _widen(values)
+    unscaled = _divide(wide - wide.dtype.type(scale.offset), scale, -scale.power)
+    unscaled = round_to_dtype(unscaled, values.dtype)
     if not scale.significant:
-        return products
-    rounded = round_to_dtype(_widen(products), numpy_dtype(scale.significant))
+        return unscaled
+    rounded = round_to_dtype(_widen(unscaled), numpy_dtype(scale.significant))
     return rounded.astype(values.dtype)
 
 
-def _root_power(number: int, power: int) -> float:
-    """Return a power of the square root of a number."""
+def _divide(wide: np.ndarray, scale: LayoutScale, power: int) -> np.ndarray:
+    """Divide values by a power of the root of a scale."""
+    if scale.root_dtype and power > 0:
+        return wide / wide.dtype.type(_root(scale) ** power)
+    return wide * wide.dtype.type(_root_power(scale, -power))
+
+
+def _root_power(scale: LayoutScale, power: int) -> float:
+    """Return a power of the root of a scale."""
+    if scale.root_dtype:
+        return _root(scale) ** power
     if power % 2 == 0:
-        return float(number) ** (power // 2)
+        return float(scale.number) ** (power // 2)
     if power < 0:
-        return 1 / math.sqrt(number) ** -power
-    return math.sqrt(number) ** power
+        return 1 / math.sqrt(scale.number) ** -power
+    return math.sqrt(scale.number) ** power
 
 
-def _multiply(values: np.ndarray, factor: float) -> np.ndarray:
-    """Multiply values by a factor in float32, or in float64 for float64 values, and round to their dtype."""
-    wide = _widen(values)
-    return round_to_dtype(wide * wide.dtype.type(factor), values.dtype)
+def _root(scale: LayoutScale) -> float:
+    """Return the root of a scale, rounded to its dtype."""
+    return float(numpy_dtype(scale.root_dtype).type(math.sqrt(scale.number)))
 
 
 def _widen(values: np.ndarray) -> np.ndarray:
@@ -67,12 +82,12 @@ def _widen(values: np.ndarray) -> np.ndarray:
 
 
 class StreamScale(ValueTransform):
-    """Cast of a stream of values and their division by a square root.
+    """Cast of a stream of values and their scale in a layout.
 
     `counts` compares the values read with the values after the scale is undone.
     """
 
-    def __init__(self, source: str, target: str, scale: RootScale) -> None:
+    def __init__(self, source: str, target: str, scale: LayoutScale) -> None:
         super().__init__(source, target)
         self._scale = scale
         self._unscaled_state = xxhash.xxh3_128()
@@ -93,7 +108,7 @@ class StreamScale(ValueTransform):
         wide = values.astype(self._wide, copy=False)
         cast = round_to_dtype(wide, self._target)
         self._unscaled_state.update(cast.view(np.uint8).data)
-        out[...] = scale_values(cast, self._scale.number, self._scale.power)
+        out[...] = scale_values(cast, self._scale)
         restored = unscale_values(out, self._scale)
         bits = f"u{self._target.itemsize}"
         self._lost += int(np.count_nonzero(cast.view(bits) != restored.view(bits)))

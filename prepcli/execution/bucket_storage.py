@@ -116,8 +116,8 @@ class BucketStorage:
         located = locate(name, access=Access(allow_urls=True, retry_policy=self._retry_policy))
         source = open_source(located)
         with located.local_files.rename_in_errors(name):
-            blobs = without_read_ahead(source.remote_blobs)
-            return open_reader(located.local_files.path, verify, hint, remote_blobs=blobs)
+            files = without_read_ahead(source.remote_files)
+            return open_reader(located.local_files.path, verify, hint, remote_files=files)
 
     def acquire(self, note: Callable[[str], None]) -> None:
         """Lock the URL, then delete the objects of steps without a manifest. Killed processes left them.

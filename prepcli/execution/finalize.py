@@ -287,7 +287,9 @@ def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> Compress
     if not plan.uses_ocdbt:
         chunk_paths = []
         for chunk in _raw_chunks(plan.leaves):
-            chunk_paths.append(chunk_file_path(plan.leaves[chunk.array].name, chunk.index))
+            leaf_name = plan.leaves[chunk.array].name
+            path = chunk_file_path(leaf_name, chunk.index, uses_zarr3=plan.uses_zarr3)
+            chunk_paths.append(path)
     return compress_chunks(
         _raw_chunks(plan.leaves),
         data_files,
@@ -360,19 +362,23 @@ def build_manifest(
 def _scale_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, ScaleRecord]:
     """Return the records of the scales of a layout, by the name of the tensor."""
     records: dict[str, ScaleRecord] = {}
+    for stream in plan.streams:
+        if stream.scale:
+            name = plan.display_names.get(stream.name, stream.name)
+            records[name] = {
+                **stream.scale.fields(),
+                "significant": stream.scale.significant,
+                "digests": [],
+                "lost": 0,
+            }
     for number, stream in enumerate(plan.streams):
-        if stream.scale is None:
+        record = records.get(plan.display_names.get(stream.name, stream.name))
+        if record is None:
             continue
+        # The embedding has a stream of its tokens, and one of its padding.
         stream_digest = parse_stream_digest(digests[number])
-        name = plan.display_names.get(stream.name, stream.name)
-        records[name] = {
-            "sqrt": stream.scale.number,
-            "significant": stream.scale.significant,
-            "digest": stream_digest.written,
-            "lost": stream_digest.lost,
-        }
-        if stream.scale.power != 1:
-            records[name]["power"] = stream.scale.power
+        record.setdefault("digests", []).append((*stream.rows, stream_digest.written))
+        record["lost"] += stream_digest.lost
     return records
 
 

@@ -15,7 +15,6 @@ from prepcli.planning.plan import EqualityCheck, Plan, Stream, read_copies
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import not_equal_error
-from prepcli.remote.remote_files import RemoteBlob
 from prepcli.sources.dequantized import DequantizedBlob
 from prepcli.sources.source import Source
 from trainer.models.json_types import JsonValue
@@ -54,7 +53,7 @@ def read_source_state(plan: Plan, source: Source) -> SourceState:
     for expected, path, file_stat in zip(plan.source_files, source.files, stats):
         if (file_stat.st_size, file_stat.st_mtime_ns) != (expected.size, expected.mtime_ns):
             raise source_changed_error([path], source)
-    if any(isinstance(blob, RemoteBlob) for blob in source.byte_sources):
+    if source.remote_files:
         return []
     # Lists rather than tuples, because the state is stored as JSON and compared with what is read back.
     return [[file_stat.st_ino, file_stat.st_ctime_ns] for file_stat in stats]

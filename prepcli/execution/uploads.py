@@ -96,13 +96,12 @@ def parse_out_url(path: Path | None) -> ObjectStoreUrl | None:
     return parse_url(url)
 
 
-def check_local_folder(path: Path | None) -> None:
-    """Raise UsageError if `--out` of tokens is a URL. Their files need appends and locks."""
+def check_local_path(path: Path | None) -> None:
+    """Raise UsageError if the path of tokens, a page or another small output is a URL."""
     url = parse_out_url(path)
     if url is not None:
-        what = text("{} is a bucket", Option("out", str(url)))
-        hint = text("{}", Option("out", "FOLDER"))
-        raise usage_error(what, "tokens are files of a local or shared folder", hint)
+        why = "only checkpoints and training runs are written to buckets"
+        raise usage_error(f"cannot write {url}", why, "name a local path, then copy the result")
 
 
 def make_and_upload(

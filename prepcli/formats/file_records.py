@@ -27,6 +27,7 @@ from prepcli.formats.manifest import (
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.formats.orbax import METADATA_FILE, ZARRAY
 from prepcli.formats.untrusted import unreadable_error
+from prepcli.formats.zarr import ZARR_JSON
 from prepcli.planning.manifest_fields import FileRecord
 from trainer.files.reading import open_regular_file, resolve_named_path
 from trainer.models.boxes import Range
@@ -37,6 +38,7 @@ ITEM_FILES = {
     METADATA_FILE,
     LEVANTER_METADATA_FILE,
     ZARRAY,
+    ZARR_JSON,
     OCDBT_MANIFEST,
     "_CHECKPOINT_METADATA",
     "commit_success.txt",

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from prepcli.formats.levanter import LEVANTER_METADATA_FILE
 from prepcli.formats.ocdbt import NODE_NBYTES, OcdbtEntry, ValueLocation, encode_ocdbt_index
-from prepcli.formats.orbax import ArrayMeta, unravel_chunk_index
+from prepcli.formats.orbax import ArrayMeta, unravel_chunk_index, zarr3_chunk_key
 from prepcli.formats.orbax_write import (
     ChunkColumns,
     WrittenChunk,
@@ -19,7 +19,7 @@ from prepcli.formats.orbax_write import (
     collect_chunks,
 )
 from prepcli.formats.zarr import ZARR_JSON
-from prepcli.formats.zarr_documents import encode_zarr_json, zarr3_chunk_key
+from prepcli.formats.zarr_documents import encode_zarr_json
 
 
 def encode_levanter_metadata(

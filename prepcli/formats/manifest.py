@@ -21,6 +21,7 @@ from prepcli.engine.digest import digest
 from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.formats.orbax import MODEL_ITEMS, find_item
 from prepcli.formats.untrusted import read_small_file
+from prepcli.planning.layout_scales import is_scale_record
 from prepcli.planning.manifest_fields import (
     PREP_KEYS,
     FileRecord,
@@ -536,19 +537,9 @@ def _check_manifest(path: Path, fields: JsonObject) -> None:
     scales = fields.get(SCALES_KEY, {})
     assert isinstance(scales, dict)
     for name, record in scales.items():
-        if not _is_scale_record(record):
+        is_valid = isinstance(record, dict) and _are_row_digests(record.get("digests", []))
+        if not is_valid or not is_scale_record(record):
             raise _damaged_manifest_error(path, f"the scale of {name!r:.60} is invalid")
-
-
-def _is_scale_record(record: JsonValue) -> bool:
-    """Return whether a record has all keys of a scale, with values in range."""
-    if not isinstance(record, dict):
-        return False
-    number = record.get("sqrt")
-    lost = record.get("lost")
-    is_known = record.get("significant") in ("", "float16", "bfloat16", "float32")
-    has_numbers = isinstance(number, int) and number > 0 and isinstance(lost, int)
-    return is_known and has_numbers and isinstance(record.get("digest"), str)
 
 
 def _check_records(path: Path, records: JsonValue) -> None:

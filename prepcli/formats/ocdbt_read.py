@@ -76,9 +76,14 @@ class _NodeRef:
     key_prefix: bytes = b""
 
 
-def read_ocdbt_index(
-    folder: Path, before_read: Callable[[ValueLocation], object] = str
-) -> Iterator[OcdbtEntry]:
+BeforeRead = Callable[[ValueLocation], None]
+
+
+def ignore_read(location: ValueLocation) -> None:
+    """Do nothing before a read: the file is complete."""
+
+
+def read_ocdbt_index(folder: Path, before_read: BeforeRead = ignore_read) -> Iterator[OcdbtEntry]:
     """Yield all entries of the newest version in ascending order of keys, node by node.
 
     Paths are checked to stay in the folder and nodes to be inside their files. The caller checks the

@@ -104,8 +104,19 @@ def chunk_key(index: tuple[int, ...]) -> str:
     return ".".join(map(str, index)) or "0"
 
 
-def chunk_file_path(name: str, index: tuple[int, ...]) -> str:
-    """Return the path of a chunk in an item without OCDBT, e.g. `params.embed/0.3`."""
+def zarr3_chunk_key(index: tuple[int, ...]) -> str:
+    """Return the key of a chunk of zarr 3 without its prefix `NAME/`.
+
+    >>> zarr3_chunk_key((0, 3)), zarr3_chunk_key(())
+    ('c/0/3', 'c')
+    """
+    return "/".join(("c", *map(str, index)))
+
+
+def chunk_file_path(name: str, index: tuple[int, ...], *, uses_zarr3: bool) -> str:
+    """Return the path of a chunk in an item without OCDBT, e.g. `params.embed/0.3` or `params.embed/c/0/3`."""
+    if uses_zarr3:
+        return f"{name}/{zarr3_chunk_key(index)}"
     return f"{name}/{chunk_key(index)}"
 
 

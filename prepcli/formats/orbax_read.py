@@ -19,6 +19,7 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.codecs import CRC32C, CRC32C_NBYTES
 from prepcli.formats.levanter import LEVANTER_METADATA_FILE
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
+from prepcli.formats.ocdbt_read import BeforeRead, ignore_read
 from prepcli.formats.orbax import (
     METADATA_FILE,
     STRINGS_FILE,
@@ -104,10 +105,18 @@ class _StoredTree:
     is_complete: bool
 
 
-def read_item(folder: Path, *, is_remote: bool = False) -> OrbaxItem:
-    """Read and check the metadata of an item. Raise PrepError if it is invalid or its storage is not supported.
+def read_item(
+    folder: Path, *, is_remote: bool = False, before_read: BeforeRead = ignore_read
+) -> OrbaxItem:
+    """Read and check the metadata of an item.
 
-    With `is_remote`, the data files in the folder are placeholders.
+    Args:
+        folder: Folder of the item.
+        is_remote: The data files in the folder are placeholders.
+        before_read: Called with each location in a data file before it is read, for example to download it.
+
+    Raises:
+        PrepError: The metadata is invalid, or the storage is not supported.
     """
     for part in folder.absolute().parts:
         if _UNFINISHED_MARK in part:
@@ -126,9 +135,9 @@ def read_item(folder: Path, *, is_remote: bool = False) -> OrbaxItem:
             f"pass the folder that contains {METADATA_FILE}, e.g. STEP/default",
         )
     if metadata_file == LEVANTER_METADATA_FILE:
-        tree = _read_levanter_tree(folder)
+        tree = _read_levanter_tree(folder, before_read)
     else:
-        tree = _read_orbax_tree(folder)
+        tree = _read_orbax_tree(folder, before_read)
     if clash := find_name_clash(leaf.path for leaf in tree.leaves):
         raise _broken_file_error(
             folder / metadata_file,
@@ -165,7 +174,7 @@ def read_item(folder: Path, *, is_remote: bool = False) -> OrbaxItem:
     )
 
 
-def _read_orbax_tree(folder: Path) -> _StoredTree:
+def _read_orbax_tree(folder: Path, before_read: BeforeRead) -> _StoredTree:
     """Read the tree that Orbax describes in its metadata file."""
     tree = _read_json(folder / METADATA_FILE)
     entries = tree.get("tree_metadata")
@@ -175,16 +184,22 @@ def _read_orbax_tree(folder: Path) -> _StoredTree:
     names = [dotted_name(leaf.path) for leaf in leaves if _is_array(leaf)]
     # Without the key, the storage is OCDBT, the default of Orbax. Without OCDBT, each chunk is a file.
     uses_ocdbt = tree.get("use_ocdbt", True) is not False
-    store = OrbaxStore(folder, names, uses_ocdbt, bool(tree.get("use_zarr3")))
+    store = OrbaxStore(
+        folder,
+        names,
+        uses_ocdbt=uses_ocdbt,
+        uses_zarr3=bool(tree.get("use_zarr3")),
+        before_read=before_read,
+    )
     # By default TensorStore omits chunks that equal the fill value. With this key it stores all of
     # them, so that a missing chunk is damage and not zeros.
     is_complete = tree.get("store_array_data_equal_to_fill_value") is True
     return _StoredTree(leaves, store, ".", is_complete)
 
 
-def _read_levanter_tree(folder: Path) -> _StoredTree:
+def _read_levanter_tree(folder: Path, before_read: BeforeRead) -> _StoredTree:
     """Read the tree from the keys of the database: each array has a document below its path."""
-    store = OrbaxStore(folder, (), uses_ocdbt=True, uses_zarr3=True)
+    store = OrbaxStore(folder, (), uses_ocdbt=True, uses_zarr3=True, before_read=before_read)
     leaves: list[_TreeLeaf] = []
     for name, values in store.values.items():
         if store.metadata_file_name in values:

@@ -21,7 +21,7 @@ import numpy as np
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.codecs import CRC32C_NBYTES
 from prepcli.formats.ocdbt import ValueLocation
-from prepcli.formats.ocdbt_read import read_ocdbt_index
+from prepcli.formats.ocdbt_read import BeforeRead, ignore_read, read_ocdbt_index
 from prepcli.formats.orbax import ZARRAY
 from prepcli.formats.untrusted import list_folder, quote_name, read_bytes, stat_file
 from prepcli.formats.zarr import (
@@ -60,10 +60,28 @@ class OrbaxStore:
     """Stored values of an item by array and key. `files` lists the files that `StoredRange.file` refers to."""
 
     def __init__(
-        self, folder: Path, names: Iterable[str], uses_ocdbt: bool, uses_zarr3: bool
+        self,
+        folder: Path,
+        names: Iterable[str],
+        *,
+        uses_ocdbt: bool,
+        uses_zarr3: bool,
+        before_read: BeforeRead = ignore_read,
     ) -> None:
-        """Read the index, or the folders of the arrays `names`. Raise PrepError if they are invalid or too large."""
+        """Read the index of an item, or the folders of its arrays.
+
+        Args:
+            folder: Folder of the item.
+            names: Names of the arrays, if they are folders.
+            uses_ocdbt: Whether the values are in an OCDBT database.
+            uses_zarr3: Whether the arrays are of zarr 3.
+            before_read: Called with each location in a data file before it is read.
+
+        Raises:
+            PrepError: The index is invalid or too large.
+        """
         self.folder = folder
+        self._before_read = before_read
         self._document = ZARR_JSON if uses_zarr3 else ZARRAY
         self._paths: list[str] = []
         self._numbers: dict[str, int] = {}  # file number by path
@@ -88,7 +106,7 @@ class OrbaxStore:
             raise PrepError(what, "that is the limit of prep", "save it again in larger chunks")
 
     def _iter_database(self) -> Iterator[tuple[str, str, StoredValue]]:
-        for key, value in read_ocdbt_index(self.folder):
+        for key, value in read_ocdbt_index(self.folder, self._before_read):
             name, array_key = self._split_key(key.decode(errors="replace"))
             if isinstance(value, ValueLocation):
                 value = StoredRange(self._file_number(value.path), value.offset, value.nbytes)
@@ -147,6 +165,7 @@ class OrbaxStore:
         path = self.folder / self._paths[value.file]
         if value.nbytes > max_nbytes or value.offset + value.nbytes > stat_file(path).st_size:
             raise ValueError(f"its {value.nbytes:,} bytes are not in {path}")
+        self._before_read(ValueLocation(self._paths[value.file], value.offset, value.nbytes))
         return read_bytes(path, value.offset, value.nbytes)
 
 

@@ -1,4 +1,4 @@
-"""Write the metadata of an Orbax item, given its chunks: the OCDBT index or `.zarray` files, and Orbax's JSON files.
+"""Write the metadata of an Orbax item, given its chunks: the OCDBT index or array documents, and Orbax's JSON files.
 
 Neither Orbax nor TensorStore is imported, and no weights are read or written.
 """
@@ -28,9 +28,10 @@ from prepcli.formats.orbax import (
     dotted_name,
     find_name_clash,
     unravel_chunk_index,
+    zarr3_chunk_key,
 )
 from prepcli.formats.zarr import ZARR_JSON
-from prepcli.formats.zarr_documents import encode_zarr_json, encode_zarray, zarr3_chunk_key
+from prepcli.formats.zarr_documents import encode_zarr_json, encode_zarray
 
 CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
 COMMIT_MARKER = "commit_success.txt"  # name that Orbax uses
@@ -96,7 +97,7 @@ def encode_item_metadata(
         node_nbytes: Decoded size at which an index node is split.
         zstd_level: Compression level of the chunks. None stores raw chunks.
         uses_ocdbt: Write an OCDBT index. Otherwise each chunk is a file, with the path of `chunk_file_path`.
-        uses_zarr3: Write arrays of zarr 3 to the OCDBT index.
+        uses_zarr3: Write arrays of zarr 3 instead of zarr 2.
 
     Returns:
         Content of each file. `commit_success.txt` is the last one.
@@ -112,7 +113,8 @@ def encode_item_metadata(
             entries = sorted(_iter_zarr3_entries(tables, file_names, zstd_level), key=_entry_key)
         files = encode_ocdbt_index(entries, now_ns, node_nbytes)
     else:
-        files = _encode_array_documents(tables, file_names, zstd_level)
+        _check_chunk_files(tables, file_names, uses_zarr3=uses_zarr3)
+        files = _encode_array_documents(tables, zstd_level, uses_zarr3=uses_zarr3)
     files[METADATA_FILE] = _encode_json(_tree_metadata(arrays, non_arrays, uses_ocdbt, uses_zarr3))
     files[CHECKPOINT_METADATA_FILE] = _encode_json(_checkpoint_metadata(_HANDLER, now_ns))
     texts: dict[str, str] = {}
@@ -226,20 +228,30 @@ def _chunk_error(table: ChunkColumns, chunk: WrittenChunk, suffix: str, why: str
     return PrepError(what, why, _BUG_HINT)
 
 
-def _encode_array_documents(
-    tables: Sequence[ChunkColumns], file_names: Sequence[str], zstd_level: int | None
-) -> dict[str, bytes]:
-    """Return the `.zarray` of each array. Raise PrepError if a chunk is not the whole file with its name."""
+def _check_chunk_files(
+    tables: Sequence[ChunkColumns], file_names: Sequence[str], *, uses_zarr3: bool
+) -> None:
+    """Raise PrepError if a chunk is not the whole file with its name."""
     for table in tables:
         for chunk_number, file in enumerate(table.files):
             index = unravel_chunk_index(table.grid, chunk_number)
-            path = chunk_file_path(table.meta.name, index)
+            path = chunk_file_path(table.meta.name, index, uses_zarr3=uses_zarr3)
             if table.offsets[chunk_number] != 0 or file_names[file] != path:
                 why = f"it is at byte {table.offsets[chunk_number]:,} of {file_names[file]}"
                 raise PrepError(f"chunk {path} has the wrong location", why, _BUG_HINT)
+
+
+def _encode_array_documents(
+    tables: Sequence[ChunkColumns], zstd_level: int | None, *, uses_zarr3: bool
+) -> dict[str, bytes]:
+    """Return the `.zarray` or `zarr.json` of each array, by its path in the item."""
     documents: dict[str, bytes] = {}
     for table in tables:
-        documents[f"{table.meta.name}/{ZARRAY}"] = encode_zarray(table.meta, zstd_level)
+        if uses_zarr3:
+            document = encode_zarr_json(table.meta, zstd_level)
+            documents[f"{table.meta.name}/{ZARR_JSON}"] = document
+        else:
+            documents[f"{table.meta.name}/{ZARRAY}"] = encode_zarray(table.meta, zstd_level)
     return documents
 
 

@@ -19,6 +19,8 @@ LENGTH = 2
 FOUR_BYTES = 5
 FIXED_NBYTES = {EIGHT_BYTES: 8, FOUR_BYTES: 4}
 PIECES_FIELD = 1
+TRAINER_FIELD = 2
+SPACE_SUFFIX_FIELD = 24  # of the settings of the trainer: `treat_whitespace_as_suffix`
 TEXT_FIELD = 1
 SCORE_FIELD = 2
 TYPE_FIELD = 3
@@ -58,6 +60,18 @@ def read_added_texts(data: bytes) -> list[str]:
                 raise ValueError("the text of a piece has another type")
             texts.append(text.decode())
     return texts
+
+
+def has_space_suffix(data: bytes) -> bool:
+    """Return whether a model writes the space of a word after the word instead of before it.
+
+    Raises:
+        ValueError: The bytes are not a model.
+    """
+    for number, trainer in _read_fields(data):
+        if number == TRAINER_FIELD and isinstance(trainer, bytes):
+            return dict(_read_fields(trainer)).get(SPACE_SUFFIX_FIELD, 0) == 1
+    return False
 
 
 def _read_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:

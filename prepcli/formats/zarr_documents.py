@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta, chunk_key
+from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta
 from prepcli.planning.tensors import ITEM_BITS
 
 
@@ -59,14 +59,3 @@ def _zero(dtype: str) -> object:
     if dtype.startswith("complex"):
         return [0.0, 0.0]
     return 0.0
-
-
-def zarr3_chunk_key(index: tuple[int, ...]) -> str:
-    """Return the key of a chunk of zarr 3.
-
-    >>> zarr3_chunk_key((0, 3)), zarr3_chunk_key(())
-    ('c/0/3', 'c')
-    """
-    if not index:
-        return "c"
-    return "c/" + chunk_key(index).replace(".", "/")

@@ -197,7 +197,8 @@ def read_contents(
             config = read_config(hints.resolve_config_path(contents.folder, display_name))
             contents = replace(contents, config=config)
         if local_files.remote is not None:
-            blobs = local_files.remote.blobs(contents.files, contents.blobs)
+            files = local_files.remote.remote_files(contents.files)
+            blobs = local_files.remote.remote_blobs(contents.blobs, contents.files, files)
             contents = replace(contents, blobs=blobs)
         if dequantize:
             return _with_text_part(_decoded(contents))

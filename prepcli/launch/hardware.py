@@ -136,12 +136,15 @@ def plain_hardware(nodes: int, node_devices: int | None) -> Hardware:
     return Hardware(name=name, nodes=nodes, node_devices=node_devices)
 
 
-def tpu_vm_hardware(accelerator: str, training: Training) -> Hardware | None:
+def tpu_vm_hardware(
+    accelerator: str, num_devices: int | None, *, prefix: str = ""
+) -> Hardware | None:
     """Return the hardware of an accelerator type of TPU VMs, such as `v5p-256`.
 
     Args:
         accelerator: The type.
-        training: The training, for the hints.
+        num_devices: Required number of devices, for the hints. None if it is unknown.
+        prefix: Text before the type in the option of the engine, for errors.
 
     Returns:
         The hardware, or None if the generation is unknown.
@@ -149,18 +152,18 @@ def tpu_vm_hardware(accelerator: str, training: Training) -> Hardware | None:
     Raises:
         UsageError: The generation has no TPU VMs, or no slice of this size.
     """
-    prefix, _, number = accelerator.partition("-")
-    if prefix in TPU_GENERATIONS and not TPU_GENERATIONS[prefix].type_prefix:
-        label = Option("accelerator", TPU_GENERATIONS[prefix].gke_label)
-        what = text("{}: no TPU VMs", Option("accelerator", accelerator))
+    generation_name, _, number = accelerator.partition("-")
+    if generation_name in TPU_GENERATIONS and not TPU_GENERATIONS[generation_name].type_prefix:
+        label = Option("accelerator", TPU_GENERATIONS[generation_name].gke_label)
+        what = text("{}: no TPU VMs", Option("accelerator", f"{prefix}{accelerator}"))
         hint = text("{}", Command("launch", "gke", label))
-        raise usage_error(what, f"only GKE has {prefix}", hint)
+        raise usage_error(what, f"only GKE has {generation_name}", hint)
     generations = {
         known.type_prefix: known for known in TPU_GENERATIONS.values() if known.type_prefix
     }
-    if prefix not in generations:
+    if generation_name not in generations:
         return None
-    generation = generations[prefix]
+    generation = generations[generation_name]
     # The limit of digits bounds the conversion of text from the user. 0 is no size of a slice.
     number_of_type = int(number) if number.isdecimal() and len(number) <= MAX_DIGITS else 0
     chips, rest = divmod(number_of_type, generation.type_units)
@@ -168,18 +171,18 @@ def tpu_vm_hardware(accelerator: str, training: Training) -> Hardware | None:
         types = [num_chips(shape) * generation.type_units for shape in generation.slices]
         hints: list[str] = []
         for size in nearest_sizes(number_of_type, types):
-            hints.append(text("{}", Option("accelerator", f"{prefix}-{size}")))
-        what = text("{} is invalid", Option("accelerator", accelerator))
+            hints.append(text("{}", Option("accelerator", f"{prefix}{generation_name}-{size}")))
+        what = text("{} is invalid", Option("accelerator", f"{prefix}{accelerator}"))
         why = f"no slice of {generation.name} has this size"
         raise usage_error(what, why, join_texts(" or ", hints))
     hosts = 1 if _has_one_host(generation, chips) else chips // HOST_CHIPS
     return Hardware(
-        name=f"{accelerator} with {chips} chips",
+        name=f"{prefix}{accelerator} with {chips} chips",
         nodes=hosts,
         # v5p-256 counts cores: 256 / 2 = 128 chips on 32 hosts, each with 4 devices of one chip.
         node_devices=chips * generation.devices_per_chip // hosts,
         max_slices=1,
-        fitting_options=_accelerator_option(generation, training.num_devices),
+        fitting_options=_accelerator_option(generation, num_devices, prefix),
     )
 
 
@@ -190,12 +193,12 @@ def _has_one_host(generation: TpuGeneration, chips: int) -> bool:
     return chips <= max_chips
 
 
-def _accelerator_option(generation: TpuGeneration, num_devices: int | None) -> str:
+def _accelerator_option(generation: TpuGeneration, num_devices: int | None, prefix: str) -> str:
     """Return the option for the accelerator type with a number of devices, or an empty text."""
     chips = _num_chips(generation, num_devices)
     if chips is None or not generation.has_size(chips):
         return ""
-    accelerator = f"{generation.type_prefix}-{chips * generation.type_units}"
+    accelerator = f"{prefix}{generation.type_prefix}-{chips * generation.type_units}"
     return text("{}", Option("accelerator", accelerator))
 
 

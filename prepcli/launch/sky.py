@@ -14,6 +14,7 @@ from prepcli.launch.gke import yaml_text
 from prepcli.launch.job import LaunchJob, check_label
 from prepcli.launch.options import SkyOptions
 from prepcli.launch.shell import NOT_RUN, RESTARTABLE, command_line, comment, script
+from prepcli.launch.sky_machines import sky_accelerator
 from trainer.models.json_types import JsonObject
 from trainer.models.process_address import DEFAULT_PORT
 
@@ -48,6 +49,7 @@ def sky_task(job: LaunchJob, options: SkyOptions, *, recipe_text: str = "") -> s
     if job.env:
         task["envs"] = dict(job.env)
     if options["bucket"]:
+        _check_bucket(options["bucket"])
         task["file_mounts"] = {BUCKET_FOLDER: {"source": options["bucket"], "mode": "MOUNT"}}
     task["run"] = _run_script(job, options, recipe_text)
     head = [
@@ -62,17 +64,16 @@ def sky_task(job: LaunchJob, options: SkyOptions, *, recipe_text: str = "") -> s
 def _resources(options: SkyOptions) -> JsonObject:
     """Return the machines of a job."""
     resources: JsonObject = {}
-    if options["devices_per_node"] and not options["accelerator"]:
-        what = text("{} is missing", Option("accelerator"))
-        why = text(
-            "{} counts accelerators", Option("devices_per_node", options["devices_per_node"])
-        )
-        raise usage_error(what, why, text("{}", Option("accelerator", "H100")))
     if options["infra"]:
         check_text(text("{}", Option("infra")), options["infra"])
         resources["infra"] = options["infra"]
-    if options["accelerator"]:
-        resources["accelerators"] = _accelerators(options)
+    accelerator = sky_accelerator(options)
+    if accelerator is not None and accelerator.tpu_type:
+        resources["accelerators"] = accelerator.name
+        if accelerator.runtime_version is not None:
+            resources["accelerator_args"] = {"runtime_version": accelerator.runtime_version}
+    elif accelerator is not None:
+        resources["accelerators"] = f"{accelerator.name}:{accelerator.count}"
     if options["cpus"]:
         # More cores are accepted: few machines have an exact number.
         resources["cpus"] = f"{options['cpus']}+"
@@ -86,11 +87,12 @@ def _resources(options: SkyOptions) -> JsonObject:
     return resources
 
 
-def _accelerators(options: SkyOptions) -> str:
-    """Return the accelerators of a node, e.g. `H100:8`. The name of a TPU has its size."""
-    if options["devices_per_node"] is None:
-        return options["accelerator"] or ""
-    return f"{options['accelerator']}:{options['devices_per_node']}"
+def _check_bucket(bucket: str) -> None:
+    """Raise UsageError for a name without a scheme. SkyPilot would upload a local folder of this name."""
+    if "://" not in bucket:
+        what = text("{} is not a URL", Option("bucket", bucket))
+        why = "without gs:// or s3:// it is a local folder"
+        raise usage_error(what, why, text("{}", Option("bucket", f"gs://{bucket}")))
 
 
 def _gibibytes(memory: str) -> str:
@@ -106,10 +108,22 @@ def _gibibytes(memory: str) -> str:
     return match[1]
 
 
+def _divides_nodes(job: LaunchJob, options: SkyOptions) -> bool:
+    """Return whether the processes get their numbers from SkyPilot.
+
+    SkyPilot starts the command on each host of a TPU slice, and counts the hosts as nodes. A training gets its
+    numbers from the TPU VM: JAX numbers the processes in the order of the chips.
+    """
+    if options["nodes"] > 1:
+        return True
+    accelerator = sky_accelerator(options)
+    return accelerator is not None and bool(accelerator.tpu_type) and job.command.has_shares
+
+
 def _run_script(job: LaunchJob, options: SkyOptions, recipe_text: str) -> str:
     """Return the commands of every node. They exit with 75 if the process is killed."""
     lines = ["set -e"]
-    if options["nodes"] > 1:
+    if _divides_nodes(job, options):
         lines += [
             f'export JAX_COORDINATOR_ADDRESS="$(head -n 1 <<< "$SKYPILOT_NODE_IPS"):{DEFAULT_PORT}"',
             'export JAX_NUM_PROCESSES="$SKYPILOT_NUM_NODES"',

@@ -11,7 +11,7 @@ from typing import Unpack
 
 from prepcli.console.observer import Observer, run_observer_of
 from prepcli.console.progress import Progress
-from prepcli.execution.uploads import check_local_folder
+from prepcli.execution.uploads import check_local_path
 from prepcli.operations.data_options import DataOptions
 from prepcli.operations.operation import public, rendered_for_python
 from prepcli.operations.recipe_files import find_training_recipe
@@ -83,7 +83,7 @@ def batches(
     if verify is None:
         verify = process == 0
     folder = Path(out) if out is not None else None
-    check_local_folder(folder)
+    check_local_path(folder)
     loaded = load_recipe(find_training_recipe(Path(recipe)), as_tuple(options["overrides"])).recipe
     return _open_batches(
         loaded,

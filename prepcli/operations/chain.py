@@ -67,7 +67,7 @@ def verify_chain(
     if common.lock is not None:
         lock = read_lock(common.lock, common.public_key)
     common = replace(common, lock=None, quantized="stored", verbatim=None)
-    located, source = open_checkpoint(common, observer, allow_adapters=True, keeps_scales=True)
+    located, source = open_checkpoint(common, observer, allow_adapters=True, kept_scales="rounded")
     if source.manifest is None:
         why = "it has no prep-manifest.json with the source of an output"
         hint = "name an output of prep"

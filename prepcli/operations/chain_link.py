@@ -18,7 +18,8 @@ from prepcli.formats.torch_dcp import METADATA_FILE
 from prepcli.operations.chain_tokens import ADD, TokenChange
 from prepcli.operations.conversion import PlannedConversion
 from prepcli.option_spec import recorded_words
-from prepcli.planning.plan import RootScale, Stream
+from prepcli.planning.layout_scales import LayoutScale
+from prepcli.planning.plan import Stream
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.planning.vocabulary import TRUE_VOCAB_SIZE_KEY, VOCAB_SIZE_KEY
@@ -93,7 +94,7 @@ class _Piece:
     digest: str
     dtype: str
     source_tensor: SourceTensor
-    scale: RootScale | None = None
+    scale: LayoutScale | None = None
 
 
 def compare_values(

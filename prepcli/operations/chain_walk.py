@@ -199,7 +199,7 @@ class ChainWalk:
     def _check_digests(self, source: Source) -> None:
         """Compare all tensors of a checkpoint with their recorded digests. Raise DamagedError if one differs."""
         # Raises for a damaged checksum file, which the digests of tensors do not cover.
-        read_checksum_bytes(source.root, source.tree_manifest)
+        read_checksum_bytes(source.root, source.manifest or NO_MANIFEST)
         pieces: list[tuple[SourceTensor, Range]] = []
         recorded: list[str] = []
         for tensor in source.all_tensors:

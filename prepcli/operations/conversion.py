@@ -66,6 +66,7 @@ from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import has_unread_state, open_source
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source
+from prepcli.sources.source_hints import KeptScales
 
 if TYPE_CHECKING:
     from prepcli.formats.lock_file import Lock
@@ -229,7 +230,7 @@ def open_checkpoint(
     is_candidate: Callable[[Path], bool] = Path.is_dir,
     *,
     allow_adapters: bool = False,
-    keeps_scales: bool = False,
+    kept_scales: KeptScales = "none",
 ) -> tuple[LocatedCheckpoint, Source]:
     """Locate and open the checkpoint of the options.
 
@@ -238,7 +239,7 @@ def open_checkpoint(
         observer: Receives notes, warnings and progress.
         is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
         allow_adapters: Accept an adapter of PEFT.
-        keeps_scales: Read values that another trainer's scale has rounded as they are stored.
+        kept_scales: Outputs of another trainer's layout to read as they are stored.
 
     Returns:
         The located checkpoint and its source. Only headers are read.
@@ -286,7 +287,7 @@ def open_checkpoint(
         verbatim=verbatim,
         copied_files=common.copied_files,
         dequantize=is_decoded,
-        keeps_scales=keeps_scales,
+        kept_scales=kept_scales,
         training_state=common.training_state,
         tensor_map=read_map_option(common.tensor_map, verbatim=common.verbatim),
         layout=common.source_layout,

@@ -33,13 +33,14 @@ from prepcli.operations.export_layouts import (
     FORMATS_BY_LAYOUT,
     HF_LAYOUT,
     LAYOUT_TITLES,
-    LEVANTER_LAYOUTS,
     TENSORSTORE_FORMAT,
     WeightFiles,
+    check_storage,
     file_format,
     lay_out_weights,
     layout_scales,
     small_files,
+    written_storage,
 )
 from prepcli.operations.export_map import WrittenMap, read_export_map
 from prepcli.operations.export_quantized import open_original, writes_quantized
@@ -55,8 +56,9 @@ from prepcli.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.operations.push import check_private, convert_and_push
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line
+from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.manifest_fields import ManifestFields
-from prepcli.planning.plan import Fill, Plan, RootScale
+from prepcli.planning.plan import Fill, Plan
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.planning.vocabulary import Vocabulary
@@ -274,7 +276,7 @@ def plan_copy(
     config = _written_config(options, source, written_vocabulary, is_tied=is_tied)
     name = _base_name(located, written_vocabulary)
     settings = _manifest_settings(
-        source, name, options["layout"], written_vocabulary, is_tied=is_tied, config=config
+        source, name, options, written_vocabulary, is_tied=is_tied, config=config
     )
     left_source = state.left_source(source)
     source = state.full_source(source)
@@ -350,7 +352,7 @@ def _tensor_targets(
     tensors: Sequence[SourceTensor],
     weight_files: WeightFiles,
     row_counts: Mapping[str, int],
-    scales: Mapping[str, RootScale],
+    scales: Mapping[str, LayoutScale],
 ) -> dict[str, TensorTarget]:
     """Return the target of each tensor, by name."""
     targets: dict[str, TensorTarget] = {}
@@ -397,7 +399,7 @@ def _add_report_fields(
     notes = [line]
     if any(stream.scale and not stream.scale.is_exact for stream in plan.streams):
         notes.append(
-            "the scale of the queries rounds: an output with changed values is not read back"
+            "the layout changes values with rounding: an output is read back only if every value returns"
         )
     elif not options["dtype"]:
         # Only values that were not changed can be compared with the source.
@@ -426,7 +428,7 @@ def _written_config(
 def _manifest_settings(
     source: Source,
     name: str,
-    layout: str,
+    options: ExportOptions,
     vocabulary: Vocabulary,
     *,
     is_tied: bool,
@@ -439,10 +441,11 @@ def _manifest_settings(
         "family": source.family.name,
         "vocab": {"true": vocabulary.true_size, "padded": vocabulary.stored_size},
     }
-    if layout != HF_LAYOUT:
-        settings["layout"] = layout
-    if layout in LEVANTER_LAYOUTS:
-        settings["storage"] = "levanter"
+    if options["layout"] != HF_LAYOUT:
+        settings["layout"] = options["layout"]
+    storage = written_storage(options)
+    if storage != "ocdbt":
+        settings["storage"] = storage
     settings["prefixed"] = source.names.is_prefixed
     settings["tied"] = is_tied
     settings["config"] = config
@@ -461,6 +464,7 @@ def _check_request(options: ExportOptions, source: Source) -> None:
             f"the layouts are {', '.join(layouts)}",
             did_you_mean(layout, layouts),
         )
+    check_storage(options)
     formats = FORMATS_BY_LAYOUT[layout]
     requested_format = options["format"]
     if requested_format is not None and requested_format not in formats:

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from prepcli.errors import Command, Option, text, usage_error
 from prepcli.formats.safetensors_layout import split_into_shards
 from prepcli.operations.options import ExportOptions
+from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.map_file import TensorMap
-from prepcli.planning.plan import Locations, OutputFile, OutputLeaf, RootScale, SmallFile
+from prepcli.planning.plan import Locations, OutputFile, OutputLeaf, SmallFile
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import HF_FOLDER, Source, SourceTensor
 from prepcli.targets.dcp_folder import lay_out_dcp_folder, lay_out_dcp_tree
@@ -87,6 +89,27 @@ def file_format(options: ExportOptions) -> str:
     return options["format"] or FORMATS_BY_LAYOUT[options["layout"]][0]
 
 
+def written_storage(options: ExportOptions) -> str:
+    """Return the storage of the arrays, as the manifest records it."""
+    if options["layout"] in LEVANTER_LAYOUTS:
+        return "levanter"
+    return options["storage"]
+
+
+def check_storage(options: ExportOptions) -> None:
+    """Raise UsageError if a storage is requested for a layout without an Orbax item."""
+    layout = options["layout"]
+    if options["storage"] == "ocdbt" or "orbax" in FORMATS_BY_LAYOUT[layout]:
+        return
+    layouts = [name for name, formats in FORMATS_BY_LAYOUT.items() if "orbax" in formats]
+    option = Option("storage", options["storage"])
+    raise usage_error(
+        text("{} is not supported with {}", option, Option("layout", layout)),
+        f"it is about Orbax items, the layouts {', '.join(layouts)}",
+        text("remove {}, or use {} for prep's own tree", option, Command("save-init")),
+    )
+
+
 def lay_out_weights(
     options: ExportOptions,
     source: Source,
@@ -124,11 +147,7 @@ def lay_out_weights(
             index_files(layouts),
         )
     if options["layout"] in TRAINER_ITEMS:
-        item = lay_out_trainer_item(
-            source, tensors, layout=options["layout"], vocab_size=vocab_rows
-        )
-        folder = TRAINER_ITEMS[options["layout"]].folder()
-        return WeightFiles(item.files, item.regions, leaves=item.leaves, folder=folder)
+        return _lay_out_trainer_files(options, source, tensors, vocab_rows)
     if file_format(options) == DCP_FORMAT:
         dcp, places = lay_out_dcp_tree(
             source,
@@ -149,9 +168,21 @@ def lay_out_weights(
     return WeightFiles(output.files, output.locations, output.index)
 
 
+def _lay_out_trainer_files(
+    options: ExportOptions, source: Source, tensors: Sequence[SourceTensor], vocab_rows: int
+) -> WeightFiles:
+    """Lay out the item of another trainer."""
+    layout = options["layout"]
+    item = lay_out_trainer_item(
+        source, tensors, layout=layout, vocab_size=vocab_rows, storage=options["storage"]
+    )
+    folder = TRAINER_ITEMS[layout].folder()
+    return WeightFiles(item.files, item.regions, leaves=item.leaves, folder=folder)
+
+
 def layout_scales(
     options: ExportOptions, source: Source, tensors: Sequence[SourceTensor]
-) -> dict[str, RootScale]:
+) -> dict[str, LayoutScale]:
     """Return the scale of each tensor with one in the layout, such as MaxText's queries.
 
     Args:
@@ -165,9 +196,9 @@ def layout_scales(
     layout = options["layout"]
     if layout == HF_LAYOUT:
         return {}
-    numbers = find_layout_scales(source, layout, [tensor.name for tensor in tensors])
-    read_dtypes = {tensor.dtype for tensor in source.tensors if tensor.name in numbers}
-    written_dtypes = {tensor.dtype for tensor in tensors if tensor.name in numbers}
+    scales = find_layout_scales(source, layout, [tensor.name for tensor in tensors])
+    read_dtypes = {tensor.dtype for tensor in source.tensors if tensor.name in scales}
+    written_dtypes = {tensor.dtype for tensor in tensors if tensor.name in scales}
     significant = ""
     # The way back rounds all tensors to one dtype: a leaf may stack the queries of all layers.
     if len(read_dtypes) == len(written_dtypes) == 1:
@@ -175,7 +206,7 @@ def layout_scales(
         (written,) = written_dtypes
         if itemsize(read) < itemsize(written):
             significant = read
-    return {name: RootScale(number, significant) for name, number in numbers.items()}
+    return {name: replace(scale, significant=significant) for name, scale in scales.items()}
 
 
 def small_files(

@@ -24,12 +24,13 @@ from prepcli.operations.export_layouts import (
 )
 from prepcli.operations.export_quantized import writes_quantized
 from prepcli.operations.options import ExportOptions
+from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.manifest_fields import (
     TRAINING_STATE_KEY,
     ManifestFields,
     TrainingStateRecord,
 )
-from prepcli.planning.plan import Locations, RootScale
+from prepcli.planning.plan import Locations
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.adam_state import (
@@ -141,17 +142,16 @@ class StateExport:
             return ()
         return *self.state.tensors, *self.counters
 
-    def scales(self, scales: Mapping[str, RootScale]) -> dict[str, RootScale]:
+    def scales(self, scales: Mapping[str, LayoutScale]) -> dict[str, LayoutScale]:
         """Return the scales of the moments, given the scales of the parameters by name."""
         if self.state is None:
             return {}
-        # y = x / s has the gradient dL/dy = s dL/dx: averages of gradients are multiplied by s, and averages of their
-        # squares by s^2. E.g. s = 8: a moment of 0.5 becomes 4, and a second moment of 0.25 becomes 16.
-        moment_scales: dict[str, RootScale] = {}
+        moment_scales: dict[str, LayoutScale] = {}
         for name, scale in scales.items():
-            first, second = moment_names(name)
-            moment_scales[first] = RootScale(scale.number, power=-1)
-            moment_scales[second] = RootScale(scale.number, power=-2)
+            for order, moment in enumerate(moment_names(name), 1):
+                moment_scale = scale.of_moment(order)
+                if moment_scale:
+                    moment_scales[moment] = moment_scale
         return moment_scales
 
     def settings(self) -> ManifestFields:
@@ -261,7 +261,7 @@ def lay_out_training_state(
     """
     state = read_adam_state(source)
     if options["layout"] in TRAINER_ITEMS:
-        return _lay_out_item(options["layout"], source, parameters, state, vocab_rows=vocab_rows)
+        return _lay_out_item(options, source, parameters, state, vocab_rows=vocab_rows)
     state = state.without_averages()
     written_names = {source.file_name(parameter): parameter.name for parameter in parameters}
     # A tied head has no moments of its own.
@@ -286,7 +286,7 @@ def lay_out_training_state(
 
 
 def _lay_out_item(
-    layout: str,
+    options: ExportOptions,
     source: Source,
     parameters: Sequence[SourceTensor],
     state: AdamState,
@@ -296,12 +296,13 @@ def _lay_out_item(
     """Lay out the parameters and the training state as an item of a JAX trainer.
 
     Args:
-        layout: Layout of the trainer.
+        options: Layout and storage.
         source: The opened source.
         parameters: The parameters to write.
         state: The training state.
         vocab_rows: Rows of the vocabulary in the output.
     """
+    layout = options["layout"]
     if layout in LEVANTER_LAYOUTS:
         tree = levanter_state_tree(state)
         content = replace(CONTENT_OF_LEVANTER, structure_notes=_levanter_notes(state))
@@ -313,7 +314,15 @@ def _lay_out_item(
         state = state.without_averages()
         tree = maxtext_state_tree(state)
         content = CONTENT_OF_MAXTEXT
-    item = lay_out_item_state(source, parameters, state, tree, layout=layout, vocab_size=vocab_rows)
+    item = lay_out_item_state(
+        source,
+        parameters,
+        state,
+        tree,
+        layout=layout,
+        vocab_size=vocab_rows,
+        storage=options["storage"],
+    )
     files = WeightFiles(
         item.files,
         item.regions,

@@ -34,6 +34,7 @@ Way = Literal[
     "dcp",
     "files",
     "zarr3",
+    "zarr3-files",
 ]
 
 _SEARCH = OptionSpec(
@@ -214,9 +215,9 @@ class RoundtripOptions(SourceOptions, total=False):
         OptionSpec(
             "WAY",
             "Take this way: init, no-scan, scan-axis, mesh, compress, pad, verbatim, hf-flax, easylm, tunix, maxtext,"
-            " maxtext-unscanned, dcp, files or zarr3. Repeatable. Default: all.",
+            " maxtext-unscanned, dcp, files, zarr3 or zarr3-files. Repeatable. Default: all.",
             'Ways to take: "init", "no-scan", "scan-axis", "mesh", "compress", "pad", "verbatim", "hf-flax", "easylm",'
-            ' "tunix", "maxtext", "maxtext-unscanned", "dcp", "files" or "zarr3". Default: all.',
+            ' "tunix", "maxtext", "maxtext-unscanned", "dcp", "files", "zarr3" or "zarr3-files". Default: all.',
             default=(),
             position=1,
         ),

@@ -11,10 +11,11 @@ from prepcli.console.observer import QUIET, Observer
 from prepcli.engine.files import io_error
 from prepcli.errors import Command, Key, Option, Text, join_texts, text, usage_error
 from prepcli.execution.signals import PARENT_VARIABLE, remember_signal
-from prepcli.execution.uploads import check_local_folder, parse_out_url
+from prepcli.execution.uploads import check_local_path, parse_out_url
 from prepcli.launch.command import TRAIN, LaunchedCommand, check_process_count
 from prepcli.launch.gke import gke_manifest
 from prepcli.launch.hardware import (
+    Hardware,
     Training,
     check_training,
     gke_hardware,
@@ -35,6 +36,7 @@ from prepcli.launch.options import (
 )
 from prepcli.launch.ray import ray_driver
 from prepcli.launch.sky import sky_task
+from prepcli.launch.sky_machines import sky_hardware
 from prepcli.launch.slurm import slurm_script
 from prepcli.launch.tpu import tpu_script
 from prepcli.operations.launch_submission import submit_script
@@ -67,6 +69,33 @@ class LaunchedScript:
     reply: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """A command with a valid recipe and valid options.
+
+    Attributes:
+        command: The command.
+        recipe: Its recipe. None if it has none.
+        training: Required mesh, processes and devices. None if the command computes on no mesh.
+    """
+
+    command: LaunchedCommand
+    recipe: Recipe | None
+    training: Training | None
+
+    @property
+    def name(self) -> str:
+        """Name of the recipe, or of the command."""
+        return self.command.name if self.recipe is None else self.recipe.name
+
+    @property
+    def heartbeat_timeout_s(self) -> float:
+        """Seconds until the processes notice a lost one."""
+        if self.recipe is None:
+            return HEARTBEAT_TIMEOUT_S
+        return self.recipe.cluster.heartbeat_timeout
+
+
 @dataclass(frozen=True, slots=True)
 class LocalJob:
     """An ended command in several processes of this machine.
@@ -89,14 +118,12 @@ def launch_slurm(command: LaunchedCommand, **options: Unpack[SlurmOptions]) -> L
         command: The command.
         **options: See `SlurmOptions`.
     """
-    recipe = _load_recipe(command)
-    check_process_count(command, options["nodes"], _one_of("nodes"))
-    training = _training_needs(command, recipe)
-    if training is not None:
-        check_training(training, plain_hardware(options["nodes"], options["devices_per_node"]))
-    name = options["job_name"] or _job_name(command, recipe)
+    request = _load_request(command)
+    hardware = plain_hardware(options["nodes"], options["devices_per_node"])
+    _check_hardware(request, hardware, text("{}", Option("nodes", 1)))
+    name = options["job_name"] or request.name
     job = _script_job(command, options, name, options["max_restarts"])
-    script = slurm_script(job, options, heartbeat_timeout_s=_heartbeat_timeout_s(recipe))
+    script = slurm_script(job, options, heartbeat_timeout_s=request.heartbeat_timeout_s)
     return _write_and_submit("slurm", script, options)
 
 
@@ -107,14 +134,13 @@ def launch_tpu(command: LaunchedCommand, **options: Unpack[TpuOptions]) -> Launc
         command: The command.
         **options: See `TpuOptions`.
     """
-    recipe = _load_recipe(command)
-    training = _training_needs(command, recipe)
-    if training is not None:
+    request = _load_request(command)
+    if request.training is not None:
         # None for a generation that prep does not know. The script can still create it with `--runtime-version`.
-        hardware = tpu_vm_hardware(options["accelerator"], training)
+        hardware = tpu_vm_hardware(options["accelerator"], request.training.num_devices)
         if hardware is not None:
-            check_training(training, hardware)
-    name = options["job_name"] or as_label(_job_name(command, recipe))
+            check_training(request.training, hardware)
+    name = options["job_name"] or as_label(request.name)
     job = _script_job(_with_recipe_file(command), options, name, options["max_restarts"])
     return _write_and_submit("tpu", tpu_script(job, options), options)
 
@@ -126,20 +152,19 @@ def launch_gke(command: LaunchedCommand, **options: Unpack[GkeOptions]) -> Launc
         command: The command.
         **options: See `GkeOptions`.
     """
-    recipe = _load_recipe(command)
-    check_process_count(command, options["nodes"], _one_of("nodes"))
-    training = _training_needs(command, recipe)
-    if training is not None:
-        check_training(training, gke_hardware(options, training))
+    request = _load_request(command)
+    hardware = plain_hardware(options["nodes"], None)
+    slices = 1
+    if request.training is not None:
+        hardware = gke_hardware(options, request.training)
+        slices = num_slices(request.training.slices)
+    _check_hardware(request, hardware, text("{}", Option("nodes", 1)))
     if options["claim"] is None:
         _check_output_is_kept(command, "a pod ends", Option("claim", "NAME"))
-    name = options["job_name"] or as_label(_job_name(command, recipe))
-    manifest = gke_manifest(
-        _script_job(_with_recipe_file(command), options, name, options["max_restarts"]),
-        options,
-        recipe_text=_recipe_text(command),
-        num_slices=1 if training is None else num_slices(training.slices),
-    )
+    name = options["job_name"] or as_label(request.name)
+    job = _script_job(_with_recipe_file(command), options, name, options["max_restarts"])
+    recipe_text = _recipe_text(command)
+    manifest = gke_manifest(job, options, recipe_text=recipe_text, num_slices=slices)
     return _write_and_submit("gke", manifest, options)
 
 
@@ -150,14 +175,17 @@ def launch_sky(command: LaunchedCommand, **options: Unpack[SkyOptions]) -> Launc
         command: The command.
         **options: See `SkyOptions`.
     """
-    recipe = _load_recipe(command)
-    check_process_count(command, options["nodes"], _one_of("nodes"))
-    training = _training_needs(command, recipe)
-    if training is not None:
-        check_training(training, plain_hardware(options["nodes"], options["devices_per_node"]))
+    request = _load_request(command)
+    hardware = sky_hardware(options, command, request.training)
+    hint = text("{}", Option("nodes", 1))
+    if options["nodes"] == 1:
+        # The nodes are the hosts of a TPU slice.
+        hint = text("remove {}", Option("accelerator"))
+    _check_hardware(request, hardware, hint)
     _check_output_is_kept(command, "a machine is preempted")
-    name = options["job_name"] or as_label(_job_name(command, recipe))
-    task = sky_task(_script_job(command, options, name), options, recipe_text=_recipe_text(command))
+    name = options["job_name"] or as_label(request.name)
+    job = _script_job(command, options, name)
+    task = sky_task(job, options, recipe_text=_recipe_text(command))
     return _write_and_submit("sky", task, options)
 
 
@@ -168,19 +196,16 @@ def launch_ray(command: LaunchedCommand, **options: Unpack[RayOptions]) -> Launc
         command: The command.
         **options: See `RayOptions`.
     """
-    recipe = _load_recipe(command)
-    check_process_count(command, options["workers"], _one_of("workers"))
-    training = _training_needs(command, recipe)
-    if training is not None:
-        devices = options["tpus"] or options["gpus"]
-        check_training(training, plain_hardware(options["workers"], devices))
+    request = _load_request(command)
+    hardware = plain_hardware(options["workers"], options["tpus"] or options["gpus"])
+    _check_hardware(request, hardware, text("{}", Option("workers", 1)))
     if options["folder"] is None:
         _check_output_is_kept(command, "the job ends", Option("folder", "FOLDER"))
     elif not os.path.isabs(options["folder"]):
         what = text("{} is a relative path", Option("folder", options["folder"]))
         hint = text("{}", Option("folder", os.path.abspath(options["folder"])))
         raise usage_error(what, "each worker starts in a folder of its own", hint)
-    name = options["job_name"] or as_label(_job_name(command, recipe))
+    name = options["job_name"] or as_label(request.name)
     job = LaunchJob(
         command=_with_recipe_file(command),
         name=name,
@@ -209,13 +234,11 @@ def launch_local(
     Raises:
         PrepError: A process failed or was stopped. The first cause determines the exit code.
     """
-    recipe = _load_recipe(command)
+    request = _load_request(command)
     processes = options["processes"]
     devices = options["devices"]
-    check_process_count(command, processes, _one_of("processes"))
-    training = _training_needs(command, recipe)
-    if training is not None:
-        check_training(training, plain_hardware(processes, devices))
+    hardware = plain_hardware(processes, devices)
+    _check_hardware(request, hardware, text("{}", Option("processes", 1)))
     job = LaunchJob(command=command, name="local", env=parse_env(options["env"]))
     # The processes end with this one, also after a SIGKILL: see `die_with_parent`.
     env = {**dict(job.env), PARENT_VARIABLE: str(os.getpid())}
@@ -232,17 +255,35 @@ def launch_local(
             poll_signal,
             # After a lost process the others wait in a collective until its heartbeat is missed. A shorter time would
             # kill them before they report the cause.
-            grace_s=_heartbeat_timeout_s(recipe) + GRACE_MARGIN_S,
+            grace_s=request.heartbeat_timeout_s + GRACE_MARGIN_S,
         )
         result = watcher.wait()
     return LocalJob(processes, devices, result)
 
 
-def _load_recipe(command: LaunchedCommand) -> Recipe | None:
-    """Return the recipe of a command. Raise UsageError for an invalid one before the job waits in a queue."""
-    if not command.recipe:
-        return None
-    return load_recipe(find_training_recipe(Path(command.recipe)), command.overrides).recipe
+def _load_request(command: LaunchedCommand) -> _Request:
+    """Return a command with its recipe. Raise UsageError for an invalid one before the job waits in a queue."""
+    recipe = None
+    if command.recipe:
+        recipe = load_recipe(find_training_recipe(Path(command.recipe)), command.overrides).recipe
+    training = _training_needs(command, recipe)
+    return _Request(command=command, recipe=recipe, training=training)
+
+
+def _check_hardware(request: _Request, hardware: Hardware, hint: Text) -> None:
+    """Check the processes and the mesh of a command against the hardware of its job.
+
+    Args:
+        request: The command.
+        hardware: Nodes and devices of the job.
+        hint: Options for one process, for the error.
+
+    Raises:
+        UsageError: Each process would do the whole work, or the training does not fit.
+    """
+    check_process_count(request.command, hardware.nodes, hint)
+    if request.training is not None:
+        check_training(request.training, hardware)
 
 
 def _with_recipe_file(command: LaunchedCommand) -> LaunchedCommand:
@@ -271,7 +312,7 @@ def _training_needs(command: LaunchedCommand, recipe: Recipe | None) -> Training
     # An invalid URL is an error before the job waits.
     parse_out_url(command.out)
     if not command.writes_buckets:
-        check_local_folder(command.out)
+        check_local_path(command.out)
     if not command.has_mesh:
         return None
     if recipe is None:
@@ -311,20 +352,6 @@ def _check_output_is_kept(
     raise usage_error(what, f"the output is lost when {event}", join_texts(", or ", hints))
 
 
-def _one_of(name: str) -> Text:
-    """Return the hint to start one process."""
-    return text("{}", Option(name, 1))
-
-
-def _job_name(command: LaunchedCommand, recipe: Recipe | None) -> str:
-    """Return the name of the recipe, or of the command."""
-    return command.name if recipe is None else recipe.name
-
-
-def _heartbeat_timeout_s(recipe: Recipe | None) -> float:
-    return HEARTBEAT_TIMEOUT_S if recipe is None else recipe.cluster.heartbeat_timeout
-
-
 def _script_job(
     command: LaunchedCommand, options: ScriptOptions, name: str, max_restarts: int = MAX_RESTARTS
 ) -> LaunchJob:
@@ -348,6 +375,7 @@ def _write_and_submit(target: str, script: str, options: SubmitOptions) -> Launc
 
 
 def _write_script(path: Path, script: str) -> None:
+    check_local_path(path)
     try:
         # Paths in the script may have bytes that are not UTF-8, which Python keeps as surrogates.
         write_file(path, os.fsencode(script), overwrite=False)

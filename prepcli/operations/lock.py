@@ -78,7 +78,7 @@ def lock(
     stored = {**options, "verbatim": None, "quantized": "stored"}
     common = common_options(checkpoint, None, stored)
     # Values that a scale of another trainer's layout has rounded are locked as they are stored, too.
-    located, source = open_checkpoint(common, observer, allow_adapters=True, keeps_scales=True)
+    located, source = open_checkpoint(common, observer, allow_adapters=True, kept_scales="rounded")
     check_stream(common.stream, located)
     observer.note(source_line(source))
     # The name of the folder, e.g. `m-init`, and not the one of the model in its manifest.

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
 from prepcli.operations.map_options import ExportMapOptions, MapOptions
+from prepcli.operations.storage_options import StorageOptions
 from prepcli.operations.towers_options import TowersOptions
 from prepcli.operations.training_state_options import TrainingStateOptions
 from prepcli.operations.tree_options import SourceTreeOptions, TreeOptions
@@ -315,7 +316,9 @@ class PadVocabOptions(ConversionOptions, DropOptions, NewRowOptions, total=False
     ]
 
 
-class LayoutOptions(ConversionOptions, VerbatimOptions, MapOptions, SourceTreeOptions, total=False):
+class LayoutOptions(
+    ConversionOptions, VerbatimOptions, MapOptions, SourceTreeOptions, StorageOptions, total=False
+):
     """Layout of an Orbax checkpoint."""
 
     mesh: Annotated[
@@ -369,17 +372,6 @@ class LayoutOptions(ConversionOptions, VerbatimOptions, MapOptions, SourceTreeOp
             '"zstd" or "zstd:LEVEL". Default: uncompressed.',
             position=30,
             record=15,
-        ),
-    ]
-    storage: Annotated[
-        Literal["ocdbt", "files", "zarr3"],
-        OptionSpec(
-            "ocdbt|files|zarr3",
-            "Store chunks in a few data files (OCDBT, of zarr 2 or 3), or each chunk in a file.",
-            '"ocdbt" (the default), "files": one file per chunk, for Pathways, or "zarr3": OCDBT with zarr 3.',
-            default="ocdbt",
-            position=31,
-            record=17,
         ),
     ]
 
@@ -447,6 +439,7 @@ class ExportOptions(
     VerbatimOptions,
     TowersOptions,
     ExportMapOptions,
+    StorageOptions,
     TrainingStateOptions,
     total=False,
 ):

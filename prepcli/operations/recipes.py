@@ -8,6 +8,7 @@ from pathlib import Path
 
 from prepcli.engine.files import io_error
 from prepcli.errors import Option, PrepError, text
+from prepcli.execution.uploads import check_local_path
 from prepcli.operations.recipe_files import recipe_paths, shipped_recipe
 from trainer.files.writing import write_file
 from trainer.models.mesh import parse_mesh
@@ -52,6 +53,7 @@ def copy_recipe(name: str, out: Path | None) -> Path:
     """
     path = shipped_recipe(name)
     target = out or Path(path.name)
+    check_local_path(target)
     try:
         write_file(target, path.read_bytes(), overwrite=False)
     except FileExistsError:

@@ -9,7 +9,7 @@ from statistics import median
 
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
-from prepcli.errors import Command, Option, text, usage_error
+from prepcli.errors import Command, text, usage_error
 from prepcli.execution.uploads import parse_out_url
 from prepcli.inspection.bucket_record import read_bucket_run
 from prepcli.inspection.run_record import RunRecord, read_run
@@ -73,10 +73,6 @@ def report(
 def _page_path(runs: Sequence[Path], out: PathLike | None) -> Path:
     """Return the file of the page."""
     if out is not None:
-        url = parse_out_url(Path(out))
-        if url is not None:
-            hint = text("{}", Option("out", "FILE"))
-            raise usage_error(f"cannot write the page to {url}", "it is not a local file", hint)
         return Path(out)
     # A run in an object store has no local folder.
     folder = runs[0] if parse_out_url(runs[0]) is None else Path()

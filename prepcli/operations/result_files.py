@@ -6,12 +6,14 @@ from pathlib import Path
 
 from prepcli.engine.files import io_error
 from prepcli.errors import OutputExistsError, Text
+from prepcli.execution.uploads import check_local_path
 from prepcli.formats.untrusted import read_small_file, stat_file
 from trainer.files.writing import write_file
 
 
 def check_result_path(path: Path) -> None:
-    """Raise PrepError if something other than a regular file has the name of a result."""
+    """Raise PrepError if the path of a result is a URL, or something other than a regular file."""
+    check_local_path(path)
     if path.exists():
         stat_file(path)
 

@@ -100,6 +100,7 @@ WAYS: dict[str, tuple[_Step, ...]] = {
     "dcp": (_Step("export", {"format": "dcp"}), INIT, EXPORT),
     "files": (_Step("save-init", {"storage": "files"}), EXPORT),
     "zarr3": (_Step("save-init", {"storage": "zarr3"}), EXPORT),
+    "zarr3-files": (_Step("save-init", {"storage": "zarr3-files"}), EXPORT),
 }
 
 

@@ -50,6 +50,7 @@ from prepcli.operations.options import ReshardOptions, SaveInitOptions
 from prepcli.operations.pad_vocab import check_seed, make_fill, padded_vocab_rows
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, as_tuple, format_command_line, with_defaults
+from prepcli.planning.item_storage import Storage
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import DroppedTensor, Plan, SmallFile
 from prepcli.planning.quantization_leaves import is_quantization_tensor
@@ -252,7 +253,7 @@ def plan_orbax_item(
         vocab_size=layout.output_vocabulary.stored_size,
         partitioning=layout.partitioning,
         dtype=options["dtype"],
-        has_chunk_files=has_chunk_files(options),
+        storage=planned_storage(options),
     )
     plan = plan_item(
         options,
@@ -285,10 +286,12 @@ def plan_orbax_item(
     )
 
 
-def has_chunk_files(options: SaveInitOptions) -> bool:
-    """Return whether each chunk is planned as a file of its own."""
+def planned_storage(options: SaveInitOptions) -> Storage:
+    """Return the storage of the chunks before their compression."""
     # Compressed chunks are written from raw chunks in data files.
-    return options["storage"] == "files" and options["compress"] is None
+    if options["compress"] is not None:
+        return "ocdbt"
+    return options["storage"]
 
 
 def _output_suffix(command: str, layout: ItemLayout) -> str:

@@ -14,6 +14,7 @@ from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.errors import Option, PrepError, UsageError, text, usage_error
+from prepcli.execution.uploads import check_local_path
 from prepcli.inspection.relation_rows import RowWriter, SuggestedRow, can_be_named
 from prepcli.inspection.tree_relations import Relations, TensorTree, find_relations
 from prepcli.operations.conversion import CommonOptions, common_options, open_checkpoint
@@ -68,6 +69,7 @@ def suggest_map(
         PrepError: A checkpoint cannot be read, or no tensor of one has the values of the other.
     """
     observer = observer_of(progress)
+    check_local_path(None if out is None else Path(out))
     common = replace(common_options(checkpoint, None, options), quantized="stored")
     located, source = _open(common, observer)
     if not source.family.is_verbatim:

@@ -14,7 +14,7 @@ from prepcli.console.observer import Observer, run_observer_of
 from prepcli.console.progress import Progress
 from prepcli.errors import Option, text, usage_error
 from prepcli.execution.signals import raise_on_signal
-from prepcli.execution.uploads import check_local_folder
+from prepcli.execution.uploads import check_local_path
 from prepcli.operations.data_options import DataOptions, TokenFormat
 from prepcli.operations.operation import public
 from prepcli.operations.recipe_files import find_training_recipe
@@ -76,7 +76,7 @@ def tokenize_shard(
     observer = run_observer_of(progress).for_process(index)
     loaded = load_recipe(find_training_recipe(Path(recipe)), as_tuple(options["overrides"])).recipe
     target = Path(out) if out is not None else None
-    check_local_folder(target)
+    check_local_path(target)
     with label_errors(index), raise_on_signal():
         configs = open_token_configs(
             loaded,

@@ -22,7 +22,7 @@ from prepcli.engine.distance import Distance, measure_distance
 from prepcli.errors import Command, DamagedError, Option, PrepError, text, usage_error
 from prepcli.formats.again_hint import again_hint
 from prepcli.formats.checksums import read_checksum_bytes
-from prepcli.formats.manifest import unwritten_manifest
+from prepcli.formats.manifest import NO_MANIFEST, unwritten_manifest
 from prepcli.operations.accept import accept_files
 from prepcli.operations.conversion import (
     CommonOptions,
@@ -36,7 +36,8 @@ from prepcli.operations.results import TensorDifference, TensorDistance, Verific
 from prepcli.operations.source_line import source_line
 from prepcli.operations.verify_map import first_options, is_output
 from prepcli.option_spec import PathLike
-from prepcli.planning.plan import RootScale, Stream
+from prepcli.planning.layout_scales import LayoutScale
+from prepcli.planning.plan import Stream
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.restore.digest_checks import tensor_digests
 from prepcli.restore.scaled_digests import stored_scale, written_digests, written_stream
@@ -46,6 +47,7 @@ from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
+from prepcli.sources.source_hints import KeptScales
 from prepcli.sources.tensor_labels import TensorLabel, label_tensors
 from prepcli.targets.streams import vocab_tensor_names
 from trainer.models.boxes import Range
@@ -161,12 +163,16 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     """Compare a checkpoint with its manifest's digests, or with another checkpoint of any format and layout."""
     # Values that a scale has rounded have no way back. They are compared as they are stored, and a tolerance is for the
     # values of the model.
-    keeps_scales = request.tolerance is None
+    kept_scales: KeptScales = "rounded" if request.tolerance is None else "none"
+    if request.against is None and request.common.lock is None:
+        # The way back rounds, so that it does not show each changed bit of the stored values. A lock has the digests
+        # of the values after the way back.
+        kept_scales = "all"
     located, source = open_checkpoint(
         first_options(request.common, request.against),
         observer,
         allow_adapters=True,
-        keeps_scales=keeps_scales,
+        kept_scales=kept_scales,
     )
     observer.note(source_line(source))
     if request.against is None:
@@ -174,7 +180,7 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
         check_stream(request.common.stream, located)
         return _verify_digests(_collect_model(source), request, observer)
     against_located, against_source = open_checkpoint(
-        _against_options(request), observer, allow_adapters=True, keeps_scales=keeps_scales
+        _against_options(request), observer, allow_adapters=True, kept_scales=kept_scales
     )
     check_config_option(request.common, source, against_source)
     check_stream(request.common.stream, located, against_located)
@@ -321,7 +327,7 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
 def _check_checksum_file(source: Source) -> None:
     """Raise DamagedError for a damaged checksum file. The digests of tensors do not cover it."""
     try:
-        read_checksum_bytes(source.root, source.tree_manifest)
+        read_checksum_bytes(source.root, source.manifest or NO_MANIFEST)
     except DamagedError as error:
         # Its hint is for commands with an option to read without checks.
         raise error.with_texts(hint=again_hint(source.manifest)) from error.__cause__
@@ -454,12 +460,12 @@ def _value_findings(
         if scale is None:
             yield _value_finding(a, b, name)
         else:
-            # The values are not side by side: one model has them divided.
-            predicate = f"has other values than the division by the square root of {scale.number}"
+            # The values are not side by side: one model has the values of the layout.
+            predicate = f"has other values: the layout {scale.description}"
             yield Finding(a.labels[name], predicate)
 
 
-def _missing_scale(model: _VerifiedModel, other: _VerifiedModel, name: str) -> RootScale | None:
+def _missing_scale(model: _VerifiedModel, other: _VerifiedModel, name: str) -> LayoutScale | None:
     """Return the scale of a tensor if only the other checkpoint stores it scaled, else None."""
     scale = stored_scale(other.source, name)
     if scale == stored_scale(model.source, name):

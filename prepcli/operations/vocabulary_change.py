@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast, get_args
 
 from prepcli.console.lists import join_names
 from prepcli.errors import Command, Option, text, usage_error
@@ -12,12 +13,13 @@ from prepcli.operations.resized_folder import plan_resized_folder
 from prepcli.operations.save_init import (
     ItemLayout,
     check_index_size,
-    has_chunk_files,
     plan_item,
+    planned_storage,
     resolve_layout,
 )
 from prepcli.operations.token_folder import replaced_files
 from prepcli.option_spec import with_defaults
+from prepcli.planning.item_storage import Storage
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.state_names import split_name
@@ -138,7 +140,7 @@ def _plan_item(
         axis_maps=source_axis_maps(source, layout.scan, layout.scan_axis),
         vocab_size=num_rows,
         partitioning=layout.partitioning,
-        has_chunk_files=has_chunk_files(options),
+        storage=planned_storage(options),
     )
     plan = plan_item(
         options,
@@ -161,8 +163,8 @@ def _stored_options(source: Source) -> SaveInitOptions:
     """Return the options of an output with the storage and the compression of a source."""
     options = with_defaults(SaveInitOptions, {"compress": source.tree_manifest.compress})
     storage = source.tree_manifest.fields.get("storage")
-    if storage in ("files", "zarr3"):
-        options["storage"] = storage
+    if storage in get_args(Storage):
+        options["storage"] = cast(Storage, storage)
     return options
 
 

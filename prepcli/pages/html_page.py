@@ -8,6 +8,7 @@ from pathlib import Path
 
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError
+from prepcli.execution.uploads import check_local_path
 from prepcli.pages.charts import CHART_STYLE
 from trainer.files.reading import open_regular_file
 from trainer.files.writing import check_replaceable, write_file
@@ -60,8 +61,9 @@ def check_page_path(path: Path) -> None:
     """Check that `write_html_page` may write a page. Call it before computing the content.
 
     Raises:
-        PrepError: The path is a link, is not a regular file, or is a file other than a page of prep.
+        PrepError: The path is a URL or a link, is not a regular file, or is a file other than a page of prep.
     """
+    check_local_path(path)
     # Only the first bytes are read: a file of the user may have any size.
     max_nbytes = max(map(len, PAGE_STARTS))
     try:

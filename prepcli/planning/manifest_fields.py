@@ -54,19 +54,31 @@ class QuantizedRecord(TypedDict):
     digest: str
 
 
-class ScaleRecord(TypedDict):
-    """Record of a tensor whose values a layout divides by a square root.
+class ScaleFields(TypedDict):
+    """A change of values in a layout. See `planning.layout_scales.LayoutScale`.
 
-    `sqrt` is the number under the root. The way back rounds to the dtype `significant`, if it is not empty. `digest` is
-    the digest of the divided values in Hugging Face order, and `lost` the number of values that the way back changes.
-    `power` is the number of divisions, 1 if it is missing.
+    `sqrt` is the number under the root, and `power` the number of divisions, 1 if it is missing. `root` is the dtype of
+    the rounded root, and `offset` the number that is added.
     """
 
     sqrt: int
-    significant: str
-    digest: str
-    lost: int
     power: NotRequired[int]
+    root: NotRequired[str]
+    offset: NotRequired[int]
+
+
+class ScaleRecord(ScaleFields):
+    """Record of a tensor with changed values in a layout.
+
+    The way back rounds to the dtype `significant`, if it is not empty. `digests` are those of the changed values in
+    Hugging Face order, as in a `TensorRecord`, and `lost` is the number of values that the way back changes. Records of
+    earlier versions have one `digest`.
+    """
+
+    significant: str
+    digests: NotRequired[list[tuple[int, int, str]]]
+    digest: NotRequired[str]
+    lost: int
 
 
 class VocabularyRecord(TypedDict):
@@ -180,7 +192,7 @@ class PrepFields(TypedDict, total=False):
     compress: str
     casts: Sequence[CastEntry]
     packed: Mapping[str, int]
-    # `files` if each chunk is a file, `zarr3` for arrays of zarr 3, `levanter` for a checkpoint of Levanter.
+    # A value of `item_storage.Storage` other than `ocdbt`, or `levanter` for a checkpoint of Levanter.
     # Omitted for an OCDBT database of zarr 2.
     storage: str
     quantization: Mapping[str, object]

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
+from prepcli.planning.item_storage import CHUNK_FILE_STORAGES, ZARR3_STORAGES
+from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy, merge_dims, region_copies
 from prepcli.planning.tensors import itemsize
@@ -90,34 +92,6 @@ class LowRankUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class RootScale:
-    """A division of the values of a stream by a square root, after its cast.
-
-    Attributes:
-        number: The values are divided by the square root of this number.
-        significant: Dtype whose numbers the values are before the division, if it is narrower than the written dtype.
-            Otherwise empty. The way back rounds to it.
-        power: Number of divisions. The gradient of a divided parameter is multiplied by the root, so that it is -1 for
-            a first moment and -2 for a second one. The name of a tensor determines it, so the plan's digest has no part
-            of it.
-    """
-
-    number: int
-    significant: str = ""
-    power: int = field(default=1, repr=False)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the way back returns every value: the root is a power of 2, or the values have a narrower dtype."""
-        if self.significant:
-            return True
-        if self.power % 2 == 0:
-            return self.number & (self.number - 1) == 0
-        root = math.isqrt(self.number)
-        return root * root == self.number and root & (root - 1) == 0
-
-
-@dataclass(frozen=True, slots=True)
 class Stream:
     """Consecutive rows of a tensor, moved in order. Each stream has one digest.
 
@@ -143,7 +117,7 @@ class Stream:
     fill: Fill | None = None
     cast_to: str = ""
     update: LowRankUpdate | None = None
-    scale: RootScale | None = None
+    scale: LayoutScale | None = None
 
     @property
     def is_changed(self) -> bool:
@@ -377,7 +351,7 @@ class Plan:
     @property
     def uses_ocdbt(self) -> bool:
         """Whether the leaves are in one OCDBT database. Otherwise each leaf is a folder, and each chunk a file."""
-        return self.settings.get("storage") != "files"
+        return self.settings.get("storage") not in CHUNK_FILE_STORAGES
 
     @property
     def is_levanter(self) -> bool:
@@ -387,7 +361,7 @@ class Plan:
     @property
     def uses_zarr3(self) -> bool:
         """Whether the leaves are arrays of zarr 3."""
-        return self.settings.get("storage") == "zarr3"
+        return self.settings.get("storage") in ZARR3_STORAGES
 
     @property
     def items(self) -> dict[str | None, tuple[OutputLeaf, ...]]:
@@ -425,9 +399,7 @@ def _describe_stream(stream: Stream, display_name: str) -> str:
     cast = f" as {stream.cast_to}" if stream.cast_to else ""
     change = "  plus an adapter" if stream.update else ""
     if stream.scale:
-        change = f"  / sqrt({stream.scale.number})"
-        if stream.scale.power != 1:
-            change += f"^{stream.scale.power}"
+        change = f"  {stream.scale.formula}"
     fill = f"  filled with {stream.fill.kind}" if stream.fill else ""
     rows = f"rows {stream.rows[0]}:{stream.rows[1]}"
     shape = list(stream.shape)

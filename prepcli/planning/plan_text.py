@@ -12,6 +12,7 @@ from typing import Any
 
 from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.grids import ChunkGrid, ExplicitPlacement, StridedPlacement
+from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import (
     Contiguous,
     DroppedTensor,
@@ -22,7 +23,6 @@ from prepcli.planning.plan import (
     OutputLeaf,
     PlacedChunks,
     Plan,
-    RootScale,
     SmallFile,
     SourceFile,
     Stream,
@@ -36,7 +36,7 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
     Plan: ("Plan", {"source_files": "sources", "display_names": "names"}),
     SourceFile: ("SourceFile", {}),
     LowRankUpdate: ("Update", {}),
-    RootScale: ("RootScale", {}),
+    LayoutScale: ("RootScale", {}),
     Stream: ("Stream", {"reads": "left", "writes": "right", "cast_to": "cast"}),
     Contiguous: ("Flat", {}),
     Strided: ("Strided", {"strides": "steps"}),

@@ -39,6 +39,7 @@ CastEntry = TypedDict(
         "to": str,
         "update": NotRequired[str],
         "sqrt": NotRequired[int],
+        "scale": NotRequired[str],
         "tensors": int,
         "values": int,
         "changed": NotRequired[int],

@@ -38,7 +38,7 @@ from prepcli.remote.retries import (
 )
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
+    from obstore import ObjectMeta, WritableFile
     from obstore.store import ObjectStore
 
 MAX_OBJECTS = 200_000  # in one checkpoint
@@ -329,15 +329,45 @@ class Bucket:
             with self.translate_errors("write"):
                 self.call_with_timeout(partial(writer.write, data))
             on_written(len(data))
-        with self.translate_errors("write"):
-            self.call_with_timeout(writer.close)
-            written = _remote_file(
-                path, self.call_with_timeout(lambda: self.store.head(self.url.key(path)))
-            )
-        if written.size != size:
-            why = f"the object has {written.size:,} bytes, not {size:,}"
+        # An earlier object of this name tells nothing about a lost answer. A short object is sent in one
+        # request, which obstore repeats.
+        earlier: RemoteFile | None = None
+        if size > part_nbytes(size):
+            earlier = self.find_file(path)
+        written = self.complete_upload(writer, path, size, earlier=earlier)
+        if written is None or written.size != size:
+            stored_nbytes = 0 if written is None else written.size
+            why = f"the object has {stored_nbytes:,} bytes, not {size:,}"
             raise PrepError(f"the upload of {path} to {self.name} is incomplete", why, RESUME_HINT)
         return written
+
+    def complete_upload(
+        self, writer: WritableFile, path: str, size: int, *, earlier: RemoteFile | None = None
+    ) -> RemoteFile | None:
+        """Complete an upload. Return the object, or None if the store has none.
+
+        Args:
+            writer: Writer of the object.
+            path: Path of the object below the URL.
+            size: Its number of bytes.
+            earlier: The object of this path before the upload.
+
+        Raises:
+            PrepError: The store does not answer, or access is denied.
+        """
+        from obstore import exceptions
+
+        with self.translate_errors("write"):
+            try:
+                self.call_with_timeout(writer.close)
+            except (exceptions.BaseError, OSError):
+                # The answer to the completion of a multipart upload may be lost. When obstore asks again,
+                # the store does not know the upload any more.
+                written = self.find_file(path)
+                if written is None or written == earlier or written.size != size:
+                    raise
+                return written
+        return self.find_file(path)
 
     def delete(self, path: str) -> None:
         """Delete an object, unless it is gone already."""

@@ -196,9 +196,7 @@ class ObjectUploads:
         """Complete the multipart upload of an object. Return the object."""
         with self._lock:
             writer = self._writers.pop(path)
-        with self.bucket.translate_errors("write"):
-            self.bucket.call_with_timeout(writer.close)
-        written = self.bucket.find_file(path)
+        written = self.bucket.complete_upload(writer, path, size)
         if written is None or written.size != size:
             stored_nbytes = 0 if written is None else written.size
             why = f"the object has {stored_nbytes:,} bytes, not {size:,}"

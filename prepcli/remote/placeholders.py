@@ -23,6 +23,7 @@ import numpy as np
 import xxhash
 
 from prepcli.console.formatting import format_bytes
+from prepcli.engine.blobs import Blob, MemoryBlob, StoredBlob
 from prepcli.engine.files import allocate_buffer, io_error
 from prepcli.errors import PrepError
 from prepcli.formats.safetensors import LENGTH_NBYTES, MAX_HEADER_NBYTES
@@ -59,26 +60,8 @@ class RemoteCheckpoint:
     reader: RangeReader
     placeholder_folder: Path
 
-    def blobs(
-        self, paths: Iterable[Path], special_blobs: Sequence[object] = ()
-    ) -> tuple[RemoteBlob, ...]:
-        """Return the remote blobs to read in place of placeholder files.
-
-        Args:
-            paths: Placeholder files.
-            special_blobs: Blobs made from placeholder files by the opener (concatenated or decoded), which cannot be
-                read remotely.
-
-        Raises:
-            PrepError: `special_blobs` is not empty.
-        """
-        if special_blobs:
-            why = "its tensors are compressed, scaled, or split within a file"
-            raise PrepError(
-                f"{self.reader.name} cannot be read remotely",
-                why,
-                "copy it to a local folder first",
-            )
+    def remote_files(self, paths: Iterable[Path]) -> tuple[RemoteBlob, ...]:
+        """Return the remote files of placeholders."""
         # One cache for all files, so that READ_AHEAD_CACHE_NBYTES bounds the memory of the
         # checkpoint.
         cache = ReadAheadCache(self.reader)
@@ -87,6 +70,39 @@ class RemoteCheckpoint:
             RemoteBlob(files[path.relative_to(self.placeholder_folder).as_posix()], cache)
             for path in paths
         )
+
+    def remote_blobs(
+        self, blobs: Sequence[Path | Blob], paths: Sequence[Path], files: Sequence[RemoteBlob]
+    ) -> tuple[Path | Blob, ...]:
+        """Return the byte sources of an opened checkpoint, with remote files in place of placeholders.
+
+        Args:
+            blobs: Byte sources of the opener. Empty if they are just the placeholders.
+            paths: Placeholder files, by number.
+            files: Their remote files.
+
+        Raises:
+            PrepError: A blob cannot be read remotely.
+        """
+        if not blobs:
+            return tuple(files)
+        file_of_path = dict(zip(paths, files))
+        remote: list[Path | Blob] = []
+        for blob in blobs:
+            if isinstance(blob, Path):
+                remote.append(file_of_path[blob])
+            elif isinstance(blob, StoredBlob):
+                remote.append(blob.with_files(files))
+            elif isinstance(blob, RemoteBlob | MemoryBlob):
+                # Bytes in memory, and files that were replaced before a training state was added.
+                remote.append(blob)
+            else:
+                raise PrepError(
+                    f"{self.reader.name} cannot be read remotely",
+                    "its tensors are split within a file",
+                    "copy it to a local folder first",
+                )
+        return tuple(remote)
 
 
 def create_placeholder_folder() -> Path:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from prepcli.engine.blobs import Blob
 from prepcli.engine.files import ByteArray, allocate_buffer
@@ -340,7 +340,10 @@ class RemoteBlob:
         return RemoteBlobReader(self)
 
 
-def without_read_ahead(blobs: Iterable[Path | Blob]) -> list[Path | Blob]:
+_AnyBlob = TypeVar("_AnyBlob", Path | Blob, Blob)
+
+
+def without_read_ahead(blobs: Iterable[_AnyBlob]) -> list[_AnyBlob]:
     """Return blobs that read their remote files without read-ahead.
 
     The bytes around them may belong to another process.

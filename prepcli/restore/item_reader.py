@@ -58,7 +58,7 @@ def open_reader(
     verify: bool = True,
     hint: str = RECREATE_HINT,
     *,
-    remote_blobs: Sequence[Path | Blob] = (),
+    remote_files: Sequence[Blob] = (),
 ) -> ItemReader:
     """Open an Orbax item, a training step, or the last step of a run.
 
@@ -66,7 +66,7 @@ def open_reader(
         path: Folder of the checkpoint.
         verify: Check the listed files, and every byte read against the recorded checksums, if there are any.
         hint: Advice in the error for a damaged checkpoint.
-        remote_blobs: The data files of a remote checkpoint. The folder has their placeholders.
+        remote_files: The data files of a remote checkpoint. The folder has their placeholders.
 
     Raises:
         PrepError: There is no checkpoint, it is broken, or prep did not write it.
@@ -79,7 +79,7 @@ def open_reader(
             "name another folder, such as a training step or an output of prep",
         )
     manifest_folder = find_manifest_folder(folder)
-    item = read_item(folder, is_remote=bool(remote_blobs))
+    item = read_item(folder, is_remote=bool(remote_files))
     manifest = read_manifest(manifest_folder)
     if manifest is None:
         raise PrepError(
@@ -88,10 +88,10 @@ def open_reader(
             text("{} converts it", Command("save-init")),
         )
     # The files of a remote checkpoint were checked when it was opened as a source.
-    if verify and not remote_blobs:
+    if verify and not remote_files:
         check_files(manifest_folder, manifest)
     checksums = read_checksums(manifest_folder, manifest, item.arrays) if verify else None
-    return ItemReader(item, manifest.fields, checksums, hint, remote_blobs=remote_blobs)
+    return ItemReader(item, manifest.fields, checksums, hint, remote_files=remote_files)
 
 
 class ItemReader:
@@ -112,7 +112,7 @@ class ItemReader:
         checksums: BlockChecksums | None = None,
         hint: str = RECREATE_HINT,
         *,
-        remote_blobs: Sequence[Path | Blob] = (),
+        remote_files: Sequence[Blob] = (),
     ) -> None:
         """Open the data files of an item.
 
@@ -121,7 +121,7 @@ class ItemReader:
             manifest: Manifest of the checkpoint.
             checksums: Recorded checksums, checked for every byte read.
             hint: Advice in the error for a damaged checkpoint.
-            remote_blobs: Data files to read in place of the item's. Their chunks are not compressed.
+            remote_files: Data files to read in place of the item's.
         """
         self.manifest = manifest
         self.folder = item.folder
@@ -135,7 +135,7 @@ class ItemReader:
             read_unit = _read_unit_shape(item, number)
             self._array_numbers[meta.name] = number
             self.leaves[meta.name] = checkpoint_store.LeafSpec(meta.shape, meta.dtype, read_unit)
-        self.is_remote = bool(remote_blobs)
+        self.is_remote = bool(remote_files)
         self._num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
         if self.is_remote:
             self._num_threads = MAX_READ_THREADS
@@ -143,7 +143,8 @@ class ItemReader:
             Budget(self._num_threads * PIECE_NBYTES, PIECE_NBYTES, self._num_threads)
         )
         # An item with more files than a process may hold open has no chunks that are read directly.
-        blobs = remote_blobs
+        self._remote_files = tuple(remote_files)
+        blobs: Sequence[Path | Blob] = self._remote_files
         if not blobs and len(item.files) <= MAX_OPEN_FILES:
             blobs = item.files
         self._files = open_blobs(blobs)
@@ -188,7 +189,7 @@ class ItemReader:
                 f"it has {len(self._array_numbers)} other leaves",
                 text("{} shows their names", Command("inspect", str(self.folder))),
             )
-        blob = DecodedArray(self._item, self._array_numbers[name])
+        blob = DecodedArray(self._item, self._array_numbers[name], self._remote_files)
         _check_arrays(blob.meta, parts)
         jobs = _split_into_jobs(blob, parts, self.is_checked)
         errors = run_jobs(jobs, self._run_job, self._buffers, self._num_threads)

@@ -99,7 +99,7 @@ def open_model(
         )
     # This raises any error about devices before the first read.
     local_devices()
-    is_remote = bool(source.remote_blobs)
+    is_remote = bool(source.remote_files)
     errors = rename_in_errors(path, source.display_name) if is_remote else nullcontext()
     with errors, open_checked_reader(source, path, mesh, verify, on_unchecked) as reader:
         model = model_from_manifest(reader.manifest)
@@ -115,7 +115,7 @@ def open_checked_reader(
     check_lock_verified(source, verify)
     manifest = source.tree_manifest
     if manifest and manifest.scan and manifest.scan_axis == 0:
-        reader = open_reader(path, verify, remote_blobs=without_read_ahead(source.remote_blobs))
+        reader = open_reader(path, verify, remote_files=without_read_ahead(source.remote_files))
         if reader.is_checked or not (verify and reader.is_remote):
             if verify and not reader.is_checked:
                 on_unchecked()

@@ -1,4 +1,4 @@
-"""Digests of tensors stored divided by a square root in the layout of another trainer, such as MaxText's queries."""
+"""Digests of tensors with a scale in the layout of another trainer, such as MaxText's queries."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import replace
 from prepcli.console.progress import Progress
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.planning.plan import RootScale, Stream
+from prepcli.planning.layout_scales import LayoutScale, recorded_scale
+from prepcli.planning.plan import Stream
 from prepcli.restore.digest_checks import row_stream, stream_digests
 from prepcli.sources.source import Source, SourceTensor
 from trainer.models.boxes import Range
 
 
-def stored_scale(output: Source, name: str) -> RootScale | None:
-    """Return the scale of the stored values of a tensor. See `SourceHints.keeps_scales`.
+def stored_scale(output: Source, name: str) -> LayoutScale | None:
+    """Return the scale of the stored values of a tensor. See `SourceHints.kept_scales`.
 
     Args:
         output: The output, opened with its stored values.
@@ -26,11 +27,11 @@ def stored_scale(output: Source, name: str) -> RootScale | None:
     # The opener of Orbax items compares the records with the layout. Other formats have no scale.
     if record is None or not manifest.lost_values or output.tensor_file_names:
         return None
-    return RootScale(record["sqrt"], record["significant"], record.get("power", 1))
+    return recorded_scale(record, record["significant"])
 
 
 def written_stream(
-    tensor: SourceTensor, rows: Range, dtype: str, scale: RootScale | None
+    tensor: SourceTensor, rows: Range, dtype: str, scale: LayoutScale | None
 ) -> Stream:
     """Return a stream of the rows of an output: scaled, and cast to its dtype.
 

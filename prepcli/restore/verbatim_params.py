@@ -57,7 +57,7 @@ def load_verbatim_params(
     from trainer.training.loading import make_loader
 
     local_devices()
-    errors = rename_in_errors(path, source.display_name) if source.remote_blobs else nullcontext()
+    errors = rename_in_errors(path, source.display_name) if source.remote_files else nullcontext()
     leaves = param_leaves(source.family, source.config, tied=False)
     arrays: dict[str, jax.Array | np.ndarray] = {}
     for tensor in source.tensors:

@@ -115,7 +115,7 @@ class WeightsReader:
                 _common_dtype(leaf),
                 _read_unit_shape(leaf, is_whole=is_whole),
             )
-        self.is_remote = bool(source.remote_blobs)
+        self.is_remote = bool(source.remote_files)
         self.source = source
         self.read_nbytes = 0
         self._verify = verify

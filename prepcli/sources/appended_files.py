@@ -26,6 +26,7 @@ def append_files(source: Source, other: Source) -> Source:
         files=(*source.files, *other.files),
         file_stamps=(*source.file_stamps, *other.file_stamps),
         blobs=blobs,
+        remote_files=(*source.remote_files, *other.remote_files),
     )
 
 

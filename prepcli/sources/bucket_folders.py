@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 from prepcli.console.formatting import format_bytes
 from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation
-from prepcli.formats.ocdbt_read import read_ocdbt_index
 from prepcli.formats.orbax import STATE_ITEMS, ZARRAY, find_item, item_metadata_file
+from prepcli.formats.orbax_read import read_item
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.formats.safetensors import select_safetensors_files
 from prepcli.formats.zarr import ZARR_JSON
@@ -33,11 +33,9 @@ from prepcli.sources.source import SCHEDULER_FILE, WEIGHT_SUFFIXES
 
 # A listing and an index are untrusted. These limits bound what they make this machine fetch.
 MAX_INDEX_NBYTES = 1 << 30  # total size of the nodes of an OCDBT index
-MAX_METADATA_NBYTES = 1 << 20
 MAX_SMALL_FILES_NBYTES = 1 << 30  # total size of the small files
 # Folders of data files in TensorStore and Orbax.
 _DATA_FOLDERS = frozenset({"d", "ocdbt_data", "ocdbt_meta"})
-_ARRAY_METADATA_KEYS = (b".zarray", b"zarr.json")
 ARRAY_DOCUMENTS = (ZARRAY, ZARR_JSON)
 
 COPY_HINT = "copy it to a local folder first"
@@ -163,8 +161,7 @@ class BucketFolder:
             for file in data_files:
                 if placeholder_path(remote.placeholder_folder, file).is_relative_to(folder):
                     write_sparse_file(remote.placeholder_folder, remote.reader, file)
-            if (folder / OCDBT_MANIFEST).is_file():
-                _fetch_index(remote, folder)
+            _fetch_index(remote, folder)
 
     def _fetch_small_files(self, remote: RemoteCheckpoint, files: Sequence[RemoteFile]) -> None:
         total_nbytes = sum(file.size for file in files)
@@ -227,12 +224,12 @@ def _is_data_file(file: RemoteFile) -> bool:
 
 
 def _fetch_index(remote: RemoteCheckpoint, item: Path) -> None:
-    """Fetch the nodes of an OCDBT index, and the array metadata outside of it."""
+    """Fetch the nodes of an OCDBT index, and the metadata of arrays and the indexes of shards in data files."""
     files = {placeholder_path(remote.placeholder_folder, file): file for file in remote.files}
     fetched_nbytes = 0
 
     # The index is a tree: a node names the byte ranges of its children, in any data file of the
-    # item. The reader calls `fetch` before it reads a range, so that exactly the nodes on its way
+    # item. The reader calls `fetch` before it reads a range, so that exactly the ranges on its way
     # are requested, and their placeholders stay sparse elsewhere.
 
     def fetch(location: ValueLocation) -> None:
@@ -248,8 +245,4 @@ def _fetch_index(remote: RemoteCheckpoint, item: Path) -> None:
             ranges = [(location.offset, location.nbytes)]
             write_sparse_file(remote.placeholder_folder, remote.reader, files[path], ranges=ranges)
 
-    for key, value in read_ocdbt_index(item, fetch):
-        if not isinstance(value, ValueLocation) or value.nbytes > MAX_METADATA_NBYTES:
-            continue
-        if key.endswith(_ARRAY_METADATA_KEYS):
-            fetch(value)
+    read_item(item, is_remote=True, before_read=fetch)

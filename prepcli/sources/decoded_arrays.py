@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from prepcli.engine.blobs import Blob
 from prepcli.engine.chunk_cache import ChunkCache, ChunkReader
 from prepcli.engine.files import ByteArray, io_error
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
@@ -33,14 +34,23 @@ from prepcli.formats.untrusted import quote_name
 
 # A chunk of at most 1/8 of the cache size is decoded at once and kept.
 WHOLE_CHUNK_DIVISOR = 8
+# Bytes per request for a value on a server.
+REMOTE_BLOCK_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedArray:
-    """A blob of the decoded chunks of one array."""
+    """A blob of the decoded chunks of one array.
+
+    Attributes:
+        item: The item.
+        array_number: Number of the array in the item.
+        remote_files: Files on a server to read in place of the item's, by number. Empty for local files.
+    """
 
     item: OrbaxItem
     array_number: int
+    remote_files: tuple[Blob, ...] = ()
 
     @property
     def meta(self) -> ArrayMeta:
@@ -62,6 +72,10 @@ class DecodedArray:
         if isinstance(value, StoredRange):
             return self.item.files[value.file]
         return self.item.folder
+
+    def with_files(self, files: Sequence[Blob]) -> DecodedArray:
+        """Return the same array in other files."""
+        return replace(self, remote_files=tuple(files))
 
     def open(self) -> DecodedArrayReader:
         """Open the array for reading, with a small separate cache."""
@@ -136,11 +150,8 @@ def open_chunk(
     codec_names = blob.item.codec_names[blob.array_number]
     if value is None:
         return _ZeroChunk()
-    cache.make_room(0)
-    if isinstance(value, bytes):
-        stored = _InlineValue(value)
-    else:
-        stored = _FileValue(blob.item.files[value.file], value)
+    stored = _open_value(blob, value)
+    cache.make_room(stored.memory_nbytes)
     if not codec_names:
         return _UncompressedChunk(stored)
     with contextlib.ExitStack() as stack:
@@ -151,12 +162,13 @@ def open_chunk(
         decoder_nbytes = decoder_memory_nbytes(
             codec_names, stored.read_at(0, ZSTD_HEADER_NBYTES), nbytes
         )
-        cache.make_room(decoder_nbytes)
+        reader_nbytes = decoder_nbytes + stored.memory_nbytes
+        cache.make_room(reader_nbytes)
         decoder = open_decoder(codec_names, StoredBytesReader(stored.read_at, stored.nbytes))
-        streamed = _StreamedChunk(decoder, stored.close, decoder_nbytes, nbytes)
+        streamed = _StreamedChunk(decoder, stored.close, reader_nbytes, nbytes)
         is_small = nbytes <= cache.most_nbytes // WHOLE_CHUNK_DIVISOR
-        if (keep_whole or is_small) and decoder_nbytes + nbytes <= cache.most_nbytes:
-            cache.make_room(decoder_nbytes + nbytes)
+        if (keep_whole or is_small) and reader_nbytes + nbytes <= cache.most_nbytes:
+            cache.make_room(reader_nbytes + nbytes)
             return _load_whole_chunk(streamed, nbytes)
         stack.pop_all()
     return streamed
@@ -172,8 +184,19 @@ def chunk_error(
     return DamagedError(what, f"{blob.chunk_path(index).name}: {error}", GET_AGAIN_HINT)
 
 
+def _open_value(blob: DecodedArray, value: StoredValue) -> _InlineValue | _FileValue | _RemoteValue:
+    """Open a stored value for reading."""
+    if isinstance(value, bytes):
+        return _InlineValue(value)
+    if blob.remote_files:
+        return _RemoteValue(blob.remote_files[value.file], value)
+    return _FileValue(blob.item.files[value.file], value)
+
+
 class _InlineValue:
     """A stored value in the index, so in memory."""
+
+    memory_nbytes = 0
 
     def __init__(self, value: bytes) -> None:
         self._value = value
@@ -189,6 +212,8 @@ class _InlineValue:
 class _FileValue:
     """A stored value in a byte range of a file."""
 
+    memory_nbytes = 0
+
     def __init__(self, path: Path, value: StoredRange) -> None:
         self._value = value
         self.nbytes = value.nbytes
@@ -201,6 +226,36 @@ class _FileValue:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class _RemoteValue:
+    """A stored value in a byte range of a file on a server, read in blocks."""
+
+    def __init__(self, file: Blob, value: StoredRange) -> None:
+        self._reader = file.open()
+        self._value = value
+        self.nbytes = value.nbytes
+        self.memory_nbytes = min(value.nbytes, REMOTE_BLOCK_NBYTES)
+        self._block = np.empty(0, np.uint8)
+        self._block_start = 0
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Return up to `count` bytes, as far as the block has them."""
+        start = offset - self._block_start
+        if not 0 <= start < self._block.size:
+            self._read_block(offset)
+            start = 0
+        return self._block[start : start + count].tobytes()
+
+    def _read_block(self, offset: int) -> None:
+        block = np.empty(min(REMOTE_BLOCK_NBYTES, self.nbytes - offset), np.uint8)
+        self._reader.read_at(self._value.offset + offset, block)
+        self._block = block
+        self._block_start = offset
+
+    def close(self) -> None:
+        self._reader.close()
+        self._block = self._block[:0]
 
 
 class _ZeroChunk:
@@ -219,10 +274,9 @@ class _ZeroChunk:
 class _UncompressedChunk:
     """Reader of an uncompressed chunk."""
 
-    nbytes = 0
-
-    def __init__(self, stored: _InlineValue | _FileValue) -> None:
+    def __init__(self, stored: _InlineValue | _FileValue | _RemoteValue) -> None:
         self._stored = stored
+        self.nbytes = stored.memory_nbytes
 
     def read(self, start: int, into: ByteArray) -> bool:
         done = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from prepcli.errors import GET_AGAIN_HINT, Option, PrepError, text
 from prepcli.formats.levanter import LEVANTER_MODEL_ROOT
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.planning.layout_scales import LayoutScale, bind_scale
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, TRAINING_STATE_RULE
 from prepcli.planning.tensor_match import TensorNames
@@ -102,16 +103,16 @@ class ForeignTree:
         names: Naming scheme of the tensors.
         tensors: Tensors of the leaves below the root.
         extra_entries: Leaves outside of the root, grouped by their first key.
-        scales: Leaf with a scale -> the number under the square root.
-        scaled_tensors: Names of the tensors in these leaves.
+        scales: Leaf with a scale -> the scale.
+        scaled_tensors: Tensor in these leaves -> its scale.
     """
 
     format: TreeFormat
     names: TensorNames
     tensors: tuple[SourceTensor, ...]
     extra_entries: tuple[DroppedTensor, ...]
-    scales: Mapping[str, int]
-    scaled_tensors: tuple[str, ...]
+    scales: Mapping[str, LayoutScale]
+    scaled_tensors: Mapping[str, LayoutScale]
 
 
 def match_foreign_tree(
@@ -171,14 +172,14 @@ def match_foreign_tree(
     outside = [
         (name, leaf) for name, leaf in leaves.items() if not name.startswith(tree_format.root)
     ]
-    numbers = _scales_by_path(tree_format, family, config)
+    scales = _scales_by_path(tree_format, family, config)
     return ForeignTree(
         tree_format,
         names,
         tensors,
         (*_extra_entries(outside), *ignored),
-        _scales_by_leaf(leaves, tree_format.root, numbers),
-        tuple(name for path, _, name, _ in leaf_tensors if path in numbers),
+        _scales_by_leaf(leaves, tree_format.root, scales),
+        {name: scales[path] for path, _, name, _ in leaf_tensors if path in scales},
     )
 
 
@@ -201,25 +202,30 @@ def _split_non_parameters(
     return kept, [*ignored, *_extra_entries(state)]
 
 
-def _scales_by_path(tree_format: TreeFormat, family: Family, config: HFConfig) -> dict[str, int]:
-    """Return the number under the square root of each scaled leaf, by path below the tree's root."""
+def _scales_by_path(
+    tree_format: TreeFormat, family: Family, config: HFConfig
+) -> dict[str, LayoutScale]:
+    """Return the scale of each scaled leaf, by path below the tree's root."""
     sizes = family.sizes(config)
-    numbers: dict[str, int] = {}
+    scales: dict[str, LayoutScale] = {}
     for path, row in tree_format.rows(family, config).items():
-        if row.scale_atom:
+        if row.scale:
+            scale = bind_scale(row.scale, sizes)
             for _, indices in bind_row(row, sizes).tensors():
-                numbers[path.format(**indices)] = sizes[row.scale_atom]
-    return numbers
+                scales[path.format(**indices)] = scale
+    return scales
 
 
-def _scales_by_leaf(leaves: Leaves, root: str, numbers: Mapping[str, int]) -> dict[str, int]:
-    """Return the number under the square root of each scaled leaf, by the leaf's whole name."""
-    scales: dict[str, int] = {}
+def _scales_by_leaf(
+    leaves: Leaves, root: str, scales: Mapping[str, LayoutScale]
+) -> dict[str, LayoutScale]:
+    """Return the scale of each scaled leaf, by the leaf's whole name."""
+    scales_by_leaf: dict[str, LayoutScale] = {}
     for name in leaves:
         path = name.removeprefix(root).removesuffix(BOXED_SUFFIX)
-        if name.startswith(root) and path in numbers:
-            scales[name] = numbers[path]
-    return scales
+        if name.startswith(root) and path in scales:
+            scales_by_leaf[name] = scales[path]
+    return scales_by_leaf
 
 
 def _expected_leaf_tensors(

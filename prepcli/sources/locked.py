@@ -203,7 +203,7 @@ def _published_digests(source: Source) -> dict[str, str | None]:
     Its local placeholder has holes and no digest of its own.
     """
     digests: dict[str, str | None] = {}
-    for path, blob in zip(source.files, source.remote_blobs):
+    for path, blob in zip(source.files, source.remote_files):
         digest = blob.file.digest
         is_sha256 = digest.startswith(SHA256)
         digests[_name_in_checkpoint(source, path)] = (

@@ -23,7 +23,7 @@ from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_text_part
 from prepcli.sources.remote_blobs import with_remote_blobs
 from prepcli.sources.source import Source
-from prepcli.sources.source_hints import CONFIG, SourceHints
+from prepcli.sources.source_hints import CONFIG, KeptScales, SourceHints
 from trainer.models.parameters import VERBATIM
 
 # Formats of trees with several layouts.
@@ -39,7 +39,7 @@ def open_source(
     verbatim: bool | None = False,
     copied_files: tuple[str, ...] = (),
     dequantize: bool = False,
-    keeps_scales: bool = False,
+    kept_scales: KeptScales = "none",
     training_state: bool = False,
     tensor_map: TensorMap | None = None,
     layout: str | None = None,
@@ -52,7 +52,7 @@ def open_source(
         verbatim: True: use the verbatim family. None: use it if no family has the model_type. False: raise then.
         copied_files: Name patterns of further side files to copy.
         dequantize: Decode quantised weights.
-        keeps_scales: Read values as they are stored, also after rounding by a trainer's scale. See `SourceHints`.
+        kept_scales: Outputs of another trainer's layout to read as they are stored. See `SourceHints`.
         training_state: Read the optimizer state of another framework. It is read in any case from an output of prep.
         tensor_map: Map from the tensors of the files to those of a model. Default: the map in the manifest.
         layout: Layout of a tree of another library. Default: the layout with the best fit.
@@ -75,7 +75,7 @@ def open_source(
             True if tensor_map or export_map else verbatim,
             copied_files,
             remote=local_files.remote,
-            keeps_scales=keeps_scales,
+            kept_scales=kept_scales,
             layout=layout,
             training_state=training_state,
         )

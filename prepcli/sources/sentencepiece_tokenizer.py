@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.errors import GET_AGAIN_HINT
-from prepcli.formats.sentencepiece_pieces import read_added_texts
+from prepcli.formats.sentencepiece_pieces import has_space_suffix, read_added_texts
 from trainer.files.sentencepiece_model import load_sentencepiece
 from trainer.files.tokenizer_safety import library_errors
 
@@ -24,11 +24,13 @@ class SentencePieceTokenizer:
         path: Its file.
         processor: The library's processor.
         added_contents: Texts of the unknown, control and user-defined pieces.
+        has_space_suffix: Whether the space of a word follows the word.
     """
 
     path: Path
     processor: Any
     added_contents: list[str]
+    has_space_suffix: bool = False
 
     @property
     def size(self) -> int:
@@ -48,7 +50,7 @@ class SentencePieceTokenizer:
         return content
 
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return the ids of each text, without special tokens and without the space before a text.
+        """Return the ids of each text, without special tokens and without the space that the model adds.
 
         Raises:
             PrepError: The library fails.
@@ -58,9 +60,18 @@ class SentencePieceTokenizer:
         space = self.token_id(SPACE)
         pieces: list[tuple[int, ...]] = []
         for ids in encoded:
-            first = 1 if len(ids) > 1 and ids[0] == space else 0
-            pieces.append(tuple(ids[first:]))
+            pieces.append(self._without_space(ids, space))
         return pieces
+
+    def _without_space(self, ids: Sequence[int], space: int | None) -> tuple[int, ...]:
+        """Return the ids of a text without the space before or after it, unless that is its only id."""
+        if len(ids) < 2:
+            return tuple(ids)
+        if self.has_space_suffix and ids[-1] == space:
+            return tuple(ids[:-1])
+        if not self.has_space_suffix and ids[0] == space:
+            return tuple(ids[1:])
+        return tuple(ids)
 
 
 def parse_sentencepiece(path: Path, data: bytes) -> SentencePieceTokenizer:
@@ -75,4 +86,6 @@ def parse_sentencepiece(path: Path, data: bytes) -> SentencePieceTokenizer:
     """
     with library_errors(f"{path} is not a SentencePiece model", GET_AGAIN_HINT):
         processor = load_sentencepiece(path, data)
-        return SentencePieceTokenizer(path, processor, read_added_texts(data))
+        return SentencePieceTokenizer(
+            path, processor, read_added_texts(data), has_space_suffix(data)
+        )

@@ -171,6 +171,7 @@ class Source:
         tower_tensors: Its other tensors, named `towers/TENSOR`.
         training_record: Record of the training state in `state_tensors`, if another framework wrote it.
         tensor_map: The map that made the tensors from those of the files, if any.
+        remote_files: The files on a server behind the placeholders `files`. Empty for local files.
     """
 
     display_name: str
@@ -198,16 +199,12 @@ class Source:
     tower_tensors: tuple[SourceTensor, ...] = ()
     training_record: TrainingStateRecord | None = None
     tensor_map: TensorMap | None = None
+    remote_files: tuple[RemoteBlob, ...] = ()
 
     @property
     def byte_sources(self) -> tuple[Path | Blob, ...]:
         """Files and blobs, in the order of the file numbers of tensor placements."""
         return self.blobs or self.files
-
-    @property
-    def remote_blobs(self) -> tuple[RemoteBlob, ...]:
-        """Return the byte sources, if they are files on a server. Otherwise empty."""
-        return tuple(blob for blob in self.blobs if isinstance(blob, RemoteBlob))
 
     @property
     def all_tensors(self) -> tuple[SourceTensor, ...]:

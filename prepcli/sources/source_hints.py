@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from prepcli.errors import Option, PrepError, text
 
@@ -23,6 +23,10 @@ EASYLM_PARTS = (
 )
 
 
+# "rounded": outputs that the scale has changed. Otherwise they are refused. "all": exact ones, too.
+KeptScales = Literal["none", "rounded", "all"]
+
+
 @dataclass(frozen=True, slots=True)
 class SourceHints:
     """Facts about a checkpoint that its files do not state.
@@ -33,8 +37,7 @@ class SourceHints:
         verbatim: True: use the verbatim family. None: use it if no family has the model_type. False: never use it.
         copied_files: Name patterns of further side files to copy.
         remote: The remote checkpoint, if the files are placeholders of its files.
-        keeps_scales: Whether values that the scale of another trainer's layout has rounded are read as they are stored.
-            Otherwise they are refused.
+        kept_scales: Which outputs with a scale of another trainer's layout are read as they are stored.
         layout: Layout of a tree of another library, or None for the one that fits best.
         training_state: Whether the optimizer state of another framework is read.
     """
@@ -44,7 +47,7 @@ class SourceHints:
     verbatim: bool | None = False
     copied_files: tuple[str, ...] = ()
     remote: RemoteCheckpoint | None = None
-    keeps_scales: bool = False
+    kept_scales: KeptScales = "none"
     layout: str | None = None
     training_state: bool = False
 

@@ -67,7 +67,7 @@ def read_trainer_checkpoint(source: Source, remote: RemoteCheckpoint | None) -> 
     path = _optimizer_path(source)
     blob: Path | RemoteBlob = path
     if remote is not None:
-        (blob,) = remote.blobs([path])
+        (blob,) = remote.remote_files([path])
     with _open_file(blob) as file:
         optimizer = read_torch_object(path, file)
     entries, groups = _state_dict(path, optimizer)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from prepcli.engine.blobs import Blob
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.scales import unscale_values
-from prepcli.planning.plan import RootScale
+from prepcli.planning.layout_scales import LayoutScale
 from prepcli.sources.decoded_arrays import DecodedArray, DecodedArrayReader
 
 # Bytes per step. The temporary arrays of a step fit a core's cache.
@@ -19,15 +21,19 @@ BLOCK_NBYTES = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class UnscaledArray:
-    """The bytes of one decoded array, with the scale of the layout undone: multiplied by `sqrt(scale.number)`."""
+    """The bytes of one decoded array, with the scale of the layout undone."""
 
     array: DecodedArray
-    scale: RootScale
+    scale: LayoutScale
 
     @property
     def name(self) -> str:
         """Name in messages."""
         return self.array.name
+
+    def with_files(self, files: Sequence[Blob]) -> UnscaledArray:
+        """Return the same array in other files."""
+        return replace(self, array=self.array.with_files(files))
 
     def open(self) -> UnscaledReader:
         """Open the array for reading, with a small separate cache."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from prepcli.planning.grids import StridedPlacement
+from prepcli.planning.grids import ExplicitPlacement, StridedPlacement
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks
 from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.targets.orbax_item import OrbaxItemLayout
@@ -38,7 +38,10 @@ def _move_chunks(box: PlacedChunks, first_file: int) -> PlacedChunks:
 def _move_location(location: ChunkedLocation, first_file: int) -> ChunkedLocation:
     """Return a location in files with numbers from `first_file` on."""
     placement = location.placement
-    # The chunks of an item without files of single chunks are placed in groups.
-    assert isinstance(placement, StridedPlacement)
-    moved = replace(placement, file=placement.file + first_file)
-    return replace(location, placement=moved)
+    if isinstance(placement, StridedPlacement):
+        moved = replace(placement, file=placement.file + first_file)
+        return replace(location, placement=moved)
+    places: dict[tuple[int, ...], tuple[int, int]] = {}
+    for index, (file, offset) in placement.chunks.items():
+        places[index] = (file + first_file, offset)
+    return replace(location, placement=ExplicitPlacement(places))

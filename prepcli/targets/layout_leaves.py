@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 from prepcli.errors import PrepError
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
+from prepcli.planning.layout_scales import LayoutScale, bind_scale
 from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source, SourceTensor
@@ -67,8 +68,10 @@ def whole_leaf_location(leaf: LayoutLeaf, *, file: int, offset: int, dtype: str)
     return ChunkedLocation(axis_map, stacked_indices, grid, placement, itemsize(dtype))
 
 
-def find_layout_scales(source: Source, layout: str, tensors: Collection[str]) -> dict[str, int]:
-    """Return the tensors with a scale in the tree of another library: values divided by a square root.
+def find_layout_scales(
+    source: Source, layout: str, tensors: Collection[str]
+) -> dict[str, LayoutScale]:
+    """Return the tensors with a scale in the tree of another library.
 
     Args:
         source: The opened source.
@@ -76,14 +79,14 @@ def find_layout_scales(source: Source, layout: str, tensors: Collection[str]) ->
         tensors: Names of the tensors to write.
 
     Returns:
-        Name of the tensor -> the number under the square root.
+        Name of the tensor -> its scale.
     """
     sizes = source.family.sizes(source.config)
-    scales: dict[str, int] = {}
+    scales: dict[str, LayoutScale] = {}
     for row in _layout_rows(source, layout, tensors).values():
-        if row.scale_atom:
+        if row.scale:
             names = (name for name, _ in bind_row(row, sizes).tensors())
-            scales |= dict.fromkeys(names, sizes[row.scale_atom])
+            scales |= dict.fromkeys(names, bind_scale(row.scale, sizes))
     return scales
 
 

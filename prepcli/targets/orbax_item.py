@@ -19,6 +19,7 @@ from prepcli.planning.chunk_placement import (
     place_chunks,
 )
 from prepcli.planning.grids import ChunkGrid
+from prepcli.planning.item_storage import CHUNK_FILE_STORAGES, ZARR3_STORAGES, Storage
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
 from prepcli.planning.quantization_leaves import (
     QUANTIZATION,
@@ -145,7 +146,7 @@ def make_item(
     vocab_size: int,
     partitioning: Partitioning,
     dtype: str | None = None,
-    has_chunk_files: bool = False,
+    storage: Storage = "ocdbt",
 ) -> OrbaxItemLayout:
     """Lay out the leaves of an item, including the leaves of a training state.
 
@@ -156,7 +157,7 @@ def make_item(
         vocab_size: Vocabulary rows in the item.
         partitioning: Mesh and rules that determine the chunks.
         dtype: Dtype of the parameters, or None to keep their dtypes.
-        has_chunk_files: Write each chunk to a file of its own, `LEAF/INDEX`, without OCDBT.
+        storage: Storage of the raw chunks.
 
     Returns:
         The layout of the item.
@@ -169,7 +170,7 @@ def make_item(
     # Moments and other state keep their dtypes.
     source = source.cast(dtype)
     uses = _leaf_uses(source, match, axis_maps, vocab_size)
-    return lay_out_uses(source, uses, partitioning, has_chunk_files=has_chunk_files)
+    return lay_out_uses(source, uses, partitioning, storage=storage)
 
 
 def lay_out_uses(
@@ -177,7 +178,7 @@ def lay_out_uses(
     uses: Iterable[LeafUse],
     partitioning: Partitioning,
     *,
-    has_chunk_files: bool = False,
+    storage: Storage = "ocdbt",
 ) -> OrbaxItemLayout:
     """Lay out the leaves of an item.
 
@@ -185,7 +186,7 @@ def lay_out_uses(
         source: The opened source, with the dtypes of the output.
         uses: Each tensor with its leaf.
         partitioning: Mesh and rules that determine the chunks.
-        has_chunk_files: Write each chunk to a file of its own, `LEAF/INDEX`, without OCDBT.
+        storage: Storage of the raw chunks.
 
     Returns:
         The layout of the item.
@@ -227,13 +228,7 @@ def lay_out_uses(
             "no tensor has elements",
             GET_AGAIN_HINT,
         )
-    if has_chunk_files:
-        _check_folder_names(leaves)
-        layout = place_chunk_files(piece for _, piece in pieces)
-        files = _chunk_files(layout)
-    else:
-        layout = place_chunks(piece for _, piece in pieces)
-        files = _data_files(layout.file_sizes)
+    layout, files = _place_in_files([piece for _, piece in pieces], storage)
     regions: dict[str, tuple[ChunkedLocation, ...]] = {}
     # `place_chunks` returns one region per piece in the same order. A tensor has one per leaf that uses it.
     for (name, _), region in zip(pieces, layout.regions):
@@ -242,6 +237,22 @@ def lay_out_uses(
     dtypes = {tensor.name: tensor.dtype for tensor in source.all_tensors}
     output_leaves = tuple(_output_leaves(source, leaves, layout))
     return OrbaxItemLayout(output_leaves, files, regions, specs, dtypes)
+
+
+def _place_in_files(
+    pieces: Sequence[LeafPiece], storage: Storage
+) -> tuple[ChunkLayout, tuple[OutputFile, ...]]:
+    """Return the location of each chunk, and the files.
+
+    Raises:
+        UsageError: A leaf cannot be stored in a folder of its name.
+    """
+    if storage not in CHUNK_FILE_STORAGES:
+        layout = place_chunks(pieces)
+        return layout, _data_files(layout.file_sizes)
+    _check_folder_names({piece.leaf_name for piece in pieces}, storage)
+    layout = place_chunk_files(pieces)
+    return layout, _chunk_files(layout, uses_zarr3=storage in ZARR3_STORAGES)
 
 
 def _output_leaves(
@@ -276,13 +287,13 @@ def item_streams(
     return build_streams(source, targets, resize=resize, compared=compared)
 
 
-def _check_folder_names(leaves: Iterable[str]) -> None:
+def _check_folder_names(leaves: Iterable[str], storage: Storage) -> None:
     """Raise UsageError for a leaf with a name that cannot be the name of its folder."""
     for name in leaves:
         is_too_long = len(name.encode()) > MAX_FILE_NAME_NBYTES
         if is_too_long or "/" in name or "\0" in name:
             raise usage_error(
-                text("{} cannot store {}", Option("storage", "files"), quote_name(name)),
+                text("{} cannot store {}", Option("storage", storage), quote_name(name)),
                 f"a folder name has at most {MAX_FILE_NAME_NBYTES} bytes, and no slash",
                 text("{} has no such limit", Option("storage", "ocdbt")),
             )
@@ -512,12 +523,13 @@ def _data_files(file_sizes: Sequence[int]) -> tuple[OutputFile, ...]:
     return tuple(files)
 
 
-def _chunk_files(layout: ChunkLayout) -> tuple[OutputFile, ...]:
+def _chunk_files(layout: ChunkLayout, *, uses_zarr3: bool) -> tuple[OutputFile, ...]:
     """Return the files of single chunks, by number."""
     paths: dict[int, str] = {}
     for leaf, boxes in layout.placed_chunks.items():
         for box in boxes:
-            paths[box.placement.file] = chunk_file_path(leaf, box.first)
+            path = chunk_file_path(leaf, box.first, uses_zarr3=uses_zarr3)
+            paths[box.placement.file] = path
     files: list[OutputFile] = []
     for number, size in enumerate(layout.file_sizes):
         files.append(OutputFile(paths[number], size))

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from prepcli.planning.plan import DroppedTensor, Fill, Locations, RootScale, Stream
+from prepcli.planning.layout_scales import LayoutScale
+from prepcli.planning.plan import DroppedTensor, Fill, Locations, Stream
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION, QUANTIZATION_RULE
 from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, TRAINING_STATE_RULE, split_name
 from prepcli.planning.tensor_match import TensorMatch, vocab_tensors
@@ -29,7 +30,7 @@ class TensorTarget:
     writes: Locations
     rows: int
     dtype: str = ""
-    scale: RootScale | None = None
+    scale: LayoutScale | None = None
 
     def cast_dtype(self, tensor: SourceTensor) -> str:
         """Return the target dtype of a cast, or empty if it keeps its dtype."""
@@ -162,6 +163,7 @@ def _vocab_streams(
         tensor.placement,
         target.writes,
         cast_to=cast,
+        scale=target.scale,
     )
     yield true_stream
     kept_rows = resize.copied_rows(tensor, target.rows)
@@ -196,6 +198,8 @@ def _filled_stream(true_stream: Stream, rows: Range, fill: Fill) -> Stream:
         reads=(),
         fill=fill,
         cast_to="",
+        # An export fills with zeros. A root keeps them.
+        scale=None,
     )
 
 

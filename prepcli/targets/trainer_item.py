@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prepcli.formats.levanter import LEVANTER_MODEL_ROOT
 from prepcli.formats.manifest import EXPORTED_STEP
 from prepcli.formats.orbax import STATE_ITEMS
+from prepcli.planning.item_storage import Storage
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.layout_leaves import find_layout_leaves
 from prepcli.targets.orbax_item import LeafUse, OrbaxItemLayout, Partitioning, lay_out_uses
@@ -59,7 +60,12 @@ TRAINER_ITEMS = {
 
 
 def lay_out_trainer_item(
-    source: Source, tensors: Sequence[SourceTensor], *, layout: str, vocab_size: int
+    source: Source,
+    tensors: Sequence[SourceTensor],
+    *,
+    layout: str,
+    vocab_size: int,
+    storage: Storage,
 ) -> OrbaxItemLayout:
     """Lay out the tensors of a source as the leaves of a trainer's item, in chunks of bounded size.
 
@@ -68,13 +74,14 @@ def lay_out_trainer_item(
         tensors: The tensors to write, with the dtypes of the output.
         layout: Name of the layout.
         vocab_size: Vocabulary rows in the output.
+        storage: Storage of the chunks.
 
     Raises:
         PrepError: A tensor has no leaf in the layout, or a leaf has no tensor.
     """
     uses = list(trainer_item_uses(source, tensors, layout=layout, vocab_size=vocab_size))
     # No rule applies without a mesh.
-    return lay_out_uses(source, uses, Partitioning(mesh=None, rules=DEFAULT_RULES))
+    return lay_out_uses(source, uses, Partitioning(mesh=None, rules=DEFAULT_RULES), storage=storage)
 
 
 def trainer_item_uses(

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from prepcli.engine.blobs import Blob, MemoryBlob
+from prepcli.planning.item_storage import Storage
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.state_names import identity_axis_map, qualify
 from prepcli.sources.adam_state import NUM_UPDATES, STEP, AdamSettings, AdamState
@@ -146,6 +147,7 @@ def lay_out_item_state(
     *,
     layout: str,
     vocab_size: int,
+    storage: Storage,
 ) -> OrbaxItemLayout:
     """Lay out parameters and training state as the leaves of a trainer's item.
 
@@ -156,6 +158,7 @@ def lay_out_item_state(
         tree: Leaves of the state.
         layout: Name of the layout.
         vocab_size: Vocabulary rows in the output.
+        storage: Storage of the chunks.
 
     Raises:
         PrepError: A parameter has no leaf in the layout, or a leaf has no parameter.
@@ -177,7 +180,10 @@ def lay_out_item_state(
     for leaf, tensor in others.items():
         state_uses.append(LeafUse(tensor, leaf, identity_axis_map(leaf, tensor.shape)))
     lay_out = partial(
-        lay_out_uses, source, partitioning=Partitioning(mesh=None, rules=DEFAULT_RULES)
+        lay_out_uses,
+        source,
+        partitioning=Partitioning(mesh=None, rules=DEFAULT_RULES),
+        storage=storage,
     )
     place = TRAINER_ITEMS[layout]
     if place.state_item:

@@ -127,7 +127,9 @@ def test_race_loads_every_byte_once(race: Race, loader: str):
 def test_load_after_a_kill_sends_bytes_twice(race: Race):
     row = run_race(race, "TensorStore, item", 1, ROWS, kill=True)
     assert row.error == ""
-    assert row.traffic.repeated_nbytes >= race.weights_nbytes // 4
+    assert row.again_nbytes is not None
+    assert row.again_nbytes >= race.weights_nbytes // 4
+    assert row.traffic.repeated_nbytes < race.weights_nbytes // 4
 
 
 def test_loader_that_fails_is_a_row_with_its_error(race: Race):
@@ -142,12 +144,19 @@ def test_load_ends_before_memory_is_exhausted(race: Race, monkeypatch: pytest.Mo
     assert "the machine has no more" in row.error
 
 
+def test_load_ends_beyond_its_memory_limit(race: Race):
+    row = run_race(
+        dataclasses.replace(race, max_nbytes=1 << 20), "TensorStore, item", 1, ROWS, kill=False
+    )
+    assert row.error == "killed: it took more than 1.0 MiB"
+
+
 def test_peak_of_a_short_load_is_at_least_the_start(monkeypatch: pytest.MonkeyPatch):
     """A load of less than SAMPLE_S has no sample."""
-    sampler = load_race.MemorySampler([])
+    sampler = load_race.MemorySampler([], max_nbytes=10)
     monkeypatch.setattr(sampler, "sample", lambda: 5)
     with sampler:
-        pass
+        sampler.mark_start()
     assert sampler.start_nbytes == sampler.peak_nbytes == 5
 
 
@@ -159,5 +168,15 @@ def test_other_values_are_an_error(race: Race):
 
 def test_table_is_at_most_80_columns_wide():
     traffic = Traffic(requests=99999, nbytes=8000, repeated_nbytes=7000)
-    row = RaceRow("TensorStore, item", 8, COLUMNS, 1000.0, traffic, 1000, 9 << 34, 0, 0)
+    row = RaceRow(
+        "TensorStore, item",
+        8,
+        COLUMNS,
+        seconds=1000.0,
+        cpu_s=1000.0,
+        traffic=traffic,
+        weights_nbytes=1000,
+        peak_nbytes=9 << 34,
+        again_nbytes=900,
+    )
     assert max(map(len, race_text([row]).splitlines())) <= 80

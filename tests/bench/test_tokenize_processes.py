@@ -16,8 +16,8 @@ def test_shares_make_the_store_of_all_files(tmp_path: Path, monkeypatch: pytest.
     write_files(tmp_path, 100_000)
     lines = [path.read_text().splitlines() for path in sorted((tmp_path / FILES).iterdir())]
     assert len(lines) == N_FILES
-    assert make_share(tmp_path, 0, 2) is None
-    meta = make_share(tmp_path, 1, 2)
+    assert make_share(tmp_path, tmp_path / FILES, 0, 2) is None
+    meta = make_share(tmp_path, tmp_path / FILES, 1, 2)
     assert meta is not None
     assert meta == read_store_meta(tmp_path)
     assert meta.n_documents == sum(map(len, lines))

@@ -74,6 +74,8 @@ def settings(config: dict[str, Any], item: str, layout: str) -> dict[str, object
         values["use_qk_norm"] = True
     if model_type == "qwen2":
         values["attention_bias"] = True
+    if model_type.startswith("gemma"):
+        values |= gemma_settings(config)
     if model_type == "mixtral":
         values |= {"num_experts": config["num_local_experts"], "num_experts_per_tok": 2}
         values |= {"megablox": False, "sparse_matmul": False}
@@ -83,6 +85,31 @@ def settings(config: dict[str, Any], item: str, layout: str) -> dict[str, object
         values |= {"megablox": False, "sparse_matmul": False, "norm_topk_prob": True}
         values["base_mlp_dim"] = config["moe_intermediate_size"]
         values["base_moe_mlp_dim"] = config["moe_intermediate_size"]
+    return values
+
+
+def gemma_settings(config: dict[str, Any]) -> dict[str, object]:
+    """Return the settings of a Gemma 2 or 3."""
+    values: dict[str, object] = {
+        "mlp_activations": '["gelu","linear"]',
+        "logits_via_embedding": True,
+        "normalize_embedding_logits": True,
+        "sliding_window_size": config["sliding_window"],
+        "use_post_attn_norm": True,
+        "use_post_ffw_norm": True,
+    }
+    if config["model_type"] == "gemma2":
+        # A layer of MaxText has two layers of the model.
+        values["base_num_decoder_layers"] = config["num_hidden_layers"] // 2
+        values["attn_logits_soft_cap"] = config["attn_logit_softcapping"]
+        values["final_logits_soft_cap"] = config["final_logit_softcapping"]
+        return values
+    # MaxText takes the scale of the scores from the name of the model.
+    values |= {"model_name": "gemma3-4b", "override_model_config": True, "decoder_block": "gemma3"}
+    rope = config["rope_parameters"]
+    values["rope_max_timescale"] = int(rope["full_attention"]["rope_theta"])
+    values["local_rope_max_timescale"] = int(rope["sliding_attention"]["rope_theta"])
+    values["rope_linear_scaling_factor"] = 1.0
     return values
 
 

@@ -6,13 +6,16 @@ with serving_objects({"bucket/folder/file": b"…"}) as store:
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import format_datetime
+from functools import partial
 from io import BytesIO
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
@@ -27,6 +30,8 @@ CONDITIONS = ("If-None-Match", "If-Match", "x-goog-if-generation-match")
 # the object is stored.
 WRITE_FAULTS = ("busy", "limit", "cut", "lost-answer")
 FAULT_STATUSES = {"busy": 503, "limit": 429}
+# Faults of requests other than PUT and GET of an object.
+OTHER_FAULTS = WRITE_FAULTS
 # Maximum number of objects in one answer to a listing.
 PAGE_OBJECTS = 7
 
@@ -49,14 +54,26 @@ class FakeObjectStore:
     time: datetime = START
     # Faults of writes, each of WRITE_FAULTS.
     write_faults: FaultInjector = field(default_factory=lambda: FaultInjector(kinds=WRITE_FAULTS))
+    # Faults of listings, and of HEAD, POST and DELETE requests.
+    other_faults: FaultInjector = field(default_factory=lambda: FaultInjector(kinds=OTHER_FAULTS))
+    # Numbers of multipart uploads.
+    upload_numbers: Iterator[int] = field(default_factory=itertools.count)
+    # Seconds before each answer.
+    delay_s: float = 0.0
     # Object and number of bytes of each write that arrived, also of refused ones.
     received: list[tuple[str, int]] = field(default_factory=list)
+    # The writes among `received` that changed no object: by a fault, or by a condition (412).
+    refused: list[tuple[str, int]] = field(default_factory=list)
+    # Object of each write that was stored. A multipart upload is stored once.
+    stored: list[str] = field(default_factory=list)
     # Number of requests that are being answered.
     num_running: int = 0
     # Listings do not show objects with this text in their key.
     unlisted: str = "\0"
     # Whether the last part of each multipart upload is lost.
     forgets_parts: bool = False
+    # Whether the answer to the completion of each multipart upload is lost.
+    loses_completions: bool = False
     # Whether the store supports writes that depend on the version of the object.
     has_conditions: bool = True
     # Generation and time of the last write of each object.
@@ -81,6 +98,7 @@ class FakeObjectStore:
         """Store an object as a new generation."""
         newest = max((generation for generation, _ in self.versions.values()), default=1)
         self.objects[key], self.versions[key] = content, (newest + 1, self.time)
+        self.stored.append(key)
 
     def objects_below(self, prefix: str) -> dict[str, bytes]:
         """Return the objects below a prefix, by the rest of their keys."""
@@ -149,19 +167,38 @@ class _Handler(loopback.Handler):
         }
         line = f"{self.command} {key}"
         self.fake.requests.append(line)
+        time.sleep(self.fake.delay_s)
         if self.fake.failing_requests in line and self.fake.stall:
             loopback.stall(self, self.fake.stall)
         elif self.fake.failing_requests in line:
             self._send(self.fake.status, b"<Error><Code>AccessDenied</Code></Error>")
-        elif self.command in ("GET", "HEAD"):
-            self._list(key.rstrip("/"), query) if "list-type" in query else self._read(key)
+        elif self.command == "PUT":
+            self.fake.received.append((key, nbytes))
+            faults = self.fake.write_faults
+            is_refused = self._answer_with_faults(faults, partial(self._write, key, query, body))
+            if is_refused:
+                self.fake.refused.append((key, nbytes))
+        elif self.command == "GET" and "list-type" not in query:
+            self._read(key)
+        else:
+            self._answer_with_faults(
+                self.fake.other_faults, partial(self._answer_other, key, query, body)
+            )
+
+    def _answer_other(self, key: str, query: dict[str, str], body: bytes) -> None:
+        """Answer a listing, or a HEAD, POST or DELETE request."""
+        if "list-type" in query:
+            self._list(key.rstrip("/"), query)
+        elif self.command == "HEAD":
+            self._read(key)
+        elif self.command == "DELETE" and "uploadId" in query:
+            is_known = self.fake.parts.pop(query["uploadId"], None) is not None
+            self._send(204 if is_known else 404, b"")
         elif self.command == "DELETE":
             self.fake.objects.pop(key, None)
             self._send(204, b"")
         elif "delete" in query:
             self._delete_objects(key.rstrip("/"), body)
-        elif self.command == "PUT":
-            self._write_with_faults(key, query, body)
         else:
             self._multipart(key, query)
 
@@ -214,22 +251,24 @@ class _Handler(loopback.Handler):
                 span = send_range(self, data, self.fake.faults.next_fault(), fields)
                 self.fake.sent.append(SentRange(key, *span))
 
-    def _write_with_faults(self, key: str, query: dict[str, str], body: bytes) -> None:
-        """Store an object, or do what the next fault says."""
-        self.fake.received.append((key, len(body)))
-        fault = self.fake.write_faults.next_fault()
+    def _answer_with_faults(self, faults: FaultInjector, answer: Callable[[], object]) -> bool:
+        """Answer a request, or do what the next fault says. Return whether it was refused or cut before."""
+        fault = faults.next_fault()
         if fault in FAULT_STATUSES:
             self._send(FAULT_STATUSES[fault], b"<Error><Code>SlowDown</Code></Error>")
-        elif fault == "cut":
+            return True
+        if fault == "cut":
             self._cut()
-        elif fault == "lost-answer":
+            return True
+        if fault == "lost-answer":
             answers = self.wfile
             self.wfile = BytesIO()
-            self._write(key, query, body)
+            answer()
             self.wfile = answers
             self._cut()
-        else:
-            self._write(key, query, body)
+            return False
+        answer()
+        return False
 
     def _cut(self) -> None:
         """Close the connection without an answer."""
@@ -254,6 +293,7 @@ class _Handler(loopback.Handler):
             generation, _ = self.fake.version(key)
             self._send(200, b"", {"ETag": etag(body), "x-goog-generation": str(generation)})
         else:
+            self.fake.refused.append((key, len(body)))
             self._send(412, b"<Error><Code>PreconditionFailed</Code></Error>")
 
     def _allows(self, key: str, conditions: Mapping[str, str]) -> bool:
@@ -269,15 +309,22 @@ class _Handler(loopback.Handler):
     def _multipart(self, key: str, query: dict[str, str]) -> None:
         """Start an upload in parts, or complete it."""
         if "uploads" in query:
-            upload = str(len(self.fake.parts))
+            upload = str(next(self.fake.upload_numbers))
             self.fake.parts[upload] = {}
             name = f"<Bucket>b</Bucket><Key>{escape(key)}</Key><UploadId>{upload}</UploadId>"
             xml = f"<InitiateMultipartUploadResult>{name}</InitiateMultipartUploadResult>"
+        elif query["uploadId"] not in self.fake.parts:
+            # The upload was completed by an earlier request, whose answer was lost.
+            self._send(404, b"<Error><Code>NoSuchUpload</Code></Error>")
+            return
         else:
             parts = self.fake.parts.pop(query["uploadId"])
             if self.fake.forgets_parts:
                 parts.popitem()
             self.fake.store(key, b"".join(parts[number] for number in sorted(parts)))
+            if self.fake.loses_completions:
+                self._cut()
+                return
             known = escape(etag(self.fake.objects[key]))
             xml = f"<CompleteMultipartUploadResult><ETag>{known}</ETag></CompleteMultipartUploadResult>"
         self._send(200, xml.encode())

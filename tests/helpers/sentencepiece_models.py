@@ -26,8 +26,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(kind: Kind) -> bytes:
-    """Return a model with the settings of LLaMA (BPE with bytes) or of T5 (unigram), or with whole words."""
+def train(kind: Kind, **settings: Any) -> bytes:
+    """Return a model with the settings of LLaMA (BPE with bytes) or of T5 (unigram), or with whole words.
+
+    Further settings are those of the trainer of SentencePiece.
+    """
     special = {"bpe": {"byte_fallback": True}, "unigram": {"pad_id": 3}, "word": {}}
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -37,7 +40,7 @@ def train(kind: Kind) -> bytes:
         vocab_size=40 if kind == "word" else 400,
         hard_vocab_limit=False,
         minloglevel=2,
-        **special[kind],
+        **(special[kind] | settings),
     )
     return model.getvalue()
 

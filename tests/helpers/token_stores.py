@@ -13,8 +13,4 @@ def fill(writer: TokenWriter) -> None:
     """Append three documents, one of them empty."""
     writer.append(np.array([1, 2, 3], np.uint32))
     writer.append(np.array([], np.uint32))
-    writer.append(np.array([7], np.uint32))
-    writer.end_document()
-    writer.end_document()
-    writer.append(np.array([5], np.uint32))
-    writer.end_document()
+    writer.append(np.array([7, 5], np.uint32), ends=[1, 1, 2])

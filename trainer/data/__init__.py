@@ -12,8 +12,8 @@ The parts, in the order in which data passes through them:
    and for an encoder (`source`).
 4. `records` reads files through a reader and a builder into one stream of examples, starting at any
    file. `ReadPosition` in `examples` says how far a run came.
-5. `encode` tokenizes examples into `EncodedDocument`s (ids and loss weights), in batches and in
-   threads, and appends them to a store.
+5. `encode` tokenizes batches of examples into `EncodedBatch`es (ids and loss weights) in threads, and
+   appends them to a store.
 6. `store_writer` writes them to a token store, under another name until the store is complete.
    `store` reads it. A store serves all sequence lengths and batch sizes. `store_journal` records
    the contents of an incomplete one for a later run. `document_rows` stores the documents of each

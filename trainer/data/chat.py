@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.column_values import check_columns, messages_value
+from trainer.data.column_values import COLUMN_HINT, check_columns, messages_value
 from trainer.data.example_settings import (
     ExampleSettings,
     begin_segments,
@@ -14,7 +14,7 @@ from trainer.data.example_settings import (
 )
 from trainer.data.examples import Example, Segment
 from trainer.data.readers.reader import DataPiece, Record
-from trainer.models.errors import Key, PrepError, Text
+from trainer.models.errors import PrepError
 from trainer.models.json_types import JsonObject
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class ChatBuilder:
         """
         assert isinstance(piece, Record)
         column = self._settings.fields
-        check_columns(piece, [column], hint=Text(Key("data.fields", "COLUMN", is_override=True)))
+        check_columns(piece, [column], hint=COLUMN_HINT)
         messages = messages_value(piece, column)
         text, spans = self._renderer.render(messages, piece.place)
         if spans is None:

@@ -12,10 +12,11 @@ import numpy.typing as npt
 from trainer.data.examples import TokenIds
 from trainer.data.readers.reader import Record
 from trainer.files.json_values import json_type_name
-from trainer.models.errors import PrepError
+from trainer.models.errors import Key, PrepError, Text
 from trainer.models.json_types import JsonObject, JsonValue
 
 LINE_HINT = "fix or remove the line"
+COLUMN_HINT = Text(Key("data.fields", "COLUMN", is_override=True))
 IDS_HINT = "pass a list of token ids, or base64 of little-endian int32 values"
 
 

@@ -9,7 +9,8 @@ A folder in the store, named by a digest of all inputs of the rows:
 - `ends.bin`: end of each row in the pieces (int64, little-endian).
 - `rows.json`: `RowsMeta`, with the XXH3-128 digests of the other files.
 
-Earlier versions of prep ignore the folder.
+If these files may take more than MAX_INDEX_NBYTES, the folder has the compact files of `window_rows` instead. Earlier
+versions of prep ignore the folder.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import xxhash
 from trainer.data.document_packing import (
     BLOCK_DOCUMENTS,
     WINDOW,
+    DocumentRows,
     MakeRows,
     PackedRows,
     collect_rows,
@@ -46,6 +48,14 @@ from trainer.data.store import (
     file_digest,
 )
 from trainer.data.store_writer import HashingFile, lock_cache, publish_folder, remove_folder
+from trainer.data.window_rows import (
+    ASSIGNMENTS_FILE,
+    WINDOW_DTYPE,
+    WINDOWS_FILE,
+    RowCounts,
+    WindowRows,
+    write_windows,
+)
 from trainer.files.json_values import load_json
 from trainer.files.reading import read_regular_file
 from trainer.files.writing import fsync_path, write_file
@@ -61,6 +71,9 @@ LENGTHS_FILE = "lengths.bin"
 ENDS_FILE = "ends.bin"
 META_FILE = "rows.json"
 DTYPES = {STARTS_FILE: np.dtype("<i8"), LENGTHS_FILE: np.dtype("<i4"), ENDS_FILE: np.dtype("<i8")}
+COMPACT_DTYPES = {WINDOWS_FILE: WINDOW_DTYPE, ASSIGNMENTS_FILE: np.dtype("u1")}
+# Above this size of all files, rows are stored in the compact form, where reading a row takes longer.
+MAX_INDEX_NBYTES = 1 << 30
 # Fewer documents take less than a second, so no message is shown.
 MIN_NOTE_DOCUMENTS = 1_000_000
 
@@ -87,8 +100,24 @@ class RowsMeta:
     max_length: int
     digests: Mapping[str, str]
 
-    def n_items(self, name: str) -> int:
-        """Return the number of items of a file."""
+    @property
+    def is_compact(self) -> bool:
+        """Whether the files are those of `window_rows`."""
+        return self.digests.keys() == COMPACT_DTYPES.keys()
+
+    @property
+    def dtypes(self) -> Mapping[str, np.dtype[Any]]:
+        """Dtype of the items of each file."""
+        if self.is_compact:
+            return COMPACT_DTYPES
+        return DTYPES
+
+    def n_items(self, name: str) -> int | None:
+        """Return the number of items of a file. None for a file of any size."""
+        if name == ASSIGNMENTS_FILE:
+            return None
+        if name == WINDOWS_FILE:
+            return -(-self.n_pieces // WINDOW)
         if name == ENDS_FILE:
             return self.n_rows
         return self.n_pieces
@@ -107,7 +136,7 @@ def make_rows(tokens: MappedTokens, packing: str) -> PackedRows:
 
 def stored_rows(
     store: Path, meta: StoreMeta, tokens: MappedTokens, packing: str, *, target: Path, note: Note
-) -> PackedRows:
+) -> DocumentRows:
     """Return the stored rows of a token store. Compute missing or damaged ones.
 
     Several processes may do so at the same time. If the rows cannot be written, they are made in
@@ -139,7 +168,7 @@ def stored_rows(
         return make_rows(tokens, packing)
 
 
-def open_rows(store: Path, meta: StoreMeta, tokens: MappedTokens, packing: str) -> PackedRows:
+def open_rows(store: Path, meta: StoreMeta, tokens: MappedTokens, packing: str) -> DocumentRows:
     """Return rows stored or checked by another process. Compute missing ones in memory."""
     try:
         folder = store / rows_identity(meta, packing, tokens.seq_length)
@@ -166,7 +195,7 @@ def rows_identity(meta: StoreMeta, packing: str, seq_length: int) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
-def read_rows(folder: Path, tokens: MappedTokens, *, checks_digests: bool = True) -> PackedRows:
+def read_rows(folder: Path, tokens: MappedTokens, *, checks_digests: bool = True) -> DocumentRows:
     """Map stored rows into memory.
 
     Args:
@@ -187,6 +216,8 @@ def read_rows(folder: Path, tokens: MappedTokens, *, checks_digests: bool = True
         raise
     except (OSError, PrepError) as error:
         raise _damaged_rows_error(folder, str(error)) from error
+    if meta.is_compact:
+        return WindowRows(arrays, tokens, meta.packing)
     return PackedRows(
         starts=arrays[STARTS_FILE],
         lengths=arrays[LENGTHS_FILE],
@@ -202,11 +233,14 @@ def _map_arrays(
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of rows by file name."""
     arrays: dict[str, npt.NDArray[Any]] = {}
-    for name, dtype in DTYPES.items():
+    for name, dtype in meta.dtypes.items():
         path = folder / name
+        nbytes = path.stat().st_size
         n_items = meta.n_items(name)
-        if path.stat().st_size != n_items * dtype.itemsize:
-            raise _damaged_rows_error(folder, f"{name} has {path.stat().st_size:,} bytes")
+        if n_items is None:
+            n_items = nbytes
+        if nbytes != n_items * dtype.itemsize:
+            raise _damaged_rows_error(folder, f"{name} has {nbytes:,} bytes")
         if checks_digests and file_digest(path) != meta.digests[name]:
             raise _damaged_rows_error(folder, f"{name} differs from its digest")
         # A plain array: each slice of a memmap creates another object of that class, which is slow.
@@ -228,13 +262,27 @@ def _check_settings(
     """
     if meta.seq_length != tokens.seq_length:
         raise _damaged_rows_error(folder, f"{META_FILE} has rows of {meta.seq_length:,} tokens")
-    if checks_lengths and meta.max_length != int(arrays[LENGTHS_FILE].max()):
+    if meta.is_compact:
+        _check_windows(folder, meta, arrays)
+    elif checks_lengths and meta.max_length != int(arrays[LENGTHS_FILE].max()):
         raise _damaged_rows_error(folder, f"{META_FILE} has pieces of {meta.max_length:,} tokens")
+
+
+def _check_windows(folder: Path, meta: RowsMeta, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Raise DamagedStoreError if `rows.json` or the assignments contradict the windows."""
+    windows = arrays[WINDOWS_FILE]
+    if (int(windows["row_end"][-1]), int(windows["max_length"].max())) != (
+        meta.n_rows,
+        meta.max_length,
+    ):
+        raise _damaged_rows_error(folder, f"{META_FILE} differs from {WINDOWS_FILE}")
+    if int(windows["assignment_end"][-1]) != len(arrays[ASSIGNMENTS_FILE]):
+        raise _damaged_rows_error(folder, f"{ASSIGNMENTS_FILE} is cut off")
 
 
 def _read_valid_rows(
     folder: Path, tokens: MappedTokens, note: Note = lambda text: None
-) -> PackedRows | None:
+) -> DocumentRows | None:
     """Return stored rows, or None if they are missing or damaged. Report damage to `note`."""
     try:
         return read_rows(folder, tokens)
@@ -267,37 +315,48 @@ def _build_rows(folder: Path, tokens: MappedTokens, packing: str, note: Note) ->
 
 def _write_rows(folder: Path, identity: str, tokens: MappedTokens, packing: str) -> None:
     """Write the files of rows durably."""
-    n_pieces = n_rows = max_length = 0
+    write = _write_pieces
+    dtypes: Mapping[str, np.dtype[Any]] = DTYPES
+    if _max_nbytes(tokens) > MAX_INDEX_NBYTES:
+        write = write_windows
+        dtypes = COMPACT_DTYPES
     with contextlib.ExitStack() as stack:
-        opened = {name: stack.enter_context((folder / name).open("xb")) for name in DTYPES}
+        opened = {name: stack.enter_context((folder / name).open("xb")) for name in dtypes}
         files = {name: HashingFile(file, xxhash.xxh3_128()) for name, file in opened.items()}
-        for block in DOCUMENT_ROWS[packing](
-            document_end_blocks(tokens, BLOCK_DOCUMENTS), tokens.seq_length
-        ):
-            arrays = {
-                STARTS_FILE: block.pieces.starts,
-                LENGTHS_FILE: block.pieces.lengths,
-                ENDS_FILE: block.ends,
-            }
-            for name, array in arrays.items():
-                files[name].write(array.astype(DTYPES[name]).tobytes())
-            n_pieces += len(block.pieces.lengths)
-            n_rows += len(block.ends)
-            max_length = max(max_length, int(block.pieces.lengths.max()))
+        counts = write(files, tokens, packing)
         digests = {name: file.digest() for name, file in files.items()}
-    meta = RowsMeta(
-        identity,
-        packing,
-        tokens.seq_length,
-        n_pieces=n_pieces,
-        n_rows=n_rows,
-        max_length=max_length,
-        digests=digests,
-    )
-    for name in DTYPES:
+    meta = RowsMeta(identity, packing, tokens.seq_length, **asdict(counts), digests=digests)
+    for name in dtypes:
         fsync_path(folder / name)
     # Last, after the other files are durable: it also makes the names in the folder durable.
     write_file(folder / META_FILE, json.dumps(asdict(meta), indent=1).encode() + b"\n")
+
+
+def _max_nbytes(tokens: MappedTokens) -> int:
+    """Return an upper bound of the bytes of rows that are not compact."""
+    # A document of n tokens has at most n // seq_length + 1 pieces, and each row at least one piece.
+    n_pieces = tokens.n_documents + tokens.n_blocks
+    return n_pieces * sum(dtype.itemsize for dtype in DTYPES.values())
+
+
+def _write_pieces(
+    files: Mapping[str, HashingFile], tokens: MappedTokens, packing: str
+) -> RowCounts:
+    """Write the pieces of all rows."""
+    counts = RowCounts()
+    ends = document_end_blocks(tokens, BLOCK_DOCUMENTS)
+    for block in DOCUMENT_ROWS[packing](ends, tokens.seq_length):
+        arrays = {
+            STARTS_FILE: block.pieces.starts,
+            LENGTHS_FILE: block.pieces.lengths,
+            ENDS_FILE: block.ends,
+        }
+        for name, array in arrays.items():
+            files[name].write(array.astype(DTYPES[name]).tobytes())
+        counts.n_pieces += len(block.pieces.lengths)
+        counts.n_rows += len(block.ends)
+        counts.max_length = max(counts.max_length, int(block.pieces.lengths.max()))
+    return counts
 
 
 def _parse_meta(folder: Path, data: bytes) -> RowsMeta:
@@ -307,7 +366,10 @@ def _parse_meta(folder: Path, data: bytes) -> RowsMeta:
         meta = RowsMeta(**{key.name: values[key.name] for key in fields(RowsMeta)})
         numbers = (meta.seq_length, meta.n_pieces, meta.n_rows, meta.max_length)
         is_valid = all(type(number) is int and number > 0 for number in numbers)
-        is_valid &= isinstance(meta.digests, dict) and meta.digests.keys() == DTYPES.keys()
+        is_valid &= isinstance(meta.digests, dict) and meta.digests.keys() in (
+            DTYPES.keys(),
+            COMPACT_DTYPES.keys(),
+        )
     except (ValueError, TypeError, KeyError):
         raise _damaged_rows_error(folder, f"{META_FILE} is malformed") from None
     if not is_valid or meta.identity != folder.name:

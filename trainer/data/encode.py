@@ -28,18 +28,19 @@ Weights: TypeAlias = int | npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EncodedDocument:
-    """Tokens of a document, or of a part of one.
+class EncodedBatch:
+    """Tokens of consecutive examples.
 
     Attributes:
-        ids: Token ids.
+        ids: Token ids of all documents, one document after the other.
         weights: Loss weight of each token as a target, 0 or 1, uint8. None if all are 1.
-        ends_document: Whether the document ends with them.
+        ends: End of each complete document in `ids`. Tokens after the last end are the first part of a
+            document of the next batch.
     """
 
     ids: TokenIds
     weights: npt.NDArray[np.uint8] | None
-    ends_document: bool
+    ends: npt.NDArray[np.int64]
 
 
 def batch_examples(examples: Iterable[Example]) -> Iterator[list[Example]]:
@@ -62,8 +63,8 @@ def batch_examples(examples: Iterable[Example]) -> Iterator[list[Example]]:
         yield batch
 
 
-def encode_batch(batch: Sequence[Example], tokenizer: TextTokenizer) -> Iterator[EncodedDocument]:
-    """Yield the documents of each example: its source, if it has one, then its target.
+def encode_batch(batch: Sequence[Example], tokenizer: TextTokenizer) -> EncodedBatch:
+    """Return the tokens of examples. The source of an example is a document before its target.
 
     Args:
         batch: The examples.
@@ -72,21 +73,27 @@ def encode_batch(batch: Sequence[Example], tokenizer: TextTokenizer) -> Iterator
     Raises:
         PrepError: The tokenizer fails.
     """
-    # All segments of the batch are encoded by one call of the library, which spreads them over the
-    # cores. Then each document takes as many results as it has segments.
-    documents: list[tuple[tuple[Segment, ...], bool]] = []
+    # One call of the library encodes all segments of the batch, and spreads them over the cores. Python
+    # does constant work per segment, and NumPy the rest.
     segments: list[Segment] = []
+    document_ends: list[int] = []
     for example in batch:
-        for document in _example_documents(example):
-            documents.append(document)
-            segments += document[0]
-    encoded = iter(_encode_segments(segments, tokenizer))
-    for parts, ends_document in documents:
-        pairs = [next(encoded) for _ in parts]
-        ids = NO_IDS
-        if pairs:
-            ids = np.concatenate([ids for ids, _ in pairs])
-        yield EncodedDocument(ids, _join_weights(pairs), ends_document)
+        if example.source is not None:
+            segments += example.source
+            document_ends.append(len(segments))
+        segments += example.target
+        if example.ends_document:
+            document_ends.append(len(segments))
+    encoded = list(_encode_segments(segments, tokenizer))
+    # E.g. segments of 3, 1 and 2 tokens have the bounds [0, 3, 4, 6]. Documents that end after 2 and 3
+    # segments have the ends [4, 6].
+    lengths = np.array([len(ids) for ids, _ in encoded], np.int64)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    return EncodedBatch(
+        np.concatenate([NO_IDS, *(ids for ids, _ in encoded)]),
+        _join_weights([weights for _, weights in encoded], lengths),
+        bounds[document_ends],
+    )
 
 
 def _encode_segments(
@@ -138,20 +145,18 @@ def span_weights(
     return weights
 
 
-def _example_documents(example: Example) -> Iterator[tuple[tuple[Segment, ...], bool]]:
-    """Yield the segments of each document of an example, and whether the document ends after them."""
-    if example.source is not None:
-        yield example.source, True
-    yield example.target, example.ends_document
-
-
-def _join_weights(pairs: Sequence[tuple[TokenIds, Weights]]) -> npt.NDArray[np.uint8] | None:
+def _join_weights(
+    weights: Sequence[Weights], lengths: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint8] | None:
     """Return the loss weight of each token of segments, or None if all are 1."""
-    if all(isinstance(weights, int) and weights for _, weights in pairs):
+    if all(isinstance(value, int) and value for value in weights):
         return None
-    return np.concatenate(
-        [np.broadcast_to(np.asarray(weights, np.uint8), ids.shape) for ids, weights in pairs]
-    )
+    joined = np.empty(lengths.sum(), np.uint8)
+    ends = np.cumsum(lengths).tolist()
+    starts = [0, *ends]
+    for start, end, value in zip(starts, ends, weights):
+        joined[start:end] = value
+    return joined
 
 
 # The `tokenizers` library spreads the texts of a batch over all cores (RAYON_NUM_THREADS limits
@@ -167,8 +172,8 @@ Batch: TypeAlias = list[Example]
 
 def encode_batches(
     batches: Iterable[Batch], tokenizer: TextTokenizer
-) -> Generator[tuple[Batch, list[EncodedDocument]], None, None]:
-    """Yield batches of examples with their documents, in order.
+) -> Generator[tuple[Batch, EncodedBatch], None, None]:
+    """Yield batches of examples with their tokens, in order.
 
     Batches are read ahead by a constant number, so errors do not depend on the speed of the
     threads.
@@ -181,10 +186,10 @@ def encode_batches(
         PrepError: The tokenizer fails.
     """
     executor = ThreadPoolExecutor(ENCODE_THREADS, "encode")
-    pending: deque[tuple[Batch, Future[list[EncodedDocument]]]] = deque()
+    pending: deque[tuple[Batch, Future[EncodedBatch]]] = deque()
     try:
         for batch in batches:
-            pending.append((batch, executor.submit(_encode_documents, batch, tokenizer)))
+            pending.append((batch, executor.submit(encode_batch, batch, tokenizer)))
             if len(pending) > BATCHES_AHEAD:
                 yield _take_first(pending)
         while pending:
@@ -193,16 +198,12 @@ def encode_batches(
         executor.shutdown(cancel_futures=True)
 
 
-def _encode_documents(batch: Batch, tokenizer: TextTokenizer) -> list[EncodedDocument]:
-    return list(encode_batch(batch, tokenizer))
-
-
 def _take_first(
-    pending: deque[tuple[Batch, Future[list[EncodedDocument]]]],
-) -> tuple[Batch, list[EncodedDocument]]:
-    """Remove the first batch, wait for its documents, and return both."""
-    batch, documents = pending.popleft()
-    return batch, documents.result()
+    pending: deque[tuple[Batch, Future[EncodedBatch]]],
+) -> tuple[Batch, EncodedBatch]:
+    """Remove the first batch, wait for its tokens, and return both."""
+    batch, encoded = pending.popleft()
+    return batch, encoded.result()
 
 
 # Yields the examples of a dataset starting at a file, and calls its second argument with the start
@@ -239,11 +240,8 @@ def fill_store(
     examples = read(position.start, starts.append)
     missing = itertools.islice(examples, position.n_examples - position.start.n_examples, None)
     progress(position.nbytes, writer.n_tokens)
-    for batch, documents in encode_batches(batch_examples(missing), tokenizer):
-        for document in documents:
-            writer.append(document.ids, document.weights)
-            if document.ends_document:
-                writer.end_document()
+    for batch, encoded in encode_batches(batch_examples(missing), tokenizer):
+        writer.append(encoded.ids, encoded.weights, ends=encoded.ends)
         # Before the commit: no journal records tokens that the model does not have.
         tokenizer.check_in_vocab(writer.max_id, vocab)
         position = _position_after(position, batch, starts)

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from trainer.data.chat import ChatBuilder
-from trainer.data.column_values import check_columns, ids_value, text_value
+from trainer.data.column_values import COLUMN_HINT, check_columns, ids_value, text_value
 from trainer.data.example_settings import (
     ExampleSettings,
     begin_segments,
@@ -32,6 +32,8 @@ from trainer.recipe.field_grammar import (
 )
 
 FIELDS_HINT = 'such as "[question], answer"'
+PAIR_HINT = Text(Key("data.fields", "[SOURCE], TARGET", is_override=True))
+FIELDS_COLUMN_HINT = Text(Key("data.fields_from_example", "COLUMN", is_override=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +106,11 @@ class CompiledFields:
     def build(self, piece: DataPiece) -> Example:
         """Return the example of a record. Raise PrepError if a column is missing or invalid."""
         assert isinstance(piece, Record)
-        fields = "COLUMN"
-        if self.source is not None:
-            fields = "[SOURCE], TARGET"
-        hint = Text(Key("data.fields", fields, is_override=True))
-        check_columns(piece, self.columns, hint=hint)
         source = None
-        if self.source is not None:
+        if self.source is None:
+            check_columns(piece, self.columns, hint=COLUMN_HINT)
+        else:
+            check_columns(piece, self.columns, hint=PAIR_HINT)
             source = tuple(part.segment(piece) for part in self.source)
         target = tuple(part.segment(piece) for part in self.target)
         return Example(target, piece.nbytes, source=source)
@@ -301,8 +301,7 @@ class _RecordFieldsBuilder:
     def build(self, piece: DataPiece) -> Example:
         assert isinstance(piece, Record)
         column = self.settings.fields_from_example
-        hint = Text(Key("data.fields_from_example", "COLUMN", is_override=True))
-        check_columns(piece, [column], hint=hint)
+        check_columns(piece, [column], hint=FIELDS_COLUMN_HINT)
         text = text_value(piece, column)
         try:
             return _compile_text(text, self.settings, self.vocab).build(piece)

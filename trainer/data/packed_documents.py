@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.data.document_packing import PackedRows
+from trainer.data.document_packing import DocumentRows
 from trainer.data.document_rows import make_rows
 from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, check_rows, packed_columns
 from trainer.data.store import MappedTokens
@@ -29,7 +29,7 @@ class DocumentDataset:
     """
 
     tokens: MappedTokens
-    rows: PackedRows
+    rows: DocumentRows
     has_segments: bool
     first_row: int
     n_rows: int

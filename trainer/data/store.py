@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from trainer.data.document_packing import PackedRows
+from trainer.data.document_packing import DocumentRows
 from trainer.data.files import io_error
 from trainer.files.json_values import load_json
 from trainer.files.reading import open_regular_file, read_regular_file
@@ -32,7 +32,7 @@ DOCUMENTS_FILE = "documents.bin"
 WEIGHTS_FILE = "weights.bin"
 META_FILE = "meta.json"
 # uint64, because a store may have more than 2^32 tokens.
-DOCUMENT_END_NBYTES = 8
+DOCUMENT_END_DTYPE = np.dtype("<u8")
 DIGEST_READ_NBYTES = 4 << 20
 # The possible sets of file names in `digests`: of an earlier version, without and with loss weights.
 DIGEST_NAMES = (
@@ -86,7 +86,7 @@ class MappedTokens:
     identity: str
     seq_length: int
     weights: npt.NDArray[np.uint8] | None = None
-    rows: PackedRows | None = None
+    rows: DocumentRows | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -118,8 +118,8 @@ def document_end_blocks(tokens: MappedTokens, n_documents: int) -> Iterator[npt.
             and isinstance(tokens.ends.base, mmap)
             and tokens.ends.filename
         ):
-            offset = tokens.ends.offset + low * DOCUMENT_END_NBYTES
-            ends = np.fromfile(tokens.ends.filename, "<u8", count, offset=offset)
+            offset = tokens.ends.offset + low * DOCUMENT_END_DTYPE.itemsize
+            ends = np.fromfile(tokens.ends.filename, DOCUMENT_END_DTYPE, count, offset=offset)
         else:
             ends = tokens.ends[low : low + count]
         yield ends.astype(np.int64)
@@ -173,7 +173,7 @@ def file_sizes(meta: StoreMeta) -> dict[str, int]:
     """Return the bytes of each file of a store, without its metadata."""
     sizes = {
         TOKENS_FILE: meta.n_tokens * np.dtype(meta.dtype).itemsize,
-        DOCUMENTS_FILE: meta.n_documents * DOCUMENT_END_NBYTES,
+        DOCUMENTS_FILE: meta.n_documents * DOCUMENT_END_DTYPE.itemsize,
     }
     if meta.has_weights:
         sizes[WEIGHTS_FILE] = meta.n_tokens
@@ -228,7 +228,7 @@ def map_tokens(folder: Path, meta: StoreMeta, seq_length: int) -> MappedTokens:
     # A map costs no memory of its own: the pages belong to the page cache, all processes of a host
     # share them, and the system may drop them at any time. The digests were checked on opening.
     ids = _map_array(folder / TOKENS_FILE, little_endian(meta.dtype), meta.n_tokens)
-    ends = _map_array(folder / DOCUMENTS_FILE, np.dtype("<u8"), meta.n_documents)
+    ends = _map_array(folder / DOCUMENTS_FILE, DOCUMENT_END_DTYPE, meta.n_documents)
     weights = None
     if meta.has_weights:
         weights = _map_array(folder / WEIGHTS_FILE, np.dtype(np.uint8), meta.n_tokens)

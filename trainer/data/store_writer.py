@@ -29,7 +29,7 @@ from trainer.data.partial_folders import (
     writer_has_ended,
 )
 from trainer.data.store import (
-    DOCUMENT_END_NBYTES,
+    DOCUMENT_END_DTYPE,
     DOCUMENTS_FILE,
     META_FILE,
     TOKENS_FILE,
@@ -99,12 +99,20 @@ class TokenWriter:
         self.n_documents = meta.n_documents
         self.max_id = meta.max_id
 
-    def append(self, ids: TokenIds, weights: npt.NDArray[np.uint8] | None = None) -> None:
-        """Append ids to the current document.
+    def append(
+        self,
+        ids: TokenIds,
+        weights: npt.NDArray[np.uint8] | None = None,
+        *,
+        ends: npt.ArrayLike = (),
+    ) -> None:
+        """Append ids. The first ones continue the current document.
 
         Args:
             ids: The ids.
             weights: Loss weight of each as a target, 0 or 1. None if all are 1.
+            ends: End of each complete document in `ids`. E.g. ids [5, 2, 7] with the ends [2] complete a
+                document, and begin the next one.
         """
         self._files[TOKENS_FILE].write(ids.astype(little_endian(self.dtype)).tobytes())
         if WEIGHTS_FILE in self._files:
@@ -113,16 +121,14 @@ class TokenWriter:
             self._files[WEIGHTS_FILE].write(weights.tobytes())
         else:
             assert weights is None
-        # A document may be appended in many parts. Only `end_document` makes it one, so a store that is
-        # cut off between two parts continues the document.
+        # Ids after the last end belong to no document yet, so a store that is cut off between two parts
+        # of a document continues it.
+        document_ends = np.asarray(ends, np.uint64) + np.uint64(self.n_tokens)
+        self._files[DOCUMENTS_FILE].write(document_ends.astype(DOCUMENT_END_DTYPE).tobytes())
         self.n_tokens += len(ids)
+        self.n_documents += len(document_ends)
         if len(ids):
             self.max_id = max(self.max_id, int(ids.max()))
-
-    def end_document(self) -> None:
-        """End the current document."""
-        self._files[DOCUMENTS_FILE].write(self.n_tokens.to_bytes(DOCUMENT_END_NBYTES, "little"))
-        self.n_documents += 1
 
     def append_documents(
         self, tokens: MappedTokens, *, max_id: int, first_token: int = 0, first_document: int = 0
@@ -145,7 +151,7 @@ class TokenWriter:
                 self._files[WEIGHTS_FILE].write(tokens.weights[part].tobytes())
         for low in range(first_document, tokens.n_documents, COPY_TOKENS):
             ends = tokens.ends[low : low + COPY_TOKENS] + shift
-            self._files[DOCUMENTS_FILE].write(ends.astype("<u8").tobytes())
+            self._files[DOCUMENTS_FILE].write(ends.astype(DOCUMENT_END_DTYPE).tobytes())
         self.n_tokens += tokens.n_tokens - first_token
         self.n_documents += tokens.n_documents - first_document
         self.max_id = max(self.max_id, max_id)

@@ -21,8 +21,13 @@ In braces, and in the terms:
 
 If an atom in braces is missing on the left side, there is one leaf per index of it.
 
-A row of another library's tree may end with `/ sqrt(a)`: its leaf has the values of the tensor divided by the square
-root of the size of `a`. No I/O, no jax.
+A row of another library's tree may end with a change of values, `RowScale`:
+
+- `/ sqrt(a)`: the leaf has the values of the tensor divided by the square root of the size of `a`.
+- `* float32(sqrt(a))`: the values are multiplied by the root, rounded to a dtype.
+- `+ 1`: 1 is added to the values.
+
+No I/O, no jax.
 
 `row_text.parse_row` makes a `ParsedAxisMap` of the text, without sizes. `bind_row` adds the sizes. Two layers,
 four heads, two heads of keys, and three elements per head:
@@ -170,17 +175,31 @@ class NamePattern:
 
 
 @dataclass(frozen=True, slots=True)
-class ParsedAxisMap:
-    """The axis map as written, before its axes have sizes.
+class RowScale:
+    """Change of the values of a tensor in its leaf, written at the end of a row.
 
-    `scale_atom` is the atom in `/ sqrt(a)` at the end of the row, or "" if the leaf has the tensor's own values.
+    Attributes:
+        atom: Named axis with its size under the square root, or "" without a root.
+        power: 1 for a division by the root, -1 for a multiplication.
+        root_dtype: Dtype of the rounded root, or "".
+        offset: Number to add to the values.
     """
+
+    atom: str = ""
+    power: int = 1
+    root_dtype: str = ""
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedAxisMap:
+    """The axis map as written, before its axes have sizes. `scale` is None if the leaf has the tensor's own values."""
 
     text: str
     leaf_dims: AtomDims
     name_parts: tuple[str | NamePattern, ...]
     source_dims: tuple[SourceDim, ...]
-    scale_atom: str = ""
+    scale: RowScale | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,13 +347,15 @@ def number_tensors(row: ParsedAxisMap, numbers: Mapping[str, Sequence[int]]) -> 
 
     Args:
         row: The axis map without sizes.
-        numbers: Atom -> number in the tensor names for each of its indices, e.g. the layers 3 and 4
+        numbers: Atom or index list -> number in the tensor names for each of its indices, e.g. the layers 3 and 4
             for the first two indices of `sparse_layers`.
     """
     parts: list[str | NamePattern] = []
     for part in row.name_parts:
-        if isinstance(part, NamePattern) and part.terms[0].atom in numbers:
-            part = replace(part, numbers=tuple(numbers[part.terms[0].atom]))
+        if isinstance(part, NamePattern):
+            key = part.index_list or part.terms[0].atom
+            if key in numbers:
+                part = replace(part, numbers=tuple(numbers[key]))
         parts.append(part)
     return replace(row, name_parts=tuple(parts))
 

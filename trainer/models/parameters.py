@@ -113,6 +113,7 @@ class TreeLayout:
         non_parameters: Ends of the paths of further leaves, which are not parameters.
         state_keys: First keys of other entries, in trees with the parameters at the top.
         follows_prefix: Whether the paths of a base model, saved without its head, lack the family's prefix.
+        layer_numbers: Named axis (atom) or index list of some layers -> the numbers of these layers.
     """
 
     parameters: Mapping[str, Parameter]
@@ -124,6 +125,7 @@ class TreeLayout:
     non_parameters: tuple[str, ...] = ()
     state_keys: tuple[str, ...] = ()
     follows_prefix: bool = False
+    layer_numbers: Callable[[HFConfig], Mapping[str, Sequence[int]]] = lambda config: {}
 
     def resolve_alias(self, path: str) -> str:
         """Return the path of a leaf in the spelling of `parameters`.
@@ -383,11 +385,12 @@ def layout_rows(
         PrepError: The tensors of a row and of its alternate both exist.
     """
     rows: dict[str, ParsedAxisMap] = {}
+    numbers = layout.layer_numbers(config)
     for path, parameter in active_parameters(layout.parameters, config):
         if tensors:
-            rows[path] = _select_form(parameter, sizes, {}, tensors)
+            rows[path] = _select_form(parameter, sizes, numbers, tensors)
         else:
-            rows[path] = parse_row(parameter.row)
+            rows[path] = number_tensors(parse_row(parameter.row), numbers)
     if stack_axis_index is None:
         return rows
     return dict(

@@ -12,6 +12,7 @@ from trainer.models.axis_map import (
     AtomDims,
     NamePattern,
     ParsedAxisMap,
+    RowScale,
     SourceDim,
     Term,
     row_error,
@@ -36,14 +37,14 @@ def parse_row(text: str) -> ParsedAxisMap:
     if text.count("<-") != 1 or ":" not in text.partition("<-")[2]:
         raise row_error(text, "it is not of the form `leaf dims <- name: tensor dims`")
     left, right = text.split("<-")
-    right, _, scale = right.partition(" / ")
+    right, scale = _split_scale(right)
     tensor = parse_tensor(text, right)
     row = ParsedAxisMap(
         text=text,
         leaf_dims=_parse_leaf_dims(text, left),
         name_parts=tensor.name_parts,
         source_dims=tensor.dims,
-        scale_atom=_parse_scale(text, scale),
+        scale=_parse_scale(text, scale),
     )
     _check_atoms(row)
     return row
@@ -92,14 +93,30 @@ def parse_tensor(row: str, tensor: str) -> ParsedTensor:
     )
 
 
-def _parse_scale(text: str, scale: str) -> str:
-    """Return the atom of the scale `sqrt(ATOM)`, or "" without a scale."""
-    if not scale:
-        return ""
-    match = re.fullmatch(r"sqrt\((\w+)\)\s*", scale)
+def _split_scale(right: str) -> tuple[str, str]:
+    """Split the right side of a row into its tensor and its scale.
+
+    >>> _split_scale("w: heads head_dim / sqrt(head_dim)")
+    ('w: heads head_dim', '/ sqrt(head_dim)')
+    """
+    match = re.search(r" [/*+] .*$", right)
     if match is None:
-        raise row_error(text, f"its scale `{scale.strip()}` is not of the form `sqrt(atom)`")
-    return match[1]
+        return right, ""
+    return right[: match.start()], match[0].strip()
+
+
+def _parse_scale(text: str, scale: str) -> RowScale | None:
+    """Parse the scale of a row. None without a scale."""
+    if not scale:
+        return None
+    if match := re.fullmatch(r"/ sqrt\((\w+)\)", scale):
+        return RowScale(match[1])
+    if match := re.fullmatch(r"\* (float32|bfloat16)\(sqrt\((\w+)\)\)", scale):
+        return RowScale(match[2], power=-1, root_dtype=match[1])
+    if match := re.fullmatch(r"\+ (\d+)", scale):
+        return RowScale(offset=int(match[1]))
+    forms = "`/ sqrt(atom)`, `* float32(sqrt(atom))` or `+ 1`"
+    raise row_error(text, f"its scale `{scale}` is not of the form {forms}")
 
 
 def _parse_leaf_dims(text: str, dims: str) -> AtomDims:

@@ -26,8 +26,9 @@ from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.untrusted import quote_name, read_small_file
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
 from prepcli.planning.grids import ExplicitPlacement, Placement, StridedPlacement
+from prepcli.planning.layout_scales import LayoutScale, recorded_scale, scaled_digests
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
-from prepcli.planning.plan import DroppedTensor, RootScale, SourceFile
+from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
@@ -36,8 +37,8 @@ from prepcli.sources.openers.orbax_state import (
     MomentTrees,
     add_item_state,
     match_moment_trees,
-    moment_powers,
     moment_scales,
+    scaled_moments,
 )
 from prepcli.sources.openers.state_item import with_state_item
 from prepcli.sources.remote_blobs import with_remote_blobs
@@ -72,7 +73,7 @@ from trainer.models.parameters import Family
 MAX_OPEN_FILES = 200
 # Rule that drops texts and empty containers.
 NO_ARRAY_RULE = "not an array"
-NO_SCALES: Mapping[str, RootScale] = MappingProxyType({})
+NO_SCALES: Mapping[str, LayoutScale] = MappingProxyType({})
 # Small files of a model, in a folder that may contain unrelated files.
 MODEL_FILES = {
     *(
@@ -206,7 +207,7 @@ def _open_foreign_item(
     else:
         match_trees = partial(_match_trees, family, config, display_name, hints, manifest)
         tree, moments = match_trees(leaves)
-        if hints.keeps_scales and manifest is not None and manifest.lost_values:
+        if manifest is not None and _keeps_scales(hints, manifest):
             scale_records = manifest.scales
             _check_scales(tree, moments, scale_records, display_name)
         elif tree.scales:
@@ -237,6 +238,13 @@ def _open_foreign_item(
     if hints.remote is not None:
         source = with_remote_blobs(source, hints.remote)
     return add_item_state(source, moments, leaves, scale_records)
+
+
+def _keeps_scales(hints: SourceHints, manifest: Manifest) -> bool:
+    """Return whether to read the scaled values of an output as they are stored."""
+    if hints.kept_scales == "rounded":
+        return manifest.lost_values > 0
+    return hints.kept_scales == "all" and bool(manifest.scales)
 
 
 def _model_files(config_path: Path | None) -> tuple[Path, ...]:
@@ -300,7 +308,7 @@ def _find_foreign_config(
 
 def _root_scales(
     tree: ForeignTree, manifest: Manifest | None, display_name: str
-) -> dict[str, RootScale]:
+) -> dict[str, LayoutScale]:
     """Return the scale of each leaf with one.
 
     Raises:
@@ -309,8 +317,12 @@ def _root_scales(
     manifest = manifest or NO_MANIFEST
     records = manifest.scales
     if manifest.lost_values:
-        number = next(iter(tree.scales.values()))
-        why = f"its layout divides by the square root of {number}, which changed {manifest.lost_values:,} values"
+        lossy = {
+            recorded_scale(record).description: None
+            for record in records.values()
+            if record["lost"]
+        }
+        why = f"its layout {' and '.join(lossy)}, which changed {manifest.lost_values:,} values"
         hint = text(
             "read the model that it was made from; {} checks the stored values",
             Command("verify", display_name),
@@ -319,7 +331,7 @@ def _root_scales(
     names = [tree.names.full_name(name) for name in tree.scaled_tensors]
     significant = {records[name]["significant"] for name in names if name in records}
     dtype = significant.pop() if len(significant) == 1 else ""
-    return {leaf: RootScale(number, dtype) for leaf, number in tree.scales.items()}
+    return {leaf: replace(scale, significant=dtype) for leaf, scale in tree.scales.items()}
 
 
 def _check_scales(
@@ -329,13 +341,13 @@ def _check_scales(
     display_name: str,
 ) -> None:
     """Raise DamagedError if a manifest records other scales than its layout has."""
-    powers = dict.fromkeys(map(tree.names.full_name, tree.scaled_tensors), 1)
-    powers |= moment_powers(moments)
-    numbers = set(tree.scales.values())
+    scales = {tree.names.full_name(name): scale for name, scale in tree.scaled_tensors.items()}
+    scales |= scaled_moments(moments)
     for name, record in records.items():
-        if powers.get(name) != record.get("power", 1) or record["sqrt"] not in numbers:
+        recorded = recorded_scale(record)
+        if scales.get(name) != recorded:
             what = f"the manifest of {display_name} records another scale than its layout has"
-            why = f"{quote_name(name)} is divided by the square root of {record['sqrt']}"
+            why = f"the values of {quote_name(name)} are said to be {recorded.formula}"
             raise DamagedError(what, why, GET_AGAIN_HINT)
 
 
@@ -347,7 +359,7 @@ def _with_recorded_digests(
     for tensor in tree.tensors:
         name = tree.names.full_name(tensor.name)
         if name in scale_records:
-            digests = ((0, tensor.shape[0], scale_records[name]["digest"]),)
+            digests = scaled_digests(scale_records[name], tensor.shape[0])
         else:
             digests = recorded_digests(manifest.tensors, name)
         tensors.append(replace(tensor, digests=digests))
@@ -391,7 +403,7 @@ def _watched_files(item: OrbaxItem) -> tuple[Path, ...]:
 
 
 def stored_leaves(
-    item: OrbaxItem, scales: Mapping[str, RootScale] = NO_SCALES
+    item: OrbaxItem, scales: Mapping[str, LayoutScale] = NO_SCALES
 ) -> tuple[tuple[Path | Blob, ...], dict[str, StoredLeaf]]:
     """Return what the bytes of an item are read from, and its leaves.
 

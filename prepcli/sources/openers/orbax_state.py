@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.planning.layout_scales import LayoutScale, scaled_digests
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
-from prepcli.planning.plan import DroppedTensor, RootScale
+from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, qualify
 from prepcli.sources.adam_state import (
     FIRST_MOMENT,
@@ -42,8 +43,8 @@ GRADIENT_STEP_LEAF = "opt_state.gradient_step"
 AVERAGE_ROOT = "model_averaging.model."
 AVERAGE_WEIGHT_LEAF = "model_averaging.tot_weight"
 AVERAGE_KEY = "model_averaging"
-# Powers of the parameters' scale. See `RootScale`.
-POWERS = {FIRST_MOMENT: -1, SECOND_MOMENT: -2, AVERAGE_SLOT: 1}
+# Orders of the moments. See `LayoutScale.of_moment`.
+ORDERS = {FIRST_MOMENT: 1, SECOND_MOMENT: 2}
 NO_SETTINGS = "settings of the optimizer"
 
 
@@ -60,26 +61,37 @@ class MomentTrees:
     state: str
 
 
-def moment_scales(moments: MomentTrees | None) -> dict[str, RootScale]:
+def moment_scales(moments: MomentTrees | None) -> dict[str, LayoutScale]:
     """Return the scale of each leaf of a moment with one. Empty without moments."""
-    scales: dict[str, RootScale] = {}
+    scales: dict[str, LayoutScale] = {}
     if moments is None:
         return scales
     for slot, tree in moments.trees.items():
-        for leaf, number in tree.scales.items():
-            scales[leaf] = RootScale(number, power=POWERS[slot])
+        for leaf, parameter_scale in tree.scales.items():
+            scale = _slot_scale(slot, parameter_scale)
+            if scale:
+                scales[leaf] = scale
     return scales
 
 
-def moment_powers(moments: MomentTrees | None) -> dict[str, int]:
-    """Return the power of the parameters' scale in each scaled moment, by its name in a manifest."""
-    powers: dict[str, int] = {}
+def scaled_moments(moments: MomentTrees | None) -> dict[str, LayoutScale]:
+    """Return the scale of each moment with one, by its name in a manifest. Empty without moments."""
+    scales: dict[str, LayoutScale] = {}
     if moments is None:
-        return powers
+        return scales
     for slot, tree in moments.trees.items():
-        for name in tree.scaled_tensors:
-            powers[qualify(slot, tree.names.full_name(name))] = POWERS[slot]
-    return powers
+        for name, parameter_scale in tree.scaled_tensors.items():
+            scale = _slot_scale(slot, parameter_scale)
+            if scale:
+                scales[qualify(slot, tree.names.full_name(name))] = scale
+    return scales
+
+
+def _slot_scale(slot: str, parameter_scale: LayoutScale) -> LayoutScale | None:
+    """Return the scale of a slot, given that of the parameter. Averages have the scale of the parameter."""
+    if slot == AVERAGE_SLOT:
+        return parameter_scale
+    return parameter_scale.of_moment(ORDERS[slot])
 
 
 def match_moment_trees(
@@ -242,7 +254,7 @@ def _moment_tensors(
             name = tree.names.full_name(tensor.name)
             digests = recorded_digests(records, name)
             if qualify(slot, name) in scale_records:
-                digests = ((0, tensor.shape[0], scale_records[qualify(slot, name)]["digest"]),)
+                digests = scaled_digests(scale_records[qualify(slot, name)], tensor.shape[0])
             yield replace(tensor, name=qualify(slot, tensor.name), digests=digests)
 
 

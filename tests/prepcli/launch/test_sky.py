@@ -45,12 +45,15 @@ EVERY_OPTION: dict[str, object] = {
 SKY = shutil.which("sky")
 PARSER = """
 import json, sys, sky
+from sky.clouds.utils import gcp_utils
 task = sky.Task.from_yaml(sys.argv[1])
 (resources,) = task.resources
 print(json.dumps({
     "nodes": task.num_nodes,
     "spot": resources.use_spot,
     "accelerators": resources.accelerators,
+    "arguments": resources.accelerator_args,
+    "is_slice": gcp_utils.is_tpu_vm_pod(resources),
     "recovery": resources.job_recovery,
     "mounts": {path: storage.source for path, storage in task.storage_mounts.items()},
     "run": task.run,
@@ -137,9 +140,68 @@ def test_sky_node_ends_after_a_failed_setup_line(recorders: Path):
     assert (done.code, done.words_of("prep")) == (1, [])
 
 
-def test_sky_task_rejects_devices_of_no_accelerator():
-    with pytest.raises(UsageError, match="is missing"):
-        task_of(JOB, {"devices_per_node": 8})
+def test_hosts_of_a_tpu_slice_divide_a_conversion(recorders: Path):
+    """SkyPilot starts the command on each host of one node, and counts the hosts as nodes."""
+    script = task_of(LaunchJob(command=EXPORT, name="job"), {"accelerator": "tpu-v5p-32"})["run"]
+    hosts = [f"10.0.0.{i}" for i in range(4)]
+    done = run_script(
+        script,
+        recorders,
+        SKYPILOT_NODE_IPS="\n".join(hosts),
+        SKYPILOT_NUM_NODES="4",
+        SKYPILOT_NODE_RANK="3",
+    )
+    place = {"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+    assert done.variables_of("prep").items() >= place.items()
+
+
+def test_hosts_of_a_tpu_slice_train_with_the_numbers_of_the_tpu():
+    assert "JAX_" not in task_of(JOB, {"accelerator": "tpu-v5p-32"})["run"]
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "runtime_version"),
+    [
+        ("tpu-v5p-32", "v2-alpha-tpuv5"),
+        ("tpu-v5litepod-16", "v2-alpha-tpuv5-lite"),
+        ("tpu-v4-8", "tpu-ubuntu2204-base"),
+    ],
+)
+def test_sky_task_has_the_software_of_a_tpu(accelerator: str, runtime_version: str):
+    resources = task_of(JOB, {"accelerator": accelerator})["resources"]
+    assert resources["accelerators"] == accelerator
+    assert resources["accelerator_args"] == {"runtime_version": runtime_version}
+
+
+@pytest.mark.parametrize(
+    ("values", "accelerators"),
+    [
+        ({"accelerator": "H100"}, "H100:1"),
+        ({"accelerator": "H100:8"}, "H100:8"),
+        ({"accelerator": "H100", "devices_per_node": 8}, "H100:8"),
+        ({"accelerator": "TPU-v5p-32:1"}, "tpu-v5p-32"),
+        ({"accelerator": "tpu-v5p-slice:4"}, "tpu-v5p-slice:4"),
+    ],
+)
+def test_sky_task_counts_accelerators(values: dict[str, object], accelerators: str):
+    assert task_of(JOB, values)["resources"]["accelerators"] == accelerators
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"devices_per_node": 8}, "is missing"),
+        ({"accelerator": "H100:8", "devices_per_node": 8}, "excludes"),
+        ({"accelerator": "H100:many"}, "is invalid"),
+        ({"accelerator": "H100:0"}, "is invalid"),
+        ({"accelerator": "tpu-v5p-32", "devices_per_node": 4}, "has no effect"),
+        ({"accelerator": "tpu-v5p-32:2"}, "is invalid"),
+        ({"bucket": "data"}, "is not a URL"),
+    ],
+)
+def test_sky_task_rejects_options_that_skypilot_misreads(values: dict[str, object], message: str):
+    with pytest.raises(UsageError, match=message):
+        task_of(JOB, values)
 
 
 @pytest.mark.parametrize("memory", ["900M", "1T", "many", "-1G"])
@@ -149,7 +211,7 @@ def test_sky_task_rejects_other_units_of_memory(memory: str):
 
 
 @pytest.mark.skipif(SKY is None, reason="needs sky")
-@pytest.mark.parametrize("values", [EVERY_OPTION, {}, {"accelerator": "tpu-v5p-8"}])
+@pytest.mark.parametrize("values", [EVERY_OPTION, {}, {"accelerator": "tpu-v5p-32"}])
 def test_skypilot_accepts_the_task(values: dict[str, object], tmp_path: Path):
     assert SKY is not None
     python = Path(SKY).read_text().partition("\n")[0].removeprefix("#!")
@@ -166,4 +228,7 @@ def test_skypilot_accepts_the_task(values: dict[str, object], tmp_path: Path):
     parsed = json.loads(done.stdout.splitlines()[-1])
     assert parsed["recovery"]["recover_on_exit_codes"] == [75]
     assert (parsed["nodes"], parsed["spot"]) == (values.get("nodes", 1), values.get("spot", False))
-    assert parsed["run"] == task_of(JOB, values, "a = 'b'\n")["run"]
+    task = task_of(JOB, values, "a = 'b'\n")
+    assert parsed["run"] == task["run"]
+    assert parsed["arguments"] == task["resources"].get("accelerator_args")
+    assert parsed["is_slice"] == ("accelerator_args" in task["resources"])

@@ -70,6 +70,26 @@ def test_pieces_are_added_and_removed_exactly(kind: models.Kind):
     run_ok("verify", "removed", "--chain")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_are_added_to_a_model_with_spaces_after_words(kind: models.Kind):
+    models.write_model(Path("m"), kind, padding=20)
+    data = models.train(kind, treat_whitespace_as_suffix=True)
+    Path("m", models.FILES[kind]).write_bytes(data)
+    before = models.load(data)
+    size = before.get_piece_size()
+    run_ok(*ADD, "--true-vocab", str(size), "--out", "added")
+    after = models.load(Path("added", models.FILES[kind]).read_bytes())
+    assert after.encode(TEXTS, out_type=int) == before.encode(TEXTS, out_type=int)
+    assert after.encode("fox<tool>dog").count(size) == 1
+    # The space after the text is no piece of the token.
+    pieces = [n for n in before.encode("<tool>") if n != before.piece_to_id("\u2581")]
+    table = read_tensors(Path("m"))[EMBEDDINGS[kind]]
+    mean = table[pieces].astype(np.float64).mean(axis=0).astype(np.float32)
+    np.testing.assert_array_equal(read_tensors(Path("added"))[EMBEDDINGS[kind]][size], mean)
+    run_ok("remove-tokens", "./added", "--out", "removed")
+    assert small_files("removed") == small_files("m")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_loads_the_pieces(kind: models.Kind):

@@ -420,7 +420,8 @@ def test_workers_write_one_output(site: StoreSite, home: Path):
     # Workers are new interpreters, so that objects have their usual size in all processes.
     report = finish(start_prep(*arguments, "--workers", "2", "--json", cwd=site.cwd))
     assert report["ok"], report
-    assert sum(line == LAST_WRITES[1] for line in site.store.requests) == 1
+    # Both processes may publish at the same time. The store refuses the second manifest.
+    assert site.store.stored.count("bucket/out/prep-manifest.json") == 1
     assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
 
 

@@ -69,6 +69,17 @@ def test_manifest_lists_every_file(kind: str):
     assert unlisted - data_files == {"prep-manifest.json"} | {CHECKSUMS_FILE} & files
 
 
+@pytest.mark.parametrize("layout", ["maxtext", "tunix", "levanter"])
+def test_flipped_checksum_of_a_trainer_export_is_found(
+    layout: str, capsys: pytest.CaptureFixture[str]
+):
+    run_ok("export", "init", "--layout", layout, "--out", "out")
+    flip_bit(Path("out", CHECKSUMS_FILE), 100)
+    for words in (("verify", "out"), ("verify", "out", "--quick"), ("verify", "out", "--chain")):
+        error = run_failing(capsys, 1, *words)
+        assert f"out/{CHECKSUMS_FILE} is damaged" in error
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_flipped_bit_in_any_listed_file_is_refused(kind: str, capsys: pytest.CaptureFixture[str]):
     draw, records = random.Random(kind), (read_manifest(Path(kind)) or NO_MANIFEST).files

@@ -36,7 +36,8 @@ REFUSED = [  # words after `prep launch slurm`; error, hint
     (["--", "save-init", ""], "CHECKPOINT is empty", ""),
     (["--", "save-int", "./model"], "unknown command `save-int`", "save-init"),
     (["--", "launch", "slurm", "recipe.toml"], "unknown command `launch`", ""),
-    (["--"], "unknown command ``", "prep --help"),
+    (["--"], "no command was given", "`prep launch slurm -- COMMAND ARGS`"),
+    (["save-init", "my model"], "`save-init` is a command", "slurm -- save-init 'my model'`"),
     ([], "no command was given", "`prep launch slurm -- COMMAND ARGS`"),
     (["--", "train"], "no recipe was given", "`prep train RECIPE`"),
     (["--", "train", "--force", "recipe.toml"], "the recipe must follow", "train recipe.toml"),
@@ -131,10 +132,51 @@ def test_tokens_need_a_folder(words: list[str], hint: str, capsys: pytest.Captur
     assert hint in " ".join(error.split())
 
 
+SKY_OUT = ["--out", "gs://models/a"]
+# Options of `prep launch sky`, its command, and the error
+SKY_REFUSED = [
+    ("--accelerator H100", "recipe.toml", "there are 1"),
+    ("--accelerator H100:4", "recipe.toml", "there are 4"),
+    ("--accelerator tpu-v5p-32", "recipe.toml", "`--accelerator tpu-v5p-16`"),
+    ("--accelerator tpu-v5p-6", "recipe.toml", "`--accelerator tpu-v5p-8`"),
+    ("--accelerator tpu-v5p-8 --nodes 2", "recipe.toml", "`prep launch gke`"),
+    ("--accelerator tpu-v5p-16 --nodes 2", "export gs://runs/a", "`--nodes 1`"),
+    ("--accelerator tpu-v5p-16", "inspect gs://runs/a", "remove `--accelerator`"),
+]
+
+
+@pytest.mark.parametrize(("options", "command", "error"), SKY_REFUSED)
+def test_sky_checks_the_job_against_its_machines(
+    options: str, command: str, error: str, capsys: pytest.CaptureFixture[str]
+):
+    words = command.split()
+    if words[0] == "recipe.toml":
+        words = ["train", *words]
+    if words[0] != "inspect":
+        words += SKY_OUT
+    printed = run_failing(capsys, USAGE, "launch", "sky", *options.split(), "--", *words)
+    assert error in " ".join(printed.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "command"),
+    [
+        ("--accelerator tpu-v5p-16", "train recipe.toml"),
+        ("--accelerator H100 --devices-per-node 4 --nodes 2", "train recipe.toml"),
+        ("--accelerator tpu-v9-16 --nodes 2", "train recipe.toml"),
+        ("--accelerator tpu-v5p-16", "export gs://runs/a"),
+        ("--accelerator tpu-v5p-8 --nodes 2", "export gs://runs/a"),
+    ],
+)
+def test_sky_starts_jobs_that_fit_their_machines(options: str, command: str):
+    words = [*options.split(), "--", *command.split(), *SKY_OUT]
+    assert main(["launch", "sky", *words]) == OK
+
+
 def test_tokens_in_a_bucket_are_refused(capsys: pytest.CaptureFixture[str]):
     command = ["tokenize", "recipe.toml", "--out", "gs://bucket/tokens"]
     error = run_failing(capsys, USAGE, "launch", "slurm", "--", *command)
-    assert "`--out gs://bucket/tokens` is a bucket" in error
+    assert "cannot write gs://bucket/tokens" in error
 
 
 def test_local_processes_convert_together(capsys: pytest.CaptureFixture[str]):

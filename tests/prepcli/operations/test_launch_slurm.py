@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from prepcli.formats.run_steps import saved_steps
 from tests.helpers import slurm
 from tests.helpers.killing import read_files
 from tests.helpers.launched_jobs import kill_share
+from tests.helpers.object_server import serve_objects
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import make_training_folder
-from tests.helpers.waiting import MAX_S
+from tests.helpers.waiting import MAX_S, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -137,6 +139,48 @@ def test_killed_task_of_an_array_is_requeued_alone(
         log = Path(f"save-init-{job}_{task}.log").read_text()
         assert (fields["Restarts"], fields["ExitCode"]) == (str(int(task == 1)), "0:0"), log
     assert read_files(Path("three")) == read_files(Path("one"))
+
+
+# Each task takes all cores of a node. No local file may have more than 1 MiB.
+BUCKET_PREP = f"""#!/bin/bash
+ulimit -f 1024
+exec {sys.executable} -m prepcli "$@"
+"""
+BIG = LLAMA | {"vocab_size": 16384, "hidden_size": 512, "num_hidden_layers": 2}
+
+
+def test_killed_host_is_requeued_and_completes_an_output_in_a_bucket(
+    cluster: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Two hosts without a shared folder for the output. The store is on the loopback interface."""
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(Path("model"), BIG)
+    write_program(Path("bin/prep"), BUCKET_PREP)
+    words = ["save-init", "model", "--mesh", "1,2,1"]
+    launch = ["launch", "slurm", "--array", "2", "--cpus", "2"]
+    launch += ["--setup", "export PATH=$PWD/bin:$PATH", "--submit", "--"]
+    with serve_objects() as store:
+        for name, value in (cluster | store.environment()).items():
+            monkeypatch.setenv(name, value)
+        assert main([*words, "--out", "gs://bucket/one", "--processes", "1/0"]) == OK
+        store.stored.clear()
+        # The requests are slow, so that the kill comes between two objects.
+        store.delay_s = 0.5
+        capsys.readouterr()
+        assert main([*launch, *words, "--out", "gs://bucket/two"]) == OK
+        job = capsys.readouterr().out.strip()
+        wait_until(lambda: any("two/d/" in key for key in store.stored))
+        kill_share(2, 1)
+        for task in (1, 0):
+            fields = slurm.wait_for_job(f"{job}_{task}", cluster, state="COMPLETED")
+            log = Path(f"save-init-{job}_{task}.log").read_text()
+            assert (fields["Restarts"], fields["ExitCode"]) == (str(int(task == 1)), "0:0"), log
+        assert store.objects_below("bucket/two/") == store.objects_below("bucket/one/")
+        sent = Counter(key for key in store.stored if ".prep" not in key)
+        assert set(sent.values()) == {1}
 
 
 @pytest.mark.parametrize("words", [["recipe.toml", "--nodes", "2"], ["--array", "3"]])

@@ -16,7 +16,6 @@ from safetensors.numpy import save_file
 import prepcli as prep
 from prepcli.errors import PrepError
 from prepcli.execution import execute
-from prepcli.formats.orbax import ArrayMeta
 from tests.helpers.llama_trees import read_init
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import error_lines, run_ok
@@ -26,9 +25,9 @@ from tests.helpers.tiny_checkpoints import (
     make_checkpoint,
     read_tensors,
 )
-from tests.helpers.trainer_trees import ITEMS, TREES, Leaves
+from tests.helpers.trainer_trees import ITEMS, TREES
 from tests.helpers.way_back import check_way_back
-from tests.helpers.zarr_items import StorageForm, write_zarr_item
+from tests.helpers.zarr_items import write_item
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -68,21 +67,11 @@ CASES = [
     *(("maxtext", model) for model in MODELS),
     *(("maxtext-unscanned", model) for model in ("llama3.1", "mixtral")),
 ]
-ZSTD = StorageForm(codec_names=("zstd",))
 
 
 @pytest.fixture(autouse=True)
 def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def write_item(folder: Path, leaves: Leaves) -> None:
-    """Write a tree as an Orbax item, without prep's writer and without a manifest."""
-    arrays: dict[ArrayMeta, np.ndarray] = {}
-    for name, leaf in leaves.items():
-        meta = ArrayMeta(tuple(name.split(".")), leaf.shape, str(leaf.dtype), leaf.shape)
-        arrays[meta] = np.ascontiguousarray(leaf)
-    write_zarr_item(folder, arrays, ZSTD)
 
 
 @pytest.mark.parametrize(("layout", "model"), CASES)

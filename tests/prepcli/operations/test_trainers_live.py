@@ -53,6 +53,8 @@ QWEN3_MOE = {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
+# A window shorter than the 12 tokens of the test.
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
 MAXTEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama3.1": ("llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -61,6 +63,8 @@ MAXTEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma3_text": ("gemma3_text", GEMMA | {"num_hidden_layers": 8}),
 }
 TUNIX_MODELS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": TUNIX_ROPE},
@@ -113,6 +117,8 @@ def make_model(model_type: str, changes: dict[str, Any]) -> np.ndarray:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
+        # MaxText rounds a tied head to bfloat16. A sum of 1 and a bfloat16 value is exact in float32.
+        parameter.data = parameter.data.bfloat16().float()
     model.save_pretrained("model")
     with torch.no_grad():
         return model(torch.arange(1, 13)[None]).logits.numpy()

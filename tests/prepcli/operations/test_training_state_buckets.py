@@ -16,7 +16,7 @@ from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS
 from tests.helpers.training_states import read_leaves, same_state
 
 HALF = STEPS // 2
-# MaxText divides the queries of most other families. prep reads these from local files only.
+# A family of all three trainers.
 QWEN3 = FAMILY_CONFIGS["qwen3"]
 
 

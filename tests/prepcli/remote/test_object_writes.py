@@ -69,3 +69,20 @@ def test_retries_name_the_status_of_the_store(store: FakeObjectStore, bucket: Bu
     retries = [note for note in notes if "trying again" in note]
     assert len(retries) == 3
     assert all(note.startswith(f"HTTP 503 from {bucket.url}") for note in retries)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_upload_whose_last_answer_is_lost_succeeds(
+    store: FakeObjectStore, bucket: Bucket, is_streamed: bool
+):
+    """The store has completed the upload, and does not know it any more when obstore asks again."""
+    store.loses_completions = True
+    data = np.arange(2 * PART_NBYTES, dtype=np.uint32).astype(np.uint8)
+    if is_streamed:
+        bucket.write_pieces("a", [data.data], size=data.size)
+    else:
+        uploads = ObjectUploads(bucket, {})
+        half = data.size // 2
+        uploads.send("a", data[:half], start=0, size=data.size)
+        assert uploads.send("a", data[half:], start=half, size=data.size) is not None
+    assert store.objects == {"bucket/out/a": data.tobytes()}

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainer.data.chat_template import load_chat_template
-from trainer.data.encode import EncodedDocument, encode_batch, span_weights
+from trainer.data.encode import EncodedBatch, encode_batch, span_weights
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.readers.reader import Record
@@ -115,7 +115,7 @@ def make_messages(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
-def encode_chat(folder: Path, messages: object, **settings: Any) -> EncodedDocument:
+def encode_chat(folder: Path, messages: object, **settings: Any) -> EncodedBatch:
     """Return the tokens of a conversation."""
     all_settings = ExampleSettings(
         fields="messages", chat_template=load_chat_template(folder), add_eos=False, **settings
@@ -123,8 +123,7 @@ def encode_chat(folder: Path, messages: object, **settings: Any) -> EncodedDocum
     example = compile_fields(all_settings, vocab=300).build(
         Record({"messages": messages}, "a.jsonl:3", 1)
     )
-    (document,) = encode_batch([example], load_tokenizer(folder))
-    return document
+    return encode_batch([example], load_tokenizer(folder))
 
 
 @pytest.mark.parametrize("has_markers", [True, False])
@@ -163,7 +162,7 @@ def test_bos_and_eos_are_put_around_a_conversation(tmp_path: Path):
         eos_id=2,
     )
     builder = compile_fields(settings, vocab=300)
-    (document,) = encode_batch(
+    document = encode_batch(
         [builder.build(Record({"messages": messages}, "x", 1))], load_tokenizer(folder)
     )
     assert plain.weights is not None

@@ -62,40 +62,39 @@ def test_encode_batch_has_each_token_once_with_its_weight(
         )
         for source, target, ends in examples
     ]
-    expected = []
-    for source, target, ends in examples:
-        for parts, is_end in ([] if source is None else [(source, True)]) + [(target, ends)]:
-            tokens = [
-                (token, weight)
-                for part, weight in parts
-                for token in (
-                    tokenizer.encode([part])[0].tolist() if isinstance(part, str) else part
-                )
-            ]
-            expected.append((tokens, is_end))
-    encoded = [
-        (
-            list(
-                zip(
-                    document.ids,
-                    [1] * len(document.ids) if document.weights is None else document.weights,
-                )
-            ),
-            document.ends_document,
-        )
-        for document in encode.encode_batch(batch, tokenizer)
-    ]
-    assert encoded == expected
-    assert all(
-        len(document.ids) == len(document.weights)
-        for document in encode.encode_batch(batch, tokenizer)
-        if document.weights is not None
-    )
+    tokens: list[tuple[int, int]] = []
+    ends: list[int] = []
+    for source, target, ends_document in examples:
+        if source is not None:
+            tokens += weighted_tokens(source, tokenizer)
+            ends.append(len(tokens))
+        tokens += weighted_tokens(target, tokenizer)
+        if ends_document:
+            ends.append(len(tokens))
+    encoded = encode.encode_batch(batch, tokenizer)
+    weights = encoded.weights
+    if weights is None:
+        weights = np.ones(len(encoded.ids), np.uint8)
+    assert list(zip(encoded.ids, weights, strict=True)) == tokens
+    assert encoded.ends.tolist() == ends
+
+
+def weighted_tokens(
+    parts: list[tuple[str | list[int], int]], tokenizer: TextTokenizer
+) -> list[tuple[int, int]]:
+    """Return each token of texts and ids with its weight."""
+    tokens: list[tuple[int, int]] = []
+    for part, weight in parts:
+        if isinstance(part, str):
+            ids: list[int] = tokenizer.encode([part])[0].tolist()
+        else:
+            ids = part
+        tokens += [(token, weight) for token in ids]
+    return tokens
 
 
 def test_text_with_weight_1_has_no_weights(tokenizer: TextTokenizer):
-    (document,) = encode.encode_batch([Example((Segment(TEXT),), 0)], tokenizer)
-    assert document.weights is None
+    assert encode.encode_batch([Example((Segment(TEXT),), 0)], tokenizer).weights is None
 
 
 def make_batches(count: int, read: list[int]) -> Iterator[Batch]:
@@ -108,8 +107,7 @@ def make_batches(count: int, read: list[int]) -> Iterator[Batch]:
 @pytest.mark.parametrize("count", [0, 1, BATCHES_AHEAD, 9])
 def test_encode_batches_keeps_the_order(tokenizer: TextTokenizer, count: int):
     encoded = [
-        document.ids.tolist()
-        for _, (document,) in encode_batches(make_batches(count, []), tokenizer)
+        encoded.ids.tolist() for _, encoded in encode_batches(make_batches(count, []), tokenizer)
     ]
     assert encoded == [encode_text(tokenizer.path, f"the cat {number}") for number in range(count)]
 

@@ -25,8 +25,7 @@ def interrupted_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def fill(writer: TokenWriter) -> None:
         for number in range(1, 4):
-            writer.append(np.array([number, number], np.uint32))
-            writer.end_document()
+            writer.append(np.array([number, number], np.uint32), ends=[2])
             writer.commit(ReadPosition(number, 10 * number, FileStart()))
             writer._journal._wait_for_write()  # pyright: ignore[reportPrivateUsage]
         writer.append(np.array([9], np.uint32))

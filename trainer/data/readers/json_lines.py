@@ -40,8 +40,9 @@ def _parse_lines(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Iter
                 raise too_large_error(
                     f"{place}: too long", line.nbytes, options.max_document_nbytes
                 )
-            text = decode_utf8(place, line.content, offset)
-            values = _parse_object(place, text.rstrip()) if text.strip() else None
+            text = decode_utf8(place, line.content, offset).rstrip()
+            if text:
+                values = _parse_object(place, text)
         except PrepError as error:
             options.on_error(error)
         offset += line.nbytes

@@ -14,15 +14,19 @@ from trainer.models.architecture import (
 )
 from trainer.models.families import _llama_style
 from trainer.models.levanter_layouts import levanter_layouts
+from trainer.models.maxtext_gemma_layouts import maxtext_gemma2_layouts
 from trainer.models.orbax_layouts import tunix_gemma_layout
-from trainer.models.parameters import HFConfig, if_set
+from trainer.models.parameters import HFConfig, if_set, read_size
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
     """Return the extent of each atom (named axis). Absent fields have the defaults of Gemma2Config."""
-    return _llama_style.sizes(
+    axis_sizes = _llama_style.sizes(
         config, vocab=256000, embed=2304, mlp=9216, layers=26, heads=8, kv_heads=4, head_dim=256
     )
+    # No axis has this size. MaxText divides the kernel of the queries by its square root.
+    axis_sizes["query_pre_attn_scalar"] = read_size(config, "query_pre_attn_scalar", 256)
+    return axis_sizes
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
@@ -73,6 +77,7 @@ FAMILY = _llama_style.build_family(
         **_llama_style.gated_mlp(),
     },
     layouts=lambda parameters: {
+        **maxtext_gemma2_layouts(parameters, sizes),
         **tunix_gemma_layout(parameters, sizes, post_attention_norm="post_attn_norm"),
         **levanter_layouts(parameters),
     },

@@ -16,6 +16,7 @@ from trainer.models.architecture import (
 )
 from trainer.models.families import _llama_style
 from trainer.models.levanter_layouts import levanter_layouts
+from trainer.models.maxtext_gemma_layouts import maxtext_gemma3_layouts
 from trainer.models.orbax_layouts import tunix_gemma_layout
 from trainer.models.parameters import HFConfig, if_set, read_size
 from trainer.models.rope_config import Rope, read_layer_rope
@@ -90,6 +91,7 @@ FAMILY = _llama_style.build_family(
         **_llama_style.gated_mlp(),
     },
     layouts=lambda parameters: {
+        **maxtext_gemma3_layouts(parameters, sizes),
         **tunix_gemma_layout(parameters, sizes, post_attention_norm="post_attention_norm"),
         **levanter_layouts(parameters),
     },
