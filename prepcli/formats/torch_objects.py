@@ -86,6 +86,8 @@ def read_torch_object(path: Path, file: BinaryIO) -> TorchObject:
         PrepError: The file is unreadable, damaged, or of a format before PyTorch 1.6.
     """
     stat = stat_file(path)
+    if stat.st_size == 0:
+        raise DamagedError(f"{path.name} is damaged", "it is empty", download_again_hint(path))
     try:
         if not file.read(4).startswith(torch_zip.ZIP_MAGIC):
             why = "it is no zip archive, as PyTorch writes since version 1.6"

@@ -55,12 +55,15 @@ class ShardPlan:
         identity: Identity of the store.
         files: The files, in the order of the store. None is empty.
         shard_ends: End of each shard in `files`.
+        stamps: Digest of the stamps of the files before they were read for their digests (see
+            `cache_records`). Empty in plans of earlier versions.
     """
 
     settings: str
     identity: str
     files: tuple[PlannedFile, ...]
     shard_ends: tuple[int, ...]
+    stamps: str = ""
 
     @property
     def n_shards(self) -> int:
@@ -80,6 +83,7 @@ def make_plan(
     identity: str,
     files: Sequence[DataFile],
     *,
+    stamps: str = "",
     max_shards: int = MAX_SHARDS,
     companion_suffix: str = "",
 ) -> ShardPlan:
@@ -89,12 +93,13 @@ def make_plan(
         settings: Digest of the settings of tokenization, without the files.
         identity: Identity of the store.
         files: The files.
+        stamps: Digest of their stamps before they were read.
         max_shards: About the maximum number of shards.
         companion_suffix: Suffix of files in the shard of the file before them. Empty for none.
     """
     planned = tuple(PlannedFile(_name(file), file.nbytes, file.digest) for file in files)
     ends = tuple(_shard_ends(planned, max_shards, companion_suffix))
-    return ShardPlan(settings, identity, planned, ends)
+    return ShardPlan(settings, identity, planned, ends, stamps)
 
 
 def _shard_ends(
@@ -151,7 +156,11 @@ def read_plan(folder: Path) -> ShardPlan | None:
         if digest == _digest(values):
             files = tuple(PlannedFile(**file) for file in values["files"])
             return ShardPlan(
-                values["settings"], values["identity"], files, tuple(values["shard_ends"])
+                values["settings"],
+                values["identity"],
+                files,
+                tuple(values["shard_ends"]),
+                values.get("stamps", ""),
             )
     except FileNotFoundError:
         return None
@@ -208,7 +217,8 @@ def _with_size(file: FoundFile) -> DataFile:
 
 
 def _name(file: DataFile) -> str:
-    return Path(str(file.path)).name
+    """Return the name of a file without folders. Bytes outside UTF-8 are escaped, since JSON has none."""
+    return Path(str(file.path)).name.encode(errors="backslashreplace").decode()
 
 
 def _other_data_error(folder: Path, what: str, why: str) -> PrepError:

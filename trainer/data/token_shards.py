@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.data import store
-from trainer.data.cache_records import Stamp, file_stamps, paths_digest, write_record
+from trainer.data.cache_records import Stamp, file_stamps, paths_digest, stamps_digest, write_record
 from trainer.data.examples import FileStart, ReadPosition
 from trainer.data.fields import compile_fields
 from trainer.data.files import DataFile, Note
@@ -193,8 +193,10 @@ def complete_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) ->
     _remove_plan(job.folder)
     # Errors of the whole data, such as too few tokens, are those of one process.
     tokens = map_new_tokens(job.store_folder, meta, job.config, job.tokenizer, note)
-    key = record_key(job.config, job.tokenizer)
-    write_record(job.config.cache, key, job.stamps, job.plan.identity)
+    if stamps_digest(job.stamps) == job.plan.stamps:
+        # Other stamps are of files that another process has tokenized before a change, or of copies.
+        key = record_key(job.config, job.tokenizer)
+        write_record(job.config.cache, key, job.stamps, job.plan.identity)
     return ShardedTokens(job.store_folder, n_shards, 0, meta, tokens)
 
 
@@ -233,7 +235,7 @@ def open_shards(config: TokenizeConfig, note: Note) -> ShardJob:
             _remove_plan(folder)
             plan = None
         if plan is None:
-            plan = _make_plan(folder, config, found, tokenizer, note=note)
+            plan = _make_plan(folder, config, found, tokenizer, stamps=stamps, note=note)
     check_settings(folder, plan, settings)
     files = planned_data_files(folder, plan, found)
     return ShardJob(folder, config, plan, files, tokenizer, stamps)
@@ -245,6 +247,7 @@ def _make_plan(
     found: Sequence[FoundFile],
     tokenizer: TextTokenizer,
     *,
+    stamps: list[Stamp],
     note: Note,
 ) -> ShardPlan:
     """Read all files for their digests, and return the plan of the first process to write one."""
@@ -258,7 +261,12 @@ def _make_plan(
     # The digest of a companion is checked after both files are read, so one process reads both.
     companion_suffix = READERS[resolve_type(files, config.type)].companion_suffix
     plan = make_plan(
-        settings, identity, files, max_shards=max_shards, companion_suffix=companion_suffix
+        settings,
+        identity,
+        files,
+        stamps=stamps_digest(stamps),
+        max_shards=max_shards,
+        companion_suffix=companion_suffix,
     )
     if (config.cache / identity).exists():
         return plan

@@ -112,6 +112,13 @@ def test_another_number_of_processes_continues(config: TokenizeConfig):
     assert read_files(config.cache / tokenize(config).folder.name) == expected_files(config)
 
 
+def test_file_name_outside_utf8_is_supported(config: TokenizeConfig):
+    folder = Path(config.paths[0])
+    (folder / "3.jsonl").rename(folder / os.fsdecode(b"3\xff.jsonl"))
+    results = [tokenize(config, process, 2) for process in range(2)]
+    assert read_files(results[-1].folder) == expected_files(config)
+
+
 def test_damaged_shard_is_made_again(config: TokenizeConfig):
     tokenize(config, 0, 2)
     path = next(plan_folder(config).glob("*/*/tokens.bin"))
@@ -132,6 +139,23 @@ def test_changed_file_is_one_error(config: TokenizeConfig, tmp_path: Path):
     path.write_text(path.read_text().replace("cat", "hat"))
     with pytest.raises(PrepError, match=r"1\.jsonl changed while it was read"):
         tokenize(config, 1, 2)
+
+
+def test_change_after_a_shard_is_noticed_without_digests(config: TokenizeConfig):
+    """The stamps of the last process must not stand for files that were read before the change."""
+    tokenize(config, 0, 2)
+    path = Path(config.paths[0]) / "0.jsonl"
+    content = path.read_text()
+    path.write_text(content.replace("the", "cat"))
+    old = tokenize(config, 1, 2)
+    assert old.meta is not None
+    opened = tokenize_files(
+        replace(config, checks_digests=False),
+        progress=lambda *counts: None,
+        note=lambda text: None,
+    )
+    assert opened.identity != old.meta.identity
+    assert read_files(config.cache / opened.identity) == expected_files(config)
 
 
 def test_grown_file_is_one_error(config: TokenizeConfig, tmp_path: Path):
