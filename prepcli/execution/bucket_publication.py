@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import PurePosixPath
 
 import numpy as np
 
@@ -68,8 +69,11 @@ def write_last_objects(
         PrepError: A file cannot be read, or the store does not answer.
     """
     metadata = encode_metadata(plan, compressed)
-    marker = output_path(plan, COMMIT_MARKER)
-    marker_content = metadata.pop(marker, None)
+    markers: dict[str, bytes] = {}
+    for item in plan.items:
+        path = output_path(plan, PurePosixPath(item or "", COMMIT_MARKER).as_posix())
+        if path in metadata:
+            markers[path] = metadata.pop(path)
     writes: list[tuple[str, Callable[[], bytes]]] = []
     for path, content in metadata.items():
         writes.append((path, partial(bytes, content)))
@@ -90,10 +94,10 @@ def write_last_objects(
         assert sums.all()  # each block was recorded as it was sent
         content, manifest["checksums"] = encode_checksums(sums)
         put(CHECKSUMS_FILE, content)
-    # Readers of Orbax look for the marker, and prep for its manifest.
-    if marker_content is not None:
-        put(marker, marker_content)
-        records[marker] = _record(marker_content)
+    # Readers of Orbax look for the markers, and prep for its manifest.
+    for path, content in markers.items():
+        put(path, content)
+        records[path] = _record(content)
     manifest[FILES_KEY] = header_records(plan) | dict(sorted(records.items()))
     return encode_manifest(manifest)
 

@@ -352,12 +352,11 @@ def _is_complete(plan: Plan, out: Path, manifest: Manifest) -> bool:
     else:
         sizes_by_path = {file.path: file.size for file in plan.files}
     small_files = [file.path for file in plan.small_files]
-    if plan.is_levanter:
-        small_files.append(LEVANTER_METADATA_FILE)
-    elif plan.leaves:
-        small_files.append(METADATA_FILE)
-    if plan.leaves and plan.uses_ocdbt:
-        small_files.append(OCDBT_MANIFEST)
+    metadata_file = LEVANTER_METADATA_FILE if plan.is_levanter else METADATA_FILE
+    for item in plan.items:
+        small_files.append(str(Path(item or "", metadata_file)))
+        if plan.uses_ocdbt:
+            small_files.append(str(Path(item or "", OCDBT_MANIFEST)))
     for path, size in sizes_by_path.items():
         data_file = folder / path
         if not data_file.is_file() or data_file.stat().st_size != size:

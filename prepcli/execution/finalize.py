@@ -120,36 +120,60 @@ def encode_metadata(plan: Plan, compressed: CompressedChunks | None = None) -> d
 
     They hold the metadata of each leaf, and the location of each chunk. Empty for a plan without leaves.
     """
+    files: dict[str, bytes] = {}
+    folders = [PurePosixPath(output_path(plan, item or "")) for item in plan.items]
+    for folder, (item, leaves) in zip(folders, plan.items.items(), strict=True):
+        for path, content in _item_metadata(plan, item, leaves, compressed).items():
+            files[(folder / path).as_posix()] = content
+    if plan.item and folders:
+        step_files = encode_step_metadata([item.name for item in folders], newest_source_ns(plan))
+        for path, content in step_files.items():
+            files[(folders[0].parent / path).as_posix()] = content
+    return files
+
+
+def _item_metadata(
+    plan: Plan,
+    item: str | None,
+    leaves: tuple[OutputLeaf, ...],
+    compressed: CompressedChunks | None,
+) -> dict[str, bytes]:
+    """Return the index and the metadata of one item, by their paths in its folder.
+
+    Args:
+        plan: The plan of the output.
+        item: Folder of the item in `Plan.item`, or None for that folder itself.
+        leaves: Leaves of the item.
+        compressed: The compressed chunks, if there are any.
+    """
     array_metas: list[ArrayMeta] = []
-    for leaf in plan.leaves:
+    for leaf in leaves:
         meta = ArrayMeta(leaf.path, leaf.grid.shape, leaf.dtype, leaf.grid.chunk_shape)
         array_metas.append(meta)
-    chunks = raw_chunks(plan.leaves)
+    chunks = raw_chunks(leaves)
     names: Sequence[str] = [file.path for file in plan.files]
+    if item is not None:
+        # No chunk of the item is in the files of another one.
+        names = [name.removeprefix(f"{item}/") for name in names]
     if compressed:
         chunks = compressed.relocate(chunks)
         names = compressed.files
-    files: dict[str, bytes] = {}
     if plan.is_levanter:
-        files = encode_levanter_metadata(array_metas, chunks, names, newest_source_ns(plan))
-    elif plan.leaves:
-        item_files = encode_item_metadata(
-            array_metas,
-            chunks,
-            names,
-            newest_source_ns(plan),
-            non_arrays=[OrbaxNonArray(path, "None") for path in plan.empty_nodes],
-            zstd_level=plan.zstd_level,
-            uses_ocdbt=plan.uses_ocdbt,
-            uses_zarr3=plan.uses_zarr3,
+        record = plan.settings.get(TRAINING_STATE_KEY)
+        step = record["step"] if record is not None else 0
+        return encode_levanter_metadata(
+            array_metas, chunks, names, newest_source_ns(plan), step=step
         )
-        for path, content in item_files.items():
-            files[output_path(plan, path)] = content
-    if plan.item:
-        item = PurePosixPath(plan.item)
-        for path, content in encode_step_metadata(item.name, newest_source_ns(plan)).items():
-            files[(item.parent / path).as_posix()] = content
-    return files
+    return encode_item_metadata(
+        array_metas,
+        chunks,
+        names,
+        newest_source_ns(plan),
+        non_arrays=[OrbaxNonArray(path, "None") for path in plan.empty_nodes],
+        zstd_level=plan.zstd_level,
+        uses_ocdbt=plan.uses_ocdbt,
+        uses_zarr3=plan.uses_zarr3,
+    )
 
 
 def output_path(plan: Plan, path: str) -> str:
@@ -407,6 +431,11 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]
         if stream.shape:
             # The streams of a tensor come in the order of their rows, so the last one ends with its last row.
             record["shape"] = (stream.rows[1], *stream.shape[1:])
-    if not plan.item:
-        return {"tensors": tensors, **({"slots": slots} if slots else {})}
-    return {"tensors": tensors, "slots": slots, "others": unslotted}
+    if plan.item:
+        return {"tensors": tensors, "slots": slots, "others": unslotted}
+    fields: dict[str, object] = {"tensors": tensors}
+    if slots:
+        fields["slots"] = slots
+    if unslotted:
+        fields["others"] = unslotted
+    return fields

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
@@ -180,23 +181,22 @@ def check_header(path: Path, manifest: Manifest, header_digest: str) -> None:
         raise DamagedError(f"{path} is damaged", why, GET_AGAIN_HINT)
 
 
-def bytes_between(path: Path, ranges: Sequence[Range], size: int) -> Iterator[bytes]:
+def bytes_between(file: BinaryIO, ranges: Sequence[Range], size: int) -> Iterator[bytes]:
     """Yield the bytes of a file outside of its tensors: the headers and directories of the archives.
 
     Args:
-        path: The file.
+        file: The opened file.
         ranges: Byte range of each tensor, in ascending order.
         size: Size of the file.
     """
     position = 0
-    with path.open("rb") as file:
-        for first, stop in [*ranges, (size, size)]:
-            file.seek(position)
-            # A manifest of another origin may come with a file of any size between two tensors.
-            while position < first:
-                content = file.read(min(first - position, READ_NBYTES))
-                if not content:
-                    break
-                yield content
-                position += len(content)
-            position = stop
+    for first, stop in [*ranges, (size, size)]:
+        file.seek(position)
+        # A manifest of another origin may come with a file of any size between two tensors.
+        while position < first:
+            content = file.read(min(first - position, READ_NBYTES))
+            if not content:
+                break
+            yield content
+            position += len(content)
+        position = stop

@@ -27,14 +27,17 @@ def encode_levanter_metadata(
     chunks: Iterable[WrittenChunk],
     file_names: Sequence[str],
     now_ns: int,
+    *,
+    step: int = 0,
 ) -> dict[str, bytes]:
-    """Return the metadata files of a checkpoint of step 0, by their paths in its folder.
+    """Return the metadata files of a checkpoint, by their paths in its folder.
 
     Args:
         arrays: Arrays of the checkpoint.
         chunks: Location of every chunk of every array. Chunks are not compressed.
         file_names: Data files by number, relative to the folder.
         now_ns: Time of the checkpoint in nanoseconds since the epoch.
+        step: Number of finished steps.
 
     Returns:
         Content of each file. `metadata.json` is the last one.
@@ -47,8 +50,13 @@ def encode_levanter_metadata(
     files = encode_ocdbt_index(_iter_entries(tables, file_names), now_ns, NODE_NBYTES)
     # Levanter compares the times of checkpoints of one step, and writes them without a time zone.
     time = datetime.fromtimestamp(now_ns // 10**9, UTC).replace(tzinfo=None)
-    step = {"step": 0, "timestamp": time.isoformat(), "is_temporary": False}
-    files[LEVANTER_METADATA_FILE] = json.dumps(step).encode()
+    # The first step of Levanter is step 0, so that the last one is the number of finished steps minus 1.
+    metadata = {
+        "step": max(0, step - 1),
+        "timestamp": time.isoformat(),
+        "is_temporary": False,
+    }
+    files[LEVANTER_METADATA_FILE] = json.dumps(metadata).encode()
     return files
 
 

@@ -41,7 +41,7 @@ MANIFEST_FILE = "prep-manifest.json"
 # Item of a training step. The step's manifest is in the parent folder.
 STATE_ITEM = "state"
 # Step of a model that prep writes for another trainer.
-EXPORTED_STEP = "0"
+EXPORTED_STEP = 0
 FORMAT_VERSION = 1
 
 FILES_KEY: Final = "files"

@@ -33,6 +33,8 @@ READABLE_SUFFIXES = {".safetensors", ".bin", ".msgpack", ".pt", ".pth"}
 STRINGS_FILE = "_strings.json"
 # Names of the item with the parameters next to items with other state: redco and Tunix.
 PARAMS_ITEMS = ("params", "model_params")
+# Item with the optimizer state of Tunix, by the name of the item with the parameters.
+STATE_ITEMS = {"model_params": "optimizer_state"}
 # Metadata document of an array of zarr v2.
 ZARRAY = ".zarray"
 ZARR_TYPESTRS = {

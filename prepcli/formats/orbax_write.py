@@ -128,9 +128,9 @@ def encode_item_metadata(
     return files
 
 
-def encode_step_metadata(item_name: str, now_ns: int) -> dict[str, bytes]:
-    """Return the file that makes a folder a training step of Orbax with the item in its subfolder `item_name`."""
-    metadata = _checkpoint_metadata({item_name: _HANDLER}, now_ns)
+def encode_step_metadata(item_names: Iterable[str], now_ns: int) -> dict[str, bytes]:
+    """Return the file that makes a folder a training step of Orbax with items in its subfolders."""
+    metadata = _checkpoint_metadata(dict.fromkeys(item_names, _HANDLER), now_ns)
     return {CHECKPOINT_METADATA_FILE: _encode_json(metadata)}
 
 

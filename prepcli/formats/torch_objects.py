@@ -75,8 +75,12 @@ class TorchObject:
     mtime_ns: int
 
 
-def read_torch_object(path: Path) -> TorchObject:
+def read_torch_object(path: Path, file: BinaryIO) -> TorchObject:
     """Read the object of a file.
+
+    Args:
+        path: The file, or its placeholder with its size.
+        file: The opened file.
 
     Raises:
         PrepError: The file is unreadable, damaged, or of a format before PyTorch 1.6.
@@ -85,11 +89,10 @@ def read_torch_object(path: Path) -> TorchObject:
     if stat.st_size == 0:
         raise DamagedError(f"{path.name} is damaged", "it is empty", download_again_hint(path))
     try:
-        with path.open("rb") as file:
-            if not file.read(4).startswith(torch_zip.ZIP_MAGIC):
-                why = "it is no zip archive, as PyTorch writes since version 1.6"
-                raise PrepError(f"{path.name} is not supported", why, download_again_hint(path))
-            archived = read_archived_object(file)
+        if not file.read(4).startswith(torch_zip.ZIP_MAGIC):
+            why = "it is no zip archive, as PyTorch writes since version 1.6"
+            raise PrepError(f"{path.name} is not supported", why, download_again_hint(path))
+        archived = read_archived_object(file)
     except OSError as error:
         raise unreadable_error(path, error) from error
     except UnexpectedNameError as error:

@@ -299,7 +299,7 @@ def open_checkpoint(
     check_verbatim(common.verbatim, source)
     note_missing_file_digests(source.display_name, source.manifest, observer)
     if has_unread_state(source):
-        observer.warn(f"the training state of {source.display_name} is not read: it is on a server")
+        observer.warn(f"the training state of {source.display_name} is not read: it is on the hub")
     if lock is not None:
         from prepcli.sources.locked import apply_lock
 

@@ -38,6 +38,7 @@ HF_LAYOUT = "hf"
 DCP_FORMAT = "dcp"
 TENSORSTORE_FORMAT = "tensorstore"
 LEVANTER_LAYOUTS = ("levanter", "levanter-unscanned")
+TUNIX_LAYOUT = "tunix"
 # The formats of each layout. The first one is the default.
 FORMATS_BY_LAYOUT: Mapping[str, tuple[str, ...]] = {
     HF_LAYOUT: ("safetensors", DCP_FORMAT),
@@ -175,7 +176,7 @@ def _lay_out_trainer_files(
     item = lay_out_trainer_item(
         source, tensors, layout=layout, vocab_size=vocab_rows, storage=options["storage"]
     )
-    folder = TRAINER_ITEMS[layout].folder
+    folder = TRAINER_ITEMS[layout].folder()
     return WeightFiles(item.files, item.regions, leaves=item.leaves, folder=folder)
 
 
@@ -215,4 +216,7 @@ def small_files(
     if not weight_files.leaves:
         return model_files(source, config, weight_files.index)
     prefix = f"{HF_FOLDER}/"
+    model_item = weight_files.leaves[0].item
+    if model_item is not None:
+        prefix = f"{model_item}/{prefix}"
     return *config_files(source, config, prefix), *copied_small_files(source, prefix)

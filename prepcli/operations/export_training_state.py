@@ -16,6 +16,8 @@ from prepcli.operations.conversion import PlannedConversion
 from prepcli.operations.export_layouts import (
     DCP_FORMAT,
     HF_LAYOUT,
+    LEVANTER_LAYOUTS,
+    TUNIX_LAYOUT,
     WeightFiles,
     file_format,
     lay_out_weights,
@@ -32,8 +34,6 @@ from prepcli.planning.plan import Locations
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.adam_state import (
-    NUM_UPDATES,
-    STEP,
     AdamSettings,
     AdamState,
     moment_names,
@@ -53,15 +53,19 @@ from prepcli.targets.trainer_checkpoint import (
 )
 from prepcli.targets.trainer_item import TRAINER_ITEMS
 from prepcli.targets.trainer_item_state import (
-    EMPTY_NODES,
+    StateTree,
+    constant_blob,
+    constant_tensors,
     lay_out_item_state,
-    schedule_blob,
-    schedule_counter,
+    levanter_clip_norm,
+    levanter_state_tree,
+    maxtext_state_tree,
+    tunix_state_tree,
 )
 from trainer.models.decayed_leaves import DecayRule
 from trainer.models.module_order import OptimizerGroups, optimizer_groups
 
-STATE_LAYOUTS = (HF_LAYOUT, "maxtext", "maxtext-unscanned")
+STATE_LAYOUTS = (HF_LAYOUT, "maxtext", "maxtext-unscanned", *LEVANTER_LAYOUTS, TUNIX_LAYOUT)
 NO_STATE_LAYOUT = f"training states have the layouts {', '.join(STATE_LAYOUTS)}"
 
 
@@ -73,11 +77,13 @@ class StateContent:
         missing: Parts of the framework's own checkpoints without a counterpart in prep.
         folder_name: Default name of the output, with the step. Empty for the name of other exports.
         schedule_note: The way to set the learning rate schedule.
+        structure_notes: Settings that the framework needs to restore the state.
     """
 
     missing: tuple[str, ...]
     folder_name: str
     schedule_note: str
+    structure_notes: tuple[str, ...] = ()
 
 
 CONTENT_OF_TRAINER = StateContent(
@@ -96,6 +102,19 @@ CONTENT_OF_MAXTEXT = StateContent(
     folder_name="",
     schedule_note="MaxText makes schedule and optimizer from its settings: opt_type=adamw, learning_rate={peak_lr:g}",
 )
+CONTENT_OF_LEVANTER = StateContent(
+    missing=("random state", "settings of the optimizer"),
+    folder_name="",
+    schedule_note="Levanter makes schedule and optimizer from its settings, e.g. optimizer.learning_rate={peak_lr:g}",
+)
+CONTENT_OF_TUNIX = StateContent(
+    missing=("random state", "mask of weight decay"),
+    folder_name="",
+    schedule_note="Tunix makes the schedule from its settings, e.g. with the learning rate {peak_lr:g} after warm-up",
+    structure_notes=(
+        "Tunix restores it into optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE)",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +126,21 @@ class StateExport:
         state: The training state, or None.
         content: Content of the state in the output.
         counters: Counters with a tensor in the output.
+        tree: Leaves of the state in the item of a JAX trainer. None for other frameworks.
     """
 
     weight_files: WeightFiles
     state: AdamState | None = None
     content: StateContent = CONTENT_OF_TRAINER
     counters: tuple[SourceTensor, ...] = ()
+    tree: StateTree | None = None
 
     @property
     def tensors(self) -> tuple[SourceTensor, ...]:
         """The tensors of the state to write."""
         if self.state is None:
             return ()
-        return *self.state.moments, *self.counters
+        return *self.state.tensors, *self.counters
 
     def scales(self, scales: Mapping[str, LayoutScale]) -> dict[str, LayoutScale]:
         """Return the scales of the moments, given the scales of the parameters by name."""
@@ -147,12 +168,12 @@ class StateExport:
 
     def full_source(self, source: Source) -> Source:
         """Return the source with all tensors to write."""
-        if self.state is None or not self.counters:
+        if self.tree is None:
             return source
         return replace(
             source,
-            state_tensors=(*source.state_tensors, schedule_counter(source)),
-            blobs=(*source.byte_sources, schedule_blob(self.state)),
+            state_tensors=(*source.state_tensors, *constant_tensors(source, self.tree)),
+            blobs=(*source.byte_sources, constant_blob(self.tree)),
         )
 
     def left_source(self, source: Source) -> Source:
@@ -183,6 +204,7 @@ class StateExport:
         if state.settings is not None:
             peak = state.settings.peak_lr
             yield self.content.schedule_note.format(step=state.step, peak_lr=peak)
+        yield from self.content.structure_notes
         yield f"not converted: {', '.join(self._unconverted(state))}"
 
 
@@ -200,8 +222,6 @@ def check_state_request(options: ExportOptions, source: Source) -> None:
         (options["dtype"] is not None, Option("dtype", options["dtype"]),
          "moments belong to the values that were trained"),
         (source.has_averages, Option("ema", True), "moments belong to the trained parameters"),
-        (source.wrapper is not None, Option("text_only", False),
-         "Trainer orders the moments with the towers, which have none"),
         (writes_quantized(options, source), Option("quantized", "keep"),
          "moments belong to the decoded weights"),
     ]  # fmt: skip
@@ -209,6 +229,12 @@ def check_state_request(options: ExportOptions, source: Source) -> None:
         if is_conflict:
             what = text("{} is not supported with {}", option, other)
             raise usage_error(what, why, text("remove {}", option))
+    if source.wrapper is not None:
+        raise usage_error(
+            text("{} is not supported for multimodal models", option),
+            f"the towers of {source.display_name} have no moments",
+            text("{} leaves them out", Option("text_only", True)),
+        )
 
 
 def lay_out_training_state(
@@ -234,25 +260,9 @@ def lay_out_training_state(
         PrepError: The source has no state of AdamW, or its order in the output is unknown.
     """
     state = read_adam_state(source)
-    layout = options["layout"]
-    if layout in TRAINER_ITEMS:
-        item = lay_out_item_state(
-            source,
-            parameters,
-            state,
-            layout=layout,
-            vocab_size=vocab_rows,
-            storage=options["storage"],
-        )
-        folder = f"{state.step}/{TRAINER_ITEMS[layout].item}"
-        return StateExport(
-            WeightFiles(
-                item.files, item.regions, leaves=item.leaves, folder=folder, empty_nodes=EMPTY_NODES
-            ),
-            state,
-            CONTENT_OF_MAXTEXT,
-            (state.counters[STEP], state.counters[NUM_UPDATES], schedule_counter(source)),
-        )
+    if options["layout"] in TRAINER_ITEMS:
+        return _lay_out_item(options, source, parameters, state, vocab_rows=vocab_rows)
+    state = state.without_averages()
     written_names = {source.file_name(parameter): parameter.name for parameter in parameters}
     # A tied head has no moments of its own.
     names = {key: name for key, name in written_names.items() if name in state.first}
@@ -273,6 +283,74 @@ def lay_out_training_state(
     return StateExport(
         _trainer_files(weight_files, state, settings, names, groups, row_counts), state, content
     )
+
+
+def _lay_out_item(
+    options: ExportOptions,
+    source: Source,
+    parameters: Sequence[SourceTensor],
+    state: AdamState,
+    *,
+    vocab_rows: int,
+) -> StateExport:
+    """Lay out the parameters and the training state as an item of a JAX trainer.
+
+    Args:
+        options: Layout and storage.
+        source: The opened source.
+        parameters: The parameters to write.
+        state: The training state.
+        vocab_rows: Rows of the vocabulary in the output.
+    """
+    layout = options["layout"]
+    if layout in LEVANTER_LAYOUTS:
+        tree = levanter_state_tree(state)
+        content = replace(CONTENT_OF_LEVANTER, structure_notes=_levanter_notes(state))
+    elif layout == TUNIX_LAYOUT:
+        state = state.without_averages()
+        tree = tunix_state_tree(state, require_settings(source, state))
+        content = _content_of_tunix(state)
+    else:
+        state = state.without_averages()
+        tree = maxtext_state_tree(state)
+        content = CONTENT_OF_MAXTEXT
+    item = lay_out_item_state(
+        source,
+        parameters,
+        state,
+        tree,
+        layout=layout,
+        vocab_size=vocab_rows,
+        storage=options["storage"],
+    )
+    files = WeightFiles(
+        item.files,
+        item.regions,
+        leaves=item.leaves,
+        folder=TRAINER_ITEMS[layout].state_folder(state.step),
+        empty_nodes=tree.empty_nodes,
+    )
+    counters = (*tree.counters(state).values(), *constant_tensors(source, tree))
+    return StateExport(files, state, content, counters, tree)
+
+
+def _content_of_tunix(state: AdamState) -> StateContent:
+    """Return the content of a training state of Tunix. The settings in it name no clipping of gradients."""
+    missing = list(CONTENT_OF_TUNIX.missing)
+    if state.table is not None and state.table.clip_norm:
+        missing.append(f"clipping to the norm {state.table.clip_norm:g}")
+    return replace(CONTENT_OF_TUNIX, missing=tuple(missing))
+
+
+def _levanter_notes(state: AdamState) -> tuple[str, ...]:
+    """Return the settings that Levanter needs to restore the state. They determine its tree."""
+    clip_norm = levanter_clip_norm(state)
+    notes = ["Levanter restores it with optimizer.max_grad_norm=null"]
+    if clip_norm:
+        notes = [f"Levanter restores it with optimizer.max_grad_norm={clip_norm:g}"]
+    if state.averages:
+        notes.append("Levanter restores the averages with trainer.model_averaging.type=ema")
+    return tuple(notes)
 
 
 def _decay_differences(

@@ -36,16 +36,17 @@ def check_imported_state(options: SaveInitOptions, source: Source) -> None:
             Option("verbatim"),
             "prep trains models of known families only",
         ),
-        (
-            source.wrapper is not None,
-            Option("text_only"),
-            "moments of a multimodal model are not read",
-        ),
     ]
     for is_conflict, other, why in conflicts:
         if is_conflict:
             what = text("{} is not supported with {}", option, other)
             raise usage_error(what, why, text("remove {}", option))
+    if source.wrapper is not None:
+        raise usage_error(
+            text("{} is not supported for multimodal models", option),
+            f"the optimizer of {source.display_name} numbers the towers as well",
+            text("remove {}", option),
+        )
     read_adam_state(source)
 
 
@@ -56,8 +57,11 @@ def imported_step_fields(record: TrainingStateRecord) -> ManifestFields:
 
 def imported_state_notes(record: TrainingStateRecord) -> Iterator[str]:
     """Yield lines for the user."""
-    settings = ", ".join(f"{name} {value:g}" for name, value in record["optimizer"].items())
-    yield f"training state of step {record['step']}, with AdamW: {settings}"
+    line = f"training state of step {record['step']}, with AdamW"
+    if record["optimizer"]:
+        settings = ", ".join(f"{name} {value:g}" for name, value in record["optimizer"].items())
+        line += f": {settings}"
+    yield line
     yield text("a recipe with {} continues it", Key("model.training_state", True))
     if record["left_out"]:
         yield f"not converted: {', '.join(record['left_out'])}"

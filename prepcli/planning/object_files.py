@@ -35,13 +35,17 @@ class _FileSizes:
 
     Attributes:
         sizes: Size of each file.
+        items: Item of each file. See `OutputLeaf.item`.
         max_nbytes: Size of a full file.
         current: Number of the file to append to, or None to begin a new one.
+        item: Item of the next file.
     """
 
     max_nbytes: int
     sizes: list[int] = field(default_factory=list)
+    items: list[str | None] = field(default_factory=list)
     current: int | None = None
+    item: str | None = None
 
     def append(self, nbytes: int) -> tuple[int, int]:
         """Place `nbytes` bytes behind the last ones. Return their file and offset."""
@@ -54,11 +58,18 @@ class _FileSizes:
                 return self.current, offset
         self.current = len(self.sizes)
         self.sizes.append(nbytes)
+        self.items.append(self.item)
         return self.current, 0
 
     def close(self) -> None:
         """Begin a new file with the next bytes."""
         self.current = None
+
+    def begin_item(self, item: str | None) -> None:
+        """Begin a new file for the next bytes if they belong to another item."""
+        if item != self.item:
+            self.close()
+        self.item = item
 
 
 def plan_object_files(plan: Plan, chunk_path: Callable[[str, ChunkIndex], str]) -> Plan:
@@ -83,7 +94,7 @@ def plan_object_files(plan: Plan, chunk_path: Callable[[str, ChunkIndex], str]) 
             groups.append((leaf, chunks))
     # A chunk of several layers is complete only after the last of them, so that its object stays in
     # memory for a long time. These chunks come last, in objects of their own.
-    groups.sort(key=lambda group: _sort_key(group[1].placement, num_writers))
+    groups.sort(key=lambda group: _sort_key(group[0], group[1].placement, num_writers))
     total_nbytes = sum(file.size for file in plan.files)
     files = _FileSizes(max(OBJECT_NBYTES, -(-total_nbytes // MAX_DATA_OBJECTS)))
     placements: dict[StridedPlacement, Placement] = {}
@@ -94,11 +105,12 @@ def plan_object_files(plan: Plan, chunk_path: Callable[[str, ChunkIndex], str]) 
         if is_shared != was_shared:
             files.close()
         was_shared = is_shared
+        files.begin_item(leaf.item)
         placement, moved = _place_group(files, leaf, chunks)
         placements[chunks.placement] = placement
         boxes[leaf.name] += moved
     moved_plan = replace_placements(plan, placements, boxes)
-    return replace(moved_plan, files=tuple(_output_files(files.sizes)))
+    return replace(moved_plan, files=tuple(_output_files(files)))
 
 
 def _plan_chunk_files(plan: Plan, chunk_path: Callable[[str, ChunkIndex], str]) -> Plan:
@@ -125,9 +137,9 @@ def _tensors_per_placement(plan: Plan) -> dict[StridedPlacement, int]:
 
 
 def _sort_key(
-    placement: StridedPlacement, num_writers: dict[StridedPlacement, int]
-) -> tuple[bool, int, int]:
-    return num_writers[placement] > 1, placement.file, placement.offset
+    leaf: OutputLeaf, placement: StridedPlacement, num_writers: dict[StridedPlacement, int]
+) -> tuple[str, bool, int, int]:
+    return leaf.item or "", num_writers[placement] > 1, placement.file, placement.offset
 
 
 def _place_group(
@@ -157,8 +169,9 @@ def _place_group(
     return ExplicitPlacement(places), single_chunks(leaf, places)
 
 
-def _output_files(sizes: Iterable[int]) -> Iterable[OutputFile]:
+def _output_files(files: _FileSizes) -> Iterable[OutputFile]:
     """Yield the data files. OCDBT names a file by 32 hexadecimal digits, here a hash of its number."""
-    for number, size in enumerate(sizes):
+    for number, (size, item) in enumerate(zip(files.sizes, files.items, strict=True)):
         name = hashlib.md5(f"prep data object {number}".encode(), usedforsecurity=False)
-        yield OutputFile(f"d/{name.hexdigest()}", size)
+        folder = f"{item}/d" if item else "d"
+        yield OutputFile(f"{folder}/{name.hexdigest()}", size)

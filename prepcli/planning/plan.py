@@ -248,12 +248,14 @@ class OutputLeaf:
         dtype: Dtype of the written values.
         grid: Chunk grid.
         placed_chunks: Where the chunks are stored.
+        item: Folder of the leaf's item in `Plan.item`. None for an output with one item.
     """
 
     path: tuple[str | int, ...]
     dtype: str
     grid: ChunkGrid
     placed_chunks: tuple[PlacedChunks, ...]
+    item: str | None = None
 
     @property
     def name(self) -> str:
@@ -360,6 +362,14 @@ class Plan:
     def uses_zarr3(self) -> bool:
         """Whether the leaves are arrays of zarr 3."""
         return self.settings.get("storage") in ZARR3_STORAGES
+
+    @property
+    def items(self) -> dict[str | None, tuple[OutputLeaf, ...]]:
+        """The leaves of each item, by `OutputLeaf.item`. Empty for a plan without leaves."""
+        items: dict[str | None, list[OutputLeaf]] = {}
+        for leaf in self.leaves:
+            items.setdefault(leaf.item, []).append(leaf)
+        return {item: tuple(leaves) for item, leaves in items.items()}
 
     @property
     def chunk_count(self) -> int:

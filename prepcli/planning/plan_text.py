@@ -62,7 +62,7 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
 }
 # Fields added after the first release. Without a value they are left out of the text, so that digests of older plans on
 # disk stay equal.
-ADDED_FIELDS = {"update", "pieces", "columns", "scale", "starts"}
+ADDED_FIELDS = {"update", "pieces", "columns", "scale", "starts", "item"}
 
 
 # Name of each encoded field in code, and its name in the text with an equals sign, by class. They are computed once:

@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 
 from prepcli.console.formatting import format_bytes
-from prepcli.engine.blobs import Blob, StoredBlob
+from prepcli.engine.blobs import Blob, MemoryBlob, StoredBlob
 from prepcli.engine.files import allocate_buffer, io_error
 from prepcli.errors import PrepError
 from prepcli.formats.safetensors import LENGTH_NBYTES, MAX_HEADER_NBYTES
@@ -93,6 +93,9 @@ class RemoteCheckpoint:
                 remote.append(file_of_path[blob])
             elif isinstance(blob, StoredBlob):
                 remote.append(blob.with_files(files))
+            elif isinstance(blob, RemoteBlob | MemoryBlob):
+                # Bytes in memory, and files that were replaced before a training state was added.
+                remote.append(blob)
             else:
                 raise PrepError(
                     f"{self.reader.name} cannot be read remotely",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from prepcli.planning.plan import Stream
 from prepcli.planning.state_names import OPT_STATE, qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
+from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class AdamState:
         counters: Tensors of the counters, by name.
         table: Optimizer table of the run's recipe. None for a state of another framework.
         batch_size: Sequences of a step. 1 if it is unknown.
-        left_out: Other state, e.g. an average of the parameters. No other framework has a place for it.
+        averages: Average of each parameter, by the name of the parameter. Empty if there are none.
+        left_out: Other state. No other framework has a place for it.
     """
 
     first: Mapping[str, SourceTensor]
@@ -91,12 +93,18 @@ class AdamState:
     counters: Mapping[str, SourceTensor]
     table: AdamWTable | None
     batch_size: int
+    averages: Mapping[str, SourceTensor]
     left_out: tuple[SourceTensor, ...]
 
     @property
-    def moments(self) -> tuple[SourceTensor, ...]:
-        """The moments of all parameters."""
-        return *self.first.values(), *self.second.values()
+    def tensors(self) -> tuple[SourceTensor, ...]:
+        """The moments and the averages of all parameters."""
+        return *self.first.values(), *self.second.values(), *self.averages.values()
+
+    def without_averages(self) -> AdamState:
+        """Return the state for a framework without a place for averages."""
+        left_out = (*self.averages.values(), *self.left_out)
+        return replace(self, averages={}, left_out=left_out)
 
 
 def read_adam_state(source: Source) -> AdamState:
@@ -110,12 +118,15 @@ def read_adam_state(source: Source) -> AdamState:
         hint = text("name a run of {}, or one of its steps", Command("train"))
         raise PrepError(f"{name} has no training state", "it has parameters only", hint)
     slots: dict[str, dict[str, SourceTensor]] = {slot: {} for slot in MOMENTS}
+    averages: dict[str, SourceTensor] = {}
     counters: dict[str, SourceTensor] = {}
     left_out: list[SourceTensor] = []
     for tensor in source.state_tensors:
         slot, tensor_name = split_name(tensor.name)
         if slot in slots:
             slots[slot][tensor_name] = tensor
+        elif slot == AVERAGE_SLOT and not is_leaf_path(tensor_name):
+            averages[tensor_name] = tensor
         elif not slot and tensor_name in COUNTERS:
             counters[tensor_name] = tensor
         else:
@@ -132,6 +143,7 @@ def read_adam_state(source: Source) -> AdamState:
         counters=counters,
         table=table,
         batch_size=_manifest_fields(source).get("batch_size", 1),
+        averages=averages,
         left_out=tuple(left_out),
     )
 
@@ -205,7 +217,18 @@ def read_scalar(source: Source, tensor: SourceTensor) -> float:
         what = f"{source.display_name} is damaged"
         why = f"{tensor.name} is {list(tensor.shape)}, and must have one element"
         raise DamagedError(what, why, GET_AGAIN_HINT)
-    stream = Stream(tensor.name, tensor.dtype, (), (0, 1), tensor.placement, ())
+    content = read_small_tensor(source, tensor)
+    return np.frombuffer(content, numpy_dtype(tensor.dtype))[0].item()
+
+
+def read_small_tensor(source: Source, tensor: SourceTensor) -> bytes:
+    """Return the bytes of a tensor with a few elements, compared with its recorded digest.
+
+    Raises:
+        DamagedError: It differs from its digest.
+    """
+    num_rows = tensor.shape[0] if tensor.shape else 1
+    stream = Stream(tensor.name, tensor.dtype, tensor.shape, (0, num_rows), tensor.placement, ())
     with open_blobs(source.byte_sources) as files:
         buffers = allocate_run_buffers(COUNTER_NBYTES)
         content = b"".join(bytes(data) for _, data in read_values(files, stream, buffers=buffers))
@@ -213,7 +236,7 @@ def read_scalar(source: Source, tensor: SourceTensor) -> float:
         if digest(content) != expected:
             what = f"{source.display_name} is damaged"
             raise DamagedError(what, f"{tensor.name} differs from its digest", GET_AGAIN_HINT)
-    return np.frombuffer(content, numpy_dtype(tensor.dtype))[0].item()
+    return content
 
 
 def _read_table(source: Source) -> AdamWTable | None:

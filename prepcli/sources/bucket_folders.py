@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from prepcli.console.formatting import format_bytes
 from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation
-from prepcli.formats.orbax import ZARRAY, find_item
+from prepcli.formats.orbax import STATE_ITEMS, ZARRAY, find_item, item_metadata_file
 from prepcli.formats.orbax_read import read_item
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.formats.safetensors import select_safetensors_files
@@ -159,10 +159,15 @@ class BucketFolder:
         item = find_item(remote.placeholder_folder)
         if item is None:
             raise _no_index_error(remote)
-        for file in data_files:
-            if placeholder_path(remote.placeholder_folder, file).is_relative_to(item):
-                write_sparse_file(remote.placeholder_folder, remote.reader, file)
-        _fetch_index(remote, item)
+        items = [item]
+        state_item = STATE_ITEMS.get(item.name)
+        if state_item is not None and item_metadata_file(item.parent / state_item) is not None:
+            items.append(item.parent / state_item)
+        for folder in items:
+            for file in data_files:
+                if placeholder_path(remote.placeholder_folder, file).is_relative_to(folder):
+                    write_sparse_file(remote.placeholder_folder, remote.reader, file)
+            _fetch_index(remote, folder)
 
     def _fetch_dcp_folder(self, remote: RemoteCheckpoint) -> None:
         """Fetch the small files of a torch distributed checkpoint, and both ends of each archive with a tensor."""

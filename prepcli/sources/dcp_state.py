@@ -52,15 +52,17 @@ def read_dcp_state(source: Source) -> Source:
         )
     num_updates = _num_updates(source, tensors)
     settings = adam_settings(source.display_name, groups)
+    others = tuple(entry for entry in source.extra_entries if not _is_converted(entry))
+    # E.g. `scheduler` for `scheduler.last_epoch` and `scheduler.base_lrs`.
+    other_keys = dict.fromkeys(entry.name.partition(".")[0] for entry in others)
     state = ForeignState(
         moments=tuple(_moments(source, tensors)),
         # A loop of PyTorch keeps its step elsewhere, if at all.
         step=num_updates,
         num_updates=num_updates,
         settings=settings,
-        left_out=decay_notes(source, _decays(groups)),
+        left_out=(*other_keys, *decay_notes(source, _decays(groups))),
     )
-    others = tuple(entry for entry in source.extra_entries if not _is_converted(entry))
     return add_foreign_state(replace(source, extra_entries=others), state)
 
 

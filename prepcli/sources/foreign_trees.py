@@ -195,7 +195,7 @@ def _split_non_parameters(
         if layout.non_parameters and name.endswith(layout.non_parameters):
             nbytes = math.prod(leaf.shape) * itemsize(leaf.dtype)
             ignored.append(DroppedTensor(name, nbytes, NON_PARAMETER_RULE))
-        elif name.partition(".")[0] in layout.state_keys:
+        elif not tree_format.root and name.partition(".")[0] in layout.state_keys:
             state.append((name, leaf))
         else:
             kept[name] = leaf

@@ -12,9 +12,9 @@ from prepcli.formats.file_records import check_files, check_header
 from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.map_file import TensorMap
-from prepcli.planning.plan import DroppedTensor, SourceFile
+from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE_RULE
-from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
+from prepcli.remote.placeholders import SMALL_NBYTES
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
 from prepcli.sources.folders import LocalFiles
 from prepcli.sources.foreign_trees import NATIVE_LAYOUT
@@ -22,6 +22,7 @@ from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_text_part
+from prepcli.sources.remote_blobs import with_remote_blobs
 from prepcli.sources.source import Source
 from prepcli.sources.source_hints import CONFIG, KeptScales, SourceHints
 from trainer.models.parameters import VERBATIM
@@ -30,7 +31,7 @@ from trainer.models.suggest import did_you_mean
 
 # Formats of trees with several layouts.
 TREE_KINDS = ("orbax", "flax", "easylm", "dcp")
-# Entry for the training state of an output of prep on a server.
+# Entry for the training state of an output of prep on the hub.
 UNREAD_STATE = DroppedTensor("training state", 0, OPT_STATE_RULE)
 
 
@@ -76,7 +77,7 @@ def open_source(
             # A map is about the names in the files.
             True if tensor_map or export_map else verbatim,
             copied_files,
-            is_remote=local_files.remote is not None,
+            remote=local_files.remote,
             kept_scales=kept_scales,
             layout=layout,
             training_state=training_state,
@@ -90,7 +91,7 @@ def open_source(
             source = _with_written_state(source, located)
         _check_headers(source)
         if local_files.remote is not None:
-            source = _with_remote_blobs(source, local_files.remote)
+            source = with_remote_blobs(source, local_files.remote)
         if located.kind in ("safetensors", "torch"):
             source = without_unused_quantization(source)
         # The opener of GGUF files has already decoded the weights.
@@ -210,15 +211,15 @@ def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
 def _with_written_state(source: Source, located: LocatedCheckpoint) -> Source:
     """Return an output of prep with its training state, or with an entry for the unread state.
 
-    Of a checkpoint on a server, only the files of the model are read.
+    Of a checkpoint on the hub, only the files of the model are read.
     """
-    if _has_state(source) or not _is_on_server(located):
+    if _has_state(source) or not _is_on_hub(located):
         return _with_training_state(source, located)
     return replace(source, extra_entries=(*source.extra_entries, UNREAD_STATE))
 
 
 def has_unread_state(source: Source) -> bool:
-    """Return whether the training state of an output of prep was left on its server."""
+    """Return whether the training state of an output of prep was left on the hub."""
     return UNREAD_STATE in source.extra_entries
 
 
@@ -227,27 +228,27 @@ def _has_state(source: Source) -> bool:
     return source.tree_manifest.is_tree or source.training_record is not None
 
 
-def _is_on_server(located: LocatedCheckpoint) -> bool:
-    """Return whether a checkpoint was named by a URL or a hub id."""
-    return located.local_files.remote is not None or located.local_files.commit is not None
+def _is_on_hub(located: LocatedCheckpoint) -> bool:
+    """Return whether a checkpoint was named by a hub id."""
+    return located.local_files.commit is not None
 
 
 def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
     """Return the source with its training state.
 
     Raises:
-        UsageError: prep reads no training state of this format, or none from a server.
+        UsageError: prep reads no training state of this format, or none from the hub.
     """
     if _has_state(source):
         return source
     option = Option("training_state", True)
-    if _is_on_server(located):
+    if _is_on_hub(located):
         what = text("{} is not supported for {}", option, located.display_name)
-        raise usage_error(what, "its optimizer state is on a server", "copy it to this machine")
+        raise usage_error(what, "only the files of its model are read", "copy it to this machine")
     if located.kind in ("safetensors", "torch"):
         from prepcli.sources.trainer_checkpoint import read_trainer_checkpoint
 
-        return read_trainer_checkpoint(source)
+        return read_trainer_checkpoint(source, located.local_files.remote)
     if located.kind == "dcp":
         from prepcli.sources.dcp_state import read_dcp_state
 
@@ -319,14 +320,3 @@ def _check_headers(source: Source) -> None:
         folder = source.root.parent
     for stamp in source.file_stamps:
         check_header(folder / stamp.path, source.manifest, stamp.digest)
-
-
-def _with_remote_blobs(source: Source, remote: RemoteCheckpoint) -> Source:
-    """Replace the placeholder files of a source by its remote files."""
-    files = remote.remote_files(source.files)
-    blobs = remote.remote_blobs(source.blobs, source.files, files)
-    stamps = tuple(
-        SourceFile(stamp.path, blob.file.size, 0, blob.file.digest)
-        for stamp, blob in zip(source.file_stamps, files)
-    )
-    return replace(source, file_stamps=stamps, blobs=blobs, remote_files=files)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from prepcli.errors import Option, PrepError, text
+
+if TYPE_CHECKING:
+    from prepcli.remote.placeholders import RemoteCheckpoint
 
 CONFIG = "config.json"
 PART_SEPARATOR = "::"
@@ -33,7 +36,7 @@ class SourceHints:
         part: One of EASYLM_PARTS, or an empty string.
         verbatim: True: use the verbatim family. None: use it if no family has the model_type. False: never use it.
         copied_files: Name patterns of further side files to copy.
-        is_remote: Whether the files are placeholders of remote files.
+        remote: The remote checkpoint, if the files are placeholders of its files.
         kept_scales: Which outputs with a scale of another trainer's layout are read as they are stored.
         layout: Layout of a tree of another library, or None for the one that fits best.
         training_state: Whether the optimizer state of another framework is read.
@@ -43,10 +46,15 @@ class SourceHints:
     part: str = ""
     verbatim: bool | None = False
     copied_files: tuple[str, ...] = ()
-    is_remote: bool = False
+    remote: RemoteCheckpoint | None = None
     kept_scales: KeptScales = "none"
     layout: str | None = None
     training_state: bool = False
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the files are placeholders of remote files."""
+        return self.remote is not None
 
     def resolve_config_path(self, folder: Path, display_name: str) -> Path:
         """Return the path of the config.json to use: the user's, else the one in `folder`.

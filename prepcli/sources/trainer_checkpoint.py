@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -17,8 +18,12 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.file_records import bytes_between
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.torch_objects import ArchivedTensor, TorchObject, read_torch_object
+from prepcli.formats.untrusted import unreadable_error
 from prepcli.planning.plan import Contiguous, SourceFile, Strided
 from prepcli.planning.state_names import qualify
+from prepcli.remote.placeholders import RemoteCheckpoint
+from prepcli.remote.remote_files import RemoteBlob
+from prepcli.remote.remote_stream import RemoteStream
 from prepcli.sources.adam_state import MOMENTS, trained_tensors
 from prepcli.sources.foreign_state import (
     MAX_COUNT,
@@ -49,21 +54,29 @@ ENTRIES = ("exp_avg", "exp_avg_sq")
 NUM_UPDATES = "step"
 
 
-def read_trainer_checkpoint(source: Source) -> Source:
+def read_trainer_checkpoint(source: Source, remote: RemoteCheckpoint | None) -> Source:
     """Return a Hugging Face folder with the training state in its other files.
+
+    Args:
+        source: The opened folder.
+        remote: The remote checkpoint, if the folder has its placeholder files.
 
     Raises:
         PrepError: There is none, it is damaged, or it is no state of AdamW with the moments of all parameters.
     """
     path = _optimizer_path(source)
-    optimizer = read_torch_object(path)
+    blob: Path | RemoteBlob = path
+    if remote is not None:
+        (blob,) = remote.remote_files([path])
+    with _open_file(blob) as file:
+        optimizer = read_torch_object(path, file)
     entries, groups = _state_dict(path, optimizer)
     keys = _parameter_keys(source, path, groups)
     tensors = dict(_named_entries(path, entries, keys))
     step = _global_step(source)
     file_number = len(source.byte_sources)
     settings = adam_settings(str(path), groups)
-    num_updates = _num_updates(source, path, tensors)
+    num_updates = _num_updates(source, blob, tensors)
     decays: dict[str, float] = {}
     for group in groups:
         decays |= {keys[key]: group["weight_decay"] for key in group["params"]}
@@ -74,9 +87,23 @@ def read_trainer_checkpoint(source: Source) -> Source:
         settings=settings,
         left_out=(*_other_files(source), *decay_notes(source, decays)),
         files=(path,),
-        stamps=(_stamp(source, path, optimizer, tensors),),
+        stamps=(_stamp(source, blob, path.name, optimizer, tensors),),
     )
     return add_foreign_state(source, state)
+
+
+def _open_file(blob: Path | RemoteBlob) -> BinaryIO:
+    """Open a local or remote file for reading.
+
+    Raises:
+        PrepError: The file cannot be read.
+    """
+    if isinstance(blob, Path):
+        try:
+            return blob.open("rb")
+        except OSError as error:
+            raise unreadable_error(blob, error) from error
+    return io.BufferedReader(RemoteStream(blob.file, blob.cache))
 
 
 def _optimizer_path(source: Source) -> Path:
@@ -184,16 +211,16 @@ def _named_entries(
 
 
 def _num_updates(
-    source: Source, path: Path, tensors: Mapping[str, Mapping[str, ArchivedTensor]]
+    source: Source, blob: Path | RemoteBlob, tensors: Mapping[str, Mapping[str, ArchivedTensor]]
 ) -> int:
     """Return the number of updates. All parameters have the same one."""
     counts: dict[str, float] = {}
-    with open_blobs([path]) as files:
+    with open_blobs([blob]) as files:
         for name, entry in tensors.items():
             count = entry[NUM_UPDATES]
             if math.prod(count.shape) != 1:
                 why = f"the step of {name} is {list(count.shape)}, and must have one element"
-                raise DamagedError(f"{path} is damaged", why, GET_AGAIN_HINT)
+                raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
             buffer = allocate_buffer(count.nbytes)[: count.nbytes]
             files.read_at(0, count.offset, buffer)
             counts[name] = np.frombuffer(bytes(buffer), numpy_dtype(count.dtype))[0].item()
@@ -228,7 +255,8 @@ def _moments(
 
 def _stamp(
     source: Source,
-    path: Path,
+    blob: Path | RemoteBlob,
+    name: str,
     optimizer: TorchObject,
     tensors: Mapping[str, Mapping[str, ArchivedTensor]],
 ) -> SourceFile:
@@ -237,8 +265,9 @@ def _stamp(
     if source.manifest is not None:
         ranges: list[tuple[int, int]] = []
         for entries in tensors.values():
-            for name in ENTRIES:
-                moment = entries[name]
+            for entry in ENTRIES:
+                moment = entries[entry]
                 ranges.append((moment.offset, moment.offset + moment.nbytes))
-        metadata_digest = digest_pieces(bytes_between(path, sorted(ranges), optimizer.size))
-    return SourceFile(path.name, optimizer.size, optimizer.mtime_ns, metadata_digest)
+        with _open_file(blob) as file:
+            metadata_digest = digest_pieces(bytes_between(file, sorted(ranges), optimizer.size))
+    return SourceFile(name, optimizer.size, optimizer.mtime_ns, metadata_digest)

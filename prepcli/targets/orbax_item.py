@@ -443,6 +443,8 @@ def _leaf_layout(source: Source, use: LeafUse, partitioning: Partitioning) -> _L
     if partitioning.mesh:
         # A leaf with some axes of a parameter is split like the parameter along these axes.
         parameter = use.parameter_map or axis_map
+        # `prep pad-vocab` pads the parameters of a Hugging Face folder, and would lose a training state.
+        is_paddable = bool(source.tensor_file_names) and not source.state_tensors
         parameter_spec = item_leaf_spec(
             use.name,
             use.path,
@@ -450,7 +452,7 @@ def _leaf_layout(source: Source, use: LeafUse, partitioning: Partitioning) -> _L
             parameter.leaf_shape,
             mesh=partitioning.mesh,
             rules=partitioning.rules,
-            checkpoint=source.display_name,
+            checkpoint=source.display_name if is_paddable else "",
         )
         # E.g. a row mean [12, 1, 64] of a parameter [12, 32, 64]: axis 1 has extent 1 and stays whole,
         # the other axes are split as in the parameter.
@@ -491,7 +493,8 @@ def item_leaf_spec(
         shape: Shape of the leaf.
         mesh: Device mesh.
         rules: Partition rules.
-        checkpoint: The checkpoint as the user typed it, for the hint of an error.
+        checkpoint: The checkpoint as the user typed it, for the hint of an error. Empty for one that `prep pad-vocab`
+            does not pad.
     """
     if is_quantization_leaf(name):
         # Every device may need all scales. They are small.

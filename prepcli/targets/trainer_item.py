@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from prepcli.formats.levanter import LEVANTER_MODEL_ROOT
 from prepcli.formats.manifest import EXPORTED_STEP
+from prepcli.formats.orbax import STATE_ITEMS
 from prepcli.planning.item_storage import Storage
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.layout_leaves import find_layout_leaves
@@ -20,26 +21,33 @@ class TrainerItem:
 
     Attributes:
         item: Name of the item in a step, or "" if the output itself is the item.
+        state_item: Name of the item with the optimizer state, or "" if it is in the item of the parameters.
         root: Prefix of the dotted names of leaves.
         suffix: End of these names.
     """
 
     item: str
+    state_item: str = ""
     root: str = ""
     suffix: str = ""
 
-    @property
-    def folder(self) -> str:
-        """Folder of the item in an output, or "" for the output itself."""
+    def folder(self, step: int = EXPORTED_STEP) -> str:
+        """Return the folder of the item in an output, or "" for the output itself."""
         if not self.item:
             return ""
-        return f"{EXPORTED_STEP}/{self.item}"
+        return f"{step}/{self.item}"
+
+    def state_folder(self, step: int) -> str:
+        """Return the folder of the item with a training state: the folder of the step if it has two items."""
+        if not self.state_item:
+            return self.folder(step)
+        return str(step)
 
 
 # The train state of MaxText 0.2.5 has the Flax variables, with the collection `params`, under the key `params`.
 MAXTEXT_ITEM = TrainerItem("items", root="params.params.")
-# Tunix 0.1.7 (sft/checkpoint_manager.py) saves an `nnx.State`. Each of its leaves is a variable with the key `value`.
-TUNIX_ITEM = TrainerItem("model_params", suffix=".value")
+# Tunix 0.1.7 (sft/checkpoint_manager.py) saves `nnx.State`. Each of its leaves is a variable with the key `value`.
+TUNIX_ITEM = TrainerItem("model_params", state_item=STATE_ITEMS["model_params"], suffix=".value")
 # A training state of Levanter has the model in its field `model`.
 LEVANTER_ITEM = TrainerItem("", root=LEVANTER_MODEL_ROOT)
 TRAINER_ITEMS = {

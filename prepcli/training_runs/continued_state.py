@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.errors import Command, Key, Option, PrepError, text, usage_error
 from prepcli.formats.manifest import Manifest
 from prepcli.restore.item_reader import ItemReader
+from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.training_runs.start import StartCheckpoint
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ def check_continued_start(start: StartCheckpoint, loop: LoopConfig) -> None:
             ),
         )
     missing = sorted(leaf_names(loop.setup) - reader.leaves.keys())
+    if missing and all(name.startswith(f"{AVERAGE_SLOT}.") for name in missing):
+        raise PrepError(
+            text("{} has no averages for {}", path, Key("optimizer.ema")),
+            "its run has kept none",
+            text("{}", Key("optimizer.ema", 0, is_override=True)),
+        )
     if missing:
         raise PrepError(
             f"{path} has another optimizer state than the recipe",
@@ -69,6 +76,17 @@ def cast_warning(start: StartCheckpoint, loop: LoopConfig) -> str:
     if not casts:
         return ""
     return f"{len(casts):,} leaves of {loop.recipe.model.path} are cast, e.g. {casts[0]}"
+
+
+def unread_warning(start: StartCheckpoint, loop: LoopConfig) -> str:
+    """Return a warning about leaves of the state that the run does not have. Empty if there are none."""
+    from trainer.training.step import leaf_names
+
+    unread = sorted(start.model_reader.leaves.keys() - leaf_names(loop.setup))
+    if not unread:
+        return ""
+    path = loop.recipe.model.path
+    return f"{len(unread):,} leaves of {path} are not used, e.g. {unread[0]}"
 
 
 def load_continued_state(start: StartCheckpoint, setup: Any) -> TrainState:

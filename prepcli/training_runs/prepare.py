@@ -13,7 +13,11 @@ from prepcli.remote.placeholders import create_placeholder_folder
 from prepcli.sources.folders import make_access
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE, model_eos_token_ids
 from prepcli.training_runs.checks import check_machine, disk_warnings
-from prepcli.training_runs.continued_state import cast_warning, check_continued_start
+from prepcli.training_runs.continued_state import (
+    cast_warning,
+    check_continued_start,
+    unread_warning,
+)
 from prepcli.training_runs.environment import (
     ENVIRONMENT_KEY,
     environment_warning,
@@ -230,8 +234,9 @@ def _check_loop(prepared: PreparedRun, model: ModelSpec) -> None:
         check_resumable(manifest, loop, changed=changed_keys(recipe_file, run.recipe), step=step)
     elif run.recipe.model.training_state:
         check_continued_start(prepared.start, loop)
-        if warning := cast_warning(prepared.start, loop):
-            run.observer.warn(warning)
+        for describe in (cast_warning, unread_warning):
+            if warning := describe(prepared.start, loop):
+                run.observer.warn(warning)
     if 0 < step < loop.steps:
         before = manifest.get(ENVIRONMENT_KEY)
         now = loop.manifest_fields.get(ENVIRONMENT_KEY, {})

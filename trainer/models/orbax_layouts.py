@@ -20,6 +20,8 @@ _TUNIX_LEAVES = {
     "final_norm.scale": "final_norm.w: embed",
     "head.weight": "lm_head.w: embed vocab",
 }
+# The optimizer state of `nnx.Optimizer`, which is in an item of its own.
+_TUNIX_STATE_KEYS = ("opt_state", "step")
 _TUNIX_LAYER = {
     "attn_norm.scale": "input_layernorm.w: embed",
     "attn.q.weight": "attn.q_proj.w: embed heads head_dim",
@@ -127,7 +129,7 @@ def tunix_layout(
     if qk_norms:
         layer |= _TUNIX_QK_NORMS
     leaves = leaf_parameters(parameters, _TUNIX_LEAVES, layer, layer_path="layers.{layers}")
-    return {"tunix": TreeLayout(leaves, allows_tied_head=True)}
+    return {"tunix": TreeLayout(leaves, allows_tied_head=True, state_keys=_TUNIX_STATE_KEYS)}
 
 
 def tunix_gemma_layout(
@@ -175,7 +177,7 @@ def tunix_gemma_layout(
             f"qkv heads embed head_dim <- {all_three}", has_equal_heads
         ),
     }
-    return {"tunix": TreeLayout(leaves, allows_tied_head=True)}
+    return {"tunix": TreeLayout(leaves, allows_tied_head=True, state_keys=_TUNIX_STATE_KEYS)}
 
 
 def maxtext_layouts(

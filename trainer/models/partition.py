@@ -120,7 +120,8 @@ def leaf_spec(
         shape: Shape of the leaf.
         mesh: Device mesh.
         rules: Partition rules.
-        checkpoint: The checkpoint as the user typed it, for the hint of an error.
+        checkpoint: The checkpoint as the user typed it, for the hint of an error. Empty for one that
+            `prep pad-vocab` does not pad.
 
     Returns:
         The sharding.
@@ -386,6 +387,12 @@ def _param_hint(dim: _SplitDim, axes: MeshAxes, *, mesh: Mesh, checkpoint: str) 
         parts = _num_shards(mesh, axes)
         # Round up to a multiple, e.g. 50257 rows in 4 parts -> 50260.
         padded = -(-dim.extent // parts) * parts
+        if not checkpoint:
+            option = Option("pad_vocab", "auto")
+            rule = format_rule(dim.name, (axes, ()))
+            return text(
+                "{} of {}, or {}", option, Command("save-init"), _whole_hint(dim, rule, "it")
+            )
         command = Command("pad-vocab", checkpoint, Option("multiple", parts))
         return text("{} (to {}), or {}", command, padded, Option("pad_vocab", "auto"))
     rule = format_rule(dim.name, (axes, ()))

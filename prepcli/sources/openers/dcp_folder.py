@@ -220,6 +220,8 @@ def _written_stamps(folder: DcpFolder, state: Sequence[DcpTensor]) -> tuple[Sour
     stamps: list[SourceFile] = []
     for number, path in enumerate(folder.files):
         stat = path.stat()
-        content = bytes_between(path, sorted(ranges_by_file[number]), stat.st_size)
-        stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, digest_pieces(content)))
+        with path.open("rb") as file:
+            content = bytes_between(file, sorted(ranges_by_file[number]), stat.st_size)
+            content_digest = digest_pieces(content)
+        stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, content_digest))
     return tuple(stamps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,8 @@ from prepcli.sources.openers.orbax_state import (
     moment_scales,
     scaled_moments,
 )
+from prepcli.sources.openers.state_item import with_state_item
+from prepcli.sources.remote_blobs import with_remote_blobs
 from prepcli.sources.source import (
     CONFIG,
     HF_FOLDER,
@@ -109,6 +112,8 @@ def open_orbax(
     manifest_folder = find_manifest_folder(folder)
     item = read_item(folder, is_remote=hints.is_remote)
     if manifest is None or manifest.is_for_trainer:
+        if _has_state(hints, manifest):
+            item = with_state_item(item)
         return _open_foreign_item(item, path, display_name, hints, manifest)
     if not manifest.is_tree:
         why = f"it is an Orbax item, its {MANIFEST_FILE} describes a Hugging Face folder"
@@ -230,6 +235,8 @@ def _open_foreign_item(
     )
     if moments is None:
         return source
+    if hints.remote is not None:
+        source = with_remote_blobs(source, hints.remote)
     return add_item_state(source, moments, leaves, scale_records)
 
 
@@ -384,7 +391,7 @@ def _file_stamps(item: OrbaxItem, settings: bytes) -> tuple[SourceFile, ...]:
     stats = ((path, path.stat()) for path in _watched_files(item))
     return tuple(
         SourceFile(
-            str(path.relative_to(item.folder)), stat.st_size, stat.st_mtime_ns, settings_digest
+            os.path.relpath(path, item.folder), stat.st_size, stat.st_mtime_ns, settings_digest
         )
         for path, stat in stats
     )

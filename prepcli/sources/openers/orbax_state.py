@@ -1,4 +1,4 @@
-"""The training state in an Orbax item of MaxText: the moments of AdamW below `opt_state`, and the counters."""
+"""The training state in an item of MaxText or Levanter: the state of AdamW below `opt_state`, and the step."""
 
 from __future__ import annotations
 
@@ -11,20 +11,41 @@ from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.planning.layout_scales import LayoutScale, scaled_digests
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
 from prepcli.planning.plan import DroppedTensor
-from prepcli.planning.state_names import OPT_STATE_RULE, qualify
-from prepcli.sources.adam_state import MOMENTS, AdamSettings, read_scalar
+from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, qualify
+from prepcli.sources.adam_state import (
+    FIRST_MOMENT,
+    SECOND_MOMENT,
+    AdamSettings,
+    read_scalar,
+    read_small_tensor,
+)
+from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.foreign_state import WITHOUT_STATE_HINT, ForeignState, add_foreign_state
-from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
+from prepcli.sources.foreign_trees import BOXED_SUFFIX, ForeignTree, match_foreign_tree
 from prepcli.sources.source import Source, SourceTensor, recorded_digests
 from prepcli.sources.tree_tensors import StoredLeaf, leaf_as_tensor
 from trainer.models.json_types import HFConfig
 from trainer.models.parameters import Family
 
-# A leaf of the first moment, e.g. `opt_state.0.mu.params.decoder.decoder_norm.scale`.
-FIRST_MOMENT_LEAF = re.compile(r"(opt_state(?:\.\d+)?)\.mu\.(params\.)?")
-# The count of a state of optax.
-COUNT_LEAF = re.compile(r"opt_state\.\d+\.count")
+# A leaf of the first moment, e.g. `opt_state.0.mu.params.decoder.decoder_norm.scale` in MaxText,
+# `opt_state.inner_state.1.mu.lm_head.weight` in Levanter, and `opt_state.0.mu.final_norm.w.value` in Tunix.
+FIRST_MOMENT_LEAF = re.compile(
+    r"(opt_state(?:\.(?:inner_state|inner_opt_state|\d+))*)\.mu\.(params\.)?"
+)
+# The count of a state of optax: of Adam, of the schedule, or of `optax.inject_hyperparams`.
+COUNT_LEAF = re.compile(rf"opt_state(?:\.\w+)*\.count(?:{re.escape(BOXED_SUFFIX)})?")
+# Settings in the state of `optax.inject_hyperparams`, e.g. the learning rate of the last step.
+SETTINGS_PART = "opt_state.hyperparams"
 STEP_LEAF = "step"
+# The number of updates in `optax.MultiSteps`, which accumulates gradients. The step of Tunix then counts batches.
+GRADIENT_STEP_LEAF = "opt_state.gradient_step"
+# The averages of the parameters in Levanter. An average with a decay that depends on the step has a weight.
+AVERAGE_ROOT = "model_averaging.model."
+AVERAGE_WEIGHT_LEAF = "model_averaging.tot_weight"
+AVERAGE_KEY = "model_averaging"
+# Orders of the moments. See `LayoutScale.of_moment`.
+ORDERS = {FIRST_MOMENT: 1, SECOND_MOMENT: 2}
+NO_SETTINGS = "settings of the optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +53,11 @@ class MomentTrees:
     """The trees of both moments, with the leaves of one state of optax.
 
     Attributes:
-        trees: First and second moments, with the names of the parameters.
+        trees: First moments, second moments and averages by slot, with the names of the parameters.
         state: Prefix of the state.
     """
 
-    trees: tuple[ForeignTree, ...]
+    trees: Mapping[str, ForeignTree]
     state: str
 
 
@@ -45,9 +66,9 @@ def moment_scales(moments: MomentTrees | None) -> dict[str, LayoutScale]:
     scales: dict[str, LayoutScale] = {}
     if moments is None:
         return scales
-    for order, tree in enumerate(moments.trees, 1):
+    for slot, tree in moments.trees.items():
         for leaf, parameter_scale in tree.scales.items():
-            scale = parameter_scale.of_moment(order)
+            scale = _slot_scale(slot, parameter_scale)
             if scale:
                 scales[leaf] = scale
     return scales
@@ -58,12 +79,19 @@ def scaled_moments(moments: MomentTrees | None) -> dict[str, LayoutScale]:
     scales: dict[str, LayoutScale] = {}
     if moments is None:
         return scales
-    for order, (slot, tree) in enumerate(zip(MOMENTS, moments.trees, strict=True), 1):
+    for slot, tree in moments.trees.items():
         for name, parameter_scale in tree.scaled_tensors.items():
-            scale = parameter_scale.of_moment(order)
+            scale = _slot_scale(slot, parameter_scale)
             if scale:
                 scales[qualify(slot, tree.names.full_name(name))] = scale
     return scales
+
+
+def _slot_scale(slot: str, parameter_scale: LayoutScale) -> LayoutScale | None:
+    """Return the scale of a slot, given that of the parameter. Averages have the scale of the parameter."""
+    if slot == AVERAGE_SLOT:
+        return parameter_scale
+    return parameter_scale.of_moment(ORDERS[slot])
 
 
 def match_moment_trees(
@@ -91,14 +119,25 @@ def match_moment_trees(
         raise PrepError(what, "no leaf is in opt_state.*.mu", WITHOUT_STATE_HINT)
     state = found_leaf[1]
     collection = found_leaf[2] or ""
-    trees: list[ForeignTree] = []
-    for name in ("mu", "nu"):
-        root = f"{state}.{name}.{collection}"
-        tree = match_foreign_tree(
+    roots = {
+        FIRST_MOMENT: f"{state}.mu.{collection}",
+        SECOND_MOMENT: f"{state}.nu.{collection}",
+    }
+    if _has_averages(leaves):
+        roots[AVERAGE_SLOT] = AVERAGE_ROOT
+    trees: dict[str, ForeignTree] = {}
+    for slot, root in roots.items():
+        trees[slot] = match_foreign_tree(
             leaves, family, config, display_name, roots=(root,), manifest=manifest
         )
-        trees.append(tree)
-    return MomentTrees(tuple(trees), state)
+    return MomentTrees(trees, state)
+
+
+def _has_averages(leaves: Mapping[str, StoredLeaf]) -> bool:
+    """Return whether an item has averages of the parameters with a constant decay, as in prep."""
+    if AVERAGE_WEIGHT_LEAF in leaves:
+        return False
+    return any(name.startswith(AVERAGE_ROOT) for name in leaves)
 
 
 def add_item_state(
@@ -119,44 +158,97 @@ def add_item_state(
         PrepError: A counter is missing.
     """
     manifest = source.manifest or NO_MANIFEST
-    entries = tuple(entry for entry in source.extra_entries if not _is_state(entry))
-    source = replace(source, extra_entries=entries)
     num_updates = _read_counter(source, leaves, f"{moments.state}.count")
     if source.manifest is not None:
-        _check_counts(source, leaves, num_updates)
+        _check_written_leaves(source, leaves, num_updates)
+    settings = _recorded_settings(manifest)
+    left_out = [*_unread_parts(moments, leaves), *_other_counts(source, leaves, num_updates)]
+    others: list[DroppedTensor] = []
+    for entry in source.extra_entries:
+        if entry.rule == OPT_STATE_RULE or entry.name == STEP_LEAF:
+            continue
+        if entry.name == AVERAGE_KEY and AVERAGE_SLOT in moments.trees:
+            continue
+        others.append(entry)
+        left_out.append(entry.name)
+    if settings is None:
+        left_out.append(NO_SETTINGS)
     state = ForeignState(
         moments=tuple(_moment_tensors(moments, manifest, scale_records)),
-        step=_read_counter(source, leaves, STEP_LEAF),
+        step=_read_step(source, leaves),
         num_updates=num_updates,
-        settings=_recorded_settings(manifest),
-        left_out=tuple(entry.name for entry in entries),
+        settings=settings,
+        left_out=tuple(left_out),
     )
-    return add_foreign_state(source, state)
+    return add_foreign_state(replace(source, extra_entries=tuple(others)), state)
 
 
-def _check_counts(source: Source, leaves: Mapping[str, StoredLeaf], num_updates: int) -> None:
-    """Check the counts of an output of prep. That of the schedule is no part of the training state.
+def _check_written_leaves(
+    source: Source, leaves: Mapping[str, StoredLeaf], num_updates: int
+) -> None:
+    """Check the leaves of an output of prep that are no part of the training state, e.g. the count of the schedule.
 
     Raises:
-        DamagedError: A count differs from the number of updates.
+        DamagedError: A count differs from the number of updates, or a leaf from its digest.
     """
     for name in filter(COUNT_LEAF.fullmatch, leaves):
         count = _read_counter(source, leaves, name)
         if count != num_updates:
             why = f"{name} is {count}, and the moments have {num_updates} updates"
             raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
+    records = (source.manifest or NO_MANIFEST).others
+    for name in records.keys() & leaves.keys():
+        read_small_tensor(source, leaf_as_tensor(name, leaves[name], records))
 
 
-def _is_state(entry: DroppedTensor) -> bool:
-    """Return whether an entry is a part of the training state."""
-    return entry.rule == OPT_STATE_RULE or entry.name == STEP_LEAF
+def _other_counts(
+    source: Source, leaves: Mapping[str, StoredLeaf], num_updates: int
+) -> Iterator[str]:
+    """Yield a description of each count that differs from the number of updates, e.g. after skipped steps.
+
+    The schedule of prep is at the number of updates.
+    """
+    for name in filter(COUNT_LEAF.fullmatch, leaves):
+        count = _read_counter(source, leaves, name)
+        if count != num_updates:
+            yield f"{name.removesuffix(BOXED_SUFFIX)} {count}"
+
+
+def _unread_parts(moments: MomentTrees, leaves: Mapping[str, StoredLeaf]) -> Iterator[str]:
+    """Yield the parts of the optimizer state that are not read. Settings are named elsewhere.
+
+    A part is a subtree beside the path of Adam's state, e.g. `opt_state.inner_state.1.mog` or `opt_state.acc_grads`.
+    """
+    parts: dict[str, None] = {}
+    for name in leaves:
+        if name.startswith(f"{OPT_STATE}.") and not COUNT_LEAF.fullmatch(name):
+            parts[_part(name.removesuffix(BOXED_SUFFIX), moments.state)] = None
+    read_parts = (f"{moments.state}.mu", f"{moments.state}.nu", SETTINGS_PART, GRADIENT_STEP_LEAF)
+    for part in parts:
+        if part not in read_parts:
+            yield part
+
+
+def _part(name: str, state: str) -> str:
+    """Return the first keys of a leaf, up to the first one that differs from those of Adam's state.
+
+    >>> _part("opt_state.inner_state._skipstep_losses", "opt_state.inner_state.1")
+    'opt_state.inner_state._skipstep_losses'
+    """
+    keys = name.split(".")
+    num_shared = 0
+    for key, state_key in zip(keys, state.split("."), strict=False):
+        if key != state_key:
+            break
+        num_shared += 1
+    return ".".join(keys[: num_shared + 1])
 
 
 def _moment_tensors(
     moments: MomentTrees, manifest: Manifest, scale_records: Mapping[str, ScaleRecord]
 ) -> Iterator[SourceTensor]:
     """Yield the moments with their recorded digests."""
-    for slot, tree in zip(MOMENTS, moments.trees, strict=True):
+    for slot, tree in moments.trees.items():
         records = manifest.slots.get(slot, {})
         for tensor in tree.tensors:
             name = tree.names.full_name(tensor.name)
@@ -166,8 +258,17 @@ def _moment_tensors(
             yield replace(tensor, name=qualify(slot, tensor.name), digests=digests)
 
 
+def _read_step(source: Source, leaves: Mapping[str, StoredLeaf]) -> int:
+    """Return the number of steps."""
+    if GRADIENT_STEP_LEAF + BOXED_SUFFIX in leaves:
+        return _read_counter(source, leaves, GRADIENT_STEP_LEAF)
+    return _read_counter(source, leaves, STEP_LEAF)
+
+
 def _read_counter(source: Source, leaves: Mapping[str, StoredLeaf], name: str) -> int:
     """Return the value of a leaf."""
+    if name + BOXED_SUFFIX in leaves:
+        name += BOXED_SUFFIX
     if name not in leaves:
         what = f"{source.display_name} has no {name}"
         raise PrepError(what, "its training state is incomplete", WITHOUT_STATE_HINT)
@@ -175,7 +276,7 @@ def _read_counter(source: Source, leaves: Mapping[str, StoredLeaf], name: str) -
 
 
 def _recorded_settings(manifest: Manifest) -> AdamSettings | None:
-    """Return the settings of an export of prep. MaxText stores none."""
+    """Return the settings of an export of prep. MaxText and Levanter store none."""
     record = manifest.fields.get(TRAINING_STATE_KEY)
     if not record or not record["optimizer"]:
         return None

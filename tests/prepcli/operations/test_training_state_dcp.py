@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -104,6 +105,27 @@ def test_verify_finds_changed_moments_and_settings(folder: None):
         content[-2000 if number else len(content) // 2] ^= 1
         path.write_bytes(content)
         assert main(["verify", f"damaged-{number}"]) == 1
+
+
+def left_out(out: str) -> list[str]:
+    """Return the recorded parts without a counterpart."""
+    return json.loads(Path(out, "prep-manifest.json").read_text())["training_state"]["left_out"]
+
+
+def test_parts_without_a_counterpart_are_named(folder: None):
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    training = TorchTraining("tiny")
+    training.load("torch")
+    model, optimizer = get_state_dict(training.model, training.optimizer)
+    state = {"model": model, "optimizer": optimizer, "scheduler": training.schedule.state_dict()}
+    save(state, checkpoint_id="scheduled")
+    run_ok(
+        "save-init", "scheduled", "--training-state", "--config", "tiny", "--out", "scheduled-step"
+    )
+    assert left_out("scheduled-step") == ["scheduler"]
+    assert left_out("back") == ["the state of a scheduler", "random state"]
 
 
 def test_import_without_state_reads_the_model(folder: None):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,18 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
+from prepcli.errors import UsageError
+from prepcli.operations.export_training_state import check_state_request
+from prepcli.operations.imported_state import check_imported_state
+from prepcli.operations.options import ExportOptions, SaveInitOptions
+from prepcli.option_spec import with_defaults
 from prepcli.restore.item_reader import open_reader
+from prepcli.sources.locate import locate
+from prepcli.sources.opening import open_source
+from prepcli.sources.source import Source, Wrapper
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.object_server import serve_objects
-from tests.helpers.run_cli import error_lines, run_failing, run_ok
+from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_states import read_leaves
 from trainer.models.module_order import optimizer_groups
@@ -191,15 +200,57 @@ def test_long_log_of_trainer_is_read(state: State):
     assert json.loads(Path("out/prep-manifest.json").read_text())["step"] == STEP
 
 
-def test_export_in_a_bucket_is_read_without_its_state(state: State, monkeypatch, capsys):
+def test_state_of_trainer_is_read_from_a_bucket(state: State, monkeypatch, capsys):
     import_state(state, "step")
-    with serve_objects() as store:
+    uploaded: dict[str, bytes] = {}
+    for path in Path("tiny").iterdir():
+        uploaded[f"bucket/tiny/{path.name}"] = path.read_bytes()
+    with serve_objects(uploaded) as store:
         for name, value in store.environment().items():
             monkeypatch.setenv(name, value)
+        run_ok("save-init", "gs://bucket/tiny", "--training-state", "--out", "streamed")
         run_ok("export", "step", "--training-state", "--out", "gs://bucket/out")
+        run_ok("verify", "gs://bucket/out", "step")
+        # The optimizer is in one file with the moments of all layers.
+        key = "bucket/out/optimizer.pt"
+        content = bytearray(store.objects[key])
+        moment = state["state"][3]["exp_avg"].numpy().tobytes()
+        content[content.index(moment)] ^= 1
+        store.store(key, bytes(content))
         capsys.readouterr()
-        assert main(["verify", "gs://bucket/out"]) == 0
-        assert "the training state of gs://bucket/out is not read" in capsys.readouterr().err
-        run_ok("save-init", "gs://bucket/out", "--out", "parameters")
-        arguments = ("save-init", "gs://bucket/out", "--training-state", "--out", "never")
-        assert "is not supported for gs://bucket/out" in run_failing(capsys, 2, *arguments)
+        assert main(["verify", "gs://bucket/out"]) == 1
+    streamed = moment_leaves("streamed")
+    local = moment_leaves("step")
+    assert all(np.array_equal(streamed[name], local[name]) for name in local)
+
+
+def test_uneven_vocabulary_is_padded_with_its_moments(state: State, capsys):
+    """`prep pad-vocab` would write the parameters without their moments."""
+    torch.save(state, "tiny/optimizer.pt")
+    arguments = ("save-init", "tiny", "--training-state", "--mesh", "1,1,4")
+    lines = " ".join(error_lines(capsys, *arguments, "--out", "never"))
+    assert "vocabulary 131 cannot be split" in lines
+    assert "prep pad-vocab" not in lines
+    run_ok(*arguments, "--pad-vocab", "auto", "--out", "padded")
+    assert len(moment_leaves("padded")["opt_state.adam.mu.embed.tokens"]) == 132
+
+
+def multimodal_source(name: str, *, training_state: bool) -> Source:
+    """Open a checkpoint, and declare it a part of a multimodal model."""
+    source = open_source(locate(name), training_state=training_state)
+    return replace(source, wrapper=Wrapper({"model_type": "llava"}, source.config))
+
+
+def test_export_of_a_multimodal_state_proposes_the_text_part(state: State):
+    import_state(state, "step")
+    source = multimodal_source("step", training_state=False)
+    with pytest.raises(UsageError, match="not supported for multimodal models") as caught:
+        check_state_request(with_defaults(ExportOptions, {}), source)
+    assert caught.value.hint == "`--text-only` leaves them out"
+
+
+def test_import_of_a_multimodal_state_is_refused(state: State):
+    torch.save(state, "tiny/optimizer.pt")
+    source = multimodal_source("./tiny", training_state=True)
+    with pytest.raises(UsageError, match="not supported for multimodal models"):
+        check_imported_state(with_defaults(SaveInitOptions, {}), source)

@@ -151,6 +151,16 @@ def test_rounded_moments_are_counted_and_not_read_back(tmp_path: Path, monkeypat
     assert "cannot be converted back" in lines[0]
 
 
+def test_parts_without_a_counterpart_are_named(folder: None):
+    record = json.loads(Path("maxtext/prep-manifest.json").read_text())["training_state"]
+    assert record["left_out"] == ["random state", "settings of the optimizer"]
+    shutil.copytree(Path("maxtext", str(HALF)), Path("by-maxtext", str(HALF)))
+    shutil.rmtree(Path("by-maxtext", str(HALF), "items", "hf"))
+    run_ok("save-init", "./by-maxtext", "--training-state", "--config", "tiny", "--out", "step")
+    record = json.loads(Path("step/prep-manifest.json").read_text())["training_state"]
+    assert record["left_out"] == ["settings of the optimizer"]
+
+
 def test_item_without_moments_is_refused(folder: None, capsys):
     run_ok("export", "half", "--layout", "maxtext", "--out", "no-state")
     capsys.readouterr()

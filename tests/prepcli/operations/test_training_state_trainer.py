@@ -88,6 +88,19 @@ def test_cast_moments_are_named(folder: dict[int, float], capsys):
     assert warning in " ".join(capsys.readouterr().err.split())
 
 
+def test_averages_of_one_side_are_named(folder: dict[int, float], capsys):
+    train("averaged", "optimizer.ema=0.9", stop_after=1)
+    start = ("--set", "model.training_state=true", "--set", "data.tokenizer=tiny", "--dry-run")
+    arguments = ("train", "recipe.toml", "--out", "next", *start)
+    assert main([*arguments, "--set", "model.path=averaged/1"]) == 0
+    warning = "12 leaves of averaged/1 are not used, e.g. opt_state.ema.embed.tokens"
+    assert warning in " ".join(capsys.readouterr().err.split())
+    ema = ("--set", "model.path=from-hf", "--set", "optimizer.ema=0.9")
+    lines = error_lines(capsys, *arguments, *ema)
+    assert lines[0] == "error: from-hf has no averages for `optimizer.ema`"
+    assert lines[2] == " hint: `--set optimizer.ema=0`"
+
+
 def test_prep_without_moments_has_other_losses(folder: dict[int, float]):
     losses = train("fresh", "model.path=from-hf", "data.tokenizer=tiny")
     assert abs(losses[2] - folder[HALF + 2]) > VISIBLE

@@ -1,0 +1,68 @@
+"""Training states in a bucket: written there and read from there, without a local copy of the tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prepcli.restore.item_reader import open_reader
+from tests.helpers.object_server import FakeObjectStore, serve_objects
+from tests.helpers.other_trainers import STEPS, make_folder, train
+from tests.helpers.run_cli import run_ok
+from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS
+from tests.helpers.training_states import read_leaves, same_state
+
+HALF = STEPS // 2
+# A family of all three trainers.
+QWEN3 = FAMILY_CONFIGS["qwen3"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Iterator[None]:
+    """Train to the middle of the run."""
+    path = tmp_path_factory.mktemp("buckets")
+    before = Path.cwd()
+    os.chdir(path)
+    make_folder(QWEN3)
+    train("half", stop_after=HALF)
+    yield
+    os.chdir(before)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
+    """Serve an empty bucket."""
+    with serve_objects() as store:
+        for name, value in store.environment().items():
+            monkeypatch.setenv(name, value)
+        yield store
+
+
+@pytest.mark.parametrize("layout", ["maxtext", "levanter", "tunix"])
+def test_state_of_a_jax_trainer_is_read_from_a_bucket(
+    folder: None, store: FakeObjectStore, layout: str, tmp_path: Path
+):
+    url = f"gs://bucket/{layout}"
+    run_ok("export", "half", "--training-state", "--layout", layout, "--out", url)
+    run_ok("verify", url, f"half/{HALF}")
+    out = str(tmp_path / "back")
+    run_ok(
+        "save-init", url, "--training-state", "--pad-vocab", "8", "--mesh", "1,2,4", "--out", out
+    )
+    with open_reader(Path(out)) as moved, open_reader(Path("half", str(HALF))) as original:
+        assert same_state(read_leaves(moved), read_leaves(original))
+
+
+def test_state_of_a_run_is_exported_from_a_bucket(
+    folder: None, store: FakeObjectStore, tmp_path: Path
+):
+    for path in Path("half").rglob("*"):
+        if path.is_file():
+            store.store(f"bucket/{path.as_posix()}", path.read_bytes())
+    for name, source in (("local", "half"), ("remote", "gs://bucket/half")):
+        run_ok("export", source, "--training-state", "--out", str(tmp_path / name))
+    for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json"):
+        assert (tmp_path / "remote" / name).read_bytes() == (tmp_path / "local" / name).read_bytes()
