@@ -17,6 +17,7 @@ import os
 import random
 import shutil
 import signal
+import stat
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from tests.helpers.object_server import FakeObjectStore, serve_objects
 
 OUT_URL = "gs://bucket/out"
 MIB = 1 << 20
+BLOCK_NBYTES = 512  # unit of `st_blocks`
 
 
 @dataclass(frozen=True)
@@ -221,13 +223,15 @@ class FileWatch:
 
 
 def largest_file_nbytes(folder: Path) -> int:
-    """Return the size of the largest file below a folder."""
+    """Return the disk space of the largest file below a folder. A sparse file uses less than its size."""
     largest = 0
     for path in folder.rglob("*"):
         try:
-            largest = max(largest, path.stat().st_size if path.is_file() else 0)
+            status = path.stat()
         except OSError:
             continue
+        if stat.S_ISREG(status.st_mode):
+            largest = max(largest, min(status.st_size, status.st_blocks * BLOCK_NBYTES))
     return largest
 
 

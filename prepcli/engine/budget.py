@@ -126,7 +126,7 @@ class BufferPool:
     """A pool of equal buffers.
 
     Buffers are allocated when they are first needed, and the latest released is reused first, so that unneeded memory
-    is never touched. Threads wait in a `SimpleQueue`: see `prepcli.engine.worker_thread`.
+    is never touched. Threads wait in a `SimpleQueue`: see `trainer.files.worker_thread`.
     """
 
     def __init__(self, budget: Budget) -> None:

@@ -476,7 +476,7 @@ def io_error(path: Path, error: OSError) -> PrepError:
         error: The error.
 
     Returns:
-        An error with a hint for a full disk and for too many open files.
+        An error with a hint for its cause, e.g. a full disk, too many open files or a missing folder.
     """
     why = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -487,4 +487,24 @@ def io_error(path: Path, error: OSError) -> PrepError:
         return PrepError(
             f"cannot read or write {path}", why, "raise the limit of open files (`ulimit -n`)"
         )
+    if error.errno == errno.ENOENT:
+        return PrepError(f"cannot read or write {path}", why, _missing_hint(path))
+    if error.errno == errno.ENOTDIR:
+        hint = f"use another folder than {_first_file(path)}, which is a file"
+        return PrepError(f"cannot read or write {path}", why, hint)
     return PrepError(f"cannot read or write {path}", why, ACCESS_HINT)
+
+
+def _missing_hint(path: Path) -> str:
+    """Return the hint for a path that does not exist."""
+    if path.parent.is_dir():
+        return "check the name"
+    return f"create the folder {path.parent}, or use another one"
+
+
+def _first_file(path: Path) -> Path:
+    """Return the first part of a path below which there are no other ones, e.g. `a.txt` of `a.txt/b`."""
+    for folder in reversed(path.parents):
+        if folder.exists() and not folder.is_dir():
+            return folder
+    return path

@@ -26,10 +26,10 @@ from prepcli.engine.fills import FillGenerator, mean_source_number
 from prepcli.engine.journal import Journal, StreamPrefix
 from prepcli.engine.low_rank import value_change
 from prepcli.engine.permute import gather, needs_permute, scatter, threads
-from prepcli.engine.worker_thread import WorkerThread, wait_for_threads
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import LONG_RUN_NBYTES, Slab, split_stream
 from prepcli.planning.strided_copies import StridedCopy
+from trainer.files.worker_thread import WorkerThread, wait_for_threads
 
 # Bytes written since the last sync point, at most.
 MOST_UNSYNCED_NBYTES = 256 << 20

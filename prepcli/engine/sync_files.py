@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from prepcli.engine.worker_thread import run_in_threads
+from trainer.files.worker_thread import run_in_threads
 from trainer.files.writing import fsync_path
 
 # Journalling file systems commit concurrent syncs together: on ext4, 1,500 files of 64 KiB took 8.1 s one after

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 
@@ -27,6 +27,7 @@ from prepcli.execution.bucket_publication import BucketPublication
 from prepcli.execution.bucket_run import RUN_OBJECT, BucketRun, UnitNote
 from prepcli.execution.execute import make_run_identity
 from prepcli.execution.finalize import check_small_files
+from prepcli.execution.request import ExecutionRequest
 from prepcli.execution.resume import StreamReader, find_outdated
 from prepcli.execution.signals import PARENT_VARIABLE
 from prepcli.execution.source_checks import (
@@ -39,7 +40,6 @@ from prepcli.execution.source_checks import (
 from prepcli.execution.staging import WORK_FOLDER
 from prepcli.execution.stored_outputs import check_stored_output, has_intact_files, stored_manifest
 from prepcli.execution.unit_progress import UnitProgress
-from prepcli.execution.workers import WorkerPool
 from prepcli.formats.manifest import MANIFEST_FILE, Manifest, foreign_output_error
 from prepcli.planning import coverage
 from prepcli.planning.object_files import OBJECT_NBYTES
@@ -53,7 +53,6 @@ from prepcli.remote.object_store import Bucket, ObjectStoreUrl, part_nbytes
 from prepcli.remote.object_writes import ObjectUploads
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import retry_policy_from_env
-from prepcli.sources.source import Source
 
 RETRIES = 10
 # A process that notes no unit for so long counts as missing.
@@ -70,53 +69,31 @@ class BucketExecutor:
     """Writes the output of a plan below a URL, together with its workers and with other processes.
 
     Attributes:
-        plan: The plan of the whole output, with data files from `plan_object_files`.
-        run_id: Digest of the plan.
-        source: The opened source of the plan.
+        request: The plan and its options. The data files of the plan are from `plan_object_files`.
         bucket: Client of the output's URL.
-        pool: The workers of this process, its share of the plan, its memory and its progress.
-        overwrite: Replace an existing output.
-        restart: Delete the objects of an unfinished earlier run, and write them again.
-        allow_overflow: Cast out-of-range values to infinity.
-        note: Prints a line for the user.
         patience_s: Time without a new unit until other processes count as missing.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        source: Source,
-        *,
-        run_id: str,
-        url: ObjectStoreUrl,
-        pool: WorkerPool,
-        overwrite: bool = False,
-        restart: bool = False,
-        allow_overflow: bool = False,
-        note: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.plan = plan
-        self.run_id = run_id
-        self.source = source
-        self.bucket = Bucket(url, RETRIES, retry_policy_from_env(os.environ, note))
-        self.pool = pool
-        self.overwrite = overwrite
-        self.restart = restart
-        self.allow_overflow = allow_overflow
-        self.note = note
+    def __init__(self, request: ExecutionRequest, url: ObjectStoreUrl) -> None:
+        self.request = request
+        self.plan = request.plan
+        self.source = request.source
+        self.pool = request.pool
+        self.note = request.note
+        self.bucket = Bucket(url, RETRIES, retry_policy_from_env(os.environ, request.note))
         self.patience_s = PATIENCE_S
-        largest_nbytes = max((file.size for file in plan.files), default=0)
+        largest_nbytes = max((file.size for file in self.plan.files), default=0)
         self.budget, self.limits = make_object_budget(
-            pool.memory_nbytes,
-            min_buffer_nbytes=min_buffer_nbytes(plan.streams),
-            kept_nbytes=max(matrix_nbytes(plan.streams), piece_nbytes(plan.streams)),
+            self.pool.memory_nbytes,
+            min_buffer_nbytes=min_buffer_nbytes(self.plan.streams),
+            kept_nbytes=max(matrix_nbytes(self.plan.streams), piece_nbytes(self.plan.streams)),
             object_nbytes=OBJECT_NBYTES,
             largest_nbytes=largest_nbytes,
             part_nbytes=part_nbytes(largest_nbytes),
         )
-        self.units = find_work_units(plan)
-        self._identity = make_run_identity(plan, run_id)
-        self._run = BucketRun(self.bucket, self._identity, pool.share)
+        self.units = find_work_units(self.plan)
+        self._identity = make_run_identity(self.plan, request.run_id)
+        self._run = BucketRun(self.bucket, self._identity, self.pool.share)
         self._lock: BucketLock | None = None
         self._sent_nbytes = 0
 
@@ -165,7 +142,7 @@ class BucketExecutor:
         """Raise UsageError for a restart in several processes, except for the workers of one command."""
         # A process may join the unfinished run before process 0 deletes its objects.
         is_alone = len(self.pool.indices) == self.pool.share.count
-        if self.restart and not is_alone and PARENT_VARIABLE not in os.environ:
+        if self.request.restart and not is_alone and PARENT_VARIABLE not in os.environ:
             raise usage_error(
                 text("{} is not supported with several processes", Option("restart", True)),
                 "another process may already write there",
@@ -197,11 +174,15 @@ class BucketExecutor:
                 raise foreign_output_error(self.bucket.name)
             return False
         is_joint = self.pool.share.count > 1
-        is_same = manifest.plan == self.run_id and has_intact_files(self.bucket, files, manifest)
-        if self.overwrite and not (is_joint and is_same):
+        is_same = manifest.plan == self.request.run_id and has_intact_files(
+            self.bucket, files, manifest
+        )
+        if self.request.overwrite and not (is_joint and is_same):
             return False
         if not (is_joint and is_same):
-            check_stored_output(self.bucket, files, manifest, self.run_id, restart=self.restart)
+            check_stored_output(
+                self.bucket, files, manifest, self.request.run_id, restart=self.request.restart
+            )
         return True
 
     def _delete_leftovers(self, files: Sequence[RemoteFile]) -> None:
@@ -213,16 +194,16 @@ class BucketExecutor:
         if self.pool.share.index:
             return
         has_state = any(file.path.startswith(f"{WORK_FOLDER}/") for file in files)
-        if has_state or is_locked_by(self.bucket, self.run_id):
+        if has_state or is_locked_by(self.bucket, self.request.run_id):
             with self._holding_lock():
                 self._run.delete_state()
 
     def _holding_lock(self) -> AbstractContextManager[object]:
         """Hold the lock of the URL in process 0. In other processes, check that no other plan holds it."""
         if self.pool.share.index == 0:
-            self._lock = BucketLock(self.bucket, self.run_id, note=self.note)
+            self._lock = BucketLock(self.bucket, self.request.run_id, note=self.note)
             return self._lock
-        check_lock(self.bucket, self.run_id)
+        check_lock(self.bucket, self.request.run_id)
         return nullcontext()
 
     def _join(self, source_state: SourceState) -> bool:
@@ -233,7 +214,7 @@ class BucketExecutor:
             if self._is_already_done(files):
                 self._run.delete_state()
                 return False
-            self._run.begin(files, source_state, restart=self.restart)
+            self._run.begin(files, source_state, restart=self.request.restart)
             return True
         deadline_s = time.monotonic() + self.patience_s
         while not self._run.is_open():
@@ -255,7 +236,7 @@ class BucketExecutor:
         if file is None:
             return False
         manifest = stored_manifest(self.bucket, [file])
-        return manifest is not None and manifest.plan == self.run_id
+        return manifest is not None and manifest.plan == self.request.run_id
 
     # Writing
 
@@ -294,7 +275,9 @@ class BucketExecutor:
         )
         progress = UnitProgress(self.plan, units, uploads, on_done=self._note_unit)
         share_plan = self._share_plan(numbers)
-        integrity = IntegrityChecker(share_plan, self.source, allow_overflow=self.allow_overflow)
+        integrity = IntegrityChecker(
+            share_plan, self.source, allow_overflow=self.request.allow_overflow
+        )
 
         def on_digest(position: int, digest: str) -> None:
             integrity.on_digest(position, digest)

@@ -28,6 +28,8 @@ PATIENCE_S = 600.0
 # this time to join again, because launchers do not start all processes at once.
 REJOIN_S = 20.0
 LOOK_EVERY_S = 0.2
+# Each look reads the journals of all other processes.
+LOOK_S_PER_PROCESS = 0.005
 
 
 class Team:
@@ -219,7 +221,7 @@ class Team:
         with self.stage.failures.recording_errors():
             self.check_workers()
         self._check_processes(unfinished)
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(look_s(self.count))
 
     def _poll_journals(self) -> list[int]:
         """Read the journals of unfinished processes. Return the indices of processes still unfinished."""
@@ -303,6 +305,15 @@ class Team:
             ),
             STOPPED,
         )
+
+
+def look_s(count: int) -> float:
+    """Return the seconds between two looks at the journals of `count` processes.
+
+    >>> look_s(2), look_s(4096)
+    (0.21, 20.68)
+    """
+    return round(LOOK_EVERY_S + LOOK_S_PER_PROCESS * count, 3)
 
 
 def _join_numbers(indices: Collection[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from prepcli.console.formatting import format_bytes
@@ -29,6 +29,7 @@ from prepcli.execution.finalize import (
     output_nbytes_to_compress,
 )
 from prepcli.execution.output_checks import check_data_files, check_unchanged, read_stamps
+from prepcli.execution.request import ExecutionRequest
 from prepcli.execution.resume import StreamReader, find_outdated, verify_journal_state, zero_gaps
 from prepcli.execution.signals import note_durable_work
 from prepcli.execution.source_checks import (
@@ -41,7 +42,6 @@ from prepcli.execution.source_checks import (
     touched_files,
 )
 from prepcli.execution.staging import PARTIAL_SUFFIX, Staging, remove_work_folder
-from prepcli.execution.workers import WorkerPool
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.file_records import are_files_intact
 from prepcli.formats.levanter import LEVANTER_METADATA_FILE
@@ -58,7 +58,6 @@ from prepcli.planning import coverage
 from prepcli.planning.plan import Plan
 from prepcli.planning.plan_text import encode_text, iter_text
 from prepcli.planning.slabs import min_buffer_nbytes, split_streams
-from prepcli.sources.source import Source
 
 
 def plan_digest(plan: Plan) -> str:
@@ -78,68 +77,45 @@ def make_run_identity(plan: Plan, run_id: str) -> dict[str, object]:
 
 
 class ConversionExecutor:
-    """Writes the output of a plan, together with its workers and with other processes.
+    """Writes the output of a plan to a folder, together with its workers and with other processes.
 
-    An interrupted run continues from its durable bytes. `allow_overflow` decides between an error and infinities. No
-    other option changes a byte of the output.
+    An interrupted run continues from its durable bytes.
 
     Attributes:
-        plan: The plan of the whole output.
-        run_id: Digest of the plan. It identifies the run in journals and manifests.
-        source: The opened source of the plan.
+        request: The plan and its options.
         out: Path of the output.
-        pool: The workers of this process, its share of the plan, its memory and its progress.
-        overwrite: Replace an existing output.
-        restart: Delete the files of an unfinished earlier run, and write them again.
-        allow_overflow: Cast out-of-range values to infinity.
-        note: Prints a line for the user.
         budget: How the memory is divided among buffers.
         stage: The staging folder.
         team: All processes that write the output.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        source: Source,
-        *,
-        run_id: str,
-        out: Path,
-        pool: WorkerPool,
-        overwrite: bool = False,
-        restart: bool = False,
-        allow_overflow: bool = False,
-        note: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.plan = plan
-        self.source = source
+    def __init__(self, request: ExecutionRequest, out: Path) -> None:
+        self.request = request
+        self.plan = request.plan
+        self.source = request.source
+        self.pool = request.pool
+        self.note = request.note
         self.out = out
-        self.pool = pool
-        self.overwrite = overwrite
-        self.restart = restart
-        self.allow_overflow = allow_overflow
-        self.note = note
         # The matrices of a low-rank update and the pieces of new tokens stay in memory during the
         # run, in addition to the buffers.
         self.budget = make_budget(
-            pool.memory_nbytes,
-            min_buffer_nbytes(plan.streams),
-            kept_nbytes=max(matrix_nbytes(plan.streams), piece_nbytes(plan.streams)),
+            self.pool.memory_nbytes,
+            min_buffer_nbytes(self.plan.streams),
+            kept_nbytes=max(matrix_nbytes(self.plan.streams), piece_nbytes(self.plan.streams)),
         )
-        self.run_id = run_id
-        self.run_identity = make_run_identity(plan, run_id)
+        self.run_identity = make_run_identity(self.plan, request.run_id)
         self.stage = Staging(out)
-        folder = data_folder(plan, self.stage.folder)
-        self._files = [folder / file.path for file in plan.files]
+        folder = data_folder(self.plan, self.stage.folder)
+        self._files = [folder / file.path for file in self.plan.files]
         # The reader reads the plan's streams back.
-        self._reader = StreamReader(plan.streams, self.budget, pool.progress)
+        self._reader = StreamReader(self.plan.streams, self.budget, self.pool.progress)
         self.team = Team(
-            plan,
+            self.plan,
             self.stage,
-            run_id,
-            own_indices=pool.indices,
-            check_workers=pool.check,
-            note=note,
+            request.run_id,
+            own_indices=self.pool.indices,
+            check_workers=self.pool.check,
+            note=self.note,
         )
         self._result = ConversionResult()
         # State of the source when this process began, and when the first process of the run began
@@ -166,7 +142,7 @@ class ConversionExecutor:
         # These checks come before `with self.stage` creates the staging folder: a refused plan leaves no files.
         coverage.check(self.plan, lambda: split_streams(self.plan.streams, self.budget.slab_nbytes))
         with self.stage:
-            self.stage.open(self.run_identity, self.restart, share=self.pool.share)
+            self.stage.open(self.run_identity, self.request.restart, share=self.pool.share)
             # The other processes may have published the output since the check above.
             if self._is_already_done():
                 self.stage.discard()
@@ -224,7 +200,7 @@ class ConversionExecutor:
                 self.pool.progress.begin(share_plan.command, total_nbytes, done_nbytes)
                 try:
                     integrity = IntegrityChecker(
-                        share_plan, self.source, allow_overflow=self.allow_overflow
+                        share_plan, self.source, allow_overflow=self.request.allow_overflow
                     )
                     result = Pipeline(
                         share_plan.streams,
@@ -311,7 +287,7 @@ class ConversionExecutor:
         check_unchanged(stamps)
         # Another program may have created the output meanwhile.
         _check_replaceable(self.out)
-        self.stage.publish(self.overwrite)
+        self.stage.publish(self.request.overwrite)
 
     def _is_already_done(self) -> bool:
         """Return whether the requested output exists.
@@ -327,15 +303,15 @@ class ConversionExecutor:
         try:
             manifest = read_manifest(self.out)
         except PrepError:
-            if self.overwrite:
+            if self.request.overwrite:
                 return False
             raise
-        is_same_plan = manifest is not None and manifest.plan == self.run_id
+        is_same_plan = manifest is not None and manifest.plan == self.request.run_id
         is_complete = is_same_plan and _is_complete(self.plan, self.out, manifest or NO_MANIFEST)
         is_joint = self.pool.share.count > 1
-        if is_complete and (is_joint or not (self.restart or self.overwrite)):
+        if is_complete and (is_joint or not (self.request.restart or self.request.overwrite)):
             return True
-        if self.overwrite:
+        if self.request.overwrite:
             return False
         hint = text("{} or {}", Option("out", "NAME"), Option("overwrite", True))
         if is_same_plan:

@@ -131,7 +131,7 @@ def _check_texts(path: Path, contents: list[str]) -> None:
     """Raise UsageError for empty, doubled and overlapping tokens."""
     empty = [str(number) for number, content in enumerate(contents, 1) if not content]
     if empty:
-        raise _list_error(path, f"its tokens {join_names(empty)} are empty")
+        raise _list_error(path, f"empty tokens: number {join_names(empty)} of the list")
     counts = Counter(contents)
     doubled = [repr(content) for content, count in counts.items() if count > 1]
     if doubled:

@@ -82,6 +82,8 @@ def read_torch_object(path: Path) -> TorchObject:
         PrepError: The file is unreadable, damaged, or of a format before PyTorch 1.6.
     """
     stat = stat_file(path)
+    if stat.st_size == 0:
+        raise DamagedError(f"{path.name} is damaged", "it is empty", download_again_hint(path))
     try:
         with path.open("rb") as file:
             if not file.read(4).startswith(torch_zip.ZIP_MAGIC):

@@ -14,6 +14,7 @@ from trainer.files.json_values import check_depth
 from trainer.files.reading import (
     ACCESS_HINT,
     MAX_SMALL_FILE_NBYTES,
+    not_regular_error,
     open_regular_file,
     read_regular_file,
 )
@@ -54,8 +55,7 @@ def stat_file(path: Path) -> os.stat_result:
     except OSError as error:
         raise unreadable_error(path, error) from error
     if not stat.S_ISREG(file_stat.st_mode):
-        why = "it is a folder, a pipe or a device"
-        raise PrepError(f"{path} is not a file", why, "put a regular file in its place")
+        raise not_regular_error(path)
     return file_stat
 
 

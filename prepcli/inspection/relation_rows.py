@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from prepcli.inspection.tensor_selection import TensorSelection, select_tensor
 from prepcli.inspection.tree_relations import Relation, TensorTree
-from prepcli.inspection.value_sums import DimAlignment, align_dims, can_sum, sum_values
+from prepcli.inspection.value_sums import DimAlignment, align_dims, can_sum
 from prepcli.sources.source import SourceTensor
 from trainer.models.verbatim import split_numbers
 
@@ -192,9 +192,7 @@ class RowWriter:
                 block = select_tensor(block, part)
         if block is None or not (can_sum(member) and can_sum(block)):
             return None
-        alignment = align_dims(
-            trees[0].whole_sums(relation.member).axes, sum_values(trees[1].files, block).axes
-        )
+        alignment = align_dims(trees[0].sums_of(member).axes, trees[1].sums_of(block).axes)
         if alignment is None:
             return None
         if selection is not None and not selection.is_slice and selection.count:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from prepcli.engine.files import ByteArray, RunReader
+from prepcli.engine.files import ByteArray, RunReader, allocate_buffer
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
-from prepcli.formats.orbax_store import StoredRange
 from prepcli.inspection.contents import TensorEntry
 from prepcli.planning.plan import Contiguous, Locations, Stream
+from prepcli.planning.slabs import Slab, split_stream_evenly
+from prepcli.planning.strided_copies import StridedCopy
 from prepcli.planning.tensors import ITEM_BITS, itemsize
+from prepcli.remote.remote_files import PART_NBYTES
 from trainer.models.boxes import strides
 
 # Bytes per read. The values fit into a CPU cache, even after the conversion to float32 and with the 8-byte indices
 # that select the elements without padding.
 RUN_NBYTES = 1 << 20
+# Bytes per read of a remote file, which is one request
+REMOTE_READ_NBYTES = PART_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,11 @@ class _Accumulator:
 
 
 def compute_stats(
-    entry: TensorEntry, files: RunReader, on_read: Callable[[int], object]
+    entry: TensorEntry,
+    files: RunReader,
+    on_read: Callable[[int], object],
+    *,
+    is_remote: bool = False,
 ) -> TensorStats | None:
     """Compute the statistics of an entry from all its values.
 
@@ -86,6 +94,7 @@ def compute_stats(
         entry: The tensor.
         files: Reader of its files.
         on_read: Called with the number of bytes after each read.
+        is_remote: Whether the files are on a server, so that few large reads are faster.
 
     Returns:
         The statistics, or None for packed dtypes smaller than a byte.
@@ -95,7 +104,8 @@ def compute_stats(
     accumulator = _Accumulator()
     # The sum of large float64 values may overflow to inf. The mean is then not reported.
     with np.errstate(over="ignore", invalid="ignore"):
-        for values in _entry_values(entry, files, on_read, allocate_run_buffers(RUN_NBYTES)):
+        run_reader = _RunReader(files, is_remote=is_remote)
+        for values in _entry_values(entry, run_reader, on_read):
             accumulator.add(_widen(values))
         if accumulator.finite:
             mean = accumulator.total / accumulator.finite
@@ -148,10 +158,7 @@ def _widen(values: np.ndarray) -> np.ndarray:
 
 
 def _entry_values(
-    entry: TensorEntry,
-    files: RunReader,
-    on_read: Callable[[int], object],
-    buffers: tuple[ByteArray, ByteArray],
+    entry: TensorEntry, runs: _RunReader, on_read: Callable[[int], object]
 ) -> Iterator[np.ndarray]:
     """Yield the values of an entry, chunk by chunk, without padding beyond its edge."""
     # A file may hold other bytes than 0 and 1, which are undefined values of a NumPy bool.
@@ -160,7 +167,7 @@ def _entry_values(
     else:
         dtype = numpy_dtype(entry.dtype)
     if entry.placement:
-        for _, data in _runs_in_element_order(entry, entry.placement, files, buffers):
+        for _, data in runs.read_in_element_order(entry, entry.placement):
             on_read(data.size)
             yield data.view(dtype)
     for index, stored in entry.chunks.items():
@@ -169,7 +176,8 @@ def _entry_values(
             # E.g. extent 10 in chunks of 4: chunk 2 has 10 - 2 * 4 = 2 rows inside.
             inside.append(min(length, extent - i * length))
         is_padded = inside != list(entry.chunk_shape)
-        for start, data in _iter_chunk_bytes(entry, stored, files, buffers):
+        chunk = (Contiguous(stored.file, stored.offset),)
+        for start, data in runs.read_in_element_order(entry, chunk):
             on_read(data.size)
             values = data.view(dtype)
             if is_padded:
@@ -178,28 +186,57 @@ def _entry_values(
             yield values
 
 
-def _iter_chunk_bytes(
-    entry: TensorEntry, stored: StoredRange, files: RunReader, buffers: tuple[ByteArray, ByteArray]
-) -> Iterator[tuple[int, ByteArray]]:
-    """Yield the bytes of a chunk piece by piece, each with its byte offset in the chunk."""
-    yield from _runs_in_element_order(
-        entry, (Contiguous(stored.file, stored.offset),), files, buffers
-    )
+class _RunReader:
+    """Reader of tensors in runs of at most RUN_NBYTES. Local and remote files have the same runs."""
 
+    def __init__(self, files: RunReader, *, is_remote: bool) -> None:
+        self._files = files
+        self._buffers = allocate_run_buffers(RUN_NBYTES)
+        self._remote_buffer: ByteArray | None = None
+        if is_remote:
+            self._remote_buffer = allocate_buffer(REMOTE_READ_NBYTES)
 
-def _runs_in_element_order(
-    entry: TensorEntry, locations: Locations, files: RunReader, buffers: tuple[ByteArray, ByteArray]
-) -> Iterator[tuple[int, ByteArray]]:
-    """Yield the bytes of a chunk in the order of its elements, piece by piece, each with its byte offset."""
-    if entry.chunk_shape:
-        rows = entry.chunk_shape[0]
-    else:
+    def read_in_element_order(
+        self, entry: TensorEntry, locations: Locations
+    ) -> Iterator[tuple[int, ByteArray]]:
+        """Yield the bytes of a tensor or chunk in the order of its elements, each run with its byte offset."""
         rows = 1
-    yield from read_values(
-        files,
-        Stream(entry.name, entry.dtype, entry.chunk_shape, (0, rows), locations, ()),
-        buffers=buffers,
-    )
+        if entry.chunk_shape:
+            rows = entry.chunk_shape[0]
+        stream = Stream(entry.name, entry.dtype, entry.chunk_shape, (0, rows), locations, ())
+        if self._remote_buffer is not None and isinstance(locations[0], Contiguous):
+            yield from self._read_remote(stream, locations[0], self._remote_buffer)
+        else:
+            yield from read_values(self._files, stream, buffers=self._buffers)
+
+    def _read_remote(
+        self, stream: Stream, location: Contiguous, buffer: ByteArray
+    ) -> Iterator[tuple[int, ByteArray]]:
+        """Read several runs at once, and yield them one by one."""
+        slabs = split_stream_evenly(0, stream, max_nbytes=RUN_NBYTES)
+        for group in _slab_groups(slabs, buffer.size):
+            first = group[0].start
+            nbytes = sum(slab.nbytes for slab in group)
+            copy = StridedCopy(0, location.file, location.offset + first, nbytes)
+            data = self._files.read_runs([copy], buffer)
+            for slab in group:
+                start = slab.start - first
+                yield slab.start, data[start : start + slab.nbytes]
+
+
+def _slab_groups(slabs: Iterable[Slab], max_nbytes: int) -> Iterator[list[Slab]]:
+    """Group neighbouring slabs of at most `max_nbytes` together."""
+    group: list[Slab] = []
+    nbytes = 0
+    for slab in slabs:
+        if group and nbytes + slab.nbytes > max_nbytes:
+            yield group
+            group = []
+            nbytes = 0
+        group.append(slab)
+        nbytes += slab.nbytes
+    if group:
+        yield group
 
 
 def _unpadded_mask(

@@ -13,6 +13,7 @@ import numpy as np
 from prepcli.engine.files import RunReader
 from prepcli.inspection.tensor_selection import TensorSelection, select_tensor
 from prepcli.inspection.value_sums import Sums, ValueSums, can_sum, sum_values
+from prepcli.planning.tensors import cast_dtype
 from prepcli.sources.source import SourceTensor
 from trainer.models.verbatim import split_numbers
 
@@ -58,11 +59,13 @@ class TensorTree:
     Attributes:
         tensors: The tensors, by name.
         files: Reader of their files.
+        cast_to: Dtype that float values are cast to before they are compared. "" for their own.
         sums: Sums of each tensor that can be read, without those of long dims.
     """
 
     tensors: Mapping[str, SourceTensor]
     files: RunReader
+    cast_to: str = ""
     sums: dict[str, ValueSums] = field(default_factory=dict)
 
     def read_sums(self, on_read: Callable[[int], object]) -> None:
@@ -71,13 +74,11 @@ class TensorTree:
         for name, tensor in self.tensors.items():
             if not can_sum(tensor):
                 continue
-            sums = sum_values(self.files, tensor)
+            sums = self.sums_of(tensor)
             on_read(tensor.nbytes)
             axes: list[Sums] = []
             for axis in sums.axes:
                 keeps_axis = 1 < len(axis) <= MAX_SLICES and kept < MAX_KEPT_SUMS
-                if len(tensor.shape) < 2:
-                    keeps_axis = False
                 axes.append(axis if keeps_axis else axis[:0])
                 kept += len(axes[-1])
             self.sums[name] = ValueSums(sums.total, tuple(axes))
@@ -85,11 +86,15 @@ class TensorTree:
     def key(self, name: str) -> ValueKey:
         """Return what tensors with the same values have in common."""
         tensor = self.tensors[name]
-        return tensor.dtype, math.prod(tensor.shape), self.sums[name].total
+        return self.compared_dtype(tensor), math.prod(tensor.shape), self.sums[name].total
 
-    def whole_sums(self, name: str) -> ValueSums:
-        """Read the sums along all dims of a tensor."""
-        return sum_values(self.files, self.tensors[name])
+    def compared_dtype(self, tensor: SourceTensor) -> str:
+        """Return the dtype of the compared values of a tensor."""
+        return cast_dtype(tensor.dtype, self.cast_to)
+
+    def sums_of(self, tensor: SourceTensor) -> ValueSums:
+        """Read the sums along all dims of a tensor, or of a part of one."""
+        return sum_values(self.files, tensor, self.compared_dtype(tensor))
 
 
 @dataclass(slots=True)
@@ -204,13 +209,18 @@ def _slices(
         size = math.prod(tensor.shape)
         for axis, sums in enumerate(container_tree.sums[name].axes):
             for index, total in enumerate(sums.tolist()):
-                slices[tensor.dtype, size // len(sums), total].append((name, axis, index))
+                key = (container_tree.compared_dtype(tensor), size // len(sums), total)
+                slices[key].append((name, axis, index))
     used: set[tuple[str, int, int]] = set()
     for name in members:
         numbers = split_numbers(name)[1]
         best: tuple[str, int, int] | None = None
         best_score = -1.0
         for place in slices.get(member_tree.key(name), ()):
+            # Many vectors have an element with the value of a scalar. Only a stack of scalars has it at this index.
+            is_element = len(container_tree.tensors[place[0]].shape) == 1
+            if is_element and place[2] not in numbers:
+                continue
             score = name_similarity(name, place[0]) + (place[2] in numbers)
             if place not in used and score > best_score:
                 best = place
@@ -312,10 +322,12 @@ def _find_part(
     small = member_tree.tensors[member]
     size = math.prod(small.shape)
     large_size = math.prod(large.shape)
-    if small.dtype != large.dtype or size >= large_size:
+    if member_tree.compared_dtype(small) != container_tree.compared_dtype(large):
+        return None
+    if size >= large_size:
         return None
     total = np.uint64(member_tree.sums[member].total)
-    for axis, sums in enumerate(sum_values(container_tree.files, large).axes):
+    for axis, sums in enumerate(container_tree.sums_of(large).axes):
         length, rest = divmod(size * len(sums), large_size)
         if rest or not length:
             continue

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prepcli.engine.files import RunReader
+from prepcli.engine.files import ByteArray, RunReader
+from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.planning.tensors import ITEM_BITS, itemsize
 from prepcli.sources.source import SourceTensor
 from prepcli.sources.tensor_rows import read_rows
@@ -41,8 +42,14 @@ def can_sum(tensor: SourceTensor) -> bool:
     return item_bits in (8, 16, 32, 64) and tensor.nbytes > 0 and row_nbytes <= MAX_ROW_NBYTES
 
 
-def sum_values(files: RunReader, tensor: SourceTensor) -> ValueSums:
-    """Read a tensor, and return the sums of its hashed values."""
+def sum_values(files: RunReader, tensor: SourceTensor, dtype: str) -> ValueSums:
+    """Read a tensor, and return the sums of its hashed values.
+
+    Args:
+        files: Reader of its files.
+        tensor: The tensor.
+        dtype: Dtype of the hashed values. Values of another dtype are cast.
+    """
     item_nbytes = itemsize(tensor.dtype)
     row_nbytes = math.prod(tensor.shape[-1:]) * item_nbytes
     lead_shape = tensor.shape[:-1]
@@ -53,7 +60,9 @@ def sum_values(files: RunReader, tensor: SourceTensor) -> ValueSums:
     for start in range(0, num_rows, step):
         stop = min(num_rows, start + step)
         data = read_rows(files, tensor, (start, stop))
-        hashes = _hash_values(data.view(f"<u{item_nbytes}"))
+        if dtype != tensor.dtype:
+            data = _cast_rows(data, tensor.dtype, dtype)
+        hashes = _hash_values(data.view(f"<u{itemsize(dtype)}"))
         row_sums = hashes.sum(axis=1, dtype=np.uint64)
         total += int(row_sums.sum(dtype=np.uint64))
         if not axes:
@@ -64,6 +73,16 @@ def sum_values(files: RunReader, tensor: SourceTensor) -> ValueSums:
             for sums, index in zip(axes, indices):
                 np.add.at(sums, index, row_sums)
     return ValueSums(total % (1 << 64), tuple(axes))
+
+
+def _cast_rows(data: ByteArray, dtype: str, to_dtype: str) -> ByteArray:
+    """Return rows of bytes with each value cast as a conversion casts it."""
+    values = data.view(numpy_dtype(dtype))
+    if dtype != "float64":
+        values = values.astype(np.float32)
+    # A value beyond the range becomes infinite, and equals no finite value.
+    with np.errstate(over="ignore"):
+        return round_to_dtype(values, numpy_dtype(to_dtype)).view(np.uint8)
 
 
 def _hash_values(values: np.ndarray) -> Sums:

@@ -10,8 +10,7 @@ from pathlib import PurePosixPath
 import yaml
 
 from prepcli.errors import Option, text, usage_error
-from prepcli.launch.command import check_text
-from prepcli.launch.job import LaunchJob, check_label
+from prepcli.launch.job import LaunchJob, as_label, check_label
 from prepcli.launch.options import GkeOptions
 from prepcli.launch.shell import (
     NOT_RUN,
@@ -42,8 +41,18 @@ QUEUE_KEY = "kueue.x-k8s.io/queue-name"
 SPOT_KEY = "cloud.google.com/gke-spot"
 EXCLUSIVE_KEY = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 NODE_POOL = "cloud.google.com/gke-nodepool"
+# RFC 1123, for names of objects.
+_OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 # Keys that no YAML parser takes for another type. YAML 1.1 takes `y` and `n` for booleans.
 PLAIN_KEY = re.compile("[A-Za-z][-A-Za-z0-9_./]+")
+
+
+def _check_object_name(option: str, name: str | None) -> None:
+    """Raise UsageError for a name that Kubernetes refuses."""
+    if name is not None and not _OBJECT_NAME.fullmatch(name):
+        what = text("{} is invalid", Option(option, name))
+        why = "a name has lower-case letters, digits, `-` and `.`"
+        raise usage_error(what, why, text("{}", Option(option, as_label(name))))
 
 
 def gke_manifest(
@@ -60,8 +69,8 @@ def gke_manifest(
         num_slices: Number of TPU slices. Each has an equal part of the nodes.
     """
     check_label(job.name)
-    if options["queue"] is not None:
-        check_text(text("{}", Option("queue")), options["queue"])
+    for name in ("queue", "claim"):
+        _check_object_name(name, options[name])
     num_jobs = num_slices if _is_tpu(options) else 1
     files: JsonObject = {START_FILE: _start_script(job, options, num_jobs)}
     if job.command.recipe:

@@ -20,6 +20,8 @@ MIN_WAIT_S = 300
 HEARTBEAT_MARGIN_S = 240
 
 _TIME_LIMIT = re.compile(r"([0-9]{1,6}-)?[0-9]{1,6}(:[0-9]{1,6}){0,2}")
+# Texts of sbatch for a job without a limit.
+_NO_LIMIT = ("UNLIMITED", "INFINITE", "-1")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 
@@ -157,17 +159,23 @@ def _check_options(job: LaunchJob, options: SlurmOptions) -> None:
     for name, value in values.items():
         if value is not None:
             check_text(text("{}", Option(name)), value)
-    _check_grace(options)
+    _check_time(options)
     for module in options["module"]:
         check_text(text("{}", Option("module")), module)
     for directive in options["sbatch"]:
         check_text(text("{}", Option("sbatch")), directive)
 
 
-def _check_grace(options: SlurmOptions) -> None:
-    """Raise UsageError if the command would stop at its start, in each of its restarts."""
+def _check_time(options: SlurmOptions) -> None:
+    """Raise UsageError for an invalid time limit, or if the command would stop at the start of each restart."""
     limit = options["time"]
-    limit_s = None if limit is None else time_limit_s(limit)
+    if limit is None:
+        return
+    limit_s = time_limit_s(limit)
+    if limit_s is None and limit.upper() not in _NO_LIMIT:
+        what = text("{} is invalid", Option("time", limit))
+        why = "sbatch takes minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS"
+        raise usage_error(what, why, text("{}", Option("time", "24:00:00")))
     # SLURM has no limit with 0.
     if limit_s and options["grace"] >= limit_s:
         grace = Option("grace", options["grace"])

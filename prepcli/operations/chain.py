@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -60,6 +61,7 @@ def verify_chain(
         print(chain.links[-1].source, chain.broken_link)
     """
     started_s = time.monotonic()
+    search = _search_folders(options["search"])
     observer = observer_of(progress)
     # Every checkpoint is read as it is stored, and the lock applies to the first model.
     common = common_options(checkpoint, None, options)
@@ -75,7 +77,7 @@ def verify_chain(
     walk = ChainWalk(
         common,
         observer,
-        search=tuple(Path(folder).expanduser() for folder in options["search"]),
+        search=search,
         lock=lock,
         lock_name=str(options["lock"]),
     )
@@ -86,6 +88,18 @@ def verify_chain(
         allows_unproven=options["allow_unproven"],
         seconds=time.monotonic() - started_s,
     )
+
+
+def _search_folders(names: Sequence[PathLike]) -> tuple[Path, ...]:
+    """Return the folders of `--search`. Raise UsageError if one does not exist."""
+    folders: list[Path] = []
+    for name in names:
+        folder = Path(name).expanduser()
+        if not folder.is_dir():
+            option = text("{}", Option("search", str(name)))
+            raise usage_error(f"{option} is not a folder", "checkpoints are searched below it", "")
+        folders.append(folder)
+    return tuple(folders)
 
 
 def check_chain_command(

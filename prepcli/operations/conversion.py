@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from prepcli.engine.pipeline import ConversionResult
 from prepcli.errors import Option, text, usage_error
 from prepcli.execution.bucket_executor import BucketExecutor
 from prepcli.execution.execute import ConversionExecutor
+from prepcli.execution.request import ExecutionRequest
 from prepcli.execution.staging import remove_leftover
 from prepcli.execution.uploads import UploadRequest, make_and_upload, parse_out_url
 from prepcli.execution.workers import (
@@ -33,6 +35,7 @@ from prepcli.formats.manifest import (
     origin_record,
     read_manifest,
 )
+from prepcli.formats.safetensors import ADAPTER_FILE, SUFFIX
 from prepcli.operations.conflicts import reject_without
 from prepcli.operations.conversion_details import (
     PlanFields,
@@ -100,7 +103,7 @@ class CommonOptions:
         tensor_map: File of the map of the checkpoint's tensors.
         source_layout: Layout of a tree of another library. None for the one that fits best.
         quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
-            or the decoded tensors of GGUF.
+            or the decoded tensors of GGUF. `decode`: like `dequantize`, also for a model without quantised weights.
         training_state: Read the optimizer state of another framework.
     """
 
@@ -137,7 +140,7 @@ class PlannedConversion:
         default_out_name: Name of the output if the user gives none.
         notes: Lines for the user.
         fields: Fields for JSON.
-        next_command: The command that usually follows, with OUT_PLACEHOLDER for the output's path.
+        next_command: The command that usually follows, for a shell, with OUT_PLACEHOLDER for the path of the output.
         source_view: Source of the plan, if it differs from the opened one.
     """
 
@@ -252,7 +255,7 @@ def open_checkpoint(
         checkpoint = f"./{default_checkpoint(Path(), is_candidate)}"
         observer.note(f"using {checkpoint} (the only prep checkpoint here)")
     access = checkpoint_access(common, observer)
-    is_decoded = common.quantized == "dequantize"
+    is_decoded = common.quantized in ("dequantize", "decode")
     # A checkpoint keeps its codes and scales only under the names in its files (the verbatim family).
     is_kept = common.quantized in ("keep", "stored") and common.verbatim is not False
     access = replace(
@@ -286,7 +289,7 @@ def open_checkpoint(
         common.config,
         verbatim=verbatim,
         copied_files=common.copied_files,
-        dequantize=is_decoded,
+        dequantize=is_decoded and _has_codes(common, located.local_files.path),
         kept_scales=kept_scales,
         training_state=common.training_state,
         tensor_map=read_map_option(common.tensor_map, verbatim=common.verbatim),
@@ -303,6 +306,11 @@ def open_checkpoint(
         is_mapped = common.tensor_map is not None
         source = apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
     return located, use_averaged_params(source) if common.ema else source
+
+
+def _has_codes(common: CommonOptions, path: Path) -> bool:
+    """Return whether to decode the weights of a checkpoint. A dense one is an error if decoding is requested."""
+    return common.quantized == "dequantize" or is_quantized(path)
 
 
 def check_config_option(common: CommonOptions, *sources: Source) -> None:
@@ -350,6 +358,8 @@ def run_conversion(
     share, _ = requested_share(common.process_options.processes, os.environ)
     url = parse_out_url(common.out)
     opened = _open_and_plan(common, recorder, make_plan, is_candidate)
+    if url is not None and not _is_read_from_bucket(opened.planned.plan):
+        opened = replace(opened, planned=replace(opened.planned, next_command=""))
     if url is None:
         conversion = _convert_to_folder(common, recorder, opened, started_s)
     elif opened.planned.plan.zstd_level is None:
@@ -373,6 +383,14 @@ def run_conversion(
             conversion = _with_url(conversion, request, is_uploaded_already)
     seconds = time.monotonic() - started_s
     return replace(conversion, seconds=seconds, warnings=tuple(recorder.warnings))
+
+
+def _is_read_from_bucket(plan: Plan) -> bool:
+    """Return whether the commands read the format of an output from a bucket."""
+    if plan.leaves:
+        return True
+    names = {file.path for file in plan.files}
+    return all(name.endswith(f".{SUFFIX}") for name in names) and ADAPTER_FILE not in names
 
 
 def _open_and_plan(
@@ -403,7 +421,9 @@ def _with_url(
         conversion,
         already_done=conversion.already_done or is_uploaded_already,
         details=details,
-        next_command=conversion.next_command.replace(str(request.local_folder), url),
+        next_command=conversion.next_command.replace(
+            shlex.quote(str(request.local_folder)), shlex.quote(url)
+        ),
     )
 
 
@@ -414,18 +434,8 @@ def _convert_to_folder(
     out = common.out or Path(opened.planned.default_out_name)
     check_output_location(out, opened.source)
 
-    def execute(plan: Plan, run_id: str, pool: WorkerPool) -> tuple[ConversionResult, Manifest]:
-        result = ConversionExecutor(
-            plan,
-            opened.planned.source_view or opened.source,
-            run_id=run_id,
-            out=out,
-            pool=pool,
-            overwrite=common.overwrite,
-            restart=common.restart,
-            allow_overflow=common.allow_overflow,
-            note=observer.note,
-        ).run()
+    def execute(request: ExecutionRequest) -> tuple[ConversionResult, Manifest]:
+        result = ConversionExecutor(request, out).run()
         return result, read_manifest(out) or NO_MANIFEST
 
     return _convert(common, observer, opened, started_s, out=out, execute=execute)
@@ -443,18 +453,8 @@ def _convert_to_bucket(
     plan = plan_object_files(opened.planned.plan)
     opened = replace(opened, planned=replace(opened.planned, plan=plan))
 
-    def execute(plan: Plan, run_id: str, pool: WorkerPool) -> tuple[ConversionResult, Manifest]:
-        executor = BucketExecutor(
-            plan,
-            opened.planned.source_view or opened.source,
-            run_id=run_id,
-            url=url,
-            pool=pool,
-            overwrite=common.overwrite,
-            restart=common.restart,
-            allow_overflow=common.allow_overflow,
-            note=observer.note,
-        )
+    def execute(request: ExecutionRequest) -> tuple[ConversionResult, Manifest]:
+        executor = BucketExecutor(request, url)
         result = executor.run()
         return result, executor.read_manifest()
 
@@ -468,7 +468,7 @@ def _convert(
     started_s: float,
     *,
     out: Path | str,
-    execute: Callable[[Plan, str, WorkerPool], tuple[ConversionResult, Manifest]],
+    execute: Callable[[ExecutionRequest], tuple[ConversionResult, Manifest]],
 ) -> Conversion:
     """Show the plan, and execute it unless this is a dry run.
 
@@ -478,7 +478,7 @@ def _convert(
         opened: The source and the plan.
         started_s: Start of the command, on the monotonic clock.
         out: Folder or URL of the output.
-        execute: Executes the plan with its digest and the workers. Returns the result and the manifest of the output.
+        execute: Executes the plan. Returns the result and the manifest of the output.
     """
     planned = opened.planned
     source = opened.source
@@ -494,14 +494,25 @@ def _convert(
         details = {"output": str(out), "dry_run": True, **details}
     else:
         share = _process_share(common, observer)
-        check_partly_read(planned.source_view or source, planned.plan, observer.progress())
+        read_source = planned.source_view or source
+        check_partly_read(read_source, planned.plan, observer.progress())
         with WorkerPool(
             common.process_options,
             share,
             memory_nbytes=common.memory_nbytes,
             progress=observer.progress(),
         ) as pool:
-            result, manifest = execute(planned.plan, fields["plan_digest"], pool)
+            request = ExecutionRequest(
+                plan=planned.plan,
+                run_id=fields["plan_digest"],
+                source=read_source,
+                pool=pool,
+                overwrite=common.overwrite,
+                restart=common.restart,
+                allow_overflow=common.allow_overflow,
+                note=observer.note,
+            )
+            result, manifest = execute(request)
         details |= _result_details(
             planned.plan, fields, out, result, manifest, common, started_s, observer
         )
@@ -518,7 +529,7 @@ def _convert(
         plan=planned.plan,
         details=details,
         # An output that was uploaded earlier is reported from a dry run.
-        next_command=planned.next_command.replace(OUT_PLACEHOLDER, str(out)),
+        next_command=planned.next_command.replace(OUT_PLACEHOLDER, shlex.quote(str(out))),
     )
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -403,7 +404,7 @@ def _add_report_fields(
         )
     elif not options["dtype"]:
         # Only values that were not changed can be compared with the source.
-        next_command += f" {source.display_name}"
+        next_command += f" {shlex.quote(source.display_name)}"
     return PlannedConversion(
         plan,
         f"{plan.settings['name']}-{_output_suffix(options)}",

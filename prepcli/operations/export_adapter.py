@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from prepcli.errors import GET_AGAIN_HINT, PrepError
 from prepcli.formats.manifest import Manifest, adapter_fields
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_FILE
@@ -90,7 +92,7 @@ def plan_adapter_export(
         f"{located.model_name}-adapter",
         notes=(f"{located.model_name} -> adapter of PEFT, rank {lora.rank}",),
         fields={"layout": PEFT_LAYOUT, "format": "safetensors", "files": 1},
-        next_command=f"prep merge {OUT_PLACEHOLDER} {base_name}",
+        next_command=f"prep merge {OUT_PLACEHOLDER} {shlex.quote(base_name)}",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -36,6 +37,8 @@ from prepcli.option_spec import PathLike
 from prepcli.planning.manifest_fields import VocabularyRecord
 from prepcli.planning.state_names import OPT_STATE
 from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
+from prepcli.remote.remote_files import MAX_IN_FLIGHT, RemoteBlob, without_read_ahead
+from prepcli.remote.retries import map_in_daemon_threads
 from prepcli.sources.dequantized import DECODED_DTYPE, model_quantization
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
@@ -554,9 +557,24 @@ def _compute_stats(
     """Read the data of tensors, and compute the statistics of each."""
     progress = observer.progress()
     progress.begin("inspect", sum(map(stored_nbytes, entries)))
+    is_remote = any(isinstance(blob, RemoteBlob) for blob in contents.byte_sources)
+    # One thread at a time reports progress.
+    progress_lock = threading.Lock()
+
+    def advance(nbytes: int) -> None:
+        with progress_lock:
+            progress.advance(nbytes)
+
     try:
-        with open_blobs(contents.byte_sources) as files:
-            return [compute_stats(entry, files, progress.advance) for entry in entries]
+        with open_blobs(without_read_ahead(contents.byte_sources)) as files:
+
+            def compute(entry: TensorEntry) -> TensorStats | None:
+                return compute_stats(entry, files, advance, is_remote=is_remote)
+
+            if not is_remote:
+                return [compute(entry) for entry in entries]
+            # A store limits the rate of each connection.
+            return map_in_daemon_threads(compute, entries, num_threads=2 * MAX_IN_FLIGHT)
     finally:
         progress.end()
 

@@ -5,17 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 from prepcli.engine.files import io_error
-from prepcli.errors import OutputExistsError, Text
+from prepcli.errors import OutputExistsError, PrepError, Text
 from prepcli.execution.uploads import check_local_path
 from prepcli.formats.untrusted import read_small_file, stat_file
 from trainer.files.writing import write_file
 
 
 def check_result_path(path: Path) -> None:
-    """Raise PrepError if the path of a result is a URL, or something other than a regular file."""
+    """Check that a result can be written, before the work for it begins.
+
+    Raises:
+        PrepError: The path is a URL, something other than a regular file has the name, or its folder does not exist.
+    """
     check_local_path(path)
     if path.exists():
         stat_file(path)
+    elif not path.parent.is_dir():
+        what = f"cannot write {path}"
+        hint = f"create the folder {path.parent}, or use another one"
+        raise PrepError(what, f"{path.parent} is not a folder", hint)
 
 
 def has_content(path: Path, data: bytes, *, overwrite: bool, why: str, hint: Text) -> bool:

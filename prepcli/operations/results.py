@@ -292,6 +292,7 @@ class MapSuggestion:
         ambiguous: Target with several tensors of its values -> some of their names, the chosen one first.
         unmatched: Tensors of the target without a row.
         unused: Tensors of the mapped checkpoint without a row.
+        cast_to: Dtype of a cast that makes the values equal. Empty if they are equal without one.
     """
 
     path: Path
@@ -300,6 +301,7 @@ class MapSuggestion:
     ambiguous: Mapping[str, tuple[str, ...]]
     unmatched: tuple[str, ...]
     unused: tuple[str, ...]
+    cast_to: str = ""
 
     def __bool__(self) -> bool:
         """Return whether the map is complete."""

@@ -34,6 +34,7 @@ from prepcli.operations.export import export
 from prepcli.operations.inspection_options import RoundtripOptions
 from prepcli.operations.operation import public
 from prepcli.operations.options import SourceOptions
+from prepcli.operations.output_location import check_output_location
 from prepcli.operations.pad_vocab import pad_vocab
 from prepcli.operations.result_files import check_result_path, has_content, write_result_file
 from prepcli.operations.results import Conversion, Roundtrip, RoundtripWay
@@ -148,6 +149,7 @@ def roundtrip(
     model_name = Path(located.model_name).name
     path = Path(out) if out is not None else Path(f"{model_name}{CERTIFICATE_SUFFIX}")
     check_result_path(path)
+    check_output_location(path, source)
     trip = _Trip(
         checkpoint=str(checkpoint),
         common=common,

@@ -13,6 +13,7 @@ from typing import Unpack
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.engine.blobs import open_blobs
+from prepcli.engine.casts import parse_stream_digest
 from prepcli.errors import Option, PrepError, UsageError, text, usage_error
 from prepcli.execution.uploads import check_local_path
 from prepcli.inspection.relation_rows import RowWriter, SuggestedRow, can_be_named
@@ -25,8 +26,10 @@ from prepcli.operations.suggestion_options import SuggestMapOptions
 from prepcli.option_spec import PathLike
 from prepcli.planning.map_file import MAX_DROPS, MAX_LINES, compute_size, parse_map
 from prepcli.planning.map_rows import MapCoverage, bind_map
+from prepcli.planning.plan import Stream
 from prepcli.planning.tensor_match import TensorInfo
-from prepcli.restore.digest_checks import tensor_digests
+from prepcli.planning.tensors import FLOAT_DTYPES, cast_dtype
+from prepcli.restore.digest_checks import row_stream, stream_digests
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import map_tensors
 from prepcli.sources.source import Source, SourceTensor
@@ -51,7 +54,8 @@ def suggest_map(
     """Propose the rows of a map from one checkpoint to another one with the same values.
 
     Tensors are compared by value: whole, transposed, with merged or divided dims, stacked, and as parts of fused
-    tensors. Names decide between tensors of equal values. Each row is checked bit by bit before it is written.
+    tensors. If all float tensors of the target have one dtype, values are cast to it first. Names decide between
+    tensors of equal values. Each row is checked bit by bit before it is written.
 
     Args:
         checkpoint: The checkpoint to map: folder, alias, hub id, or `gs://`/`s3://` URL.
@@ -120,7 +124,7 @@ def _relate(source: Source, target: Source, observer: Observer) -> tuple[RowWrit
     """Read both checkpoints once, and relate their tensors."""
     with open_blobs(source.byte_sources) as first, open_blobs(target.byte_sources) as second:
         trees = (
-            TensorTree(_named_tensors(source), first),
+            TensorTree(_named_tensors(source), first, cast_to=_float_dtype(target)),
             TensorTree(_named_tensors(target), second),
         )
         progress = observer.progress()
@@ -131,6 +135,12 @@ def _relate(source: Source, target: Source, observer: Observer) -> tuple[RowWrit
             finally:
                 progress.end()
         return RowWriter(*trees), find_relations(*trees)
+
+
+def _float_dtype(source: Source) -> str:
+    """Return the dtype of all float tensors, or "" if there are several."""
+    dtypes = {tensor.dtype for tensor in source.tensors if tensor.dtype in FLOAT_DTYPES}
+    return dtypes.pop() if len(dtypes) == 1 else ""
 
 
 def _named_tensors(source: Source) -> dict[str, SourceTensor]:
@@ -165,7 +175,8 @@ def _equal_rows(
         tensor.name: tensor for tensor in map_tensors(complete_rows, writer.first.tensors, None)
     }
     names = list(mapped)
-    actual = _digests(source, [mapped[name] for name in names], memory_nbytes, observer)
+    cast_to = writer.first.cast_to
+    actual = _digests(source, [mapped[name] for name in names], memory_nbytes, observer, cast_to)
     wanted = [writer.second.tensors[name] for name in names]
     expected = _digests(target, wanted, memory_nbytes, observer)
     equal = {name for name, a, b in zip(names, actual, expected) if a == b}
@@ -173,18 +184,36 @@ def _equal_rows(
 
 
 def _digests(
-    source: Source, tensors: Sequence[SourceTensor], memory_nbytes: int, observer: Observer
+    source: Source,
+    tensors: Sequence[SourceTensor],
+    memory_nbytes: int,
+    observer: Observer,
+    cast_to: str = "",
 ) -> list[str]:
-    """Return the digest of each tensor."""
-    pieces = [(tensor, (0, tensor.shape[0] if tensor.shape else 1)) for tensor in tensors]
-    task = f"compare {source.display_name}"
-    return tensor_digests(source, pieces, memory_nbytes, progress=observer.progress(), task=task)
+    """Return the digest of the values of each tensor, cast to a float dtype if one is given."""
+    streams: list[Stream] = []
+    for tensor in tensors:
+        stream = row_stream(tensor, (0, tensor.shape[0] if tensor.shape else 1))
+        dtype = cast_dtype(tensor.dtype, cast_to)
+        if dtype != tensor.dtype:
+            stream = replace(stream, cast_to=dtype)
+        streams.append(stream)
+    texts = stream_digests(
+        source,
+        streams,
+        memory_nbytes,
+        progress=observer.progress(),
+        task=f"compare {source.display_name}",
+    )
+    return [parse_stream_digest(text).written for text in texts]
 
 
 def _suggestion(
     path: Path, rows: Sequence[SuggestedRow], writer: RowWriter, relations: Relations
 ) -> MapSuggestion:
     """Return the result, with the tensors of both checkpoints without a row."""
+    tree = writer.first
+    is_cast = any(tree.compared_dtype(tensor) != tensor.dtype for tensor in tree.tensors.values())
     targets = {name for row in rows for name in row.targets}
     sources = {name for row in rows for name in row.sources}
     ambiguous: dict[str, tuple[str, ...]] = {}
@@ -198,6 +227,7 @@ def _suggestion(
         ambiguous=ambiguous,
         unmatched=tuple(sorted(writer.second.tensors.keys() - targets)),
         unused=tuple(sorted(writer.first.tensors.keys() - sources)),
+        cast_to=tree.cast_to if is_cast else "",
     )
 
 
@@ -218,6 +248,8 @@ def _map_text(
 ) -> str:
     """Return the content of the map: sizes, rows, and a comment for each tensor that needs a decision."""
     lines = [f"# From {source.display_name} to {target.display_name}."]
+    if suggestion.cast_to:
+        lines.append(f"# Values are equal after a cast: --dtype {suggestion.cast_to}.")
     family = _target_family(source, target)
     if family:
         lines.append(f"family {family}")

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import NullProgress, Progress
 from prepcli.engine.blobs import open_blobs
@@ -24,6 +23,7 @@ from prepcli.formats.again_hint import again_hint
 from prepcli.formats.checksums import read_checksum_bytes
 from prepcli.formats.manifest import NO_MANIFEST, unwritten_manifest
 from prepcli.operations.accept import accept_files
+from prepcli.operations.comparable_sources import check_contents, comparable_sources
 from prepcli.operations.conversion import (
     CommonOptions,
     check_config_option,
@@ -34,16 +34,14 @@ from prepcli.operations.inspection_options import VerifyOptions
 from prepcli.operations.operation import public
 from prepcli.operations.results import TensorDifference, TensorDistance, Verification
 from prepcli.operations.source_line import source_line
-from prepcli.operations.verify_map import first_options, is_output
+from prepcli.operations.verify_map import first_options, is_output, mapped_options
 from prepcli.option_spec import PathLike
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.restore.digest_checks import tensor_digests
 from prepcli.restore.scaled_digests import stored_scale, written_digests, written_stream
-from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.locate import check_stream
-from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
@@ -180,68 +178,17 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
         check_stream(request.common.stream, located)
         return _verify_digests(_collect_model(source), request, observer)
     against_located, against_source = open_checkpoint(
-        _against_options(request), observer, allow_adapters=True, kept_scales=kept_scales
+        mapped_options(_against_options(request), source.manifest),
+        observer,
+        allow_adapters=True,
+        kept_scales=kept_scales,
     )
     check_config_option(request.common, source, against_source)
     check_stream(request.common.stream, located, against_located)
-    _check_contents(source, against_source)
+    check_contents(source, against_source)
     observer.note(source_line(against_source))
-    source, against_source = decode_alike(source, against_source)
-    if not (source.state_tensors and against_source.state_tensors):
-        for line in _ignored_state_lines((source, against_source)):
-            observer.note(line)
-        source = replace(source, state_tensors=())
-        against_source = replace(against_source, state_tensors=())
-    if source.family.is_verbatim or against_source.family.is_verbatim:
-        # A file has the same tensors, whether its family has rows for them or not.
-        source = as_verbatim(source)
-        against_source = as_verbatim(against_source)
-    elif source.wrapper is None or against_source.wrapper is None:
-        # A text model and a training step have no towers. A multimodal model without towers has lost them.
-        for line in _ignored_tower_lines((source, against_source)):
-            observer.note(line)
-        source = replace(source, tower_tensors=())
-        against_source = replace(against_source, tower_tensors=())
+    source, against_source = comparable_sources(source, against_source, observer)
     return _verify_pair(_collect_model(source), _collect_model(against_source), request, observer)
-
-
-def _check_contents(source: Source, against_source: Source) -> None:
-    """Raise PrepError if one checkpoint has adapters and the other one a model: they share no tensor."""
-    if _has_adapters(source) == _has_adapters(against_source):
-        return
-    adapters, model = (
-        (source, against_source) if _has_adapters(source) else (against_source, source)
-    )
-    what = f"{adapters.display_name} has only adapters, and {model.display_name} is a model"
-    hint = text(
-        "compare with the result of {}; {} writes the adapter of a run",
-        Command("merge", "ADAPTER", "BASE"),
-        Command("export", "RUN"),
-    )
-    raise PrepError(what, "they have no tensor in common", hint)
-
-
-def _has_adapters(source: Source) -> bool:
-    """Return whether a checkpoint has the adapters of a model without their base."""
-    return source.family is ADAPTER_FAMILY or source.tree_manifest.is_adapter
-
-
-def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:
-    """Describe the ignored training state of one of two checkpoints."""
-    for source in sources:
-        if source.state_tensors:
-            nbytes = sum(tensor.nbytes for tensor in source.state_tensors)
-            state = f"training state of {source.display_name} ({format_bytes(nbytes)})"
-            yield f"{state} ignored: only parameters are compared"
-
-
-def _ignored_tower_lines(sources: Iterable[Source]) -> Iterator[str]:
-    """Describe the ignored towers (vision and audio parts) of one of two checkpoints."""
-    for source in sources:
-        if source.tower_tensors:
-            nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)
-            towers = f"towers of {source.display_name} ({format_bytes(nbytes)})"
-            yield f"{towers} ignored: only the text part is compared"
 
 
 def _against_options(request: _Request) -> CommonOptions:

@@ -6,7 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from prepcli.errors import Option, text, usage_error
-from prepcli.formats.manifest import MANIFEST_FILE, find_manifest_folder
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    find_manifest_folder,
+    read_manifest,
+)
 from prepcli.operations.conversion import CommonOptions
 
 
@@ -30,11 +35,27 @@ def first_options(common: CommonOptions, against: str | None) -> CommonOptions:
     Raises:
         UsageError: There is a map, and no second checkpoint.
     """
-    if common.tensor_map is None or is_output(against):
+    if common.tensor_map is None:
         return common
+    if against is not None and is_output(against):
+        return mapped_options(
+            common, read_manifest(find_manifest_folder(Path(against).expanduser()))
+        )
     if against is None:
         option = Option("map")
         what = text("{} requires a second checkpoint", option)
         why = "the digests of an output are those of the mapped tensors"
         raise usage_error(what, why, text("remove {}, or name the second checkpoint", option))
     return replace(common, tensor_map=None)
+
+
+def mapped_options(common: CommonOptions, output: Manifest | None) -> CommonOptions:
+    """Return the options of a checkpoint with a map: its weights are decoded if those of the output were.
+
+    Args:
+        common: Options of the checkpoint.
+        output: Manifest of the checkpoint that it is compared with, if prep wrote it.
+    """
+    if common.tensor_map is not None and output is not None and output.quantized:
+        return replace(common, quantized="decode")
+    return common

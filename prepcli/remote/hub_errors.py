@@ -94,9 +94,8 @@ def _to_prep_error(
     is_missing = isinstance(error, FileNotFoundError)
     if is_missing and offline:
         variable = os.environ.get("HF_HUB_OFFLINE", "1")
-        return PrepError(
-            what, f"not in the cache and HF_HUB_OFFLINE={variable}", "run once with network"
-        )
+        why = f"no such folder here, not in the cache and HF_HUB_OFFLINE={variable}"
+        return PrepError(what, why, "check the name, or run once with network")
     if is_missing or is_unreachable(error):
         why = f"the hub cannot be reached{at_endpoint()}, and the {repo_type} is not in the cache"
         return PrepError(what, why, "check the network, or name a local folder")

@@ -263,7 +263,9 @@ class ReadAheadCache:
             )
         # A large read through the cache would copy its bytes and evict the ranges of small reads.
         if into.size >= DIRECT_READ_NBYTES or not reads_ahead:
-            read_range_in_parallel(self._reader, file, offset=offset, into=into)
+            done = self._copy_cached(file, offset, into)
+            if done < into.size:
+                read_range_in_parallel(self._reader, file, offset=offset + done, into=into[done:])
             return
         # Guards the list of ranges, also during a request. Concurrent small reads of one region
         # then send a single request.
@@ -272,6 +274,17 @@ class ReadAheadCache:
                 into[start - offset : stop - offset] = cached.data[
                     start - cached.start : stop - cached.start
                 ]
+
+    def _copy_cached(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
+        """Copy the first bytes of a read from the cache, and return their number."""
+        done = 0
+        with self._lock:
+            for cached in self._cached_ranges:
+                if cached.covers(file.path, offset):
+                    done = min(cached.stop - offset, into.size)
+                    start = offset - cached.start
+                    into[:done] = cached.data[start : start + done]
+        return done
 
     def _ranges_covering(
         self, file: RemoteFile, offset: int, stop: int

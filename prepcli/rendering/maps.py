@@ -22,6 +22,8 @@ def suggestion_report(suggestion: MapSuggestion) -> Report:
     ):
         if names:
             lines.append(f"{title}: {join_names(list(names), max_names=MAX_LISTED)}")
+    if suggestion.cast_to:
+        lines.append(f"values are equal after a cast: --dtype {suggestion.cast_to}")
     lines.append(str(suggestion.path))
     fields = asdict(suggestion) | {"path": str(suggestion.path)}
     error: PrepError | None = None

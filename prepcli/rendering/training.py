@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 from prepcli.console.ui import Report
 from prepcli.operations.results import TrainingRun
@@ -20,7 +21,7 @@ def training_report(run: TrainingRun) -> Report:
         return Report(text, fields, process=run.process)
     if run.error is not None:
         return Report(fields=fields, error=run.error, process=run.process)
-    next_command = f"prep export {fields['run']}"
+    next_command = f"prep export {shlex.quote(str(fields['run']))}"
     return Report(fields["output"] or "", fields, next_command, process=run.process)
 
 

@@ -218,10 +218,11 @@ class ItemReader:
         """Read a piece (a byte range of a chunk) into its array, or through `scratch` into all of its arrays."""
         # Pieces of compressed chunks are read by `_decode_chunk`.
         assert piece.stored is not None
-        # A piece is read directly into its array if dtype, order and page offset agree. This is the
-        # common case: each chunk is one shard of the mesh.
+        # A piece is read directly into its array if dtype and order agree, and for direct I/O the page
+        # offset. This is the common case: each chunk is one shard of the mesh.
         offset = piece.stored.offset + piece.start
-        if (target := _direct_target(piece, offset)) is not None:
+        alignment = 1 if self.is_remote else PAGE
+        if (target := _direct_target(piece, offset, alignment)) is not None:
             self._files.read_at(piece.stored.file, offset, target)
             self._verify_piece(piece, target)
         else:
@@ -530,15 +531,20 @@ def _whole_block_spans(
     yield from union
 
 
-def _direct_target(piece: _PieceJob, offset: int) -> ByteArray | None:
-    """Return the array bytes of a piece if direct I/O can read into them: same dtype, contiguous, same page offset."""
+def _direct_target(piece: _PieceJob, offset: int, alignment: int) -> ByteArray | None:
+    """Return the array bytes of a piece if they can be read without a copy: same dtype, and contiguous.
+
+    Args:
+        piece: The piece.
+        offset: Offset of the piece in its file.
+        alignment: Direct I/O needs the address and the offset to agree modulo PAGE. 1 for other reads.
+    """
     if len(piece.arrays) > 1:
         return None
     ((box, array),) = piece.arrays.items()
     if array.dtype != numpy_dtype(piece.dtype) or intersection(piece.box, box) != piece.box:
         return None
     target = array[slices(piece.box, box)]
-    # Direct I/O needs the address and the file offset to agree modulo PAGE.
-    if not target.flags.c_contiguous or (target.ctypes.data - offset) % PAGE:
+    if not target.flags.c_contiguous or (target.ctypes.data - offset) % alignment:
         return None
     return target.reshape(-1).view(np.uint8)

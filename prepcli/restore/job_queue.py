@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from prepcli.engine.budget import BufferPool
 from prepcli.engine.files import ByteArray
-from prepcli.engine.worker_thread import run_in_threads
+from trainer.files.worker_thread import run_in_threads
 
 Job = TypeVar("Job")
 
@@ -52,10 +52,15 @@ def run_jobs(
     job_queue = _JobQueue(jobs)
 
     def work() -> None:
+        # A thread without a job must not wait for a buffer: other calls may hold all of them.
+        job = job_queue.next()
+        if job is None:
+            return
         (buffer,) = buffers.acquire(1)
         try:
-            while (job := job_queue.next()) is not None:
+            while job is not None:
                 run(job, buffer)
+                job = job_queue.next()
         except BaseException:
             # The arrays of a failed read are not used, so other jobs would be wasted.
             job_queue.stop()

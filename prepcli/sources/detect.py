@@ -200,7 +200,7 @@ def detect(folder: Folder, *, allow_adapters: bool = False, allow_quantized: boo
         allow_quantized = True
         verdict, selected_names = apply_rules(top_names, allow_quantized=True)
     if verdict is None:
-        raise _several_checkpoints_error(folder) or no_checkpoint_error(
+        raise _subfolders_error(folder, top_names) or no_checkpoint_error(
             top_names, folder.display_name
         )
     if verdict is ADAPTER and allow_adapters:
@@ -311,20 +311,24 @@ def _find_quantisation(config: Any) -> str:
     return ""
 
 
-def _several_checkpoints_error(folder: Folder) -> PrepError | None:
-    """Return the error for a local folder with several checkpoints in subfolders, or None."""
-    if isinstance(folder, LocalFolder):
-        subfolders = list_checkpoint_folders(folder.path)
-    else:
-        subfolders = []
-    if len(subfolders) < 2:
+def _subfolders_error(folder: Folder, names: Sequence[str]) -> PrepError | None:
+    """Return the error for a local folder with checkpoints in subfolders, or None.
+
+    Args:
+        folder: The folder.
+        names: Names in the folder.
+    """
+    if not isinstance(folder, LocalFolder) or is_begun_run(names):
         return None
     name = folder.display_name.rstrip("/")
-    paths = join_names(
-        [f"`{name}/{subfolder.name}`" for subfolder in subfolders], max_names=MAX_LISTED
-    )
+    paths = [f"`{name}/{subfolder.name}`" for subfolder in list_checkpoint_folders(folder.path)]
+    if not paths:
+        return None
+    if len(paths) == 1:
+        return PrepError(f"`{name}` holds no checkpoint", "its subfolder does", f"name {paths[0]}")
+    listed = join_names(paths, max_names=MAX_LISTED)
     return PrepError(
-        f"`{name}` holds {len(subfolders)} checkpoints", "a command reads one", f"name one: {paths}"
+        f"`{name}` holds {len(paths)} checkpoints", "a command reads one", f"name one: {listed}"
     )
 
 

@@ -17,6 +17,7 @@ from prepcli.planning.state_names import OPT_STATE_RULE
 from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
 from prepcli.sources.folders import LocalFiles
+from prepcli.sources.foreign_trees import NATIVE_LAYOUT
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.model_family import verbatim_error
@@ -24,6 +25,8 @@ from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_text_part
 from prepcli.sources.source import Source
 from prepcli.sources.source_hints import CONFIG, KeptScales, SourceHints
 from trainer.models.parameters import VERBATIM
+from trainer.models.registry import FAMILIES
+from trainer.models.suggest import did_you_mean
 
 # Formats of trees with several layouts.
 TREE_KINDS = ("orbax", "flax", "easylm", "dcp")
@@ -116,8 +119,20 @@ def _check_layout_option(located: LocatedCheckpoint, layout: str) -> None:
         return
     if layout != recorded:
         option = Option("source_layout", layout)
-        what = text("{} contradicts {}", option, located.display_name)
-        raise PrepError(what, why, text("remove {}", Option("source_layout")))
+        hint = text("remove {}", Option("source_layout"))
+        names = _layout_names()
+        if layout not in names:
+            why = f"the layouts are {', '.join(names)}"
+            raise PrepError(text("{} is unknown", option), why, did_you_mean(layout, names) or hint)
+        raise PrepError(text("{} contradicts {}", option, located.display_name), why, hint)
+
+
+def _layout_names() -> list[str]:
+    """Return the layouts of all families."""
+    names = dict.fromkeys(["hf", NATIVE_LAYOUT])
+    for family in FAMILIES.values():
+        names.update(dict.fromkeys(family.layouts))
+    return list(names)
 
 
 def _check_layout_is_used(

@@ -21,7 +21,7 @@ from prepcli.errors import (
     usage_error,
 )
 from prepcli.formats import safetensors
-from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, STATE_ITEM, Manifest
 from prepcli.formats.orbax import READABLE_SUFFIXES
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
 from prepcli.planning.gapped_regions import GappedRegion
@@ -312,6 +312,10 @@ def read_config(path: Path) -> HFConfig:
     if not os.path.exists(path):
         what = f"{path.parent} has no {path.name}"
         hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), path.name)
+        # Folders with the files of a model: of an init, of a step, and of a run.
+        for pattern in (HF_FOLDER, f"{STATE_ITEM}/{HF_FOLDER}", f"*/{STATE_ITEM}/{HF_FOLDER}"):
+            for file in path.parent.glob(f"{pattern}/{path.name}"):
+                hint = text("{}", Option("config", str(file.parent)))
         raise PrepError(what, "it describes the model of the weights", hint)
     return read_json_object(path)
 

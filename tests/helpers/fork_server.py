@@ -43,8 +43,11 @@ PRELOADED = (
     "pydantic.type_adapter",
     "zstandard",
 )
-# huggingface_hub imports these modules.
-PRELOADED_IF_INSTALLED = ("filelock", "httpx", "httpx2", "tqdm.auto", "truststore", "yaml")
+# huggingface_hub imports these modules, and the HTTP library the ones of its connections with the first request.
+PRELOADED_IF_INSTALLED = (
+    *("filelock", "h11", "httpcore", "httpcore2", "httpx", "httpx2"),
+    *("tqdm.auto", "truststore", "yaml"),
+)
 PRELOADED_WITH_JAX = (
     "jax",
     "trainer.training.loop",

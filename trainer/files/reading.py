@@ -120,8 +120,14 @@ def resolve_named_path(folder: Path, name: object, named_by: Path | str) -> Path
 def not_regular_error(path: Path) -> PrepError:
     """Return the error for a path other than a regular file."""
     return PrepError(
-        f"{path} is not a file", "it is a folder, FIFO, device or socket", "replace it by a file"
+        f"{path} is not a file", _file_type(path), "name a file, or put one in its place"
     )
+
+
+def _file_type(path: Path) -> str:
+    if path.is_dir():
+        return "it is a folder"
+    return "it is a pipe, a device or a socket"
 
 
 def _unsafe_name_error(named_by: Path | str, name: object, why: str) -> PrepError:

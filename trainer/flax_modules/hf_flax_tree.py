@@ -1,14 +1,18 @@
 """Parameter trees of the Flax classes in transformers 4, from and to prep's tree, in memory.
 
 A leaf of either tree is a rearrangement of tensors of a Hugging Face file, as an axis map describes it. The tensors
-exist in between, so that a conversion takes twice the memory of the parameters.
+exist in between, so that a conversion takes twice the memory of the parameters. It is one compiled program: JAX would
+compile each operation by itself, and again for each layer.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -28,6 +32,32 @@ LAYOUT = "hf-flax"
 MAX_NAMES = 4
 # Tensors by name in a Hugging Face file.
 Tensors = dict[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class LeafMap:
+    """A leaf of a tree and the tensors that it stores.
+
+    Attributes:
+        path: Path of the leaf.
+        axis_map: Its axis map.
+        unscanned: Index of each layer atom with a leaf per index, e.g. `("layers", 3)`.
+    """
+
+    path: str
+    axis_map: AxisMap
+    unscanned: tuple[tuple[str, int], ...] = ()
+
+    def tensors(self) -> Iterator[tuple[str, dict[str, int]]]:
+        """Yield the name and the stacked indices of each tensor of the leaf."""
+        fixed = dict(self.unscanned)
+        for name, indices in self.axis_map.tensors():
+            if fixed.items() <= indices.items():
+                yield name, indices
+
+    def has_tensor(self, names: Container[str]) -> bool:
+        """Return whether one of the names is a tensor of the leaf."""
+        return any(name in names for name, _ in self.tensors())
 
 
 def to_hf_flax_tree(params: Tree, family: Family, config: HFConfig) -> Tree:
@@ -51,23 +81,17 @@ def to_hf_flax_tree(params: Tree, family: Family, config: HFConfig) -> Tree:
         rows.pop(head_leaf, None)
     _check_leaves(leaves, rows, "prep's tree")
     true_size = _true_vocab_size(family, config)
-    sizes = family.sizes(config)
+    sizes = family.sizes(config) | {"vocab": true_size}
     padded = {"vocab": leaves["embed.tokens"].shape[0]}
-    tensors: Tensors = {}
-    for path, row in rows.items():
-        _scatter_leaf(leaves[path], bind_row(row, sizes | {"vocab": true_size}, padded), tensors)
+    sources = [LeafMap(path, bind_row(row, sizes, padded)) for path, row in rows.items()]
+    copies: dict[str, str] = {}
     # Some Flax classes store the head of a tied model as a leaf of its own.
     if is_tied and not family.layouts[LAYOUT].allows_tied_head:
-        tensors[head_tensor] = tensors[family.tying.embedding_tensor]
-    bound = {path: bind_row(row, sizes | {"vocab": true_size}) for path, row in flax_rows.items()}
-    flax_leaves: dict[str, Array] = {}
-    for path, axis_map in bound.items():
-        for unscanned in _unscanned_indices(axis_map):
-            # A tied head without a leaf in the Flax class has no tensor here.
-            if axis_map.tensor_name(unscanned) in tensors:
-                leaf = _gather_leaf(tensors, axis_map, unscanned)
-                flax_leaves[path.format(**unscanned)] = leaf
-    return unflatten_tree(flax_leaves)
+        copies[head_tensor] = family.tying.embedding_tensor
+    names = {name for source in sources for name, _ in source.tensors()} | copies.keys()
+    # A tied head without a leaf in the Flax class has no tensor here.
+    targets = [leaf for leaf in _flax_leaves(flax_rows, sizes) if leaf.has_tensor(names)]
+    return unflatten_tree(_rearrange(leaves, tuple(sources), tuple(targets), (*copies.items(),)))
 
 
 def from_hf_flax_tree(tree: Tree, family: Family, config: HFConfig) -> Tree:
@@ -88,27 +112,49 @@ def from_hf_flax_tree(tree: Tree, family: Family, config: HFConfig) -> Tree:
     head_leaf = family.tying.head_leaf
     head_tensor = family.tying.head_tensor
     leaves = flatten_tree(tree)
+    sources: dict[str, LeafMap] = {}
+    for leaf in _flax_leaves(_flax_rows(family, config), sizes):
+        # Some Flax classes with tied embeddings store the head a second time, others do not.
+        is_tied_head = family.is_tied(config) and leaf.has_tensor([head_tensor])
+        if leaf.path in leaves or not is_tied_head:
+            sources[leaf.path] = leaf
+    _check_leaves(leaves, sources, "the Flax tree")
+    if family.is_tied(config):
+        _check_tied(leaves, sources.values(), head_tensor, family.tying.embedding_tensor)
+        rows.pop(head_leaf, None)
+    targets = [LeafMap(path, bind_row(row, sizes, padded)) for path, row in rows.items()]
+    return unflatten_tree(_rearrange(leaves, tuple(sources.values()), tuple(targets)))
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _rearrange(
+    leaves: dict[str, Array],
+    sources: tuple[LeafMap, ...],
+    targets: tuple[LeafMap, ...],
+    copies: tuple[tuple[str, str], ...] = (),
+) -> dict[str, Array]:
+    """Return the leaves of another tree.
+
+    Args:
+        leaves: Leaves of a tree, by path.
+        sources: Their tensors.
+        targets: The leaves of the other tree.
+        copies: Names of tensors without a leaf, and of the tensor that each one equals.
+    """
     tensors = Tensors()
-    flax_maps: dict[str, tuple[AxisMap, dict[str, int]]] = {}
-    for path, row in _flax_rows(family, config).items():
+    for source in sources:
+        _scatter_leaf(leaves[source.path], source, tensors)
+    for name, original in copies:
+        tensors[name] = tensors[original]
+    return {target.path: _gather_leaf(tensors, target) for target in targets}
+
+
+def _flax_leaves(rows: Mapping[str, ParsedAxisMap], sizes: Mapping[str, int]) -> Iterator[LeafMap]:
+    """Yield the leaves of a Flax class, whose rows may have one leaf per layer."""
+    for path, row in rows.items():
         axis_map = bind_row(row, sizes)
         for unscanned in _unscanned_indices(axis_map):
-            leaf_path = path.format(**unscanned)
-            is_head = axis_map.tensor_name(unscanned) == head_tensor
-            # Some Flax classes with tied embeddings store the head a second time, others do not.
-            if is_head and family.is_tied(config) and leaf_path not in leaves:
-                continue
-            flax_maps[leaf_path] = (axis_map, unscanned)
-    _check_leaves(leaves, flax_maps, "the Flax tree")
-    for path, (axis_map, unscanned) in flax_maps.items():
-        _scatter_leaf(leaves[path], axis_map, tensors, unscanned)
-    if family.is_tied(config):
-        _check_tied(tensors, head_tensor, family.tying.embedding_tensor)
-        rows.pop(head_leaf, None)
-    params: dict[str, Array] = {}
-    for path, row in rows.items():
-        params[path] = _gather_leaf(tensors, bind_row(row, sizes, padded))
-    return unflatten_tree(params)
+            yield LeafMap(path.format(**unscanned), axis_map, (*unscanned.items(),))
 
 
 def _flax_rows(family: Family, config: HFConfig) -> dict[str, ParsedAxisMap]:
@@ -143,8 +189,17 @@ def _check_leaves(
         )
 
 
-def _check_tied(tensors: Tensors, head_tensor: str, embedding_tensor: str) -> None:
+def _check_tied(
+    leaves: Mapping[str, Array],
+    leaf_maps: Iterable[LeafMap],
+    head_tensor: str,
+    embedding_tensor: str,
+) -> None:
     """Raise PrepError if the head of a model with tied embeddings is not the embedding."""
+    tensors = Tensors()
+    for leaf in leaf_maps:
+        if leaf.has_tensor((head_tensor, embedding_tensor)):
+            _scatter_leaf(leaves[leaf.path], leaf, tensors)
     head = tensors.get(head_tensor)
     if head is not None and not bool(jnp.array_equal(head, tensors[embedding_tensor])):
         raise PrepError(
@@ -168,13 +223,12 @@ def _unscanned_indices(axis_map: AxisMap) -> Iterator[dict[str, int]]:
             yield unscanned
 
 
-def _scatter_leaf(
-    leaf: Array, axis_map: AxisMap, tensors: Tensors, unscanned: Mapping[str, int] | None = None
-) -> None:
+def _scatter_leaf(leaf: Array, leaf_map: LeafMap, tensors: Tensors) -> None:
     """Write the elements of a leaf to the tensors that it stores."""
     # Example: layers heads head_dim embed <- h.{layers}.q: (heads head_dim) embed, with the sizes
     # 2, 4, 8 and 16. The leaf [2, 4, 8, 16] has one dim per atom. Index 1 of `layers` selects the
     # tensor h.1.q, and the piece [4, 8, 16] becomes its rows: [4 * 8, 16].
+    axis_map = leaf_map.axis_map
     leaf_factors = _leaf_factors(axis_map)
     if leaf.shape != axis_map.leaf_shape:
         raise PrepError(
@@ -185,7 +239,7 @@ def _scatter_leaf(
     split = leaf.reshape(_extents(leaf_factors))
     free = _unfixed_factors(axis_map)
     region = _tensor_region(axis_map)
-    for name, indices in _tensors_of_leaf(axis_map, unscanned or {}):
+    for name, indices in leaf_map.tensors():
         piece_index = tuple(indices.get(factor.atom, slice(None)) for factor in leaf_factors)
         atoms = [factor.atom for factor in leaf_factors if factor.atom not in indices]
         piece = split[piece_index].transpose([atoms.index(factor.atom) for factor in free])
@@ -198,14 +252,13 @@ def _scatter_leaf(
         tensors[name] = tensor.at[region].set(parts.reshape(tensor[region].shape))
 
 
-def _gather_leaf(
-    tensors: Mapping[str, Array], axis_map: AxisMap, unscanned: Mapping[str, int] | None = None
-) -> Array:
+def _gather_leaf(tensors: Mapping[str, Array], leaf_map: LeafMap) -> Array:
     """Assemble a leaf from its regions of the tensors. Padding is zero."""
+    axis_map = leaf_map.axis_map
     leaf_factors = _leaf_factors(axis_map)
-    fixed = unscanned or {}
+    fixed = dict(leaf_map.unscanned)
     pieces: list[Array] = []
-    for name, _ in _tensors_of_leaf(axis_map, fixed):
+    for name, _ in leaf_map.tensors():
         part = tensors[name][_tensor_region(axis_map)]
         split = part.reshape(_extents(_source_factors(axis_map)))
         pieces.append(split[_fixed_index(axis_map)])
@@ -219,20 +272,6 @@ def _gather_leaf(
     for factor, extent in zip(leaf_factors, leaf.shape):
         padding.append((0, factor.extent - extent))
     return jnp.pad(leaf, padding).reshape(axis_map.leaf_shape)
-
-
-def _tensors_of_leaf(
-    axis_map: AxisMap, unscanned: Mapping[str, int]
-) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield the name and the stacked indices of each tensor that one leaf is made of.
-
-    Args:
-        axis_map: The row.
-        unscanned: Index of each atom with a leaf per index. It selects the leaf.
-    """
-    for name, indices in axis_map.tensors():
-        if unscanned.items() <= indices.items():
-            yield name, indices
 
 
 def _leaf_factors(axis_map: AxisMap) -> list[SizedAxis]:

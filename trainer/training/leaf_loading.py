@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -23,7 +23,6 @@ from trainer.distributed.exchange import (
 from trainer.distributed.process_shards import (
     boxes_by_process,
     has_several_processes,
-    local_boxes,
     local_coordinates,
     should_exchange_reads,
 )
@@ -32,11 +31,14 @@ from trainer.models.checkpoint_store import CheckpointReader, LeafSpec
 from trainer.models.errors import PrepError
 from trainer.models.read_plan import LeafBlock, ReadPlan, ShardedLeaf, choose_read_plan, read_ratio
 from trainer.training import shard_filling
+from trainer.training.read_ahead import LeafRead, read_ahead
+from trainer.training.shard_filling import box_extents, empty_aligned
 
-# Alignment of host buffers: direct I/O reads into them, and a CPU device takes them over without a copy.
-ALIGNMENT_NBYTES = 4096
 # Bytes that all processes read directly, per byte of the leaf. Above it the leaf is exchanged.
 MAX_READ_RATIO = 1.01
+# Bytes of a remote checkpoint that a process reads ahead. Requests of the next blocks and leaves are under way while
+# the last ones of a block end.
+READ_AHEAD_NBYTES = 64 << 20
 CHECKPOINT_HINT = "use a checkpoint of the model and the optimizer of this run"
 
 
@@ -60,6 +62,22 @@ def _layout_digest(reader: CheckpointReader) -> int:
     return zlib.crc32(repr(leaves).encode())
 
 
+class LeafLoad(Protocol):
+    """The load of one leaf: reads of host arrays, each followed by their copy to devices."""
+
+    def reads(self) -> Iterator[LeafRead]:
+        """Yield the reads of this process in order. The arrays of a read are allocated when it is yielded."""
+        ...
+
+    def add(self, read: LeafRead) -> None:
+        """Take over the filled arrays of a read. The reads come in order."""
+        ...
+
+    def finish(self) -> jax.Array:
+        """Return the leaf after its last read."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LeafLoader:
     """Loads leaves of a checkpoint. All processes load the same leaves in the same order.
@@ -78,126 +96,185 @@ class LeafLoader:
         Raises:
             PrepError: The leaf is missing in the checkpoint, or it has another shape.
         """
-        spec = _checked_spec(name, self.reader.leaves.get(name), target.shape)
-        sharding = target.sharding
-        assert isinstance(sharding, Sharding)
-        if not self.exchanges or not isinstance(sharding, NamedSharding):
-            return self._load_directly(name, target, sharding)
-        # Processes that need different bytes of a leaf have no common bytes to exchange.
-        unit = spec.read_unit or (1,) * len(spec.shape)
-        boxes = boxes_by_process(sharding, target.shape)
-        if read_ratio(boxes, target.shape, unit) <= MAX_READ_RATIO:
-            return self._load_directly(name, target, sharding)
-        return self.load_exchanged(name, target, sharding)
+        (array,) = self.load_all([(name, target)])
+        return array
+
+    def load_all(self, targets: Iterable[tuple[str, jax.ShapeDtypeStruct]]) -> Iterator[jax.Array]:
+        """Load leaves in order. The next leaves of a remote checkpoint are read during the load of one.
+
+        Args:
+            targets: Names of the leaves, with their shapes, dtypes and shardings.
+
+        Raises:
+            PrepError: A leaf is missing in the checkpoint, or it has another shape.
+        """
+        return self._run(self._choose_load(name, target) for name, target in targets)
 
     def load_exchanged(
         self, name: str, target: jax.ShapeDtypeStruct, sharding: NamedSharding
     ) -> jax.Array:
         """Load one leaf such that each of its bytes is read by one device only.
 
-        Host memory holds at most two row blocks (ranges of rows of the leaf).
-
         Args:
             name: Name of the leaf.
             target: Shape and dtype.
             sharding: Sharding on the devices of all processes.
         """
+        (array,) = self._run([self._exchanged_load(name, target, sharding)])
+        return array
+
+    def _run(self, loads: Iterable[LeafLoad]) -> Iterator[jax.Array]:
+        """Run loads in order, and yield their leaves."""
+        max_nbytes = 0
+        if self.reader.is_remote:
+            max_nbytes = READ_AHEAD_NBYTES
+        for load, read in read_ahead(self.reader, _load_steps(loads), max_nbytes):
+            if read is None:
+                yield load.finish()
+            else:
+                load.add(read)
+
+    def _choose_load(self, name: str, target: jax.ShapeDtypeStruct) -> LeafLoad:
+        spec = _checked_spec(name, self.reader.leaves.get(name), target.shape)
+        sharding = target.sharding
+        assert isinstance(sharding, Sharding)
+        unit = spec.read_unit or (1,) * len(spec.shape)
+        if self.exchanges and isinstance(sharding, NamedSharding):
+            # Processes that need different bytes of a leaf have no common bytes to exchange.
+            boxes = boxes_by_process(sharding, target.shape)
+            if read_ratio(boxes, target.shape, unit) > MAX_READ_RATIO:
+                return self._exchanged_load(name, target, sharding)
+        return shard_filling.DirectLoad(
+            name, target, sharding, unit=unit, is_remote=self.reader.is_remote
+        )
+
+    def _exchanged_load(
+        self, name: str, target: jax.ShapeDtypeStruct, sharding: NamedSharding
+    ) -> LeafLoad:
         leaf = sharded_leaf(target.shape, sharding)
         spec = self.reader.leaves[name]
         unit = spec.read_unit or (1,) * len(spec.shape)
         dtype = exchange_dtype(spec.dtype, target.dtype)
         plan = choose_read_plan(leaf, unit, dtype.itemsize)
         if plan is None:
-            return self._broadcast(name, leaf, sharding, target.dtype)
-        array = compile_allocation(target.shape, target.dtype, sharding)()
-        for block in plan.row_blocks(dtype.itemsize):
-            parts = self._read_parts(name, plan, block=block, sharding=sharding, dtype=dtype)
-            # The exchange of the last block ran during this read. Waiting for it here bounds the blocks
-            # in memory to two.
-            jax.block_until_ready(array)
-            write_block = compile_block_update(plan, sharding, block.rows)
-            array = write_block(array, parts, np.array(block.start, np.int32))
-        return array
-
-    def _load_directly(
-        self, name: str, target: jax.ShapeDtypeStruct, sharding: Sharding
-    ) -> jax.Array:
-        """Read the shards of this process.
-
-        Replicas share one read.
-        """
-        boxes = local_boxes(sharding, target.shape)
-        nbytes = sum(volume(box) for box in set(boxes.values())) * target.dtype.itemsize
-        if nbytes > shard_filling.MIN_FILLED_NBYTES and shard_filling.copies_host_arrays([*boxes]):
-            unit = self.reader.leaves[name].read_unit or (1,) * len(target.shape)
-            shards = shard_filling.fill_shards(
-                self.reader,
-                name,
-                boxes=boxes,
-                dtype=target.dtype,
-                unit=unit,
-                allocate=_empty_aligned,
-            )
-            return jax.make_array_from_single_device_arrays(target.shape, sharding, shards)
-        # One buffer per distinct box: devices with the same box are replicas, and read once.
-        distinct_boxes = dict.fromkeys(boxes.values())
-        buffers = {box: _empty_aligned(_box_extents(box), target.dtype) for box in distinct_boxes}
-        self.reader.read(name, buffers)
-        return _from_shards(
-            target.shape, sharding, {device: buffers[box] for device, box in boxes.items()}
+            return _BroadcastLoad(name, leaf, sharding, target.dtype)
+        return _ExchangedLoad(
+            name,
+            plan,
+            target=target,
+            sharding=sharding,
+            dtype=dtype,
+            is_remote=self.reader.is_remote,
         )
 
-    def _read_parts(
+
+def _load_steps(
+    loads: Iterable[LeafLoad],
+) -> Iterator[tuple[tuple[LeafLoad, LeafRead | None], LeafRead]]:
+    """Yield the reads of all loads, and a step without a read at the end of each load."""
+    for load in loads:
+        for read in load.reads():
+            yield (load, read), read
+        yield (load, None), LeafRead("", {})
+
+
+class _ExchangedLoad:
+    """A load in row blocks. Each device reads a part of a block, and all exchange their parts."""
+
+    def __init__(
         self,
         name: str,
         plan: ReadPlan,
         *,
-        block: LeafBlock,
+        target: jax.ShapeDtypeStruct,
         sharding: NamedSharding,
         dtype: np.dtype,
-    ) -> jax.Array:
-        """Read the parts of a block for the devices of this process."""
-        shape = plan.part_shape(block)
-        coordinates = local_coordinates(sharding)
-        boxes: dict[Any, Box] = {}
-        buffers: dict[Any, np.ndarray] = {}
-        arrays: dict[Box, np.ndarray] = {}
-        for device, position in coordinates.items():
-            box = plan.box(block, position)
-            boxes[device] = box
-            buffers[device] = _empty_aligned(shape, dtype)
-            # A block may have fewer rows than devices that read it.
-            if volume(box):
-                arrays[box] = _leading_part(buffers[device], _box_extents(box))
-        if arrays:
-            self.reader.read(name, arrays)
-        for device, box in boxes.items():
-            # A part that is smaller than its buffer may have been read to another array.
-            if volume(box) and arrays[box].shape != shape:
-                buffers[device][_start_slices(arrays[box].shape)] = arrays[box]
-        source = part_sharding(plan, sharding)
-        return _from_shards(plan.all_parts_shape(block), source, buffers)
+        is_remote: bool,
+    ) -> None:
+        self._name = name
+        self._plan = plan
+        self._sharding = sharding
+        self._dtype = dtype
+        self._is_remote = is_remote
+        # The leaf in a list, so that `finish` can hand over the only reference to it.
+        self._leaf = [compile_allocation(target.shape, target.dtype, sharding)()]
+        # Blocks with the buffer of each device, in the order of their reads.
+        self._blocks = deque[tuple[LeafBlock, dict[Any, np.ndarray]]]()
 
-    def _broadcast(
+    def reads(self) -> Iterator[LeafRead]:
+        """Yield the reads of this process, one for each block."""
+        for block in self._plan.row_blocks(self._dtype.itemsize):
+            shape = self._plan.part_shape(block)
+            buffers: dict[Any, np.ndarray] = {}
+            arrays: dict[Box, np.ndarray] = {}
+            for device, position in local_coordinates(self._sharding).items():
+                box = self._plan.box(block, position)
+                buffers[device] = empty_aligned(shape, self._dtype, is_remote=self._is_remote)
+                # A block may have fewer rows than devices that read it.
+                if volume(box):
+                    arrays[box] = _leading_part(buffers[device], box_extents(box))
+            self._blocks.append((block, buffers))
+            yield LeafRead(self._name, arrays)
+
+    def add(self, read: LeafRead) -> None:
+        """Exchange the parts of the next block, and write it into the leaf."""
+        block, buffers = self._blocks.popleft()
+        shape = self._plan.part_shape(block)
+        for device, position in local_coordinates(self._sharding).items():
+            box = self._plan.box(block, position)
+            # A part that is smaller than its buffer may have been read to another array.
+            if volume(box) and read.arrays[box].shape != shape:
+                part = read.arrays[box]
+                buffers[device][_start_slices(part.shape)] = part
+        source = part_sharding(self._plan, self._sharding)
+        parts = _from_shards(self._plan.all_parts_shape(block), source, buffers)
+        # The exchange of the last block ran during this read. The wait bounds the exchanged blocks in
+        # memory to two.
+        leaf = jax.block_until_ready(self._leaf.pop())
+        write_block = compile_block_update(self._plan, self._sharding, block.rows)
+        self._leaf.append(write_block(leaf, parts, np.array(block.start, np.int32)))
+
+    def finish(self) -> jax.Array:
+        """Return the leaf."""
+        return self._leaf.pop()
+
+
+class _BroadcastLoad:
+    """A load of a small leaf. The name of the leaf chooses the device that reads it."""
+
+    def __init__(
         self, name: str, leaf: ShardedLeaf, sharding: NamedSharding, dtype: np.dtype
-    ) -> jax.Array:
-        """Read a whole leaf for one device and copy it to all. The name of the leaf chooses the device."""
-        coordinates = local_coordinates(sharding)
-        axes = tuple(axis for axis, _ in leaf.mesh_sizes)
-        # CRC-32 instead of `hash`, which is seeded per process: all processes must choose the same
-        # device. Different names spread the reads over the devices.
-        reading_rank = zlib.crc32(name.encode()) % leaf.num_devices
+    ) -> None:
+        self._name = name
+        self._leaf = leaf
+        self._sharding = sharding
         # Zeros, not empty memory: the broadcast is a sum over devices, and only one of them has the
         # leaf.
-        buffers = {device: np.zeros((1, *leaf.shape), dtype) for device in coordinates}
-        for device, position in coordinates.items():
-            if leaf.rank(axes, position) == reading_rank:
-                whole = tuple((0, extent) for extent in leaf.shape)
-                self.reader.read(name, {whole: buffers[device][0, ...]})
-        source = NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(axes))
-        return compile_broadcast(leaf, sharding)(
-            _from_shards((leaf.num_devices, *leaf.shape), source, buffers)
-        )
+        self._buffers = {
+            device: np.zeros((1, *leaf.shape), dtype) for device in local_coordinates(sharding)
+        }
+
+    def reads(self) -> Iterator[LeafRead]:
+        """Yield the read of the whole leaf in the process of the chosen device."""
+        axes = tuple(axis for axis, _ in self._leaf.mesh_sizes)
+        # CRC-32 instead of `hash`, which is seeded per process: all processes must choose the same
+        # device. Different names spread the reads over the devices.
+        reading_rank = zlib.crc32(self._name.encode()) % self._leaf.num_devices
+        whole = tuple((0, extent) for extent in self._leaf.shape)
+        for device, position in local_coordinates(self._sharding).items():
+            if self._leaf.rank(axes, position) == reading_rank:
+                yield LeafRead(self._name, {whole: self._buffers[device][0, ...]})
+
+    def add(self, read: LeafRead) -> None:
+        """Do nothing: `finish` sends the leaf to all devices."""
+
+    def finish(self) -> jax.Array:
+        """Send the leaf to all devices, and return it."""
+        axes = tuple(axis for axis, _ in self._leaf.mesh_sizes)
+        source = NamedSharding(self._sharding.mesh, jax.sharding.PartitionSpec(axes))
+        shape = (self._leaf.num_devices, *self._leaf.shape)
+        parts = _from_shards(shape, source, self._buffers)
+        return compile_broadcast(self._leaf, self._sharding)(parts)
 
 
 def _from_shards(
@@ -219,10 +296,6 @@ def _checked_spec(name: str, spec: LeafSpec | None, shape: tuple[int, ...]) -> L
     return spec
 
 
-def _box_extents(box: Box) -> tuple[int, ...]:
-    return tuple(high - low for low, high in box)
-
-
 def _leading_part(buffer: np.ndarray, extents: tuple[int, ...]) -> np.ndarray:
     """Return the start of a buffer as a contiguous array of these extents.
 
@@ -236,13 +309,3 @@ def _leading_part(buffer: np.ndarray, extents: tuple[int, ...]) -> np.ndarray:
 
 def _start_slices(extents: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(extent) for extent in extents)
-
-
-def _empty_aligned(shape: Iterable[int], dtype: np.dtype) -> np.ndarray:
-    """Allocate an uninitialised array that begins at a multiple of ALIGNMENT_NBYTES."""
-    shape = tuple(shape)
-    nbytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + ALIGNMENT_NBYTES, np.uint8)
-    # Bytes up to the next multiple: an address of 4096 * k + 16 gives 4080, an aligned one gives 0.
-    start = -raw.ctypes.data % ALIGNMENT_NBYTES
-    return raw[start : start + nbytes].view(dtype).reshape(shape)

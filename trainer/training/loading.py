@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,8 @@ def restore_state(
     """Restore a training state onto the mesh of `setup`, whatever mesh it was saved on.
 
     Host memory holds two row blocks (ranges of rows) of a leaf at a time, or two read units if these are
-    larger. CPU devices keep the host memory that a leaf is read into.
+    larger. For a remote checkpoint, it also holds the blocks that are read ahead. CPU devices keep the host memory
+    that a leaf is read into.
 
     Args:
         reader: The saved state.
@@ -44,13 +44,18 @@ def restore_state(
         base_loader = make_loader(base)
     frozen = {f"params.{path}" for path in setup.model.base_paths}
 
-    def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        name = leaf_name(path)
-        if name in frozen:
-            return base_loader.load(name, leaf)
-        return loader.load(name, leaf)
-
-    return jax.tree_util.tree_map_with_path(load, _sharded_shapes(setup))
+    entries, structure = jax.tree_util.tree_flatten_with_path(_sharded_shapes(setup))
+    targets: dict[str, jax.ShapeDtypeStruct] = {}
+    for path, leaf in entries:
+        targets[leaf_name(path)] = leaf
+    saved = [(name, leaf) for name, leaf in targets.items() if name not in frozen]
+    kept = [(name, leaf) for name, leaf in targets.items() if name in frozen]
+    arrays: dict[str, jax.Array] = {}
+    for (name, _), array in zip(saved, loader.load_all(saved), strict=True):
+        arrays[name] = array
+    for (name, _), array in zip(kept, base_loader.load_all(kept), strict=True):
+        arrays[name] = array
+    return structure.unflatten([arrays[name] for name in targets])
 
 
 def init_state(
@@ -172,14 +177,14 @@ def load_leaves(
     `sharding` and `dtype_of` are as for `load_params`.
     """
     first_device = local_device_sharding()
-    params = {}
+    targets: list[tuple[str, jax.ShapeDtypeStruct]] = []
     for path, leaf in leaves.items():
         dtype = jax.numpy.dtype(dtype_of(path))
         target = jax.ShapeDtypeStruct(
             leaf.shape, dtype, sharding=sharding.param_sharding(leaf) or first_device
         )
-        params[path] = loader.load(f"params.{path}", target)
-    return unflatten_tree(params)
+        targets.append((f"params.{path}", target))
+    return unflatten_tree(dict(zip(leaves, loader.load_all(targets), strict=True)))
 
 
 def _sharded_shapes(setup: StepSetup) -> TrainState:
@@ -207,20 +212,27 @@ class RoundingLoader:
         self._num_values = self._num_changed = 0
         self._overflowed: list[str] = []
 
-    def load(self, name: str, target: jax.ShapeDtypeStruct) -> Array:
-        """Load one leaf with the shape, dtype and sharding of `target`.
+    def load_all(self, targets: Iterable[tuple[str, jax.ShapeDtypeStruct]]) -> Iterator[Array]:
+        """Load leaves in order. See `LeafLoader.load_all`."""
+        targets = list(targets)
+        leaves = self._loader.load_all(
+            (name, self._loaded_target(name, target)) for name, target in targets
+        )
+        for name, target in targets:
+            # No variable keeps a leaf before rounding during the load of the next one.
+            yield self._round(name, next(leaves), target)
 
-        All processes of a job call it.
-
-        Raises:
-            PrepError: The leaf is missing in the checkpoint, or it has another shape.
-        """
+    def _loaded_target(self, name: str, target: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Return the target of a leaf before it is rounded."""
         spec = self._loader.reader.leaves.get(name)
         if target.dtype != jnp.bfloat16 or spec is None or spec.dtype == "bfloat16":
-            return self._loader.load(name, target)
-        leaf = self._loader.load(
-            name, jax.ShapeDtypeStruct(target.shape, jnp.float32, sharding=target.sharding)
-        )
+            return target
+        return jax.ShapeDtypeStruct(target.shape, jnp.float32, sharding=target.sharding)
+
+    def _round(self, name: str, leaf: Array, target: jax.ShapeDtypeStruct) -> Array:
+        """Round a leaf to the dtype of its target, and count the changed values."""
+        if leaf.dtype == target.dtype:
+            return leaf
         num_changed, num_overflows = count_leaf_changes(leaf, "bfloat16")
         self._num_values += leaf.size
         self._num_changed += num_changed

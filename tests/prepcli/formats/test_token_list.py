@@ -53,7 +53,7 @@ def test_defaults_are_those_of_the_library(is_special: bool):
     ("name", "data", "message"),
     [
         ("t.txt", b"", "it has no token"),
-        ("t.txt", b"a\n\nb\n", "its tokens 2 are empty"),
+        ("t.txt", b"a\n\nb\n", "empty tokens: number 2 of the list"),
         ("t.txt", b"a\nb\xff\n", "line 2 is not UTF-8"),
         ("t.txt", b"x\ny\nx\n", "it has tokens twice: 'x'"),
         ("t.txt", b"<a>\n<a>b\n", "'<a>b' contains '<a>'"),

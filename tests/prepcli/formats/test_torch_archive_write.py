@@ -7,12 +7,12 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from prepcli.formats.torch_archive_write import ObjectArchive, encode_object
 from prepcli.formats.torch_pickle_write import PickledValue, StoredTensor
+from tests.helpers.lazy_modules import lazy_module
 
-torch = pytest.importorskip("torch")
+torch = lazy_module("torch")
 
 MOMENT = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
 STEP = np.float32(7)

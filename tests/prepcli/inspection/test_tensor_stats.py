@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -13,11 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prepcli.engine.blobs import open_blobs
+from prepcli.engine.files import ByteArray
 from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta
 from prepcli.formats.safetensors import DTYPE_CODES
 from prepcli.inspection import tensor_stats as module
 from prepcli.inspection.contents import CheckpointContents, TensorEntry, read_contents
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
+from prepcli.planning.strided_copies import StridedCopy
 from prepcli.sources.locate import locate
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.orbax_items import random_array, write_item
@@ -170,3 +173,30 @@ def test_stats_of_arrays_in_the_index_match_numpy(tmp_path: Path) -> None:
     for entry in contents.entries:
         assert entry.first_chunk is None
         assert_same(measure(contents, entry)[0], np.asarray(arrays[entry.name]))
+
+
+def test_remote_tensor_is_read_in_large_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "RUN_NBYTES", 1 << 10)
+    monkeypatch.setattr(module, "REMOTE_READ_NBYTES", 4 << 10)
+    array = np.random.default_rng(0).standard_normal((100, 30), np.float32)
+    folder = write_hf_folder(tmp_path / "m", {"model.safetensors": {"x": array}})
+    contents = contents_of(folder)
+    entry = contents.entries[0]
+    sizes: list[int] = []
+    with open_blobs(contents.byte_sources) as files:
+        read_runs = files.read_runs
+
+        def record_runs(copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
+            data = read_runs(copies, into)
+            sizes.append(data.size)
+            return data
+
+        monkeypatch.setattr(files, "read_runs", record_runs)
+        local = compute_stats(entry, files, lambda nbytes: None)
+        assert max(sizes) <= 1 << 10
+        sizes.clear()
+        remote = compute_stats(entry, files, lambda nbytes: None, is_remote=True)
+    # The sums are added in the same order: equal to the last bit.
+    assert remote == local
+    # 8 rows of 120 bytes fit into a run, and 4 runs into a read.
+    assert sizes == [3840, 3840, 3840, 480]

@@ -260,6 +260,14 @@ def test_gke_spot_pods_wait_in_a_queue():
     assert (toleration["key"], toleration["value"]) == ("cloud.google.com/gke-spot", "true")
 
 
+@pytest.mark.parametrize("option", ["claim", "queue"])
+@pytest.mark.parametrize("name", ["Runs", "my_runs", "runs-", "", "a b", "r" * 254])
+def test_names_that_kubernetes_refuses_are_errors(option: str, name: str):
+    values = {"image": "image", option: name}
+    with pytest.raises(UsageError, match="is invalid"):
+        documents(JOB, with_defaults(GkeOptions, values))
+
+
 def test_gke_pods_convert_their_shares(recorders: Path):
     command = LaunchedCommand(name="save-init", arguments=("my model",), has_shares=True)
     options = with_defaults(GkeOptions, {"image": "image", "nodes": 3, "claim": "models"})

@@ -161,6 +161,14 @@ def test_grace_of_the_whole_time_limit_is_refused(limit: str):
         slurm_script(JOB, with_defaults(SlurmOptions, {"time": other}))
 
 
+@pytest.mark.parametrize("limit", ["24h", "1:2:3:4", "1d", "two hours"])
+def test_time_limit_that_sbatch_refuses_is_an_error(limit: str):
+    with pytest.raises(UsageError, match="is invalid"):
+        slurm_script(JOB, with_defaults(SlurmOptions, {"time": limit}))
+    for other in ("infinite", "-1", "1-12"):
+        slurm_script(JOB, with_defaults(SlurmOptions, {"time": other}))
+
+
 def test_slurm_script_ends_when_its_setup_fails(recorders: Path):
     job = LaunchJob(command=train_command("r.toml"), name="r", setup=("false",))
     done = run_script(slurm_script(job, with_defaults(SlurmOptions, {})), recorders)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.remote import remote_files
 from tests.helpers.faults import FaultSources, make_sources
 from tests.helpers.killing import KillSetup, make_setup
 from tests.helpers.shared_steps import share_steps
+from tests.helpers.store_sites import StoreSite, make_home, open_site
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -39,3 +41,19 @@ def sources(
     fault_sources.copy_to(tmp_path)
     monkeypatch.chdir(tmp_path)
     return fault_sources
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model `m` of 13 MB and its init `init`. Tests only read it."""
+    return make_home(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture
+def site(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[StoreSite]:
+    """Serve a store with the checkpoints of `home`, and retry at once."""
+    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
+    with open_site(home, tmp_path, monkeypatch, capsys) as site:
+        yield site

@@ -351,7 +351,7 @@ def test_functions_take_the_same_arguments():
         (["<s>", "new"], USAGE, "has these tokens already: '<s>'"),
         (["<s>x"], USAGE, "'<s>x' contains '<s>'"),
         (["a", "a"], USAGE, "it has tokens twice: 'a'"),
-        ([""], USAGE, "its tokens 1 are empty"),
+        ([""], USAGE, "empty tokens: number 1 of the list"),
     ],
 )
 def test_invalid_tokens_are_refused(

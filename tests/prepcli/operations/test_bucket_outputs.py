@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import chdir
 from itertools import product
 from pathlib import Path
@@ -23,7 +23,7 @@ from prepcli.execution.bucket_executor import BucketExecutor
 from prepcli.operations import conversion
 from prepcli.planning import object_files
 from prepcli.planning.object_files import plan_object_files
-from prepcli.remote import object_store, remote_files
+from prepcli.remote import object_store
 from prepcli.remote.bucket_lock import BucketLock, LockOwner
 from prepcli.remote.object_store import Bucket, parse_url
 from prepcli.remote.remote_files import LOCK_FILE
@@ -35,8 +35,6 @@ from tests.helpers.store_sites import (
     OBJECT_NBYTES,
     StoreSite,
     finish,
-    make_home,
-    open_site,
     read_files,
 )
 from tests.helpers.tiny_checkpoints import make_checkpoint
@@ -60,20 +58,11 @@ COMMANDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a model `m` of 13 MB and its init `init`."""
-    return make_home(tmp_path_factory.mktemp("home"))
-
-
 @pytest.fixture
-def site(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[StoreSite]:
-    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
+def site(site: StoreSite, monkeypatch: pytest.MonkeyPatch) -> StoreSite:
+    """Write small objects, so that a tiny model has many of them."""
     monkeypatch.setattr(object_files, "OBJECT_NBYTES", OBJECT_NBYTES)
-    with open_site(home, tmp_path, monkeypatch, capsys) as site:
-        yield site
+    return site
 
 
 def words(name: str, home: Path) -> list[str]:

@@ -22,7 +22,9 @@ from trainer.nn import transformer
 MESH = "2,2,2"
 TOKENS = jnp.asarray(np.arange(24, dtype=np.int32).reshape(4, 6))
 FLAX_CONFIGS = {
-    config["model_type"]: config for config in ALL_CONFIGS if FAMILIES[config["model_type"]].layouts
+    config["model_type"]: config
+    for config in ALL_CONFIGS
+    if "hf-flax" in FAMILIES[config["model_type"]].layouts
 }
 
 

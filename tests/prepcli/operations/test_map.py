@@ -11,9 +11,7 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import torch
 import xxhash
-from flax import serialization
 
 import prepcli as prep
 from prepcli.cli.main import main
@@ -25,9 +23,13 @@ from tests.helpers.foreign_names import (
     write_foreign_folder,
 )
 from tests.helpers.hf_folders import write_hf_folder
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import exported_tensors, run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, assert_same, make_checkpoint, read_tensors
+
+torch = lazy_module("torch")
+serialization = lazy_module("flax.serialization")
 
 Write = Callable[[Path, dict[str, np.ndarray]], None]
 
@@ -92,7 +94,7 @@ def write_torch(folder: Path, foreign: dict[str, np.ndarray]) -> None:
     folder.mkdir()
     state = {}
     for name, value in foreign.items():
-        tensor = torch.from_numpy(value)
+        tensor = torch.tensor(value)
         state[name] = tensor.t().contiguous().t() if value.ndim == 2 else tensor
     torch.save(state, folder / "pytorch_model.bin")
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -297,6 +299,33 @@ def test_map_of_quantized_weights_needs_decoded_ones(capsys: pytest.CaptureFixtu
     run_ok("save-init", "own", "--map", "own.map", *decoded, "init")
     run_ok("save-init", "fp8", *decoded, "expected")
     run_ok("verify", "init", "expected")
+    run_ok("verify", "init", "own", "--map", "own.map")
+    run_ok("verify", "own", "init", "--map", "own.map")
+
+
+def test_verify_with_a_map_finds_a_changed_code(capsys: pytest.CaptureFixture[str]):
+    make_quantized(Path("own"), "fp8", base=LLAMA)
+    config = json.loads(Path("own/config.json").read_text())
+    Path("own/config.json").write_text(json.dumps(config | {"model_type": "own"}))
+    names = [name for name in read_tensors(Path("own")) if not name.endswith("_scale_inv")]
+    Path("own.map").write_text(identity_map(names))
+    decoded = ("--quantized", "dequantize", "--out", "init")
+    run_ok("save-init", "own", "--map", "own.map", *decoded)
+    file = sorted(Path("own").glob("*.safetensors"))[0]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for words in (("init", "own"), ("own", "init")):
+        run_failing(capsys, 1, "verify", *words, "--map", "own.map")
+
+
+def test_verify_compares_a_dense_model_with_a_decoded_one(tensors: dict[str, np.ndarray]):
+    make_quantized(Path("fp8"), "fp8", base=LLAMA)
+    run_ok("save-init", "fp8", "--quantized", "dequantize", "--out", "init")
+    run_ok("export", "init", "--quantized", "dequantize", "--out", "dense")
+    values = read_tensors(Path("dense"))
+    write_foreign_folder(Path("foreign"), values)
+    run_ok("verify", "init", "foreign", "--map", "own.map")
 
 
 def test_tensors_of_two_dtypes_do_not_fill_one_target(

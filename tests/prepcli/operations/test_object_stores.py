@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import prepcli as prep
 from prepcli.errors import UsageError
-from prepcli.remote import remote_files
 from prepcli.sources.openers import orbax_item
-from tests.helpers.store_sites import StoreSite, make_home, open_site, read_files
+from tests.helpers.store_sites import StoreSite, read_files
 
 pytestmark = pytest.mark.waits
 
 READ_FAULTS = ("drop", "empty", "refuse", "busy", "limit", "short")
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a model `m` of 13 MB and its init `init`."""
-    return make_home(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture
-def site(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[StoreSite]:
-    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
-    with open_site(home, tmp_path, monkeypatch, capsys) as site:
-        yield site
 
 
 SAVE_INIT = ("save-init", "gs://bucket/models/m", "--mesh", "1,2,2", "--pad-vocab", "8")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import save_file
 
 import prepcli as prep
 from prepcli.operations import suggest_map
@@ -135,6 +138,54 @@ def test_suggested_map_stacks_experts_and_layers():
     run_ok("save-init", "target", "--out", "unused")
     suggestion = prep.suggest_map("target", "source", "back.map")
     assert suggestion.rows == ("l.{n3}.experts: n4 d5 d6 <- h.{n3}.e.{n4}.w: d6 d5",)
+
+
+def test_suggested_map_stacks_scalars():
+    random = np.random.default_rng(0)
+    betas = random.standard_normal(3).astype(np.float32)
+    weights = random.standard_normal((3, 4, 5)).astype(np.float32)
+    target: dict[str, np.ndarray] = {}
+    for layer in range(3):
+        target[f"h.{layer}.beta"] = np.array(betas[layer])
+        # As in Apertus, where all layers begin with the same value.
+        target[f"h.{layer}.eps"] = np.full((), 0.5, np.float32)
+        target[f"h.{layer}.w"] = weights[layer]
+    source = {"beta": betas, "eps": np.full(3, 0.5, np.float32), "w": weights}
+    write_hf_folder(Path("source"), {"model.safetensors": source})
+    write_hf_folder(Path("target"), {"model.safetensors": target})
+    assert_suggested_map_converts("source", "target")
+    suggestion = prep.suggest_map("target", "source", "back.map")
+    assert suggestion, suggestion
+    assert len(suggestion.rows) == 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "target_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_suggested_map_relates_values_after_a_cast(dtype: str, target_dtype: str):
+    make_checkpoint(Path("wide"), LLAMA)
+    tensors = read_tensors(Path("wide"))
+    write_foreign_folder(Path("own"), _cast_all(tensors, dtype))
+    make_checkpoint(Path("llama"), LLAMA)
+    # The target has the values of the source, each cast once.
+    cast = _cast_all(_cast_all(tensors, dtype), target_dtype)
+    for path in Path("llama").glob("*.safetensors*"):
+        path.unlink()
+    save_file(cast, "llama/model.safetensors", {"format": "pt"})
+    suggestion = prep.suggest_map("own", "llama", "suggested.map")
+    assert (suggestion.unmatched, suggestion.cast_to) == ((), target_dtype)
+    text = Path("suggested.map").read_text()
+    assert f"# Values are equal after a cast: --dtype {target_dtype}." in text
+    Path("suggested.map").write_text(text.replace("# drop ", "drop "))
+    words = ("--map", "suggested.map", "--dtype", target_dtype, "--out", "mapped")
+    run_ok("save-init", "own", *words)
+    run_ok("export", "mapped", "--out", "mapped-hf")
+    assert_same(read_tensors(Path("mapped-hf")), cast)
+
+
+def _cast_all(tensors: Mapping[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    return {name: tensor.astype(kind) for name, tensor in tensors.items()}
 
 
 def test_equal_values_are_told_apart_by_names_and_listed():

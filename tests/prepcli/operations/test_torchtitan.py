@@ -10,6 +10,7 @@ import pytest
 
 import prepcli as prep
 from tests.helpers.dcp_shards import save_sharded
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.tiny_checkpoints import (
     GROUPED_QUERY,
@@ -20,9 +21,8 @@ from tests.helpers.tiny_checkpoints import (
 from tests.helpers.torchtitan_states import torchtitan_state
 from tests.helpers.way_back import check_way_back
 
-torch = pytest.importorskip("torch")
-dcp = pytest.importorskip("torch.distributed.checkpoint")
-pytestmark = pytest.mark.filterwarnings("ignore")
+torch = lazy_module("torch")
+dcp = lazy_module("torch.distributed.checkpoint")
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS: dict[str, dict[str, Any]] = {

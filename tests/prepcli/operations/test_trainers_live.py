@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 import prepcli as prep
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import assert_same, read_tensors
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = lazy_module("torch")
+transformers = lazy_module("transformers")
 
 HELPERS = Path(__file__).parents[2] / "helpers"
 SIZES = {

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.other_trainers import SETTINGS, STEPS, TorchTraining, make_folder, train
 from tests.helpers.run_cli import error_lines, exported_tensors, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, assert_same
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+torch = lazy_module("torch")
+transformers = lazy_module("transformers")
 
 HALF = STEPS // 2
 ROUNDING = 2e-6

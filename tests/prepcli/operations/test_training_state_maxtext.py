@@ -19,6 +19,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.other_trainers import (
     BATCH,
     SEQ_LENGTH,
@@ -32,7 +33,7 @@ from tests.helpers.other_trainers import (
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA
 
-torch = pytest.importorskip("torch")
+torch = lazy_module("torch")
 
 HALF = STEPS // 2
 LAYOUTS = ("maxtext", "maxtext-unscanned")

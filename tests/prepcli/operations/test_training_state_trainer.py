@@ -15,12 +15,13 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.restore.item_reader import open_reader
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.other_trainers import SETTINGS, STEPS, HFTraining, make_folder, train
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.training_states import read_leaves, same_state
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+torch = lazy_module("torch")
+transformers = lazy_module("transformers")
 
 HALF = STEPS // 2
 # Losses differ in the last bits of float32: the two frameworks add in another order.

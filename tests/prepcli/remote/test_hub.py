@@ -167,8 +167,8 @@ def test_offline_uses_the_cache_without_requests(run_locate: LocateRunner, hub: 
 def test_offline_fails_without_a_cached_model(run_locate: LocateRunner, hub: FakeHub) -> None:
     expected = [
         "cannot read o/good",
-        "not in the cache and HF_HUB_OFFLINE=1",
-        "run once with network",
+        "no such folder here, not in the cache and HF_HUB_OFFLINE=1",
+        "check the name, or run once with network",
         1,
     ]
     assert run_locate("o/good", "--offline")["error"] == expected
@@ -180,8 +180,11 @@ def test_offline_fails_if_cached_weights_are_missing(run_locate: LocateRunner) -
     path = Path(str(run_locate("o/good")["path"]))
     (path / "model.safetensors").unlink()
     assert run_locate("o/good", "--offline")["error"] == [
-        "cannot read o/good", "not in the cache and HF_HUB_OFFLINE=1", "run once with network", 1,
-    ]  # fmt: skip
+        "cannot read o/good",
+        "no such folder here, not in the cache and HF_HUB_OFFLINE=1",
+        "check the name, or run once with network",
+        1,
+    ]
 
 
 def test_download_uses_the_requested_revision(run_locate: LocateRunner) -> None:

@@ -170,6 +170,20 @@ def test_cache_keeps_several_sequential_readers():
     assert len(reader.requests) == 8
 
 
+def test_large_read_requests_no_cached_bytes():
+    reader = ScriptedReader()
+    cache = ReadAheadCache(reader)
+    cache.read(FILE, 0, np.zeros(1000, np.uint8))
+    into = np.zeros(1 << 20, np.uint8)
+    cache.read(FILE, 1000, into)
+    assert (into == CONTENT[1000 : 1000 + into.size]).all()
+    cached_nbytes = remote_files.MIN_READ_AHEAD_NBYTES
+    assert reader.requests == [
+        ("w", 0, cached_nbytes),
+        ("w", cached_nbytes, 1000 + into.size - cached_nbytes),
+    ]
+
+
 def test_cache_rejects_reads_beyond_the_end():
     with pytest.raises(PrepError, match="is cut short"):
         ReadAheadCache(ScriptedReader()).read(FILE, CONTENT.size - 1, np.zeros(2, np.uint8))

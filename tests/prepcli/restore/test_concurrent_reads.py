@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import prepcli as prep
-from bench.throttled_store import Traffic, serve_throttled
+from bench.throttled_store import ThrottledStore, Traffic, serve_throttled
+from prepcli.console.observer import SilentObserver
+from prepcli.operations.inspect import select_tensors
+from prepcli.remote import remote_files
 from prepcli.restore import item_reader, tensor_jobs
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 
@@ -29,19 +34,22 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@contextmanager
+def serve_bucket(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThrottledStore]:
+    """Serve a folder as `s3://bucket`."""
+    with serve_throttled(bucket, RATE, DELAY_S) as store:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", store.url)
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+        monkeypatch.setenv("AWS_REGION", "x")
+        yield store
+
+
 def load(bucket: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Traffic:
     """Load a checkpoint of the bucket, and return the traffic."""
     monkeypatch.setattr(tensor_jobs, "PIECE_NBYTES", PIECE_NBYTES)
     monkeypatch.setattr(item_reader, "PIECE_NBYTES", PIECE_NBYTES)
-    with serve_throttled(bucket, RATE, DELAY_S) as store:
-        environment = {
-            "AWS_ENDPOINT_URL": store.url,
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_SKIP_SIGNATURE": "true",
-            "AWS_REGION": "x",
-        }
-        for variable, value in environment.items():
-            monkeypatch.setenv(variable, value)
+    with serve_bucket(bucket, monkeypatch) as store:
         params = prep.load_params(f"s3://bucket/{name}", dtype="keep")
         local = prep.load_params(bucket / name, dtype="keep")
         np.testing.assert_array_equal(params["head"]["weight"], local["head"]["weight"])
@@ -54,3 +62,16 @@ def test_hf_folder_is_read_by_many_requests_at_once(bucket: Path, monkeypatch: p
 
 def test_item_is_read_by_many_requests_at_once(bucket: Path, monkeypatch: pytest.MonkeyPatch):
     assert load(bucket, "item", monkeypatch).max_concurrent >= MIN_CONCURRENT
+
+
+@pytest.mark.parametrize("name", ["model", "item"])
+def test_statistics_read_several_tensors_at_once(
+    bucket: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    with serve_bucket(bucket, monkeypatch) as store:
+        remote = select_tensors(f"s3://bucket/{name}", SilentObserver(), {}, stats=True)
+        traffic = store.traffic()
+    local = select_tensors(str(bucket / name), SilentObserver(), {}, stats=True)
+    assert remote.statistics == local.statistics
+    assert traffic.repeated_nbytes < 1 << 20
+    assert traffic.max_concurrent > remote_files.MAX_IN_FLIGHT

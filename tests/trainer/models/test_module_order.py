@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from prepcli.errors import PrepError
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, GPT_NEO, LLAMA
 from trainer.models.module_order import module_order, optimizer_groups
 
-torch = pytest.importorskip("torch")
+torch = lazy_module("torch")
 
 CONFIGS = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": LLAMA}
 CONFIGS |= {name: FAMILY_CONFIGS[name] for name in ("qwen2", "qwen3", "gemma2", "phi3")}

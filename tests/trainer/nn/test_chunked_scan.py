@@ -12,6 +12,9 @@ from trainer.nn.chunked_scan import Recurrence, chunked_scan
 
 ROWS, GROUPS, HEADS, KEY_DIM, VALUE_DIM = 2, 3, 2, 4, 5
 
+# Compiled, because JAX would compile each operation of a scan by itself.
+scan = jax.jit(chunked_scan)
+
 
 def random_inputs(length: int, *, has_beta: bool, starts: tuple[int, ...] = ()) -> Recurrence:
     """Return random inputs, with documents that start at some tokens of the first row."""
@@ -61,7 +64,7 @@ def scan_by_token(inputs: Recurrence) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("length", [1, 5, SCAN_CHUNK_SIZE, 2 * SCAN_CHUNK_SIZE + 3])
 def test_chunked_scan_equals_the_recurrence(length: int, has_beta: bool):
     inputs = random_inputs(length, has_beta=has_beta)
-    outputs, state = jax.jit(chunked_scan)(inputs, None)
+    outputs, state = scan(inputs, None)
     expected_outputs, expected_state = scan_by_token(inputs)
     np.testing.assert_allclose(outputs, expected_outputs, atol=2e-5)
     np.testing.assert_allclose(state, expected_state, atol=2e-5)
@@ -71,7 +74,7 @@ def test_chunked_scan_equals_the_recurrence(length: int, has_beta: bool):
 def test_chunked_scan_starts_documents_with_a_zero_state(has_beta: bool):
     starts = (0, 3, 4, SCAN_CHUNK_SIZE, SCAN_CHUNK_SIZE + 40)
     inputs = random_inputs(2 * SCAN_CHUNK_SIZE + 3, has_beta=has_beta, starts=starts)
-    outputs, state = jax.jit(chunked_scan)(inputs, None)
+    outputs, state = scan(inputs, None)
     expected_outputs, expected_state = scan_by_token(inputs)
     np.testing.assert_allclose(outputs, expected_outputs, atol=2e-5)
     np.testing.assert_allclose(state, expected_state, atol=2e-5)
@@ -79,9 +82,9 @@ def test_chunked_scan_starts_documents_with_a_zero_state(has_beta: bool):
 
 def test_chunked_scan_continues_from_a_state():
     inputs = random_inputs(70, has_beta=True)
-    whole, last_state = chunked_scan(inputs, None)
-    first, state = chunked_scan(jax.tree.map(lambda x: x[:, :69], inputs), None)
-    second, state = chunked_scan(jax.tree.map(lambda x: x[:, 69:], inputs), state)
+    whole, last_state = scan(inputs, None)
+    first, state = scan(jax.tree.map(lambda x: x[:, :69], inputs), None)
+    second, state = scan(jax.tree.map(lambda x: x[:, 69:], inputs), state)
     np.testing.assert_allclose(np.concatenate([first, second], axis=1), whole, atol=1e-5)
     np.testing.assert_allclose(state, last_state, atol=1e-5)
 
@@ -89,9 +92,11 @@ def test_chunked_scan_continues_from_a_state():
 def test_chunked_scan_has_finite_gradients_under_strong_decay():
     inputs = random_inputs(SCAN_CHUNK_SIZE, has_beta=True)
     inputs = inputs._replace(log_decay=inputs.log_decay * 1e3)
-    gradients = jax.grad(lambda q: chunked_scan(inputs._replace(q=q), None)[0].sum())(inputs.q)
-    decays = jax.grad(lambda g: chunked_scan(inputs._replace(log_decay=g), None)[0].sum())(
-        inputs.log_decay
-    )
-    assert np.isfinite(gradients).all()
-    assert np.isfinite(decays).all()
+
+    def loss(q: jax.Array, log_decay: jax.Array) -> jax.Array:
+        outputs, _ = chunked_scan(inputs._replace(q=q, log_decay=log_decay), None)
+        return outputs.sum()
+
+    compute_gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    for gradient in compute_gradients(inputs.q, inputs.log_decay):
+        assert np.isfinite(gradient).all()

@@ -438,9 +438,7 @@ def toml(flat: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(valid_recipes(), st.booleans())
 def test_recipe_to_toml_round_trips(tmp_path: Path, flat: dict[str, Any], with_crlf: bool):
     path = tmp_path / "a.toml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Mapping
 from itertools import product
 
@@ -11,7 +12,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tests.helpers import runs
 from tests.helpers.processes import finish, start_processes
@@ -142,6 +143,64 @@ def test_exchange_keeps_the_bits_of_all_numbers():
 
 def test_exchanged_leaf_may_be_a_scalar():
     check_exchange(np.array(7, np.int32), (), sharding_of("2,2,2"))
+
+
+class MeetingReader(CountingReader):
+    """A remote reader whose reads end only when two of them run at once."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super().__init__(arrays, is_remote=True)
+        self.barrier = threading.Barrier(2)
+
+    def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:
+        self.barrier.wait(10)
+        super().read(name, parts)
+
+
+def load_both(reader: runs.MemoryReader) -> list[np.ndarray]:
+    """Load the leaves `a` and `b` onto the first device."""
+    device = SingleDeviceSharding(jax.devices()[0])
+    targets: list[tuple[str, jax.ShapeDtypeStruct]] = []
+    for name in ("a", "b"):
+        spec = reader.leaves[name]
+        targets.append((name, jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=device)))
+    return [np.asarray(array) for array in LeafLoader(reader, exchanges=False).load_all(targets)]
+
+
+def test_leaves_of_a_remote_checkpoint_are_read_ahead():
+    arrays = {"a": np.arange(6, dtype=np.int32), "b": np.ones((2, 3), np.float32)}
+    reader = MeetingReader(arrays)
+    for loaded, array in zip(load_both(reader), arrays.values(), strict=True):
+        np.testing.assert_array_equal(loaded, array)
+    assert all((counts == 1).all() for counts in reader.counts.values())
+
+
+@pytest.mark.parametrize("unit", [(2, 32, 8), (1, 5, 8), (5, 32, 1), ()])
+def test_remote_host_arrays_are_read_in_blocks(
+    monkeypatch: pytest.MonkeyPatch, unit: tuple[int, ...]
+):
+    monkeypatch.setattr(shard_filling, "HOST_BLOCK_NBYTES", 2 << 10)
+    array = np.random.default_rng(0).standard_normal((5, 32, 8), np.float32)
+    reader = BlockReader({"x": array}, is_remote=True, read_units={"x": unit})
+    sharding = sharding_of("2,2,2", None, "fsdp", None)
+    loaded = LeafLoader(reader, exchanges=False).load(
+        "x", jax.ShapeDtypeStruct(array.shape, "float32", sharding=sharding)
+    )
+    for shard in loaded.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), array[shard.index])
+    assert (reader.counts["x"] == 1).all()
+
+
+def test_error_of_a_read_ahead_is_raised():
+    class FailingReader(runs.MemoryReader):
+        def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:
+            if name == "b":
+                raise ValueError("b is damaged")
+            super().read(name, parts)
+
+    arrays = {"a": np.zeros(6, np.int32), "b": np.ones((2, 3), np.float32)}
+    with pytest.raises(ValueError, match="b is damaged"):
+        load_both(FailingReader(arrays, is_remote=True))
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from prepcli.engine.worker_thread import WorkerThread, run_in_threads, wait_for_threads
 from tests.helpers.interruptions import SimulatedSignal, run_interrupted
 from tests.helpers.waiting import wait_until
+from trainer.files.worker_thread import WorkerThread, run_in_threads, wait_for_threads
 
 
 def test_calls_run_in_order_and_stop_ends_the_thread():

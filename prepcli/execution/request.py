@@ -1,0 +1,37 @@
+"""The request of a conversion: a plan, its source, and the treatment of earlier outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prepcli.execution.workers import WorkerPool
+from prepcli.planning.plan import Plan
+from prepcli.sources.source import Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionRequest:
+    """A plan to execute in a folder or below a URL.
+
+    `allow_overflow` decides between an error and infinities. No other option changes a byte of the output.
+
+    Attributes:
+        plan: The plan of the whole output.
+        run_id: Digest of the plan. It identifies the run in journals and manifests.
+        source: The opened source of the plan.
+        pool: The workers of this process, its share of the plan, its memory and its progress.
+        overwrite: Replace an existing output.
+        restart: Delete what an unfinished earlier run has written, and write it again.
+        allow_overflow: Cast out-of-range values to infinity.
+        note: Prints a line for the user.
+    """
+
+    plan: Plan
+    run_id: str
+    source: Source
+    pool: WorkerPool
+    overwrite: bool
+    restart: bool
+    allow_overflow: bool
+    note: Callable[[str], None]

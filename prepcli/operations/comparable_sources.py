@@ -1,0 +1,79 @@
+"""Leave of two checkpoints what both can have, before their tensors are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from prepcli.console.formatting import format_bytes
+from prepcli.console.observer import Observer
+from prepcli.errors import Command, PrepError, text
+from prepcli.sources.dequantized import decode_alike
+from prepcli.sources.model_family import as_verbatim
+from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
+from prepcli.sources.source import Source
+
+
+def comparable_sources(
+    source: Source, against_source: Source, observer: Observer
+) -> tuple[Source, Source]:
+    """Return the two checkpoints without the tensors of a kind of which one has none.
+
+    Both are decoded if one is, and one line per kind says what is not compared.
+    """
+    source, against_source = decode_alike(source, against_source)
+    if not (source.state_tensors and against_source.state_tensors):
+        for line in _ignored_state_lines((source, against_source)):
+            observer.note(line)
+        source = replace(source, state_tensors=())
+        against_source = replace(against_source, state_tensors=())
+    if source.family.is_verbatim or against_source.family.is_verbatim:
+        # A file has the same tensors, whether its family has rows for them or not.
+        source = as_verbatim(source)
+        against_source = as_verbatim(against_source)
+    elif source.wrapper is None or against_source.wrapper is None:
+        # A text model and a training step have no towers. A multimodal model without towers has lost them.
+        for line in _ignored_tower_lines((source, against_source)):
+            observer.note(line)
+        source = replace(source, tower_tensors=())
+        against_source = replace(against_source, tower_tensors=())
+    return source, against_source
+
+
+def check_contents(source: Source, against_source: Source) -> None:
+    """Raise PrepError if one checkpoint has adapters and the other one a model: they share no tensor."""
+    if _has_adapters(source) == _has_adapters(against_source):
+        return
+    adapters, model = (
+        (source, against_source) if _has_adapters(source) else (against_source, source)
+    )
+    what = f"{adapters.display_name} has only adapters, and {model.display_name} is a model"
+    hint = text(
+        "compare with the result of {}; {} writes the adapter of a run",
+        Command("merge", "ADAPTER", "BASE"),
+        Command("export", "RUN"),
+    )
+    raise PrepError(what, "they have no tensor in common", hint)
+
+
+def _has_adapters(source: Source) -> bool:
+    """Return whether a checkpoint has the adapters of a model without their base."""
+    return source.family is ADAPTER_FAMILY or source.tree_manifest.is_adapter
+
+
+def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:
+    """Describe the ignored training state of one of two checkpoints."""
+    for source in sources:
+        if source.state_tensors:
+            nbytes = sum(tensor.nbytes for tensor in source.state_tensors)
+            state = f"training state of {source.display_name} ({format_bytes(nbytes)})"
+            yield f"{state} ignored: only parameters are compared"
+
+
+def _ignored_tower_lines(sources: Iterable[Source]) -> Iterator[str]:
+    """Describe the ignored towers (vision and audio parts) of one of two checkpoints."""
+    for source in sources:
+        if source.tower_tensors:
+            nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)
+            towers = f"towers of {source.display_name} ({format_bytes(nbytes)})"
+            yield f"{towers} ignored: only the text part is compared"

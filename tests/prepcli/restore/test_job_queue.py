@@ -1,0 +1,34 @@
+"""Jobs of concurrent reads share the buffers of a reader."""
+
+from __future__ import annotations
+
+import threading
+
+from prepcli.engine.budget import Budget, BufferPool
+from prepcli.engine.files import PAGE, ByteArray
+from prepcli.restore.job_queue import run_jobs
+
+
+def test_call_without_jobs_waits_for_no_buffer():
+    buffers = BufferPool(Budget(PAGE, PAGE, 1))
+    buffers.acquire(1)
+
+    def run(job: int, buffer: ByteArray) -> None:
+        raise AssertionError("there is no job")
+
+    thread = threading.Thread(target=run_jobs, args=(iter(()), run, buffers, 2), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_jobs_run_with_fewer_buffers_than_threads():
+    numbers: list[int] = []
+
+    def run(job: int, buffer: ByteArray) -> None:
+        assert buffer.size > 0
+        numbers.append(job)
+
+    errors = run_jobs(iter(range(20)), run, BufferPool(Budget(PAGE, PAGE, 1)), 4)
+    assert errors == []
+    assert sorted(numbers) == list(range(20))
