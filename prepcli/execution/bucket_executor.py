@@ -85,12 +85,12 @@ class BucketExecutor:
         self.patience_s = PATIENCE_S
         largest_nbytes = max((file.size for file in self.plan.files), default=0)
         kept_nbytes = max(matrix_nbytes(self.plan.streams), piece_nbytes(self.plan.streams))
-        self.num_compressing = 1
+        self.num_compressing = 0
         if self.plan.zstd_level:
             level = self.plan.zstd_level
             self.num_compressing = compression_threads(level, self.pool.memory_nbytes)
-            # One context more, of a chunk that is continued by the next piece
-            kept_nbytes += (self.num_compressing + 1) * context_nbytes(level)
+            # As many contexts again for chunks of split objects, continued by a later piece
+            kept_nbytes += 2 * self.num_compressing * context_nbytes(level)
         self.budget, self.limits = make_object_budget(
             self.pool.memory_nbytes,
             min_buffer_nbytes=min_buffer_nbytes(self.plan.streams),
@@ -98,7 +98,7 @@ class BucketExecutor:
             object_nbytes=OBJECT_NBYTES,
             largest_nbytes=largest_nbytes,
             part_nbytes=part_nbytes(largest_nbytes),
-            is_compressed=self.plan.zstd_level is not None,
+            num_compressing=self.num_compressing,
         )
         self.units = find_work_units(self.plan)
         self._identity = make_run_identity(self.plan, request.run_id)
