@@ -174,7 +174,7 @@ class BucketExecutor:
         With several processes, a late process never replaces the output of its peers.
 
         Raises:
-            PrepError: The URL holds something else, or an output that may not be replaced.
+            PrepError: The URL holds something else, or `--overwrite` is missing.
         """
         manifest = stored_manifest(self.bucket, files)
         run_path = f"{WORK_FOLDER}/{RUN_OBJECT}"

@@ -1,8 +1,8 @@
 """Compress the chunks of objects in memory, piece by piece.
 
-The length of a compressed chunk is known only afterwards. The notes of the units record the lengths, and the process
-that publishes the output computes the places of all chunks from them. The bytes depend only on the raw chunk and the
-level, not on the sizes of pieces.
+The length of a compressed chunk is known only afterwards. The notes of the units record the lengths, and the last
+process computes the places of all chunks from them. The bytes depend only on the raw chunk and the level, not on the
+sizes of pieces.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONTEXT_SHARE = 16
 
 @dataclass(slots=True)
 class _ObjectState:
-    """The chunks of an object, and the ones compressed so far.
+    """The chunks of an object, and its progress.
 
     Attributes:
         chunks: Offset and size of each raw chunk, ascending.
@@ -53,7 +53,7 @@ class ObjectCompressor:
         Args:
             extents: Extents of each object, by file number, sorted by offset.
             level: Compression level of zstd.
-            num_threads: Number of threads that compress at the same time.
+            num_threads: Number of concurrent compressions.
         """
         self._level = level
         self._states: dict[int, _ObjectState] = {}
@@ -117,7 +117,7 @@ def _chunk_ranges(extents: Sequence[ChunkExtent]) -> Iterator[tuple[int, int]]:
 
 
 def compression_threads(level: int, memory_nbytes: int) -> int:
-    """Return the number of threads that may compress at the same time within a memory limit."""
+    """Return the number of threads for the compression within a memory limit."""
     num_contexts = memory_nbytes // CONTEXT_SHARE // context_nbytes(level)
     return max(1, min(MAX_THREADS, num_contexts))
 

@@ -135,7 +135,7 @@ class StepWriter:
 
 
 def _read_digests(stage: Staging, count: int) -> dict[int, str]:
-    """Return the digests that all processes have written."""
+    """Return the digests of all processes."""
     digests: dict[int, str] = {}
     for index in range(count):
         path = stage.work / f"{DIGESTS_STEM}-{index}"

@@ -1,4 +1,4 @@
-"""Fake object store on the loopback interface, with the part of the XML API of S3 and GCS that obstore uses.
+"""Fake object store on the loopback interface, with obstore's part of the XML API of S3 and GCS.
 
 with serving_objects({"bucket/folder/file": b"…"}) as store:
     subprocess.run(…, env={**os.environ, **store.environment()})
@@ -38,7 +38,7 @@ PAGE_OBJECTS = 7
 
 @dataclass(slots=True)
 class FakeObjectStore:
-    """A running fake store: its objects by `BUCKET/KEY`, the requests so far, and the bytes of objects that it sent."""
+    """A running fake store: its objects by `BUCKET/KEY`, the requests so far, and the sent bytes of objects."""
 
     objects: dict[str, bytes]
     faults: FaultInjector
@@ -83,7 +83,7 @@ class FakeObjectStore:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that make obstore use this store for both clouds."""
+        """Return the variables of obstore for this store, for both clouds."""
         s3 = {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ALLOW_HTTP": "true",
@@ -301,7 +301,7 @@ class _Handler(loopback.Handler):
             self._send(412, b"<Error><Code>PreconditionFailed</Code></Error>")
 
     def _allows(self, key: str, conditions: Mapping[str, str]) -> bool:
-        """Return whether an object has the version that the headers of a write require."""
+        """Return whether an object has the version required by the headers of a write."""
         data = self.fake.objects.get(key)
         known = {
             "If-None-Match": "*" if data is None else "",
