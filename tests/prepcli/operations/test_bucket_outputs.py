@@ -570,7 +570,7 @@ def restored_bytes(item: Path) -> dict[str, bytes]:
     return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", slow_except([1, 2], [2]))
 def test_killed_compression_resumes_from_the_store(site: StoreSite, home: Path, count: int):
     """An output with another memory limit, and so with other pieces, has the same bytes."""
     arguments = (*COMPRESS, str(home / "init"))
