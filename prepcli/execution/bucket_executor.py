@@ -62,8 +62,9 @@ FIRST_LOOK_S = 0.5
 # Thousands of processes that wait must not list the store every second.
 LOOK_S_PER_PROCESS = 0.01
 MAX_LOOK_S = 30.0
-# Time for the process with the last note to publish, before another one does it.
+# Time for the process with the last note to publish, before process 0 does it, then process 1, and so on.
 PUBLICATION_S = 60.0
+MAX_TURN = 9
 
 
 class BucketExecutor:
@@ -420,7 +421,7 @@ class BucketExecutor:
             # The process with the last note publishes. It may have been killed since, or the store may have
             # listed the note too late for it.
             is_complete = num_done == len(self.units)
-            if is_complete and now_s - last_change_s > PUBLICATION_S:
+            if is_complete and now_s - last_change_s > publication_wait_s(share.index):
                 self._publish(publication)
                 return
             if now_s - last_change_s > self.patience_s:
@@ -441,3 +442,14 @@ class BucketExecutor:
             f"{format_duration(self.patience_s)}"
         )
         return PrepError("a process is not running", why, RERUN_HINT, STOPPED)
+
+
+def publication_wait_s(index: int) -> float:
+    """Return the seconds after the last note until process `index` publishes the output.
+
+    Thousands of processes must not read all notes at the same time.
+
+    >>> publication_wait_s(0), publication_wait_s(1), publication_wait_s(4095)
+    (60.0, 120.0, 540.0)
+    """
+    return PUBLICATION_S * min(1 + index, MAX_TURN)
