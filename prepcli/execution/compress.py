@@ -91,7 +91,7 @@ class CompressedChunks:
     sizes: tuple[int, ...]
 
     def relocate(self, raw: Iterable[WrittenChunk]) -> Iterator[WrittenChunk]:
-        """Yield the raw chunks with their compressed locations."""
+        """Yield the raw chunks of the plan, in the same order, with their compressed locations."""
         for chunk, row in zip(raw, self.places, strict=True):
             file, offset, nbytes = map(int, row)
             yield replace(chunk, file=file, offset=offset, nbytes=nbytes)
