@@ -307,7 +307,7 @@ class Files:
             self._mark_unsynced(copy.file)
 
     def _write_back(self, file: int, data: ByteArray, offset: int) -> None:
-        """Write through the page cache, in blocks that end at page boundaries: each page is written to disk once.
+        """Write through the page cache, in blocks up to page boundaries: each page is written to disk once.
 
         Writeback of short runs is left to `sync`, because later runs may write to the same pages.
         """

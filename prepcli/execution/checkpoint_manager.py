@@ -453,7 +453,7 @@ class BackgroundSave:
     def wait(self) -> float:
         """Wait until the checkpoint is durable.
 
-        Return the seconds that the save took, or raise its error.
+        Return the seconds of the save, or raise its error.
         """
         self._thread.join()
         if self._error is not None:

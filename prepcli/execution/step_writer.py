@@ -67,7 +67,7 @@ class StepWriter:
         self._publish(stage, outcome.digests)
 
     def write_together(self, group: ProcessGroup, name: str) -> None:
-        """Write the step together with the other processes, which call this too.
+        """Write the step together with the other processes. All of them call this.
 
         Args:
             group: The processes of the run.

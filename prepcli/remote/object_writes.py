@@ -100,9 +100,12 @@ def check_equal_object(
 
     An object of unknown size has at least the bytes of `data`.
     """
-    needed_nbytes = start + data.size
-    if (size is not None and existing.size != size) or existing.size < needed_nbytes:
-        why = f"it has {existing.size:,} bytes, not {size or needed_nbytes:,}"
+    least_nbytes = start + data.size
+    if size is not None and existing.size != size:
+        why = f"it has {existing.size:,} bytes, not {size:,}"
+        raise foreign_object_error(bucket, existing.path, why)
+    if existing.size < least_nbytes:
+        why = f"it has {existing.size:,} bytes, and at least {least_nbytes:,} are needed"
         raise foreign_object_error(bucket, existing.path, why)
     block = np.empty(min(COMPARED_NBYTES, data.size), np.uint8)
     for offset in range(0, data.size, COMPARED_NBYTES):

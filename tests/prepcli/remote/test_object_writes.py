@@ -60,6 +60,19 @@ def test_uploads_do_not_replace_an_object_that_appeared(store: FakeObjectStore, 
     put_object(bucket, "a", np.frombuffer(b"other", np.uint8))
 
 
+@pytest.mark.parametrize(
+    ("size", "why"), [(9, "it has 5 bytes, not 9"), (None, "it has 5 bytes, and at least 8 are")]
+)
+def test_uploads_name_the_size_of_a_foreign_object(
+    store: FakeObjectStore, bucket: Bucket, size: int | None, why: str
+):
+    """A compressed object has no size before its last piece."""
+    store.store("bucket/out/a", b"other")
+    uploads = ObjectUploads(bucket, {file.path: file for file in bucket.list_files()})
+    with pytest.raises(PrepError, match=why):
+        uploads.send("a", np.zeros(8, np.uint8), start=0, size=size)
+
+
 def test_retries_name_the_status_of_the_store(store: FakeObjectStore, bucket: Bucket):
     """After its own retries, the message of obstore also has the text `retry_timeout`."""
     notes: list[str] = []
