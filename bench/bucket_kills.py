@@ -1,12 +1,12 @@
-"""Kill conversions and training runs that write to a bucket with faults, and start them again on an empty disk.
+"""Kill conversions and training runs during writes to a bucket with faults, and start them again on an empty disk.
 
-    python -m bench.bucket_kills --work FOLDER [--kinds conversion,training] [--processes 1,2,4] [--kills 20]
+    python -m bench.bucket_kills --work FOLDER [--kinds conversion,compression,training] [--processes 1,2,4]
 
 The bucket is a fake store on the loopback interface. Every answer is late, and a share of the requests is refused (429,
-503) or cut, before or after the store has done the work. A client that repeats a write whose answer was lost gets 412.
+503) or cut, before or after the store has done the work. A repeated write gets 412 if the answer to the first was lost.
 All processes of a command are killed with SIGKILL after a random number of writes, and started again in a new empty
-folder, until there were enough kills. A complete output is compared with one that was written without faults, and
-deleted. `sent` is what the store has received without refused requests, `needed` is the size of the written outputs.
+folder, until there were enough kills. A complete output is compared with an undisturbed one, and deleted. `sent` has
+the bytes of accepted requests, `needed` is the size of the written outputs.
 `again` counts writes of objects stored before. A killed save of a training run is written again. `file` is the disk
 space of the largest local file. `memory` is the anonymous memory of one process, less that of `prep inspect` on the
 same model, or that of the same training run in a local folder.
@@ -67,15 +67,15 @@ COLUMNS = ("kind", "processes", "kills", "equal", "sent", "needed", "again", "fi
 
 @dataclass(frozen=True)
 class Command:
-    """A command that writes to a bucket.
+    """A command with an output in a bucket.
 
     Attributes:
         start: Starts all processes in a folder, given an output.
-        last_object: The object that completes an output.
+        last_object: The last object of an output.
         writes_per_process: Kills come after at most so many writes of each process.
-        baseline_nbytes: Anonymous memory of a process that writes nothing to a bucket.
+        baseline_nbytes: Anonymous memory of a process without an output in a bucket.
         can_have_sparse_files: Whether the command reads a checkpoint in the bucket. It then has files without blocks,
-            which are as long as the objects.
+            as long as the objects.
     """
 
     start: Callable[[Path, str], Sequence[ForkedProcess]]
@@ -90,11 +90,11 @@ class Outcome:
     """Counts of a row.
 
     Attributes:
-        kills: Processes that were killed while they ran.
-        sent_nbytes: Bytes of writes that the store has not refused.
-        lost_nbytes: Bytes among them of multipart uploads that were never completed.
+        kills: Killed processes.
+        sent_nbytes: Bytes of accepted writes.
+        lost_nbytes: Bytes among them of incomplete multipart uploads.
         needed_nbytes: Bytes of the written outputs.
-        again: Writes of objects that had been stored before, in the same output.
+        again: Repeated writes of an object in the same output.
         file_nbytes: Size of the largest local file.
         memory_nbytes: Peak anonymous memory of a process.
         is_equal: Whether all outputs had the bytes of an undisturbed one.
@@ -156,7 +156,7 @@ def parse_options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work", type=Path, required=True, help="folder of the models")
-    parser.add_argument("--kinds", default="conversion,training")
+    parser.add_argument("--kinds", default="conversion,compression,training")
     parser.add_argument("--processes", default="1,2,4", help="numbers of processes")
     parser.add_argument("--kills", type=int, default=20, help="least number of kills of each row")
     parser.add_argument("--rate", type=float, default=0.05, help="share of requests with a fault")
@@ -187,15 +187,16 @@ def make_command(kind: str, work: Path, count: int, options: argparse.Namespace)
     """Return a command in `count` processes. The first call makes its source."""
     if kind == "training":
         return make_training(work, count)
-    return make_conversion(work, count, options.memory)
+    compression = ("--compress", "zstd") if kind == "compression" else ()
+    return make_conversion(work, count, options.memory, compression)
 
 
-def make_conversion(work: Path, count: int, memory: str) -> Command:
-    """Return `save-init` of 4 layers of GPT-Neo 125M, 268 MB."""
+def make_conversion(work: Path, count: int, memory: str, compression: Sequence[str]) -> Command:
+    """Return `save-init` of 4 layers of GPT-Neo 125M, 268 MB. `compression` has its options `--compress`."""
     model = work / "model"
     if not model.exists():
         run_module("bench.models", "gpt-neo-125M", str(model), "--layers", "4")
-    words = ("save-init", str(model), "--mesh", "1,8,1", "--memory", memory, "-q")
+    words = ("save-init", str(model), "--mesh", "1,8,1", "--memory", memory, "-q", *compression)
 
     def start(folder: Path, out: str) -> Sequence[ForkedProcess]:
         processes: list[ForkedProcess] = []
@@ -209,7 +210,7 @@ def make_conversion(work: Path, count: int, memory: str) -> Command:
 
 
 def make_training(work: Path, count: int) -> Command:
-    """Return a training run that saves after each step."""
+    """Return a training run with a save after each step."""
     source = work / "training"
     if not source.exists():
         source.mkdir()
@@ -295,7 +296,7 @@ def kill_repeatedly(
 
 
 def write_undisturbed(command: Command, work: Path) -> Mapping[str, bytes]:
-    """Return the objects of an output that was written without faults and kills."""
+    """Return the objects of an output without faults and kills."""
     with serving() as store, empty_folder(work / "empty") as folder:
         finish(command.start(folder, URL))
         return data_objects(store)
@@ -348,7 +349,7 @@ def has_written(
 
 
 def kill_all(processes: Sequence[ForkedProcess], rng: random.Random) -> int:
-    """Kill the processes in random order. Return the number of those that were running.
+    """Kill the processes in random order. Return the number of killed ones.
 
     Raises:
         AssertionError: A process has failed by itself.
@@ -388,7 +389,7 @@ def is_data(key: str) -> bool:
 
 
 def accepted_nbytes(store: FakeObjectStore) -> int:
-    """Return the bytes of all writes of data that were not refused."""
+    """Return the bytes of all accepted writes of data."""
     received = sum(nbytes for key, nbytes in store.received if is_data(key))
     return received - sum(nbytes for key, nbytes in store.refused if is_data(key))
 

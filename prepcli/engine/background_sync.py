@@ -20,7 +20,7 @@ class SyncPoint:
 
     Attributes:
         done_nbytes: Number of bytes written, over all streams.
-        digests: Digests, by stream position, of streams that ended since the last point.
+        digests: Digests of the streams completed since the last point, by stream position.
         prefix: The partly written stream.
     """
 
@@ -30,7 +30,7 @@ class SyncPoint:
 
 
 class BackgroundSync:
-    """A background thread that makes sync points durable one after another.
+    """A background thread. It makes sync points durable one after another.
 
     The writer waits only if too many written bytes are not durable yet.
     """

@@ -65,7 +65,7 @@ class MemoryBlob:
 
 @runtime_checkable
 class CachedBlob(Blob, Protocol):
-    """A blob with chunks to decode into a cache that several blobs share."""
+    """A blob with chunks to decode into a cache of several blobs."""
 
     def open_with_cache(self, cache: ChunkCache) -> BlobReader:
         """Return a reader with the cache of decoded chunks `cache`."""
@@ -74,7 +74,7 @@ class CachedBlob(Blob, Protocol):
 
 @runtime_checkable
 class StoredBlob(Blob, Protocol):
-    """A blob with the content of numbered files, which may be on a server."""
+    """A blob with the content of numbered files on a disk or a server."""
 
     def with_files(self, files: Sequence[Blob]) -> Blob:
         """Return the same blob with `files` in place of its files, by number."""

@@ -50,8 +50,8 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, kept_nbytes: int = 0
         nbytes: The limit.
         min_buffer_nbytes: Preferred minimum size of a slab. If two buffers of this size exceed the limit, it is ignored
             and there are four buffers. The engine acquires at most two at once.
-        kept_nbytes: Memory for the matrices of low-rank updates and the pieces of new tokens. A quarter of the reserve
-            is for them. The buffers are smaller if they need more.
+        kept_nbytes: Memory for the matrices of low-rank updates, the pieces of new tokens and compressors. A quarter
+            of the reserve is for them. The buffers are smaller if they need more.
 
     Returns:
         The budget.
@@ -65,10 +65,10 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, kept_nbytes: int = 0
     if usable_nbytes < MIN_BUFFERS_NBYTES:
         needed_nbytes = MIN_MEMORY_NBYTES + 2 * kept_nbytes
         what = text(
-            "{} is too small for the adapter or the new tokens",
+            "{} is too small for the adapter, the new tokens or the compression",
             Option("memory", f"{nbytes // MIB}MiB"),
         )
-        why = f"matrices and rows that stay in memory need {format_bytes(kept_nbytes)}"
+        why = f"matrices, rows and compressors need {format_bytes(kept_nbytes)}"
         hint = text("{}", Option("memory", f"{-(-needed_nbytes // MIB)}MiB"))
         raise usage_error(what, why, hint)
     # 512 MiB: 64 MiB are reserved, a quarter of the other 448 MiB is more than MAX_SLAB_NBYTES, so that

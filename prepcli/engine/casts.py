@@ -35,8 +35,8 @@ class CastCounts:
     Attributes:
         values: Number of values.
         changed: Values with another number after the cast.
-        overflowed: Finite values that became infinite, or NaN by an update.
-        underflowed: Nonzero values that became 0.
+        overflowed: Finite values with an infinite result, or NaN by an update.
+        underflowed: Nonzero values with the result 0.
         nan: Values that are NaN after the cast. A cast keeps NaN, an update may add some.
         worst: Largest relative error over finite, nonzero cast values.
     """
@@ -64,11 +64,11 @@ class StreamDigest:
     """The digests of a completed stream.
 
     Attributes:
-        read: Digest of the bytes that were read.
+        read: Digest of the bytes read.
         written: Digest of the written bytes. It differs from `read` only after a cast, a low-rank update or a scale.
         counts: Counts of the changed values, or None if no value can change.
         unscaled: Digest of the values before a scale, or empty without one.
-        lost: Number of values that the way back of a scale does not return.
+        lost: Number of values changed by a scale and its way back.
     """
 
     read: str
@@ -139,7 +139,7 @@ class ValueTransform(ABC):
             out: Buffer for the result.
 
         Returns:
-            The part of `out` that contains the result.
+            The part of `out` with the result.
         """
         values = data.view(self._source)
         cast_bytes = out[: values.size * self._target.itemsize]
@@ -154,7 +154,7 @@ class ValueTransform(ABC):
         return self._state.hexdigest()
 
     def stream_digest(self, read: str) -> StreamDigest:
-        """Return the digests of a completed stream. `read` is the digest of the bytes that were read."""
+        """Return the digests of a completed stream. `read` is the digest of the bytes read."""
         return StreamDigest(read, self.digest(), self.counts)
 
     @abstractmethod
@@ -219,7 +219,7 @@ def count_changes(before: np.ndarray, after: np.ndarray) -> CastCounts:
     errors = np.abs(after - before) / magnitudes
     # A low-rank update may change a 0. The relative change is then undefined, and is taken as 0.
     errors[before == 0] = 0
-    # JSON has no infinity: the largest number stands for a larger change of a subnormal value.
+    # JSON has no infinity: the largest number represents a larger change of a subnormal value.
     worst = min(float(errors.max(initial=0.0)), float(np.finfo(errors.dtype).max))
     return CastCounts(values, changed, overflowed, underflowed, nan, worst)
 

@@ -1,7 +1,7 @@
 """Compute the XXH3-64 of checksum blocks while a run writes them, without reading files.
 
 A block may be written in several pieces. If the pieces are written in byte order, the block is hashed piece by piece.
-Otherwise its checksum stays 0, which means unknown, and is computed from the files when the output is complete.
+Otherwise its checksum stays 0 (unknown), and is computed from the files when the output is complete.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class ChecksumRecorder:
             self._open[number] = state, start + data.size
 
     def save(self) -> None:
-        """Save the checksums for a later run, or for the process that finishes the output."""
+        """Save the checksums for a later run, or for the last process of the output."""
         # The journal's next line follows this rename. A kill between the two leaves checksums of bytes
         # that the journal does not list, and a later run writes the same bytes again.
         assert self._path is not None  # the caller has a file

@@ -1,4 +1,4 @@
-"""A cache of partly read chunks, with a memory limit that all arrays of a checkpoint share."""
+"""A cache of partly read chunks, with one memory limit for all arrays of a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ChunkReader(Protocol):
 
 
 class ChunkCache:
-    """Chunk readers that take at most `max_nbytes` of memory together. The least recently used are closed first."""
+    """Chunk readers with at most `max_nbytes` of memory together. The least recently used are closed first."""
 
     def __init__(self, max_nbytes: int = DEFAULT_CACHE_NBYTES) -> None:
         self.most_nbytes = max_nbytes

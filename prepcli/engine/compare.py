@@ -21,7 +21,7 @@ class Difference:
     """The difference between two tensors.
 
     Attributes:
-        count: Number of values that differ.
+        count: Number of unequal values.
         index: Index of the first difference in the tensor.
         value_a: The first tensor's value there, as text.
         value_b: The second tensor's value there, as text.

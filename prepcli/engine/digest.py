@@ -25,7 +25,7 @@ def digest_pieces(pieces: Iterable[bytes]) -> str:
 
 
 def checksum(data: memoryview) -> int:
-    """Return the XXH3-64 of a checksum block. 0 becomes 1, because 0 stands for an unknown checksum."""
+    """Return the XXH3-64 of a checksum block. 0 becomes 1, because 0 means an unknown checksum."""
     return xxhash.xxh3_64_intdigest(data) or 1
 
 

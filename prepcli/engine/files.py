@@ -146,7 +146,7 @@ class Files:
 
     @property
     def needs_alignment(self) -> bool:
-        """Whether writes may use direct I/O, which needs buffers with the page offset of the file."""
+        """Whether writes may use direct I/O. Buffers then need the page offset of the file."""
         return self.policy.needs_alignment
 
     def _open_file(self, path: Path, flags: int, size: int | None) -> None:
@@ -307,7 +307,7 @@ class Files:
             self._mark_unsynced(copy.file)
 
     def _write_back(self, file: int, data: ByteArray, offset: int) -> None:
-        """Write through the page cache, in blocks that end at page boundaries: each page is written to disk once.
+        """Write through the page cache, in blocks up to page boundaries: each page is written to disk once.
 
         Writeback of short runs is left to `sync`, because later runs may write to the same pages.
         """
@@ -327,7 +327,7 @@ class Files:
         self._transfer_by_pages(os.preadv, file, into, offset)
 
     def write_bytes(self, file: int, data: bytes, *, offset: int = 0) -> None:
-        """Write bytes that do not come from a tensor, such as a header."""
+        """Write other bytes than those of tensors, such as a header."""
         self._transfer_all(
             os.pwritev, file, False, np.frombuffer(data, np.uint8), offset, len(data)
         )
@@ -469,7 +469,7 @@ def _open_direct(path: Path, flags: int) -> int:
 
 
 def io_error(path: Path, error: OSError) -> PrepError:
-    """Return an operating system error as a PrepError that names the file.
+    """Return an operating system error as a PrepError with the name of the file.
 
     Args:
         path: The file.
@@ -496,14 +496,14 @@ def io_error(path: Path, error: OSError) -> PrepError:
 
 
 def _missing_hint(path: Path) -> str:
-    """Return the hint for a path that does not exist."""
+    """Return the hint for a missing path."""
     if path.parent.is_dir():
         return "check the name"
     return f"create the folder {path.parent}, or use another one"
 
 
 def _first_file(path: Path) -> Path:
-    """Return the first part of a path below which there are no other ones, e.g. `a.txt` of `a.txt/b`."""
+    """Return the file in the middle of a path, e.g. `a.txt` of `a.txt/b`."""
     for folder in reversed(path.parents):
         if folder.exists() and not folder.is_dir():
             return folder

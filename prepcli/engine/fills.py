@@ -67,7 +67,7 @@ class FillGenerator:
                 self._pieces[mean_source_number(streams, number)] = stream.fill
 
     def add_slab(self, slab: Slab, data: ByteArray) -> None:
-        """Keep the parts of a slab that new rows depend on."""
+        """Keep the parts of a slab needed for new rows."""
         number = slab.stream_number
         stream = self._streams[number]
         is_first = slab.start == stream.byte_range[0]
@@ -171,7 +171,7 @@ def _distinct_rows(fill: Fill) -> list[int]:
 
 
 class _PieceRows:
-    """The true rows that new rows are averaged from."""
+    """The true rows averaged for new rows."""
 
     def __init__(self, stream: Stream, fill: Fill) -> None:
         self._dtype = numpy_dtype(stream.dtype)

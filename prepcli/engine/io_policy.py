@@ -85,7 +85,7 @@ class WritePolicy:
 
     @property
     def needs_alignment(self) -> bool:
-        """Whether writes may use direct I/O, which needs buffers with the page offset of the file."""
+        """Whether writes may use direct I/O. Buffers then need the page offset of the file."""
         return self._fixed is not WriteMode.WRITEBACK
 
     @contextlib.contextmanager

@@ -44,7 +44,7 @@ class JournalState:
         durable_nbytes: Number of durable bytes over all streams.
         digests: Digests of complete streams, by number in the plan.
         prefix: The partly durable stream.
-        session: Identifies the processes that were at work when the journal was opened.
+        session: Identifies the processes at work when the journal was opened.
     """
 
     durable_nbytes: int
@@ -150,7 +150,7 @@ class Journal:
             run_id: The run of the journal.
             division: How the plan's streams are divided among processes.
             stream_numbers: Numbers in the plan of this process's streams, in processing order, or None for all streams.
-            session: Identifies the processes that work together now.
+            session: Identifies the present group of processes.
             state: The durable state to start from, or None for the state of the existing journal.
 
         Raises:
@@ -195,7 +195,7 @@ class Journal:
 
         Args:
             done_nbytes: Number of durable bytes over all streams.
-            digests: Digests of streams that became complete, by position among this process's streams.
+            digests: Digests of newly complete streams, by position among this process's streams.
             prefix: The partly durable stream.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Linux system calls that are missing in `os`. Each call releases the GIL."""
+"""Linux system calls without a function in `os`. Each call releases the GIL."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class StreamUpdate(ValueTransform):
 
 
 def _matrix_blocks(value_range: Range, shape: Sequence[int]) -> Iterator[tuple[Range, Range]]:
-    """Yield (rows, columns) of blocks that cover a range of a matrix's values in C order."""
+    """Yield (rows, columns) of blocks over a range of a matrix's values in C order."""
     step = max(1, BLOCK_VALUES // shape[1])
     for (first_row, last_row), (first_column, last_column) in split_merged_range(
         value_range, shape

@@ -1,4 +1,4 @@
-"""This machine: its memory, the limits that containers and jobs set below it, and the installed packages."""
+"""This machine: its memory, the lower limits of containers and jobs, and the installed packages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def free_memory() -> int | None:
-    """Return the bytes that this process can still use, or None if the system does not report them."""
+    """Return the bytes free for this process, or None if the system does not report them."""
     # MemAvailable is what is left. A limit is the size of the whole group, so that the memory of this
     # process is subtracted.
     bounds: list[int] = []
@@ -55,7 +55,7 @@ def free_memory() -> int | None:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Return the version of each package that prep uses, or None if it is not installed."""
+    """Return the version of each package of prep, or None if it is not installed."""
     return {name: _package_version(name) for name in PACKAGES}
 
 

@@ -1,4 +1,4 @@
-"""Open, read and write files of an output without following links that another user put into its folder."""
+"""Open, read and write files of an output without following links of another user in its folder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _check_regular_file(path: Path, file_stat: os.stat_result, is_written: bool)
 
 
 def _unsafe_file_error(path: Path, why: str) -> PrepError:
-    """Return the error for a path that must not be opened."""
+    """Return the error for an unsafe path."""
     return PrepError(
         f"{path} cannot be used",
         f"it {why}, and writing to it could change another file",

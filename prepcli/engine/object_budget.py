@@ -29,7 +29,7 @@ def make_object_budget(
     object_nbytes: int,
     largest_nbytes: int,
     part_nbytes: int,
-    is_compressed: bool = False,
+    num_compressing: int = 0,
 ) -> tuple[Budget, PieceLimits]:
     """Divide a memory limit.
 
@@ -40,7 +40,8 @@ def make_object_budget(
         object_nbytes: Usual size of an object. If possible, a piece is not smaller.
         largest_nbytes: Size of the largest object.
         part_nbytes: Size of a part of its multipart upload.
-        is_compressed: Whether a piece has a compressed copy while it is sent.
+        num_compressing: Number of threads with a compressor each. 0 without compression. Each piece then has a
+            compressed copy while it is sent, and each split object keeps a compressor.
 
     Returns:
         The budget of the pipeline, and the limits of the pieces.
@@ -61,7 +62,7 @@ def make_object_budget(
         slab_nbytes = -(-min_buffer_nbytes // PAGE) * PAGE
     buffer_count = min(MAX_BUFFERS, buffers_nbytes // (slab_nbytes + 2 * PAGE))
     budget = Budget(nbytes - pieces_nbytes, slab_nbytes, buffer_count)
-    if is_compressed:
+    if num_compressing:
         # The other half is for the copies.
         pieces_nbytes //= 2
     piece_nbytes = min(MAX_PIECE_NBYTES, max(object_nbytes, pieces_nbytes // 4))
@@ -71,6 +72,8 @@ def make_object_budget(
     max_parts = pieces_nbytes // 4 // part_nbytes
     parts_in_flight = max(1, min(MAX_PARTS_IN_FLIGHT, max_parts - 1))
     split_files = max(1, max_parts // (1 + parts_in_flight))
+    if num_compressing:
+        split_files = min(split_files, num_compressing)
     pieces_nbytes -= split_files * (1 + parts_in_flight) * part_nbytes
     # At least two pieces, so that one is assembled while another one is sent.
     piece_nbytes = max(MIN_PIECE_NBYTES, min(piece_nbytes, pieces_nbytes // 2))

@@ -30,15 +30,15 @@ Assignment = tuple[np.ndarray, np.ndarray]  # target, source
 def gather(
     slab: Slab, tensor: ByteArray, *, out: ByteArray, pool: Executor | None = None
 ) -> ByteArray:
-    """Permute values from the order of their tensor to the order in which they are written.
+    """Permute values from the order of their tensor to the order of the output.
 
-    The runs of bytes that go to one place of the output become contiguous.
+    The runs of bytes for one place of the output become contiguous.
 
     Args:
-        slab: The part of a tensor that is copied at once, and its places in the output.
+        slab: A part of a tensor, copied at once, and its places in the output.
         tensor: Its bytes in the tensor's order, in the written dtype.
         out: Buffer of at least the same size.
-        pool: Threads that share the work, or None to use the calling thread.
+        pool: Threads for the work, or None to use the calling thread.
 
     Returns:
         The filled part of `out`.
@@ -62,7 +62,7 @@ def scatter(
         slab: The slab.
         runs: The runs of its read copies, one after another.
         out: Buffer of the same size.
-        pool: Threads that share the work, or None to use the calling thread.
+        pool: Threads for the work, or None to use the calling thread.
 
     Returns:
         `out`.

@@ -75,7 +75,7 @@ class _SlabTask:
         needs_gather: Whether the bytes must be copied to the order and page offset of the sink.
         buffers: Buffers of the slab. The first one contains its bytes.
         data: The bytes.
-        digests: Digest of the stream that ends with this slab.
+        digests: Digest of the stream, if this is its last slab.
         prefix: The stream's state after this slab, if it does not end here.
     """
 
@@ -390,7 +390,7 @@ class Pipeline:
     def _checksum_and_write(self, task: _SlabTask) -> None:
         """Record a slab's checksums, write it, and submit a sync point if one is due."""
         start_s = time.perf_counter()
-        # Checksums are computed beside the write, which waits for the disk. Bytes that an earlier run wrote
+        # Checksums are computed during the write, because the write waits for the disk. Bytes that an earlier run wrote
         # are recorded too, though not written again: the hash state of a partly written block is not saved.
         recording = contextlib.nullcontext()
         if self.checksums:

@@ -23,7 +23,7 @@ def sync_paths(paths: Sequence[Path]) -> None:
 
 
 def sync_many(sync: Callable[[T], object], items: Sequence[T]) -> None:
-    """Call a function that syncs one file for each item. Raise the first error."""
+    """Call a sync function for each item. Raise the first error."""
     # Few files are not worth threads.
     if len(items) <= SYNC_THREADS:
         for item in items:

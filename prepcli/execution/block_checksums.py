@@ -22,7 +22,7 @@ CHECKSUMS_STEM = "checksums"
 
 
 def checksum_recorder(plan: Plan, stage: Staging, *, index: int = 0) -> ChecksumRecorder | None:
-    """Return a recorder of the bytes that process `index` writes, or None without leaves."""
+    """Return a recorder of the bytes of process `index`, or None without leaves."""
     if not plan.leaves:
         return None
     return ChecksumRecorder(stage.work / f"{CHECKSUMS_STEM}.{index}", chunk_extents(plan.leaves))
@@ -37,7 +37,7 @@ def delete_checksums(stage: Staging) -> None:
 def collect_checksums(plan: Plan, stage: Staging, *, files: Sequence[Path]) -> ChecksumArray:
     """Return the checksums of all blocks.
 
-    Checksums that no process saved are computed from the data files.
+    Missing checksums are computed from the data files.
 
     Args:
         plan: The plan of the output.

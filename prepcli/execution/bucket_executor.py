@@ -62,8 +62,9 @@ FIRST_LOOK_S = 0.5
 # Thousands of processes that wait must not list the store every second.
 LOOK_S_PER_PROCESS = 0.01
 MAX_LOOK_S = 30.0
-# Time for the process with the last note to publish, before another one does it.
+# Time for the process with the last note to publish, before process 0 does it, then process 1, and so on.
 PUBLICATION_S = 60.0
+MAX_TURN = 9
 
 
 class BucketExecutor:
@@ -85,12 +86,12 @@ class BucketExecutor:
         self.patience_s = PATIENCE_S
         largest_nbytes = max((file.size for file in self.plan.files), default=0)
         kept_nbytes = max(matrix_nbytes(self.plan.streams), piece_nbytes(self.plan.streams))
-        self.num_compressing = 1
+        self.num_compressing = 0
         if self.plan.zstd_level:
             level = self.plan.zstd_level
             self.num_compressing = compression_threads(level, self.pool.memory_nbytes)
-            # One context more, of a chunk that is continued by the next piece
-            kept_nbytes += (self.num_compressing + 1) * context_nbytes(level)
+            # As many contexts again for chunks of split objects, continued by a later piece
+            kept_nbytes += 2 * self.num_compressing * context_nbytes(level)
         self.budget, self.limits = make_object_budget(
             self.pool.memory_nbytes,
             min_buffer_nbytes=min_buffer_nbytes(self.plan.streams),
@@ -98,7 +99,7 @@ class BucketExecutor:
             object_nbytes=OBJECT_NBYTES,
             largest_nbytes=largest_nbytes,
             part_nbytes=part_nbytes(largest_nbytes),
-            is_compressed=self.plan.zstd_level is not None,
+            num_compressing=self.num_compressing,
         )
         self.units = find_work_units(self.plan)
         self._identity = make_run_identity(self.plan, request.run_id)
@@ -174,7 +175,7 @@ class BucketExecutor:
         With several processes, a late process never replaces the output of its peers.
 
         Raises:
-            PrepError: The URL holds something else, or an output that may not be replaced.
+            PrepError: The URL holds something else, or `--overwrite` is missing.
         """
         manifest = stored_manifest(self.bucket, files)
         run_path = f"{WORK_FOLDER}/{RUN_OBJECT}"
@@ -420,7 +421,7 @@ class BucketExecutor:
             # The process with the last note publishes. It may have been killed since, or the store may have
             # listed the note too late for it.
             is_complete = num_done == len(self.units)
-            if is_complete and now_s - last_change_s > PUBLICATION_S:
+            if is_complete and now_s - last_change_s > publication_wait_s(share.index):
                 self._publish(publication)
                 return
             if now_s - last_change_s > self.patience_s:
@@ -441,3 +442,14 @@ class BucketExecutor:
             f"{format_duration(self.patience_s)}"
         )
         return PrepError("a process is not running", why, RERUN_HINT, STOPPED)
+
+
+def publication_wait_s(index: int) -> float:
+    """Return the seconds after the last note until process `index` publishes the output.
+
+    Thousands of processes must not read all notes at the same time.
+
+    >>> publication_wait_s(0), publication_wait_s(1), publication_wait_s(4095)
+    (60.0, 120.0, 540.0)
+    """
+    return PUBLICATION_S * min(1 + index, MAX_TURN)

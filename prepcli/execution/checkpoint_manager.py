@@ -93,7 +93,7 @@ class CheckpointManager:
         free_memory_nbytes: Callable[[], int | None] = lambda: None,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Create the run, lock it, and remove files that killed processes left there.
+        """Create the run, lock it, and remove the files of killed processes.
 
         Args:
             storage: Storage of the run, or its local folder.
@@ -193,7 +193,7 @@ class CheckpointManager:
         self._storage.release()
 
     def remove_all_steps(self) -> None:
-        """Remove all steps, the last one first: a kill leaves a run that stopped at an earlier step."""
+        """Remove all steps, the last one first: a kill leaves a run with the earlier steps."""
         if not self._is_first:
             return
         for step in reversed(self.steps()):
@@ -415,7 +415,7 @@ def removable_steps(
 
 @dataclass(frozen=True, slots=True)
 class FinishedSave:
-    """A PendingSave that ended before it was returned, after `seconds`."""
+    """A complete PendingSave. It took `seconds`."""
 
     seconds: float
     is_done = True
@@ -453,7 +453,7 @@ class BackgroundSave:
     def wait(self) -> float:
         """Wait until the checkpoint is durable.
 
-        Return the seconds that the save took, or raise its error.
+        Return the seconds of the save, or raise its error.
         """
         self._thread.join()
         if self._error is not None:

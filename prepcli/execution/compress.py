@@ -52,7 +52,7 @@ class _ByteRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _DataFiles:
-    """Names of data files, and the size from which a file is full.
+    """Names of data files, and the size of a full file.
 
     Attributes:
         chunk_paths: Path of the file of each chunk, in the order of compression. None for files of many chunks.
@@ -62,7 +62,7 @@ class _DataFiles:
 
     @property
     def full_nbytes(self) -> int:
-        """Size from which a file is full. A file of one chunk is full after its first byte."""
+        """Least size of a full file. A file of one chunk is full after its first byte."""
         if self.chunk_paths is None:
             return FILE_NBYTES
         return 1
@@ -91,7 +91,7 @@ class CompressedChunks:
     sizes: tuple[int, ...]
 
     def relocate(self, raw: Iterable[WrittenChunk]) -> Iterator[WrittenChunk]:
-        """Yield the raw chunks with their compressed locations."""
+        """Yield the raw chunks of the plan, in the same order, with their compressed locations."""
         for chunk, row in zip(raw, self.places, strict=True):
             file, offset, nbytes = map(int, row)
             yield replace(chunk, file=file, offset=offset, nbytes=nbytes)
@@ -172,7 +172,7 @@ def compress_chunks(
 def locate_chunks(
     chunks: Iterable[WrittenChunk], lengths: Mapping[int, Sequence[int]], paths: Sequence[str]
 ) -> CompressedChunks:
-    """Return the locations of chunks that were compressed file by file, without gaps.
+    """Return the locations of chunks, compressed file by file without gaps.
 
     Args:
         chunks: The raw chunks.
@@ -214,7 +214,7 @@ def _storage_order(table: _ChunkTable) -> npt.NDArray[np.intp]:
 
 
 class _Compressor:
-    """A run that compresses chunks into data files and records them in the journal."""
+    """A run of the compression of chunks into data files, with its journal."""
 
     def __init__(
         self,
@@ -403,7 +403,7 @@ def _durable_lengths(
 
 
 def _compute_digest(folder: Path, places: _ChunkTable, data_files: _DataFiles) -> str:
-    """Return the digest of compressed chunks in the data files, which may hold fewer bytes than recorded."""
+    """Return the digest of compressed chunks in the data files. Recorded bytes may be missing there."""
     state = xxhash.xxh3_128()
     for file, offset, nbytes in places.tolist():
         path = folder / data_files.path(file)
@@ -419,7 +419,7 @@ def _compute_digest(folder: Path, places: _ChunkTable, data_files: _DataFiles) -
 
 
 class _Mark(NamedTuple):
-    """A line of the journal: lengths of chunks that became durable together, their digest, and the line's length."""
+    """A line of the journal: lengths of chunks made durable together, their digest, and the line's length."""
 
     lengths: list[int]
     digest: str

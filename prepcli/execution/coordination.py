@@ -1,7 +1,7 @@
-"""The processes that write one output together: their shares, their durable bytes, and waiting for each other.
+"""The processes of one output: their shares, their durable bytes, and waiting for each other.
 
 They exchange no messages. Each appends to its journal in the staging folder, and the other processes read it. A process
-is complete when its journal lists all streams of its share. A lock that it holds shows that it still runs.
+is complete when its journal lists all streams of its share. Its lock shows that it still runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOK_S_PER_PROCESS = 0.005
 
 
 class Team:
-    """The processes that write one output, as seen by one of them.
+    """The processes of one output, as seen by one of them.
 
     Attributes:
         plan: The plan of the whole output.
@@ -79,7 +79,7 @@ class Team:
         return divide_streams(self.plan, self.count, durable=self.stage.durable_digests.keys())
 
     def share_plan(self, index: int) -> Plan:
-        """Return the part of the plan that process `index` executes."""
+        """Return the part of the plan of process `index`."""
         return subplan(self.plan, set(self.shares[index]))
 
     # Durable bytes
@@ -241,7 +241,7 @@ class Team:
         return unfinished
 
     def _check_new_failures(self) -> None:
-        """Raise the failure of a process that failed after its share was durable."""
+        """Raise the failure of a process with a durable share."""
         for index in range(self.count):
             failure = self.stage.failures.find(index)
             if failure is not None and failure.age is FailureAge.NEW:

@@ -86,7 +86,7 @@ class ConversionExecutor:
         out: Path of the output.
         budget: How the memory is divided among buffers.
         stage: The staging folder.
-        team: All processes that write the output.
+        team: All processes of the output.
     """
 
     def __init__(self, request: ExecutionRequest, out: Path) -> None:
@@ -251,7 +251,7 @@ class ConversionExecutor:
         return intact
 
     def _check_source(self, digests: Mapping[int, str], baseline: SourceState) -> None:
-        """Raise PrepError if the source no longer holds the bytes that were read.
+        """Raise PrepError if the source has changed since it was read.
 
         If the inode or change time of any file differs from `baseline`, all streams in `digests` are read again.
         """
@@ -292,7 +292,7 @@ class ConversionExecutor:
     def _is_already_done(self) -> bool:
         """Return whether the requested output exists.
 
-        With several processes, a process that joins late never replaces the output of its peers.
+        With several processes, a late process never replaces the output of its peers.
 
         Raises:
             PrepError: The path holds something else, and `overwrite` is not set.

@@ -1,4 +1,4 @@
-"""Failure notes: a process that fails reports it to the processes that share its work, also to ones that join later.
+"""Failure notes: a failed process reports to the other processes of its output, also to later ones.
 
 `failed.I` says why process I failed. It stays until process I joins again. `heard.J` lists the notes that existed when
 process J last ended. To process J, a note of process I is
@@ -133,7 +133,7 @@ class FailureNotes:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """A JSON file that one process writes and others read.
+    """A JSON file of one process for the other ones.
 
     Attributes:
         stamp: Inode and time of the file, e.g. `8912.1700000000000`. It differs between two notes of one process.

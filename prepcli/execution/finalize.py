@@ -156,6 +156,8 @@ def _item_metadata(
         # No chunk of the item is in the files of another one.
         names = [name.removeprefix(f"{item}/") for name in names]
     if compressed:
+        # `compressed` has the chunks of the whole plan. No command with `--compress` writes several items.
+        assert len(plan.items) == 1
         chunks = compressed.relocate(chunks)
         names = compressed.files
     if plan.is_levanter:

@@ -34,12 +34,12 @@ LEFTOVER_NAME = re.compile(r"(0|[1-9][0-9]*)(\.removed)?\.partial")
 
 
 class FolderStorage:
-    """RunStorage in a folder that all processes of the run see."""
+    """RunStorage in a folder shared by all processes of the run."""
 
     is_on_disk = True
 
     def __init__(self, folder: Path, start_files: Sequence[str] = ()) -> None:
-        """Set the folder, which need not exist.
+        """Set the folder. It need not exist.
 
         Args:
             folder: The folder.
@@ -90,7 +90,7 @@ class FolderStorage:
         return open_reader(step_folder(self.local_folder, step), verify, hint)
 
     def acquire(self, note: Callable[[str], None]) -> None:
-        """Create and lock the folder, and remove files that killed processes left there.
+        """Create and lock the folder, and remove the files of killed processes.
 
         If this process has acquired it already, the call has no effect. On a file system without locks, `note` gets
         a warning.

@@ -126,7 +126,7 @@ def push_folder(
     repository is listed afterwards to verify the commit.
 
     Args:
-        folder: The finished export, which does not change.
+        folder: The finished export. It does not change.
         target: Repository and branch.
         progress: Receives the number of uploaded bytes.
         retry_policy: How long to wait for answers of the hub.

@@ -1,4 +1,4 @@
-"""Work that several processes do together: if it fails in one of them, it fails in all."""
+"""Joint work of several processes: if it fails in one of them, it fails in all."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def joint_work(group: ProcessGroup, name: str) -> Iterator[None]:
 
 
 def _encode_error(error: Exception, index: int) -> str:
-    """Return the fields of a PrepError that names the process, as JSON."""
+    """Return the fields of a PrepError with the name of the process, as JSON."""
     if not isinstance(error, PrepError):
         error = PrepError("the work failed", f"{type(error).__name__}: {error}", RERUN_HINT)
     return json.dumps({**error.fields(), "what": f"process {index}: {error.what}"})

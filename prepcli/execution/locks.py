@@ -18,7 +18,7 @@ LOCK_FILE_FLAGS = os.O_RDWR | os.O_CREAT
 
 
 def acquire_lock(path: Path, locked_path: Path) -> int:
-    """Return a descriptor that holds the lock until it is closed.
+    """Return a descriptor with the lock. Closing it releases the lock.
 
     Raises:
         PrepError: Another process holds the lock. The error names it and `locked_path`.
@@ -39,7 +39,7 @@ def acquire_team_lock(path: Path, locked_path: Path, *, count: int) -> tuple[int
     Args:
         path: The lock file.
         locked_path: Path for the error message.
-        count: Number of processes that may share the lock.
+        count: Maximum number of processes with the lock.
 
     Returns:
         The descriptor, and whether this process is the first holder.
@@ -92,7 +92,7 @@ def is_locked(path: Path) -> bool:
 
 
 def acquire_shared_lock(path: Path) -> int:
-    """Return a descriptor that holds a shared lock."""
+    """Return a descriptor with a shared lock."""
     with _open_lock_file(path) as fd:
         fcntl.flock(fd, fcntl.LOCK_SH)
         return fd
@@ -153,7 +153,7 @@ def _write_holder(fd: int) -> None:
 
 
 def _locked_error(fd: int, locked_name: Path | str) -> PrepError:
-    """Return the error for a lock that another process holds."""
+    """Return the error for a lock of another process."""
     # Any program may have written to the file: 200 bytes are enough for the line of
     # `_write_holder`.
     holder = os.pread(fd, 200, 0).decode(errors="replace").strip()

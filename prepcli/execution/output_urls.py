@@ -1,4 +1,4 @@
-"""URLs of outputs: which ones are a bucket, and which outputs need a local path."""
+"""URLs of outputs in buckets."""
 
 from __future__ import annotations
 

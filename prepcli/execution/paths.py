@@ -1,4 +1,4 @@
-"""Operations on files and folders that outputs, runs and uploads share."""
+"""Operations on files and folders of outputs, runs and uploads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Verification of the bytes that an earlier run left in a staging folder, before a run relies on them.
+"""Verification of the bytes of an earlier run in a staging folder, before a run relies on them.
 
-A journal records which bytes are durable, and their digests. The bytes are read from the data files, in the order of
-their tensors, and compared. Streams that differ are written again.
+A journal records the durable bytes and their digests. The bytes are read from the data files, in the order of
+their tensors, and compared. Different streams are written again.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StreamReader:
 
 
 def readback_stream(stream: Stream) -> Stream:
-    """Return the stream that reads the bytes that `stream` wrote."""
+    """Return the stream to read the bytes written by `stream`."""
     return replace(
         stream,
         dtype=stream.written_dtype,
@@ -102,7 +102,7 @@ def readback_stream(stream: Stream) -> Stream:
 def find_damaged(
     reader: StreamReader, digests: Mapping[int, str], *, files: Sequence[Path]
 ) -> set[int]:
-    """Return the numbers of complete streams that differ from their digests in the data files."""
+    """Return the numbers of complete streams with other digests in the data files."""
     numbers: list[int] = []
     for number in digests:
         stream = reader.streams[number]
@@ -116,7 +116,7 @@ def find_damaged(
 
 
 def find_outdated(reader: StreamReader, digests: Mapping[int, str], *, source: Source) -> set[int]:
-    """Return the numbers of streams that differ from their digests in the source."""
+    """Return the numbers of streams with other digests in the source."""
     outdated: set[int] = set()
     for number, digest in reader.digest_source_streams(digests, source).items():
         if digest != parse_stream_digest(digests[number]).read:

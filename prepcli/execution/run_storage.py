@@ -109,7 +109,7 @@ class RunStorage(Protocol):
         ...
 
     def write_step(self, save: StepSave) -> None:
-        """Write a step, which becomes visible once it is complete.
+        """Write a step. It becomes visible once it is complete.
 
         Raises:
             PrepError: One of the processes cannot write its part.

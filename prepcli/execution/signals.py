@@ -29,7 +29,7 @@ class Interrupted(BaseException):
 
 @contextmanager
 def note_durable_work(describe_durable: Callable[[], str]) -> Iterator[None]:
-    """Add a note of the durable work to an exception that stops the block.
+    """Add a note of the durable work to an exception of the block.
 
     Args:
         describe_durable: Returns a description of the work that a later run continues from, or an
@@ -72,7 +72,7 @@ def remember_signal() -> Iterator[Callable[[], str]]:
     """Remember the first signal or Ctrl-C inside the context. A second one ends the process at once.
 
     Yields:
-        A function that returns the name of the signal, empty before it arrives.
+        A function for the name of the signal, empty before it arrives.
     """
     received: list[str] = []
     with _handle_first((*STOP_SIGNALS, signal.SIGINT), received.append):

@@ -70,7 +70,7 @@ def parse_source_state(value: JsonValue) -> SourceState:
 
 
 def source_changed_error(paths: Sequence[Path], source: Source) -> PrepError:
-    """Return the error for files that were written to."""
+    """Return the error for changed files."""
     names = ", ".join(path.name for path in paths)
     return PrepError(
         f"{names} changed while it was read",

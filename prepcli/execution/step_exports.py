@@ -1,4 +1,4 @@
-"""Exports of a run's steps, in a thread that runs during the training steps."""
+"""Exports of a run's steps, in a thread during the training steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StepExports:
             self.start(step)
 
     def in_use(self) -> Collection[int]:
-        """Return the steps that waiting or running exports still need."""
+        """Return the steps of waiting and running exports."""
         # A copy, because the thread discards steps while the caller iterates.
         return frozenset(self._waiting)
 

@@ -67,7 +67,7 @@ class StepWriter:
         self._publish(stage, outcome.digests)
 
     def write_together(self, group: ProcessGroup, name: str) -> None:
-        """Write the step together with the other processes, which call this too.
+        """Write the step together with the other processes. All of them call this.
 
         Args:
             group: The processes of the run.
@@ -135,7 +135,7 @@ class StepWriter:
 
 
 def _read_digests(stage: Staging, count: int) -> dict[int, str]:
-    """Return the digests that all processes have written."""
+    """Return the digests of all processes."""
     digests: dict[int, str] = {}
     for index in range(count):
         path = stage.work / f"{DIGESTS_STEM}-{index}"

@@ -31,7 +31,7 @@ class UnitProgress:
         uploads: ObjectUploads,
         *,
         on_done: Callable[[int, UnitNote], None],
-        num_compressing: int = 1,
+        num_compressing: int = 0,
     ) -> None:
         """Begin with no object sent.
 
@@ -40,7 +40,7 @@ class UnitProgress:
             units: The units to write, by number.
             uploads: Sends the pieces.
             on_done: Called with the number and the note of each complete unit, in one of several threads.
-            num_compressing: Number of threads that compress at the same time, if the plan has compressed chunks.
+            num_compressing: Number of concurrent compressions. 0 without compression.
         """
         self._plan = plan
         self._units = units

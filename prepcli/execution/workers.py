@@ -169,7 +169,7 @@ class WorkerPool:
                 self._running.append(_Worker(argv, self._shared_progress.add))
 
     def check(self) -> None:
-        """Raise the error of a worker that ended early: its PrepError, or Stopped."""
+        """Raise the error of a failed worker: its PrepError, or Stopped."""
         for worker in self._running:
             if worker.process.poll() not in (None, OK):
                 raise worker.failure()
@@ -201,7 +201,7 @@ class WorkerPool:
 
 
 class _Worker:
-    """A running worker, with threads that read its report and its progress."""
+    """A running worker, with readers of its report and its progress."""
 
     def __init__(self, argv: Sequence[str], on_progress: Callable[[int], None]) -> None:
         self._report = b""
@@ -259,7 +259,7 @@ class _Worker:
         return report if isinstance(report, dict) else {}
 
     def failure(self) -> PrepError | Stopped:
-        """Return the error that ended the worker."""
+        """Return the error of the worker."""
         code = self.process.returncode
         if code in (STOPPED, INTERRUPTED):
             return Stopped("a signal to a worker")

@@ -55,7 +55,7 @@ def install_retrying_client(retry_policy: RetryPolicy) -> None:
 
 
 def _default_client() -> Any:
-    """Return the client that huggingface_hub would use: with its proxies, event hooks and TLS settings."""
+    """Return the default client of huggingface_hub, with its proxies, event hooks and TLS settings."""
     # `default_client_factory` is private. The public `set_client_factory` replaces the client as
     # a whole, and without the library's own one its hooks would be lost: request ids, offline
     # mode and the limits of the cloud environment. Tested with huggingface_hub 2.4.0.
@@ -85,7 +85,7 @@ class _RetryState:
 
 @dataclass(frozen=True, slots=True)
 class _RetryingSender:
-    """Replacement of `Client.send` that adds time-outs and retries."""
+    """Replacement of `Client.send` with time-outs and retries."""
 
     send: Callable[..., Any]
     http: Any

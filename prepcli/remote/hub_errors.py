@@ -156,7 +156,7 @@ def _status_error(
 
 
 def is_unreachable(error: Exception) -> bool:
-    """Return whether an error means that no hub answered."""
+    """Return whether no hub answered, given an error."""
     from huggingface_hub.errors import HfHubHTTPError
 
     from_library = type(error).__module__.partition(".")[0] in HTTP_LIBRARIES

@@ -45,7 +45,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(slots=True)
 class _FileUrl:
-    """URL that serves a file, and the ETag of its first answer."""
+    """URL of a file, and the ETag of its first answer."""
 
     url: str
     is_external: bool

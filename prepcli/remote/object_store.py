@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -48,6 +49,8 @@ PART_NBYTES = 8 << 20
 # Object stores accept 10,000. 9,000 parts of 8 MiB reach 70 GiB. Larger objects get larger parts, so that
 # no limit of a store bounds the size of a data file.
 MAX_PARTS = 9_000
+# Metadata of an object: the identity of its upload
+TOKEN_KEY = "prep-upload"
 WRITE_NBYTES = PART_NBYTES // 4  # passed to obstore in one call
 # Time limit of a write with obstore's own retries, in time-outs.
 MAX_WRITE_TIMEOUTS = 6
@@ -127,6 +130,21 @@ def parse_url(text: str) -> ObjectStoreUrl:
         why = "its path has an empty part, or `.` or `..`"
         raise usage_error(f"`{text!a}` is an invalid URL", why, hint)
     return ObjectStoreUrl(match[1], match[2], path)
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """An upload of an object.
+
+    Attributes:
+        path: Path of the object below the URL.
+        token: Identity of the upload, stored in the metadata of the object.
+        writer: Writer of obstore.
+    """
+
+    path: str
+    token: str
+    writer: WritableFile
 
 
 @dataclass(slots=True)
@@ -315,42 +333,42 @@ class Bucket:
             parts_in_flight: Number of parts in flight at the same time.
             on_written: Called with the bytes of each write.
         """
-        import obstore
-
-        with self.translate_errors("write"):
-            # Not the writer's `with`: it would complete the object after an error.
-            writer = obstore.open_writer(
-                self.store,
-                self.url.key(path),
-                buffer_size=part_nbytes(size),
-                max_concurrency=parts_in_flight,
-            )
+        upload = self.open_upload(path, size, parts_in_flight)
         for data in _join_pieces(pieces):
             with self.translate_errors("write"):
-                self.call_with_timeout(partial(writer.write, data))
+                self.call_with_timeout(partial(upload.writer.write, data))
             on_written(len(data))
-        # An earlier object of this name tells nothing about a lost answer. A short object is sent in one
-        # request, which obstore repeats.
-        earlier: RemoteFile | None = None
-        if size > part_nbytes(size):
-            earlier = self.find_file(path)
-        written = self.complete_upload(writer, path, size, earlier=earlier)
+        written = self.complete_upload(upload)
         if written is None or written.size != size:
             stored_nbytes = 0 if written is None else written.size
             why = f"the object has {stored_nbytes:,} bytes, not {size:,}"
             raise PrepError(f"the upload of {path} to {self.name} is incomplete", why, RESUME_HINT)
         return written
 
-    def complete_upload(
-        self, writer: WritableFile, path: str, size: int, *, earlier: RemoteFile | None = None
-    ) -> RemoteFile | None:
-        """Complete an upload. Return the object, or None if the store has none.
+    def open_upload(self, path: str, size: int, parts_in_flight: int) -> Upload:
+        """Open an upload, in parts if the object is larger than one. See `complete_upload`.
 
         Args:
-            writer: Writer of the object.
             path: Path of the object below the URL.
-            size: Its number of bytes.
-            earlier: The object of this path before the upload.
+            size: Number of bytes, or about the largest number.
+            parts_in_flight: Number of parts in flight at the same time.
+        """
+        import obstore
+
+        token = secrets.token_hex(8)
+        with self.translate_errors("write"):
+            # Not the writer's `with`: it would complete the object after an error.
+            writer = obstore.open_writer(
+                self.store,
+                self.url.key(path),
+                attributes={TOKEN_KEY: token},
+                buffer_size=part_nbytes(size),
+                max_concurrency=parts_in_flight,
+            )
+        return Upload(path, token, writer)
+
+    def complete_upload(self, upload: Upload) -> RemoteFile | None:
+        """Complete an upload. Return the object, or None if the store has none.
 
         Raises:
             PrepError: The store does not answer, or access is denied.
@@ -359,15 +377,29 @@ class Bucket:
 
         with self.translate_errors("write"):
             try:
-                self.call_with_timeout(writer.close)
+                self.call_with_timeout(upload.writer.close)
             except (exceptions.BaseError, OSError):
-                # The answer to the completion of a multipart upload may be lost. When obstore asks again,
-                # the store does not know the upload any more.
-                written = self.find_file(path)
-                if written is None or written == earlier or written.size != size:
+                # The answer to the completion may be lost. The store then does not know the upload any more
+                # when obstore asks again. An object of another upload has another token.
+                if self._find_token(upload.path) != upload.token:
                     raise
-                return written
-        return self.find_file(path)
+        return self.find_file(upload.path)
+
+    def _find_token(self, path: str) -> str | None:
+        """Return the token of the upload of an object, or None if there is none."""
+        from obstore import exceptions
+
+        key = self.url.key(path)
+        limit_s = WRITE_TIMEOUT_FACTOR * self.retry_policy.timeout_s
+        try:
+            result = self.retry_call(
+                lambda: call_with_timeout(
+                    lambda: self.store.get(key, options={"head": True}), limit_s
+                )
+            )
+        except (exceptions.NotFoundError, FileNotFoundError):
+            return None
+        return cast(Mapping[str, str], result.attributes).get(TOKEN_KEY)
 
     def delete(self, path: str) -> None:
         """Delete an object, unless it is gone already."""

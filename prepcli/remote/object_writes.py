@@ -18,7 +18,7 @@ import numpy as np
 from prepcli.engine.files import ByteArray
 from prepcli.errors import RERUN_HINT, RESUME_HINT, Option, PrepError, text
 from prepcli.remote.conditional_objects import is_unsupported_write
-from prepcli.remote.object_store import WRITE_NBYTES, Bucket, part_nbytes
+from prepcli.remote.object_store import WRITE_NBYTES, Bucket, Upload
 from prepcli.remote.remote_files import RemoteFile, read_range
 
 # Bytes that are read back at a time, in each thread that sends.
@@ -100,9 +100,12 @@ def check_equal_object(
 
     An object of unknown size has at least the bytes of `data`.
     """
-    needed_nbytes = start + data.size
-    if (size is not None and existing.size != size) or existing.size < needed_nbytes:
-        why = f"it has {existing.size:,} bytes, not {size or needed_nbytes:,}"
+    least_nbytes = start + data.size
+    if size is not None and existing.size != size:
+        why = f"it has {existing.size:,} bytes, not {size:,}"
+        raise foreign_object_error(bucket, existing.path, why)
+    if existing.size < least_nbytes:
+        why = f"it has {existing.size:,} bytes, and at least {least_nbytes:,} are needed"
         raise foreign_object_error(bucket, existing.path, why)
     block = np.empty(min(COMPARED_NBYTES, data.size), np.uint8)
     for offset in range(0, data.size, COMPARED_NBYTES):
@@ -138,8 +141,8 @@ class ObjectUploads:
     existing: Mapping[str, RemoteFile]
     parts_in_flight: int = 1
     on_sent: Callable[[int], object] = lambda n: None
-    # Multipart uploads under way, by path
-    _writers: dict[str, Any] = field(default_factory=dict)
+    # Uploads under way, by path
+    _uploads: dict[str, Upload] = field(default_factory=dict[str, Upload])
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(
@@ -180,31 +183,24 @@ class ObjectUploads:
 
     def _append(self, path: str, data: ByteArray, size: int) -> None:
         """Append bytes to the multipart upload of an object."""
-        import obstore
-
         bucket = self.bucket
         with self._lock:
-            writer = self._writers.get(path)
+            upload = self._uploads.get(path)
+        if upload is None:
+            upload = bucket.open_upload(path, size, self.parts_in_flight)
         with bucket.translate_errors("write"):
-            if writer is None:
-                writer = obstore.open_writer(
-                    bucket.store,
-                    bucket.url.key(path),
-                    buffer_size=part_nbytes(size),
-                    max_concurrency=self.parts_in_flight,
-                )
             for offset in range(0, data.size, WRITE_NBYTES):
                 part = data[offset : offset + WRITE_NBYTES]
-                bucket.call_with_timeout(partial(writer.write, part.data))
+                bucket.call_with_timeout(partial(upload.writer.write, part.data))
                 self.on_sent(part.size)
         with self._lock:
-            self._writers[path] = writer
+            self._uploads[path] = upload
 
     def _complete(self, path: str, size: int) -> RemoteFile:
         """Complete the multipart upload of an object. Return the object."""
         with self._lock:
-            writer = self._writers.pop(path)
-        written = self.bucket.complete_upload(writer, path, size)
+            upload = self._uploads.pop(path)
+        written = self.bucket.complete_upload(upload)
         if written is None or written.size != size:
             stored_nbytes = 0 if written is None else written.size
             why = f"the object has {stored_nbytes:,} bytes, not {size:,}"

@@ -54,7 +54,7 @@ HEADER_READ_NBYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoint:
-    """A remote checkpoint: its files, the client that reads them, and the local folder of placeholder files."""
+    """A remote checkpoint: its files, their client, and the local folder of placeholder files."""
 
     files: tuple[RemoteFile, ...]
     reader: RangeReader
@@ -112,7 +112,7 @@ def create_placeholder_folder() -> Path:
             shutil.rmtree(leftover, ignore_errors=True)
             os.close(fd)
     folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
-    # The descriptor stays open until the process ends. The lock tells other processes that the
+    # The descriptor stays open until the process ends. The lock shows other processes that the
     # folder is in use.
     _try_lock(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -123,7 +123,7 @@ def _try_lock(folder: Path, min_age_s: float = -math.inf) -> int | None:
     """Lock a folder of this user until the descriptor is closed or the process ends.
 
     Returns:
-        The descriptor that holds the lock, or None if the folder is locked, too young or another user's.
+        The descriptor of the lock, or None if the folder is locked, too young or another user's.
     """
     try:
         # /tmp is shared: O_NOFOLLOW refuses a symbolic link with this name.
@@ -202,7 +202,7 @@ def write_sparse_file(
 
 @contextlib.contextmanager
 def _translate_os_errors(file: RemoteFile) -> Iterator[None]:
-    """Raise the OSErrors of the block as PrepErrors that name the file."""
+    """Raise the OSErrors of the block as PrepErrors with the name of the file."""
     try:
         yield
     except OSError as error:

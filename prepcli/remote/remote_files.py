@@ -357,7 +357,7 @@ _AnyBlob = TypeVar("_AnyBlob", Path | Blob, Blob)
 
 
 def without_read_ahead(blobs: Iterable[_AnyBlob]) -> list[_AnyBlob]:
-    """Return blobs that read their remote files without read-ahead.
+    """Return blobs without read-ahead of their remote files.
 
     The bytes around them may belong to another process.
     """

@@ -1,4 +1,4 @@
-"""Time-outs and retries of requests, and calls in daemon threads, which do not delay the exit of the process."""
+"""Time-outs and retries of requests, and calls in daemon threads: they do not delay the exit of the process."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def map_in_daemon_threads(
 ) -> list[U]:
     """Apply a function to all items in `num_threads` daemon threads and return the results in order.
 
-    The first error, or Ctrl-C, is raised at once: items that were not started are dropped, running ones are abandoned.
+    The first error, or Ctrl-C, is raised at once: waiting items are dropped, running ones are abandoned.
     """
     work = deque(enumerate(items))
     results = queue.SimpleQueue[tuple[int, _CallResult[U]]]()

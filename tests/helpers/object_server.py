@@ -1,4 +1,4 @@
-"""Fake object store on the loopback interface, with the part of the XML API of S3 and GCS that obstore uses.
+"""Fake object store on the loopback interface, with obstore's part of the XML API of S3 and GCS.
 
 with serving_objects({"bucket/folder/file": b"…"}) as store:
     subprocess.run(…, env={**os.environ, **store.environment()})
@@ -38,7 +38,7 @@ PAGE_OBJECTS = 7
 
 @dataclass(slots=True)
 class FakeObjectStore:
-    """A running fake store: its objects by `BUCKET/KEY`, the requests so far, and the bytes of objects that it sent."""
+    """A running fake store: its objects by `BUCKET/KEY`, the requests so far, and the sent bytes of objects."""
 
     objects: dict[str, bytes]
     faults: FaultInjector
@@ -56,6 +56,8 @@ class FakeObjectStore:
     write_faults: FaultInjector = field(default_factory=lambda: FaultInjector(kinds=WRITE_FAULTS))
     # Faults of listings, and of HEAD, POST and DELETE requests.
     other_faults: FaultInjector = field(default_factory=lambda: FaultInjector(kinds=OTHER_FAULTS))
+    # Metadata of each object, and of each multipart upload, as headers.
+    metadata: dict[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     # Numbers of multipart uploads.
     upload_numbers: Iterator[int] = field(default_factory=itertools.count)
     # Seconds before each answer.
@@ -81,7 +83,7 @@ class FakeObjectStore:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that make obstore use this store for both clouds."""
+        """Return the variables of obstore for this store, for both clouds."""
         s3 = {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ALLOW_HTTP": "true",
@@ -94,10 +96,11 @@ class FakeObjectStore:
         """Return the generation of an object and the time of its last write; 0 if it does not exist."""
         return self.versions.get(key, (1, START)) if key in self.objects else (0, START)
 
-    def store(self, key: str, content: bytes) -> None:
-        """Store an object as a new generation."""
+    def store(self, key: str, content: bytes, metadata: Mapping[str, str] | None = None) -> None:
+        """Store an object as a new generation, with the headers of its metadata."""
         newest = max((generation for generation, _ in self.versions.values()), default=1)
         self.objects[key], self.versions[key] = content, (newest + 1, self.time)
+        self.metadata[key] = metadata or {}
         self.stored.append(key)
 
     def objects_below(self, prefix: str) -> dict[str, bytes]:
@@ -244,6 +247,7 @@ class _Handler(loopback.Handler):
                 "ETag": etag(data),
                 "Last-Modified": format_datetime(modified, usegmt=True),
                 "x-goog-generation": str(generation),
+                **self.fake.metadata.get(key, {}),
             }
             if self.command == "HEAD":
                 self._send(200, data, fields)
@@ -288,7 +292,7 @@ class _Handler(loopback.Handler):
         with self.fake.lock:
             is_allowed = self._allows(key, conditions)
             if is_allowed:
-                self.fake.store(key, body)
+                self.fake.store(key, body, self._metadata())
         if is_allowed:
             generation, _ = self.fake.version(key)
             self._send(200, b"", {"ETag": etag(body), "x-goog-generation": str(generation)})
@@ -297,7 +301,7 @@ class _Handler(loopback.Handler):
             self._send(412, b"<Error><Code>PreconditionFailed</Code></Error>")
 
     def _allows(self, key: str, conditions: Mapping[str, str]) -> bool:
-        """Return whether an object has the version that the headers of a write require."""
+        """Return whether an object has the version required by the headers of a write."""
         data = self.fake.objects.get(key)
         known = {
             "If-None-Match": "*" if data is None else "",
@@ -306,11 +310,16 @@ class _Handler(loopback.Handler):
         }
         return all(known[name] == value for name, value in conditions.items())
 
+    def _metadata(self) -> dict[str, str]:
+        """Return the headers of a write with metadata of its object."""
+        return {name: value for name, value in self.headers.items() if "-meta-" in name}
+
     def _multipart(self, key: str, query: dict[str, str]) -> None:
         """Start an upload in parts, or complete it."""
         if "uploads" in query:
             upload = str(next(self.fake.upload_numbers))
             self.fake.parts[upload] = {}
+            self.fake.metadata[upload] = self._metadata()
             name = f"<Bucket>b</Bucket><Key>{escape(key)}</Key><UploadId>{upload}</UploadId>"
             xml = f"<InitiateMultipartUploadResult>{name}</InitiateMultipartUploadResult>"
         elif query["uploadId"] not in self.fake.parts:
@@ -321,7 +330,8 @@ class _Handler(loopback.Handler):
             parts = self.fake.parts.pop(query["uploadId"])
             if self.fake.forgets_parts:
                 parts.popitem()
-            self.fake.store(key, b"".join(parts[number] for number in sorted(parts)))
+            content = b"".join(parts[number] for number in sorted(parts))
+            self.fake.store(key, content, self.fake.metadata.pop(query["uploadId"]))
             if self.fake.loses_completions:
                 self._cut()
                 return

@@ -144,7 +144,8 @@ def test_an_error_of_a_send_is_raised_by_the_writer():
 
 @pytest.mark.parametrize("memory_mib", [32, 64, 512, 4096])
 @pytest.mark.parametrize("largest_mib", [1, 16, 100, 5000])
-def test_object_budget_is_within_the_limit(memory_mib: int, largest_mib: int):
+@pytest.mark.parametrize("num_compressing", [0, 2])
+def test_object_budget_is_within_the_limit(memory_mib: int, largest_mib: int, num_compressing: int):
     part_nbytes = 8 * MIB
     budget, limits = make_object_budget(
         memory_mib * MIB,
@@ -153,10 +154,15 @@ def test_object_budget_is_within_the_limit(memory_mib: int, largest_mib: int):
         object_nbytes=16 * MIB,
         largest_nbytes=largest_mib * MIB,
         part_nbytes=part_nbytes,
+        num_compressing=num_compressing,
     )
     needed_nbytes = budget.buffer_count * budget.slab_nbytes + limits.total_nbytes
     if largest_mib * MIB > limits.piece_nbytes:
         needed_nbytes += limits.split_files * (1 + limits.parts_in_flight) * part_nbytes
+    if num_compressing:
+        # A compressed copy of each piece, and a compressor for each split object
+        needed_nbytes += limits.total_nbytes
+        assert limits.split_files <= num_compressing
     # At 32 MiB, two parts and one piece leave a part of the reserve for bookkeeping.
     assert needed_nbytes <= memory_mib * MIB
     assert limits.piece_nbytes <= limits.total_nbytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 
@@ -58,6 +60,19 @@ def test_uploads_do_not_replace_an_object_that_appeared(store: FakeObjectStore, 
     put_object(bucket, "a", np.frombuffer(b"other", np.uint8))
 
 
+@pytest.mark.parametrize(
+    ("size", "why"), [(9, "it has 5 bytes, not 9"), (None, "it has 5 bytes, and at least 8 are")]
+)
+def test_uploads_name_the_size_of_a_foreign_object(
+    store: FakeObjectStore, bucket: Bucket, size: int | None, why: str
+):
+    """A compressed object has no size before its last piece."""
+    store.store("bucket/out/a", b"other")
+    uploads = ObjectUploads(bucket, {file.path: file for file in bucket.list_files()})
+    with pytest.raises(PrepError, match=why):
+        uploads.send("a", np.zeros(8, np.uint8), start=0, size=size)
+
+
 def test_retries_name_the_status_of_the_store(store: FakeObjectStore, bucket: Bucket):
     """After its own retries, the message of obstore also has the text `retry_timeout`."""
     notes: list[str] = []
@@ -71,12 +86,8 @@ def test_retries_name_the_status_of_the_store(store: FakeObjectStore, bucket: Bu
     assert all(note.startswith(f"HTTP 503 from {bucket.url}") for note in retries)
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_upload_whose_last_answer_is_lost_succeeds(
-    store: FakeObjectStore, bucket: Bucket, is_streamed: bool
-):
-    """The store has completed the upload, and does not know it any more when obstore asks again."""
-    store.loses_completions = True
+def upload_two_parts(bucket: Bucket, *, is_streamed: bool) -> bytes:
+    """Upload an object in two parts, and return its bytes."""
     data = np.arange(2 * PART_NBYTES, dtype=np.uint32).astype(np.uint8)
     if is_streamed:
         bucket.write_pieces("a", [data.data], size=data.size)
@@ -85,4 +96,33 @@ def test_upload_whose_last_answer_is_lost_succeeds(
         half = data.size // 2
         uploads.send("a", data[:half], start=0, size=data.size)
         assert uploads.send("a", data[half:], start=half, size=data.size) is not None
-    assert store.objects == {"bucket/out/a": data.tobytes()}
+    return data.tobytes()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_upload_whose_last_answer_is_lost_succeeds(
+    store: FakeObjectStore, bucket: Bucket, is_streamed: bool
+):
+    """The store has completed the upload, and does not know it any more when obstore asks again."""
+    store.loses_completions = True
+    data = upload_two_parts(bucket, is_streamed=is_streamed)
+    assert store.objects == {"bucket/out/a": data}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_upload_is_not_confused_with_an_object_of_its_size(
+    store: FakeObjectStore, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+):
+    """The answer to the completion is lost, and another program has written the object meanwhile."""
+    write = FakeObjectStore.store
+
+    def write_other(
+        store: FakeObjectStore, key: str, content: bytes, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        write(store, key, b"\0" * len(content))
+
+    monkeypatch.setattr(FakeObjectStore, "store", write_other)
+    store.loses_completions = True
+    with pytest.raises(PrepError, match="cannot write"):
+        upload_two_parts(bucket, is_streamed=is_streamed)
+    assert not any(store.objects["bucket/out/a"])
