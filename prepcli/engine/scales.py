@@ -28,7 +28,10 @@ def scale_values(values: np.ndarray, scale: LayoutScale) -> np.ndarray:
     array([0.25, 2.  ], dtype=float32)
     """
     wide = _divide(_widen(values), scale, scale.power)
-    return round_to_dtype(wide + wide.dtype.type(scale.offset), values.dtype)
+    # -0.0 + 0 is 0.0. Without an offset, zeros keep their sign.
+    if scale.offset:
+        wide = wide + wide.dtype.type(scale.offset)
+    return round_to_dtype(wide, values.dtype)
 
 
 def unscale_values(values: np.ndarray, scale: LayoutScale) -> np.ndarray:

@@ -30,6 +30,16 @@ def test_power_of_four_is_exact_for_all_bfloat16_values(number: int):
 
 
 @pytest.mark.parametrize(
+    "scale", [LayoutScale(64), LayoutScale(64, power=-1, root_dtype="float32")]
+)
+def test_scale_keeps_the_sign_of_zero(scale: LayoutScale):
+    zeros = np.array([0.0, -0.0], np.float32)
+    scaled = scale_values(zeros, scale)
+    assert list(np.signbit(scaled)) == [False, True]
+    assert list(np.signbit(unscale_values(scaled, scale))) == [False, True]
+
+
+@pytest.mark.parametrize(
     ("number", "is_exact"), [(1, True), (4, True), (8, False), (64, True), (144, False)]
 )
 def test_scales_are_exact_if_the_root_is_a_power_of_two_or_float32_is_wider(
