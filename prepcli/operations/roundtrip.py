@@ -79,6 +79,7 @@ CONVERSIONS: dict[str, Callable[..., Conversion]] = {
 }
 EXPORT = _Step("export", {})
 INIT = _Step("save-init", {})
+VERBATIM_WAY = "verbatim"
 # The steps from a model to a Hugging Face folder, by the name of the way.
 WAYS: dict[str, tuple[_Step, ...]] = {
     "init": (INIT, EXPORT),
@@ -92,7 +93,7 @@ WAYS: dict[str, tuple[_Step, ...]] = {
     ),
     "compress": (_Step("save-init", {"compress": "zstd"}), EXPORT),
     "pad": (_Step("pad-vocab", {"multiple": 128}), INIT, EXPORT),
-    "verbatim": (_Step("save-init", {"verbatim": True}), EXPORT),
+    VERBATIM_WAY: (_Step("save-init", {"verbatim": True}), EXPORT),
     "hf-flax": (_Step("export", {"layout": "hf-flax"}), INIT, EXPORT),
     "easylm": (_Step("export", {"layout": "easylm"}), INIT, EXPORT),
     "tunix": (_Step("export", {"layout": "tunix"}), INIT, EXPORT),
@@ -220,6 +221,8 @@ class _Trip:
                 raise
             # Not every family has every layout, and not every mesh divides a model.
             return replace(way, reason=f"{error.what}: {error.why}")
+        if name == VERBATIM_WAY and not self._has_stored_names():
+            return replace(way, reason="it keeps the names of another library")
         current = self.checkpoint
         for number, step in enumerate(steps):
             out = folder / str(number)
@@ -234,6 +237,13 @@ class _Trip:
                 shutil.rmtree(current)
             current = str(out)
         return self._compare(way, current)
+
+    def _has_stored_names(self) -> bool:
+        """Return whether a verbatim copy has tensors with the names of the model, e.g. not one of MaxText's tree."""
+        _, verbatim = open_checkpoint(replace(self.common, verbatim=True), self.observer)
+        stored_names = {tensor.name for tensor in verbatim.tensors}
+        names = self.source.names
+        return all(names.stored_name(tensor.name) in stored_names for tensor in self.source.tensors)
 
     def _convert(
         self, checkpoint: str, out: Path, step: _Step, *, is_first: bool, dry_run: bool = False

@@ -261,6 +261,14 @@ def test_way_without_a_layout_is_not_available(tmp_path: Path, monkeypatch: pyte
     assert "easylm" in certificate.ways[1].reason
 
 
+@pytest.mark.parametrize("layout", ["maxtext", "torchtitan"])
+def test_names_of_another_library_have_no_verbatim_way(model: Path, layout: str):
+    prep.export("m", "out", layout=layout)
+    certificate = prep.roundtrip("out", layout=["init", "verbatim"])
+    assert [way.status for way in certificate.ways] == ["equal", "not available"]
+    assert "names of another library" in certificate.ways[1].reason
+
+
 def test_model_without_any_way_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     make_checkpoint(Path("m"), GPT_NEO)
