@@ -28,7 +28,13 @@ from prepcli.errors import TERMINAL, DamagedError, Option, PrepError, text, usag
 from prepcli.execution.locks import acquire_lock
 from prepcli.execution.paths import remove_path
 from prepcli.formats.manifest import NO_MANIFEST, read_manifest
-from prepcli.operations.chain_link import LinkReport, compare_files, config_of, differing_keys
+from prepcli.operations.chain_link import (
+    LinkReport,
+    compare_files,
+    config_of,
+    differing_keys,
+    source_config_of,
+)
 from prepcli.operations.conversion import CommonOptions, common_options, open_checkpoint
 from prepcli.operations.export import export
 from prepcli.operations.inspection_options import RoundtripOptions
@@ -271,7 +277,8 @@ class _Trip:
         compare_files(returned, self.source, report)
         differences += report.differences
         differences += [f"{name} is not in {self.source.display_name}" for name in report.unproven]
-        for key in sorted(differing_keys(config_of(returned), _unpadded_config(self.source))):
+        source_config = _unpadded_config(returned, self.source)
+        for key in sorted(differing_keys(config_of(returned), source_config)):
             name = self.source.display_name
             differences.append(f"config.json has another `{key}` than {name}")
         records = (read_manifest(Path(back)) or NO_MANIFEST).tensors
@@ -297,9 +304,9 @@ def _is_damaged_or_unread(error: PrepError) -> bool:
     return False
 
 
-def _unpadded_config(source: Source) -> HFConfig:
-    """Return the config of a model without the padding of its vocabulary, as in an export."""
-    config = config_of(source)
+def _unpadded_config(output: Source, source: Source) -> HFConfig:
+    """Return the config of a model without the padding of its vocabulary, to compare with an export."""
+    config = source_config_of(output, source)
     vocabulary = source.vocabulary()
     if vocabulary.true_size == vocabulary.stored_size:
         return config
