@@ -228,7 +228,7 @@ class _Trip:
             # Not every family has every layout, and not every mesh divides a model.
             return replace(way, reason=f"{error.what}: {error.why}")
         if name == VERBATIM_WAY and not self._has_stored_names():
-            return replace(way, reason="it keeps the names of another library")
+            return replace(way, reason="the copy has the names of another library")
         current = self.checkpoint
         for number, step in enumerate(steps):
             out = folder / str(number)
