@@ -37,7 +37,7 @@ def scale_values(values: np.ndarray, scale: LayoutScale) -> np.ndarray:
 def unscale_values(values: np.ndarray, scale: LayoutScale) -> np.ndarray:
     """Undo a scale: subtract the offset, and multiply values by the root.
 
-    Values that were stored in a wider dtype are rounded to their dtype before, `scale.significant`.
+    If the dtype of the layout is wider, values are rounded to their own dtype, `scale.significant`.
 
     Args:
         values: Values of a tensor in the layout with the scale.
@@ -97,7 +97,7 @@ class StreamScale(ValueTransform):
         self._lost = 0
 
     def stream_digest(self, read: str) -> StreamDigest:
-        """Return the digests of a completed stream. `read` is the digest of the bytes that were read."""
+        """Return the digests of a completed stream. `read` is the digest of the bytes read."""
         unscaled = self._unscaled_state.hexdigest()
         return StreamDigest(read, self.digest(), self.counts, unscaled, self._lost)
 
@@ -107,7 +107,7 @@ class StreamScale(ValueTransform):
             self._scale_block(values[block], out[block])
 
     def _scale_block(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Scale one block of values into `out`, and count the values that differ after the scale is undone."""
+        """Scale one block of values into `out`, and count differences after the scale is undone."""
         wide = values.astype(self._wide, copy=False)
         cast = round_to_dtype(wide, self._target)
         self._unscaled_state.update(cast.view(np.uint8).data)
