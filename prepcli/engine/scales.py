@@ -28,13 +28,16 @@ def scale_values(values: np.ndarray, scale: LayoutScale) -> np.ndarray:
     array([0.25, 2.  ], dtype=float32)
     """
     wide = _divide(_widen(values), scale, scale.power)
-    return round_to_dtype(wide + wide.dtype.type(scale.offset), values.dtype)
+    # -0.0 + 0 is 0.0. Without an offset, zeros keep their sign.
+    if scale.offset:
+        wide = wide + wide.dtype.type(scale.offset)
+    return round_to_dtype(wide, values.dtype)
 
 
 def unscale_values(values: np.ndarray, scale: LayoutScale) -> np.ndarray:
     """Undo a scale: subtract the offset, and multiply values by the root.
 
-    Values stored in a wider dtype are rounded to their dtype before, `scale.significant`.
+    If the dtype of the layout is wider, values are rounded to their own dtype, `scale.significant`.
 
     Args:
         values: Values of a tensor in the layout with the scale.
@@ -104,7 +107,7 @@ class StreamScale(ValueTransform):
             self._scale_block(values[block], out[block])
 
     def _scale_block(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Scale one block of values into `out`, and count the values changed by the scale and its way back."""
+        """Scale one block of values into `out`, and count differences after the scale is undone."""
         wide = values.astype(self._wide, copy=False)
         cast = round_to_dtype(wide, self._target)
         self._unscaled_state.update(cast.view(np.uint8).data)

@@ -425,13 +425,18 @@ def config_of(source: Source) -> HFConfig:
     return source.config
 
 
+def source_config_of(output: Source, source: Source) -> HFConfig:
+    """Return the config of a source to compare with that of an output."""
+    if output.family.is_verbatim and source.wrapper is not None:
+        # A verbatim output has the towers in one tree with the text part.
+        return source.wrapper.config
+    return config_of(source)
+
+
 def compare_config(output: Source, source: Source, report: LinkReport) -> None:
     """Compare the config of an output with the one of its source, except for keys written by its command."""
     config = config_of(output)
-    source_config = config_of(source)
-    if output.family.is_verbatim and source.wrapper is not None:
-        # A verbatim output has the towers in one tree with the text part.
-        source_config = source.wrapper.config
+    source_config = source_config_of(output, source)
     differing = differing_keys(config, source_config) - _written_keys(output, source)
     if differing and "--config" in requested_options(output.manifest or NO_MANIFEST):
         keys = join_names([f"`{key}`" for key in sorted(differing)], max_names=MAX_NAMES)

@@ -28,7 +28,13 @@ from prepcli.errors import TERMINAL, DamagedError, Option, PrepError, text, usag
 from prepcli.execution.locks import acquire_lock
 from prepcli.execution.paths import remove_path
 from prepcli.formats.manifest import NO_MANIFEST, read_manifest
-from prepcli.operations.chain_link import LinkReport, compare_files, config_of, differing_keys
+from prepcli.operations.chain_link import (
+    LinkReport,
+    compare_files,
+    config_of,
+    differing_keys,
+    source_config_of,
+)
 from prepcli.operations.conversion import CommonOptions, common_options, open_checkpoint
 from prepcli.operations.export import export
 from prepcli.operations.inspection_options import RoundtripOptions
@@ -79,6 +85,7 @@ CONVERSIONS: dict[str, Callable[..., Conversion]] = {
 }
 EXPORT = _Step("export", {})
 INIT = _Step("save-init", {})
+VERBATIM_WAY = "verbatim"
 # The steps from a model to a Hugging Face folder, by the name of the way.
 WAYS: dict[str, tuple[_Step, ...]] = {
     "init": (INIT, EXPORT),
@@ -92,7 +99,7 @@ WAYS: dict[str, tuple[_Step, ...]] = {
     ),
     "compress": (_Step("save-init", {"compress": "zstd"}), EXPORT),
     "pad": (_Step("pad-vocab", {"multiple": 128}), INIT, EXPORT),
-    "verbatim": (_Step("save-init", {"verbatim": True}), EXPORT),
+    VERBATIM_WAY: (_Step("save-init", {"verbatim": True}), EXPORT),
     "hf-flax": (_Step("export", {"layout": "hf-flax"}), INIT, EXPORT),
     "easylm": (_Step("export", {"layout": "easylm"}), INIT, EXPORT),
     "tunix": (_Step("export", {"layout": "tunix"}), INIT, EXPORT),
@@ -220,6 +227,8 @@ class _Trip:
                 raise
             # Not every family has every layout, and not every mesh divides a model.
             return replace(way, reason=f"{error.what}: {error.why}")
+        if name == VERBATIM_WAY and not self._has_stored_names():
+            return replace(way, reason="the copy has the names of another library")
         current = self.checkpoint
         for number, step in enumerate(steps):
             out = folder / str(number)
@@ -234,6 +243,13 @@ class _Trip:
                 shutil.rmtree(current)
             current = str(out)
         return self._compare(way, current)
+
+    def _has_stored_names(self) -> bool:
+        """Return whether a verbatim copy has tensors with the names of the model, e.g. not one of MaxText's tree."""
+        _, verbatim = open_checkpoint(replace(self.common, verbatim=True), self.observer)
+        stored_names = {tensor.name for tensor in verbatim.tensors}
+        names = self.source.names
+        return all(names.stored_name(tensor.name) in stored_names for tensor in self.source.tensors)
 
     def _convert(
         self, checkpoint: str, out: Path, step: _Step, *, is_first: bool, dry_run: bool = False
@@ -261,7 +277,8 @@ class _Trip:
         compare_files(returned, self.source, report)
         differences += report.differences
         differences += [f"{name} is not in {self.source.display_name}" for name in report.unproven]
-        for key in sorted(differing_keys(config_of(returned), _unpadded_config(self.source))):
+        source_config = _unpadded_config(returned, self.source)
+        for key in sorted(differing_keys(config_of(returned), source_config)):
             name = self.source.display_name
             differences.append(f"config.json has another `{key}` than {name}")
         records = (read_manifest(Path(back)) or NO_MANIFEST).tensors
@@ -287,9 +304,9 @@ def _is_damaged_or_unread(error: PrepError) -> bool:
     return False
 
 
-def _unpadded_config(source: Source) -> HFConfig:
-    """Return the config of a model without the padding of its vocabulary, as in an export."""
-    config = config_of(source)
+def _unpadded_config(output: Source, source: Source) -> HFConfig:
+    """Return the config of a model without the padding of its vocabulary, to compare with an export."""
+    config = source_config_of(output, source)
     vocabulary = source.vocabulary()
     if vocabulary.true_size == vocabulary.stored_size:
         return config

@@ -125,13 +125,16 @@ def is_scale_record(record: object) -> bool:
     """Return whether a record has all keys of a `ScaleRecord`, with values in range."""
     if not isinstance(record, Mapping):
         return False
-    number = record.get("sqrt")
-    lost = record.get("lost")
     is_known = (
         record.get("significant") in SIGNIFICANT_DTYPES and record.get("root", "") in ROOT_DTYPES
     )
-    numbers = (number, lost, record.get("power", 1), record.get("offset", 0))
-    has_numbers = all(isinstance(value, int) for value in numbers)
-    is_positive = isinstance(number, int) and number > 0
+    has_counts = _is_count(record.get("sqrt"), 1) and _is_count(record.get("lost"), 0)
+    numbers = (record.get("power", 1), record.get("offset", 0))
+    has_integers = all(isinstance(value, int) for value in numbers)
     has_digest = "digests" in record or isinstance(record.get("digest"), str)
-    return is_known and has_numbers and is_positive and has_digest
+    return is_known and has_counts and has_integers and has_digest
+
+
+def _is_count(value: object, smallest: int) -> bool:
+    """Return whether a value is an integer of at least `smallest`."""
+    return isinstance(value, int) and value >= smallest

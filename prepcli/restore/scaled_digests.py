@@ -10,6 +10,7 @@ from prepcli.engine.casts import parse_stream_digest
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.layout_scales import LayoutScale, recorded_scale
 from prepcli.planning.plan import Stream
+from prepcli.planning.state_names import qualify, split_name
 from prepcli.restore.digest_checks import row_stream, stream_digests
 from prepcli.sources.source import Source, SourceTensor
 from trainer.models.boxes import Range
@@ -20,10 +21,11 @@ def stored_scale(output: Source, name: str) -> LayoutScale | None:
 
     Args:
         output: The output, opened with its stored values.
-        name: Name of the tensor in `output.tensors`.
+        name: Name of the tensor in `output.all_tensors`, e.g. of a moment.
     """
     manifest = output.manifest or NO_MANIFEST
-    record = manifest.scales.get(output.names.full_name(name))
+    slot, tensor = split_name(name)
+    record = manifest.scales.get(qualify(slot, output.names.full_name(tensor)))
     # The opener of Orbax items compares the records with the layout. Other formats have no scale.
     if record is None or not manifest.lost_values or output.tensor_file_names:
         return None

@@ -84,7 +84,7 @@ class OrbaxItemLayout:
         return tuple(lines)
 
     def device_nbytes(self) -> int:
-        """Return the bytes that one device of the mesh holds."""
+        """Return the bytes of one device of the mesh."""
         total = 0
         for leaf in self.leaves:
             # Exact: `leaf_spec` splits a dim only into equal parts.
@@ -155,7 +155,7 @@ def make_item(
         match: The matches between tensors and axis maps.
         axis_maps: Axis maps of the model's leaves, by path.
         vocab_size: Vocabulary rows in the item.
-        partitioning: Mesh and rules that determine the chunks.
+        partitioning: Mesh and rules of the chunks.
         dtype: Dtype of the parameters, or None to keep their dtypes.
         storage: Storage of the raw chunks.
 
@@ -185,7 +185,7 @@ def lay_out_uses(
     Args:
         source: The opened source, with the dtypes of the output.
         uses: Each tensor with its leaf.
-        partitioning: Mesh and rules that determine the chunks.
+        partitioning: Mesh and rules of the chunks.
         storage: Storage of the raw chunks.
 
     Returns:
@@ -326,7 +326,7 @@ def is_tower_leaf(name: str) -> bool:
 def _mixed_dtypes_error(
     source: Source, leaf: str, first: SourceTensor, later: SourceTensor
 ) -> PrepError:
-    """Return the error for tensors that cannot share a leaf. It names a tensor that is not floating-point first."""
+    """Return the error for tensors of different dtypes in one leaf. It names integers and booleans first."""
     reported = later
     other = first
     if first.dtype not in FLOAT_DTYPES and later.dtype in FLOAT_DTYPES:
@@ -346,14 +346,14 @@ def _mixed_dtypes_error(
 
 @dataclass(frozen=True, slots=True)
 class LeafUse:
-    """A tensor and the leaf that stores it. A leaf may stack the tensors of several layers or experts.
+    """A tensor and its leaf. A leaf may stack the tensors of several layers or experts.
 
     Attributes:
         tensor: The tensor.
         name: Name of the leaf.
         axis_map: Maps elements of the leaf to elements of its tensors.
         stacked_indices: Name of each stacked dim of the leaf, with the index of the tensor in it.
-        path: Path of the parameter that the leaf belongs to, or name of the leaf of a tower. None for other state,
+        path: Path of the parameter of the leaf, or name of the leaf of a tower. None for other state,
             e.g. the step count.
         parameter_map: Axis map of the parameter. Only for leaves with some of its axes, e.g. factored moments.
     """

@@ -51,7 +51,7 @@ class VocabResize:
         added_count: Number of tokens to add after the true vocabulary, if padding is not copied.
         added_fill: Fill of their rows.
         zero_tensors: Names of tensors whose added rows are zeros, e.g. moments: no step has changed the rows.
-        dropped_rule: Rule of the rows that are not copied.
+        dropped_rule: Rule of the rows left out.
     """
 
     vocabulary: Vocabulary
@@ -117,7 +117,7 @@ def build_streams(
         compared: Names of tensors to read for equality checks, even without a target.
 
     Returns:
-        Streams that cover the rows of each tensor without gaps.
+        Streams of the rows of each tensor, without gaps.
     """
     streams: list[Stream] = []
     for tensor in source.all_tensors:
@@ -232,7 +232,7 @@ def optimizer_nbytes(source: Source) -> int:
 def dropped_padding(
     source: Source, targets: Mapping[str, TensorTarget], *, resize: VocabResize
 ) -> Iterator[DroppedTensor]:
-    """Yield the rows of the source's vocabulary that are not copied."""
+    """Yield the rows of the source's vocabulary left out of the output."""
     for tensor in source.all_tensors:
         target = targets.get(tensor.name)
         if target is None or tensor.name not in resize.tensors:

@@ -49,6 +49,8 @@ FROM_HF = {
     "model.norm.weight": "norm.weight",
     "lm_head.weight": "lm_head.weight",
 }
+# DeepSeek has no fused projection of queries, keys and values.
+DEEPSEEK_QUERY = {"model.layers.{}.self_attn.q_proj.weight": "layers.{}.attention.wq.weight"}
 EXPERTS = {
     "gate_proj": "w1_EFD",
     "up_proj": "w3_EFD",
@@ -77,6 +79,9 @@ def reverse_permute(tensor: np.ndarray, heads: int) -> np.ndarray:
 def torchtitan_state(tensors: Tensors, config: Mapping[str, Any]) -> Leaves:
     """Return the state dict of a model."""
     state: Leaves = {}
+    from_hf = FROM_HF
+    if config["model_type"] == "deepseek_v3":
+        from_hf = FROM_HF | DEEPSEEK_QUERY
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in tensors.items():
         if match := EXPERT_NAME.fullmatch(name):
@@ -96,7 +101,7 @@ def torchtitan_state(tensors: Tensors, config: Mapping[str, Any]) -> Leaves:
             value = reverse_permute(tensor, config["num_attention_heads"])
         elif config["model_type"] == "llama" and "k_proj" in name:
             value = reverse_permute(tensor, config["num_key_value_heads"])
-        state[FROM_HF[re.sub(r"\d+", "{}", name, count=1)].format(layer)] = value
+        state[from_hf[re.sub(r"\d+", "{}", name, count=1)].format(layer)] = value
     for path, by_number in experts.items():
         state[path] = np.stack([by_number[number] for number in range(len(by_number))])
     if config["model_type"] in ZERO_BIASES:

@@ -108,7 +108,7 @@ def dim_name(dim: Sequence[str]) -> str:
 
 
 def stack_axis(dims: Sequence[tuple[str, ...]]) -> int | None:
-    """Return the axis of a leaf that stacks layers, or None."""
+    """Return the axis of the stacked layers in a leaf, or None."""
     for axis, dim in enumerate(dims):
         if len(dim) == 1 and dim[0] in LAYER_ATOMS:
             return axis
@@ -126,7 +126,7 @@ def escape_path(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A named axis (atom) as written on the right side, with the index that it is fixed at, if any.
+    """A named axis (atom) as written on the right side, with its fixed index, if any.
 
     Attributes:
         atom: Name of the axis.
@@ -158,7 +158,7 @@ class NamePattern:
     """Parsed braces in a tensor name.
 
     Attributes:
-        terms: Atoms that form one merged index.
+        terms: Atoms of one merged index.
         index_list: Name of the list of the numbers in the tensor names, or "".
         numbers: The numbers in the tensor names, if the axis map has its own list. The sizes then
             have no entry for the atom.
@@ -221,7 +221,7 @@ class SizedAxis:
 
 @dataclass(frozen=True, slots=True)
 class TensorDim:
-    """A dim of a source tensor and the part of it that the axis map uses.
+    """A dim of a source tensor and its part in the axis map.
 
     For `(>a b | c b)` with a = 2, b = 3, c = 4 the extent is 6 + 12 = 18. The first part starts at
     0 and the second one at 6.
@@ -229,7 +229,7 @@ class TensorDim:
     Attributes:
         extent: Elements of the whole dim.
         start: First element of the part.
-        factors: Axes that the elements of the part are the merged index of, outermost first.
+        factors: Axes of the merged index of the elements, outermost first.
     """
 
     extent: int
@@ -244,7 +244,7 @@ class TensorDim:
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """Number in a tensor's name that depends on atoms (named axes), written in braces.
+    """Number in a tensor's name, computed from atoms (named axes) in braces.
 
     E.g. the braces of `h.{layers}.w`, or of `h.{layers half=1}.w`: a merged index of two atoms, with
     `half` fixed at 1.
@@ -259,13 +259,13 @@ class TensorIndex:
     listed_indices: tuple[int | str, ...] = ()
 
     def resolve(self, atom_indices: Mapping[str, int]) -> int | str:
-        """Return the number or word that replaces the braces in the name.
+        """Return the number or word in place of the braces in the name.
 
         >>> TensorIndex((SizedAxis("layers", 3), SizedAxis("half", 2, fixed=1))).resolve({"layers": 2})
         5
 
         Args:
-            atom_indices: Index of each atom that is not fixed.
+            atom_indices: Index of each atom without a fixed index.
         """
         # Horner's rule for a row-major index: (i, j) in extents (m, n) is i * n + j.
         index = 0
@@ -308,7 +308,7 @@ class AxisMap:
 
     @property
     def stacked_factors(self) -> tuple[SizedAxis, ...]:
-        """Axes in braces that are not fixed. Their indices select the tensor."""
+        """Axes in braces without a fixed index. Their indices select the tensor."""
         factors: list[SizedAxis] = []
         for part in self.name_parts:
             if isinstance(part, TensorIndex):
@@ -317,7 +317,7 @@ class AxisMap:
 
     @property
     def unscanned_factors(self) -> tuple[SizedAxis, ...]:
-        """Stacked axes that are no dim of the leaf. Each combination of their indices is a separate leaf."""
+        """Stacked axes outside the dims of the leaf. Each combination of their indices is a separate leaf."""
         leaf_atoms = {f.atom for f in itertools.chain.from_iterable(self.leaf_dims)}
         return tuple(f for f in self.stacked_factors if f.atom not in leaf_atoms)
 
@@ -421,7 +421,7 @@ def _sized_axes(atoms: Iterable[str], extents: Mapping[str, int]) -> tuple[Sized
 
 @dataclass(frozen=True, slots=True)
 class _SizeLookup:
-    """The sizes of one axis map, with errors that quote its text."""
+    """The sizes of one axis map, with its text for errors."""
 
     row: str
     sizes: Sizes

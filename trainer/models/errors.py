@@ -242,7 +242,7 @@ class Text(str):
         return Text(*pieces)
 
     def render(self, style: Style) -> str:
-        """Return the text as it stands in a terminal, in Python or in a recipe."""
+        """Return the text for a terminal, in Python or in a recipe."""
         return _render_parts(self.parts, style)
 
 

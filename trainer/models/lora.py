@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): their leaves, and the names of their tensors in PEFT's files.
 
-An adapter adds scaling * B A to the weight of a projection. Both matrices are leaves beside the
-weight, `lora_a` and `lora_b`, with axis-map rows that tie them to the tensors of PEFT. The weight's
+An adapter adds scaling * B A to the weight of a projection. Both matrices are leaves next to the
+weight, `lora_a` and `lora_b`, with axis-map rows to the tensors of PEFT. The weight's
 row determines theirs:
 
     layers heads head_dim embed <- layers.{layers}.self_attn.q_proj.weight: (heads head_dim) embed

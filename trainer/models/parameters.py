@@ -65,12 +65,12 @@ def if_set(config_field: str) -> Condition:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of the tree and the axis-map rows that tie it to tensors.
+    """A parameter of the tree and the axis-map rows to its tensors.
 
     Attributes:
         row: The parameter's axis map. Tensor names are without the family's prefix.
         condition: When the parameter exists with this row.
-        alternate: Row for files that store the tensors in another form, or "". The row whose
+        alternate: Row for files with the tensors in another form, or "". The row whose
             tensors exist is used.
         else_row: Row if the condition does not hold. If it is "", the parameter then does not
             exist.
@@ -105,12 +105,12 @@ class TreeLayout:
             `{layers}`. Its row has no dim of the layers.
         stacked_name: Path part in place of the part with the placeholder in trees with stacked
             layers, or "" if there are none.
-        stack_axis: Axis of the stacked layers in trees that prep writes, or None if it writes one
+        stack_axis: Axis of the stacked layers in trees of prep, or None if it writes one
             leaf per layer.
         allows_tied_head: Whether a tree with a tied head has no leaf for it.
-        path_aliases: Path that some trees use -> path in `parameters`. Both may hold the placeholder of a layer atom.
+        path_aliases: Path in some trees -> path in `parameters`. Both may hold the placeholder of a layer atom.
         ignored_fields: Config fields without effect in that library.
-        non_parameters: Ends of the paths of further leaves, which are not parameters.
+        non_parameters: Ends of the paths of leaves other than parameters.
         state_keys: First keys of other entries, in trees with the parameters at the top.
         follows_prefix: Whether the paths of a base model, saved without its head, lack the family's prefix.
         layer_numbers: Named axis (atom) or index list of some layers -> the numbers of these layers.
@@ -303,7 +303,7 @@ def parameter_rows(
         family: Family of the model.
         config: Content of its config.json.
         scan: Whether each leaf stacks all layers. Otherwise the paths hold the placeholder of a
-            layer atom, such as `{layers}`, and such a row stands for one leaf per layer.
+            layer atom, such as `{layers}`, and such a row describes one leaf per layer.
         scan_axis: Axis of the stacked layers.
         tensors: Names of the stored tensors, without prefix. They decide between a row and its
             alternate.
@@ -440,7 +440,7 @@ def _select_form(
     numbers: Mapping[str, Sequence[int]],
     tensors: Collection[str],
 ) -> ParsedAxisMap:
-    """Return the row, or its alternate if the checkpoint has the tensors of that one."""
+    """Return the row, or its alternate if the checkpoint has the tensors of the alternate."""
     if parameter.parsed_row is not None:
         return parameter.parsed_row
     row = number_tensors(parse_row(parameter.row), numbers)

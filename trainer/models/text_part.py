@@ -147,7 +147,7 @@ def with_prefixes(family: Family, prefix: str, head_prefix: str) -> Family:
 
 
 def text_section(config: HFConfig) -> str | None:
-    """Return the key of the text config. It is "" for a config with the fields of the text part beside the towers."""
+    """Return the key of the text config. It is "" for a config with the fields of the text part at the top."""
     for section in SECTIONS:
         if isinstance(config.get(section), Mapping):
             return section

@@ -81,9 +81,11 @@ _GPT_OSS_EXPERTS = {
     "mlp2_weight_EDF": "experts embed mlp <- down_proj: experts mlp embed",
     "mlp2_bias_ED": "experts embed <- down_proj_bias: experts embed",
 }
-# Names of Meta's LLaMA files, and of torchtitan before version 0.3.
+# Name of the head in Meta's LLaMA files, and in torchtitan before version 0.3.
+_HEAD_NAME = {"output.weight": "lm_head.weight"}
+# All names of these files.
 META_NAMES = {
-    "output.weight": "lm_head.weight",
+    **_HEAD_NAME,
     **{
         f"{_LAYER_PATH}attention.w{letter}.weight": f"{_LAYER_PATH}attention.qkv_linear.w{letter}.weight"
         for letter in "qkv"
@@ -147,7 +149,8 @@ def torchtitan_deepseek_layout(
         **_layer_leaves(parameters, DENSE_LAYERS, _DENSE_MLP),
         f"{_LAYER_PATH}attention.wkv_a.weight": Parameter(_DEEPSEEK_LATENT, has_adjacent_pairs),
     }
-    return _as_layout(leaves, layer_numbers=layer_numbers)
+    # `attention.wq.weight`, an old name of LLaMA's queries, is a present name of DeepSeek's.
+    return _as_layout(leaves, path_aliases=_HEAD_NAME, layer_numbers=layer_numbers)
 
 
 def torchtitan_gpt_oss_layout(parameters: Mapping[str, Parameter]) -> dict[str, TreeLayout]:
@@ -187,9 +190,13 @@ def _with_zero_biases(leaves: Mapping[str, Parameter]) -> dict[str, TreeLayout]:
     return _as_layout(leaves, non_parameters=(f".{_BALANCING_BIAS}",), zero_leaves=_ZERO_BIASES)
 
 
-def _as_layout(leaves: Mapping[str, Parameter], **fields: Any) -> dict[str, TreeLayout]:
+def _as_layout(
+    leaves: Mapping[str, Parameter],
+    path_aliases: Mapping[str, str] = META_NAMES,
+    **fields: Any,
+) -> dict[str, TreeLayout]:
     """Return the layout of some leaves, as a dict with its name."""
-    layout = TreeLayout(leaves, path_aliases=META_NAMES, state_keys=_STATE_KEYS, **fields)
+    layout = TreeLayout(leaves, path_aliases=path_aliases, state_keys=_STATE_KEYS, **fields)
     return {TORCHTITAN_LAYOUT: layout}
 
 

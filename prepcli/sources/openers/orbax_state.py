@@ -88,7 +88,7 @@ def scaled_moments(moments: MomentTrees | None) -> dict[str, LayoutScale]:
 
 
 def _slot_scale(slot: str, parameter_scale: LayoutScale) -> LayoutScale | None:
-    """Return the scale of a slot, given that of the parameter. Averages have the scale of the parameter."""
+    """Return the scale of a slot of the optimizer state. Averages have the scale of the parameter."""
     if slot == AVERAGE_SLOT:
         return parameter_scale
     return parameter_scale.of_moment(ORDERS[slot])
@@ -186,7 +186,7 @@ def add_item_state(
 def _check_written_leaves(
     source: Source, leaves: Mapping[str, StoredLeaf], num_updates: int
 ) -> None:
-    """Check the leaves of an output of prep that are no part of the training state, e.g. the count of the schedule.
+    """Check the leaves of an output of prep outside the training state, e.g. the count of the schedule.
 
     Raises:
         DamagedError: A count differs from the number of updates, or a leaf from its digest.
@@ -204,7 +204,7 @@ def _check_written_leaves(
 def _other_counts(
     source: Source, leaves: Mapping[str, StoredLeaf], num_updates: int
 ) -> Iterator[str]:
-    """Yield a description of each count that differs from the number of updates, e.g. after skipped steps.
+    """Yield a description of each count unlike the number of updates, e.g. after skipped steps.
 
     The schedule of prep is at the number of updates.
     """
@@ -215,9 +215,9 @@ def _other_counts(
 
 
 def _unread_parts(moments: MomentTrees, leaves: Mapping[str, StoredLeaf]) -> Iterator[str]:
-    """Yield the parts of the optimizer state that are not read. Settings are named elsewhere.
+    """Yield the unread parts of the optimizer state. Settings are named elsewhere.
 
-    A part is a subtree beside the path of Adam's state, e.g. `opt_state.inner_state.1.mog` or `opt_state.acc_grads`.
+    A part is a subtree outside the path of Adam's state, e.g. `opt_state.inner_state.1.mog` or `opt_state.acc_grads`.
     """
     parts: dict[str, None] = {}
     for name in leaves:
@@ -230,7 +230,7 @@ def _unread_parts(moments: MomentTrees, leaves: Mapping[str, StoredLeaf]) -> Ite
 
 
 def _part(name: str, state: str) -> str:
-    """Return the first keys of a leaf, up to the first one that differs from those of Adam's state.
+    """Return the first keys of a leaf, up to the first difference from the keys of Adam's state.
 
     >>> _part("opt_state.inner_state._skipstep_losses", "opt_state.inner_state.1")
     'opt_state.inner_state._skipstep_losses'

@@ -30,6 +30,16 @@ def test_power_of_four_is_exact_for_all_bfloat16_values(number: int):
 
 
 @pytest.mark.parametrize(
+    "scale", [LayoutScale(64), LayoutScale(64, power=-1, root_dtype="float32")]
+)
+def test_scale_keeps_the_sign_of_zero(scale: LayoutScale):
+    zeros = np.array([0.0, -0.0], np.float32)
+    scaled = scale_values(zeros, scale)
+    assert list(np.signbit(scaled)) == [False, True]
+    assert list(np.signbit(unscale_values(scaled, scale))) == [False, True]
+
+
+@pytest.mark.parametrize(
     ("number", "is_exact"), [(1, True), (4, True), (8, False), (64, True), (144, False)]
 )
 def test_scales_are_exact_if_the_root_is_a_power_of_two_or_float32_is_wider(
@@ -77,12 +87,14 @@ def test_offset_is_added_and_subtracted(dtype: np.dtype):
     assert not scale.is_exact
 
 
-def test_way_back_of_an_offset_from_float32_loses_only_tiny_values():
-    values = all_bfloat16().astype(np.float32)
-    scale = LayoutScale(1, "bfloat16", offset=1)
+@pytest.mark.parametrize(("dtype", "limit"), [(BFLOAT16, 2.0**-16), (np.dtype("f2"), 2.0**-13)])
+def test_way_back_of_an_offset_from_float32_loses_only_tiny_values(dtype: np.dtype, limit: float):
+    values = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float32)
+    values = values[np.isfinite(values)]
+    scale = LayoutScale(1, dtype.name, offset=1)
     restored = unscale_values(scale_values(values, scale), scale)
     # A sum with 1 has no place for the digits below 2^-23.
-    assert 0 < np.abs(values[restored != values]).max() < 2.0**-16
+    assert 0 < np.abs(values[restored != values]).max() < limit
 
 
 def test_moments_of_scaled_parameters_have_the_inverse_scale():

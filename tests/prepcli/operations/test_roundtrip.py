@@ -25,6 +25,7 @@ from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import run_failing, run_json
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, same_bits
 from tests.helpers.tiny_configs import T5
+from tests.helpers.towers import write_model
 from tests.helpers.training_folder import write_tokenizer
 
 
@@ -259,6 +260,21 @@ def test_way_without_a_layout_is_not_available(tmp_path: Path, monkeypatch: pyte
     assert certificate
     assert [way.status for way in certificate.ways] == ["equal", "not available"]
     assert "easylm" in certificate.ways[1].reason
+
+
+def test_names_of_another_library_have_no_verbatim_way(model: Path):
+    prep.export("m", "out", layout="torchtitan")
+    certificate = prep.roundtrip("out", layout=["init", "verbatim"])
+    assert [way.status for way in certificate.ways] == ["equal", "not available"]
+    assert "names of another library" in certificate.ways[1].reason
+
+
+def test_multimodal_model_returns_from_verbatim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    write_model("gemma3")
+    certificate = prep.roundtrip("m", layout=["verbatim"])
+    assert [way.reason for way in certificate.ways] == [""]
+    assert certificate
 
 
 def test_model_without_any_way_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

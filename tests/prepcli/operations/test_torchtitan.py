@@ -32,8 +32,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": GROUPED_QUERY | {"model_type": "qwen3"},
     "qwen3_moe": GROUPED_QUERY | {"model_type": "qwen3_moe"} | EXPERTS,
     "deepseek_v3": FAMILY_CONFIGS["deepseek_v3"] | {"model_type": "deepseek_v3"},
+    # No dense layers. Moonlight is an example of a model without a latent of queries.
     "deepseek_v3-sparse": FAMILY_CONFIGS["deepseek_v3"]
-    | {"model_type": "deepseek_v3", "first_k_dense_replace": 0},
+    | {"model_type": "deepseek_v3", "first_k_dense_replace": 0, "q_lora_rank": None},
     "gpt_oss": FAMILY_CONFIGS["gpt_oss"] | {"model_type": "gpt_oss"},
 }
 LLAMA = MODELS["llama"]

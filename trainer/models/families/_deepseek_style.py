@@ -1,4 +1,4 @@
-"""Parts that DeepSeek's models and similar ones share: latent attention, routers in groups, sizes. No I/O, no jax."""
+"""Common parts of DeepSeek's models and similar ones: latent attention, routers in groups, sizes. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def read_experts(config: HFConfig, default: int) -> int:
 
 
 def read_prediction_layers(config: HFConfig, *, layers: int) -> range:
-    """Return the numbers of the layers for multi-token prediction, which follow the others.
+    """Return the numbers of the layers for multi-token prediction, after the other layers.
 
     Args:
         config: Content of a config.json.

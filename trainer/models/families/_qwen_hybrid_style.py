@@ -87,7 +87,7 @@ def arch_config(
 
 
 def gated_attention() -> Parameters:
-    """Return the parameters of attention with norms, and a gate of its output beside the queries."""
+    """Return the parameters of attention with norms, and a gate of its output in the tensor of the queries."""
     bias = if_set("attention_bias")
     query = "heads head_dim embed <- self_attn.q_proj.weight: (heads query_gate={} head_dim) embed"
     norm = "head_dim <- self_attn.{}_norm.weight: head_dim"

@@ -69,7 +69,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
 
 
 def has_experts(config: HFConfig) -> bool:
-    """Return whether each layer has experts beside its MLP."""
+    """Return whether each layer has experts and an MLP."""
     return bool(config.get("enable_moe_block"))
 
 

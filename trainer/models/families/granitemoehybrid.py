@@ -94,7 +94,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
 
 
 def _shared_mlp(path: str, atom: str) -> Parameters:
-    """Return the parameters of the MLP of every layer, which is beside the experts if there are any.
+    """Return the parameters of the MLP of every layer. A layer with experts has both.
 
     Args:
         path: Path in the tree.
