@@ -57,7 +57,10 @@ def imported_step_fields(record: TrainingStateRecord) -> ManifestFields:
 
 def imported_state_notes(record: TrainingStateRecord) -> Iterator[str]:
     """Yield lines for the user."""
-    line = f"training state of step {record['step']}, with AdamW"
+    line = f"training state of step {record['step']}"
+    if record["updates"] != record["step"]:
+        line += f" and update {record['updates']}"
+    line += ", with AdamW"
     if record["optimizer"]:
         settings = ", ".join(f"{name} {value:g}" for name, value in record["optimizer"].items())
         line += f": {settings}"

@@ -131,7 +131,7 @@ def read_adam_state(source: Source) -> AdamState:
             counters[tensor_name] = tensor
         else:
             left_out.append(tensor)
-    _check_moments(source, slots, left_out)
+    _check_moments(source, slots, averages, left_out)
     step = _read_counter(source, counters, STEP)
     table = _read_table(source)
     return AdamState(
@@ -173,9 +173,10 @@ def require_settings(source: Source, state: AdamState) -> AdamSettings:
 def _check_moments(
     source: Source,
     slots: Mapping[str, Mapping[str, SourceTensor]],
+    averages: Mapping[str, SourceTensor],
     left_out: list[SourceTensor],
 ) -> None:
-    """Raise PrepError unless each parameter has both moments."""
+    """Raise PrepError unless each parameter has both moments, and an average if there are any."""
     name = source.display_name
     if not slots[FIRST_MOMENT] and not slots[SECOND_MOMENT]:
         others = sorted({split_name(tensor.name)[0] for tensor in left_out} - {""})
@@ -188,14 +189,19 @@ def _check_moments(
             text("{} chooses the optimizer of a run", Key("optimizer.type", "adamw")),
         )
     trained = trained_tensors(source)
-    for slot, moments in slots.items():
+    all_slots = dict(slots)
+    if averages:
+        all_slots[AVERAGE_SLOT] = averages
+    for slot, moments in all_slots.items():
         # A slot without some of the parameters has paths of leaves as names.
         is_partial = any(map(is_leaf_path, moments))
         for parameter in trained:
             if is_partial or parameter.name not in moments:
                 what = f"{name} has no {slot} of {source.file_name(parameter)}"
                 why = text("{} leaves parameters without moments", Key("optimizer.freeze"))
-                hint = text("export it without {}", Option("training_state", True))
+                if source.training_record is not None:
+                    why = "the parameter was frozen, or the checkpoint is incomplete"
+                hint = text("convert it without {}", Option("training_state", True))
                 raise PrepError(what, why, hint)
 
 

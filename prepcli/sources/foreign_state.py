@@ -91,6 +91,23 @@ def add_foreign_state(source: Source, state: ForeignState) -> Source:
     )
 
 
+def check_count(source: Source, value: float, why: str) -> int:
+    """Return a counter as an integer.
+
+    Args:
+        source: The opened source.
+        value: The stored value.
+        why: Description of the value in the error.
+
+    Raises:
+        DamagedError: The value is negative, fractional or too large.
+    """
+    # A NaN fails the first comparison.
+    if not 0 <= value <= MAX_COUNT or value != int(value):
+        raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
+    return int(value)
+
+
 def one_count(source: Source, counts: Mapping[str, float]) -> int:
     """Return the number of updates of all parameters.
 
@@ -100,10 +117,7 @@ def one_count(source: Source, counts: Mapping[str, float]) -> int:
     """
     names: dict[float, str] = {}
     for name, count in counts.items():
-        # A NaN fails the first comparison.
-        if not 0 <= count <= MAX_COUNT or count != int(count):
-            what = f"{source.display_name} is damaged"
-            raise DamagedError(what, f"{name} has {count:g} updates", GET_AGAIN_HINT)
+        check_count(source, count, f"{name} has {count:g} updates")
         names.setdefault(count, name)
     if len(names) > 1:
         listed = ", ".join(f"{count:g} of {name}" for count, name in list(names.items())[:2])

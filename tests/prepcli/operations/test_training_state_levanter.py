@@ -156,9 +156,12 @@ def test_export_names_what_levanter_does_not_have(folder: None):
     assert record["left_out"] == ["random state", "settings of the optimizer"]
 
 
-def write_state(folder: str, changes: Leaves) -> None:
-    """Write the exported state as Levanter saves it, with other leaves."""
+def write_state(folder: str, changes: Leaves, removed: str | None = None) -> None:
+    """Write the exported state as Levanter saves it, with changed leaves, and without the leaves of a prefix."""
     leaves = read_levanter(Path("levanter")) | changes
+    if removed is not None:
+        leaves = {name: leaf for name, leaf in leaves.items() if not name.startswith(removed)}
+    shutil.rmtree(folder, ignore_errors=True)
     write_levanter(Path(folder, "step-3"), leaves, HALF - 1)
 
 
@@ -177,6 +180,7 @@ def test_import_names_what_prep_does_not_have(folder: None):
         "opt_state.count": skipped,
         "opt_state.inner_state._skipstep_losses": np.zeros(4, np.float32),
         f"{ADAM}mog.lm_head.weight": np.zeros((131, 32), np.float32),
+        f"{ADAM}nu.value_head.weight": np.zeros(3, np.float32),
         "model_averaging.tot_weight": np.array(1.0, np.float32),
         "step": skipped,
     }
@@ -184,6 +188,7 @@ def test_import_names_what_prep_does_not_have(folder: None):
     assert left_out("skipped", "skipped-step") == [
         "opt_state.inner_state.1.mog",
         "opt_state.inner_state._skipstep_losses",
+        f"{ADAM}nu.value_head.weight",
         f"opt_state.count {HALF + 2}",
         "model_averaging",
         "training_key",
@@ -191,6 +196,51 @@ def test_import_names_what_prep_does_not_have(folder: None):
     ]
     fields = json.loads(Path("skipped-step/prep-manifest.json").read_text())
     assert (fields["step"], fields["training_state"]["updates"]) == (HALF + 2, HALF)
+
+
+def test_import_names_other_leaves_of_averages(folder: None):
+    zeros = np.zeros(3, np.float32)
+    write_state("averages", {f"{AVERAGES}value_head": zeros, "model_averaging.decay": zeros[0]})
+    assert left_out("averages", "averages-step")[:2] == [
+        "model_averaging.decay",
+        f"{AVERAGES}value_head",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value"),
+    [
+        ("step", np.int64(1 << 31)),
+        (f"{ADAM}count", np.float32(np.nan)),
+        ("opt_state.count", np.int32(-1)),
+    ],
+)
+def test_invalid_counter_is_an_error(folder: None, capsys, leaf: str, value: np.generic):
+    write_state("invalid", {leaf: np.asarray(value)})
+    capsys.readouterr()
+    lines = error_lines(
+        capsys, "save-init", "invalid", "--training-state", "--config", "tiny", "--out", "never"
+    )
+    assert lines[0] == "error: invalid is damaged"
+    assert f"{leaf} is {value:g}" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        # Lion has first moments only.
+        (f"{ADAM}nu.", f"no leaf is in {ADAM}nu"),
+        (f"{ADAM}nu.transformer.norm.weight", "has no opt_state.adam.nu of model.norm.weight"),
+        (f"{AVERAGES}transformer.norm.weight", "has no opt_state.ema of model.norm.weight"),
+    ],
+)
+def test_incomplete_state_is_an_error(folder: None, capsys, removed: str, message: str):
+    write_state("incomplete", {}, removed)
+    capsys.readouterr()
+    lines = error_lines(
+        capsys, "save-init", "incomplete", "--training-state", "--config", "tiny", "--out", "never"
+    )
+    assert message in " ".join(lines)
 
 
 def test_model_without_moments_is_refused(folder: None, capsys):

@@ -125,6 +125,23 @@ def test_round_trip_changes_no_bit(folder: None):
     ).already_done  # both items are complete
 
 
+def test_skipped_steps_move_in_both_directions(folder: None, capsys):
+    """Tunix counts updates only, so the manifest has the number of the step."""
+    run_ok("export", "half", "--training-state", "--out", "skipped")
+    # Without its manifest, the folder is one of Trainer, which counts skipped steps.
+    Path("skipped/prep-manifest.json").unlink()
+    Path("skipped/trainer_state.json").write_text(json.dumps({"global_step": HALF + 2}))
+    assert main(["save-init", "skipped", "--training-state", "--out", "skipped-step"]) == 0
+    assert f"training state of step {HALF + 2} and update {HALF}" in capsys.readouterr().err
+    run_ok(
+        "export", "skipped-step", "--training-state", "--layout", "tunix", "--out", "skipped-out"
+    )
+    run_ok("verify", "skipped-out", "skipped-step")
+    run_ok("save-init", "skipped-out", "--training-state", "--out", "skipped-back")
+    with open_reader(Path("skipped-back")) as moved, open_reader(Path("skipped-step")) as original:
+        assert same_state(read_leaves(moved), read_leaves(original))
+
+
 def test_half_of_a_step_is_damaged(folder: None, capsys):
     shutil.copytree("out", "one-item")
     shutil.rmtree(Path("one-item", str(HALF), "optimizer_state"))
