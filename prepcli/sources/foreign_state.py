@@ -21,6 +21,8 @@ from prepcli.sources.decayed_tensors import decay_differences
 from prepcli.sources.source import Source, SourceTensor
 
 WITHOUT_STATE_HINT = text("convert it without {}", Option("training_state", True))
+# Part of the state of frameworks without stored settings.
+NO_SETTINGS = "settings of the optimizer"
 # Counters are stored as int32.
 MAX_COUNT = (1 << 31) - 1
 BETAS = ("b1", "b2")

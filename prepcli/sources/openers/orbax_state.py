@@ -22,6 +22,7 @@ from prepcli.sources.adam_state import (
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.foreign_state import (
     MAX_COUNT,
+    NO_SETTINGS,
     WITHOUT_STATE_HINT,
     ForeignState,
     add_foreign_state,
@@ -51,7 +52,6 @@ AVERAGE_WEIGHT_LEAF = "model_averaging.tot_weight"
 AVERAGE_KEY = "model_averaging"
 # Orders of the moments. See `LayoutScale.of_moment`.
 ORDERS = {FIRST_MOMENT: 1, SECOND_MOMENT: 2}
-NO_SETTINGS = "settings of the optimizer"
 
 
 @dataclass(frozen=True, slots=True)

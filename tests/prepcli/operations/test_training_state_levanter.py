@@ -185,7 +185,7 @@ def test_import_names_what_prep_does_not_have(folder: None):
         "step": skipped,
     }
     write_state("skipped", changes)
-    assert left_out("skipped", "skipped-step") == [
+    unread = [
         "opt_state.inner_state.1.mog",
         "opt_state.inner_state._skipstep_losses",
         f"{ADAM}nu.value_head.weight",
@@ -194,6 +194,11 @@ def test_import_names_what_prep_does_not_have(folder: None):
         "training_key",
         "settings of the optimizer",
     ]
+    assert left_out("skipped", "skipped-step") == unread
+    run_ok("export", "skipped", "--training-state", "--config", "tiny", "--layout", "maxtext",
+           "--out", "skipped-maxtext")  # fmt: skip
+    record = json.loads(Path("skipped-maxtext/prep-manifest.json").read_text())["training_state"]
+    assert record["left_out"] == [*unread, "random state"]
     fields = json.loads(Path("skipped-step/prep-manifest.json").read_text())
     assert (fields["step"], fields["training_state"]["updates"]) == (HALF + 2, HALF)
 

@@ -182,7 +182,7 @@ def test_two_items_are_written_to_a_bucket(folder: None, monkeypatch, tmp_path: 
         assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
 
 
-def test_export_names_what_tunix_does_not_have(folder: None):
+def test_export_names_what_tunix_does_not_have(folder: None, capsys):
     train("clipped", "optimizer.ema=0.9", "optimizer.clip_norm=0.5", stop_after=1)
     run_ok("export", "clipped", "--training-state", "--layout", "tunix", "--out", "clipped-out")
     record = json.loads(Path("clipped-out/prep-manifest.json").read_text())["training_state"]
@@ -192,6 +192,8 @@ def test_export_names_what_tunix_does_not_have(folder: None):
         "mask of weight decay",
         "clipping to the norm 0.5",
     ]
+    assert main(["verify", "clipped-out", "clipped"]) == 0
+    assert "opt_state.ema of clipped" in capsys.readouterr().err
 
 
 def test_import_names_what_prep_does_not_have(folder: None):
@@ -209,8 +211,10 @@ def test_import_names_what_prep_does_not_have(folder: None):
     checkpointer = ocp.PyTreeCheckpointer()
     step = Path("accumulated", str(HALF)).absolute()
     checkpointer.save(step / "model_params", params)
-    checkpointer.save(step / "optimizer_state", {"opt_state": accumulated, "step": batches})
-    run_ok("save-init", "./accumulated", "--training-state", "--config", "tiny", "--out", "step")
+    state = {"opt_state": accumulated, "step": batches, "rng": np.zeros(2, np.uint32)}
+    checkpointer.save(step / "optimizer_state", state)
+    run_ok("save-init", "./accumulated", "--training-state", "--config", "tiny", "--drop", "rng",
+           "--out", "step")  # fmt: skip
     fields = json.loads(Path("step/prep-manifest.json").read_text())
     assert (fields["step"], fields["training_state"]["updates"]) == (HALF, HALF)
     assert fields["training_state"]["left_out"] == [
