@@ -57,18 +57,23 @@ def add_foreign_state(source: Source, state: ForeignState) -> Source:
     """Return a source with a training state.
 
     Raises:
-        PrepError: A moment is not of a floating-point dtype.
+        PrepError: A moment is not of a floating-point dtype, or there are more updates than steps.
     """
     for moment in state.moments:
         if moment.dtype not in FLOAT_DTYPES:
             what = f"the moments of {source.display_name} are not supported"
             why = f"{moment.name} is {moment.dtype}, and must be a float"
             raise PrepError(what, why, WITHOUT_STATE_HINT)
-    # Steps whose loss was not finite have no update. Trainer counts them, and Adam does not.
+    if state.num_updates > state.step:
+        # The learning rate of prep is that of `step - skipped`, which must be the number of updates.
+        what = f"{source.display_name} has more updates than steps"
+        why = f"it is at step {state.step}, and its moments have {state.num_updates} updates"
+        raise PrepError(what, why, WITHOUT_STATE_HINT)
+    # Steps with a loss that is not finite have no update. Trainer counts them, and Adam does not.
     counters = {
         NUM_UPDATES: state.num_updates,
         STEP: state.step,
-        SKIPPED: max(0, state.step - state.num_updates),
+        SKIPPED: state.step - state.num_updates,
         SKIPPED_IN_ROW: 0,
     }
     values = np.array([*counters.values()], np.dtype("<i4"))

@@ -248,6 +248,17 @@ def test_incomplete_state_is_an_error(folder: None, capsys, removed: str, messag
     assert message in " ".join(lines)
 
 
+def test_state_with_more_updates_than_steps_is_refused(folder: None, capsys):
+    """The learning rates of prep and Adam's count would differ."""
+    write_state("early", {"step": np.array(HALF - 1, np.int32)})
+    capsys.readouterr()
+    lines = error_lines(
+        capsys, "save-init", "early", "--training-state", "--config", "tiny", "--out", "never"
+    )
+    assert lines[0] == "error: early has more updates than steps"
+    assert f"step {HALF - 1}, and its moments have {HALF} updates" in lines[1]
+
+
 def test_model_without_moments_is_refused(folder: None, capsys):
     run_ok("export", "half", "--layout", "levanter", "--out", "no-state")
     capsys.readouterr()
