@@ -1,4 +1,4 @@
-"""Leave of two checkpoints what both can have, before their tensors are compared."""
+"""Select the tensors of two checkpoints for a comparison."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from prepcli.sources.source import Source, SourceTensor
 def comparable_sources(
     source: Source, against_source: Source, observer: Observer
 ) -> tuple[Source, Source]:
-    """Return the two checkpoints without the tensors of a kind of which one has none.
+    """Return two checkpoints with only the kinds of tensors in both, e.g. without towers.
 
-    Both are decoded if one is, and one line per kind says what is not compared.
+    Both are decoded if one is. The observer gets a line per ignored kind.
     """
     source, against_source = decode_alike(source, against_source)
     if not (source.state_tensors and against_source.state_tensors):

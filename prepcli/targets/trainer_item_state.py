@@ -128,7 +128,7 @@ def tunix_state_tree(state: AdamState, settings: AdamSettings) -> StateTree:
 
 
 def levanter_clip_norm(state: AdamState) -> float:
-    """Return the maximum norm of gradients, which determines the tree of Levanter's optimizer. 0 for no clipping."""
+    """Return the maximum norm of gradients, or 0 without clipping. It determines the tree of Levanter's optimizer."""
     if state.table is None:
         return LEVANTER_CLIP_NORM
     return state.table.clip_norm
