@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from prepcli.errors import GET_AGAIN_HINT, PrepError
+from prepcli.errors import GET_AGAIN_HINT, Option, PrepError, text, usage_error
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.torch_dcp import DcpFolder, DcpTensor, read_dcp_folder, read_dcp_value
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE_RULE, qualify
 from prepcli.sources.adam_state import MOMENTS, read_scalar, trained_tensors
+from prepcli.sources.dcp_trees import TORCHTITAN_EMBEDDING
 from prepcli.sources.foreign_state import (
     WITHOUT_STATE_HINT,
     ForeignState,
@@ -36,10 +37,17 @@ def read_dcp_state(source: Source) -> Source:
     """Return a torch distributed checkpoint with its training state.
 
     Raises:
+        UsageError: The checkpoint is one of torchtitan.
         PrepError: There is none, it is damaged, or it is no state of AdamW with the moments of all parameters.
     """
     folder = read_dcp_folder(source.root)
     tensors = {tensor.name: tensor for tensor in folder.tensors}
+    if TORCHTITAN_EMBEDDING in tensors:
+        what = text(
+            "{} is not supported for {}", Option("training_state", True), source.display_name
+        )
+        why = "its optimizer state has the names of torchtitan"
+        raise usage_error(what, why, text("remove {}", Option("training_state", True)))
     if not any(name.startswith(STATE_PREFIX) for name in tensors):
         what = f"{source.display_name} has no training state"
         why = f"no name in it starts with {STATE_PREFIX}"

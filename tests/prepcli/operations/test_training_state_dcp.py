@@ -183,6 +183,13 @@ def test_tied_head_moves_in_both_directions(tmp_path: Path, monkeypatch):
     assert loaded.train(2, 2) == training.train(2, 2)
 
 
+def test_state_of_torchtitan_is_refused(folder: None, capsys):
+    run_ok("export", "from-torch", "--layout", "torchtitan", "--out", "torchtitan")
+    capsys.readouterr()
+    lines = error_lines(capsys, "save-init", "torchtitan", "--training-state", "--out", "never")
+    assert lines[0] == "error: `--training-state` is not supported for torchtitan"
+
+
 def test_state_without_moments_is_refused(folder: None, capsys):
     run_ok("export", "from-torch", "--format", "dcp", "--out", "no-state")
     capsys.readouterr()
