@@ -25,6 +25,7 @@ from prepcli.sources.adam_state import read_adam_state
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.targets.trainer_item_state import levanter_state_tree
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.levanter_trees import TREES, Leaves, read_levanter, write_levanter
 from tests.helpers.other_trainers import (
     BATCH,
@@ -41,7 +42,7 @@ from tests.helpers.tiny_checkpoints import LLAMA, read_tensors
 from tests.helpers.training_states import read_leaves, same_state
 from trainer.models.module_order import optimizer_groups
 
-torch = pytest.importorskip("torch")
+torch = lazy_module("torch")
 
 HALF = STEPS // 2
 LAYOUTS = ("levanter", "levanter-unscanned")
