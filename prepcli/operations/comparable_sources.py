@@ -1,4 +1,4 @@
-"""Leave of two checkpoints what both can have, before their tensors are compared."""
+"""Select the tensors of two checkpoints for a comparison."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import replace
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer
 from prepcli.errors import Command, PrepError, text
+from prepcli.planning.state_names import split_name
 from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
-from prepcli.sources.source import Source
+from prepcli.sources.source import Source, SourceTensor
 
 
 def comparable_sources(
     source: Source, against_source: Source, observer: Observer
 ) -> tuple[Source, Source]:
-    """Return the two checkpoints without the tensors of a kind of which one has none.
+    """Return two checkpoints with only the kinds of tensors in both, e.g. without towers.
 
-    Both are decoded if one is, and one line per kind says what is not compared.
+    Both are decoded if one is. The observer gets a line per ignored kind.
     """
     source, against_source = decode_alike(source, against_source)
     if not (source.state_tensors and against_source.state_tensors):
@@ -27,6 +28,9 @@ def comparable_sources(
             observer.note(line)
         source = replace(source, state_tensors=())
         against_source = replace(against_source, state_tensors=())
+    compared = _without_left_state(source, against_source, observer)
+    against_source = _without_left_state(against_source, source, observer)
+    source = compared
     if source.family.is_verbatim or against_source.family.is_verbatim:
         # A file has the same tensors, whether its family has rows for them or not.
         source = as_verbatim(source)
@@ -59,6 +63,34 @@ def check_contents(source: Source, against_source: Source) -> None:
 def _has_adapters(source: Source) -> bool:
     """Return whether a checkpoint has the adapters of a model without their base."""
     return source.family is ADAPTER_FAMILY or source.tree_manifest.is_adapter
+
+
+def _without_left_state(source: Source, other: Source, observer: Observer) -> Source:
+    """Return a checkpoint without the slots absent from the training state of another framework.
+
+    E.g. Tunix has no place for the averages of a run.
+    """
+    if other.training_record is None:
+        return source
+    slots = {_slot_or_leaf(tensor) for tensor in other.state_tensors}
+    kept: list[SourceTensor] = []
+    ignored: dict[str, int] = {}
+    for tensor in source.state_tensors:
+        slot = _slot_or_leaf(tensor)
+        if slot in slots:
+            kept.append(tensor)
+        else:
+            ignored[slot] = ignored.get(slot, 0) + tensor.nbytes
+    for slot, nbytes in ignored.items():
+        state = f"{slot} of {source.display_name} ({format_bytes(nbytes)})"
+        observer.note(f"{state} ignored: {other.display_name} has none")
+    return replace(source, state_tensors=tuple(kept))
+
+
+def _slot_or_leaf(tensor: SourceTensor) -> str:
+    """Return the slot of a tensor in a training state, or the name of a leaf outside of slots."""
+    slot, name = split_name(tensor.name)
+    return slot or name
 
 
 def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:

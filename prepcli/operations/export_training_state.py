@@ -41,6 +41,7 @@ from prepcli.sources.adam_state import (
     require_settings,
 )
 from prepcli.sources.decayed_tensors import decay_differences
+from prepcli.sources.foreign_state import NO_SETTINGS
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.dcp_folder import DcpLayout
 from prepcli.targets.dcp_state import ENTRIES, lay_out_dcp_state, model_name, moment_name
@@ -77,7 +78,7 @@ class StateContent:
         missing: Parts of the framework's own checkpoints without a counterpart in prep.
         folder_name: Default name of the output, with the step. Empty for the name of other exports.
         schedule_note: The way to set the learning rate schedule.
-        structure_notes: Settings that the framework needs to restore the state.
+        structure_notes: Required settings of the framework to restore the state.
     """
 
     missing: tuple[str, ...]
@@ -98,12 +99,12 @@ CONTENT_OF_DCP = StateContent(
     schedule_note="a scheduler starts at step {step}, with the learning rate {peak_lr:g} after warm-up",
 )
 CONTENT_OF_MAXTEXT = StateContent(
-    missing=("random state", "settings of the optimizer"),
+    missing=("random state", NO_SETTINGS),
     folder_name="",
     schedule_note="MaxText makes schedule and optimizer from its settings: opt_type=adamw, learning_rate={peak_lr:g}",
 )
 CONTENT_OF_LEVANTER = StateContent(
-    missing=("random state", "settings of the optimizer"),
+    missing=("random state", NO_SETTINGS),
     folder_name="",
     schedule_note="Levanter makes schedule and optimizer from its settings, e.g. optimizer.learning_rate={peak_lr:g}",
 )
@@ -125,6 +126,7 @@ class StateExport:
         weight_files: Files of the parameters and the moments. Empty without a state.
         state: The training state, or None.
         content: Content of the state in the output.
+        unread: Parts of the source without a counterpart in prep.
         counters: Counters with a tensor in the output.
         tree: Leaves of the state in the item of a JAX trainer. None for other frameworks.
     """
@@ -132,6 +134,7 @@ class StateExport:
     weight_files: WeightFiles
     state: AdamState | None = None
     content: StateContent = CONTENT_OF_TRAINER
+    unread: Sequence[str] = ()
     counters: tuple[SourceTensor, ...] = ()
     tree: StateTree | None = None
 
@@ -192,15 +195,18 @@ class StateExport:
 
     def _unconverted(self, state: AdamState) -> list[str]:
         """Return the names of the unconverted parts."""
-        names: dict[str, None] = {}
+        names = dict.fromkeys(self.unread)
         for tensor in state.left_out:
             slot, name = split_name(tensor.name)
             names[slot or name] = None
-        return [*names, *self.content.missing]
+        return list(names | dict.fromkeys(self.content.missing))
 
     def _notes(self, state: AdamState) -> Iterator[str]:
         """Yield lines for the user."""
-        yield f"training state of step {state.step}: moments, counters and settings of AdamW"
+        parts = "moments, counters and settings"
+        if NO_SETTINGS in self.content.missing:
+            parts = "moments and counters"
+        yield f"training state of step {state.step}: {parts} of AdamW"
         if state.settings is not None:
             peak = state.settings.peak_lr
             yield self.content.schedule_note.format(step=state.step, peak_lr=peak)
@@ -260,8 +266,12 @@ def lay_out_training_state(
         PrepError: The source has no state of AdamW, or its order in the output is unknown.
     """
     state = read_adam_state(source)
+    unread: Sequence[str] = ()
+    if source.training_record is not None:
+        unread = source.training_record["left_out"]
     if options["layout"] in TRAINER_ITEMS:
-        return _lay_out_item(options, source, parameters, state, vocab_rows=vocab_rows)
+        export = _lay_out_item(options, source, parameters, state, vocab_rows=vocab_rows)
+        return replace(export, unread=unread)
     state = state.without_averages()
     written_names = {source.file_name(parameter): parameter.name for parameter in parameters}
     # A tied head has no moments of its own.
@@ -274,14 +284,17 @@ def lay_out_training_state(
         lay_out = partial(lay_out_dcp_state, groups=groups, shard_nbytes=shard_nbytes)
         content = replace(CONTENT_OF_DCP, missing=(*CONTENT_OF_DCP.missing, *differences))
         return StateExport(
-            _dcp_files(state, settings, written_names, entries, lay_out), state, content
+            _dcp_files(state, settings, written_names, entries, lay_out), state, content, unread
         )
     weight_files = lay_out_weights(
         options, source, parameters, row_counts, vocab_rows=vocab_rows, shard_nbytes=shard_nbytes
     )
     content = replace(CONTENT_OF_TRAINER, missing=(*CONTENT_OF_TRAINER.missing, *differences))
     return StateExport(
-        _trainer_files(weight_files, state, settings, names, groups, row_counts), state, content
+        _trainer_files(weight_files, state, settings, names, groups, row_counts),
+        state,
+        content,
+        unread,
     )
 
 
@@ -331,7 +344,7 @@ def _lay_out_item(
         empty_nodes=tree.empty_nodes,
     )
     counters = (*tree.counters(state).values(), *constant_tensors(source, tree))
-    return StateExport(files, state, content, counters, tree)
+    return StateExport(files, state, content, counters=counters, tree=tree)
 
 
 def _content_of_tunix(state: AdamState) -> StateContent:
@@ -343,7 +356,7 @@ def _content_of_tunix(state: AdamState) -> StateContent:
 
 
 def _levanter_notes(state: AdamState) -> tuple[str, ...]:
-    """Return the settings that Levanter needs to restore the state. They determine its tree."""
+    """Return the settings of Levanter for a restore of the state. They determine its tree."""
     clip_norm = levanter_clip_norm(state)
     notes = ["Levanter restores it with optimizer.max_grad_norm=null"]
     if clip_norm:

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 
 from prepcli.errors import Key, Option, text, usage_error
 from prepcli.operations.options import SaveInitOptions
+from prepcli.option_spec import as_tuple
 from prepcli.planning.manifest_fields import (
     TRAINING_STATE_KEY,
     ManifestFields,
     TrainingStateRecord,
 )
+from prepcli.planning.tensor_match import MatchOptions
 from prepcli.sources.adam_state import read_adam_state
 from prepcli.sources.source import Source
 
@@ -47,7 +49,7 @@ def check_imported_state(options: SaveInitOptions, source: Source) -> None:
             f"the optimizer of {source.display_name} numbers the towers as well",
             text("remove {}", option),
         )
-    read_adam_state(source)
+    read_adam_state(source, MatchOptions(as_tuple(options["drop"])))
 
 
 def imported_step_fields(record: TrainingStateRecord) -> ManifestFields:
@@ -57,7 +59,10 @@ def imported_step_fields(record: TrainingStateRecord) -> ManifestFields:
 
 def imported_state_notes(record: TrainingStateRecord) -> Iterator[str]:
     """Yield lines for the user."""
-    line = f"training state of step {record['step']}, with AdamW"
+    line = f"training state of step {record['step']}"
+    if record["updates"] != record["step"]:
+        line += f" and update {record['updates']}"
+    line += ", with AdamW"
     if record["optimizer"]:
         settings = ", ".join(f"{name} {value:g}" for name, value in record["optimizer"].items())
         line += f": {settings}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.plan import Stream
 from prepcli.planning.state_names import OPT_STATE, qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, MatchOptions
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 
@@ -107,8 +107,14 @@ class AdamState:
         return replace(self, averages={}, left_out=left_out)
 
 
-def read_adam_state(source: Source) -> AdamState:
+def read_adam_state(
+    source: Source, match_options: MatchOptions = DEFAULT_MATCH_OPTIONS
+) -> AdamState:
     """Return the training state of a source. Only the counters are read.
+
+    Args:
+        source: The opened source.
+        match_options: Options of the match of the parameters, e.g. `--drop`.
 
     Raises:
         PrepError: The source has no state of AdamW, or moments of some parameters are missing.
@@ -131,7 +137,8 @@ def read_adam_state(source: Source) -> AdamState:
             counters[tensor_name] = tensor
         else:
             left_out.append(tensor)
-    _check_moments(source, slots, left_out)
+    trained = trained_tensors(source, match_options)
+    _check_moments(source, trained, slots, averages, left_out)
     step = _read_counter(source, counters, STEP)
     table = _read_table(source)
     return AdamState(
@@ -148,9 +155,11 @@ def read_adam_state(source: Source) -> AdamState:
     )
 
 
-def trained_tensors(source: Source) -> tuple[SourceTensor, ...]:
+def trained_tensors(
+    source: Source, match_options: MatchOptions = DEFAULT_MATCH_OPTIONS
+) -> tuple[SourceTensor, ...]:
     """Return the parameters of the model, without a stored copy of a tied embedding and without buffers."""
-    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
+    match = match_source_tensors(source, stored_axis_maps(source), match_options)
     return tuple(tensor for tensor in source.tensors if tensor.name in match.uses)
 
 
@@ -172,10 +181,12 @@ def require_settings(source: Source, state: AdamState) -> AdamSettings:
 
 def _check_moments(
     source: Source,
+    trained: Sequence[SourceTensor],
     slots: Mapping[str, Mapping[str, SourceTensor]],
+    averages: Mapping[str, SourceTensor],
     left_out: list[SourceTensor],
 ) -> None:
-    """Raise PrepError unless each parameter has both moments."""
+    """Raise PrepError unless each parameter has both moments, and an average if there are any."""
     name = source.display_name
     if not slots[FIRST_MOMENT] and not slots[SECOND_MOMENT]:
         others = sorted({split_name(tensor.name)[0] for tensor in left_out} - {""})
@@ -187,15 +198,19 @@ def _check_moments(
             why,
             text("{} chooses the optimizer of a run", Key("optimizer.type", "adamw")),
         )
-    trained = trained_tensors(source)
-    for slot, moments in slots.items():
+    all_slots = dict(slots)
+    if averages:
+        all_slots[AVERAGE_SLOT] = averages
+    for slot, moments in all_slots.items():
         # A slot without some of the parameters has paths of leaves as names.
         is_partial = any(map(is_leaf_path, moments))
         for parameter in trained:
             if is_partial or parameter.name not in moments:
                 what = f"{name} has no {slot} of {source.file_name(parameter)}"
                 why = text("{} leaves parameters without moments", Key("optimizer.freeze"))
-                hint = text("export it without {}", Option("training_state", True))
+                if source.training_record is not None:
+                    why = "the parameter was frozen, or the checkpoint is incomplete"
+                hint = text("convert it without {}", Option("training_state", True))
                 raise PrepError(what, why, hint)
 
 

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from prepcli.errors import GET_AGAIN_HINT, PrepError
+from prepcli.errors import GET_AGAIN_HINT, Option, PrepError, text, usage_error
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.torch_dcp import DcpFolder, DcpTensor, read_dcp_folder, read_dcp_value
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE_RULE, qualify
 from prepcli.sources.adam_state import MOMENTS, read_scalar, trained_tensors
+from prepcli.sources.dcp_trees import TORCHTITAN_EMBEDDING
 from prepcli.sources.foreign_state import (
     WITHOUT_STATE_HINT,
     ForeignState,
@@ -24,7 +25,8 @@ from prepcli.sources.openers.dcp_folder import STATE_PREFIX, box_locations
 from prepcli.sources.source import Source, SourceTensor, recorded_digests
 from prepcli.sources.trainer_checkpoint import ENTRIES, NUM_UPDATES
 
-GROUPS_PREFIX = "optimizer.param_groups"
+OPTIMIZER = "optimizer"
+GROUPS_PREFIX = f"{OPTIMIZER}.param_groups"
 GROUP_KEYS = (
     *("lr", "initial_lr", "betas", "eps", "weight_decay"),
     *("amsgrad", "maximize", "decoupled_weight_decay", "params"),
@@ -35,10 +37,17 @@ def read_dcp_state(source: Source) -> Source:
     """Return a torch distributed checkpoint with its training state.
 
     Raises:
+        UsageError: The checkpoint is one of torchtitan.
         PrepError: There is none, it is damaged, or it is no state of AdamW with the moments of all parameters.
     """
     folder = read_dcp_folder(source.root)
     tensors = {tensor.name: tensor for tensor in folder.tensors}
+    if TORCHTITAN_EMBEDDING in tensors:
+        what = text(
+            "{} is not supported for {}", Option("training_state", True), source.display_name
+        )
+        why = "its optimizer state has the names of torchtitan"
+        raise usage_error(what, why, text("remove {}", Option("training_state", True)))
     if not any(name.startswith(STATE_PREFIX) for name in tensors):
         what = f"{source.display_name} has no training state"
         why = f"no name in it starts with {STATE_PREFIX}"
@@ -53,15 +62,15 @@ def read_dcp_state(source: Source) -> Source:
     num_updates = _num_updates(source, tensors)
     settings = adam_settings(source.display_name, groups)
     others = tuple(entry for entry in source.extra_entries if not _is_converted(entry))
-    # E.g. `scheduler` for `scheduler.last_epoch` and `scheduler.base_lrs`.
-    other_keys = dict.fromkeys(entry.name.partition(".")[0] for entry in others)
+    other_parts = dict.fromkeys(_part(entry.name) for entry in others)
+    other_parts |= dict.fromkeys(_other_parameters(source, tensors))
     state = ForeignState(
         moments=tuple(_moments(source, tensors)),
         # A loop of PyTorch keeps its step elsewhere, if at all.
         step=num_updates,
         num_updates=num_updates,
         settings=settings,
-        left_out=(*other_keys, *decay_notes(source, _decays(groups))),
+        left_out=(*other_parts, *decay_notes(source, _decays(groups))),
     )
     return add_foreign_state(replace(source, extra_entries=others), state)
 
@@ -69,6 +78,34 @@ def read_dcp_state(source: Source) -> Source:
 def _is_converted(entry: DroppedTensor) -> bool:
     """Return whether an entry is a part of the training state."""
     return entry.rule == OPT_STATE_RULE or entry.name.startswith(GROUPS_PREFIX)
+
+
+def _part(name: str) -> str:
+    """Return the part of a checkpoint with an entry: its first key, or the whole name in the optimizer.
+
+    >>> _part("scheduler.last_epoch"), _part("optimizer.acc_grads")
+    ('scheduler', 'optimizer.acc_grads')
+    """
+    key, _, _ = name.partition(".")
+    return name if key == OPTIMIZER else key
+
+
+def _other_parameters(source: Source, tensors: Mapping[str, DcpTensor]) -> Iterator[str]:
+    """Yield the optimizer states of parameters outside of the model, e.g. `optimizer.state.value_head.weight`.
+
+    Raises:
+        PrepError: A parameter of the model has the state of another optimizer.
+    """
+    parameters = {source.file_name(tensor) for tensor in trained_tensors(source)}
+    for name in tensors:
+        if not name.startswith(STATE_PREFIX):
+            continue
+        parameter, _, entry = name.removeprefix(STATE_PREFIX).rpartition(".")
+        if parameter not in parameters:
+            yield f"{STATE_PREFIX}{parameter}"
+        elif entry not in (*ENTRIES, NUM_UPDATES):
+            what = f"{source.display_name} has no state of AdamW"
+            raise PrepError(what, f"the optimizer keeps {name}", WITHOUT_STATE_HINT)
 
 
 def _moments(source: Source, tensors: Mapping[str, DcpTensor]) -> Iterator[SourceTensor]:

@@ -21,6 +21,8 @@ from prepcli.sources.decayed_tensors import decay_differences
 from prepcli.sources.source import Source, SourceTensor
 
 WITHOUT_STATE_HINT = text("convert it without {}", Option("training_state", True))
+# Part of the state of frameworks without stored settings.
+NO_SETTINGS = "settings of the optimizer"
 # Counters are stored as int32.
 MAX_COUNT = (1 << 31) - 1
 BETAS = ("b1", "b2")
@@ -55,18 +57,23 @@ def add_foreign_state(source: Source, state: ForeignState) -> Source:
     """Return a source with a training state.
 
     Raises:
-        PrepError: A moment is not of a floating-point dtype.
+        PrepError: A moment is not of a floating-point dtype, or there are more updates than steps.
     """
     for moment in state.moments:
         if moment.dtype not in FLOAT_DTYPES:
             what = f"the moments of {source.display_name} are not supported"
             why = f"{moment.name} is {moment.dtype}, and must be a float"
             raise PrepError(what, why, WITHOUT_STATE_HINT)
-    # Steps whose loss was not finite have no update. Trainer counts them, and Adam does not.
+    if state.num_updates > state.step:
+        # The learning rate of prep is that of `step - skipped`, which must be the number of updates.
+        what = f"{source.display_name} has more updates than steps"
+        why = f"it is at step {state.step}, and its moments have {state.num_updates} updates"
+        raise PrepError(what, why, WITHOUT_STATE_HINT)
+    # Steps with a loss that is not finite have no update. Trainer counts them, and Adam does not.
     counters = {
         NUM_UPDATES: state.num_updates,
         STEP: state.step,
-        SKIPPED: max(0, state.step - state.num_updates),
+        SKIPPED: state.step - state.num_updates,
         SKIPPED_IN_ROW: 0,
     }
     values = np.array([*counters.values()], np.dtype("<i4"))
@@ -91,6 +98,23 @@ def add_foreign_state(source: Source, state: ForeignState) -> Source:
     )
 
 
+def check_count(source: Source, value: float, why: str) -> int:
+    """Return a counter as an integer.
+
+    Args:
+        source: The opened source.
+        value: The stored value.
+        why: Description of the value in the error.
+
+    Raises:
+        DamagedError: The value is negative, fractional or too large.
+    """
+    # A NaN fails the first comparison.
+    if not 0 <= value <= MAX_COUNT or value != int(value):
+        raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
+    return int(value)
+
+
 def one_count(source: Source, counts: Mapping[str, float]) -> int:
     """Return the number of updates of all parameters.
 
@@ -100,10 +124,7 @@ def one_count(source: Source, counts: Mapping[str, float]) -> int:
     """
     names: dict[float, str] = {}
     for name, count in counts.items():
-        # A NaN fails the first comparison.
-        if not 0 <= count <= MAX_COUNT or count != int(count):
-            what = f"{source.display_name} is damaged"
-            raise DamagedError(what, f"{name} has {count:g} updates", GET_AGAIN_HINT)
+        check_count(source, count, f"{name} has {count:g} updates")
         names.setdefault(count, name)
     if len(names) > 1:
         listed = ", ".join(f"{count:g} of {name}" for count, name in list(names.items())[:2])

@@ -10,7 +10,7 @@ from prepcli.sources.source import Source
 
 
 def with_remote_blobs(source: Source, remote: RemoteCheckpoint) -> Source:
-    """Return a source that reads its tensors from the files of a remote checkpoint.
+    """Return a source with the files of a remote checkpoint in place of its placeholders.
 
     Raises:
         PrepError: A tensor is made from placeholder files in another way than by the decoding of chunks.

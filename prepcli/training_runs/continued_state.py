@@ -79,7 +79,7 @@ def cast_warning(start: StartCheckpoint, loop: LoopConfig) -> str:
 
 
 def unread_warning(start: StartCheckpoint, loop: LoopConfig) -> str:
-    """Return a warning about leaves of the state that the run does not have. Empty if there are none."""
+    """Return a warning about unused leaves of the state. Empty if there are none."""
     from trainer.training.step import leaf_names
 
     unread = sorted(start.model_reader.leaves.keys() - leaf_names(loop.setup))

@@ -14,7 +14,7 @@ from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor, read_dcp_folder
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import Contiguous, DroppedTensor, Locations, SourceFile
-from prepcli.planning.state_names import OPT_STATE_RULE
+from prepcli.planning.state_names import OPT_STATE_RULE, TRAINING_STATE_RULE
 from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import itemsize
@@ -51,9 +51,10 @@ def open_dcp(
     """
     folder = read_dcp_folder(path)
     state: tuple[DcpTensor, ...] = ()
+    others: tuple[DcpTensor, ...] = ()
     is_torchtitan = _has_torchtitan_names([tensor.name for tensor in folder.tensors], hints)
     if not is_torchtitan:
-        folder, state = _split_state(folder)
+        folder, state, others = _split_state(folder)
     config_path = find_config_path(hints, path, display_name)
     types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
     model = read_folder_model(path, config_path, hints, types)
@@ -84,7 +85,7 @@ def open_dcp(
         file_stamps=_written_stamps(folder, state) if manifest else _file_stamps(folder),
         small_files=tuple(file for file in model.copied_files if file not in folder.files),
         manifest=manifest,
-        extra_entries=(*extra_entries, *_extra_entries(folder, state)),
+        extra_entries=(*extra_entries, *_extra_entries(folder, state, others)),
         config_path=config_path,
         left_files=model.left_files,
     )
@@ -124,28 +125,42 @@ def _without_entries(folder: DcpFolder, entries: Collection[str]) -> DcpFolder:
     return replace(folder, tensors=tuple(tensors), non_tensors=tuple(names))
 
 
-def _split_state(folder: DcpFolder) -> tuple[DcpFolder, tuple[DcpTensor, ...]]:
-    """Return a training checkpoint as its model under the names of the model, and the tensors of the optimizer.
+def _split_state(
+    folder: DcpFolder,
+) -> tuple[DcpFolder, tuple[DcpTensor, ...], tuple[DcpTensor, ...]]:
+    """Split a training checkpoint into model, optimizer state and other tensors, e.g. averages of the parameters.
 
-    A checkpoint without optimizer state is returned as it is.
+    The names in the model lose their prefix. A checkpoint without optimizer state is returned unchanged.
     """
     state = tuple(tensor for tensor in folder.tensors if tensor.name.startswith(STATE_PREFIX))
     if not state:
-        return folder, ()
+        return folder, (), ()
     model: list[DcpTensor] = []
+    others: list[DcpTensor] = []
     for tensor in folder.tensors:
         if tensor.name.startswith(MODEL_PREFIX):
             model.append(replace(tensor, name=tensor.name.removeprefix(MODEL_PREFIX)))
-    return replace(folder, tensors=tuple(model)), state
+        elif not tensor.name.startswith(STATE_PREFIX):
+            others.append(tensor)
+    return replace(folder, tensors=tuple(model)), state, tuple(others)
 
 
-def _extra_entries(folder: DcpFolder, state: Sequence[DcpTensor]) -> Iterator[DroppedTensor]:
-    """Yield the unused content: the optimizer state as a whole, and values other than tensors."""
+def _extra_entries(
+    folder: DcpFolder, state: Sequence[DcpTensor], others: Sequence[DcpTensor]
+) -> Iterator[DroppedTensor]:
+    """Yield the unused content: the optimizer state as a whole, other tensors, and values other than tensors."""
     if state:
-        nbytes = sum(math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in state)
+        nbytes = sum(_tensor_nbytes(tensor) for tensor in state)
         yield DroppedTensor(STATE_PREFIX.removesuffix("."), nbytes, OPT_STATE_RULE)
+    for tensor in others:
+        yield DroppedTensor(tensor.name, _tensor_nbytes(tensor), TRAINING_STATE_RULE)
     for name in folder.non_tensors:
         yield DroppedTensor(name, 0, NOT_A_TENSOR_RULE)
+
+
+def _tensor_nbytes(tensor: DcpTensor) -> int:
+    """Return the size of a tensor."""
+    return math.prod(tensor.shape) * itemsize(tensor.dtype)
 
 
 def box_locations(tensor: DcpTensor) -> Locations:

@@ -20,7 +20,14 @@ from prepcli.sources.adam_state import (
     read_small_tensor,
 )
 from prepcli.sources.averages import AVERAGE_SLOT
-from prepcli.sources.foreign_state import WITHOUT_STATE_HINT, ForeignState, add_foreign_state
+from prepcli.sources.foreign_state import (
+    MAX_COUNT,
+    NO_SETTINGS,
+    WITHOUT_STATE_HINT,
+    ForeignState,
+    add_foreign_state,
+    check_count,
+)
 from prepcli.sources.foreign_trees import BOXED_SUFFIX, ForeignTree, match_foreign_tree
 from prepcli.sources.source import Source, SourceTensor, recorded_digests
 from prepcli.sources.tree_tensors import StoredLeaf, leaf_as_tensor
@@ -37,7 +44,7 @@ COUNT_LEAF = re.compile(rf"opt_state(?:\.\w+)*\.count(?:{re.escape(BOXED_SUFFIX)
 # Settings in the state of `optax.inject_hyperparams`, e.g. the learning rate of the last step.
 SETTINGS_PART = "opt_state.hyperparams"
 STEP_LEAF = "step"
-# The number of updates in `optax.MultiSteps`, which accumulates gradients. The step of Tunix then counts batches.
+# The number of updates in `optax.MultiSteps`. It accumulates gradients, so that the step counts batches.
 GRADIENT_STEP_LEAF = "opt_state.gradient_step"
 # The averages of the parameters in Levanter. An average with a decay that depends on the step has a weight.
 AVERAGE_ROOT = "model_averaging.model."
@@ -45,7 +52,6 @@ AVERAGE_WEIGHT_LEAF = "model_averaging.tot_weight"
 AVERAGE_KEY = "model_averaging"
 # Orders of the moments. See `LayoutScale.of_moment`.
 ORDERS = {FIRST_MOMENT: 1, SECOND_MOMENT: 2}
-NO_SETTINGS = "settings of the optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,7 @@ def scaled_moments(moments: MomentTrees | None) -> dict[str, LayoutScale]:
 
 
 def _slot_scale(slot: str, parameter_scale: LayoutScale) -> LayoutScale | None:
-    """Return the scale of a slot of the optimizer state. Averages have the scale of the parameter."""
+    """Return the scale of a slot. Averages have the scale of the parameter."""
     if slot == AVERAGE_SLOT:
         return parameter_scale
     return parameter_scale.of_moment(ORDERS[slot])
@@ -113,9 +119,9 @@ def match_moment_trees(
     Raises:
         PrepError: The item has no moments of AdamW, or they fit no layout.
     """
+    what = f"{display_name} has no moments of AdamW"
     found_leaf = next(filter(None, map(FIRST_MOMENT_LEAF.match, leaves)), None)
     if found_leaf is None:
-        what = f"{display_name} has no moments of AdamW"
         raise PrepError(what, "no leaf is in opt_state.*.mu", WITHOUT_STATE_HINT)
     state = found_leaf[1]
     collection = found_leaf[2] or ""
@@ -127,6 +133,9 @@ def match_moment_trees(
         roots[AVERAGE_SLOT] = AVERAGE_ROOT
     trees: dict[str, ForeignTree] = {}
     for slot, root in roots.items():
+        # E.g. Lion has first moments only.
+        if not any(name.startswith(root) for name in leaves):
+            raise PrepError(what, f"no leaf is in {root.removesuffix('.')}", WITHOUT_STATE_HINT)
         trees[slot] = match_foreign_tree(
             leaves, family, config, display_name, roots=(root,), manifest=manifest
         )
@@ -155,14 +164,18 @@ def add_item_state(
         scale_records: Records of scaled tensors, if they are read as they are stored.
 
     Raises:
-        PrepError: A counter is missing.
+        PrepError: A counter is missing or invalid.
     """
     manifest = source.manifest or NO_MANIFEST
     num_updates = _read_counter(source, leaves, f"{moments.state}.count")
     if source.manifest is not None:
         _check_written_leaves(source, leaves, num_updates)
     settings = _recorded_settings(manifest)
-    left_out = [*_unread_parts(moments, leaves), *_other_counts(source, leaves, num_updates)]
+    left_out = [
+        *_unread_parts(moments, leaves),
+        *_other_moments(source, moments),
+        *_other_counts(source, leaves, num_updates),
+    ]
     others: list[DroppedTensor] = []
     for entry in source.extra_entries:
         if entry.rule == OPT_STATE_RULE or entry.name == STEP_LEAF:
@@ -174,7 +187,7 @@ def add_item_state(
     if settings is None:
         left_out.append(NO_SETTINGS)
     state = ForeignState(
-        moments=tuple(_moment_tensors(moments, manifest, scale_records)),
+        moments=tuple(_moment_tensors(source, moments, scale_records)),
         step=_read_step(source, leaves),
         num_updates=num_updates,
         settings=settings,
@@ -186,7 +199,7 @@ def add_item_state(
 def _check_written_leaves(
     source: Source, leaves: Mapping[str, StoredLeaf], num_updates: int
 ) -> None:
-    """Check the leaves of an output of prep outside the training state, e.g. the count of the schedule.
+    """Check the constant leaves in an output of prep, e.g. the count of the schedule.
 
     Raises:
         DamagedError: A count differs from the number of updates, or a leaf from its digest.
@@ -204,7 +217,7 @@ def _check_written_leaves(
 def _other_counts(
     source: Source, leaves: Mapping[str, StoredLeaf], num_updates: int
 ) -> Iterator[str]:
-    """Yield a description of each count unlike the number of updates, e.g. after skipped steps.
+    """Yield a description of each count with another value than the number of updates, e.g. after skipped steps.
 
     The schedule of prep is at the number of updates.
     """
@@ -215,22 +228,35 @@ def _other_counts(
 
 
 def _unread_parts(moments: MomentTrees, leaves: Mapping[str, StoredLeaf]) -> Iterator[str]:
-    """Yield the unread parts of the optimizer state. Settings are named elsewhere.
+    """Yield the unread parts of the optimizer state and of the averages, except settings.
 
-    A part is a subtree outside the path of Adam's state, e.g. `opt_state.inner_state.1.mog` or `opt_state.acc_grads`.
+    A part is a subtree next to the path of Adam's state, e.g. `opt_state.inner_state.1.mog` or `opt_state.acc_grads`.
     """
+    roots = tuple(tree.format.root for tree in moments.trees.values())
     parts: dict[str, None] = {}
     for name in leaves:
-        if name.startswith(f"{OPT_STATE}.") and not COUNT_LEAF.fullmatch(name):
+        if name.startswith(roots) or COUNT_LEAF.fullmatch(name):
+            continue
+        if name.startswith(f"{OPT_STATE}."):
             parts[_part(name.removesuffix(BOXED_SUFFIX), moments.state)] = None
-    read_parts = (f"{moments.state}.mu", f"{moments.state}.nu", SETTINGS_PART, GRADIENT_STEP_LEAF)
+        elif name.startswith(f"{AVERAGE_KEY}.") and AVERAGE_SLOT in moments.trees:
+            parts[name] = None
     for part in parts:
-        if part not in read_parts:
+        if part not in (SETTINGS_PART, GRADIENT_STEP_LEAF):
             yield part
 
 
+def _other_moments(source: Source, moments: MomentTrees) -> Iterator[str]:
+    """Yield the leaves of moments and averages without a parameter, e.g. of a value head."""
+    parameters = {tensor.name for tensor in source.tensors}
+    for tree in moments.trees.values():
+        for tensor in tree.tensors:
+            if tensor.name not in parameters:
+                yield f"{tree.format.root}{tensor.name}"
+
+
 def _part(name: str, state: str) -> str:
-    """Return the first keys of a leaf, up to the first difference from the keys of Adam's state.
+    """Return the keys shared by a leaf and Adam's state, and the next key of the leaf.
 
     >>> _part("opt_state.inner_state._skipstep_losses", "opt_state.inner_state.1")
     'opt_state.inner_state._skipstep_losses'
@@ -245,12 +271,16 @@ def _part(name: str, state: str) -> str:
 
 
 def _moment_tensors(
-    moments: MomentTrees, manifest: Manifest, scale_records: Mapping[str, ScaleRecord]
+    source: Source, moments: MomentTrees, scale_records: Mapping[str, ScaleRecord]
 ) -> Iterator[SourceTensor]:
-    """Yield the moments with their recorded digests."""
+    """Yield the moments and averages of the parameters with their recorded digests."""
+    manifest = source.manifest or NO_MANIFEST
+    parameters = {tensor.name for tensor in source.tensors}
     for slot, tree in moments.trees.items():
         records = manifest.slots.get(slot, {})
         for tensor in tree.tensors:
+            if tensor.name not in parameters:
+                continue
             name = tree.names.full_name(tensor.name)
             digests = recorded_digests(records, name)
             if qualify(slot, name) in scale_records:
@@ -260,19 +290,32 @@ def _moment_tensors(
 
 def _read_step(source: Source, leaves: Mapping[str, StoredLeaf]) -> int:
     """Return the number of steps."""
-    if GRADIENT_STEP_LEAF + BOXED_SUFFIX in leaves:
-        return _read_counter(source, leaves, GRADIENT_STEP_LEAF)
+    record = (source.manifest or NO_MANIFEST).fields.get(TRAINING_STATE_KEY)
+    if record is not None and STEP_LEAF + BOXED_SUFFIX in leaves:
+        # Tunix counts updates, and an export may have skipped steps.
+        return record["step"]
+    for name in (GRADIENT_STEP_LEAF + BOXED_SUFFIX, GRADIENT_STEP_LEAF):
+        if name in leaves:
+            return _read_counter(source, leaves, name)
     return _read_counter(source, leaves, STEP_LEAF)
 
 
 def _read_counter(source: Source, leaves: Mapping[str, StoredLeaf], name: str) -> int:
-    """Return the value of a leaf."""
+    """Return the value of a counter.
+
+    Raises:
+        PrepError: The leaf is missing.
+        DamagedError: The value is not a count.
+    """
     if name + BOXED_SUFFIX in leaves:
         name += BOXED_SUFFIX
     if name not in leaves:
         what = f"{source.display_name} has no {name}"
         raise PrepError(what, "its training state is incomplete", WITHOUT_STATE_HINT)
-    return int(read_scalar(source, leaf_as_tensor(name, leaves[name], {})))
+    value = read_scalar(source, leaf_as_tensor(name, leaves[name], {}))
+    leaf = name.removesuffix(BOXED_SUFFIX)
+    why = f"{leaf} is {value:g}, and must be an integer from 0 to {MAX_COUNT:,}"
+    return check_count(source, value, why)
 
 
 def _recorded_settings(manifest: Manifest) -> AdamSettings | None:

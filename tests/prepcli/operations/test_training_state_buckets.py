@@ -16,7 +16,7 @@ from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS
 from tests.helpers.training_states import read_leaves, same_state
 
 HALF = STEPS // 2
-# A family of all three trainers.
+# A family of all trainers.
 QWEN3 = FAMILY_CONFIGS["qwen3"]
 
 
@@ -41,12 +41,20 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
         yield store
 
 
-@pytest.mark.parametrize("layout", ["maxtext", "levanter", "tunix"])
-def test_state_of_a_jax_trainer_is_read_from_a_bucket(
-    folder: None, store: FakeObjectStore, layout: str, tmp_path: Path
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--layout", "maxtext"),
+        ("--layout", "levanter"),
+        ("--layout", "tunix"),
+        ("--format", "dcp"),
+    ],
+)
+def test_state_of_a_framework_is_read_from_a_bucket(
+    folder: None, store: FakeObjectStore, options: tuple[str, str], tmp_path: Path
 ):
-    url = f"gs://bucket/{layout}"
-    run_ok("export", "half", "--training-state", "--layout", layout, "--out", url)
+    url = f"gs://bucket/{options[1]}"
+    run_ok("export", "half", "--training-state", *options, "--out", url)
     run_ok("verify", url, f"half/{HALF}")
     out = str(tmp_path / "back")
     run_ok(

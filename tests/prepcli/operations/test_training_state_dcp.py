@@ -119,13 +119,42 @@ def test_parts_without_a_counterpart_are_named(folder: None):
     training = TorchTraining("tiny")
     training.load("torch")
     model, optimizer = get_state_dict(training.model, training.optimizer)
-    state = {"model": model, "optimizer": optimizer, "scheduler": training.schedule.state_dict()}
+    zeros = {"exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3), "step": torch.tensor(4.0)}
+    state = {
+        "model": model,
+        "optimizer": optimizer | {"acc_grads": torch.zeros(3)},
+        "scheduler": training.schedule.state_dict(),
+        "ema": {"embed_tokens": torch.zeros(3), "norm": torch.zeros(3)},
+    }
+    state["optimizer"]["state"]["value_head.weight"] = zeros
     save(state, checkpoint_id="scheduled")
     run_ok(
         "save-init", "scheduled", "--training-state", "--config", "tiny", "--out", "scheduled-step"
     )
-    assert left_out("scheduled-step") == ["scheduler"]
+    assert sorted(left_out("scheduled-step")) == [
+        "ema",
+        "optimizer.acc_grads",
+        "optimizer.state.value_head.weight",
+        "scheduler",
+    ]
     assert left_out("back") == ["the state of a scheduler", "random state"]
+
+
+def test_state_of_amsgrad_is_refused(folder: None, capsys):
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    training = TorchTraining("tiny")
+    training.load("torch")
+    model, optimizer = get_state_dict(training.model, training.optimizer)
+    first = next(iter(optimizer["state"].values()))
+    first["max_exp_avg_sq"] = first["exp_avg_sq"].clone()
+    save({"model": model, "optimizer": optimizer}, checkpoint_id="amsgrad")
+    capsys.readouterr()
+    lines = error_lines(capsys, "save-init", "amsgrad", "--training-state", "--config", "tiny",
+                        "--out", "never")  # fmt: skip
+    assert "amsgrad has no state of AdamW" in lines[0]
+    assert "max_exp_avg_sq" in lines[1]
 
 
 def test_import_without_state_reads_the_model(folder: None):
@@ -152,6 +181,13 @@ def test_tied_head_moves_in_both_directions(tmp_path: Path, monkeypatch):
     loaded = TorchTraining("tied")
     loaded.load("back")
     assert loaded.train(2, 2) == training.train(2, 2)
+
+
+def test_state_of_torchtitan_is_refused(folder: None, capsys):
+    run_ok("export", "from-torch", "--layout", "torchtitan", "--out", "torchtitan")
+    capsys.readouterr()
+    lines = error_lines(capsys, "save-init", "torchtitan", "--training-state", "--out", "never")
+    assert lines[0] == "error: `--training-state` is not supported for torchtitan"
 
 
 def test_state_without_moments_is_refused(folder: None, capsys):

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ import optax
 import pytest
 
 from prepcli.restore.item_reader import open_reader
+from prepcli.sources.adam_state import read_adam_state
+from prepcli.sources.locate import locate
+from prepcli.sources.opening import open_source
+from prepcli.targets.trainer_item_state import levanter_state_tree
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.levanter_trees import TREES, Leaves, read_levanter, write_levanter
 from tests.helpers.other_trainers import (
     BATCH,
@@ -36,7 +42,7 @@ from tests.helpers.tiny_checkpoints import LLAMA, read_tensors
 from tests.helpers.training_states import read_leaves, same_state
 from trainer.models.module_order import optimizer_groups
 
-torch = pytest.importorskip("torch")
+torch = lazy_module("torch")
 
 HALF = STEPS // 2
 LAYOUTS = ("levanter", "levanter-unscanned")
@@ -106,18 +112,24 @@ def test_moments_have_the_leaves_of_levanter(folder: None, layout: str):
 
 
 def test_tree_of_the_optimizer_is_that_of_optax(folder: None):
-    train("unclipped", "optimizer.clip_norm=0", stop_after=1)
-    run_ok("export", "unclipped", "--training-state", "--layout", "levanter", "--out", "no-clip")
-    for name, clip_norm in (("levanter", 1.0), ("no-clip", 0.0)):
-        leaves = read_levanter(Path(name))
-        params = leaves_below(leaves, MODEL)
-        written = {path for path in leaves if path.startswith("opt_state.")}
-        assert written == optax_paths(params, clip_norm)
-        others = leaves.keys() - written - {f"{MODEL}{path}" for path in params}
-        assert {path for path in others if not path.startswith(AVERAGES)} == {
-            "step",
-            "training_key",
-        }
+    leaves = read_levanter(Path("levanter"))
+    params = leaves_below(leaves, MODEL)
+    written = {path for path in leaves if path.startswith("opt_state.")}
+    assert written == optax_paths(params, 1.0)
+    others = leaves.keys() - written - {f"{MODEL}{path}" for path in params}
+    assert {path for path in others if not path.startswith(AVERAGES)} == {"step", "training_key"}
+
+
+def test_tree_without_clipping_is_that_of_optax(folder: None):
+    params = leaves_below(read_levanter(Path("levanter")), MODEL)
+    state = read_adam_state(open_source(locate("half")))
+    assert state.table is not None
+    table = state.table.model_copy(update={"clip_norm": 0.0})
+    tree = levanter_state_tree(replace(state, table=table))
+    paths = [*tree.counters(state), *tree.constants]
+    for prefix in tree.moments:
+        paths += [f"{prefix}{path}" for path in params]
+    assert {path for path in paths if path.startswith("opt_state.")} == optax_paths(params, 0.0)
 
 
 def test_counters_have_the_values_of_the_step(folder: None):
@@ -156,9 +168,12 @@ def test_export_names_what_levanter_does_not_have(folder: None):
     assert record["left_out"] == ["random state", "settings of the optimizer"]
 
 
-def write_state(folder: str, changes: Leaves) -> None:
-    """Write the exported state as Levanter saves it, with other leaves."""
+def write_state(folder: str, changes: Leaves, removed: str | None = None) -> None:
+    """Write the exported state as Levanter saves it, with changed leaves, and without the leaves of a prefix."""
     leaves = read_levanter(Path("levanter")) | changes
+    if removed is not None:
+        leaves = {name: leaf for name, leaf in leaves.items() if not name.startswith(removed)}
+    shutil.rmtree(folder, ignore_errors=True)
     write_levanter(Path(folder, "step-3"), leaves, HALF - 1)
 
 
@@ -177,20 +192,82 @@ def test_import_names_what_prep_does_not_have(folder: None):
         "opt_state.count": skipped,
         "opt_state.inner_state._skipstep_losses": np.zeros(4, np.float32),
         f"{ADAM}mog.lm_head.weight": np.zeros((131, 32), np.float32),
+        f"{ADAM}nu.value_head.weight": np.zeros(3, np.float32),
         "model_averaging.tot_weight": np.array(1.0, np.float32),
         "step": skipped,
     }
     write_state("skipped", changes)
-    assert left_out("skipped", "skipped-step") == [
+    unread = [
         "opt_state.inner_state.1.mog",
         "opt_state.inner_state._skipstep_losses",
+        f"{ADAM}nu.value_head.weight",
         f"opt_state.count {HALF + 2}",
         "model_averaging",
         "training_key",
         "settings of the optimizer",
     ]
+    assert left_out("skipped", "skipped-step") == unread
+    run_ok("export", "skipped", "--training-state", "--config", "tiny", "--layout", "maxtext",
+           "--out", "skipped-maxtext")  # fmt: skip
+    record = json.loads(Path("skipped-maxtext/prep-manifest.json").read_text())["training_state"]
+    assert record["left_out"] == [*unread, "random state"]
     fields = json.loads(Path("skipped-step/prep-manifest.json").read_text())
     assert (fields["step"], fields["training_state"]["updates"]) == (HALF + 2, HALF)
+
+
+def test_import_names_other_leaves_of_averages(folder: None):
+    zeros = np.zeros(3, np.float32)
+    write_state("averages", {f"{AVERAGES}value_head": zeros, "model_averaging.decay": zeros[0]})
+    assert left_out("averages", "averages-step")[:2] == [
+        "model_averaging.decay",
+        f"{AVERAGES}value_head",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value"),
+    [
+        ("step", np.int32(-1)),
+        ("opt_state.count", np.float32(np.nan)),
+    ],
+)
+def test_invalid_counter_is_an_error(folder: None, capsys, leaf: str, value: np.generic):
+    write_state("invalid", {leaf: np.asarray(value)})
+    capsys.readouterr()
+    lines = error_lines(
+        capsys, "save-init", "invalid", "--training-state", "--config", "tiny", "--out", "never"
+    )
+    assert lines[0] == "error: invalid is damaged"
+    assert f"{leaf} is {value:g}" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        # Lion has first moments only.
+        (f"{ADAM}nu.", f"no leaf is in {ADAM}nu"),
+        (f"{ADAM}nu.transformer.norm.weight", "has no opt_state.adam.nu of model.norm.weight"),
+        (f"{AVERAGES}transformer.norm.weight", "has no opt_state.ema of model.norm.weight"),
+    ],
+)
+def test_incomplete_state_is_an_error(folder: None, capsys, removed: str, message: str):
+    write_state("incomplete", {}, removed)
+    capsys.readouterr()
+    lines = error_lines(
+        capsys, "save-init", "incomplete", "--training-state", "--config", "tiny", "--out", "never"
+    )
+    assert message in " ".join(lines)
+
+
+def test_state_with_more_updates_than_steps_is_refused(folder: None, capsys):
+    """The learning rates of prep and Adam's count would differ."""
+    write_state("early", {"step": np.array(HALF - 1, np.int32)})
+    capsys.readouterr()
+    lines = error_lines(
+        capsys, "save-init", "early", "--training-state", "--config", "tiny", "--out", "never"
+    )
+    assert lines[0] == "error: early has more updates than steps"
+    assert f"step {HALF - 1}, and its moments have {HALF} updates" in lines[1]
 
 
 def test_model_without_moments_is_refused(folder: None, capsys):

@@ -46,7 +46,7 @@ NO_DECAY = "optimizer.weight_decay=0.0"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[None]:
-    """Train a LLaMA with heads of 16 elements, whose queries MaxText divides by 4, to the middle of the run."""
+    """Train a LLaMA with heads of 16 elements to the middle of the run. MaxText divides its queries by 4."""
     path = tmp_path_factory.mktemp("maxtext")
     before = Path.cwd()
     os.chdir(path)
@@ -133,7 +133,7 @@ def test_verify_finds_a_changed_count_of_the_schedule(folder: None, capsys):
 
 
 def test_rounded_moments_are_counted_and_not_read_back(tmp_path: Path, monkeypatch, capsys):
-    """Heads of 8 elements have the divisor sqrt(8), which rounds."""
+    """Heads of 8 elements have the divisor sqrt(8), so that values are rounded."""
     monkeypatch.chdir(tmp_path)
     make_folder(LLAMA | {"num_attention_heads": 8, "hidden_size": 64})
     train("half", stop_after=HALF)
