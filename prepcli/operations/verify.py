@@ -185,6 +185,8 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     check_stream(request.common.stream, located, against_located)
     check_contents(source, against_source)
     observer.note(source_line(against_source))
+    _check_checksum_file(source)
+    _check_checksum_file(against_source)
     source, against_source = comparable_sources(source, against_source, observer)
     return _verify_pair(_collect_model(source), _collect_model(against_source), request, observer)
 
