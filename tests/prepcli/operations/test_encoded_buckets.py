@@ -81,11 +81,16 @@ def test_next_command_of_an_export_to_a_bucket_works(site: StoreSite, layout: st
     assert site.run_prep(*report["next"].split()[1:])["differences"] == []
 
 
-@pytest.mark.parametrize("words", [("--layout", "hf-flax"), ("--format", "dcp")])
-def test_next_command_does_not_read_another_format_from_a_bucket(
-    site: StoreSite, home: Path, words: tuple[str, ...]
-):
-    report = site.run_prep("export", str(home / "init"), *words, "--out", "s3://bucket/out")
+def test_next_command_of_a_dcp_export_to_a_bucket_works(site: StoreSite, home: Path):
+    init = str(home / "init")
+    report = site.run_prep("export", init, "--format", "dcp", "--out", "s3://bucket/out")
+    assert report["next"] == f"prep verify s3://bucket/out {init}"
+    assert site.run_prep(*report["next"].split()[1:])["differences"] == []
+
+
+def test_next_command_does_not_read_another_format_from_a_bucket(site: StoreSite, home: Path):
+    words = ("--layout", "hf-flax", "--out", "s3://bucket/out")
+    report = site.run_prep("export", str(home / "init"), *words)
     assert report["ok"], report
     assert "next" not in report
     assert "are read remotely" in site.run_prep("verify", "s3://bucket/out")["error"]["why"]
