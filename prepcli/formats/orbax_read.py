@@ -37,7 +37,7 @@ from prepcli.formats.untrusted import (
     parse_json,
     quote_name,
     read_small_file,
-    stat_file,
+    stat_indexed_file,
 )
 from prepcli.formats.zarr import ZarrArray, parse_zarr_document
 from trainer.models.json_types import JsonObject
@@ -299,7 +299,7 @@ def _check_chunk_ranges(
     arrays: Sequence[ArrayMeta], chunks: Sequence[ChunkTable], files: Sequence[Path]
 ) -> None:
     """Raise PrepError if a chunk exceeds its file or overlaps another chunk."""
-    sizes = [stat_file(file).st_size for file in files]
+    sizes = [stat_indexed_file(file).st_size for file in files]
     ranges: list[tuple[int, int, int, int]] = []
     for array_number, table in enumerate(chunks):
         for stored in table.values():

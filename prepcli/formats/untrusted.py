@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
-from prepcli.errors import PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from trainer.files.json_values import check_depth
 from trainer.files.reading import (
     ACCESS_HINT,
@@ -57,6 +57,14 @@ def stat_file(path: Path) -> os.stat_result:
     if not stat.S_ISREG(file_stat.st_mode):
         raise not_regular_error(path)
     return file_stat
+
+
+def stat_indexed_file(path: Path) -> os.stat_result:
+    """Return the stat of a file named by an index. Raise DamagedError if it does not exist."""
+    if not os.path.lexists(path):
+        why = "the index of the checkpoint names it"
+        raise DamagedError(f"{path} does not exist", why, GET_AGAIN_HINT)
+    return stat_file(path)
 
 
 def read_bytes(path: Path, offset: int = 0, nbytes: int = -1) -> bytes:

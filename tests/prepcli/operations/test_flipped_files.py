@@ -84,7 +84,12 @@ def test_flipped_checksum_of_a_trainer_export_is_found(
 def test_flipped_checksum_is_found_in_a_comparison(kind: str, capsys: pytest.CaptureFixture[str]):
     (file,) = Path(kind).rglob(CHECKSUMS_FILE)
     flip_bit(file, 100)
-    for words in ((kind, "hf"), ("hf", kind), ("hf", kind, "--quick"), ("hf", kind, "--tolerance", "1")):
+    for words in (
+        (kind, "hf"),
+        ("hf", kind),
+        ("hf", kind, "--quick"),
+        ("hf", kind, "--tolerance", "1"),
+    ):
         assert f"{file} is damaged" in run_failing(capsys, 1, "verify", *words)
 
 
