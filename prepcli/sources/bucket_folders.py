@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path, PurePosixPath
 
 from prepcli.console.formatting import format_bytes
+from prepcli.console.lists import join_names
 from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation
 from prepcli.formats.orbax import STATE_ITEMS, ZARRAY, find_item, item_metadata_file
@@ -110,7 +111,7 @@ class BucketFolder:
             "dcp": self._fetch_dcp_folder,
         }
         if kind not in fetch:
-            why = f"its format is {kind}; only {' and '.join(fetch)} are read remotely"
+            why = f"its format is {kind}; only {join_names(list(fetch))} are read remotely"
             raise PrepError(f"{self.display_name} cannot be read remotely", why, COPY_HINT)
         remote = RemoteCheckpoint(
             tuple(self._files.values()), self._bucket, create_placeholder_folder()
