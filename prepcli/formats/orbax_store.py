@@ -119,7 +119,7 @@ class OrbaxStore:
             yield name, array_key, value
 
     def _split_key(self, key: str) -> tuple[str, str]:
-        """Split a key into the name of an array, which may contain slashes, and the rest."""
+        """Split a key into the name of an array (slashes are allowed) and the rest."""
         if self._document == ZARR_JSON and (match := _CHUNK_KEY.fullmatch(key)):
             return match[1], match[2]
         name, _, rest = key.rpartition("/")

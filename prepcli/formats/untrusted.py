@@ -94,7 +94,7 @@ def list_folder(folder: Path) -> list[str]:
 
 
 def unreadable_error(path: Path, error: OSError) -> PrepError:
-    """Return the error for a file or folder that cannot be read."""
+    """Return the error for an unreadable file or folder."""
     hint = "check the name" if isinstance(error, FileNotFoundError) else ACCESS_HINT
     return PrepError(f"cannot read {path}", error.strerror or str(error), hint)
 

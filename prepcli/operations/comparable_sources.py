@@ -1,4 +1,4 @@
-"""Leave of two checkpoints what both can have, before their tensors are compared."""
+"""Prepare two checkpoints for a comparison: leave out training states and towers of only one of them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from prepcli.sources.source import Source
 def comparable_sources(
     source: Source, against_source: Source, observer: Observer
 ) -> tuple[Source, Source]:
-    """Return the two checkpoints without the tensors of a kind of which one has none.
+    """Return two checkpoints with equal kinds of tensors: without a training state or towers of only one of them.
 
-    Both are decoded if one is, and one line per kind says what is not compared.
+    Both are decoded if one is. The observer receives a line about each ignored kind.
     """
     source, against_source = decode_alike(source, against_source)
     if not (source.state_tensors and against_source.state_tensors):

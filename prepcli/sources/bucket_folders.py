@@ -226,8 +226,8 @@ def _without_older_steps(files: Sequence[RemoteFile]) -> list[RemoteFile]:
 def _archive_ends(folder: Path) -> dict[str, list[tuple[int, int]]]:
     """Return the first and last bytes of each archive in a torch distributed checkpoint, by file.
 
-    The header of a tensor is at the start of its archive, and the directory at the end. Ranges (offset, length) that
-    touch each other are joined: the end of an archive, and the start of the next one.
+    The header of a tensor is at the start of its archive, and the directory at the end. Neighbouring ranges
+    (offset, length) are joined: the end of an archive, and the start of the next one.
     """
     ranges_by_file: dict[str, list[tuple[int, int]]] = {}
     for path, start, length in sorted(read_dcp_ranges(folder)):

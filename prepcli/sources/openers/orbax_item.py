@@ -248,7 +248,7 @@ def _keeps_scales(hints: SourceHints, manifest: Manifest) -> bool:
 
 
 def _model_files(config_path: Path | None) -> tuple[Path, ...]:
-    """Return the files of the model beside its config, e.g. those of the tokenizer."""
+    """Return the files of the model in the folder of its config, e.g. those of the tokenizer."""
     if config_path is None:
         return ()
     return tuple(file for file in small_files(config_path.parent) if file.name in MODEL_FILES)

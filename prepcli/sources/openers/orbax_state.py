@@ -217,7 +217,7 @@ def _other_counts(
 def _unread_parts(moments: MomentTrees, leaves: Mapping[str, StoredLeaf]) -> Iterator[str]:
     """Yield the parts of the optimizer state that are not read. Settings are named elsewhere.
 
-    A part is a subtree beside the path of Adam's state, e.g. `opt_state.inner_state.1.mog` or `opt_state.acc_grads`.
+    A part is a subtree outside of Adam's state, e.g. `opt_state.inner_state.1.mog` or `opt_state.acc_grads`.
     """
     parts: dict[str, None] = {}
     for name in leaves:

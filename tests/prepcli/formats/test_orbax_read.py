@@ -284,7 +284,7 @@ def test_leaves_with_equal_names_are_rejected(item):
         item / "_METADATA",
         tree_metadata={str(n): {"key_metadata": k, **leaf} for n, k in enumerate(keys)},
     )
-    assert refused(item).why == "a leaf `params.a.b` cannot exist beside `params.a.b`"
+    assert refused(item).why == "a leaf `params.a.b` cannot exist next to `params.a.b`"
 
 
 def test_name_with_lone_surrogate_is_missing_from_index(item):
