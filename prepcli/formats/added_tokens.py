@@ -25,7 +25,7 @@ from pydantic import (
 from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.planning.manifest_fields import MAX_ROWS
 
-# Beside the tokenizer, so that later commands copy it with the files of the model.
+# Next to the tokenizer, so that later commands copy it with the files of the model.
 RECORD_FILE = "prep-added-tokens.json"
 
 Xxh3 = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]

@@ -22,7 +22,7 @@ ZSTD_HEADER_NBYTES = 18  # maximum size of a zstd frame header
 # Default limit of zstd. Only its --ultra levels exceed it.
 _MAX_WINDOW_NBYTES = 1 << 27
 _ZLIB_WINDOW_BITS = {"gzip": 31, "zlib": 15}
-# Memory of a decoder besides its window, read blocks included.
+# Memory of a decoder without its window, with the blocks that are read.
 _DECODER_NBYTES = 512 << 10
 
 

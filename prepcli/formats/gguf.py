@@ -184,7 +184,7 @@ class GgufHeader:
 
 
 def part_names(name: str) -> list[str]:
-    """Return the names of all part files of a model. A file that is no part stands alone.
+    """Return the names of all part files of a model, or the name of its only file.
 
     >>> part_names("m-00002-of-00002.gguf")
     ['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf']

@@ -485,7 +485,7 @@ def find_manifest_folder(path: Path) -> Path:
         return path
     if (item / MANIFEST_FILE).exists():
         return item
-    # A training step has its manifest beside the item: RUN/10/state and RUN/10/prep-manifest.json.
+    # A training step has its manifest next to the item: RUN/10/state and RUN/10/prep-manifest.json.
     is_state_of_step = item.name == STATE_ITEM and (item.parent / MANIFEST_FILE).exists()
     if is_state_of_step:
         return item.parent

@@ -29,7 +29,13 @@ from prepcli.formats.ocdbt_decode import (
     decode_keys,
     iter_ints,
 )
-from prepcli.formats.untrusted import list_folder, quote_name, read_bytes, stat_file
+from prepcli.formats.untrusted import (
+    list_folder,
+    quote_name,
+    read_bytes,
+    stat_file,
+    stat_indexed_file,
+)
 from trainer.files.reading import resolve_named_path
 
 # Limits on untrusted input. Nodes may be compressed and may refer to each other, so a file of
@@ -265,7 +271,7 @@ class _IndexReader:
         self._seen.add(location)
         path = self._folder / location.path
         end = location.offset + location.nbytes
-        size = stat_file(path).st_size
+        size = stat_indexed_file(path).st_size
         if end > size:
             why = f"an index node ends at byte {end:,}, the file at {size:,}"
             raise DamagedError(f"{path} is cut short", why, GET_AGAIN_HINT)

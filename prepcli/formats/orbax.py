@@ -131,7 +131,7 @@ def unravel_chunk_index(grid: tuple[int, ...], chunk_number: int) -> tuple[int, 
 
 
 def find_name_clash(paths: Iterable[TreePath]) -> tuple[str, str] | None:
-    """Return the names of two leaves that cannot be stored in one tree. None if there are none."""
+    """Return the names of two leaves with conflicting paths. None if there are none."""
     names = sorted((dotted_name(path), tuple(map(str, path))) for path in paths)
     # Two kinds of clash: ("a.b",) and ("a", "b") have the same name on disk, and a leaf "a"
     # cannot be a folder with "b" in it. After sorting, each clash is between neighbours.

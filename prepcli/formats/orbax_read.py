@@ -37,7 +37,7 @@ from prepcli.formats.untrusted import (
     parse_json,
     quote_name,
     read_small_file,
-    stat_file,
+    stat_indexed_file,
 )
 from prepcli.formats.zarr import ZarrArray, parse_zarr_document
 from trainer.models.json_types import JsonObject
@@ -141,7 +141,7 @@ def read_item(
     if clash := find_name_clash(leaf.path for leaf in tree.leaves):
         raise _broken_file_error(
             folder / metadata_file,
-            f"a leaf {quote_name(clash[0])} cannot exist beside {quote_name(clash[1])}",
+            f"a leaf {quote_name(clash[0])} cannot exist next to {quote_name(clash[1])}",
         )
     array_leaves = [leaf for leaf in tree.leaves if _is_array(leaf)]
     store = tree.store
@@ -175,7 +175,7 @@ def read_item(
 
 
 def _read_orbax_tree(folder: Path, before_read: BeforeRead) -> _StoredTree:
-    """Read the tree that Orbax describes in its metadata file."""
+    """Read the tree in the metadata file of Orbax."""
     tree = _read_json(folder / METADATA_FILE)
     entries = tree.get("tree_metadata")
     if not isinstance(entries, dict):
@@ -299,7 +299,7 @@ def _check_chunk_ranges(
     arrays: Sequence[ArrayMeta], chunks: Sequence[ChunkTable], files: Sequence[Path]
 ) -> None:
     """Raise PrepError if a chunk exceeds its file or overlaps another chunk."""
-    sizes = [stat_file(file).st_size for file in files]
+    sizes = [stat_indexed_file(file).st_size for file in files]
     ranges: list[tuple[int, int, int, int]] = []
     for array_number, table in enumerate(chunks):
         for stored in table.values():

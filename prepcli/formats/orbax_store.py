@@ -23,7 +23,13 @@ from prepcli.formats.codecs import CRC32C_NBYTES
 from prepcli.formats.ocdbt import ValueLocation
 from prepcli.formats.ocdbt_read import BeforeRead, ignore_read, read_ocdbt_index
 from prepcli.formats.orbax import ZARRAY
-from prepcli.formats.untrusted import list_folder, quote_name, read_bytes, stat_file
+from prepcli.formats.untrusted import (
+    list_folder,
+    quote_name,
+    read_bytes,
+    stat_file,
+    stat_indexed_file,
+)
 from prepcli.formats.zarr import (
     ZARR_JSON,
     ChunkIndex,
@@ -113,7 +119,7 @@ class OrbaxStore:
             yield name, array_key, value
 
     def _split_key(self, key: str) -> tuple[str, str]:
-        """Split a key into the name of an array, which may contain slashes, and the rest."""
+        """Split a key into the name of an array (slashes are allowed) and the rest."""
         if self._document == ZARR_JSON and (match := _CHUNK_KEY.fullmatch(key)):
             return match[1], match[2]
         name, _, rest = key.rpartition("/")
@@ -163,7 +169,10 @@ class OrbaxStore:
         if isinstance(value, bytes):
             return value
         path = self.folder / self._paths[value.file]
-        if value.nbytes > max_nbytes or value.offset + value.nbytes > stat_file(path).st_size:
+        if (
+            value.nbytes > max_nbytes
+            or value.offset + value.nbytes > stat_indexed_file(path).st_size
+        ):
             raise ValueError(f"its {value.nbytes:,} bytes are not in {path}")
         self._before_read(ValueLocation(self._paths[value.file], value.offset, value.nbytes))
         return read_bytes(path, value.offset, value.nbytes)
@@ -260,10 +269,10 @@ def _iter_indices(grid: Sequence[int]) -> Iterator[ChunkIndex]:
 
 def _missing_chunk_error(name: str, key: str, is_complete: bool) -> PrepError:
     if is_complete:
-        why = ""
+        why = "its metadata says that every chunk is stored"
     else:
         why = "chunks equal to the fill value are not stored, and the fill value is not 0"
-    return DamagedError(f"the index of {name} misses chunk {key}", why, GET_AGAIN_HINT)
+    return DamagedError(f"chunk {key} of {name} is missing", why, GET_AGAIN_HINT)
 
 
 def _iter_present_chunks(

@@ -129,7 +129,7 @@ def encode_item_metadata(
 
 
 def encode_step_metadata(item_names: Iterable[str], now_ns: int) -> dict[str, bytes]:
-    """Return the file that makes a folder a training step of Orbax with items in its subfolders."""
+    """Return the metadata file of a training step of Orbax with items in its subfolders."""
     metadata = _checkpoint_metadata(dict.fromkeys(item_names, _HANDLER), now_ns)
     return {CHECKPOINT_METADATA_FILE: _encode_json(metadata)}
 

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
-from prepcli.errors import PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from trainer.files.json_values import check_depth
 from trainer.files.reading import (
     ACCESS_HINT,
@@ -59,6 +59,14 @@ def stat_file(path: Path) -> os.stat_result:
     return file_stat
 
 
+def stat_indexed_file(path: Path) -> os.stat_result:
+    """Return the stat of a file named by an index. Raise DamagedError if it does not exist."""
+    if not os.path.lexists(path):
+        why = "the index of the checkpoint names it"
+        raise DamagedError(f"{path} does not exist", why, GET_AGAIN_HINT)
+    return stat_file(path)
+
+
 def read_bytes(path: Path, offset: int = 0, nbytes: int = -1) -> bytes:
     """Return bytes of a regular file. Raise PrepError if it cannot be read."""
     try:
@@ -86,7 +94,7 @@ def list_folder(folder: Path) -> list[str]:
 
 
 def unreadable_error(path: Path, error: OSError) -> PrepError:
-    """Return the error for a file or folder that cannot be read."""
+    """Return the error for an unreadable file or folder."""
     hint = "check the name" if isinstance(error, FileNotFoundError) else ACCESS_HINT
     return PrepError(f"cannot read {path}", error.strerror or str(error), hint)
 

@@ -94,7 +94,7 @@ def compute_stats(
         entry: The tensor.
         files: Reader of its files.
         on_read: Called with the number of bytes after each read.
-        is_remote: Whether the files are on a server, so that few large reads are faster.
+        is_remote: Whether the files are on a server. Few large reads are faster there.
 
     Returns:
         The statistics, or None for packed dtypes smaller than a byte.
@@ -104,8 +104,8 @@ def compute_stats(
     accumulator = _Accumulator()
     # The sum of large float64 values may overflow to inf. The mean is then not reported.
     with np.errstate(over="ignore", invalid="ignore"):
-        run_reader = _RunReader(files, is_remote=is_remote)
-        for values in _entry_values(entry, run_reader, on_read):
+        tensor_reader = _TensorReader(files, is_remote=is_remote)
+        for values in _entry_values(entry, tensor_reader, on_read):
             accumulator.add(_widen(values))
         if accumulator.finite:
             mean = accumulator.total / accumulator.finite
@@ -158,7 +158,7 @@ def _widen(values: np.ndarray) -> np.ndarray:
 
 
 def _entry_values(
-    entry: TensorEntry, runs: _RunReader, on_read: Callable[[int], object]
+    entry: TensorEntry, runs: _TensorReader, on_read: Callable[[int], object]
 ) -> Iterator[np.ndarray]:
     """Yield the values of an entry, chunk by chunk, without padding beyond its edge."""
     # A file may hold other bytes than 0 and 1, which are undefined values of a NumPy bool.
@@ -186,7 +186,7 @@ def _entry_values(
             yield values
 
 
-class _RunReader:
+class _TensorReader:
     """Reader of tensors in runs of at most RUN_NBYTES. Local and remote files have the same runs."""
 
     def __init__(self, files: RunReader, *, is_remote: bool) -> None:

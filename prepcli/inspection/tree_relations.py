@@ -59,8 +59,8 @@ class TensorTree:
     Attributes:
         tensors: The tensors, by name.
         files: Reader of their files.
-        cast_to: Dtype that float values are cast to before they are compared. "" for their own.
-        sums: Sums of each tensor that can be read, without those of long dims.
+        cast_to: Dtype of float values in comparisons. "" compares them in their own dtype.
+        sums: Sums of each readable tensor. Long dims have none.
     """
 
     tensors: Mapping[str, SourceTensor]

@@ -36,7 +36,7 @@ class ValueSums:
 
 
 def can_sum(tensor: SourceTensor) -> bool:
-    """Return whether a tensor has elements of whole bytes, and rows that fit into memory."""
+    """Return whether a tensor has elements of whole bytes, and small enough rows."""
     item_bits = ITEM_BITS[tensor.dtype]
     row_nbytes = math.prod(tensor.shape[-1:]) * item_bits // 8
     return item_bits in (8, 16, 32, 64) and tensor.nbytes > 0 and row_nbytes <= MAX_ROW_NBYTES

@@ -113,6 +113,7 @@ def add_tokens(
         folder_options(common),
         observer_of(progress),
         partial(plan_add_tokens, options, tokens),
+        allow_adapters=True,
     )
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from prepcli.console.lists import join_names
 from prepcli.console.observer import Observer
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.formats.checksums import read_checksum_bytes
 from prepcli.formats.lock_file import Lock
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.operations.chain_link import (
@@ -22,6 +21,7 @@ from prepcli.operations.chain_link import (
     requested_options,
 )
 from prepcli.operations.chain_tokens import token_change
+from prepcli.operations.checksum_file import check_checksum_file
 from prepcli.operations.conversion import (
     CommonOptions,
     checkpoint_access,
@@ -178,6 +178,7 @@ class ChainWalk:
             source = checkpoint.source
             if not recorded_sources(checkpoint.manifest):
                 source = self._begin(checkpoint)
+            check_checksum_file(source, checkpoint.located)
             self._check_digests(source)
         except PrepError as error:
             command = checkpoint.manifest.command or ""
@@ -198,8 +199,6 @@ class ChainWalk:
 
     def _check_digests(self, source: Source) -> None:
         """Compare all tensors of a checkpoint with their recorded digests. Raise DamagedError if one differs."""
-        # Raises for a damaged checksum file, which the digests of tensors do not cover.
-        read_checksum_bytes(source.root, source.manifest or NO_MANIFEST)
         pieces: list[tuple[SourceTensor, Range]] = []
         recorded: list[str] = []
         for tensor in source.all_tensors:

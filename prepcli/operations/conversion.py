@@ -337,6 +337,8 @@ def run_conversion(
     observer: Observer,
     make_plan: Callable[[Source, LocatedCheckpoint], PlannedConversion],
     is_candidate: Callable[[Path], bool] = Path.is_dir,
+    *,
+    allow_adapters: bool = False,
 ) -> Conversion:
     """Plan a conversion, and execute the plan unless this is a dry run.
 
@@ -347,6 +349,7 @@ def run_conversion(
         observer: Receives notes, warnings and progress.
         make_plan: Makes the plan from the opened source.
         is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
+        allow_adapters: Open an adapter of PEFT, so that `make_plan` can refuse it with its own message.
 
     Returns:
         The output's path, counts and times.
@@ -359,7 +362,9 @@ def run_conversion(
     # This also checks the variables of launchers, before anything is read.
     requested_share(common.process_options.processes, os.environ)
     url = parse_out_url(common.out)
-    opened = _open_and_plan(common, recorder, make_plan, is_candidate)
+    opened = _open_and_plan(
+        common, recorder, make_plan, is_candidate, allow_adapters=allow_adapters
+    )
     if url is not None and not _is_read_from_bucket(opened.planned.plan):
         opened = replace(opened, planned=replace(opened.planned, next_command=""))
     if url is None:
@@ -384,9 +389,11 @@ def _open_and_plan(
     observer: Observer,
     make_plan: Callable[[Source, LocatedCheckpoint], PlannedConversion],
     is_candidate: Callable[[Path], bool],
+    *,
+    allow_adapters: bool,
 ) -> _OpenedConversion:
     """Open the source, and plan the conversion."""
-    located, source = open_checkpoint(common, observer, is_candidate)
+    located, source = open_checkpoint(common, observer, is_candidate, allow_adapters=allow_adapters)
     check_config_option(common, source)
     check_stream(common.stream, located)
     planned = _with_origin(make_plan(source, located), source, located)

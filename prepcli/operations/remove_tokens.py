@@ -89,6 +89,7 @@ def remove_tokens(
         folder_options(common),
         observer_of(progress),
         partial(plan_remove_tokens, options),
+        allow_adapters=True,
     )
 
 

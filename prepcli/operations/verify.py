@@ -18,11 +18,11 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.compare import Difference, compare_streams
 from prepcli.engine.digest import digest_of_zeros
 from prepcli.engine.distance import Distance, measure_distance
-from prepcli.errors import Command, DamagedError, Option, PrepError, text, usage_error
+from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.formats.again_hint import again_hint
-from prepcli.formats.checksums import read_checksum_bytes
-from prepcli.formats.manifest import NO_MANIFEST, unwritten_manifest
+from prepcli.formats.manifest import unwritten_manifest
 from prepcli.operations.accept import accept_files
+from prepcli.operations.checksum_file import check_checksum_file
 from prepcli.operations.comparable_sources import check_contents, comparable_sources
 from prepcli.operations.conversion import (
     CommonOptions,
@@ -173,6 +173,7 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
         kept_scales=kept_scales,
     )
     observer.note(source_line(source))
+    check_checksum_file(source, located)
     if request.against is None:
         check_config_option(request.common, source)
         check_stream(request.common.stream, located)
@@ -185,6 +186,7 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     check_stream(request.common.stream, located, against_located)
     check_contents(source, against_source)
     observer.note(source_line(against_source))
+    check_checksum_file(against_source, against_located)
     source, against_source = comparable_sources(source, against_source, observer)
     return _verify_pair(_collect_model(source), _collect_model(against_source), request, observer)
 
@@ -241,7 +243,6 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
     """Compare with the digests of the manifest."""
     source = model.source
     tensors = [t for t in source.all_tensors if t.digests]
-    _check_checksum_file(source)
     if request.quick:
         return _quick_verification(model, HEADER_CHECKS)
     if not tensors:
@@ -267,15 +268,6 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
         if not tensor.digests:
             findings.append(Finding(model.labels[tensor.name], "has no digest in the manifest"))
     return replace(_make_verification(model, findings), remedy=again_hint(source.manifest))
-
-
-def _check_checksum_file(source: Source) -> None:
-    """Raise DamagedError for a damaged checksum file. The digests of tensors do not cover it."""
-    try:
-        read_checksum_bytes(source.root, source.manifest or NO_MANIFEST)
-    except DamagedError as error:
-        # Its hint is for commands with an option to read without checks.
-        raise error.with_texts(hint=again_hint(source.manifest)) from error.__cause__
 
 
 def _tie_findings(

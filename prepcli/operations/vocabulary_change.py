@@ -26,6 +26,7 @@ from prepcli.planning.state_names import split_name
 from prepcli.planning.state_rows import is_leaf_path
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.averages import AVERAGE_SLOT
+from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import Source, source_axis_maps
 from prepcli.sources.vocabulary_tensors import VocabularyTensors
 from prepcli.targets.orbax_item import make_item
@@ -65,17 +66,20 @@ class VocabularyChange:
 
 def check_source(source: Source, command: str) -> None:
     """Raise UsageError unless tokens of a source can be added and removed."""
+    manifest = source.tree_manifest
+    if manifest.is_adapter or source.family is ADAPTER_FAMILY:
+        what = f"{source.display_name} has only adapters"
+        hint = text(
+            "run {}: adapters that leave the embedding as it is fit the new base",
+            Command(command, "BASE"),
+        )
+        raise usage_error(what, "tokenizer and embedding belong to the base model", hint)
     if source.tensor_file_names:
         return
-    manifest = source.tree_manifest
     if not manifest:
         what = f"{source.display_name} is neither a Hugging Face folder nor an Orbax checkpoint of prep"
         hint = text("{} writes a Hugging Face folder", Command("export"))
         raise usage_error(what, f"{command} does not read its format", hint)
-    if manifest.is_adapter:
-        what = f"{source.display_name} has only adapters"
-        hint = text("{} writes the whole model", Command("merge", "ADAPTER", "BASE"))
-        raise usage_error(what, "the embedding belongs to the base model", hint)
     if source.family.is_verbatim:
         what = f"{source.display_name} has the tensor names of its file"
         hint = text("run {} before {}", Command(command), Command("save-init"))

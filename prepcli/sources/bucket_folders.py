@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path, PurePosixPath
 
 from prepcli.console.formatting import format_bytes
+from prepcli.console.lists import join_names
 from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation
 from prepcli.formats.orbax import STATE_ITEMS, ZARRAY, find_item, item_metadata_file
@@ -110,7 +111,7 @@ class BucketFolder:
             "dcp": self._fetch_dcp_folder,
         }
         if kind not in fetch:
-            why = f"its format is {kind}; only {' and '.join(fetch)} are read remotely"
+            why = f"its format is {kind}; only {join_names(list(fetch))} are read remotely"
             raise PrepError(f"{self.display_name} cannot be read remotely", why, COPY_HINT)
         remote = RemoteCheckpoint(
             tuple(self._files.values()), self._bucket, create_placeholder_folder()
@@ -225,8 +226,8 @@ def _without_older_steps(files: Sequence[RemoteFile]) -> list[RemoteFile]:
 def _archive_ends(folder: Path) -> dict[str, list[tuple[int, int]]]:
     """Return the first and last bytes of each archive in a torch distributed checkpoint, by file.
 
-    The header of a tensor is at the start of its archive, and the directory at the end. Ranges (offset, length) that
-    touch each other are joined: the end of an archive, and the start of the next one.
+    The header of a tensor is at the start of its archive, and the directory at the end. Neighbouring ranges
+    (offset, length) are joined: the end of an archive, and the start of the next one.
     """
     ranges_by_file: dict[str, list[tuple[int, int]]] = {}
     for path, start, length in sorted(read_dcp_ranges(folder)):

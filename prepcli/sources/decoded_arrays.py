@@ -1,6 +1,6 @@
 """Arrays of an Orbax item as blobs: the decoded bytes of their chunks, one chunk after another.
 
-Chunk number i begins at byte i times the chunk's size. Chunks that are not stored are zeros. A chunk is decoded from
+Chunk number i begins at byte i times the chunk's size. Chunks without stored bytes are zeros. A chunk is decoded from
 its first byte, only as far as it is read. Its decoder stays open while the cache has room. A read from before the
 decoder's position decodes the chunk again, and then keeps the whole chunk in memory if it fits.
 """
@@ -63,11 +63,11 @@ class DecodedArray:
         return f"{quote_name(self.meta.name)} of {self.item.folder}"
 
     def stored_value(self, index: tuple[int, ...]) -> StoredValue | None:
-        """Return the stored value of a chunk. None if the chunk is not stored, which means zeros."""
+        """Return the stored value of a chunk. None for a chunk of zeros without stored bytes."""
         return self.item.chunks[self.array_number].get(index)
 
     def chunk_path(self, index: tuple[int, ...]) -> Path:
-        """Return the file that stores a chunk. The item's folder if the chunk is inline in the index or not stored."""
+        """Return the file of a chunk. The item's folder if the chunk is inline in the index or not stored."""
         value = self.stored_value(index)
         if isinstance(value, StoredRange):
             return self.item.files[value.file]
@@ -177,7 +177,7 @@ def open_chunk(
 def chunk_error(
     blob: DecodedArray, index: tuple[int, ...], error: ValueError | OSError
 ) -> PrepError:
-    """Return the PrepError that names the chunk that could not be read."""
+    """Return the error for an unreadable chunk."""
     if isinstance(error, OSError):
         return io_error(blob.chunk_path(index), error)
     what = f"chunk {chunk_key(index)} of {blob.name} cannot be decoded"

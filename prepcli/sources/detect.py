@@ -45,7 +45,7 @@ MAX_ITEM_DEPTH = 2
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Error for a format that is known but not supported.
+    """Error for a known format without support.
 
     Attributes:
         what: First part of the error, after the checkpoint's name.
@@ -113,7 +113,7 @@ Select = Callable[[Sequence[str]], Sequence[str]]
 
 
 def _names_matching(*patterns: str) -> Select:
-    """Return a function that selects the names that match a pattern, ignoring case."""
+    """Return a function to select names by patterns, ignoring case."""
 
     def matches_any(name: str) -> bool:
         return any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
@@ -141,7 +141,7 @@ def _distributed_files(names: Sequence[str]) -> Sequence[str]:
 
 
 def _training_files(names: Sequence[str]) -> Sequence[str]:
-    """Return the PyTorch files of a training run that are not the model."""
+    """Return the PyTorch files of a training run without those of the model."""
     matching = _names_matching(*TRAINING_FILE_PATTERNS)(names)
     return [name for name in matching if name.lower().endswith(SUFFIXES)]
 
@@ -151,10 +151,10 @@ def _training_files(names: Sequence[str]) -> Sequence[str]:
 #      files too, and their tensors do not have the values of the model.
 #   2. Weights, the format with the safest and fastest reader first. Repositories on the hub often
 #      have the same model as safetensors, PyTorch and Flax.
-#   3. Formats that are not supported. A repository may have GGUF files beside its safetensors, so
+#   3. Formats that are not supported. A repository may have GGUF files next to its safetensors, so
 #      that these rules come after the weights.
 #   4. PyTorch files of any other name, and last the files that only a training run has: an
-#      `optimizer.bin` beside a model must not hide it.
+#      `optimizer.bin` next to a model must not hide it.
 RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
     (_adapter_config, ADAPTER),
     (_names_matching("quantize_config.json"), GPTQ),

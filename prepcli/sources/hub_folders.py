@@ -172,7 +172,7 @@ class HubFolder:
         if not _select_weights(names):
             raise no_checkpoint_error(sorted(self.names()), self.display_name)
         # A model's repository may have an adapter too. Only the adapter itself needs these settings,
-        # and a conversion would copy them beside its output.
+        # and a conversion would copy them next to its output.
         if kind == "adapter":
             names = [*names, safetensors.ADAPTER_CONFIG]
         with self._translate_errors():

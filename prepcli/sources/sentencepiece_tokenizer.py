@@ -50,7 +50,7 @@ class SentencePieceTokenizer:
         return content
 
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return the ids of each text, without special tokens and without the space that the model adds.
+        """Return the ids of each text. Special tokens and the added space are left out.
 
         Raises:
             PrepError: The library fails.
@@ -64,7 +64,7 @@ class SentencePieceTokenizer:
         return pieces
 
     def _without_space(self, ids: Sequence[int], space: int | None) -> tuple[int, ...]:
-        """Return the ids of a text without the space before or after it, unless that is its only id."""
+        """Return the ids of a text without the added space before or after it. A text of one id stays."""
         if len(ids) < 2:
             return tuple(ids)
         if self.has_space_suffix and ids[-1] == space:

@@ -51,7 +51,7 @@ def may_be_quantized(name: str, dtype: str) -> bool:
 
 
 def unused_quantization_note(folder: Path) -> str:
-    """Return a note about quantisation settings beside tensors without quantised weights, or an empty string."""
+    """Return a note about quantisation settings of tensors without quantised weights, or an empty string."""
     names: list[str] = []
     if (folder / CONFIG).is_file() and quantization_settings(read_json_object(folder / CONFIG)):
         names.append(CONFIG)

@@ -288,9 +288,7 @@ def _check_easylm_prefix(tree: ForeignTree, hints: SourceHints, display_name: st
             f"`params::{path}`",
         )
     if hints.part and hints.part not in TRAIN_STATE_PARTS and tree.extra_entries:
-        why = (
-            f"besides parameters it has {', '.join(entry.name for entry in tree.extra_entries[:4])}"
-        )
+        why = f"it also has {', '.join(entry.name for entry in tree.extra_entries[:4])}"
         raise PrepError(f"{display_name} is a training state", why, f"`trainstate_params::{path}`")
 
 

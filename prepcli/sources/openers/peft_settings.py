@@ -176,7 +176,7 @@ def check_settings(folder: Path, settings: PeftSettings, tensors: Iterable[FileT
             r_text = _value_text(settings.r)
             why = f"r is {r_text}, but {tensor.name} is {shape}, which has the rank {rank}"
             raise PrepError(
-                f"{path} does not belong to the tensors beside it",
+                f"{path} does not belong to the tensors next to it",
                 why,
                 "get or export the adapter again",
             )
@@ -198,7 +198,7 @@ def _selects_module(names: ModuleNames, module: str, *, if_unset: bool) -> bool:
 
 
 def _not_selected_error(path: Path, module: str, why: str) -> PrepError:
-    what = f"{path} does not belong to the tensors beside it"
+    what = f"{path} does not belong to the tensors next to it"
     return PrepError(
         what, f"they have an adapter of {module}, but {why}", "get or export the adapter again"
     )

@@ -142,8 +142,8 @@ def test_unfinished_checkpoint_is_rejected(item, tmp_path, name):
     [
         ("_METADATA", "item is not an Orbax checkpoint"),
         (OCDBT_MANIFEST, "item has no manifest.ocdbt"),
-        ("d/" + "a" * 32, "a" * 32),
-        ("d/" + "b" * 32, "b" * 32),
+        ("d/" + "a" * 32, "a" * 32 + " does not exist"),
+        ("d/" + "b" * 32, "b" * 32 + " does not exist"),
     ],
 )
 def test_read_item_rejects_a_missing_file(item, name, message):
@@ -182,8 +182,8 @@ def test_chunk_outside_the_folder_is_rejected(item, path):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        (b"params.w/1.0", None, "the index of `params.w` misses chunk 1.0"),
-        (b"params.w/0.0", None, "the index of `params.w` misses chunk 0.0"),
+        (b"params.w/1.0", None, "chunk 1.0 of `params.w` is missing"),
+        (b"params.w/0.0", None, "chunk 0.0 of `params.w` is missing"),
         (b"params.w/2.0", b"x", "the index of `params.w` has chunk `2.0`"),
         (b"params.w/00.0", b"x", "the index of `params.w` has chunk `00.0`"),
         (b"params.w/1.0", bytes(47), "chunk 1.0 of `params.w` has the wrong size"),
@@ -234,7 +234,7 @@ def test_overlapping_chunks_are_rejected(item):
         ({"shape": [4]}, "the .zarray of `params.w` is broken"),
         ({"shape": [4, True]}, "the .zarray of `params.w` is broken"),
         ({"chunks": [2, 0]}, "the .zarray of `params.w` is broken"),
-        ({"shape": [10**18, 6]}, "the index of `params.w` misses chunk 2.0"),
+        ({"shape": [10**18, 6]}, "chunk 2.0 of `params.w` is missing"),
     ],
 )
 def test_unsupported_zarray_is_rejected(item, changes, message):
@@ -284,7 +284,7 @@ def test_leaves_with_equal_names_are_rejected(item):
         item / "_METADATA",
         tree_metadata={str(n): {"key_metadata": k, **leaf} for n, k in enumerate(keys)},
     )
-    assert refused(item).why == "a leaf `params.a.b` cannot exist beside `params.a.b`"
+    assert refused(item).why == "a leaf `params.a.b` cannot exist next to `params.a.b`"
 
 
 def test_name_with_lone_surrogate_is_missing_from_index(item):
@@ -318,7 +318,7 @@ def test_missing_chunks_with_nonzero_fill_are_rejected(item, fill):
     rewrite_json(item / "_METADATA", store_array_data_equal_to_fill_value=False)
     changed_zarray(item, fill_value=fill)
     rewrite(item, {b"params.w/1.0": None})
-    assert refused(item).what == "the index of `params.w` misses chunk 1.0"
+    assert refused(item).what == "chunk 1.0 of `params.w` is missing"
 
 
 def test_item_with_too_many_missing_chunks_is_rejected(item):

@@ -509,11 +509,20 @@ def test_record_with_impossible_ranges_is_damaged(
     assert "byte range" in " ".join(lines)
 
 
-def test_adapters_are_refused(capsys: pytest.CaptureFixture[str]):
-    make_adapter(Path("m"), {"transformer.h.0.attn.attention.q_proj": (64, 64)})
-    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
-    assert code in (FAILED, USAGE)
-    assert "adapter" in " ".join(lines)
+@pytest.mark.parametrize("words", [("add-tokens", "--tokens", "tokens.json"), ("remove-tokens",)])
+def test_adapter_is_refused_and_fits_the_new_base(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
+    write_model(Path("m"))
+    make_adapter(Path("adapter"), {"model.layers.0.self_attn.q_proj": (32, 32)})
+    code, lines = run_failing_unchanged(capsys, words[0], "./adapter", *words[1:])
+    assert code == USAGE
+    assert "adapter has only adapters" in lines[0]
+    assert f"`prep {words[0]} BASE`" in lines[2]
+    add()
+    run_ok("merge", "adapter", "./added", "--out", "merged")
+    merged = read_tensors(Path("merged"))
+    assert merged[EMBEDDING].tobytes() == read_tensors(Path("added"))[EMBEDDING].tobytes()
 
 
 def test_embeddings_per_layer_are_refused(capsys: pytest.CaptureFixture[str]):

@@ -117,7 +117,7 @@ def test_missing_chunk_file_is_damage(
     run_ok(*SAVE, "--storage", "files", "--out", "out")
     (tmp_path / "out/params.layers.attn.k.weight/1.0.0.0").unlink()
     assert main(["verify", "out", "--progress", "none"]) == 1
-    assert "misses chunk 1.0.0.0" in capsys.readouterr().err
+    assert "chunk 1.0.0.0 of `params.layers.attn.k.weight` is missing" in capsys.readouterr().err
     assert main([*SAVE, "--storage", "files", "--out", "out", "-q"]) == 1
     assert "its files are damaged" in capsys.readouterr().err
 

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import prepcli as prep
+from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.remote import remote_files
 from tests.helpers.orbax_items import random_array
@@ -105,6 +106,19 @@ def test_damaged_compressed_chunk_in_a_bucket_is_found(site: StoreSite, home: Pa
     site.store.store(f"bucket/init/d/{data_file.name}", bytes(data))
     report = site.run_prep("verify", "s3://bucket/init")
     assert "bucket/init" in report["error"]["what"], report
+
+
+@pytest.mark.parametrize("words", [(), ("--chain",), ("m",)])
+def test_damaged_checksum_file_in_a_bucket_is_named(
+    site: StoreSite, home: Path, words: tuple[str, ...]
+):
+    data = bytearray((home / "init" / CHECKSUMS_FILE).read_bytes())
+    data[0] ^= 1
+    site.store.store(f"bucket/init/{CHECKSUMS_FILE}", bytes(data))
+    against = [str(home / word) if word == "m" else word for word in words]
+    report = site.run_prep("verify", "s3://bucket/init", *against)
+    assert f"s3://bucket/init/{CHECKSUMS_FILE} is damaged" in json.dumps(report)
+    assert "prep-remote-" not in json.dumps(report)
 
 
 def test_every_storage_form_is_read_from_a_bucket(site: StoreSite):

@@ -75,9 +75,22 @@ def test_flipped_checksum_of_a_trainer_export_is_found(
 ):
     run_ok("export", "init", "--layout", layout, "--out", "out")
     flip_bit(Path("out", CHECKSUMS_FILE), 100)
-    for words in (("verify", "out"), ("verify", "out", "--quick"), ("verify", "out", "--chain")):
-        error = run_failing(capsys, 1, *words)
+    for words in (("out",), ("out", "--quick"), ("out", "--chain"), ("out", "init")):
+        error = run_failing(capsys, 1, "verify", *words)
         assert f"out/{CHECKSUMS_FILE} is damaged" in error
+
+
+@pytest.mark.parametrize("kind", ["init", "step"])
+def test_flipped_checksum_is_found_in_a_comparison(kind: str, capsys: pytest.CaptureFixture[str]):
+    (file,) = Path(kind).rglob(CHECKSUMS_FILE)
+    flip_bit(file, 100)
+    for words in (
+        (kind, "hf"),
+        ("hf", kind),
+        ("hf", kind, "--quick"),
+        ("hf", kind, "--tolerance", "1"),
+    ):
+        assert f"{file} is damaged" in run_failing(capsys, 1, "verify", *words)
 
 
 @pytest.mark.parametrize("kind", KINDS)

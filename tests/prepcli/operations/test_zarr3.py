@@ -49,9 +49,7 @@ def test_orbax_restores_the_same_tree_from_zarr3(
     assert embedding.tobytes() == model["transformer.wte.weight"].tobytes()
 
 
-@pytest.mark.parametrize(
-    ("storage", "compress"), [("zarr3", ZSTD), ("zarr3-files", RAW), ("zarr3-files", ZSTD)]
-)
+@pytest.mark.parametrize(("storage", "compress"), [("zarr3", ZSTD), ("zarr3-files", RAW)])
 def test_commands_read_zarr3(
     model: dict[str, np.ndarray],
     compress: tuple[str, ...],
