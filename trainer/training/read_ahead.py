@@ -88,7 +88,10 @@ def read_ahead(
         while pending:
             yield _finish_first(pending)
     finally:
-        # After an error or a signal, arrays and files must outlive the running reads.
+        # After an error or a signal, arrays and files must outlive the running reads. Otherwise a slow store would
+        # send all that is pending first.
+        if pending:
+            reader.stop_reads()
         threads = [item.thread for item in pending if item.thread is not None]
         wait_for_threads(threads, on_interruption=lambda error: None)
         for thread in threads:

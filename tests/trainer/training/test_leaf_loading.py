@@ -268,6 +268,28 @@ def test_error_of_a_read_ahead_is_raised():
         load_both(FailingReader(arrays, is_remote=True))
 
 
+def test_error_of_a_read_stops_the_reads_ahead():
+    class HangingReader(runs.MemoryReader):
+        """A reader that fails for `a`. The store does not answer for `b`."""
+
+        stopped = threading.Event()
+        was_stopped = False
+
+        def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:
+            if name == "a":
+                raise ValueError("a is damaged")
+            self.was_stopped = self.stopped.wait(10)
+
+        def stop_reads(self) -> None:
+            self.stopped.set()
+
+    arrays = {"a": np.zeros(6, np.int32), "b": np.ones(6, np.int32)}
+    reader = HangingReader(arrays, is_remote=True)
+    with pytest.raises(ValueError, match="a is damaged"):
+        load_both(reader)
+    assert reader.was_stopped
+
+
 @pytest.mark.parametrize(
     ("processes", "hosts", "expected"), [(1, 1, (0, 0)), (2, 1, (0, 1)), (2, 2, (1, 1))]
 )
