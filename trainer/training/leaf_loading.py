@@ -39,7 +39,7 @@ MAX_READ_RATIO = 1.01
 # Bytes of a remote checkpoint that a process reads ahead. Requests of the next blocks and leaves are under way while
 # the last ones of a block end.
 READ_AHEAD_NBYTES = 64 << 20
-# The same for leaves that are exchanged. An exchange needs memory for several blocks of 16 MiB.
+# The same for leaves that are exchanged. An exchange needs memory for several blocks too.
 EXCHANGE_READ_AHEAD_NBYTES = 16 << 20
 CHECKPOINT_HINT = "use a checkpoint of the model and the optimizer of this run"
 
