@@ -49,3 +49,7 @@ class AverageReader:
     def read(self, name: str, parts: BoxArrays) -> None:
         """Fill each array with its box of a parameter's average. See `ItemReader.read`."""
         self._reader.read(f"{AVERAGE_SLOT}.{name.removeprefix(f'{PARAMS}.')}", parts)
+
+    def stop_reads(self) -> None:
+        """Drop the remaining requests of all reads. See `ItemReader.stop_reads`."""
+        self._reader.stop_reads()

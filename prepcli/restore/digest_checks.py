@@ -1,4 +1,4 @@
-"""Digests of complete tensors: checks against a manifest, and the digest that identifies a model."""
+"""Digests of complete tensors: checks against a manifest, and the digest of a whole model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLE_ROWS = 4
 
 
 def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> DamagedError:
-    """Return the error for a tensor that differs from its digest."""
+    """Return the error for a tensor with another digest."""
     names: list[str] = []
     for number in sorted(_file_numbers(tensor)):
         item = source.byte_sources[number]

@@ -149,6 +149,7 @@ class ItemReader:
             blobs = item.files
         self._files = open_blobs(blobs)
         self._count_lock = threading.Lock()
+        self._is_stopped = False
         # Closes the files also if a caller drops the reader without `close`.
         self._finalizer = weakref.finalize(self, self._files.close)
 
@@ -192,7 +193,13 @@ class ItemReader:
         blob = DecodedArray(self._item, self._array_numbers[name], self._remote_files)
         _check_arrays(blob.meta, parts)
         jobs = _split_into_jobs(blob, parts, self.is_checked)
-        errors = run_jobs(jobs, self._run_job, self._buffers, self._num_threads)
+        errors = run_jobs(
+            jobs,
+            self._run_job,
+            self._buffers,
+            self._num_threads,
+            is_stopped=lambda: self._is_stopped,
+        )
         if not errors:
             return
         error = errors[0]
@@ -203,6 +210,10 @@ class ItemReader:
             error_type = DamagedError if isinstance(error, DamagedError) else PrepError
             raise error_type(f"cannot read {name} of {self.folder}", why, error.hint) from error
         raise error
+
+    def stop_reads(self) -> None:
+        """Drop the remaining requests of all reads. They raise StoppedReadsError, and so do later reads."""
+        self._is_stopped = True
 
     def _run_job(self, job: _PieceJob | _ChunkJob, buffer: ByteArray) -> None:
         """Read a piece or decode a chunk, and count its bytes."""

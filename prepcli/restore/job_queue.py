@@ -13,6 +13,10 @@ from trainer.files.worker_thread import run_in_threads
 Job = TypeVar("Job")
 
 
+class StoppedReadsError(Exception):
+    """Reads were stopped before their end, so their arrays must not be used."""
+
+
 class _JobQueue(Generic[Job]):
     """Thread-safe queue of jobs."""
 
@@ -37,6 +41,8 @@ def run_jobs(
     run: Callable[[Job, ByteArray], None],
     buffers: BufferPool,
     num_threads: int,
+    *,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> list[BaseException]:
     """Run jobs in threads until there are none left. After an error the remaining jobs are dropped.
 
@@ -45,9 +51,10 @@ def run_jobs(
         run: Runs a job with a buffer.
         buffers: Buffers for the threads.
         num_threads: Number of threads.
+        is_stopped: Whether the remaining jobs are dropped. Asked before each job.
 
     Returns:
-        The exceptions of signals, and then the exceptions of the jobs.
+        The exceptions of signals, and then the exceptions of the jobs. Stopped jobs are an exception too.
     """
     job_queue = _JobQueue(jobs)
 
@@ -58,7 +65,7 @@ def run_jobs(
             return
         (buffer,) = buffers.acquire(1)
         try:
-            while job is not None:
+            while job is not None and not is_stopped():
                 run(job, buffer)
                 job = job_queue.next()
         except BaseException:
@@ -68,4 +75,7 @@ def run_jobs(
         finally:
             buffers.release([buffer])
 
-    return run_in_threads(work, num_threads, on_interruption=job_queue.stop)
+    errors = run_in_threads(work, num_threads, on_interruption=job_queue.stop)
+    if not errors and is_stopped():
+        errors.append(StoppedReadsError())
+    return errors

@@ -1,6 +1,6 @@
 """Reads of tensors into boxes of leaves. A box has one range of indices per dim.
 
-A job reads a window, which is a box of a tensor, or a whole tensor with a check of its digests.
+A job reads a window (a box of a tensor), or a whole tensor with a check of its digests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BUFFER_NBYTES = 2 * (PIECE_NBYTES + 2 * PAGE)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An array that a tensor fills in part.
+    """An array, partly filled by a tensor.
 
     Attributes:
         axis_map: Maps the tensor's elements to the leaf's.
@@ -70,7 +70,7 @@ def _copy_loops(
 
     Args:
         copy: The copy. Its `dims` are the outer loops.
-        count: Number of iterations of the innermost loop, which copies the contiguous run.
+        count: Number of iterations of the innermost loop. It copies the contiguous run.
         step: Its step, in the tensor and in the file.
     """
     counts, tensor_steps, file_steps = zip(*copy.dims, (count, step, step))
@@ -85,7 +85,7 @@ class TensorRead:
         tensor: The tensor.
         targets: Its arrays to fill.
         window: The box to read. None reads the whole tensor and compares it with its digests.
-        duplicates: Tensors that must have the same bytes in the window.
+        duplicates: Tensors with equal bytes in the window.
     """
 
     tensor: SourceTensor
@@ -114,15 +114,15 @@ def tensor_jobs(
     is_checked: bool,
     min_skipped_gap_nbytes: int,
 ) -> Iterator[TensorRead]:
-    """Yield the jobs that copy a tensor's elements to the targets.
+    """Yield the jobs of copying a tensor's elements to the targets.
 
-    Each job reads one window, which is a box of the tensor. Together the windows cover the elements that the targets
+    Each job reads one window (a box of the tensor). Together the windows cover the elements that the targets
     need. With a check there is one job for the whole tensor.
 
     Args:
         tensor: The tensor.
         targets: The arrays to fill.
-        duplicates: Other tensors that must equal this one. Each job compares their bytes in its window.
+        duplicates: Other tensors with equal values. Each job compares their bytes in its window.
         is_checked: Read the whole tensor and compare it with its digests, if it has any.
         min_skipped_gap_nbytes: Shorter gaps between two runs (contiguous byte ranges) of a window are read too.
     """
@@ -261,7 +261,7 @@ def read_checked(
 
 
 def _digested_rows(tensor: SourceTensor) -> Iterator[tuple[Range, str]]:
-    """Yield row ranges that cover a tensor, each with its digest, or an empty text for rows without a digest."""
+    """Yield consecutive row ranges of a tensor, each with its digest, or an empty text without one."""
     (row, stop), *_ = full_box(tensor.shape) or ((0, 1),)
     for low, high, digest in sorted(tensor.digests):
         if row < low:

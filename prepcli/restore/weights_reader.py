@@ -120,6 +120,7 @@ class WeightsReader:
         self.read_nbytes = 0
         self._verify = verify
         self._count_lock = threading.Lock()
+        self._is_stopped = False
         self._files = open_blobs(without_read_ahead(source.byte_sources))
         self._num_threads = _thread_count(is_decoded=is_decoded, is_remote=self.is_remote)
         # In a remote file, another process of the job requests the bytes of a gap. The store would send them twice.
@@ -160,10 +161,18 @@ class WeightsReader:
             if _has_padding(leaf, box):
                 array.fill(0)
         errors = run_jobs(
-            self._leaf_jobs(leaf, parts), self._run_job, self._buffers, self._num_threads
+            self._leaf_jobs(leaf, parts),
+            self._run_job,
+            self._buffers,
+            self._num_threads,
+            is_stopped=lambda: self._is_stopped,
         )
         if errors:
             raise errors[0]
+
+    def stop_reads(self) -> None:
+        """Drop the remaining requests of all reads. They raise StoppedReadsError, and so do later reads."""
+        self._is_stopped = True
 
     def _leaf_jobs(self, leaf: _LeafTensors, parts: BoxArrays) -> Iterator[TensorRead]:
         """Yield the reads of all tensors with elements in the boxes."""

@@ -1,4 +1,4 @@
-"""The settings that turn records into examples, and the tokens put around documents."""
+"""The settings for examples of records, and the tokens put around documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.recipe.field_grammar import TextField, parse_fields
 
 @dataclass(frozen=True, slots=True)
 class ExampleSettings:
-    """Everything that determines the examples of a record.
+    """The settings of the examples of a record.
 
     Attributes:
         fields: Columns and tokens, in the grammar of `parse_fields`. Empty for types of data
@@ -28,7 +28,7 @@ class ExampleSettings:
         add_eos: Put `eos_id`, if the model has it, after each document. None is like True, except
             for data of token ids: these documents stay unchanged.
         source_prefix: Text put before each source.
-        prepend_text: Text put before the first field of each document, which must be a text.
+        prepend_text: Text put before the first field of each document. The field must be a text.
         subfield_separator: Text between the texts of a field.
     """
 
@@ -67,7 +67,7 @@ class ExampleSettings:
         return {key: value for key, value in inputs.items() if value not in (None, "")}
 
     def _grammar_inputs(self) -> list[JsonValue] | None:
-        """Return the other settings that change the tokens made of `data.fields`, or None.
+        """Return the other settings of the tokens of `data.fields`, or None.
 
         There are none if the fields are one column, or if the model has an encoder and each field
         is a column.

@@ -17,7 +17,7 @@ class IncrementalDecoder:
     `push` returns the text piece by piece. All pieces, joined, are the text of all tokens.
 
     A token is decoded together with the tokens of the piece before it: tokenizers strip the first
-    space of a text. Text that later tokens may change is held back: characters without all of their
+    space of a text. Text is held back if later tokens may change it: characters without all of their
     bytes, runs of single-byte tokens, and trailing spaces, which some tokenizers strip.
     """
 

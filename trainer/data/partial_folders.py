@@ -37,7 +37,7 @@ def partial_name(identity: str) -> str:
 
 
 def unowned_partial_name(identity: str) -> str:
-    """Return a new name for an incomplete folder of this host that no process writes any more."""
+    """Return a new name for an incomplete folder of this host without a running process."""
     return f"{identity}.{_host_id()}-{NO_PROCESS}-{uuid.uuid4().hex[:8]}.partial"
 
 
@@ -71,7 +71,7 @@ def _host_id() -> str:
 def _start_time(pid: int) -> int:
     """Return the start time of a process, or 0 if it has ended.
 
-    A later process that gets the same id has another start time.
+    A later process with the same id has another start time.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

@@ -14,13 +14,13 @@ from trainer.data.store import MappedTokens, document_end_blocks
 
 @dataclass(frozen=True, slots=True)
 class Seq2SeqDataset:
-    """Pairs of a token store that holds the source of each pair before its target.
+    """Pairs of a token store: the source of each pair, then its target.
 
     Attributes:
         tokens: The token store.
         source_length: Maximum tokens of a source.
         decoder_start_id: First decoder input token.
-        eos_id: Replaces the last token of a truncated source or target. None keeps that token.
+        eos_id: Replaces the last token of a truncated source or target. None keeps the last token.
         first_row: Index in the store of the first pair.
         n_rows: Number of pairs.
     """

@@ -27,7 +27,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class SpanCorruptionTokenIds:
-    """The token ids that span corruption adds.
+    """The token ids added by span corruption.
 
     Attributes:
         sentinels: Sentinel of the first span, of the second and so on, int32.
@@ -74,7 +74,7 @@ class SpanCorruptionDataset:
 
         Args:
             rows: Indices of B blocks. -1 is padding.
-            epochs: Epoch of each row, which chooses its spans. None for epoch 0.
+            epochs: Epoch of each row. Each epoch has other spans. None for epoch 0.
 
         Returns:
             The columns of a `Seq2SeqDataset`.
@@ -116,7 +116,7 @@ class SpanCorruptionDataset:
 
 
 def noise_mask(sizes: SpanSizes, name: str) -> BoolArray:
-    """Return which tokens of a block are noise, bool [block_length].
+    """Return whether each token of a block is noise, bool [block_length].
 
     A block begins with a run of kept tokens, then spans of noise and kept runs alternate. E.g. kept
     runs [2, 1] and spans [1, 2] -> [0, 0, 1, 0, 1, 1].
@@ -127,7 +127,7 @@ def noise_mask(sizes: SpanSizes, name: str) -> BoolArray:
 
     Args:
         sizes: Numbers of tokens, noise tokens and spans of the block.
-        name: Text that determines the lengths.
+        name: Seed of the random lengths.
     """
     n_kept = sizes.block_length - sizes.n_noise
     kept_lengths = _split_randomly(n_kept, sizes.n_spans, f"others {name}")

@@ -212,7 +212,7 @@ def write_windows(
         files: The open files by name.
         tokens: The token store.
         packing: The recipe's `data.packing`.
-        window: Number of consecutive pieces that are packed together.
+        window: Number of consecutive pieces packed together.
     """
     counts = RowCounts()
     entries: list[npt.NDArray[np.void]] = []

@@ -124,6 +124,10 @@ class CheckpointReader(Protocol):
         """Fill each array with its box of the leaf, cast to the array's dtype. No stored byte is read twice."""
         ...
 
+    def stop_reads(self) -> None:
+        """End all reads early, from another thread. They raise an error, and so do later reads."""
+        ...
+
 
 class PendingSave(Protocol):
     """A save of a checkpoint."""

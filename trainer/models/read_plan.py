@@ -164,7 +164,11 @@ class ReadPlan:
         """Yield the row blocks in the order of their elements."""
         # Units of each reader per block. The number of blocks is rounded up first, then the units are
         # spread evenly over them, so that the last block is not a small rest.
-        max_units = max(1, BLOCK_NBYTES // self.min_block_nbytes(itemsize))
+        max_nbytes = BLOCK_NBYTES
+        if any(dim is not None for _, dim in self.collectives):
+            # The parts of an all-to-all have the size of the block, so a device has more copies of it.
+            max_nbytes = BLOCK_NBYTES // 2
+        max_units = max(1, max_nbytes // self.min_block_nbytes(itemsize))
         num_blocks = -(-self.num_row_units // (self.num_readers * max_units))
         units = -(-self.num_row_units // (self.num_readers * num_blocks))
         step = units * self.num_readers * self.unit_rows

@@ -39,6 +39,8 @@ MAX_READ_RATIO = 1.01
 # Bytes of a remote checkpoint that a process reads ahead. Requests of the next blocks and leaves are under way while
 # the last ones of a block end.
 READ_AHEAD_NBYTES = 64 << 20
+# The same for leaves that are exchanged. An exchange needs memory for several blocks too.
+EXCHANGE_READ_AHEAD_NBYTES = 16 << 20
 CHECKPOINT_HINT = "use a checkpoint of the model and the optimizer of this run"
 
 
@@ -127,7 +129,7 @@ class LeafLoader:
         """Run loads in order, and yield their leaves."""
         max_nbytes = 0
         if self.reader.is_remote:
-            max_nbytes = READ_AHEAD_NBYTES
+            max_nbytes = EXCHANGE_READ_AHEAD_NBYTES if self.exchanges else READ_AHEAD_NBYTES
         for load, read in read_ahead(self.reader, _load_steps(loads), max_nbytes):
             if read is None:
                 yield load.finish()
@@ -193,11 +195,13 @@ class _ExchangedLoad:
     ) -> None:
         self._name = name
         self._plan = plan
+        self._target = target
         self._sharding = sharding
         self._dtype = dtype
         self._is_remote = is_remote
-        # The leaf in a list, so that `finish` can hand over the only reference to it.
-        self._leaf = [compile_allocation(target.shape, target.dtype, sharding)()]
+        # The leaf in a list, so that `finish` can hand over the only reference to it. `add` allocates the leaf: all
+        # processes run their programs in the order of `add` and `finish`, but each reads other bytes ahead.
+        self._leaf: list[jax.Array] = []
         # Blocks with the buffer of each device, in the order of their reads.
         self._blocks = deque[tuple[LeafBlock, dict[Any, np.ndarray]]]()
 
@@ -228,6 +232,9 @@ class _ExchangedLoad:
                 buffers[device][_start_slices(part.shape)] = part
         source = part_sharding(self._plan, self._sharding)
         parts = _from_shards(self._plan.all_parts_shape(block), source, buffers)
+        if not self._leaf:
+            allocate = compile_allocation(self._target.shape, self._target.dtype, self._sharding)
+            self._leaf.append(allocate())
         # The exchange of the last block ran during this read. The wait bounds the exchanged blocks in
         # memory to two.
         leaf = jax.block_until_ready(self._leaf.pop())

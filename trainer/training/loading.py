@@ -27,8 +27,8 @@ def restore_state(
     """Restore a training state onto the mesh of `setup`, whatever mesh it was saved on.
 
     Host memory holds two row blocks (ranges of rows) of a leaf at a time, or two read units if these are
-    larger. For a remote checkpoint, it also holds the blocks that are read ahead. CPU devices keep the host memory
-    that a leaf is read into.
+    larger. For a remote checkpoint, it also holds the blocks read ahead. CPU devices keep the host memory
+    of a leaf.
 
     Args:
         reader: The saved state.
@@ -99,7 +99,7 @@ def init_state(
 
 
 def random_state(setup: StepSetup, seed: int) -> TrainState:
-    """Return the state before the first step of a model with random parameters, which do not depend on the mesh."""
+    """Return the state before the first step of a model with random parameters. They do not depend on the mesh."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, _sharded_shapes(setup))
 
     def init() -> TrainState:
@@ -201,7 +201,7 @@ def _sharded_shapes(setup: StepSetup) -> TrainState:
 
 
 class RoundingLoader:
-    """A loader of leaves that counts the values of float32 leaves which rounding to bfloat16 changes.
+    """A loader of leaves with a count of the values changed by rounding from float32 to bfloat16.
 
     Such a leaf is loaded in float32 and rounded on its devices. Other leaves are loaded as by a `LeafLoader`.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -12,6 +12,10 @@ import numpy as np
 from trainer.files.worker_thread import WorkerThread, wait_for_threads
 from trainer.models.boxes import Box
 from trainer.models.checkpoint_store import CheckpointReader
+
+# Steps that are pending at once. Each read has threads, and small leaves have few bytes. A leaf has one or more reads
+# and the step at its end, so that 16 small leaves are read at once.
+MAX_PENDING_STEPS = 32
 
 T = TypeVar("T")
 
@@ -79,16 +83,24 @@ def read_ahead(
     try:
         for step, read in steps:
             pending.append(_start_read(reader, step, read))
-            while sum(item.nbytes for item in pending) > max_nbytes:
+            while _is_full(pending, max_nbytes):
                 yield _finish_first(pending)
         while pending:
             yield _finish_first(pending)
     finally:
-        # After an error or a signal, arrays and files must outlive the running reads.
+        # After an error or a signal, arrays and files must outlive the running reads. Otherwise a slow store would
+        # send all that is pending first.
+        if pending:
+            reader.stop_reads()
         threads = [item.thread for item in pending if item.thread is not None]
         wait_for_threads(threads, on_interruption=lambda error: None)
         for thread in threads:
             thread.stop()
+
+
+def _is_full(pending: Collection[_PendingStep[T]], max_nbytes: int) -> bool:
+    nbytes = sum(item.nbytes for item in pending)
+    return nbytes > max_nbytes or len(pending) > MAX_PENDING_STEPS
 
 
 def _start_read(reader: CheckpointReader, step: T, read: LeafRead) -> _PendingStep[T]:

@@ -59,7 +59,7 @@ class DirectLoad:
             name: Name of the leaf.
             target: Shape and dtype.
             sharding: Sharding on the devices of all processes.
-            unit: Shape of the boxes of the leaf that are read together.
+            unit: Shape of a read unit of the leaf.
             is_remote: Whether requests of several row blocks should be under way at once.
         """
         self._name = name
@@ -164,7 +164,7 @@ class DirectLoad:
 
 
 def _bounding_box(boxes: Collection[Box]) -> Box:
-    """Return the smallest box that contains all boxes, e.g. ((0, 2),) and ((4, 6),) -> ((0, 6),)."""
+    """Return the smallest box around all boxes, e.g. ((0, 2),) and ((4, 6),) -> ((0, 6),)."""
     bounds: list[tuple[int, int]] = []
     for ranges in zip(*boxes):
         starts, stops = zip(*ranges)
@@ -174,7 +174,7 @@ def _bounding_box(boxes: Collection[Box]) -> Box:
 
 @lru_cache(maxsize=1)
 def _update_program() -> Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]:
-    """Return the program that copies a part into a shard, and donates the shard.
+    """Return a program to copy a part into a shard. The shard is donated.
 
     It is compiled for each pair of shapes.
     """
@@ -191,7 +191,7 @@ def box_extents(box: Box) -> tuple[int, ...]:
 
 
 def empty_aligned(shape: Iterable[int], dtype: np.dtype, *, is_remote: bool) -> np.ndarray:
-    """Allocate an uninitialised array that begins at a multiple of ALIGNMENT_NBYTES.
+    """Allocate an uninitialised array at a multiple of ALIGNMENT_NBYTES.
 
     Args:
         shape: Its shape.

@@ -6,7 +6,7 @@ import threading
 
 from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.files import PAGE, ByteArray
-from prepcli.restore.job_queue import run_jobs
+from prepcli.restore.job_queue import StoppedReadsError, run_jobs
 
 
 def test_call_without_jobs_waits_for_no_buffer():
@@ -32,3 +32,15 @@ def test_jobs_run_with_fewer_buffers_than_threads():
     errors = run_jobs(iter(range(20)), run, BufferPool(Budget(PAGE, PAGE, 1)), 4)
     assert errors == []
     assert sorted(numbers) == list(range(20))
+
+
+def test_stopped_call_drops_its_jobs_and_returns_an_error():
+    numbers: list[int] = []
+
+    def run(job: int, buffer: ByteArray) -> None:
+        numbers.append(job)
+
+    buffers = BufferPool(Budget(PAGE, PAGE, 1))
+    errors = run_jobs(iter(range(20)), run, buffers, 1, is_stopped=lambda: len(numbers) == 3)
+    assert numbers == [0, 1, 2]
+    assert [type(error) for error in errors] == [StoppedReadsError]

@@ -128,7 +128,18 @@ def test_choose_read_plan_splits_large_layers_by_rows():
         "rows of other fsdp shards are not exchanged"
     )
     block = next(plan.row_blocks(4))
-    assert block.rows * 11008 // 2 * 4 <= read_plan.BLOCK_NBYTES
+    assert block.rows * 11008 // 2 * 4 <= read_plan.BLOCK_NBYTES // 2
+
+
+def test_row_blocks_of_an_all_gather_are_twice_those_of_an_all_to_all():
+    block_nbytes: list[int] = []
+    for split_axes in ((), ("fsdp",)):
+        leaf = ShardedLeaf((16384, 4096), ((), split_axes), (("fsdp", 4),))
+        plan = choose_read_plan(leaf, (1, 4096), 4)
+        assert plan is not None
+        block = next(plan.row_blocks(4))
+        block_nbytes.append(block.rows * leaf.shard_extent(1) * 4)
+    assert block_nbytes == [read_plan.BLOCK_NBYTES, read_plan.BLOCK_NBYTES // 2]
 
 
 def test_choose_read_plan_leaves_small_leaves_whole():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -19,8 +20,9 @@ from tests.helpers.processes import finish, start_processes
 from tests.helpers.slow_cases import slow_except
 from trainer.models import read_plan
 from trainer.models.boxes import Box
-from trainer.training import leaf_loading, shard_filling
+from trainer.training import leaf_loading, read_ahead, shard_filling
 from trainer.training.leaf_loading import LeafLoader, exchange_is_faster
+from trainer.training.read_ahead import LeafRead
 
 MESHES = ["8,1,1", "1,8,1", "1,1,8", "2,2,2", "1,2,4", "4,1,2"]
 
@@ -191,6 +193,69 @@ def test_remote_host_arrays_are_read_in_blocks(
     assert (reader.counts["x"] == 1).all()
 
 
+def test_read_ahead_takes_few_steps_of_small_leaves():
+    taken: list[int] = []
+
+    def steps() -> Iterator[tuple[int, LeafRead]]:
+        for number in range(200):
+            taken.append(number)
+            yield number, LeafRead("a", {((0, 1),): np.zeros(1, np.int32)})
+
+    reader = runs.MemoryReader({"a": np.zeros(1, np.int32)})
+    loaded = read_ahead.read_ahead(reader, steps(), 1 << 20)
+    assert next(loaded) == 0
+    assert len(taken) == read_ahead.MAX_PENDING_STEPS + 1
+    assert list(loaded) == list(range(1, 200))
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Return the list of the programs that run: the function that compiled each, and the size of its result."""
+    runs_of_programs: list[tuple[str, int]] = []
+
+    def record(name: str) -> None:
+        compile_program = getattr(leaf_loading, name)
+
+        def compile_recorded(*args: Any) -> Callable[..., jax.Array]:
+            program = compile_program(*args)
+
+            def run(*arrays: Any) -> jax.Array:
+                result = program(*arrays)
+                runs_of_programs.append((name, result.size))
+                return result
+
+            return run
+
+        monkeypatch.setattr(leaf_loading, name, compile_recorded)
+
+    for name in ("compile_allocation", "compile_block_update", "compile_broadcast"):
+        record(name)
+    return runs_of_programs
+
+
+def test_order_of_exchanges_does_not_depend_on_the_read_ahead(
+    monkeypatch: pytest.MonkeyPatch, programs: list[tuple[str, int]]
+):
+    """All processes of a job must run their programs in one order, and each reads other bytes ahead."""
+    monkeypatch.setattr(leaf_loading, "MAX_READ_RATIO", 0)
+    arrays = {"a": np.ones((32, 48)), "b": np.ones(5), "c": np.ones((32, 16))}
+    units = {"a": (1, 48), "b": (5,), "c": (1, 16)}
+    orders: list[list[tuple[str, int]]] = []
+    for max_nbytes in (1, 1 << 20):
+        monkeypatch.setattr(leaf_loading, "EXCHANGE_READ_AHEAD_NBYTES", max_nbytes)
+        reader = CountingReader(arrays, is_remote=True, read_units=units)
+        targets: list[tuple[str, jax.ShapeDtypeStruct]] = []
+        for name, array in arrays.items():
+            sharding = sharding_of("1,8,1", *[None] * array.ndim)
+            targets.append((name, jax.ShapeDtypeStruct(array.shape, "float32", sharding=sharding)))
+        loaded = [*LeafLoader(reader, exchanges=True).load_all(targets)]
+        assert [array.shape for array in loaded] == [array.shape for array in arrays.values()]
+        orders.append([*programs])
+        programs.clear()
+    assert len(orders[0]) == 5
+    assert orders[0] == orders[1]
+
+
 def test_error_of_a_read_ahead_is_raised():
     class FailingReader(runs.MemoryReader):
         def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:
@@ -201,6 +266,28 @@ def test_error_of_a_read_ahead_is_raised():
     arrays = {"a": np.zeros(6, np.int32), "b": np.ones((2, 3), np.float32)}
     with pytest.raises(ValueError, match="b is damaged"):
         load_both(FailingReader(arrays, is_remote=True))
+
+
+def test_error_of_a_read_stops_the_reads_ahead():
+    class HangingReader(runs.MemoryReader):
+        """A reader that fails for `a`. The store does not answer for `b`."""
+
+        stopped = threading.Event()
+        was_stopped = False
+
+        def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:
+            if name == "a":
+                raise ValueError("a is damaged")
+            self.was_stopped = self.stopped.wait(10)
+
+        def stop_reads(self) -> None:
+            self.stopped.set()
+
+    arrays = {"a": np.zeros(6, np.int32), "b": np.ones(6, np.int32)}
+    reader = HangingReader(arrays, is_remote=True)
+    with pytest.raises(ValueError, match="a is damaged"):
+        load_both(reader)
+    assert reader.was_stopped
 
 
 @pytest.mark.parametrize(
