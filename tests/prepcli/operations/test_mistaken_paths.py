@@ -51,12 +51,23 @@ MISTAKES = [  # code, command, parts of the error
     (
         FAILED,
         "roundtrip m --layout init --out proofs/m.json",
-        ("cannot write proofs/m.json", "create the folder proofs"),
+        ("cannot read or write proofs/m.json", "create the folder proofs"),
     ),
     (
         FAILED,
         "map suggest m models/init --out maps/m.map",
-        ("cannot write maps/m.map", "create the folder maps"),
+        ("cannot read or write maps/m.map", "create the folder maps"),
+    ),
+    (
+        FAILED,
+        "lock m --out m/config.json/lock.json",
+        ("cannot read or write", "another folder than m/config.json, which is a file"),
+    ),
+    # The lock file is not written either.
+    (
+        FAILED,
+        "lock m --html pages/m.html",
+        ("cannot read or write pages/m.html", "create the folder pages"),
     ),
     (FAILED, "roundtrip m --layout init --out models", ("models is not a file", "it is a folder")),
     (FAILED, "save-init m --map models", ("models is not a file", "name a file")),
