@@ -37,6 +37,7 @@ from prepcli.formats.manifest import (
 )
 from prepcli.formats.orbax import chunk_file_path
 from prepcli.formats.safetensors import ADAPTER_FILE, SUFFIX
+from prepcli.formats.torch_dcp import SUFFIX as DCP_SUFFIX
 from prepcli.operations.conflicts import reject_without
 from prepcli.operations.conversion_details import (
     PlanFields,
@@ -374,7 +375,10 @@ def _is_read_from_bucket(plan: Plan) -> bool:
     if plan.leaves:
         return True
     names = {file.path for file in plan.files}
-    return all(name.endswith(f".{SUFFIX}") for name in names) and ADAPTER_FILE not in names
+    if ADAPTER_FILE in names:
+        return False
+    # A checkpoint of Trainer has `optimizer.pt` next to its safetensors files.
+    return any(name.endswith((f".{SUFFIX}", DCP_SUFFIX)) for name in names)
 
 
 def _open_and_plan(

@@ -31,7 +31,7 @@ def find_recipe(path: Path) -> Path:
     """Return the recipe that a path names: a file, or the shipped recipe if the path is the bare name of one.
 
     Raises:
-        UsageError: The name stands for a shipped recipe and for a file.
+        UsageError: A shipped recipe and a file have this name.
     """
     if path.exists():
         return path
@@ -51,7 +51,7 @@ def find_training_recipe(path: Path) -> Path:
     """Return the recipe that a path names. See `find_recipe`. A missing file may be returned.
 
     Raises:
-        UsageError: The name stands for a shipped recipe and for a file, or there is no such file and it is similar to
+        UsageError: A shipped recipe and a file have this name, or there is no such file and it is similar to
             the name of a shipped recipe.
     """
     recipe_path = find_recipe(path)

@@ -72,20 +72,22 @@ def test_commands_read_a_compressed_init_from_a_bucket(site: StoreSite, home: Pa
     assert tokens.tobytes() == read_tensors(home / "m")["transformer.wte.weight"].tobytes()
 
 
-@pytest.mark.parametrize("layout", ["hf", "maxtext", "levanter"])
-def test_next_command_of_an_export_to_a_bucket_works(site: StoreSite, layout: str):
+@pytest.mark.parametrize(
+    "words",
+    [(), ("--layout", "maxtext"), ("--layout", "levanter"), ("--format", "dcp")],
+    ids=["hf", "maxtext", "levanter", "dcp"],
+)
+def test_next_command_of_an_export_to_a_bucket_works(site: StoreSite, words: tuple[str, ...]):
     make_checkpoint(Path("llama"), GROUPED_QUERY | {"model_type": "llama"})
     run_ok("save-init", "./llama", "--out", "llama-init")
-    report = site.run_prep("export", "llama-init", "--layout", layout, "--out", "s3://bucket/out")
+    report = site.run_prep("export", "llama-init", *words, "--out", "s3://bucket/out")
     assert report["next"] == "prep verify s3://bucket/out llama-init"
     assert site.run_prep(*report["next"].split()[1:])["differences"] == []
 
 
-@pytest.mark.parametrize("words", [("--layout", "hf-flax"), ("--format", "dcp")])
-def test_next_command_does_not_read_another_format_from_a_bucket(
-    site: StoreSite, home: Path, words: tuple[str, ...]
-):
-    report = site.run_prep("export", str(home / "init"), *words, "--out", "s3://bucket/out")
+def test_next_command_does_not_read_another_format_from_a_bucket(site: StoreSite, home: Path):
+    words = ("--layout", "hf-flax", "--out", "s3://bucket/out")
+    report = site.run_prep("export", str(home / "init"), *words)
     assert report["ok"], report
     assert "next" not in report
     assert "are read remotely" in site.run_prep("verify", "s3://bucket/out")["error"]["why"]
