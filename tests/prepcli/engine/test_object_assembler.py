@@ -144,7 +144,8 @@ def test_an_error_of_a_send_is_raised_by_the_writer():
 
 @pytest.mark.parametrize("memory_mib", [32, 64, 512, 4096])
 @pytest.mark.parametrize("largest_mib", [1, 16, 100, 5000])
-def test_object_budget_is_within_the_limit(memory_mib: int, largest_mib: int):
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_object_budget_is_within_the_limit(memory_mib: int, largest_mib: int, is_compressed: bool):
     part_nbytes = 8 * MIB
     budget, limits = make_object_budget(
         memory_mib * MIB,
@@ -153,8 +154,12 @@ def test_object_budget_is_within_the_limit(memory_mib: int, largest_mib: int):
         object_nbytes=16 * MIB,
         largest_nbytes=largest_mib * MIB,
         part_nbytes=part_nbytes,
+        is_compressed=is_compressed,
     )
     needed_nbytes = budget.buffer_count * budget.slab_nbytes + limits.total_nbytes
+    if is_compressed:
+        # Each piece has a compressed copy.
+        needed_nbytes += limits.total_nbytes
     if largest_mib * MIB > limits.piece_nbytes:
         needed_nbytes += limits.split_files * (1 + limits.parts_in_flight) * part_nbytes
     # At 32 MiB, two parts and one piece leave a part of the reserve for bookkeeping.

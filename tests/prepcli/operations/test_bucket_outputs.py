@@ -598,3 +598,11 @@ def test_memory_of_compression_is_within_the_budget(site: StoreSite, level: str)
     report = site.run_process(*words, "--compress", level, "--memory", "128MiB", small_files=True)
     assert report["ok"], report
     assert report["memory"]["peak"] <= 128 << 20
+
+
+def test_contexts_of_compression_are_within_the_budget(site: StoreSite, home: Path):
+    """Two contexts of level 19 have 162 MB."""
+    words = ("save-init", str(home / "m"), "--out", "gs://bucket/out", "--compress", "zstd:19")
+    error = site.run_prep(*words, "--memory", "64MiB")["error"]
+    assert "64MiB" in error["what"]
+    assert site.writes() == []
