@@ -49,6 +49,8 @@ def test_damaged_output_is_not_already_done(stored: bytes | None, monkeypatch: p
             check_stored_output(bucket, files, manifest, "other", restart=False)
         if stored == b"{}":
             check_stored_output(bucket, files, manifest, "mine", restart=False)
+            with pytest.raises(PrepError, match="this command created it earlier"):
+                check_stored_output(bucket, files, manifest, "mine", restart=True)
             return
         with pytest.raises(PrepError, match="this command created it, but its files are damaged"):
             check_stored_output(bucket, files, manifest, "mine", restart=False)
