@@ -52,7 +52,7 @@ PLAIN_KEY = re.compile("[A-Za-z][-A-Za-z0-9_./]+")
 
 
 def _check_object_name(option: str, name: str | None, max_chars: int) -> None:
-    """Raise UsageError for a name that Kubernetes refuses."""
+    """Raise UsageError for an invalid name of an object of Kubernetes."""
     if name is None or (len(name) <= max_chars and _OBJECT_NAME.fullmatch(name)):
         return
     what = text("{} is invalid", Option(option, name))

@@ -1,4 +1,4 @@
-"""Leave of two checkpoints what both can have, before their tensors are compared."""
+"""Prepare two checkpoints for a comparison: remove optimizer states and towers of only one of them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from prepcli.sources.source import Source
 def comparable_sources(
     source: Source, against_source: Source, observer: Observer
 ) -> tuple[Source, Source]:
-    """Return the two checkpoints without the tensors of a kind of which one has none.
+    """Return the two checkpoints without optimizer states and towers of only one of them.
 
-    Both are decoded if one is, and one line per kind says what is not compared.
+    Both have decoded weights if one has. The observer gets a note about each ignored kind of tensors.
     """
     source, against_source = decode_alike(source, against_source)
     if not (source.state_tensors and against_source.state_tensors):
@@ -62,7 +62,7 @@ def _has_adapters(source: Source) -> bool:
 
 
 def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:
-    """Describe the ignored training state of one of two checkpoints."""
+    """Yield a note about the training state of one of two checkpoints."""
     for source in sources:
         if source.state_tensors:
             nbytes = sum(tensor.nbytes for tensor in source.state_tensors)
@@ -71,7 +71,7 @@ def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:
 
 
 def _ignored_tower_lines(sources: Iterable[Source]) -> Iterator[str]:
-    """Describe the ignored towers (vision and audio parts) of one of two checkpoints."""
+    """Yield a note about the towers (vision and audio parts) of one of two checkpoints."""
     for source in sources:
         if source.tower_tensors:
             nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)

@@ -74,7 +74,7 @@ def check_request(options: ExportOptions, source: Source) -> None:
 
 
 def _check_format(layout: str, requested_format: str | None) -> None:
-    """Raise UsageError for a format that the layout does not have."""
+    """Raise UsageError for a format of other layouts."""
     formats = FORMATS_BY_LAYOUT[layout]
     if requested_format is None or requested_format in formats:
         return

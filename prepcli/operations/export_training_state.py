@@ -77,7 +77,7 @@ class StateContent:
         missing: Parts of the framework's own checkpoints without a counterpart in prep.
         folder_name: Default name of the output, with the step. Empty for the name of other exports.
         schedule_note: The way to set the learning rate schedule.
-        structure_notes: Settings that the framework needs to restore the state.
+        structure_notes: Required settings of the framework to restore the state.
     """
 
     missing: tuple[str, ...]
@@ -343,7 +343,7 @@ def _content_of_tunix(state: AdamState) -> StateContent:
 
 
 def _levanter_notes(state: AdamState) -> tuple[str, ...]:
-    """Return the settings that Levanter needs to restore the state. They determine its tree."""
+    """Return the required settings of Levanter to restore the state. They determine its tree."""
     clip_norm = levanter_clip_norm(state)
     notes = ["Levanter restores it with optimizer.max_grad_norm=null"]
     if clip_norm:

@@ -157,7 +157,7 @@ def _equal_rows(
     memory_nbytes: int,
     observer: Observer,
 ) -> list[SuggestedRow]:
-    """Return the rows with targets that are complete, and equal bit by bit to the tensors of the target."""
+    """Return the rows with complete targets, equal bit by bit to the tensors of the target."""
     sizes: dict[str, int | tuple[int, ...]] = {}
     for atom, size in writer.sizes.items():
         sizes[atom] = compute_size(size, {})
@@ -246,7 +246,7 @@ def _target_family(source: Source, target: Source) -> str:
 def _map_text(
     suggestion: MapSuggestion, sizes: Mapping[str, str], source: Source, target: Source
 ) -> str:
-    """Return the content of the map: sizes, rows, and a comment for each tensor that needs a decision."""
+    """Return the content of the map: sizes, rows, and a comment for each undecided tensor."""
     lines = [f"# From {source.display_name} to {target.display_name}."]
     if suggestion.cast_to:
         lines.append(f"# Values are equal after a cast: --dtype {suggestion.cast_to}.")

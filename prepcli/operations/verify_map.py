@@ -54,7 +54,7 @@ def mapped_options(common: CommonOptions, output: Manifest | None) -> CommonOpti
 
     Args:
         common: Options of the checkpoint.
-        output: Manifest of the checkpoint that it is compared with, if prep wrote it.
+        output: Manifest of the other checkpoint of the comparison, if prep wrote it.
     """
     if common.tensor_map is not None and output is not None and output.quantized:
         return replace(common, quantized="decode")
