@@ -100,6 +100,14 @@ def test_mistaken_path_is_one_error_with_a_hint(
     assert sorted(Path().rglob("*")) == before
 
 
+def test_run_without_a_step_is_not_read_from_its_subfolder(capsys: pytest.CaptureFixture[str]):
+    """The user trains on, instead of reading a checkpoint that happens to be there."""
+    for name in ("recipe.toml", "environment.json"):
+        Path("hub", name).touch()
+    error = run_failing(capsys, FAILED, "inspect", "hub")
+    assert "no step of the run hub is saved yet" in error
+
+
 def test_empty_state_of_an_optimizer_is_damaged(capsys: pytest.CaptureFixture[str]):
     make_trainer_checkpoint(Path("checkpoint-4"), 4)
     Path("checkpoint-4/optimizer.pt").write_bytes(b"")
