@@ -69,6 +69,7 @@ MISTAKES = [  # code, command, parts of the error
         "lock m --html pages/m.html",
         ("cannot read or write pages/m.html", "create the folder pages"),
     ),
+    (FAILED, "report runs/typo", ("runs/typo does not exist",)),
     (FAILED, "roundtrip m --layout init --out models", ("models is not a file", "it is a folder")),
     (FAILED, "save-init m --map models", ("models is not a file", "name a file")),
     (
