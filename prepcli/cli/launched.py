@@ -94,7 +94,7 @@ def _commands(context: typer.Context) -> dict[str, Any]:
 
 
 def _launched_names(context: typer.Context) -> list[str]:
-    """Return the names of the commands that a job can run: all without commands of their own."""
+    """Return the names of the commands without subcommands. A job can run each of them."""
     names: list[str] = []
     for name, command in _commands(context).items():
         if not isinstance(command, TyperGroup):

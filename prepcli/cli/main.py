@@ -79,7 +79,7 @@ def _run_command(args: Sequence[str], ui: Ui) -> int:
 
 
 def _failure_ui(args: Sequence[str]) -> Ui:
-    """Return the Ui that reports failures, from unparsed words: an error may occur before options are parsed."""
+    """Return the Ui for errors, from unparsed words: an error may occur before options are parsed."""
     # Words after `--` belong to another command, e.g. `prep launch slurm r.toml -- --json`.
     options = args[: args.index("--")] if "--" in args else args
     commands = [name for name in _command_names() if name in options]
@@ -100,7 +100,7 @@ def _command_names() -> list[str]:
 def _stopped_error(
     what: str, args: Sequence[str], code: int, durable_notes: Sequence[str]
 ) -> PrepError:
-    """Return the error of a stopped command. `durable_notes` name the work that a second run resumes from."""
+    """Return the error of a stopped command. `durable_notes` name the saved work."""
     if not durable_notes:
         return PrepError(what, code=code)
     # The command to resume has no --restart, because this option would delete the saved work.
@@ -182,7 +182,7 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
 
 
 def _unknown_options(context: Any, args: Sequence[str]) -> list[str]:
-    """Return the long options in `args` that the command of a Typer context does not have, in their order."""
+    """Return the unknown long options in `args` for the command of a Typer context, in their order."""
     if context is None:
         return []
     known = {

@@ -47,7 +47,7 @@ def from_command_line(group: Any, omit: Omit, values: dict[str, Any]) -> dict[st
 
     Args:
         group: The TypedDict.
-        omit: Options that the command does not have.
+        omit: Options of the group without a counterpart in the command.
         values: Values of all parameters of the command. The options of the group are removed.
 
     Returns:

@@ -32,14 +32,14 @@ OUTPUT_OPTION_NAMES = ("json", "quiet", "verbose", "progress")
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """Options for the messages and the result that a command prints."""
+    """Options for the messages and the result of a command."""
 
     json: JsonOption = False
     quiet: QuietOption = False
     verbose: VerboseOption = 0
 
     def open_console(self, command: str, progress: Mode = "auto") -> Ui:
-        """Return the Ui through which `command` prints."""
+        """Return the Ui for the output of `command`."""
         return open_ui(command, self.json, self.quiet, self.verbose, progress)
 
 

@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share, each defined once."""
+"""Common options and arguments of several commands, each defined once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prepcli.console.progress import Mode
 
 
 def complete_checkpoint(incomplete: str) -> list[str]:
-    """Return the aliases, and the folders here with a prep manifest, that start with `incomplete`."""
+    """Return the aliases, and the folders here with a prep manifest, with the prefix `incomplete`."""
     from prepcli.formats.manifest import MANIFEST_FILE
     from prepcli.sources.aliases import ALIASES_BY_NAME
 
@@ -20,21 +20,21 @@ def complete_checkpoint(incomplete: str) -> list[str]:
 
 
 def complete_family(incomplete: str) -> list[str]:
-    """Return the families of the aliases that start with `incomplete`."""
+    """Return the families of the aliases with the prefix `incomplete`."""
     from prepcli.sources.aliases import ALIAS_FAMILIES
 
     return [name for name in ALIAS_FAMILIES if name.startswith(incomplete)]
 
 
 def complete_shipped_recipe(incomplete: str) -> list[str]:
-    """Return the names of the shipped recipes that start with `incomplete`."""
+    """Return the names of the shipped recipes with the prefix `incomplete`."""
     from prepcli.operations.recipe_files import recipe_names
 
     return [name for name in recipe_names() if name.startswith(incomplete)]
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Return the TOML files here, and the shipped recipes, that start with `incomplete`."""
+    """Return the TOML files here, and the shipped recipes, with the prefix `incomplete`."""
     files = sorted(path.name for path in Path().glob("*.toml"))
     return [
         *(name for name in files if name.startswith(incomplete)),
@@ -43,21 +43,21 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 
 def complete_recipe_or_checkpoint(incomplete: str) -> list[str]:
-    """Return the recipes and the checkpoints that start with `incomplete`."""
+    """Return the recipes and the checkpoints with the prefix `incomplete`."""
     names = [*complete_recipe(incomplete), *complete_checkpoint(incomplete)]
     # A folder may have the name of a recipe. The shell would offer it twice.
     return [*dict.fromkeys(names)]
 
 
 def complete_page(incomplete: str) -> list[str]:
-    """Return the pages of the documentation that start with `incomplete`."""
+    """Return the pages of the documentation with the prefix `incomplete`."""
     from prepcli.operations.docs import page_names
 
     return [name for name in page_names() if name.startswith(incomplete)]
 
 
 def complete_devices(incomplete: str) -> list[str]:
-    """Return the kinds of accelerators that start with `incomplete`, in any case."""
+    """Return the kinds of accelerators with the prefix `incomplete`, in any case."""
     from trainer.planning.accelerators import ACCELERATORS
 
     return [name for name in ACCELERATORS if name.lower().startswith(incomplete.lower())]

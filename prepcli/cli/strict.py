@@ -26,7 +26,7 @@ class StrictCommand(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse `args`. Raise a UsageError that names the first empty value."""
+        """Parse `args`. Raise UsageError with the name of the first empty value."""
         # The parser removes words from its list, so it gets a copy.
         # Its values are not converted yet: as a Path, an empty text would be `.`.
         values, _, _ = self.make_parser(ctx).parse_args(args=list(args))
@@ -49,7 +49,7 @@ class StrictCommand(TyperCommand):
 
 
 class OneProcessCommand(StrictCommand):
-    """Command with effects that several processes must not repeat."""
+    """Command that only one process of a job may run."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Raise UsageError if a launcher started several processes of it."""
@@ -63,7 +63,7 @@ class OneProcessCommand(StrictCommand):
 
 
 def name_variables(error: UsageError, ctx: Any) -> UsageError:
-    """Return an error that names environment variables in place of the options that they set.
+    """Return an error with the names of environment variables in place of their options.
 
     Args:
         error: The error. `--memory abc` in it becomes `PREP_MEMORY=abc`.

@@ -495,6 +495,15 @@ def io_error(path: Path, error: OSError) -> PrepError:
     return PrepError(f"cannot read or write {path}", why, ACCESS_HINT)
 
 
+def check_parent_folder(path: Path) -> None:
+    """Raise PrepError if the folder of an output does not exist."""
+    try:
+        # With the slash, a file in place of the folder is an error too.
+        os.stat(f"{path.parent}/")
+    except OSError as error:
+        raise io_error(path, error) from error
+
+
 def _missing_hint(path: Path) -> str:
     """Return the hint for a missing path."""
     if path.parent.is_dir():

@@ -86,7 +86,7 @@ class ConversionExecutor:
         out: Path of the output.
         budget: How the memory is divided among buffers.
         stage: The staging folder.
-        team: All processes of the output.
+        team: All processes of the conversion.
     """
 
     def __init__(self, request: ExecutionRequest, out: Path) -> None:
@@ -179,7 +179,7 @@ class ConversionExecutor:
     def _write_share(self, index: int) -> ConversionResult:
         """Write the share of process `index`, its part of the streams, to the data files.
 
-        A share is the streams that one process writes. A stream is a range of rows of a tensor. Streams that an earlier
+        A share is the streams of one process. A stream is a range of rows of a tensor. Streams that an earlier
         run wrote durably are skipped.
         """
         share_plan = self.team.share_plan(index)

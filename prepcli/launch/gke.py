@@ -41,18 +41,23 @@ QUEUE_KEY = "kueue.x-k8s.io/queue-name"
 SPOT_KEY = "cloud.google.com/gke-spot"
 EXCLUSIVE_KEY = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 NODE_POOL = "cloud.google.com/gke-nodepool"
-# RFC 1123, for names of objects.
-_OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+# RFC 1123: parts of letters, digits and inner hyphens, e.g. `team-a.runs`
+_NAME_PART = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_OBJECT_NAME = re.compile(rf"{_NAME_PART}(\.{_NAME_PART})*")
+MAX_NAME_CHARS = 253
+# The name of a queue is the value of a label.
+MAX_LABEL_CHARS = 63
 # Keys that no YAML parser takes for another type. YAML 1.1 takes `y` and `n` for booleans.
 PLAIN_KEY = re.compile("[A-Za-z][-A-Za-z0-9_./]+")
 
 
-def _check_object_name(option: str, name: str | None) -> None:
-    """Raise UsageError for a name that Kubernetes refuses."""
-    if name is not None and not _OBJECT_NAME.fullmatch(name):
-        what = text("{} is invalid", Option(option, name))
-        why = "a name has lower-case letters, digits, `-` and `.`"
-        raise usage_error(what, why, text("{}", Option(option, as_label(name))))
+def _check_object_name(option: str, name: str | None, max_chars: int) -> None:
+    """Raise UsageError for an invalid name of an object of Kubernetes."""
+    if name is None or (len(name) <= max_chars and _OBJECT_NAME.fullmatch(name)):
+        return
+    what = text("{} is invalid", Option(option, name))
+    why = f"a name has up to {max_chars} letters a-z and digits, with `-` and `.` between them"
+    raise usage_error(what, why, text("{}", Option(option, as_label(name))))
 
 
 def gke_manifest(
@@ -69,8 +74,8 @@ def gke_manifest(
         num_slices: Number of TPU slices. Each has an equal part of the nodes.
     """
     check_label(job.name)
-    for name in ("queue", "claim"):
-        _check_object_name(name, options[name])
+    _check_object_name("queue", options["queue"], MAX_LABEL_CHARS)
+    _check_object_name("claim", options["claim"], MAX_NAME_CHARS)
     num_jobs = num_slices if _is_tpu(options) else 1
     files: JsonObject = {START_FILE: _start_script(job, options, num_jobs)}
     if job.command.recipe:

@@ -1,4 +1,4 @@
-"""A job that `prep launch` describes: a command, and the environment of its processes. The functions do no I/O."""
+"""A job of `prep launch`: a command, and the environment of its processes. The functions do no I/O."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check_variable(name: str) -> None:
 
 
 def check_label(name: str) -> None:
-    """Raise UsageError for a name that Google Cloud or Kubernetes refuses."""
+    """Raise UsageError for an invalid name of a job in Google Cloud or Kubernetes."""
     if not _LABEL.fullmatch(name):
         why = "at most 40 lower-case letters, digits and hyphens, the first of them a letter"
         hint = text("{}", Option("job_name", as_label(name)))
@@ -76,7 +76,7 @@ def check_label(name: str) -> None:
 
 
 def as_label(name: str) -> str:
-    """Return a name in the form that Google Cloud and Kubernetes accept."""
+    """Return a name as a valid label of Google Cloud and Kubernetes, e.g. `My run` -> `my-run`."""
     hyphenated = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     label = hyphenated if hyphenated[:1].isalpha() else f"prep-{hyphenated}"
     # The cut may fall on a hyphen, with which no label ends.

@@ -28,34 +28,37 @@ REMOVED_PREFIXES = (
 POLL_S = 0.1
 # Added to the time-out of the heartbeat: a busy machine needs time to report a lost process.
 GRACE_MARGIN_S = 60.0
-# Ports from which the kernel takes the local ones of connections, as two numbers.
+# First and last port of the range from which the kernel assigns local ports of connections
 ASSIGNED_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # The default of Linux
 DEFAULT_FIRST_ASSIGNED_PORT = 32_768
 # Services have smaller ones, and the default port of the coordinator is 11,111.
 FIRST_PORT = 12_000
+# With fewer ports below the assigned ones, two jobs could choose the same port.
+MIN_PORTS = 1000
 MAX_PORT_TRIES = 100
 
 
 def free_port() -> int:
-    """Return an unused port that the kernel assigns to no connection of another program."""
+    """Return an unused port, outside of the kernel's range of local ports if that leaves enough ports."""
     # The job binds the port seconds later. Until then a connection to anywhere could get a port of
     # the kernel's range as its local one.
-    for _ in range(MAX_PORT_TRIES):
-        port = FIRST_PORT + secrets.randbelow(_first_assigned_port() - FIRST_PORT)
-        with contextlib.suppress(OSError):
-            return _bound_port(port)
+    num_ports = _first_assigned_port() - FIRST_PORT
+    if num_ports >= MIN_PORTS:
+        for _ in range(MAX_PORT_TRIES):
+            port = FIRST_PORT + secrets.randbelow(num_ports)
+            with contextlib.suppress(OSError):
+                return _bound_port(port)
     # Port 0: the kernel chooses one of its range.
     return _bound_port(0)
 
 
 def _first_assigned_port() -> int:
-    """Return the first port of the range from which the kernel assigns local ports."""
+    """Return the first port of the kernel's range of local ports."""
     try:
-        first_port = int(ASSIGNED_PORTS.read_text().split()[0])
+        return int(ASSIGNED_PORTS.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return DEFAULT_FIRST_ASSIGNED_PORT
-    return max(first_port, FIRST_PORT + 1)
 
 
 def _bound_port(port: int) -> int:

@@ -37,7 +37,7 @@ class JobOptions(TypedDict):
 
 
 class SubmitOptions(JobOptions):
-    """Options of the targets for which `prep launch` writes and submits a file."""
+    """Options of the targets with a file to write and submit."""
 
     job_name: Annotated[
         str | None,

@@ -137,7 +137,7 @@ def _recorded_name(folder: Path, manifest: Manifest, file: str) -> str:
 
 
 def _settings_files(manifest: Manifest) -> list[str]:
-    """Return the recorded files that users may edit. Files of tensors, and metadata of an Orbax item, are left out."""
+    """Return the recorded files for users to edit, without files of tensors and metadata of an Orbax item."""
     return [
         name
         for name, record in manifest.files.items()

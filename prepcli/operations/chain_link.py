@@ -343,7 +343,7 @@ def _recorded_digest(piece: _Piece) -> str | None:
 
 
 def _can_be_computed(piece: _Piece) -> bool:
-    """Return whether the source has the rows, and values that a cast can give the dtype of the output."""
+    """Return whether the source has the rows, in the dtype of the output or in one with a cast to it."""
     tensor = piece.source_tensor
     if piece.rows[1] > num_rows(tensor):
         return False

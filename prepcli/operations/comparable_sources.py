@@ -94,7 +94,7 @@ def _slot_or_leaf(tensor: SourceTensor) -> str:
 
 
 def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:
-    """Describe the ignored training state of one of two checkpoints."""
+    """Yield a note about the training state of one of two checkpoints."""
     for source in sources:
         if source.state_tensors:
             nbytes = sum(tensor.nbytes for tensor in source.state_tensors)
@@ -103,7 +103,7 @@ def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:
 
 
 def _ignored_tower_lines(sources: Iterable[Source]) -> Iterator[str]:
-    """Describe the ignored towers (vision and audio parts) of one of two checkpoints."""
+    """Yield a note about the towers (vision and audio parts) of one of two checkpoints."""
     for source in sources:
         if source.tower_tensors:
             nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)

@@ -37,7 +37,7 @@ def compute_together(
     Args:
         mesh: Mesh of the computation. None means one device.
         progress: Receives notes, warnings and progress, or only progress.
-        phase: Name of the command, which also tells jobs with the same address apart.
+        phase: Name of the command, which also distinguishes jobs with the same address.
         compute: Computes the result, given the processes of the job (None for one) and the observer of this process.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Checks of options that exclude or require each other: an option without effect is an error, not ignored."""
+"""Checks of exclusive and of dependent options. An option without effect is an error."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def reject_without(option: Option, value: object, needed: Option, why: str) -> N
 
     Args:
         option: Option without effect.
-        value: Its value. None and False mean that it is not set.
-        needed: Option that `option` requires.
+        value: Its value. None or False if it is not set.
+        needed: Required other option.
         why: Why it has no effect without `needed`.
     """
     if _is_set(value):

@@ -1,4 +1,4 @@
-"""Steps that all converting commands share: open the source, plan, show or execute the plan, report."""
+"""Common steps of all converting commands: open the source, plan, show or execute the plan, report."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ OUT_PLACEHOLDER = "{out}"
 
 @dataclass(frozen=True, slots=True)
 class CommonOptions:
-    """Options that converting commands share.
+    """Common options of converting commands.
 
     Attributes:
         checkpoint: Folder, alias, hub id or URL. None for the only checkpoint of prep in the current folder.
@@ -101,9 +101,9 @@ class CommonOptions:
         verbatim: Keep the names of the files. None for a checkpoint without a family of its model type.
         copied_files: Patterns of further small files to copy.
         lock: Lock file of the checkpoint.
-        public_key: Key that must have signed the lock.
+        public_key: Required key of the lock's signature.
         tensor_map: File of the map of the checkpoint's tensors.
-        source_layout: Layout of a tree of another library. None for the one that fits best.
+        source_layout: Layout of a tree of another library. None selects the best match.
         quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
             or the decoded tensors of GGUF. `decode`: like `dequantize`, also for a model without quantised weights.
         training_state: Read the optimizer state of another framework.
@@ -142,7 +142,7 @@ class PlannedConversion:
         default_out_name: Name of the output if the user gives none.
         notes: Lines for the user.
         fields: Fields for JSON.
-        next_command: The command that usually follows, for a shell, with OUT_PLACEHOLDER for the path of the output.
+        next_command: The usual next command, for a shell, with OUT_PLACEHOLDER for the path of the output.
         source_view: Source of the plan, if it differs from the opened one.
     """
 
@@ -171,7 +171,7 @@ def common_options(
     dry_run: bool = False,
     process_options: ProcessOptions | None = None,
 ) -> CommonOptions:
-    """Return the options that converting operations share."""
+    """Return the common options of converting operations."""
     config = options.get("config")
     tensor_map = options.get("map")
     lock = options.get("lock")
@@ -211,7 +211,7 @@ def make_match_options(options: Mapping[str, Any]) -> MatchOptions:
 
 
 def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of options in the form that manifests record, e.g. `rules="a=mp"` -> `("a=mp",)`."""
+    """Return the values of options as in a manifest, e.g. `rules="a=mp"` -> `("a=mp",)`."""
     values = dict(options)
     for name in ("drop", "rules", "copy"):
         if name in values:
@@ -291,7 +291,7 @@ def open_checkpoint(
         common.config,
         verbatim=verbatim,
         copied_files=common.copied_files,
-        dequantize=is_decoded and _has_codes(common, located.local_files.path),
+        dequantize=_decodes_weights(common, located.local_files.path),
         kept_scales=kept_scales,
         training_state=common.training_state,
         tensor_map=read_map_option(common.tensor_map, verbatim=common.verbatim),
@@ -310,9 +310,11 @@ def open_checkpoint(
     return located, use_averaged_params(source) if common.ema else source
 
 
-def _has_codes(common: CommonOptions, path: Path) -> bool:
-    """Return whether to decode the weights of a checkpoint. A dense one is an error if decoding is requested."""
-    return common.quantized == "dequantize" or is_quantized(path)
+def _decodes_weights(common: CommonOptions, path: Path) -> bool:
+    """Return whether to decode the weights of a checkpoint. With `dequantize`, dense weights are an error later."""
+    if common.quantized == "decode":
+        return is_quantized(path)
+    return common.quantized == "dequantize"
 
 
 def check_config_option(common: CommonOptions, *sources: Source) -> None:
@@ -380,8 +382,10 @@ def _is_read_from_bucket(plan: Plan) -> bool:
     if plan.leaves:
         return True
     names = {file.path for file in plan.files}
-    suffixes = (f".{SUFFIX}", DCP_SUFFIX)
-    return all(name.endswith(suffixes) for name in names) and ADAPTER_FILE not in names
+    if ADAPTER_FILE in names:
+        return False
+    # A checkpoint of Trainer has `optimizer.pt` next to its safetensors files.
+    return any(name.endswith((f".{SUFFIX}", DCP_SUFFIX)) for name in names)
 
 
 def _open_and_plan(
@@ -518,7 +522,7 @@ def _with_origin(
 
 
 def _process_share(common: CommonOptions, observer: Observer) -> Share:
-    """Return the share of this process in the work, and note the launcher that sets it."""
+    """Return the share of this process in the work. Print a note with the name of the launcher."""
     share, launcher = requested_share(common.process_options.processes, os.environ)
     if launcher:
         observer.note(f"process {share.index} of {share.count}, according to {launcher}")

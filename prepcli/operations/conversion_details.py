@@ -22,7 +22,7 @@ from prepcli.sources.source import Source
 
 
 class Accounting(TypedDict):
-    """Number of source tensors that a conversion uses, and lists of the dropped and the filled ones, for JSON.
+    """Number of used source tensors, and lists of the dropped and the filled tensors, for JSON.
 
     `changed_values` is None in the plan of a conversion with casts: the values are counted while they are cast.
     """

@@ -1,4 +1,4 @@
-"""The map of an export: its options, its record, and the head that it writes."""
+"""The map of an export: its options, its record, and its LM head."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The decorator `public` has added the default of each option.
@@ -33,7 +33,7 @@ class WrittenMap:
     record: ManifestFields = field(default_factory=ManifestFields)
 
     def names_tied_head(self, source: Source) -> bool:
-        """Return whether the map writes the head of a model that has none of its own."""
+        """Return whether the map writes an LM head for a model with tied embeddings."""
         if self.tensor_map is None or source.family.is_verbatim:
             return False
         tying = source.family.tying

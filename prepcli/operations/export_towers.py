@@ -71,7 +71,7 @@ def select_parts(
 
 
 def no_effect_error(option: Option, source: Source, why: str) -> PrepError:
-    """Return the error for an option that does not change the export of a source."""
+    """Return the error for an option without effect on the export of a source."""
     what = text("{} has no effect for {}", option, source.display_name)
     return usage_error(what, why, text("remove {}", Option(option.name)))
 

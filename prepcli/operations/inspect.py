@@ -64,7 +64,7 @@ class QuantizationSummary(TypedDict):
 
 
 class SourceSummary(TypedDict):
-    """Facts of a checkpoint, the fields of `source` in the JSON object. A fact that it does not have is None."""
+    """Facts of a checkpoint, the fields of `source` in the JSON object. Unknown facts are None."""
 
     name: str
     revision: str | None
@@ -219,7 +219,7 @@ def check_view(pattern: str | None, view: ViewOptions) -> None:
 
 
 def _check_page_view(view: ViewOptions) -> None:
-    """Raise UsageError for views without effect on a page, which has them anyway."""
+    """Raise UsageError for views without effect on a page. It has them anyway."""
     for name in ("tree", "shards"):
         if view[name] not in (None, False):
             what = text("{} has no effect with {}", Option(name), Option("html"))
@@ -286,7 +286,7 @@ def shard_leaf(
         observer: Receives warnings.
         options: How the checkpoint is read.
         leaf_name: Name of the leaf, or a unique end of it.
-        mesh_text: The mesh. None takes that of the manifest.
+        mesh_text: The mesh. None selects the mesh of the manifest.
         dequantize: Split the leaves of decoded weights.
 
     Raises:
@@ -352,7 +352,7 @@ def compare_shapes(
 ) -> ShapeComparison:
     """Compare the names, shapes and dtypes of two checkpoints. No data is read.
 
-    The tensors are in the order of the first checkpoint. Tensors that only the second checkpoint has follow.
+    The tensors are in the order of the first checkpoint. Further tensors of the second checkpoint follow.
 
     Args:
         checkpoint: Folder, alias, hub id or URL.
@@ -415,7 +415,7 @@ def _read_checkpoint(
     """Locate a checkpoint, and read its headers or index.
 
     Raises:
-        UsageError: The options have a lock, which an inspection would not enforce.
+        UsageError: The options have a lock. An inspection would not enforce it.
     """
     lock = Option("lock")
     if options.get("lock") is not None:
@@ -447,7 +447,7 @@ def _read_checkpoint(
 
 
 def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -> set[str]:
-    """Return the names that match the pattern. Raise a PrepError with a suggestion if none does."""
+    """Return the names with a match of the pattern. Raise PrepError with a suggestion if there are none."""
     matches = {name for name in names if pattern is None or fnmatchcase(name, pattern)}
     if pattern is None or matches:
         return matches
@@ -540,7 +540,7 @@ def _stacked_layers(contents: CheckpointContents) -> tuple[bool | None, int | No
 def _read_vocabulary_or_warn(contents: CheckpointContents, observer: Observer) -> Vocabulary | None:
     """Read the vocabulary from the config.
 
-    Warn about an invalid config, which does not affect the tensors.
+    Warn about an invalid config. It does not affect the tensors.
     """
     if contents.config.get(VOCAB_SIZE_KEY) is None:
         return None

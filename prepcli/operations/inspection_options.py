@@ -235,7 +235,7 @@ class RoundtripOptions(SourceOptions, total=False):
 
 
 class RoundtripArguments(TypedDict):
-    """The argument of `roundtrip` that is an option of its command."""
+    """The argument `out` of `roundtrip`. It is an option of its command."""
 
     out: Annotated[
         PathLike | None,

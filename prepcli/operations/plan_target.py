@@ -121,7 +121,7 @@ def _recipe_path(target: str) -> Path:
     """Return the path of a recipe file or of the shipped recipe with this name, else the path itself.
 
     Raises:
-        UsageError: The name stands for a shipped recipe and for a file.
+        UsageError: A shipped recipe and a file have this name.
     """
     path = find_recipe(Path(target))
     shipped = recipes_folder() / path.name

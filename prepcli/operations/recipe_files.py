@@ -1,4 +1,4 @@
-"""The files of recipes: those that prep ships, by name, and those of a user."""
+"""Find recipes: shipped ones by name, and files of the user."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def shipped_recipe(name: str) -> Path:
 
 
 def find_recipe(path: Path) -> Path:
-    """Return the recipe that a path names: a file, or the shipped recipe if the path is the bare name of one.
+    """Return the recipe of a path: a file, or the shipped recipe with this name.
 
     Raises:
-        UsageError: The name stands for a shipped recipe and for a file.
+        UsageError: A shipped recipe and a file have this name.
     """
     if path.exists():
         return path
@@ -48,10 +48,10 @@ def find_recipe(path: Path) -> Path:
 
 
 def find_training_recipe(path: Path) -> Path:
-    """Return the recipe that a path names. See `find_recipe`. A missing file may be returned.
+    """Return the recipe of a path. See `find_recipe`. A missing file may be returned.
 
     Raises:
-        UsageError: The name stands for a shipped recipe and for a file, or there is no such file and it is similar to
+        UsageError: A shipped recipe and a file have this name, or there is no such file and it is similar to
             the name of a shipped recipe.
     """
     recipe_path = find_recipe(path)

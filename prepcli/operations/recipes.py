@@ -79,5 +79,5 @@ def _model_name(recipe: Recipe) -> str:
 
 def _num_devices(recipe: Recipe) -> int:
     """Return the number of devices of a recipe's mesh."""
-    # Shipped recipes set every mesh size. None has the size -1, which stands for the remaining devices.
+    # Shipped recipes set every mesh size. None has the size -1 (all remaining devices).
     return math.prod(parse_mesh(recipe.mesh).sizes)

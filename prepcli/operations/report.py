@@ -57,7 +57,9 @@ def report(
     if not folders:
         raise usage_error("no runs to report", "", text("{}", Command("report", "runs/NAME")))
     page = _page_path(folders, out)
-    check_page_path(page)
+    if out is not None:
+        # The page of a run is checked when it is written. A misspelled run is another error.
+        check_page_path(page)
     records = [_read_record(folder, observer) for folder in folders]
     summaries = tuple(summarize(record) for record in records)
     write_report_page(page, records, [summary_cells(summary) for summary in summaries])

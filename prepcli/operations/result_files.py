@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prepcli.engine.files import io_error
-from prepcli.errors import OutputExistsError, PrepError, Text
+from prepcli.engine.files import check_parent_folder, io_error
+from prepcli.errors import OutputExistsError, Text
 from prepcli.execution.output_urls import check_local_path
 from prepcli.formats.untrusted import read_small_file, stat_file
 from trainer.files.writing import write_file
@@ -18,12 +18,9 @@ def check_result_path(path: Path) -> None:
         PrepError: The path is a URL, something other than a regular file has the name, or its folder does not exist.
     """
     check_local_path(path)
+    check_parent_folder(path)
     if path.exists():
         stat_file(path)
-    elif not path.parent.is_dir():
-        what = f"cannot write {path}"
-        hint = f"create the folder {path.parent}, or use another one"
-        raise PrepError(what, f"{path.parent} is not a folder", hint)
 
 
 def has_content(path: Path, data: bytes, *, overwrite: bool, why: str, hint: Text) -> bool:

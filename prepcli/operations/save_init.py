@@ -558,7 +558,7 @@ def _check_source_kind(command: str, source: Source) -> None:
 def _layout_lines(
     layout: ItemLayout, item: OrbaxItemLayout, dropped_state_tensors: Sequence[DroppedTensor]
 ) -> Iterator[str]:
-    """Yield the notes about a layout: padding, mesh, dims that stay whole, and the dropped optimizer state."""
+    """Yield the notes about a layout: padding, mesh, unsharded dims, and the dropped optimizer state."""
     stored_size = layout.vocabulary.stored_size
     mesh = layout.partitioning.mesh
     vocab_rows = layout.output_vocabulary.stored_size

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from prepcli.engine.files import io_error
+from prepcli.engine.files import check_parent_folder, io_error
 from prepcli.errors import PrepError
 from prepcli.execution.output_urls import check_local_path
 from prepcli.pages.charts import CHART_STYLE
@@ -61,16 +61,18 @@ def check_page_path(path: Path) -> None:
     """Check that `write_html_page` may write a page. Call it before computing the content.
 
     Raises:
-        PrepError: The path is a URL or a link, is not a regular file, or is a file other than a page of prep.
+        PrepError: The path is a URL or a link, is not a regular file, or is a file other than a page of prep. Or its
+            folder does not exist.
     """
     check_local_path(path)
+    check_parent_folder(path)
     # Only the first bytes are read: a file of the user may have any size.
     max_nbytes = max(map(len, PAGE_STARTS))
     try:
         check_replaceable(path)
         with open_regular_file(path) as file:
             start = file.read(max_nbytes)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return
     except OSError as error:
         raise io_error(path, error) from error

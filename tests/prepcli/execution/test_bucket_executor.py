@@ -10,14 +10,20 @@ import pytest
 
 import prepcli as prep
 from prepcli.execution.bucket_executor import BucketExecutor
+from prepcli.execution.bucket_publication import BucketPublication
 from prepcli.execution.workers import ProcessOptions
 from tests.helpers.store_sites import make_home, open_site
 from tests.helpers.waiting import MAX_S
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
 def test_processes_that_publish_at_once_write_one_manifest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    in_turn: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
+    """With `in_turn`, the first process has deleted the state when the second one reads it."""
     home = make_home(tmp_path)
     both_have_written = threading.Barrier(2)
     finish = BucketExecutor._finish  # pyright: ignore[reportPrivateUsage]
@@ -25,6 +31,13 @@ def test_processes_that_publish_at_once_write_one_manifest(
     def finish_together(executor: BucketExecutor) -> None:
         both_have_written.wait(MAX_S)
         finish(executor)
+
+    publish = BucketPublication.publish
+    turn = threading.Lock()
+
+    def publish_in_turn(publication: BucketPublication) -> None:
+        with turn:
+            publish(publication)
 
     def convert(index: int) -> None:
         prep.save_init(
@@ -35,6 +48,8 @@ def test_processes_that_publish_at_once_write_one_manifest(
         )
 
     monkeypatch.setattr(BucketExecutor, "_finish", finish_together)
+    if in_turn:
+        monkeypatch.setattr(BucketPublication, "publish", publish_in_turn)
     with open_site(home, tmp_path, monkeypatch, capsys) as site:
         with ThreadPoolExecutor(2) as pool:
             runs = [pool.submit(convert, index) for index in range(2)]

@@ -8,7 +8,8 @@ import pytest
 
 from prepcli.engine.digest import digest
 from prepcli.errors import PrepError
-from prepcli.execution.stored_outputs import check_stored_output, stored_manifest
+from prepcli.execution import stored_outputs
+from prepcli.execution.stored_outputs import check_stored_output, has_intact_files, stored_manifest
 from prepcli.formats.manifest import encode_manifest
 from prepcli.remote.object_store import Bucket, parse_url
 from tests.helpers.object_server import serve_objects
@@ -48,6 +49,27 @@ def test_damaged_output_is_not_already_done(stored: bytes | None, monkeypatch: p
             check_stored_output(bucket, files, manifest, "other", restart=False)
         if stored == b"{}":
             check_stored_output(bucket, files, manifest, "mine", restart=False)
+            with pytest.raises(PrepError, match="this command created it earlier"):
+                check_stored_output(bucket, files, manifest, "mine", restart=True)
             return
         with pytest.raises(PrepError, match="this command created it, but its files are damaged"):
             check_stored_output(bucket, files, manifest, "mine", restart=False)
+
+
+@pytest.mark.parametrize(("stored", "is_intact"), [(b"[]", True), (b"{ }", False)])
+def test_large_file_is_compared_by_its_size(
+    stored: bytes, is_intact: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(stored_outputs, "SMALL_NBYTES", 0)
+    objects = {
+        "bucket/out/prep-manifest.json": manifest_of("mine", {"tokenizer.json": b"{}"}),
+        "bucket/out/tokenizer.json": stored,
+    }
+    with serve_objects(objects) as store:
+        for name, value in store.environment().items():
+            monkeypatch.setenv(name, value)
+        bucket = Bucket(parse_url("gs://bucket/out"))
+        files = bucket.list_files()
+        manifest = stored_manifest(bucket, files)
+        assert manifest is not None
+        assert has_intact_files(bucket, files, manifest) == is_intact

@@ -261,11 +261,19 @@ def test_gke_spot_pods_wait_in_a_queue():
 
 
 @pytest.mark.parametrize("option", ["claim", "queue"])
-@pytest.mark.parametrize("name", ["Runs", "my_runs", "runs-", "", "a b", "r" * 254])
+@pytest.mark.parametrize("name", ["Runs", "my_runs", "runs-", "", "a b", "a..b", "a.-b", "r" * 254])
 def test_names_that_kubernetes_refuses_are_errors(option: str, name: str):
     values = {"image": "image", option: name}
     with pytest.raises(UsageError, match="is invalid"):
         documents(JOB, with_defaults(GkeOptions, values))
+
+
+def test_name_of_a_queue_is_as_short_as_a_label():
+    """A claim is not a label. Its name may have 253 characters."""
+    values = {"image": "image", "claim": "team-a." + "r" * 246}
+    documents(JOB, with_defaults(GkeOptions, values | {"queue": "r" * 63}))
+    with pytest.raises(UsageError, match="up to 63 letters"):
+        documents(JOB, with_defaults(GkeOptions, values | {"queue": "r" * 64}))
 
 
 def test_gke_pods_convert_their_shares(recorders: Path):

@@ -33,10 +33,21 @@ def test_free_port_is_none_of_the_ports_of_connections():
     assert len(ports) > 1
 
 
+def test_free_ports_differ_if_the_kernel_assigns_almost_all_ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Many servers have this range. Two jobs that start together must not choose one port."""
+    path = tmp_path / "ip_local_port_range"
+    path.write_text("1024\t65535\n")
+    monkeypatch.setattr(local, "ASSIGNED_PORTS", path)
+    assert len({local.free_port() for _ in range(20)}) > 1
+
+
 def test_free_port_is_unused(monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         used = server.getsockname()[1]
         monkeypatch.setattr(local, "FIRST_PORT", used)
+        monkeypatch.setattr(local, "MIN_PORTS", 1)
         monkeypatch.setattr(local, "_first_assigned_port", lambda: used + 2)
         assert local.free_port() != used
 
@@ -45,6 +56,7 @@ def test_free_port_is_one_of_the_kernel_if_all_others_are_used(monkeypatch: pyte
     with socket.create_server(("127.0.0.1", 0)) as server:
         used = server.getsockname()[1]
         monkeypatch.setattr(local, "FIRST_PORT", used)
+        monkeypatch.setattr(local, "MIN_PORTS", 1)
         monkeypatch.setattr(local, "_first_assigned_port", lambda: used + 1)
         assert local.free_port() not in (0, used)
 

@@ -11,7 +11,7 @@ from prepcli.remote import remote_files
 from tests.helpers.faults import FaultSources, make_sources
 from tests.helpers.killing import KillSetup, make_setup
 from tests.helpers.shared_steps import share_steps
-from tests.helpers.store_sites import StoreSite, make_home, open_site
+from tests.helpers.store_sites import StoreSite, make_home, open_site, read_files
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -44,9 +44,12 @@ def sources(
 
 
 @pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model `m` of 13 MB and its init `init`. Tests only read it."""
-    return make_home(tmp_path_factory.mktemp("home"))
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Make a folder with a model `m` of 13 MB and its init `init`. Tests must not change it."""
+    folder = make_home(tmp_path_factory.mktemp("home"))
+    before = read_files(folder)
+    yield folder
+    assert read_files(folder) == before
 
 
 @pytest.fixture

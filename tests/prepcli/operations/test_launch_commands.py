@@ -90,6 +90,12 @@ def test_long_form_of_a_training_equals_the_short_form(capsys: pytest.CaptureFix
     assert capsys.readouterr().out == short
 
 
+def test_recipe_may_have_the_name_of_a_command(capsys: pytest.CaptureFixture[str]):
+    Path("recipe.toml").rename("train")
+    assert main(["launch", "slurm", "train"]) == OK
+    assert "prep train train" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=command_name)
 def test_parser_knows_every_command(command: object, capsys: pytest.CaptureFixture[str]):
     """A new command can be launched without a change of `prep launch`."""
@@ -137,6 +143,7 @@ SKY_OUT = ["--out", "gs://models/a"]
 SKY_REFUSED = [
     ("--accelerator H100", "recipe.toml", "there are 1"),
     ("--accelerator H100:4", "recipe.toml", "there are 4"),
+    ("--accelerator H100:8 --nodes 2", "recipe.toml", "`--accelerator H100:4`"),
     ("--accelerator tpu-v5p-32", "recipe.toml", "`--accelerator tpu-v5p-16`"),
     ("--accelerator tpu-v5p-6", "recipe.toml", "`--accelerator tpu-v5p-8`"),
     ("--accelerator tpu-v5p-8 --nodes 2", "recipe.toml", "`prep launch gke`"),

@@ -350,6 +350,8 @@ def test_export_with_the_map_is_the_way_back(tensors: dict[str, np.ndarray]):
     run_ok("export", "init", "--map", "own.map", "--shard-size", "20KB", "--out", "back")
     assert_same(read_tensors(Path("back")), without_rotary(foreign_tensors(tensors)))
     assert len(list(Path("back").glob("*.safetensors"))) > 1
+    run_ok("export", "llama", "--map", "own.map", "--out", "renamed")
+    assert_same(read_tensors(Path("renamed")), without_rotary(foreign_tensors(tensors)))
     run_ok("export", "llama", "--map", "own.map", "--dtype", "bfloat16", "--out", "short")
     assert {value.dtype.name for value in read_tensors(Path("short")).values()} == {"bfloat16"}
 

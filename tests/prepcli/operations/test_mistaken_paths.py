@@ -51,13 +51,25 @@ MISTAKES = [  # code, command, parts of the error
     (
         FAILED,
         "roundtrip m --layout init --out proofs/m.json",
-        ("cannot write proofs/m.json", "create the folder proofs"),
+        ("cannot read or write proofs/m.json", "create the folder proofs"),
     ),
     (
         FAILED,
         "map suggest m models/init --out maps/m.map",
-        ("cannot write maps/m.map", "create the folder maps"),
+        ("cannot read or write maps/m.map", "create the folder maps"),
     ),
+    (
+        FAILED,
+        "lock m --out m/config.json/lock.json",
+        ("cannot read or write", "another folder than m/config.json, which is a file"),
+    ),
+    # The lock file is not written either.
+    (
+        FAILED,
+        "lock m --html pages/m.html",
+        ("cannot read or write pages/m.html", "create the folder pages"),
+    ),
+    (FAILED, "report runs/typo", ("runs/typo does not exist",)),
     (FAILED, "roundtrip m --layout init --out models", ("models is not a file", "it is a folder")),
     (FAILED, "save-init m --map models", ("models is not a file", "name a file")),
     (
@@ -87,6 +99,14 @@ def test_mistaken_path_is_one_error_with_a_hint(
     for part in parts:
         assert part in error
     assert sorted(Path().rglob("*")) == before
+
+
+def test_run_without_a_step_is_not_read_from_its_subfolder(capsys: pytest.CaptureFixture[str]):
+    """The user trains on, instead of reading a checkpoint that happens to be there."""
+    for name in ("recipe.toml", "environment.json"):
+        Path("hub", name).touch()
+    error = run_failing(capsys, FAILED, "inspect", "hub")
+    assert "no step of the run hub is saved yet" in error
 
 
 def test_empty_state_of_an_optimizer_is_damaged(capsys: pytest.CaptureFixture[str]):

@@ -11,7 +11,7 @@ import pytest
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.other_trainers import STEPS, make_folder, train
-from tests.helpers.run_cli import run_ok
+from tests.helpers.run_cli import run_json, run_ok
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS
 from tests.helpers.training_states import read_leaves, same_state
 
@@ -41,20 +41,26 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
         yield store
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--layout", "maxtext"),
-        ("--layout", "levanter"),
-        ("--layout", "tunix"),
-        ("--format", "dcp"),
-    ],
-)
-def test_state_of_a_framework_is_read_from_a_bucket(
-    folder: None, store: FakeObjectStore, options: tuple[str, str], tmp_path: Path
+WORDS = {
+    "maxtext": ("--layout", "maxtext"),
+    "levanter": ("--layout", "levanter"),
+    "tunix": ("--layout", "tunix"),
+    "trainer": (),
+    "dcp": ("--format", "dcp"),
+}
+
+
+@pytest.mark.parametrize("trainer", WORDS)
+def test_state_of_another_trainer_is_read_from_a_bucket(
+    folder: None,
+    store: FakeObjectStore,
+    trainer: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
-    url = f"gs://bucket/{options[1]}"
-    run_ok("export", "half", "--training-state", *options, "--out", url)
+    url = f"gs://bucket/{trainer}"
+    report = run_json(capsys, "export", "half", "--training-state", *WORDS[trainer], "--out", url)
+    assert report["next"] == f"prep verify {url} half"
     run_ok("verify", url, f"half/{HALF}")
     out = str(tmp_path / "back")
     run_ok(

@@ -74,6 +74,8 @@ def test_chunked_scan_equals_the_recurrence(length: int, has_beta: bool):
 def test_chunked_scan_starts_documents_with_a_zero_state(has_beta: bool):
     starts = (0, 3, 4, SCAN_CHUNK_SIZE, SCAN_CHUNK_SIZE + 40)
     inputs = random_inputs(2 * SCAN_CHUNK_SIZE + 3, has_beta=has_beta, starts=starts)
+    # A state that is not reset must still be visible after a chunk.
+    inputs = inputs._replace(log_decay=inputs.log_decay / 10)
     outputs, state = scan(inputs, None)
     expected_outputs, expected_state = scan_by_token(inputs)
     np.testing.assert_allclose(outputs, expected_outputs, atol=2e-5)

@@ -98,6 +98,13 @@ def test_mamba2_starts_with_the_rates_of_transformers(name: str):
     assert (leaves["norm.scale"] == 1).all()
 
 
+def test_mamba_starts_with_a_numbered_rate_per_state():
+    """As `MambaMixer` of transformers: each channel has the rates 1, 2, ..., N."""
+    rates = np.exp(mixer_leaves(GOLDEN["mamba"])["a_log.weight"])
+    numbers = np.arange(1, GOLDEN["mamba"]["state_size"] + 1)
+    np.testing.assert_allclose(rates, np.broadcast_to(numbers, rates.shape), rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["bamba", "granitemoehybrid"])
 def test_step_biases_of_hybrid_models_start_at_one(name: str):
     assert (mixer_leaves(GOLDEN[name])["dt_bias.bias"] == 1).all()
