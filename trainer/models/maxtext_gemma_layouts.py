@@ -63,6 +63,13 @@ def maxtext_gemma2_layouts(
     Returns:
         Dict with the keys "maxtext" and "maxtext-unscanned".
     """
+
+    def has_pairs(config: HFConfig) -> bool:
+        return sizes(config)["layers"] >= len(_KINDS)
+
+    def has_scaled_pairs(config: HFConfig) -> bool:
+        return has_pairs(config) and "query_pre_attn_scalar" in sizes(config)
+
     leaves = _outer_leaves(parameters, root_dtype="float32")
     for kind in _KINDS:
         # E.g. self_attention_local.query.kernel
@@ -72,11 +79,12 @@ def maxtext_gemma2_layouts(
             table,
             layer_path=_LAYER_PATH,
             index_list=kind,
-            condition=lambda config: sizes(config)["layers"] >= len(_KINDS),
+            condition=has_pairs,
         )
     for path, leaf in leaves.items():
         if path.endswith(".query.kernel"):
-            leaves[path] = map_rows(leaf, _QUERY_SCALE.format)
+            scaled = map_rows(leaf, _QUERY_SCALE.format)
+            leaves[path] = dataclasses.replace(scaled, condition=has_scaled_pairs)
 
     def pairs(config: HFConfig) -> dict[str, Sequence[int]]:
         # The last one of an odd number of layers has no pair, and no leaf.

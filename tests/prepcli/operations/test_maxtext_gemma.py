@@ -157,7 +157,7 @@ def test_padded_embedding_of_gemma_is_verified(dtype: str):
 
 def test_scale_of_queries_is_that_of_the_config():
     """Gemma 2 27B divides its scores by sqrt(144), and its heads have 128 elements."""
-    config = GEMMA2 | {"query_pre_attn_scalar": 24}
+    config = GEMMA2 | {"query_pre_attn_scalar": 24.0}
     tensors = make_model(config, "float32")
     run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
     expected = expected_leaves(tensors, config, "maxtext", np.float32)
@@ -168,6 +168,14 @@ def test_gemma2_with_an_odd_layer_is_refused(capsys: pytest.CaptureFixture[str])
     make_model(GEMMA2 | {"num_hidden_layers": 3})
     lines = error_lines(capsys, "export", "./model", "--layout", "maxtext", "--out", "out")
     assert "the layout has no place for model.layers.2" in " ".join(lines)
+
+
+def test_fraction_in_the_scale_of_queries_has_no_layout(capsys: pytest.CaptureFixture[str]):
+    make_model(GEMMA2 | {"query_pre_attn_scalar": 16.5})
+    run_ok("save-init", "./model", "--out", "init")
+    capsys.readouterr()
+    lines = error_lines(capsys, "export", "init", "--layout", "maxtext", "--out", "out")
+    assert "the layout has no place for model.layers.0.self_attn.q_proj" in " ".join(lines)
 
 
 def test_gemma1_has_no_layout_of_maxtext():

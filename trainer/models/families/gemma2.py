@@ -16,7 +16,7 @@ from trainer.models.families import _llama_style
 from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.maxtext_gemma_layouts import maxtext_gemma2_layouts
 from trainer.models.orbax_layouts import tunix_gemma_layout
-from trainer.models.parameters import HFConfig, if_set, read_size
+from trainer.models.parameters import HFConfig, if_set
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
@@ -24,8 +24,10 @@ def sizes(config: HFConfig) -> dict[str, int]:
     axis_sizes = _llama_style.sizes(
         config, vocab=256000, embed=2304, mlp=9216, layers=26, heads=8, kv_heads=4, head_dim=256
     )
-    # No axis has this size. MaxText divides the kernel of the queries by its square root.
-    axis_sizes["query_pre_attn_scalar"] = read_size(config, "query_pre_attn_scalar", 256)
+    # No axis has this size. MaxText divides the kernel of the queries by its square root. A fraction has no layout.
+    scalar = read_positive(config, "query_pre_attn_scalar", 256)
+    if scalar == int(scalar):
+        axis_sizes["query_pre_attn_scalar"] = int(scalar)
     return axis_sizes
 
 
