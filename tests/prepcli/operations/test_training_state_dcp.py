@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,7 +148,8 @@ def test_state_of_amsgrad_is_refused(folder: None, capsys):
     training = TorchTraining("tiny")
     training.load("torch")
     model, optimizer = get_state_dict(training.model, training.optimizer)
-    first = next(iter(optimizer["state"].values()))
+    states: Any = optimizer["state"]
+    first = next(iter(states.values()))
     first["max_exp_avg_sq"] = first["exp_avg_sq"].clone()
     save({"model": model, "optimizer": optimizer}, checkpoint_id="amsgrad")
     capsys.readouterr()
