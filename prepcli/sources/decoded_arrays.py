@@ -248,6 +248,8 @@ class _RemoteValue:
         return self._block[start : start + count].tobytes()
 
     def _read_block(self, offset: int) -> None:
+        # The old block is freed first: `memory_nbytes` counts one block.
+        self._block = np.empty(0, np.uint8)
         block = np.empty(min(REMOTE_BLOCK_NBYTES, self.nbytes - offset), np.uint8)
         self._reader.read_at(self._value.offset + offset, block)
         self._block = block
