@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,15 @@ from tests.helpers.training_folder import write_tokenizer
 SEQ_LENGTH = 16
 BATCH = 4
 STEPS = 8
+HALF = STEPS // 2
 SETTINGS = {"lr": 2e-2, "b1": 0.8, "b2": 0.95, "eps": 1e-7, "weight_decay": 0.1}
 WARMUP = 3
 VOCAB = 131
+# Losses differ in the last bits of float32: two frameworks add in another order.
+ROUNDING = 2e-6
+# Without moments, the losses of the same steps differ by about 1e-2.
+VISIBLE = 5e-3
+HELPERS = Path(__file__).parent
 RECIPE = f"""\
 mesh = "1,2,4"
 [model]
@@ -212,3 +220,22 @@ def relative_rate(step: int) -> float:
     if step < WARMUP:
         return step / WARMUP
     return (STEPS - step) / (STEPS - WARMUP)
+
+
+def train_elsewhere(trainer: str, name: str, request: dict[str, Any]) -> dict[int, float]:
+    """Take steps with another trainer, save the checkpoint NAME, and return the loss of each step.
+
+    Args:
+        trainer: `levanter`, `maxtext` or `tunix`. `PREP_<TRAINER>_PYTHON` names a Python with it.
+        name: Path of the checkpoint.
+        request: The other fields for the script of the trainer.
+    """
+    paths = {"saved": str(Path(name).absolute()), "losses": f"{name}.json"}
+    Path(f"{name}-request.json").write_text(json.dumps(request | paths))
+    # The trainer sets its own flags.
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_"))}
+    python = os.environ[f"PREP_{trainer.upper()}_PYTHON"]
+    script = HELPERS / f"{trainer}_training_oracle.py"
+    subprocess.run([python, script, f"{name}-request.json"], check=True, env=env)
+    losses = json.loads(Path(f"{name}.json").read_text())
+    return {int(step): loss for step, loss in losses.items()}

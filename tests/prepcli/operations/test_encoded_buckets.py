@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,9 @@ from safetensors.numpy import save_file
 import prepcli as prep
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.orbax import ArrayMeta
-from prepcli.remote import remote_files
 from tests.helpers.orbax_items import random_array
 from tests.helpers.run_cli import run_ok
-from tests.helpers.store_sites import StoreSite, open_site, read_files
+from tests.helpers.store_sites import StoreSite, read_files
 from tests.helpers.tiny_checkpoints import (
     GPT_NEO,
     GROUPED_QUERY,
@@ -40,15 +38,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run_ok("save-init", "./m", "--mesh", "1,2,2", "--pad-vocab", "8", "--compress", "zstd:3",
                "--out", "init")  # fmt: skip
     return folder
-
-
-@pytest.fixture
-def site(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[StoreSite]:
-    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
-    with open_site(home, tmp_path, monkeypatch, capsys) as site:
-        yield site
 
 
 def _upload(site: StoreSite, folder: Path, prefix: str) -> None:

@@ -10,12 +10,15 @@ import pytest
 
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.object_server import FakeObjectStore, serve_objects
-from tests.helpers.other_trainers import STEPS, make_folder, train
+from tests.helpers.other_trainers import (
+    HALF,
+    make_folder,
+    train,
+)
 from tests.helpers.run_cli import run_json, run_ok
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS
 from tests.helpers.training_states import read_leaves, same_state
 
-HALF = STEPS // 2
 # A family of all trainers.
 QWEN3 = FAMILY_CONFIGS["qwen3"]
 

@@ -13,16 +13,22 @@ import pytest
 
 from prepcli.cli.main import main
 from tests.helpers.lazy_modules import lazy_module
-from tests.helpers.other_trainers import SETTINGS, STEPS, TorchTraining, make_folder, train
+from tests.helpers.other_trainers import (
+    HALF,
+    ROUNDING,
+    SETTINGS,
+    STEPS,
+    VISIBLE,
+    TorchTraining,
+    make_folder,
+    train,
+)
 from tests.helpers.run_cli import error_lines, exported_tensors, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, assert_same
 
 torch = lazy_module("torch")
 transformers = lazy_module("transformers")
 
-HALF = STEPS // 2
-ROUNDING = 2e-6
-VISIBLE = 5e-3
 CONTINUE = ("model.path=from-torch", "data.tokenizer=tiny")
 
 

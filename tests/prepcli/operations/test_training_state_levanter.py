@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,13 +28,17 @@ from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.levanter_trees import TREES, Leaves, read_levanter, write_levanter
 from tests.helpers.other_trainers import (
     BATCH,
+    HALF,
+    ROUNDING,
     SEQ_LENGTH,
     SETTINGS,
     STEPS,
+    VISIBLE,
     WARMUP,
     make_folder,
     token_ids,
     train,
+    train_elsewhere,
 )
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, read_tensors
@@ -44,11 +47,7 @@ from trainer.models.module_order import optimizer_groups
 
 torch = lazy_module("torch")
 
-HALF = STEPS // 2
 LAYOUTS = ("levanter", "levanter-unscanned")
-HELPERS = Path(__file__).parents[2] / "helpers"
-ROUNDING = 2e-6
-VISIBLE = 5e-3
 EMA = 0.9
 # Levanter decays neither norms nor embeddings.
 RECIPE = (f"optimizer.ema={EMA}", "optimizer.clip_norm=1.0", "optimizer.decay_embeddings=false")
@@ -300,16 +299,8 @@ def continue_in_levanter(exported: str, name: str, **changes: Any) -> dict[int, 
             "min_lr_ratio": 0.0,
         },
         "ema": EMA,
-        "saved": str(Path(name).absolute()),
-        "losses": f"{name}.json",
     }
-    Path(f"{name}-request.json").write_text(json.dumps(request | changes))
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_"))}
-    script = HELPERS / "levanter_training_oracle.py"
-    python = os.environ["PREP_LEVANTER_PYTHON"]
-    subprocess.run([python, script, f"{name}-request.json"], check=True, env=env)
-    losses = json.loads(Path(f"{name}.json").read_text())
-    return {int(step): loss for step, loss in losses.items()}
+    return train_elsewhere("levanter", name, request | changes)
 
 
 @pytest.mark.slow

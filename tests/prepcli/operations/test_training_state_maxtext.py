@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import pytest
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.other_trainers import (
     BATCH,
+    HALF,
     SEQ_LENGTH,
     SETTINGS,
     STEPS,
@@ -29,15 +29,14 @@ from tests.helpers.other_trainers import (
     relative_rate,
     token_ids,
     train,
+    train_elsewhere,
 )
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA
 
 torch = lazy_module("torch")
 
-HALF = STEPS // 2
 LAYOUTS = ("maxtext", "maxtext-unscanned")
-HELPERS = Path(__file__).parents[2] / "helpers"
 # MaxText does not scale the queries of Qwen3, so that its steps are those of prep.
 QWEN3 = FAMILY_CONFIGS["qwen3"] | {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
 # optax in MaxText decays all parameters, and prep no norms.
@@ -183,16 +182,8 @@ def continue_in_maxtext(item: str, name: str, **changes: Any) -> dict[int, float
         "last": STEPS,
         "rates": [SETTINGS["lr"] * relative_rate(step) for step in range(STEPS + 1)],
         "adam": {key: SETTINGS[key] for key in ("b1", "b2", "eps")} | {"weight_decay": 0.0},
-        "saved": str(Path(name).absolute()),
-        "losses": f"{name}.json",
     }
-    Path(f"{name}-request.json").write_text(json.dumps(request | changes))
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_"))}
-    script = HELPERS / "maxtext_training_oracle.py"
-    python = os.environ["PREP_MAXTEXT_PYTHON"]
-    subprocess.run([python, script, f"{name}-request.json"], check=True, env=env)
-    losses = json.loads(Path(f"{name}.json").read_text())
-    return {int(step): loss for step, loss in losses.items()}
+    return train_elsewhere("maxtext", name, request | changes)
 
 
 @pytest.mark.slow

@@ -16,18 +16,21 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.lazy_modules import lazy_module
-from tests.helpers.other_trainers import SETTINGS, STEPS, HFTraining, make_folder, train
+from tests.helpers.other_trainers import (
+    HALF,
+    ROUNDING,
+    SETTINGS,
+    STEPS,
+    VISIBLE,
+    HFTraining,
+    make_folder,
+    train,
+)
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.training_states import read_leaves, same_state
 
 torch = lazy_module("torch")
 transformers = lazy_module("transformers")
-
-HALF = STEPS // 2
-# Losses differ in the last bits of float32: the two frameworks add in another order.
-ROUNDING = 2e-6
-# Without moments, the losses of the same steps differ by about 1e-2.
-VISIBLE = 5e-3
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,23 +25,23 @@ from prepcli.restore.item_reader import open_reader
 from tests.helpers.object_server import serve_objects
 from tests.helpers.other_trainers import (
     BATCH,
+    HALF,
+    ROUNDING,
     SEQ_LENGTH,
     SETTINGS,
     STEPS,
+    VISIBLE,
     make_folder,
     relative_rate,
     token_ids,
     train,
+    train_elsewhere,
 )
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA
 from tests.helpers.training_states import read_leaves, same_state
 
-HALF = STEPS // 2
 STEP = Path("out", str(HALF))
-HELPERS = Path(__file__).parents[2] / "helpers"
-ROUNDING = 2e-6
-VISIBLE = 5e-3
 # The rotary base of Tunix is fixed.
 MODEL = LLAMA | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
@@ -237,16 +236,8 @@ def continue_in_tunix(exported: str, name: str, **changes: Any) -> dict[int, flo
         "last": STEPS,
         "rates": [SETTINGS["lr"] * relative_rate(step) for step in range(STEPS + 1)],
         "adam": {key: SETTINGS[key] for key in ("b1", "b2", "eps", "weight_decay")},
-        "saved": str(Path(name).absolute()),
-        "losses": f"{name}.json",
     }
-    Path(f"{name}-request.json").write_text(json.dumps(request | changes))
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_"))}
-    script = HELPERS / "tunix_training_oracle.py"
-    python = os.environ["PREP_TUNIX_PYTHON"]
-    subprocess.run([python, script, f"{name}-request.json"], check=True, env=env)
-    losses = json.loads(Path(f"{name}.json").read_text())
-    return {int(step): loss for step, loss in losses.items()}
+    return train_elsewhere("tunix", name, request | changes)
 
 
 @pytest.mark.slow
