@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.archives import extract_all
+
 pytest.importorskip("setuptools", "77")
 
 ROOT = Path(__file__).parents[1]
@@ -58,7 +60,7 @@ def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of an unpacked sdist."""
     out = tmp_path_factory.mktemp("sdist")
     with tarfile.open(build("sdist", source, out / "dist")) as archive:
-        archive.extractall(out, filter="data")
+        extract_all(archive, out)
     return out / f"prepcli-{VERSION}"
 
 

@@ -55,6 +55,8 @@ _ALLOWED_NAMES = frozenset(
         _BYTES,
         SIZE_TYPE,
         "pathlib.PosixPath",
+        # Python 3.11.0 to 3.11.3 pickles a member of an enum as a call of it, e.g. of the memory format.
+        "builtins.getattr",
         "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.serialization._get_layout",

@@ -62,6 +62,27 @@ def torch_bits(tensor: Any) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_checkpoints_saved_by_python_3_11_2_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Python 3.11.0 to 3.11.3 pickles a member of an enum as `getattr(CLASS, NAME)`."""
+    torch = pytest.importorskip("torch")
+    from torch.distributed.checkpoint import metadata
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    formats = metadata._MEM_FORMAT_ENCODING
+
+    def reduce_by_name(member: Any, protocol: int) -> tuple[object, ...]:
+        return getattr, (formats, member.name)
+
+    monkeypatch.setattr(formats, "__reduce_ex__", reduce_by_name)
+    save({"a": torch.arange(6.0).reshape(2, 3)}, checkpoint_id=str(tmp_path / "out"))
+    assert b"getattr" in (tmp_path / "out/.metadata").read_bytes()
+    (tensor,) = read_dcp_folder(tmp_path / "out").tensors
+    assert (tensor.name, tensor.dtype, tensor.shape) == ("a", "float32", (2, 3))
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("shard_nbytes", [1, 300, 1 << 30])
 def test_torch_loads_every_bit(tmp_path: Path, shard_nbytes: int):
     torch = pytest.importorskip("torch")
