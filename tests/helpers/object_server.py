@@ -17,11 +17,16 @@ from datetime import UTC, datetime
 from email.utils import format_datetime
 from functools import partial
 from io import BytesIO
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 from tests.helpers import loopback
 from tests.helpers.range_server import FaultInjector, SentRange, etag, send_range
+
+if TYPE_CHECKING:
+    # The benchmarks serve stores without pytest.
+    import pytest
 
 # The time of the store when it starts.
 START = datetime(2024, 1, 1, tzinfo=UTC)
@@ -123,6 +128,19 @@ def serve_objects(
         fake = store
 
     with loopback.serve(Handler) as store.url:
+        yield store
+
+
+@contextmanager
+def use_objects(
+    monkeypatch: pytest.MonkeyPatch,
+    objects: Mapping[str, bytes] | None = None,
+    faults: FaultInjector | None = None,
+) -> Iterator[FakeObjectStore]:
+    """Serve a fake store that the environment of this process names."""
+    with serve_objects(objects, faults) as store:
+        for name, value in store.environment().items():
+            monkeypatch.setenv(name, value)
         yield store
 
 

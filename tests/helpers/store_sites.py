@@ -15,7 +15,7 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.remote.remote_files import LOCK_FILE
 from tests.helpers.fork_server import ForkedProcess, start_python
-from tests.helpers.object_server import FakeObjectStore, serve_objects
+from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
@@ -110,7 +110,5 @@ def open_site(
     patches.chdir(folder)
     for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "PREP_"))]:
         patches.delenv(name)
-    with serve_objects(objects) as store:
-        for name, value in store.environment().items():
-            patches.setenv(name, value)
+    with use_objects(patches, objects) as store:
         yield StoreSite(store, folder, capsys)

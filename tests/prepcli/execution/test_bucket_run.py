@@ -13,7 +13,7 @@ from prepcli.execution.bucket_run import BucketRun, UnitNote
 from prepcli.planning.shares import SINGLE_PROCESS, Share
 from prepcli.remote.object_store import Bucket, parse_url
 from prepcli.remote.remote_files import RemoteFile
-from tests.helpers.object_server import FakeObjectStore, serve_objects
+from tests.helpers.object_server import FakeObjectStore, use_objects
 
 IDENTITY = {"plan": "a", "request": "prep save-init m", "source": "s", "prep": "1"}
 NOTE = UnitNote(
@@ -26,9 +26,7 @@ NOTE = UnitNote(
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
-    with serve_objects() as served:
-        for name, value in served.environment().items():
-            monkeypatch.setenv(name, value)
+    with use_objects(monkeypatch) as served:
         yield served
 
 

@@ -31,7 +31,7 @@ from prepcli.remote.retries import RetryPolicy
 from prepcli.restore.item_reader import open_reader
 from prepcli.targets.training_step import plan_training_step
 from prepcli.training_runs.storage import check_last_step
-from tests.helpers.object_server import FakeObjectStore, serve_objects
+from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.thread_groups import run_together
 from tests.helpers.training_states import TrainingState, host_leaves, read_leaves, save_steps
@@ -50,9 +50,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjec
     monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
     for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "PREP_"))]:
         monkeypatch.delenv(name)
-    with serve_objects() as fake:
-        for name, value in fake.environment().items():
-            monkeypatch.setenv(name, value)
+    with use_objects(monkeypatch) as fake:
         yield fake
 
 

@@ -12,7 +12,7 @@ from prepcli.execution import stored_outputs
 from prepcli.execution.stored_outputs import check_stored_output, has_intact_files, stored_manifest
 from prepcli.formats.manifest import encode_manifest
 from prepcli.remote.object_store import Bucket, parse_url
-from tests.helpers.object_server import serve_objects
+from tests.helpers.object_server import use_objects
 
 
 def manifest_of(plan: str, files: Mapping[str, bytes] | None = None) -> bytes:
@@ -38,9 +38,7 @@ def test_damaged_output_is_not_already_done(stored: bytes | None, monkeypatch: p
     objects = {"bucket/out/prep-manifest.json": manifest_of("mine", {"config.json": b"{}"})}
     if stored is not None:
         objects["bucket/out/config.json"] = stored
-    with serve_objects(objects) as store:
-        for name, value in store.environment().items():
-            monkeypatch.setenv(name, value)
+    with use_objects(monkeypatch, objects):
         bucket = Bucket(parse_url("gs://bucket/out"))
         files = bucket.list_files()
         manifest = stored_manifest(bucket, files)
@@ -65,9 +63,7 @@ def test_large_file_is_compared_by_its_size(
         "bucket/out/prep-manifest.json": manifest_of("mine", {"tokenizer.json": b"{}"}),
         "bucket/out/tokenizer.json": stored,
     }
-    with serve_objects(objects) as store:
-        for name, value in store.environment().items():
-            monkeypatch.setenv(name, value)
+    with use_objects(monkeypatch, objects):
         bucket = Bucket(parse_url("gs://bucket/out"))
         files = bucket.list_files()
         manifest = stored_manifest(bucket, files)

@@ -21,7 +21,7 @@ from tests.helpers.adapters import make_adapter
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import COMMIT, FakeRepo, serve_hub
 from tests.helpers.manifests import changed_manifest
-from tests.helpers.object_server import serve_objects
+from tests.helpers.object_server import use_objects
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.range_server import serve_ranges
 from tests.helpers.run_cli import run_failing, run_json, run_ok
@@ -425,9 +425,7 @@ def test_chain_in_a_bucket_is_proven(chain: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
     files = [path for path in Path("padded").rglob("*") if path.is_file()]
     objects = {f"bucket/{path}": path.read_bytes() for path in files}
-    with serve_objects(objects) as store:
-        for name, value in store.environment().items():
-            monkeypatch.setenv(name, value)
+    with use_objects(monkeypatch, objects) as store:
         run_ok("save-init", "gs://bucket/padded", "--out", "gs://bucket/new")
         proof = prep.verify_chain("gs://bucket/new")
         assert proof

@@ -316,16 +316,23 @@ def test_verify_with_a_map_finds_a_changed_code(capsys: pytest.CaptureFixture[st
     data[-1] ^= 1
     file.write_bytes(data)
     for words in (("init", "own"), ("own", "init")):
-        run_failing(capsys, 1, "verify", *words, "--map", "own.map")
+        error = run_failing(capsys, 1, "verify", *words, "--map", "own.map")
+        assert "1 tensor" in error, error
 
 
-def test_verify_compares_a_dense_model_with_a_decoded_one(tensors: dict[str, np.ndarray]):
+def test_verify_compares_a_dense_model_with_a_decoded_one(
+    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
     make_quantized(Path("fp8"), "fp8", base=LLAMA)
     run_ok("save-init", "fp8", "--quantized", "dequantize", "--out", "init")
     run_ok("export", "init", "--quantized", "dequantize", "--out", "dense")
     values = read_tensors(Path("dense"))
     write_foreign_folder(Path("foreign"), values)
     run_ok("verify", "init", "foreign", "--map", "own.map")
+    values["model.norm.weight"] = values["model.norm.weight"] + 1
+    write_foreign_folder(Path("changed"), values)
+    error = run_failing(capsys, 1, "verify", "init", "changed", "--map", "own.map")
+    assert "1 tensor" in error, error
 
 
 def test_tensors_of_two_dtypes_do_not_fill_one_target(

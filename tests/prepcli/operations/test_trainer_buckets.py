@@ -12,7 +12,7 @@ import pytest
 import prepcli as prep
 from prepcli.errors import DamagedError
 from prepcli.remote import remote_files
-from tests.helpers.object_server import FakeObjectStore, serve_objects
+from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import (
@@ -43,9 +43,7 @@ CASES = {
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
-    with serve_objects({}) as store:
-        for name, value in store.environment().items():
-            monkeypatch.setenv(name, value)
+    with use_objects(monkeypatch, {}) as store:
         yield store
 
 

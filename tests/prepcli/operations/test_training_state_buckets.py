@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from prepcli.restore.item_reader import open_reader
-from tests.helpers.object_server import FakeObjectStore, serve_objects
+from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.other_trainers import (
     HALF,
     make_folder,
@@ -27,20 +27,16 @@ QWEN3 = FAMILY_CONFIGS["qwen3"]
 def folder(tmp_path_factory) -> Iterator[None]:
     """Train to the middle of the run."""
     path = tmp_path_factory.mktemp("buckets")
-    before = Path.cwd()
-    os.chdir(path)
-    make_folder(QWEN3)
-    train("half", stop_after=HALF)
-    yield
-    os.chdir(before)
+    with contextlib.chdir(path):
+        make_folder(QWEN3)
+        train("half", stop_after=HALF)
+        yield
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
     """Serve an empty bucket."""
-    with serve_objects() as store:
-        for name, value in store.environment().items():
-            monkeypatch.setenv(name, value)
+    with use_objects(monkeypatch) as store:
         yield store
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,17 +36,15 @@ CONTINUE = ("model.path=from-torch", "data.tokenizer=tiny")
 def folder(tmp_path_factory) -> Iterator[None]:
     """Train in PyTorch to the middle, and move the state to prep and back."""
     path = tmp_path_factory.mktemp("pair")
-    before = Path.cwd()
-    os.chdir(path)
-    make_folder()
-    training = TorchTraining("tiny")
-    training.train(1, HALF)
-    training.save("torch")
-    run_ok("save-init", "torch", "--training-state", "--config", "tiny", "--pad-vocab", "8",
-           "--mesh", "1,2,4", "--out", "from-torch")  # fmt: skip
-    run_ok("export", "from-torch", "--training-state", "--format", "dcp", "--out", "back")
-    yield
-    os.chdir(before)
+    with contextlib.chdir(path):
+        make_folder()
+        training = TorchTraining("tiny")
+        training.train(1, HALF)
+        training.save("torch")
+        run_ok("save-init", "torch", "--training-state", "--config", "tiny", "--pad-vocab", "8",
+               "--mesh", "1,2,4", "--out", "from-torch")  # fmt: skip
+        run_ok("export", "from-torch", "--training-state", "--format", "dcp", "--out", "back")
+        yield
 
 
 @pytest.fixture(scope="module")

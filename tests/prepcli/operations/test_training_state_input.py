@@ -23,7 +23,7 @@ from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import Source, Wrapper
 from tests.helpers.lazy_modules import lazy_module
-from tests.helpers.object_server import serve_objects
+from tests.helpers.object_server import use_objects
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_states import read_leaves
@@ -205,9 +205,7 @@ def test_state_of_trainer_is_read_from_a_bucket(state: State, monkeypatch, capsy
     uploaded: dict[str, bytes] = {}
     for path in Path("tiny").iterdir():
         uploaded[f"bucket/tiny/{path.name}"] = path.read_bytes()
-    with serve_objects(uploaded) as store:
-        for name, value in store.environment().items():
-            monkeypatch.setenv(name, value)
+    with use_objects(monkeypatch, uploaded) as store:
         run_ok("save-init", "gs://bucket/tiny", "--training-state", "--out", "streamed")
         run_ok("export", "step", "--training-state", "--out", "gs://bucket/out")
         run_ok("verify", "gs://bucket/out", "step")

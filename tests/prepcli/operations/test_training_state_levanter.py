@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -60,14 +61,12 @@ AVERAGES = "model_averaging.model."
 def folder(tmp_path_factory) -> Iterator[None]:
     """Train to the middle of the run, and export the state."""
     path = tmp_path_factory.mktemp("levanter")
-    before = Path.cwd()
-    os.chdir(path)
-    make_folder()
-    train("half", *RECIPE, stop_after=HALF)
-    for layout in LAYOUTS:
-        run_ok("export", "half", "--training-state", "--layout", layout, "--out", layout)
-    yield
-    os.chdir(before)
+    with contextlib.chdir(path):
+        make_folder()
+        train("half", *RECIPE, stop_after=HALF)
+        for layout in LAYOUTS:
+            run_ok("export", "half", "--training-state", "--layout", layout, "--out", layout)
+        yield
 
 
 def leaves_below(leaves: Mapping[str, np.ndarray], root: str) -> Leaves:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -47,14 +48,12 @@ NO_DECAY = "optimizer.weight_decay=0.0"
 def folder(tmp_path_factory) -> Iterator[None]:
     """Train a LLaMA with heads of 16 elements to the middle of the run. MaxText divides its queries by 4."""
     path = tmp_path_factory.mktemp("maxtext")
-    before = Path.cwd()
-    os.chdir(path)
-    make_folder(LLAMA | {"num_attention_heads": 4, "hidden_size": 64})
-    train("half", stop_after=HALF)
-    for layout in LAYOUTS:
-        run_ok("export", "half", "--training-state", "--layout", layout, "--out", layout)
-    yield
-    os.chdir(before)
+    with contextlib.chdir(path):
+        make_folder(LLAMA | {"num_attention_heads": 4, "hidden_size": 64})
+        train("half", stop_after=HALF)
+        for layout in LAYOUTS:
+            run_ok("export", "half", "--training-state", "--layout", layout, "--out", layout)
+        yield
 
 
 def restore_optax(item: Path) -> tuple[dict[str, Any], Any]:

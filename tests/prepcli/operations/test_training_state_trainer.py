@@ -5,8 +5,8 @@ The judges are Trainer itself, and the state dicts that PyTorch loads.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,17 +37,15 @@ transformers = lazy_module("transformers")
 def folder(tmp_path_factory) -> Iterator[dict[int, float]]:
     """Train in prep, with a second run that stops in the middle, and with Trainer. Return the losses of prep."""
     path = tmp_path_factory.mktemp("pair")
-    before = Path.cwd()
-    os.chdir(path)
-    make_folder()
-    losses = train("full")
-    train("half", stop_after=HALF)
-    run_ok("export", "half", "--training-state")
-    HFTraining("tiny", "hf").train()
-    run_ok("save-init", "hf/checkpoint-4", "--training-state", "--pad-vocab", "8",
-           "--mesh", "1,2,4", "--out", "from-hf")  # fmt: skip
-    yield losses
-    os.chdir(before)
+    with contextlib.chdir(path):
+        make_folder()
+        losses = train("full")
+        train("half", stop_after=HALF)
+        run_ok("export", "half", "--training-state")
+        HFTraining("tiny", "hf").train()
+        run_ok("save-init", "hf/checkpoint-4", "--training-state", "--pad-vocab", "8",
+               "--mesh", "1,2,4", "--out", "from-hf")  # fmt: skip
+        yield losses
 
 
 def differences(losses: dict[int, float], expected: dict[int, float]) -> list[float]:

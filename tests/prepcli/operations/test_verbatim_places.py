@@ -13,7 +13,7 @@ from prepcli.cli.main import main
 from prepcli.remote import remote_files
 from tests.helpers.fork_server import PREP, run_prep, run_python, run_two_processes
 from tests.helpers.hub_server import FakeRepo, serve_hub
-from tests.helpers.object_server import serve_objects
+from tests.helpers.object_server import use_objects
 from tests.helpers.range_server import serve_ranges
 from tests.helpers.run_cli import run_ok
 from tests.helpers.stored_tensors import StoredTensor, safetensors_bytes, write_safetensors
@@ -65,9 +65,7 @@ def test_bucket_is_source_and_target(
 ):
     monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
     objects = {f"bucket/m/{name}": data for name, data in read_files("m").items()}
-    with serve_objects(objects) as store:
-        for name, value in store.environment().items():
-            monkeypatch.setenv(name, value)
+    with use_objects(monkeypatch, objects):
         run_ok("save-init", "gs://bucket/m", "--mesh", "1,1,2", "--out", "gs://bucket/init")
         run_ok("verify", "gs://bucket/init", "./m")
         run_ok("export", "gs://bucket/init", "--out", "hf")

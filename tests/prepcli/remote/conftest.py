@@ -7,15 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from prepcli.remote.object_store import Bucket, parse_url
-from tests.helpers.object_server import FakeObjectStore, serve_objects
+from tests.helpers.object_server import FakeObjectStore, use_objects
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
     """Serve an empty store. The environment names it."""
-    with serve_objects() as fake:
-        for name, value in fake.environment().items():
-            monkeypatch.setenv(name, value)
+    with use_objects(monkeypatch) as fake:
         yield fake
 
 

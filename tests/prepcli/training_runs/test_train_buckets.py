@@ -19,7 +19,7 @@ from prepcli.formats.run_steps import RECIPE_FILE, listed_steps
 from prepcli.inspection.run_record import ENVIRONMENT_FILE
 from prepcli.training_runs import train as train_command
 from tests.helpers.fork_server import ForkedProcess
-from tests.helpers.object_server import FakeObjectStore, serve_objects
+from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.training_folder import make_training_folder
 from tests.helpers.waiting import wait_until
@@ -50,9 +50,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjec
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make_training_folder()
-    with serve_objects() as fake:
-        for name, value in fake.environment().items():
-            monkeypatch.setenv(name, value)
+    with use_objects(monkeypatch) as fake:
         yield fake
 
 

@@ -18,7 +18,7 @@ from tests.helpers.corpus import make_config, tokenize_quietly
 from tests.helpers.data_formats import write_arrow_files, write_json_files
 from tests.helpers.fork_server import run_python
 from tests.helpers.hub_server import FakeRepo, serve_hub
-from tests.helpers.object_server import FakeObjectStore, serve_objects
+from tests.helpers.object_server import FakeObjectStore, use_objects
 from trainer.data.files import DataFile, check_not_empty
 from trainer.data.remote_files import WHOLE
 from trainer.data.store import read_meta
@@ -38,9 +38,7 @@ FINDER = DataFinder(Access(), note=lambda text: None)
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
-    with serve_objects(OBJECTS) as store:
-        for name, value in store.environment().items():
-            monkeypatch.setenv(name, value)
+    with use_objects(monkeypatch, OBJECTS) as store:
         yield store
 
 

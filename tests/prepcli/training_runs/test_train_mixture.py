@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prepcli.errors import FAILED, OK, STOPPED
-from tests.helpers.object_server import serve_objects
+from tests.helpers.object_server import use_objects
 from tests.helpers.training_folder import RECIPE, WORDS, make_training_folder
 from tests.prepcli.training_runs.test_train import train_json
 from trainer.training.metrics import METRICS_FILE, read_metrics
@@ -44,9 +44,7 @@ def test_stopped_mixture_resumes_with_the_same_rows(
     numbers = np.random.default_rng(1).integers(0, len(WORDS), (50, 30))
     lines = [json.dumps({"text": " ".join(WORDS[number] for number in row)}) for row in numbers]
     content = gzip.compress("\n".join([*lines, "{"]).encode())
-    with serve_objects({"bucket/data/a.jsonl.gz": content}) as store:
-        for name, value in store.environment().items():
-            monkeypatch.setenv(name, value)
+    with use_objects(monkeypatch, {"bucket/data/a.jsonl.gz": content}) as store:
         capsys.readouterr()
         assert train_json(capsys, "--out", "whole")[0] == OK
         assert train_json(capsys, "--out", "parts", "--stop-after", "5")[0] == STOPPED

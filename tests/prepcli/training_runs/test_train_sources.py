@@ -17,7 +17,7 @@ from prepcli.formats.run_steps import saved_steps
 from prepcli.restore.weights_reader import WeightsReader
 from tests.helpers.fork_server import start_python
 from tests.helpers.hub_server import FakeRepo, serve_hub
-from tests.helpers.object_server import serve_objects
+from tests.helpers.object_server import use_objects
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.range_server import serve_ranges
 from tests.helpers.run_cli import run_ok
@@ -202,9 +202,7 @@ def test_stream_from_the_hub_equals_training_from_a_folder(
 def test_model_in_an_object_store_is_trained(monkeypatch: pytest.MonkeyPatch):
     expected = comparable(train_two_steps("tiny"))
     objects = {f"bucket/m/tiny/{path.name}": path.read_bytes() for path in Path("tiny").iterdir()}
-    with serve_objects(objects) as store:
-        for name, value in store.environment().items():
-            monkeypatch.setenv(name, value)
+    with use_objects(monkeypatch, objects):
         assert comparable(train_two_steps("gs://bucket/m/tiny")) == expected
 
 
