@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 from prepcli.console.formatting import format_bytes
@@ -24,12 +25,13 @@ def comparable_sources(
     """
     source, against_source = decode_alike(source, against_source)
     if not (source.state_tensors and against_source.state_tensors):
-        for line in _ignored_state_lines((source, against_source)):
-            observer.note(line)
+        for one in (source, against_source):
+            why = "only parameters are compared"
+            _note_ignored(one, "training state", one.state_tensors, why, observer)
         source = replace(source, state_tensors=())
         against_source = replace(against_source, state_tensors=())
-    compared = _without_left_state(source, against_source, observer)
-    against_source = _without_left_state(against_source, source, observer)
+    compared = _without_absent_slots(source, against_source, observer)
+    against_source = _without_absent_slots(against_source, source, observer)
     source = compared
     if source.family.is_verbatim or against_source.family.is_verbatim:
         # A file has the same tensors, whether its family has rows for them or not.
@@ -37,8 +39,9 @@ def comparable_sources(
         against_source = as_verbatim(against_source)
     elif source.wrapper is None or against_source.wrapper is None:
         # A text model and a training step have no towers. A multimodal model without towers has lost them.
-        for line in _ignored_tower_lines((source, against_source)):
-            observer.note(line)
+        for one in (source, against_source):
+            why = "only the text part is compared"
+            _note_ignored(one, "towers", one.tower_tensors, why, observer)
         source = replace(source, tower_tensors=())
         against_source = replace(against_source, tower_tensors=())
     return source, against_source
@@ -65,7 +68,7 @@ def _has_adapters(source: Source) -> bool:
     return source.family is ADAPTER_FAMILY or source.tree_manifest.is_adapter
 
 
-def _without_left_state(source: Source, other: Source, observer: Observer) -> Source:
+def _without_absent_slots(source: Source, other: Source, observer: Observer) -> Source:
     """Return a checkpoint without the slots absent from the training state of another framework.
 
     E.g. Tunix has no place for the averages of a run.
@@ -74,16 +77,15 @@ def _without_left_state(source: Source, other: Source, observer: Observer) -> So
         return source
     slots = {_slot_or_leaf(tensor) for tensor in other.state_tensors}
     kept: list[SourceTensor] = []
-    ignored: dict[str, int] = {}
+    ignored = defaultdict[str, list[SourceTensor]](list)
     for tensor in source.state_tensors:
         slot = _slot_or_leaf(tensor)
         if slot in slots:
             kept.append(tensor)
         else:
-            ignored[slot] = ignored.get(slot, 0) + tensor.nbytes
-    for slot, nbytes in ignored.items():
-        state = f"{slot} of {source.display_name} ({format_bytes(nbytes)})"
-        observer.note(f"{state} ignored: {other.display_name} has none")
+            ignored[slot].append(tensor)
+    for slot, tensors in ignored.items():
+        _note_ignored(source, slot, tensors, f"{other.display_name} has none", observer)
     return replace(source, state_tensors=tuple(kept))
 
 
@@ -93,19 +95,11 @@ def _slot_or_leaf(tensor: SourceTensor) -> str:
     return slot or name
 
 
-def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:
-    """Yield a note about the training state of one of two checkpoints."""
-    for source in sources:
-        if source.state_tensors:
-            nbytes = sum(tensor.nbytes for tensor in source.state_tensors)
-            state = f"training state of {source.display_name} ({format_bytes(nbytes)})"
-            yield f"{state} ignored: only parameters are compared"
-
-
-def _ignored_tower_lines(sources: Iterable[Source]) -> Iterator[str]:
-    """Yield a note about the towers (vision and audio parts) of one of two checkpoints."""
-    for source in sources:
-        if source.tower_tensors:
-            nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)
-            towers = f"towers of {source.display_name} ({format_bytes(nbytes)})"
-            yield f"{towers} ignored: only the text part is compared"
+def _note_ignored(
+    source: Source, kind: str, tensors: Sequence[SourceTensor], why: str, observer: Observer
+) -> None:
+    """Print a note about the ignored tensors of a kind, if there are any."""
+    if tensors:
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        size = format_bytes(nbytes)
+        observer.note(f"{kind} of {source.display_name} ({size}) ignored: {why}")

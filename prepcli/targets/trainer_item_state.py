@@ -11,15 +11,15 @@ import numpy as np
 from prepcli.engine.blobs import Blob, MemoryBlob
 from prepcli.planning.item_storage import Storage
 from prepcli.planning.plan import Contiguous
-from prepcli.planning.state_names import identity_axis_map, qualify
+from prepcli.planning.state_names import OPT_STATE, identity_axis_map, qualify
 from prepcli.sources.adam_state import NUM_UPDATES, STEP, AdamSettings, AdamState
+from prepcli.sources.averages import AVERAGE_ROOT
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.joined_items import join_items
 from prepcli.targets.orbax_item import LeafUse, OrbaxItemLayout, Partitioning, lay_out_uses
 from prepcli.targets.trainer_item import TRAINER_ITEMS, trainer_item_uses
 from trainer.models.rules import DEFAULT_RULES
 
-OPT_STATE_KEY = "opt_state"
 COUNTER_DTYPE = "int32"
 # `optimizer.max_grad_norm` of Levanter, if the state has no recipe.
 LEVANTER_CLIP_NORM = 1.0
@@ -100,7 +100,7 @@ def levanter_state_tree(state: AdamState) -> StateTree:
     }
     return StateTree(
         f"opt_state.inner_state.{num_before_adam}.",
-        averages="model_averaging.model.",
+        averages=AVERAGE_ROOT,
         constants=constants,
     )
 
@@ -223,6 +223,6 @@ def list_path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
     >>> list_path(("opt_state", "0", "count"))
     ('opt_state', 0, 'count')
     """
-    if path[0] != OPT_STATE_KEY:
+    if path[0] != OPT_STATE:
         return path
     return (path[0], int(path[1]), *path[2:])

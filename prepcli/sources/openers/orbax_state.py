@@ -19,7 +19,7 @@ from prepcli.sources.adam_state import (
     read_scalar,
     read_small_tensor,
 )
-from prepcli.sources.averages import AVERAGE_SLOT
+from prepcli.sources.averages import AVERAGE_KEY, AVERAGE_ROOT, AVERAGE_SLOT
 from prepcli.sources.foreign_state import (
     MAX_COUNT,
     NO_SETTINGS,
@@ -46,10 +46,8 @@ SETTINGS_PART = "opt_state.hyperparams"
 STEP_LEAF = "step"
 # The number of updates in `optax.MultiSteps`. It accumulates gradients, so that the step counts batches.
 GRADIENT_STEP_LEAF = "opt_state.gradient_step"
-# The averages of the parameters in Levanter. An average with a decay that depends on the step has a weight.
-AVERAGE_ROOT = "model_averaging.model."
-AVERAGE_WEIGHT_LEAF = "model_averaging.tot_weight"
-AVERAGE_KEY = "model_averaging"
+# Levanter's average with a decay that depends on the step has a weight.
+AVERAGE_WEIGHT_LEAF = f"{AVERAGE_KEY}.tot_weight"
 # Orders of the moments. See `LayoutScale.of_moment`.
 ORDERS = {FIRST_MOMENT: 1, SECOND_MOMENT: 2}
 
@@ -70,34 +68,33 @@ class MomentTrees:
 def moment_scales(moments: MomentTrees | None) -> dict[str, LayoutScale]:
     """Return the scale of each leaf of a moment with one. Empty without moments."""
     scales: dict[str, LayoutScale] = {}
-    if moments is None:
-        return scales
-    for slot, tree in moments.trees.items():
-        for leaf, parameter_scale in tree.scales.items():
-            scale = _slot_scale(slot, parameter_scale)
-            if scale:
-                scales[leaf] = scale
+    if moments is not None:
+        for slot, tree in moments.trees.items():
+            scales |= _slot_scales(slot, tree.scales)
     return scales
 
 
 def scaled_moments(moments: MomentTrees | None) -> dict[str, LayoutScale]:
     """Return the scale of each moment with one, by its name in a manifest. Empty without moments."""
     scales: dict[str, LayoutScale] = {}
-    if moments is None:
-        return scales
-    for slot, tree in moments.trees.items():
-        for name, parameter_scale in tree.scaled_tensors.items():
-            scale = _slot_scale(slot, parameter_scale)
-            if scale:
+    if moments is not None:
+        for slot, tree in moments.trees.items():
+            for name, scale in _slot_scales(slot, tree.scaled_tensors).items():
                 scales[qualify(slot, tree.names.full_name(name))] = scale
     return scales
 
 
-def _slot_scale(slot: str, parameter_scale: LayoutScale) -> LayoutScale | None:
-    """Return the scale of a slot. Averages have the scale of the parameter."""
-    if slot == AVERAGE_SLOT:
-        return parameter_scale
-    return parameter_scale.of_moment(ORDERS[slot])
+def _slot_scales(slot: str, parameter_scales: Mapping[str, LayoutScale]) -> dict[str, LayoutScale]:
+    """Return the scales of a slot, by the names of the parameters' scales."""
+    scales: dict[str, LayoutScale] = {}
+    for name, parameter_scale in parameter_scales.items():
+        # An average has the scale of its parameter.
+        scale = parameter_scale
+        if slot != AVERAGE_SLOT:
+            scale = parameter_scale.of_moment(ORDERS[slot])
+        if scale:
+            scales[name] = scale
+    return scales
 
 
 def match_moment_trees(
