@@ -1,17 +1,21 @@
 """Set environment variables before jax is imported; jax reads them once. Commands started by tests inherit them.
 
 Tests spend more time on compilation than on computation, so XLA compiles with few optimizations, and all processes
-share one compilation cache. Tests of the demo reset these variables. Tests start hundreds of processes: Python writes
-bytecode even if PYTHONDONTWRITEBYTECODE is set, so that not every process compiles the packages.
+share one compilation cache, which later test sessions use too. Tests of the demo reset these variables. Tests start
+hundreds of processes: Python writes bytecode even if PYTHONDONTWRITEBYTECODE is set, so that not every process compiles
+the packages.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import signal
 import sys
-import tempfile
+import time
 from importlib.metadata import version
+from pathlib import Path
 
 # Flags by version of jaxlib, because a flag that a version does not know ends the process.
 FAST_COMPILE_FLAGS = {
@@ -24,6 +28,32 @@ FAST_COMPILE_FLAGS = {
     "0.12": ("--xla_backend_optimization_level=0",),
 }
 FLAGS, CACHE = "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"
+# Older entries are deleted, which bounds the folder and ends entries that a killed process left incomplete.
+CACHE_DAYS = 14
+
+
+def compilation_cache_folder() -> Path:
+    """Return the folder of compiled programs for this processor and these versions of Python and jaxlib.
+
+    JAX's cache key does not contain the instruction set of the processor.
+    """
+    with open("/proc/cpuinfo") as file:
+        processor = {line for line in file if line.startswith(("model name", "flags", "Features"))}
+    digest = hashlib.sha256("".join(sorted(processor)).encode()).hexdigest()[:12]
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return caches / "prep-tests" / f"{python}-jaxlib{version('jaxlib')}-{digest}"
+
+
+def delete_old_entries(folder: Path) -> None:
+    """Delete the entries of a cache folder that were written more than `CACHE_DAYS` ago."""
+    oldest = time.time() - CACHE_DAYS * 24 * 3600
+    for path in folder.glob("*"):
+        # Another test session may delete the same entry.
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime < oldest:
+                path.unlink()
+
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -34,9 +64,13 @@ compile_flags = FAST_COMPILE_FLAGS.get(".".join(version("jaxlib").split(".")[:2]
 flags = [*(flag for flag in compile_flags if flag not in user_flags), *user_flags]
 os.environ[FLAGS] = " ".join(flags)
 if CACHE not in os.environ:
-    # The folder is deleted when this process exits.
-    cache_folder = tempfile.TemporaryDirectory(prefix="prep-tests-")
-    os.environ |= {CACHE: cache_folder.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    cache_folder = compilation_cache_folder()
+    delete_old_entries(cache_folder)
+    os.environ |= {
+        CACHE: str(cache_folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
     # of an entry that another process is still writing, which is compiled again; commands must not print it
     os.environ.setdefault(
         "PYTHONWARNINGS", "ignore:Error reading persistent compilation cache entry:UserWarning"

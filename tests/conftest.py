@@ -8,6 +8,8 @@ import os
 import pytest
 from hypothesis import settings
 
+from tests.helpers.extras import needs_parity
+
 # The time of an example depends on the load of the machine, so no example has a deadline.
 settings.register_profile("prep", deadline=None, max_examples=40)
 # Before a release: `--hypothesis-profile=release`.
@@ -25,6 +27,12 @@ COLLECT_EVERY = 20_000
 def pytest_xdist_auto_num_workers() -> int:
     """Return the number of workers for `-n auto`: one more than CPUs, because tests wait for processes and files."""
     return len(os.sched_getaffinity(0)) + 1
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of modules that compare with packages of the extra `parity`, so that `-m parity` selects them."""
+    if needs_parity(item.path):
+        item.add_marker("parity")
 
 
 @pytest.hookimpl(trylast=True)

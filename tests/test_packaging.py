@@ -25,15 +25,20 @@ DEVELOPMENT = ("tests", "bench", "tools")
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
 
-def checkout_files() -> list[str]:
-    """Return the files of the checkout that git does not ignore."""
-    if not (ROOT / ".git").exists():
+def checkout_files(root: Path = ROOT) -> list[str]:
+    """Return the files of a checkout that git does not ignore, without virtual environments of any name."""
+    if not (root / ".git").exists():
         pytest.skip("needs a git checkout")
+    environments = {path.parent.relative_to(root).parts for path in root.glob("*/pyvenv.cfg")}
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True
+        command, cwd=root, capture_output=True, text=True, check=True
     ).stdout.split("\0")
-    return [name for name in names if name and (ROOT / name).is_file()]
+    return [
+        name
+        for name in names
+        if name and (root / name).is_file() and Path(name).parts[:1] not in environments
+    ]
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
@@ -75,6 +80,14 @@ def names_in(wheel: Path) -> set[str]:
     """Return the names of the files in a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return {name for name in archive.namelist() if not name.endswith("/")}
+
+
+def test_checkout_files_leave_virtual_environments_out(tmp_path: Path):
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    for name in ("tests/test_a.py", "my-environment/pyvenv.cfg", "my-environment/lib/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert checkout_files(tmp_path) == ["tests/test_a.py"]
 
 
 def test_wheel_has_the_packages_recipes_and_docs(wheel: Path):

@@ -12,7 +12,10 @@ from tests.helpers.fork_server import ForkedProcess, start_python
 from tests.helpers.waiting import MAX_S
 
 # Variables that started processes get from the process of the tests.
-COMPILATION = (FLAGS, CACHE, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+COMPILATION = (
+    *(FLAGS, CACHE),
+    *("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"),
+)
 # JAX reads these variables when it is imported, which happens before the processes are forked.
 RUN_MODULE = """
 import os, runpy, sys

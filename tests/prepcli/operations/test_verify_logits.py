@@ -326,6 +326,10 @@ def test_invalid_logit_requests_are_errors(home: Path):
     make_checkpoint(home / "other", {**LLAMA, "vocab_size": 140})
     with pytest.raises(PrepError, match="different vocabularies"):
         prep.verify_logits("./m", "./other")
+
+
+def test_transformers_cannot_compute_an_init(home: Path):
+    pytest.importorskip("transformers")
     run_ok("save-init", "./m", "--out", "init")
     with pytest.raises(UsageError, match="cannot read init"):
         prep.verify_logits("init", library="transformers")

@@ -12,6 +12,7 @@ from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, GPT_NEO, LLAMA
 from trainer.models.module_order import module_order, optimizer_groups
 
 torch = lazy_module("torch")
+transformers = lazy_module("transformers")
 
 CONFIGS = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": LLAMA}
 CONFIGS |= {name: FAMILY_CONFIGS[name] for name in ("qwen2", "qwen3", "gemma2", "phi3")}
@@ -25,16 +26,16 @@ def torch_model(config: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_order_and_groups_equal_those_of_trainer(family: str, tmp_path):
-    from transformers import Trainer, TrainingArguments
-
     config = CONFIGS[family]
     if family != "gpt_neo":
         # Layer 10 comes after layer 9, and before it in the order of texts.
         config = config | {"num_hidden_layers": 11}
     model = torch_model(config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    args = TrainingArguments(str(tmp_path), use_cpu=True, weight_decay=0.1, report_to=[])
-    decayed, not_decayed = Trainer(model, args).create_optimizer().param_groups
+    args = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, weight_decay=0.1, report_to=[]
+    )
+    decayed, not_decayed = transformers.Trainer(model, args).create_optimizer().param_groups
     groups = optimizer_groups(family, sorted(names.values()))
     assert groups.decayed == tuple(names[id(p)] for p in decayed["params"])
     assert groups.not_decayed == tuple(names[id(p)] for p in not_decayed["params"])
