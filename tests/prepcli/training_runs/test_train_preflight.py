@@ -241,7 +241,10 @@ def test_dry_run_shows_the_estimate_of_a_refused_run(
 def test_dry_run_warns_about_lengths_and_epochs(capsys: pytest.CaptureFixture[str]):
     report, _ = dry_run(capsys, "data.seq_length=128", "batch.size=64", "train.steps=10000")
     context, batch, epochs = report["warnings"]
-    assert context == "`data.seq_length` is 128, and the model was made for 64 positions"
+    assert (
+        context
+        == "`data.seq_length` is 128, and the model was made for 64 positions; `model.rope_scaling` extends them"
+    )
     assert batch == "a batch of 64 takes sequences more than once: the data has 18"
     assert epochs == "10,000 steps are 35,556 epochs of 18 sequences"
 
