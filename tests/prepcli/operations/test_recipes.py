@@ -113,7 +113,7 @@ def test_recipe_with_the_name_of_a_folder_is_copied_first(
     assert caught.value.hint == "`prep recipes copy gpt2` writes the recipe to gpt2.toml"
     assert main(["recipes", "copy", "gpt2", "-q"]) == OK
     assert find_training_recipe(Path("gpt2.toml")) == Path("gpt2.toml")
-    with pytest.raises(UsageError, match="`gpt2.toml`, the recipe in this folder"):
+    with pytest.raises(UsageError, match=r"`gpt2\.toml`, the recipe in this folder"):
         find_training_recipe(Path("gpt2"))
 
 
