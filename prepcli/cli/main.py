@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from prepcli.cli.root import app, command_group
@@ -30,6 +30,17 @@ from prepcli.execution.signals import (
     raise_on_signal,
 )
 from trainer.models.suggest import suggest
+
+# Names that other tools give to the work of prep's commands.
+OTHER_COMMAND_NAMES = {
+    "convert": "`prep save-init MODEL` converts to Orbax, and `prep export CHECKPOINT` to Hugging Face",
+    "download": "`prep save-init OWNER/NAME` downloads and converts a model",
+    "evaluate": "did you mean `eval`?",
+    "finetune": "did you mean `train`?",
+    "fine-tune": "did you mean `train`?",
+    "push": "`prep export CHECKPOINT --push OWNER/NAME`",
+    "upload": "`prep export CHECKPOINT --push OWNER/NAME`",
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -150,9 +161,10 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
         command = "train"
         args = args[args.index("--") + 1 :]
     if match := re.match(r"No such command ['\"](.+?)['\"]", message):
-        suggestion = suggest(match[1], getattr(getattr(context, "command", None), "commands", ()))
-        hint = f"did you mean `{suggestion}`?" if suggestion else f"`{path} --help`"
-        return usage_error(f"unknown command `{match[1]}`", hint=hint)
+        commands = getattr(getattr(context, "command", None), "commands", ())
+        return usage_error(
+            f"unknown command `{match[1]}`", hint=_command_hint(match[1], path, commands, args)
+        )
     if match := re.match(r"No such option:? ['\"]?(-[^\s'\"]+)", message):
         option = match[1].rstrip(".")
         suggestion = suggest(option, getattr(error, "possibilities", None) or ())
@@ -179,6 +191,18 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
         )
         return usage_error(f"`{parameter.envvar}={value}` is invalid", why, hint)
     return usage_error(what[:1].lower() + what[1:], why, _choice_hint(why) or f"`{path} --help`")
+
+
+def _command_hint(name: str, path: str, commands: Collection[str], args: Sequence[str]) -> str:
+    """Return a hint for an unknown command: its name in prep, one of a similar name, or the list of commands."""
+    if name == "help":
+        words = [word for word in args if word in commands]
+        return f"`{shlex.join([path, *words[:1], '--help'])}`"
+    if name in OTHER_COMMAND_NAMES:
+        return OTHER_COMMAND_NAMES[name]
+    if suggestion := suggest(name, commands):
+        return f"did you mean `{suggestion}`?"
+    return f"`{path} --help`"
 
 
 def _unknown_options(context: Any, args: Sequence[str]) -> list[str]:

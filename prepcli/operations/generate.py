@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from prepcli.console.formatting import format_duration
+from prepcli.console.formatting import count_text, format_duration
 from prepcli.console.jax_logs import silence_jax
 from prepcli.console.observer import Observer, StreamObserver
 from prepcli.console.progress import Progress
@@ -198,6 +198,8 @@ def _generate(
             )
             # Invalid prompts are reported before the weights are loaded.
             check_prompts(*generator_inputs, model=model, generation_config=generation_config)
+            longest = max(map(len, generator_inputs[0])) + generation_config.max_new_tokens
+            _note_doubtful_inputs(model, tokenizer, longest, observer)
             generator = _build_generator(options["dtype"], opened, generation_config, observer)
         # The parameters are on their devices, so the files of the checkpoint are closed.
         return _generate_batches(
@@ -208,6 +210,29 @@ def _generate(
             on_tokens=on_tokens,
             observer=observer,
         )
+
+
+def _note_doubtful_inputs(
+    model: ModelSpec, tokenizer: TextTokenizer | None, longest: int, observer: Observer
+) -> None:
+    """Note a text that exceeds the positions of the model, and a tokenizer that is probably another model's.
+
+    Args:
+        model: The model.
+        tokenizer: Tokenizer of the prompts and of the new tokens.
+        longest: Most tokens of a prompt and its new tokens.
+        observer: Receives the notes.
+    """
+    from trainer.planning.step_inputs import rotary_context
+
+    context = rotary_context(model.arch_config)
+    if context is not None and longest > context:
+        observer.note(
+            f"a prompt and its new tokens may have {longest:,} tokens, "
+            f"and the model was made for {context:,} positions"
+        )
+    if tokenizer and (remark := tokenizer.smaller_vocabulary_note(model.true_vocab_size)):
+        observer.note(remark)
 
 
 def _check_sampling(options: GenerateOptions) -> None:
@@ -329,9 +354,8 @@ def _generate_batches(
     seconds = time.monotonic() - start_s - generator.compile_s
     num_tokens = sum(map(len, output_ids))
     tokens_per_s = num_tokens / max(seconds, 1e-9)
-    plural = "s" if count > 1 else ""
     observer.note(
-        f"{num_tokens:,} tokens for {count:,} prompt{plural} in {format_duration(seconds)},"
+        f"{count_text(num_tokens, 'token')} for {count_text(count, 'prompt')} in {format_duration(seconds)},"
         f" {tokens_per_s:,.1f} tokens/s; compiled in {format_duration(generator.compile_s)}"
     )
     sharding = generator.forward_config.sharding

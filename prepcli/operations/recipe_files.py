@@ -51,10 +51,16 @@ def find_training_recipe(path: Path) -> Path:
     """Return the recipe of a path. See `find_recipe`. A missing file may be returned.
 
     Raises:
-        UsageError: A shipped recipe and a file have this name, or there is no such file and it is similar to
+        UsageError: A shipped recipe and a file or folder have this name, or there is no such file and it is similar to
             the name of a shipped recipe.
     """
     recipe_path = find_recipe(path)
+    if recipe_path.is_dir() and str(path) in recipe_paths():
+        raise usage_error(
+            f"`{path}` is a folder",
+            "it is also the name of a recipe that prep ships, and a folder comes first",
+            _copy_hint(str(path)),
+        )
     if recipe_path.exists():
         return recipe_path
     similar_file = suggest(path.name, [file.name for file in path.parent.glob(f"*{SUFFIX}")])
@@ -68,11 +74,20 @@ def find_training_recipe(path: Path) -> Path:
 def _shipped_hint(name: str) -> str:
     """Return a hint with the shipped recipes of a similar name, or empty if there are none."""
     shipped = recipe_paths()
+    if name in shipped and Path(name).is_dir():
+        return _copy_hint(name)
     if name in shipped:
         return f"did you mean `{name}`, the shipped recipe?"
     if names := [other for other in shipped if other.startswith(name)]:
         return f"did you mean {join_names([f'`{other}`' for other in names])}?"
     return did_you_mean(name, shipped)
+
+
+def _copy_hint(name: str) -> str:
+    """Return a hint for the name of a shipped recipe and of a folder: the recipe file here, or how to write it."""
+    if Path(f"{name}{SUFFIX}").is_file():
+        return f"`{name}{SUFFIX}`, the recipe in this folder"
+    return text("{} writes the recipe to {}", Command("recipes", "copy", name), f"{name}{SUFFIX}")
 
 
 def similar_recipe(name: str, other_names: Iterable[str]) -> str | None:

@@ -44,8 +44,13 @@ LEFT = 52
 RIGHT = 12
 TOP = 10
 BOTTOM = 26
-# Additional margin for the names of vertical lines.
+# Additional margins for the names of vertical lines, and of curves.
 MARK_HEIGHT = 14
+LEGEND_HEIGHT = 18
+# Estimated width of a character of 11 pixels: text has no measure before a browser draws it.
+CHARACTER_WIDTH = 6.4
+# Longest part of a bar chart that the names take.
+MAX_NAMES_SHARE = 0.5
 
 MAX_POINTS = 400
 # Longer curves have no tooltips.
@@ -111,7 +116,7 @@ def line_chart(
         marks: Vertical lines: x and name.
         from_zero: Whether both axes begin at 0.
         is_log: Whether both axes are logarithmic. All values must then be positive.
-        has_legend: Whether to name the curves inside the plot.
+        has_legend: Whether to name the curves above the plot, each beside a piece of its line.
 
     Returns:
         An `<svg>` element, or an empty text if no curve has a point.
@@ -126,19 +131,19 @@ def line_chart(
         ys.append(0)
     width, height = size
     top = TOP
+    if has_legend:
+        top += LEGEND_HEIGHT
     if marks:
         top += MARK_HEIGHT
     x_axis = _x_axis(x_range or (min(xs), max(xs)), (LEFT, width - RIGHT), is_log)
     y_axis = _y_axis((min(ys), max(ys)), (height - BOTTOM, top), is_log)
-    parts = list(_grid_lines(x_axis, y_axis))
+    parts = list(_grid_lines(x_axis, y_axis, width))
     for x, name in marks:
-        parts += _mark_elements(x_axis.position(x), name, y_axis)
+        parts += _mark_elements(x_axis.position(x), name, y_axis, width)
     for curve in curves:
         parts += _curve_elements(curve, x_axis, y_axis, x_name)
     if has_legend:
-        for number, curve in enumerate(curves):
-            y = top + 16 * (number + 1)
-            parts.append(_text_element(width / 2, y, curve.name, "middle", color_of(curve.color)))
+        parts += _legend_elements(curves)
     return _svg_document(size, parts, title)
 
 
@@ -231,7 +236,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return ticks or [low]
 
 
-def _grid_lines(x_axis: _Axis, y_axis: _Axis) -> Iterator[str]:
+def _grid_lines(x_axis: _Axis, y_axis: _Axis, width: float) -> Iterator[str]:
     """Yield a horizontal line for each tick of the y axis, and the labels of both axes."""
     left, right = x_axis.pixels
     bottom, _ = y_axis.pixels
@@ -240,7 +245,17 @@ def _grid_lines(x_axis: _Axis, y_axis: _Axis) -> Iterator[str]:
         yield f'<path class="grid" d="M{left},{y:.1f} H{right}"/>'
         yield _text_element(left - 6, y + 4, text, "end")
     for tick, text in zip(x_axis.ticks, _tick_texts(x_axis.ticks)):
-        yield _text_element(x_axis.position(tick), bottom + 18, text, "middle")
+        yield _centered_text(x_axis.position(tick), bottom + 18, text, width)
+
+
+def _legend_elements(curves: Sequence[Curve]) -> Iterator[str]:
+    """Yield a piece of each curve's line and its name, side by side above the plot."""
+    x = float(LEFT)
+    for curve in curves:
+        color = color_of(curve.color)
+        yield f'<path d="M{x:.1f},{TOP + 2} h18" stroke="{color}" stroke-width="{curve.width}"/>'
+        yield _text_element(x + 24, TOP + 6, curve.name)
+        x += 24 + _text_width(curve.name) + 20
 
 
 def _tick_texts(ticks: Sequence[float]) -> list[str]:
@@ -278,14 +293,14 @@ def _label_unit(largest: float) -> tuple[float, str]:
     return 1.0, ""
 
 
-def _mark_elements(x: float, name: str, y_axis: _Axis) -> Iterator[str]:
+def _mark_elements(x: float, name: str, y_axis: _Axis, width: float) -> Iterator[str]:
     """Yield a dashed vertical line with its name above the plot."""
     bottom, top = y_axis.pixels
     yield (
         f'<path d="M{x:.1f},{top} V{bottom}" stroke="currentColor" stroke-dasharray="3 4"'
         ' opacity="0.5"/>'
     )
-    yield _text_element(x, top - 6, name, "middle")
+    yield _centered_text(x, top - 6, name, width)
 
 
 def _curve_elements(curve: Curve, x_axis: _Axis, y_axis: _Axis, x_name: str) -> Iterator[str]:
@@ -340,14 +355,17 @@ def _point_y(point: Point) -> float:
 def bar_chart(bars: Sequence[Bar], title: str) -> str:
     """Draw horizontal bars, one below another, with names on the left and values on the right."""
     width = WIDE[0]
-    left = 200
-    room = width - 300
+    names_width = max((_text_width(bar.name) for bar in bars), default=0)
+    left = min(names_width, width * MAX_NAMES_SHARE) + 12
+    texts_width = max((_text_width(bar.text) for bar in bars), default=0)
+    room = width - left - texts_width - 12
     longest = max((bar.value for bar in bars), default=0) or 1
     parts = []
     for number, bar in enumerate(bars):
         y = 24 * number + 12
         length = room * bar.value / longest
-        parts.append(_text_element(left - 8, y + 13, bar.name, "end"))
+        name = _shorten_to_width(bar.name, left - 12)
+        parts.append(_text_element(left - 8, y + 13, name, "end"))
         parts.append(_rectangle(left, y, length, 16, color_of(0)))
         parts.append(_text_element(left + length + 6, y + 13, bar.text))
     return _svg_document((width, 24 * len(bars) + 18), parts, title)
@@ -425,6 +443,29 @@ def _text_element(
 ) -> str:
     position = f'x="{x:.1f}" y="{y:.1f}"'
     return f'<text {position} text-anchor="{anchor}" fill="{color}">{escape(text)}</text>'
+
+
+def _text_width(text: str) -> float:
+    """Return the estimated width of a text in pixels."""
+    return CHARACTER_WIDTH * len(text)
+
+
+def _centered_text(x: float, y: float, text: str, width: float) -> str:
+    """Return a text that is centered at `x`, or ends at the border of the picture where it would be cut."""
+    half = _text_width(text) / 2
+    if x + half > width:
+        return _text_element(width, y, text, "end")
+    if x < half:
+        return _text_element(0, y, text)
+    return _text_element(x, y, text, "middle")
+
+
+def _shorten_to_width(text: str, width: float) -> str:
+    """Return a text that fits a width: the end of a long one, which distinguishes paths, after an ellipsis."""
+    size = max(2, int(width / CHARACTER_WIDTH))
+    if len(text) <= size:
+        return text
+    return f"…{text[1 - size :]}"
 
 
 def _svg_document(size: tuple[int, int], parts: Iterable[str], title: str) -> str:

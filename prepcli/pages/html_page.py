@@ -21,6 +21,7 @@ PAGE_STARTS = (f"{_START}{GENERATOR}<title>".encode(), f"{_START}<title>prep ".e
 STYLE = f"""
 :root {{ color-scheme: light dark }}
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
+h1, h2, h3, p, summary {{ overflow-wrap: anywhere }}
 table {{ border-collapse: collapse; width: 100% }}
 td, th {{ text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #8884; vertical-align: top }}
 td.n, th.n {{ text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }}
@@ -86,22 +87,15 @@ def check_page_path(path: Path) -> None:
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield a table of texts. All columns after the first are right-aligned.
+    """Yield a table of texts. All columns after the first are right-aligned. A wide table scrolls on narrow screens.
 
-    >>> "".join(html_table(["part", "bytes"], [["a < b", "1"]]))
-    '<table><tr><th>part</th><th class="n">bytes</th></tr><tr><td>a &lt; b</td><td class="n">1</td></tr></table>'
+    >>> "".join(html_table(["part", "bytes"], [["a < b", "1"]])).partition("</tr>")[2]
+    '<tr><td>a &lt; b</td><td class="n">1</td></tr></table></div>'
     """
-    yield f"<table><tr>{_cell_elements('th', header)}</tr>"
+    yield f'<div class="scroll"><table><tr>{_cell_elements("th", header)}</tr>'
     for row in rows:
         yield f"<tr>{_cell_elements('td', row)}</tr>"
-    yield "</table>"
-
-
-def scrolling_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield a table as `html_table` does. A wide one scrolls on narrow screens."""
-    yield '<div class="scroll">'
-    yield from html_table(header, rows)
-    yield "</div>"
+    yield "</table></div>"
 
 
 def _cell_elements(tag: str, texts: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from prepcli.inspection.name_tree import build_tree, count_nodes, tree_rows
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map
 from prepcli.inspection.tensor_stats import TensorStats, stats_cells
 from prepcli.pages.charts import Bar, shard_map_svg, stacked_bar
-from prepcli.pages.html_page import html_table, scrolling_table, write_html_page
+from prepcli.pages.html_page import html_table, write_html_page
 from prepcli.planning.tensors import array_bits
 from trainer.models.mesh import Mesh
 from trainer.models.partition import Spec, device_boxes, num_replicas, shard_shape
@@ -136,7 +136,7 @@ def _difference_section(against: str, differences: Sequence[tuple[str, str, str]
     if not differences:
         yield "<p>No difference in names, shapes and dtypes.</p>"
         return
-    yield from scrolling_table(["tensor", "first", "second"], differences[:MAX_ROWS])
+    yield from html_table(["tensor", "first", "second"], differences[:MAX_ROWS])
     yield from _omitted_line(len(differences))
 
 
@@ -156,7 +156,7 @@ def _device_section(sharded: ShardedModel) -> Iterator[str]:
     yield stacked_bar(_largest_parts(nbytes_of), "bytes of the parameters on each device")
     kinds = _leaf_kinds(sharded)
     header = ["leaf", "shape", "sharding", "per device", "copies"]
-    yield from scrolling_table(header, [_kind_row(kind, mesh) for kind in kinds[:MAX_ROWS]])
+    yield from html_table(header, [_kind_row(kind, mesh) for kind in kinds[:MAX_ROWS]])
     yield from _omitted_line(len(kinds))
     if mesh.n_devices <= MAX_DRAWN_DEVICES:
         yield from _drawings(kinds, mesh)
@@ -248,7 +248,7 @@ def _statistics_section(
     rows = []
     for entry, entry_stats in zip(entries[:MAX_ROWS], statistics):
         rows.append([entry.name, *stats_cells(entry_stats)])
-    yield from scrolling_table(["tensor", "min", "max", "mean", "nan", "inf", "zeros"], rows)
+    yield from html_table(["tensor", "min", "max", "mean", "nan", "inf", "zeros"], rows)
     yield from _omitted_line(len(entries))
 
 
@@ -257,7 +257,7 @@ def _tree_section(entries: Sequence[TensorEntry]) -> Iterator[str]:
     nodes = build_tree(entries)
     yield '<h2>Tree</h2><div class="tree">'
     rows = itertools.islice(tree_rows(nodes), MAX_ROWS)
-    yield from scrolling_table(["name", "shape", "dtype", "size"], rows)
+    yield from html_table(["name", "shape", "dtype", "size"], rows)
     yield "</div>"
     yield from _omitted_line(count_nodes(nodes))
 

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from prepcli.formats.lock_file import Lock, encode_lock
-from prepcli.pages.html_page import scrolling_table, write_html_page
+from prepcli.pages.html_page import html_table, write_html_page
 from prepcli.planning.tensors import array_bits
 
 
@@ -33,14 +33,14 @@ def _page_body(lock: Lock) -> Iterator[str]:
         # The page shows which lock file it describes, as `sha256sum` prints it.
         ("SHA-256 of the lock file", hashlib.sha256(encode_lock(lock)).hexdigest()),
     ]
-    yield from scrolling_table(["lock", ""], facts)
+    yield from html_table(["lock", ""], facts)
     yield "<h2>Files</h2>"
     rows: list[list[str]] = []
     for name, file in lock.files.items():
         rows.append([name, f"{file.bytes:,}", file.digest or "-"])
-    yield from scrolling_table(["file", "bytes", "SHA-256"], rows)
+    yield from html_table(["file", "bytes", "SHA-256"], rows)
     yield "<h2>Tensors by dtype</h2>"
-    yield from scrolling_table(["dtype", "tensors", "bytes"], _dtype_rows(lock))
+    yield from html_table(["dtype", "tensors", "bytes"], _dtype_rows(lock))
     yield "<p>The lock file has the XXH3-128 of each tensor.</p>"
 
 

@@ -19,7 +19,7 @@ from prepcli.pages.plan_rows import (
     compiled_note,
     compiled_title,
     device_kind_rows,
-    flops_rows,
+    flops_table,
     title_lines,
     traffic_header,
     traffic_rows,
@@ -89,7 +89,8 @@ def _page_body(
     yield "<h2>Devices</h2>"
     yield from html_table(KIND_HEADER, device_kind_rows(plan, kinds))
     yield "<h2>Operations of a step</h2>"
-    yield from html_table(["part", "PFLOP"], flops_rows(plan.flops))
+    unit, rows = flops_table(plan.flops)
+    yield from html_table(["part", unit], rows)
     if plan.traffic:
         yield "<h2>Communication</h2>"
         yield from html_table(traffic_header(plan), traffic_rows(plan))

@@ -15,7 +15,8 @@ from trainer.planning.step_flops import StepFlops
 from trainer.planning.step_time import COMPUTE_EFFICIENCY
 from trainer.planning.training_plan import KindEstimate, TrainingPlan
 
-PETA = 1e15
+# Largest first.
+FLOP_UNITS = (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
 KIND_HEADER = (
     "devices",
     "memory",
@@ -70,8 +71,8 @@ def title_lines(plan: TrainingPlan) -> list[str]:
     return [model, batch]
 
 
-def flops_rows(flops: StepFlops) -> list[tuple[str, str]]:
-    """Return the operations of a step as rows of name and petaflops."""
+def flops_table(flops: StepFlops) -> tuple[str, list[tuple[str, str]]]:
+    """Return the operations of a step: their unit, e.g. `TFLOP`, and rows of name and number."""
     counts = {
         "products with parameters": flops.matmul,
         "attention, visible pairs": flops.attention_causal,
@@ -80,14 +81,12 @@ def flops_rows(flops: StepFlops) -> list[tuple[str, str]]:
         "repeated by the backward pass": flops.recomputed,
         "executed": flops.executed,
     }
-    rows = []
-    for name, count in counts.items():
-        text = f"{count / PETA:,.1f}"
-        # Three digits of a small number, e.g. 0.00123
-        if count < PETA:
-            text = f"{count / PETA:,.3g}"
-        rows.append((name, text))
-    return rows
+    unit, scale = next(
+        ((name, size) for name, size in FLOP_UNITS if flops.executed >= size), FLOP_UNITS[-1]
+    )
+    digits = 1 if flops.executed >= 100 * scale else 2
+    rows = [(name, f"{count / scale:,.{digits}f}") for name, count in counts.items()]
+    return unit, rows
 
 
 def traffic_header(plan: TrainingPlan) -> tuple[str, ...]:

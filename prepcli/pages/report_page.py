@@ -140,14 +140,19 @@ def _page_body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, str]]
 
 
 def _chart_sections(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
-    """Yield a chart of each metric, all with the same x axis."""
+    """Yield a chart of each metric, all with the same x axis, and a table of the metrics that were logged once."""
     logged_steps: list[float] = []
     for run in runs:
         logged_steps += run.metrics.steps or ()
+    single_values: list[list[str]] = []
     yield '<div class="charts">'
     for metric, heading in {**CURVES, **_other_headings(runs)}.items():
         curves = _metric_curves(metric, runs, names)
         if not curves:
+            continue
+        # A chart of one dot shows less than its number.
+        if all(len(curve.points) == 1 for curve in curves):
+            single_values += _single_values(escape(heading), curves)
             continue
         svg = line_chart(
             curves,
@@ -160,6 +165,15 @@ def _chart_sections(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator
         )
         yield f"<section><h3>{escape(heading)}</h3>{svg}</section>"
     yield "</div>"
+    if single_values:
+        yield from _table_lines(["logged once", "run", "step", "value"], single_values)
+
+
+def _single_values(heading: str, curves: Sequence[Curve]) -> Iterator[list[str]]:
+    """Yield a table row with the only value of each run."""
+    for curve in curves:
+        ((step, value),) = curve.points
+        yield [heading, _run_label(curve.color, curve.name), f"{step:,.0f}", f"{value:.6g}"]
 
 
 def _metric_curves(metric: str, runs: Sequence[RunRecord], names: Sequence[str]) -> list[Curve]:

@@ -18,7 +18,7 @@ from prepcli.pages.plan_rows import (
     CompiledStep,
     change_text,
     device_kind_rows,
-    flops_rows,
+    flops_table,
     speed_cells,
     title_lines,
     traffic_header,
@@ -110,9 +110,8 @@ def plan_lines(
     yield ""
     yield memory_table(plan.inputs, plan.memory)
     yield ""
-    yield format_table(
-        flops_rows(plan.flops), ("operations of a step", "PFLOP"), right_aligned=["PFLOP"]
-    )
+    unit, rows = flops_table(plan.flops)
+    yield format_table(rows, ("operations of a step", unit), right_aligned=[unit])
     yield ""
     if plan.traffic:
         header = traffic_header(plan)

@@ -12,6 +12,7 @@ from prepcli.console.bounded_text import shorten
 from prepcli.errors import Command, Key, Option, PrepError, Text, text, usage_error
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import (
+    RECIPE_FILE,
     STEP_NAME,
     best_step,
     is_begun_run,
@@ -19,6 +20,7 @@ from prepcli.formats.run_steps import (
     saved_steps,
     step_folder,
 )
+from prepcli.remote.hub_address import HubAddress, parse_hub_address
 from prepcli.remote.object_store import ObjectStoreUrl, is_url, parse_url
 from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.sources.source_hints import split_part
@@ -115,8 +117,8 @@ def parse_reference(
     """Parse the name of a checkpoint. Existing paths take precedence, then URLs, aliases and hub ids.
 
     Args:
-        name: A path, an object store URL, an alias or a hub id. An alias or hub id may be followed by `@REVISION`, a
-            path may follow an EasyLM part, as in `params::PATH`.
+        name: A path, an object store URL, the address of a page on the hub, an alias or a hub id. An alias or hub id
+            may be followed by `@REVISION`, a path may follow an EasyLM part, as in `params::PATH`.
         revision: Revision on the hub.
         step: Step of the training run `name`: its number, `best` (lowest evaluation loss) or `last`.
         cwd: Folder that relative paths start from, without `step`. The working directory by default.
@@ -134,6 +136,8 @@ def parse_reference(
     # Path.exists raises for some texts, os.path.exists returns False.
     if path and os.path.exists(folder):
         return _without_revision(LocalPath(name, folder, part), revision)
+    if address := parse_hub_address(name):
+        return _repo_of_address(name, address, revision, cwd)
     if is_url(name):
         return _without_revision(BucketUrl(name, parse_url(name)), revision)
     if part:
@@ -179,6 +183,14 @@ def _has_manifest(folder: Path) -> bool:
     except OSError:
         pass
     return False
+
+
+def _has_outputs(folder: Path) -> bool:
+    """Return whether a folder contains outputs of prep: training runs, or folders with a manifest."""
+    if not folder.is_dir():
+        return False
+    children = _visible_folders(folder)
+    return any(_has_manifest(child) or (child / RECIPE_FILE).is_file() for child in children)
 
 
 def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
@@ -271,14 +283,52 @@ def _parse_hub_name(name: str, revision: str | None, cwd: Path) -> HubRepo:
     # that the folder does not exist.
     if reason := _path_reason(name):
         raise _missing_path_error(name, reason, cwd)
-    alias = ALIASES_BY_NAME.get(name)
-    if alias is not None:
-        hub_id = alias.hub_id
-    else:
-        hub_id = name
+    # A mistyped run would be looked up on the hub, and the error would be about the network.
+    owner, slash, _ = name.partition("/")
+    if slash and _has_outputs(cwd / owner):
+        reason = f"begins with the folder `{owner}/`, which has outputs of prep (`hf://{name}` would be on the hub)"
+        raise _missing_path_error(name, reason, cwd)
+    hub_id = _hub_id(name)
     if not _HUB_ID.fullmatch(hub_id):
         raise _unknown_name_error(name, cwd)
     return HubRepo(hub_id, name.rpartition("/")[2], revision)
+
+
+def _hub_id(name: str) -> str:
+    """Return the hub id of an alias, and any other name as it is."""
+    alias = ALIASES_BY_NAME.get(name)
+    if alias is None:
+        return name
+    return alias.hub_id
+
+
+def _repo_of_address(url: str, address: HubAddress, revision: str | None, cwd: Path) -> HubRepo:
+    """Return the model, or its GGUF file, of an address on the hub.
+
+    Raises:
+        UsageError: It is the address of a dataset, a space, an owner, or another file.
+    """
+    hub_id = _hub_id(address.hub_id)
+    if address.repo_type != "model":
+        hint = text("name a model")
+        if address.repo_type == "dataset":
+            key = Key("data.path", f"hf://datasets/{address.hub_id}")
+            hint = text("{} in a recipe reads it", key)
+        raise usage_error(
+            f"`{url}` is not a model", f"it is a {address.repo_type} on the hub", hint
+        )
+    is_gguf = address.path.endswith(".gguf")
+    if address.path and not is_gguf:
+        why = f"`{address.path}` is part of a model, and a model is read as a whole"
+        raise usage_error(f"`{url}` is not a model", why, f"`{hub_id}`")
+    if not _HUB_ID.fullmatch(hub_id):
+        raise _unknown_name_error(hub_id, cwd)
+    if address.revision:
+        _, revision = _split_revision(f"{address.hub_id}@{address.revision}", revision)
+    model_name = address.hub_id.rpartition("/")[2]
+    if is_gguf:
+        model_name = Path(address.path).stem
+    return HubRepo(hub_id, model_name, revision, address.path)
 
 
 def _split_revision(name: str, revision: str | None) -> tuple[str, str | None]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from prepcli.errors import Option, PrepError, text
+from prepcli.errors import Command, Key, Option, PrepError, text
 
 if TYPE_CHECKING:
     from prepcli.remote.placeholders import RemoteCheckpoint
@@ -22,6 +24,8 @@ EASYLM_PARTS = (
     FLAX_PARAMS,
 )
 
+# Options of conversions, which recipes have no keys for.
+CONVERSION_OPTIONS = {"config", "drop", "layers", "map", "quantized", "source_layout", "verbatim"}
 
 # "rounded": outputs that the scale has changed. Otherwise they are refused. "all": exact ones, too.
 KeptScales = Literal["none", "rounded", "all"]
@@ -87,3 +91,21 @@ def split_part(name: str) -> tuple[str, str]:
     if separator and part in EASYLM_PARTS:
         return (part, path)
     return ("", name)
+
+
+@contextmanager
+def advise_conversion(model: str) -> Iterator[None]:
+    """In the errors of the block, replace a hint with an option of conversions by the conversion that has it.
+
+    Args:
+        model: Value of the recipe key `model.path`.
+    """
+    try:
+        yield
+    except PrepError as error:
+        options = [part for part in getattr(error.hint, "parts", ()) if isinstance(part, Option)]
+        if not any(option.name in CONVERSION_OPTIONS for option in options):
+            raise
+        command = Command("save-init", model, *options)
+        hint = text("{}, and name its output in {}", command, Key("model.path"))
+        raise error.with_texts(hint=hint) from error.__cause__

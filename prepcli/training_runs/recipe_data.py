@@ -15,6 +15,7 @@ from prepcli.sources.locate import locate
 from prepcli.sources.locked import apply_lock, pinned_revision
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import Source
+from prepcli.sources.source_hints import advise_conversion
 from prepcli.targets.tokenizer_files import tokenizer_folder
 from prepcli.training_runs.observe import tokenize_progress
 from prepcli.training_runs.random_start import random_config
@@ -128,8 +129,9 @@ def open_recipe_model(recipe: Recipe, *, offline: bool, observer: Observer) -> R
         lock = read_recipe_lock(recipe)
         revision = pinned_revision(recipe.model.path, None, lock)
     access = make_access(observer, offline=offline, stream=True, allow_urls=True)
-    located = locate(recipe.model.path, revision, access=access)
-    source = open_source(located)
+    with advise_conversion(recipe.model.path):
+        located = locate(recipe.model.path, revision, access=access)
+        source = open_source(located)
     if lock is not None:
         source = apply_lock(source, lock, str(recipe.model.lock), located.local_files.commit)
     model = _source_model(source).of_recipe(recipe.model)

@@ -14,6 +14,7 @@ from prepcli.console.formatting import format_bytes
 from prepcli.console.progress import NullProgress
 from prepcli.errors import Key, PrepError, text, usage_error
 from prepcli.remote.hub import HubListing, cached_snapshot, list_repository, prepare_hub
+from prepcli.remote.hub_address import parse_hub_address
 from prepcli.remote.hub_datasets import README, matches, read_metadata, select_files
 from prepcli.remote.hub_errors import is_hub_down, translate_errors
 from prepcli.remote.object_store import Bucket, parse_url
@@ -24,11 +25,6 @@ from trainer.data.files import DataFile
 from trainer.data.remote_files import Selection
 from trainer.files.reading import open_regular_file
 
-# A revision has no slash, except for the branches `refs/convert/NAME` that the hub makes.
-HUB_URL = re.compile(
-    r"hf://datasets/(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@(?P<revision>[^/@]+(?:/convert/[^/]+)?))?(?:/(?P<path>.+))?",
-    re.ASCII,
-)
 HUB_HINT = "`hf://datasets/OWNER/NAME`, or `hf://datasets/OWNER/NAME/FILE`"
 SCHEMES = ("gs://", "s3://", "hf://")
 GLOB_SIGNS = re.compile(r"[*?]")
@@ -55,7 +51,7 @@ class DataFinder:
         """
         if not url.startswith(SCHEMES):
             why = "supported: paths, gs://, s3:// and hf://datasets/"
-            raise usage_error(f"cannot read data from {url}", why, "download it, and name the file")
+            raise usage_error(f"cannot read data from {url}", why, _web_address_hint(url))
         if url.startswith("hf://"):
             files = self._find_on_hub(url, accepts, selection)
         else:
@@ -100,25 +96,25 @@ class DataFinder:
         self, url: str, accepts: Callable[[str], bool], selection: Selection
     ) -> list[DataFile]:
         """Return the files of a dataset on the hub, named by a URL and a selection."""
-        match = HUB_URL.fullmatch(url.rstrip("/"))
-        if match is None:
+        address = parse_hub_address(url)
+        if address is None or address.repo_type != "dataset":
             raise usage_error(
                 f"`{url}` is an invalid URL", "it names no dataset on the hub", HUB_HINT
             )
-        if match["revision"] and selection.revision not in (None, match["revision"]):
+        if address.revision and selection.revision not in (None, address.revision):
             key = Key("data.revision")
-            why = text("`@{}` and {} {}", match["revision"], key, selection.revision)
+            why = text("`@{}` and {} {}", address.revision, key, selection.revision)
             raise usage_error(f"`{url}` has two revisions", why, "remove one of them")
-        revision = match["revision"] or selection.revision
+        revision = address.revision or selection.revision
         is_offline = prepare_hub(self.access.offline, self.access.retry_policy)
-        with translate_errors(match["id"], revision, offline=is_offline, repo_type="dataset"):
-            dataset = self._open_dataset(match["id"], revision, is_offline=is_offline)
+        with translate_errors(address.hub_id, revision, offline=is_offline, repo_type="dataset"):
+            dataset = self._open_dataset(address.hub_id, revision, is_offline=is_offline)
             metadata = read_metadata(dataset.readme())
-            if match["path"]:
-                names = sorted(name for name in dataset.names if matches(name, match["path"]))
+            if address.path:
+                names = sorted(name for name in dataset.names if matches(name, address.path))
             else:
                 names = select_files(
-                    match["id"],
+                    address.hub_id,
                     dataset.names,
                     metadata,
                     config=selection.config,
@@ -245,3 +241,13 @@ class CachedDataset:
 def _hub_file(hub_id: str, file: RemoteFile, open_file: Callable[[], BinaryIO]) -> DataFile:
     digest = file.digest.rpartition(":")[2]
     return DataFile(f"hf://datasets/{hub_id}/{file.path}", file.size, f"hub:{digest}", open_file)
+
+
+def _web_address_hint(url: str) -> str:
+    """Return the name for recipes of a dataset's page on the hub, and how to read any other address."""
+    address = parse_hub_address(url)
+    if address is None or address.repo_type != "dataset":
+        return "download it, and name the file"
+    revision = f"@{address.revision}" if address.revision else ""
+    path = f"/{address.path}" if address.path else ""
+    return f"`hf://datasets/{address.hub_id}{revision}{path}`"

@@ -48,6 +48,7 @@ from prepcli.sources.openers.peft_folder import open_adapter
 from prepcli.sources.openers.peft_settings import read_lora_config
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import CONFIG, HF_FOLDER, Source, read_config, small_files
+from prepcli.sources.source_hints import advise_conversion
 from prepcli.targets.hf_folder import copied_files, copied_small_files, output_config
 from prepcli.targets.tokenizer_files import tokenizer_folder, with_recipe_tokenizer
 from prepcli.targets.training_step import StartModel
@@ -333,7 +334,8 @@ def open_model_start(
     if recipe.model.lock is not None:
         lock = read_recipe_lock(recipe)
         revision = pinned_revision(recipe.model.path, None, lock)
-    located = locate(recipe.model.path, revision, access=access)
+    with advise_conversion(recipe.model.path):
+        located = locate(recipe.model.path, revision, access=access)
     check_stream(access.stream, located)
     # A checkpoint of prep on this machine is read as it is: each device reads the chunks of its own
     # shards. Every other source is converted while it is read, without a copy on the disk.
@@ -352,7 +354,8 @@ def open_model_start(
         # The text part of a multimodal model is known only with the names of its tensors.
         if text_section(config) is None:
             check_config(recipe_config(config, recipe.model))
-    source = open_source(located)
+    with advise_conversion(recipe.model.path):
+        source = open_source(located)
     if lock is not None:
         source = _apply_lock(source, lock, recipe, located, verify=verify)
     if source.wrapper is not None:

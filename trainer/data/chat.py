@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.column_values import COLUMN_HINT, check_columns, messages_value
+from trainer.data.column_values import check_columns, messages_value
 from trainer.data.example_settings import (
     ExampleSettings,
     begin_segments,
@@ -54,7 +54,7 @@ class ChatBuilder:
         """
         assert isinstance(piece, Record)
         column = self._settings.fields
-        check_columns(piece, [column], hint=COLUMN_HINT)
+        check_columns(piece, [column])
         messages = messages_value(piece, column)
         text, spans = self._renderer.render(messages, piece.place)
         if spans is None:

@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.column_hints import columns_hint
 from trainer.data.examples import TokenIds
 from trainer.data.readers.reader import Record
 from trainer.files.json_values import json_type_name
@@ -20,17 +21,28 @@ COLUMN_HINT = Text(Key("data.fields", "COLUMN", is_override=True))
 IDS_HINT = "pass a list of token ids, or base64 of little-endian int32 values"
 
 
-def check_columns(record: Record, columns: Sequence[str], *, hint: str) -> None:
+def check_columns(
+    record: Record,
+    columns: Sequence[str],
+    *,
+    hint: Text | None = None,
+    default_hint: Text = COLUMN_HINT,
+) -> None:
     """Raise PrepError if a record lacks a column.
 
     Args:
         record: The record.
         columns: Required columns.
-        hint: How the user selects columns.
+        hint: How the user selects the columns. By default the names of the record's columns decide.
+        default_hint: The hint for names that do not say what the columns hold.
     """
     if missing := [column for column in columns if column not in record.values]:
         names = ", ".join(f"`{name}`" for name in record.values) or "none"
-        raise PrepError(f"{record.place}: no column `{missing[0]}`", f"its columns: {names}", hint)
+        raise PrepError(
+            f"{record.place}: no column `{missing[0]}`",
+            f"its columns: {names}",
+            hint or columns_hint(record.values, default_hint),
+        )
 
 
 def text_value(record: Record, column: str) -> str:

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from trainer.data.chat import ChatBuilder
-from trainer.data.column_values import COLUMN_HINT, check_columns, ids_value, text_value
+from trainer.data.column_values import check_columns, ids_value, text_value
 from trainer.data.example_settings import (
     ExampleSettings,
     begin_segments,
@@ -108,9 +108,9 @@ class CompiledFields:
         assert isinstance(piece, Record)
         source = None
         if self.source is None:
-            check_columns(piece, self.columns, hint=COLUMN_HINT)
+            check_columns(piece, self.columns)
         else:
-            check_columns(piece, self.columns, hint=PAIR_HINT)
+            check_columns(piece, self.columns, default_hint=PAIR_HINT)
             source = tuple(part.segment(piece) for part in self.source)
         target = tuple(part.segment(piece) for part in self.target)
         return Example(target, piece.nbytes, source=source)

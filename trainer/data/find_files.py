@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,12 @@ from trainer.data.remote_files import WHOLE, NoRemoteFiles, RemoteFiles, Selecti
 from trainer.files.json_values import load_json
 from trainer.files.reading import not_regular_error, read_regular_file, resolve_named_path
 from trainer.models.errors import Key, PrepError, Text, usage_error
+from trainer.models.suggest import suggest
 from trainer.recipe.text_fields import DataType, FileType
 
 NO_REMOTE_FILES = NoRemoteFiles()
 HUB_SCHEME = "hf://"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 TYPE_HINT = Text(Key("data.type"), " sets the type of all files")
 
 
@@ -221,8 +224,22 @@ def _no_data_error(path: str, data_type: DataType) -> PrepError:
         names = sorted(file.name for file in _walk_visible(Path(path)))
         listing = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}" or "nothing"
         why = f"looked for {suffixes}; found {listing}"
-    hint = f"type `{data_type}` reads {suffixes} files of folders; give the path of any other file"
-    return PrepError(f"no data in `{path}`", why, hint)
+    return PrepError(f"no data in `{path}`", why, _no_data_hint(path, suffixes, data_type))
+
+
+def _no_data_hint(path: str, suffixes: str, data_type: DataType) -> str:
+    """Return a hint for a path without data: what a folder is read for, a file of a similar name, or a dataset."""
+    if os.path.isdir(path):
+        return (
+            f"type `{data_type}` reads {suffixes} files of folders; give the path of any other file"
+        )
+    parent, name = os.path.split(path)
+    neighbors = os.listdir(parent or ".") if os.path.isdir(parent or ".") else []
+    if suggestion := suggest(name, sorted(neighbors)):
+        return f"did you mean `{os.path.join(parent, suggestion)}`?"
+    if HUB_ID.fullmatch(path) and not neighbors:
+        return f"`{HUB_SCHEME}datasets/{path}` reads a dataset on the hub"
+    return "check the spelling; a relative path starts from the current folder"
 
 
 DICT_FILE = "dataset_dict.json"

@@ -283,6 +283,8 @@ def _map_token_store(
 ) -> store.MappedTokens:
     """Map a store. Raise PrepError if it does not fit the model or has no row."""
     tokenizer.check_in_vocab(meta.max_id, config.vocab)
+    if remark := tokenizer.smaller_vocabulary_note(config.vocab):
+        note(remark)
     if config.examples.has_encoder:
         _check_has_source_target_pair(meta)
     elif config.has_blocks:

@@ -54,6 +54,8 @@ TRANSFORMERS_FILES = (
 )
 
 # Parts of a long text that are encoded at once: one for every core.
+# Smallest part of the vocabulary that the tokenizer of a model has.
+LEAST_USED_VOCABULARY = 0.9
 PARTS_AT_ONCE = min(max(os.cpu_count() or 1, 4), 64)
 
 EncodedT = TypeVar("EncodedT")
@@ -185,6 +187,20 @@ class TextTokenizer:
         why = f"the vocabulary without padding has {vocab_size:,} tokens; the tokenizer has ids up to {self.max_id:,}"
         hint = Text(*TOKENIZER_HINT.parts, " with the tokenizer of the model")
         raise PrepError(what, why, hint)
+
+    def smaller_vocabulary_note(self, vocab_size: int) -> str | None:
+        """Return a note if the tokenizer has far fewer tokens than the model: it is probably that of another model.
+
+        Args:
+            vocab_size: Vocabulary size of the model without padding. Models of the hub have up to 2 % more rows than
+                their tokenizers have tokens.
+        """
+        if self.max_id + 1 >= vocab_size * LEAST_USED_VOCABULARY:
+            return None
+        return (
+            f"the tokenizer {self.path} has ids up to {self.max_id:,}, and the model's vocabulary "
+            f"{vocab_size:,} tokens: is it the tokenizer of this model?"
+        )
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:

@@ -24,7 +24,7 @@ from trainer.models.attention_needs import (
 from trainer.models.chunk_sizes import check_ring_blocks
 from trainer.models.default_sizes import ChunkSizes, default_chunk_sizes
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
-from trainer.models.errors import UsageError, text, usage_error
+from trainer.models.errors import Key, UsageError, text, usage_error
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf, widest_head
@@ -245,9 +245,20 @@ def chunk_sizes(recipe: Recipe, device: DeviceKind, *, num_rows: int) -> ChunkSi
 
 def context_warnings(recipe: Recipe, model: Shapes) -> Iterator[str]:
     """Yield a warning if sequences are longer than the model's context."""
-    config = model.arch_config
+    context = rotary_context(model.arch_config)
+    if context is not None and recipe.data.seq_length > context:
+        length = Key("data.seq_length")
+        why = f"is {recipe.data.seq_length:,}, and the model was made for {context:,} positions"
+        yield text("{} {}; {} extends them", length, why, Key("model.rope_scaling"))
+
+
+def rotary_context(config: ArchConfig) -> int | None:
+    """Return the positions that a model with rotary embeddings was made for. None for other models.
+
+    Longer sequences are computed, with angles that the model was not trained on.
+    """
+    if not config.ropes:
+        return None
     # Longrope has no `factor` here. Its stretched length is `max_position_embeddings`.
     scaled = (int(rope.original_max_positions * rope.factor) for rope in config.ropes)
-    context = max([config.max_positions, *scaled])
-    if config.ropes and recipe.data.seq_length > context:
-        yield f"`data.seq_length` is {recipe.data.seq_length:,}, and the model was made for {context:,} positions"
+    return max([config.max_positions, *scaled])

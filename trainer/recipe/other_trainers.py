@@ -210,6 +210,35 @@ def _translate(translation: Translation, name: str, value: Any) -> Any:
     return {name: value}
 
 
+# Modules of PEFT's `target_modules` -> the projections that they compute.
+PROJECTIONS_BY_MODULE: Mapping[str, Names] = {
+    "q_proj": ("attn.q",),
+    "k_proj": ("attn.k",),
+    "v_proj": ("attn.v",),
+    "o_proj": ("attn.o",),
+    "out_proj": ("attn.o",),
+    "qkv_proj": ("attn.q", "attn.k", "attn.v"),
+    "c_attn": ("attn.q", "attn.k", "attn.v"),
+    "query_key_value": ("attn.q", "attn.k", "attn.v"),
+    "gate_proj": ("mlp.gate",),
+    "up_proj": ("mlp.up",),
+    "down_proj": ("mlp.down",),
+    "gate_up_proj": ("mlp.gate", "mlp.up"),
+    "fc_in": ("mlp.up",),
+    "fc_out": ("mlp.down",),
+    "all-linear": ("attn.*", "mlp.*"),
+}
+
+
+def _lora_targets(modules: Any) -> Any:
+    """Return the value of `lora.targets` for names of modules. Unknown names stay, and validation reports them."""
+    names = [modules] if isinstance(modules, str) else modules
+    targets: dict[str, None] = {}
+    for name in names:
+        targets |= dict.fromkeys(PROJECTIONS_BY_MODULE.get(name, (name,)))
+    return list(targets)
+
+
 def _mesh_with_mp(degree: Any) -> str:
     return f"-1,1,{degree}"
 
@@ -303,6 +332,7 @@ VALUE_FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {
     "hyphenated": _hyphenated,
     "largest_fcm_ratio": _largest_fcm_ratio,
     "llama_preset": _llama_preset,
+    "lora_targets": _lora_targets,
     "mesh_with_mp": _mesh_with_mp,
     "opt_preset": _opt_preset,
     "profile": _profile,

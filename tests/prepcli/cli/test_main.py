@@ -175,6 +175,9 @@ def test_no_command_is_a_usage_error_with_help() -> None:
     [
         (["modles"], "error: unknown command `modles`\n hint: did you mean `models`?\n"),
         (["zzz"], "error: unknown command `zzz`\n hint: `prep --help`\n"),
+        (["help"], "error: unknown command `help`\n hint: `prep --help`\n"),
+        (["help", "train"], "error: unknown command `help`\n hint: `prep train --help`\n"),
+        (["finetune"], "error: unknown command `finetune`\n hint: did you mean `train`?\n"),
         (["launch", "slrm"], "error: unknown command `slrm`\n hint: did you mean `slurm`?\n"),
         (["launch", "zzz"], "error: unknown command `zzz`\n hint: `prep launch --help`\n"),
         (["launch"], "error: missing command\n hint: `prep launch --help`\n"),

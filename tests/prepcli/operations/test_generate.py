@@ -316,3 +316,19 @@ def test_prompt_ids_ignore_broken_tokenizer(work_dir: Path, capsys: pytest.Captu
     assert main(["generate", "tiny", "--tokens", "1", "--max-new-tokens", "1", "-q"]) == 0
     assert capsys.readouterr().out.strip().isdecimal()
     assert main(["generate", "tiny", "--prompt", "w1", "-q"]) == 1
+
+
+def test_doubtful_inputs_are_noted(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    Path("other").mkdir()
+    tokenizer = json.loads(Path("tiny/tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = dict(list(tokenizer["model"]["vocab"].items())[:20])
+    Path("other/tokenizer.json").write_text(json.dumps(tokenizer))
+    words = ["--tokenizer", "other", "--max-new-tokens", "1", "--prompt"]
+    assert main(["generate", "tiny", *words, WORDS[3]]) == OK
+    error = capsys.readouterr().err
+    assert "other/tokenizer.json has ids up to 19, and the model's vocabulary 131 tokens" in error
+    assert "1 token for 1 prompt in" in error
+    assert "positions" not in error
+    assert main(["generate", "tiny", *words, " ".join([WORDS[3]] * 64)]) == OK
+    error = capsys.readouterr().err
+    assert "may have 65 tokens, and the model was made for 64 positions" in error

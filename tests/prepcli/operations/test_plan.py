@@ -176,7 +176,7 @@ def test_suggested_changes_make_a_step_fit(capsys: pytest.CaptureFixture[str]):
 def test_context_beyond_the_model_is_a_warning(capsys: pytest.CaptureFixture[str]):
     report = plan_json(capsys, "llama-7b.toml", "--set", "data.seq_length=4096")
     assert report["warnings"] == [
-        "`data.seq_length` is 4,096, and the model was made for 2,048 positions"
+        "`data.seq_length` is 4,096, and the model was made for 2,048 positions; `model.rope_scaling` extends them"
     ]
 
 

@@ -102,6 +102,21 @@ def test_missing_training_recipe_suggests_shipped_ones(
     assert (caught.value.what, caught.value.hint) == (f"{name} does not exist", hint)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gpt2.toml"])
+def test_recipe_with_the_name_of_a_folder_is_copied_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2").mkdir()
+    with pytest.raises(UsageError) as caught:
+        find_training_recipe(Path(name))
+    assert caught.value.hint == "`prep recipes copy gpt2` writes the recipe to gpt2.toml"
+    assert main(["recipes", "copy", "gpt2", "-q"]) == OK
+    assert find_training_recipe(Path("gpt2.toml")) == Path("gpt2.toml")
+    with pytest.raises(UsageError, match=r"`gpt2\.toml`, the recipe in this folder"):
+        find_training_recipe(Path("gpt2"))
+
+
 @pytest.mark.parametrize("name", ["folder/unlike.toml", "unlike", "gpt2-mine.toml"])
 def test_missing_recipe_keeps_its_path_if_a_file_is_similar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

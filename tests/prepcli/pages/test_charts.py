@@ -18,6 +18,7 @@ from prepcli.pages.charts import (
     WIDE,
     Bar,
     Curve,
+    bar_chart,
     line_chart,
     stacked_bar,
     thin_out,
@@ -158,3 +159,45 @@ def test_stacked_bar_marks_a_limit_beyond_or_within_the_bar():
 def test_stacked_bar_of_nothing_is_valid():
     (title,) = ElementTree.fromstring(stacked_bar([], "x"))
     assert (title.tag, title.text) == ("title", "x")
+
+
+def test_legend_has_a_piece_of_the_line_before_each_name():
+    curves = [
+        Curve(name="peak", points=[(0, 1.0), (2, 3.0)]),
+        Curve(name="limit", points=[(0, 3.0), (2, 3.0)], color=1),
+    ]
+    root = ElementTree.fromstring(line_chart(curves, "memory"))
+    first_line = min(float(y) for y in re.findall(r",([\d.]+)", points_of(root)[1]))
+    for number, name in enumerate(("peak", "limit")):
+        (label,) = [element for element in root.iter("text") if element.text == name]
+        (piece,) = [
+            element.get("d", "")
+            for element in root.iter("path")
+            if element.get("stroke") == f"var(--color{number})"
+        ]
+        start_x, y = map(float, re.findall(r"[\d.]+", piece)[:2])
+        assert start_x < float(label.get("x", "nan"))
+        # No curve passes through the legend.
+        assert y < float(label.get("y", "nan")) < first_line
+
+
+def points_of(root: ElementTree.Element) -> list[str]:
+    return [element.get("points", "") for element in root.iter("polyline")]
+
+
+def test_texts_at_the_borders_are_not_cut():
+    svg = line_chart(
+        [Curve(name="a", points=[(0, 1.0), (1_000_000, 2.0)])],
+        "x",
+        marks=[(1_000_000, "the last step of this run")],
+    )
+    root = ElementTree.fromstring(svg)
+    (mark,) = [e for e in root.iter("text") if (e.text or "").startswith("the last")]
+    assert (mark.get("text-anchor"), mark.get("x")) == ("end", f"{WIDE[0]:.1f}")
+    names = ["x" * 30, "model.layers.0." + "y" * 200]
+    bars = [Bar(name, 1.0, "1,234.5 MiB of memory") for name in names]
+    shown = texts_of(bar_chart(bars, "memory"))
+    assert shown[0] == names[0]
+    assert shown[2].startswith("…y")
+    # About 6 pixels a character: name, bar and value fit the width.
+    assert len(shown[2]) * 6 < WIDE[0] / 2

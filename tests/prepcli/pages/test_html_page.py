@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.errors import PrepError
-from prepcli.pages.html_page import html_table, write_html_page
+from prepcli.pages.html_page import STYLE, html_table, write_html_page
 
 
 def test_html_table_escapes_texts_and_aligns_numbers():
@@ -75,3 +75,9 @@ def test_html_page_follows_links_of_parent_folders(tmp_path: Path):
     for _ in range(2):
         write_html_page(tmp_path / "link" / "page.html", "x", [])
     assert os.listdir(tmp_path / "folder") == ["page.html"]
+
+
+def test_wide_tables_scroll_and_not_the_page():
+    table = "".join(html_table(["part", "bytes"], [("x" * 500, "1")]))
+    assert table.startswith('<div class="scroll"><table>')
+    assert ".scroll { overflow-x: auto }" in STYLE

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.errors import USAGE, PrepError
+from prepcli.errors import USAGE, PrepError, UsageError
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.remote.object_store import ObjectStoreUrl
 from prepcli.sources.references import (
@@ -77,3 +77,67 @@ def test_only_hub_names_have_a_revision(cwd: Path) -> None:
     assert usage_what("m/model.safetensors", "v1") == "`m/model.safetensors` has no revision v1"
     assert usage_what("runs/a", "v1", 9) == "`runs/a/9` has no revision v1"
     assert usage_what("gs://bucket/x", "v1") == "`gs://bucket/x` has no revision v1"
+
+
+@pytest.mark.parametrize(
+    ("address", "reference"),
+    [
+        ("https://huggingface.co/owner/name", HubRepo("owner/name", "name")),
+        ("https://huggingface.co/owner/name/", HubRepo("owner/name", "name")),
+        ("https://hf.co/owner/name/tree/v1", HubRepo("owner/name", "name", "v1")),
+        ("https://huggingface.co/owner/n/tree/refs%2Fpr%2F1", HubRepo("owner/n", "n", "refs/pr/1")),
+        ("https://mirror.test/owner/name", HubRepo("owner/name", "name")),
+        ("https://huggingface.co/gpt2", HubRepo("openai-community/gpt2", "gpt2")),
+        ("hf://owner/name@v1", HubRepo("owner/name", "name", "v1")),
+        (
+            "https://huggingface.co/owner/name/blob/main/m.Q8_0.gguf",
+            HubRepo("owner/name", "m.Q8_0", "main", "m.Q8_0.gguf"),
+        ),
+    ],
+)
+def test_address_on_the_hub_names_its_model(
+    cwd: Path, monkeypatch: pytest.MonkeyPatch, address: str, reference: HubRepo
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.test")
+    assert parse_reference(address) == reference
+
+
+@pytest.mark.parametrize(
+    ("address", "why", "hint"),
+    [
+        (
+            "https://huggingface.co/owner",
+            "a hub id has the form owner/name",
+            "`prep models` lists the aliases",
+        ),
+        (
+            "https://huggingface.co/datasets/owner/name/viewer/default/train",
+            "it is a dataset on the hub",
+            '`data.path = "hf://datasets/owner/name"` in a recipe reads it',
+        ),
+        ("hf://spaces/owner/name", "it is a space on the hub", "name a model"),
+        (
+            "https://huggingface.co/owner/name/blob/main/config.json",
+            "`config.json` is part of a model, and a model is read as a whole",
+            "`owner/name`",
+        ),
+        ("hf://owner/name@v1", "`@v1` and `--revision v2`", "`owner/name@v2`"),
+    ],
+)
+def test_address_of_another_page_leads_to_the_model(
+    cwd: Path, address: str, why: str, hint: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_reference(address, "v2" if "@v1" in address else None)
+    assert why in str(caught.value.why)
+    assert caught.value.hint == hint
+
+
+def test_mistyped_run_is_not_looked_up_on_the_hub(cwd: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_reference("runs/b")
+    assert caught.value.what == "`runs/b` does not exist"
+    assert parse_reference("hf://runs/b") == HubRepo("runs/b", "b")
+    # A folder of models that were downloaded has the name of their owner.
+    fill(cwd / "owner", "other/model.safetensors")
+    assert parse_reference("owner/name") == HubRepo("owner/name", "name")

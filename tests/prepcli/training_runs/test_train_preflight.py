@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,10 @@ def test_dry_run_shows_the_estimate_of_a_refused_run(
 def test_dry_run_warns_about_lengths_and_epochs(capsys: pytest.CaptureFixture[str]):
     report, _ = dry_run(capsys, "data.seq_length=128", "batch.size=64", "train.steps=10000")
     context, batch, epochs = report["warnings"]
-    assert context == "`data.seq_length` is 128, and the model was made for 64 positions"
+    assert (
+        context
+        == "`data.seq_length` is 128, and the model was made for 64 positions; `model.rope_scaling` extends them"
+    )
     assert batch == "a batch of 64 takes sequences more than once: the data has 18"
     assert epochs == "10,000 steps are 35,556 epochs of 18 sequences"
 
@@ -261,3 +265,20 @@ def test_start_warns_like_dry_run(
     assert main(["train", "recipe.toml", "--set", "checkpoint.every=500"]) == 130
     assert "`checkpoint.every` is 500, but the run has 12 steps" in capsys.readouterr().err
     assert not saved_steps(Path("runs/recipe"))
+
+
+@pytest.mark.parametrize("command", ["train", "tokenize"])
+def test_model_without_a_config_leads_to_a_conversion(
+    command: str, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(Path("tiny").resolve(), "bare")
+    Path("bare/config.json").unlink()
+    assert main([command, "recipe.toml", "--set", "model.path=./bare", "-q"]) == FAILED
+    error = capsys.readouterr().err
+    assert "`prep save-init ./bare --config FOLDER`, and name its output in `model.path`" in error
+
+
+def test_page_of_a_dataset_leads_to_its_name_in_recipes(capsys: pytest.CaptureFixture[str]):
+    page = "https://huggingface.co/datasets/owner/name/tree/v1/en"
+    assert main(["train", "recipe.toml", "--set", f"data.path={page}", "-q"]) == USAGE
+    assert "`hf://datasets/owner/name@v1/en`" in capsys.readouterr().err

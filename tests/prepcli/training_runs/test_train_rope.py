@@ -90,7 +90,7 @@ def test_next_run_scales_the_result_of_a_run(capsys: pytest.CaptureFixture[str])
 
 def test_dry_run_accepts_contexts_within_the_scaled_positions(capsys: pytest.CaptureFixture[str]):
     words = ("--dry-run", "--set", "data.seq_length=200")
-    warning = "`data.seq_length` is 200, and the model was made for 64 positions"
+    warning = "`data.seq_length` is 200, and the model was made for 64 positions; `model.rope_scaling` extends them"
     for sets, warnings in (
         ((), [warning]),
         (YARN, []),

@@ -266,3 +266,21 @@ def test_dataset_saved_by_the_library_is_read(tmp_path: Path):
         make_config(tmp_path, tmp_path / "a.jsonl", type="auto", fields="text")
     )
     assert saved.ids.tolist() == lines.ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("./train.tx", "did you mean `./train.txt`?"),
+        ("owner/name", "`hf://datasets/owner/name` reads a dataset on the hub"),
+        ("nowhere/at/all.txt", "a relative path starts from the current folder"),
+    ],
+)
+def test_hint_for_a_missing_path_fits_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, hint: str
+):
+    (tmp_path / "train.txt").write_text("a")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PrepError) as caught:
+        find_data_files([path], "auto")
+    assert hint in caught.value.hint

@@ -136,7 +136,10 @@ def test_chunk_sizes_of_the_recipe_take_precedence(tmp_path: Path, device: Devic
 def test_context_warnings_name_too_long_sequences(tmp_path: Path):
     assert list(context_warnings(load_text(tmp_path, "data.seq_length=64"), llama())) == []
     (warning,) = context_warnings(load_text(tmp_path, "data.seq_length=65"), llama())
-    assert warning == "`data.seq_length` is 65, and the model was made for 64 positions"
+    assert (
+        warning
+        == "`data.seq_length` is 65, and the model was made for 64 positions; `model.rope_scaling` extends them"
+    )
 
 
 def test_context_warnings_include_rope_scaling(tmp_path: Path):

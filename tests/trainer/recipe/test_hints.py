@@ -371,3 +371,19 @@ def test_generation_hints_name_commands_of_migration_pages(key: str, command: st
             .splitlines()
         )
         assert command.replace(" RUN", "") in next(row for row in rows if f"`{key}`" in row)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "hint"),
+    [
+        ("lora.r", 8, "`rank = 8`"),
+        ("lora.target_modules", ["q_proj", "v_proj"], '`targets = ["attn.q", "attn.v"]`'),
+        ("lora.target_modules", ["c_attn"], '`targets = ["attn.q", "attn.k", "attn.v"]`'),
+        ("lora.target_modules", "all-linear", '`targets = ["attn.*", "mlp.*"]`'),
+        ("lora.dropout", 0.1, "dropout of adapters is not supported"),
+        ("lora.lora_dropout", 0.1, "dropout of adapters is not supported"),
+        ("lora.use_dora", True, "DoRA is not supported"),
+    ],
+)
+def test_settings_of_peft_lead_to_the_keys_of_lora(key: str, value: Any, hint: str):
+    assert hint in unknown_key_hint(key, value)
