@@ -58,6 +58,7 @@ from prepcli.planning import coverage
 from prepcli.planning.plan import Plan
 from prepcli.planning.plan_text import encode_text, iter_text
 from prepcli.planning.slabs import min_buffer_nbytes, split_streams
+from prepcli.restore.digest_checks import check_before_reading
 
 
 def plan_digest(plan: Plan) -> str:
@@ -141,6 +142,7 @@ class ConversionExecutor:
         check_free_space(self.plan, self.stage.folder)
         # These checks come before `with self.stage` creates the staging folder: a refused plan leaves no files.
         coverage.check(self.plan, lambda: split_streams(self.plan.streams, self.budget.slab_nbytes))
+        self._check_transformed(self.pool.share.index)
         with self.stage:
             self.stage.open(self.run_identity, self.request.restart, share=self.pool.share)
             # The other processes may have published the output since the check above.
@@ -223,6 +225,12 @@ class ConversionExecutor:
 
     # Checking
 
+    def _check_transformed(self, index: int) -> None:
+        """Check the tensors that a share reads in another form than the one with a recorded digest."""
+        streams = self.team.share_plan(index).streams
+        memory_nbytes = self.pool.memory_nbytes
+        check_before_reading(self.source, streams, memory_nbytes, self.pool.progress)
+
     def _verify_earlier_run(self, index: int) -> JournalState:
         """Read back what an earlier run wrote of a share. Return its intact part."""
         durable = self.team.durable_part(index, self.team.read_journal_state(index))
@@ -267,6 +275,7 @@ class ConversionExecutor:
         # A process that ended before this one started may have completed its share. Its journal is
         # trusted only after its bytes were read back.
         for index in self.team.unverified_shares():
+            self._check_transformed(index)
             self._write_share(index)
         digests = self.team.all_digests()
         # With several processes, each read the source at another time.

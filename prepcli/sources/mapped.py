@@ -322,6 +322,7 @@ def map_tensors(
 ) -> tuple[SourceTensor, ...]:
     """Return the targets, in the order of their bytes in the files."""
     targets: dict[str, SourceTensor] = {}
+    stored_parts: dict[str, dict[str, SourceTensor]] = {}
     for row in rows:
         for target, source_name, indices in row.pairs():
             stored = tensors[source_name]
@@ -330,6 +331,8 @@ def map_tensors(
                 targets[name] = replace(stored, name=name)
                 continue
             location = _composed(row, indices, stored)
+            parts = stored_parts.setdefault(name, {})
+            parts.update((part.name, part) for part in stored.stored)
             if name in targets:
                 placement = (*targets[name].placement, location)
                 targets[name] = replace(targets[name], placement=placement)
@@ -338,6 +341,8 @@ def map_tensors(
                 targets[name] = SourceTensor(
                     name, stored.dtype, shape, (location,), (), stored.default_dtype
                 )
+    for name, parts in stored_parts.items():
+        targets[name] = replace(targets[name], made_from=tuple(parts.values()))
     return tuple(sorted(targets.values(), key=file_position))
 
 
@@ -356,7 +361,8 @@ def apply_recorded_map(source: Source, tensor_map: TensorMap) -> Source:
     tensors: list[SourceTensor] = []
     for tensor in mapped.tensors:
         digests = recorded_digests(records, mapped.names.full_name(tensor.name))
-        tensors.append(replace(tensor, digests=digests))
+        made_from = () if digests else tensor.made_from
+        tensors.append(replace(tensor, digests=digests, made_from=made_from))
     return replace(mapped, tensors=tuple(tensors))
 
 
