@@ -142,7 +142,9 @@ class ConversionExecutor:
         check_free_space(self.plan, self.stage.folder)
         # These checks come before `with self.stage` creates the staging folder: a refused plan leaves no files.
         coverage.check(self.plan, lambda: split_streams(self.plan.streams, self.budget.slab_nbytes))
-        self._check_transformed(self.pool.share.index)
+        # Shares are known only in the staging folder.
+        if self.pool.share.count == 1:
+            self._check_transformed(self.plan)
         with self.stage:
             self.stage.open(self.run_identity, self.request.restart, share=self.pool.share)
             # The other processes may have published the output since the check above.
@@ -185,6 +187,8 @@ class ConversionExecutor:
         run wrote durably are skipped.
         """
         share_plan = self.team.share_plan(index)
+        if self.pool.share.count > 1:
+            self._check_transformed(share_plan)
         had_files = any(map(_allocated_nbytes, self._files))
         with (
             open_sink(share_plan, self.stage) as sink,
@@ -225,11 +229,9 @@ class ConversionExecutor:
 
     # Checking
 
-    def _check_transformed(self, index: int) -> None:
-        """Check the tensors that a share reads in another form than the one with a recorded digest."""
-        streams = self.team.share_plan(index).streams
-        memory_nbytes = self.pool.memory_nbytes
-        check_before_reading(self.source, streams, memory_nbytes, self.pool.progress)
+    def _check_transformed(self, plan: Plan) -> None:
+        """Check the tensors that a plan reads in another form than the one with a recorded digest."""
+        check_before_reading(self.source, plan.streams, self.pool.memory_nbytes, self.pool.progress)
 
     def _verify_earlier_run(self, index: int) -> JournalState:
         """Read back what an earlier run wrote of a share. Return its intact part."""
@@ -275,7 +277,6 @@ class ConversionExecutor:
         # A process that ended before this one started may have completed its share. Its journal is
         # trusted only after its bytes were read back.
         for index in self.team.unverified_shares():
-            self._check_transformed(index)
             self._write_share(index)
         digests = self.team.all_digests()
         # With several processes, each read the source at another time.

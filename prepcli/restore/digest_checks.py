@@ -146,10 +146,9 @@ def check_before_reading(
     tensors = {tensor.name: tensor for tensor in source.all_tensors}
     unchecked: dict[tuple[str, tuple[int, int]], SourceTensor] = {}
     for stream in streams:
-        tensor = tensors.get(stream.name)
-        if tensor is None or not stream.reads or recorded.find(stream):
+        if not stream.reads or recorded.find(stream):
             continue
-        for stored in tensor.stored:
+        for stored in tensors[stream.name].stored:
             if stored.digests:
                 unchecked[stored.name, file_position(stored)] = stored
     if unchecked:
