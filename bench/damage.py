@@ -1,49 +1,30 @@
 """Damage files at random. As a program, flip bits of finished outputs and read each by every command.
 
-    python -m bench.damage --work FOLDER [--flips 8] [--seed 1] [--subjects init,step]
+    python -m bench.damage --work FOLDER [--flips 8] [--seed 1] [--subjects init,step] [--max-files N]
 
-The program flips one bit at a time, in every file of an init, a training step, a Hugging Face folder, an adapter, a
-Flax folder, an EasyLM folder and a training step in a bucket. Commands run in this process. A flip is refused if the
-command fails, harmless if its result is that of the intact output, and wrong otherwise. Prints a row per subject and
-command. `wrong` must be 0. The exit code is 1 if it is not.
+The program flips one bit at a time, in every file of each kind of output: inits in all storages, training steps,
+exports in all layouts, quantised models, adapters and a step in a bucket. Commands run in this process. A flip is
+refused if the command fails, harmless if its result is that of the intact output, and wrong otherwise. Prints a row per
+subject and command. `wrong` must be 0. The exit code is 1 if it is not.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import io
-import json
 import os
 import random
-import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from prepcli.cli.main import main as prep
+from bench.damage_readers import RefusedError, Subject, make_outputs, make_subjects
 from prepcli.console.ui import format_table
-from prepcli.formats.manifest import MANIFEST_FILE
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.shared_steps import share_steps
 from tests.helpers.training_folder import make_training_folder
 
-URL, OBJECTS = "gs://bucket/run", "bucket/run/"
-STEP, NEXT_STEP = "2", "3"
-OUT = Path("out")
-SETTINGS = (
-    "mesh=1,1,-1",
-    "data.holdout=0",
-    "checkpoint.every=1",
-    "batch.size=2",
-    f"train.steps={NEXT_STEP}",
-)
-SET = tuple(word for setting in SETTINGS for word in ("--set", setting))
-LORA = ("--set", "lora.rank=2", "--set", 'lora.targets=["attn.q"]')
-EVAL = ("--data", "text.txt", "--seq-length", "16", "--limit", "2")
 REFUSED, HARMLESS, WRONG = "refused", "harmless", "wrong"
 
 # Shares of the cases with damaged data files and with damaged journals. All other cases damage some other file.
@@ -95,147 +76,13 @@ def _extend(path: Path, rng: random.Random) -> None:
         file.write(rng.randbytes(rng.randint(1, MAX_ADDED_NBYTES)))
 
 
-class RefusedError(Exception):
-    """A command ended with an error."""
-
-
-def run(*words: str, codes: Sequence[int] = (0,)) -> dict[str, Any]:
-    """Run a command, and return its JSON. Raise RefusedError if its exit code is not in `codes`."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        code = prep([*words, "--json"])
-    if code not in codes:
-        raise RefusedError(out.getvalue())
-    return json.loads(out.getvalue())
-
-
-def _convert(*words: str) -> object:
-    """Convert, and return the files of the output without its manifest, which records times of the source."""
-    for folder in (OUT, OUT.with_name(f"{OUT}.partial")):
-        shutil.rmtree(folder, ignore_errors=True)
-    run(*words, "--out", str(OUT))
-    return {name: data for name, data in _read_tree(OUT).items() if name != MANIFEST_FILE}
-
-
-def _read_tree(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
-def _evaluate(name: str) -> object:
-    report = run("eval", name, *EVAL)
-    return {key: report[key] for key in ("loss", "perplexity")}
-
-
-def _verify(name: str) -> object:
-    return run("verify", name)["differences"]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """An output to damage.
-
-    Attributes:
-        files: Its files by name.
-        write: Writes a file of it.
-        commands: Functions that read it, by the name of the command. Each returns what it computed.
-    """
-
-    files: Mapping[str, bytes]
-    write: Callable[[str, bytes], object]
-    commands: Mapping[str, Callable[[], object]]
-
-
-def _folder_subject(folder: Path, commands: Mapping[str, Callable[[], object]]) -> Subject:
-    def write(name: str, data: bytes) -> None:
-        path = folder / name
-        times = path.stat()
-        path.write_bytes(data)
-        # Rotting bits do not change the time of a file.
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-
-    return Subject(_read_tree(folder), write, commands)
-
-
-def _model_commands(name: str, convert: str) -> dict[str, Callable[[], object]]:
-    return {
-        convert: lambda: _convert(convert, name),
-        "verify": lambda: _verify(name),
-        "eval": lambda: _evaluate(name),
-        "merge": lambda: _convert("merge", "adapter", name, "--no-verify"),
-    }
-
-
-def _resume() -> object:
-    """Resume a copy of the run at its damaged step, and return the tensors and settings of the next step."""
-    shutil.rmtree("resumed", ignore_errors=True)
-    shutil.copytree("run", "resumed", copy_function=shutil.copy2)
-    run("train", "recipe.toml", "--out", "resumed", *SET)
-    return _step_content(_read_tree(Path("resumed", NEXT_STEP)))
-
-
-def _resume_in_bucket(store: FakeObjectStore) -> object:
-    before = dict(store.objects)
-    try:
-        shutil.rmtree("runs", ignore_errors=True)
-        run("train", "recipe.toml", "--out", URL, *SET)
-        return _step_content(store.objects_below(f"{OBJECTS}{NEXT_STEP}/"))
-    finally:
-        store.objects.clear()
-        store.objects.update(before)
-
-
-def _step_content(files: Mapping[str, bytes]) -> object:
-    """Return the digests of a step's tensors, its config, and the bytes of its settings."""
-    manifest = json.loads(files[MANIFEST_FILE])
-    settings = {name: data for name, data in files.items() if "/hf/" in name}
-    return {key: manifest[key] for key in ("tensors", "slots", "others", "config")}, settings
-
-
-def make_outputs() -> None:
-    """Write all outputs to the current folder, which has a recipe, a model and its init."""
-    run("train", "recipe.toml", "--out", "run", *SET, "--stop-after", STEP, codes=(75,))
-    run("train", "recipe.toml", "--out", "lora", *SET, *LORA)
-    run("export", "lora", "--out", "adapter")
-    run("export", "tiny-init", "--out", "hf")
-    run("export", "tiny-init", "--out", "flax", "--layout", "hf-flax")
-    run("export", "tiny-init", "--out", "easylm", "--layout", "easylm")
-    run("train", "recipe.toml", "--out", URL, *SET, "--stop-after", STEP, codes=(75,))
-
-
-def make_subjects(store: FakeObjectStore) -> dict[str, Subject]:
-    """Return the outputs of `make_outputs` with the commands that read them."""
-    bucket_prefix = f"{OBJECTS}{STEP}/"
-
-    def write_object(name: str, data: bytes) -> None:
-        store.objects[bucket_prefix + name] = data
-
-    step = _model_commands(f"run/{STEP}", "export")
-    bucket = _model_commands(f"{URL}/{STEP}", "export")
-    adapter = {
-        "merge": lambda: _convert("merge", "adapter", "tiny-init", "--no-verify"),
-        "verify": lambda: _verify("adapter"),
-    }
-    return {
-        "init": _folder_subject(Path("tiny-init"), _model_commands("tiny-init", "export")),
-        "step": _folder_subject(Path("run", STEP), {**step, "resume": _resume}),
-        "hf": _folder_subject(Path("hf"), _model_commands("hf", "save-init")),
-        "flax": _folder_subject(Path("flax"), _model_commands("flax", "save-init")),
-        "easylm": _folder_subject(Path("easylm"), _model_commands("easylm", "save-init")),
-        "adapter": _folder_subject(Path("adapter"), adapter),
-        "bucket": Subject(
-            store.objects_below(bucket_prefix),
-            write_object,
-            {**bucket, "resume": lambda: _resume_in_bucket(store)},
-        ),
-    }
-
-
 def flip_all(
-    subject: Subject, num_flips: int, rng: random.Random, on_wrong: Callable[[str], object]
+    subject: Subject,
+    num_flips: int,
+    rng: random.Random,
+    on_wrong: Callable[[str], object],
+    *,
+    max_files: int | None = None,
 ) -> dict[str, Counter[str]]:
     """Flip bits of every file of a subject, and count the verdicts of each command.
 
@@ -244,10 +91,15 @@ def flip_all(
         num_flips: Flips per file.
         rng: Chooses the bits.
         on_wrong: Called with a description of each wrong result.
+        max_files: Number of files to flip bits of, drawn at random. None for all.
     """
     expected = {command: read() for command, read in subject.commands.items()}
     verdicts = {command: Counter[str]() for command in subject.commands}
-    for name, data in subject.files.items():
+    names = [*subject.files]
+    if max_files is not None and max_files < len(names):
+        names = rng.sample(names, max_files)
+    for name in names:
+        data = subject.files[name]
         for position in rng.choices(range(8 * len(data)), k=num_flips if data else 0):
             flipped = bytearray(data)
             flipped[position // 8] ^= 1 << position % 8
@@ -286,13 +138,16 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--flips", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--max-files", type=int, help="files per output; default: all")
     parser.add_argument("--subjects", help="names separated by commas; default: all")
     options = parser.parse_args()
     rng, rows, wrong = random.Random(options.seed), [], []
     with damage_folder(options.work) as store:
         subjects = make_subjects(store)
         for name in options.subjects.split(",") if options.subjects else subjects:
-            verdicts = flip_all(subjects[name], options.flips, rng, wrong.append)
+            verdicts = flip_all(
+                subjects[name], options.flips, rng, wrong.append, max_files=options.max_files
+            )
             for command, counts in verdicts.items():
                 rows.append(
                     [

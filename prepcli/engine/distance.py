@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
@@ -25,11 +26,13 @@ class Distance:
         mean_abs: Mean of |a - b|.
         cosine: a.b / (|a| |b|), of the tensors as vectors. 1.0 for two zero vectors, 0.0 if one is zero,
             NaN if a value is not finite.
+        digests: XXH3-128 of the bytes of both streams.
     """
 
     max_abs: float
     mean_abs: float
     cosine: float
+    digests: tuple[str, str]
 
 
 def measure_distance(
@@ -49,8 +52,10 @@ def measure_distance(
     dot = 0.0
     square_a = 0.0
     square_b = 0.0
-    values_a = _read_arrays(reader_a, stream_a)
-    values_b = _read_arrays(reader_b, stream_b)
+    state_a = xxhash.xxh3_128()
+    state_b = xxhash.xxh3_128()
+    values_a = _read_arrays(reader_a, stream_a, state_a)
+    values_b = _read_arrays(reader_b, stream_b, state_b)
     with np.errstate(invalid="ignore", over="ignore"):
         for a, b in _equally_long_pieces(values_a, values_b):
             difference = np.abs(a - b)
@@ -63,7 +68,12 @@ def measure_distance(
             dot += float(a @ b)
             square_a += float(a @ a)
             square_b += float(b @ b)
-    return Distance(max_abs, total_abs / max(count, 1), _cosine(dot, square_a, square_b))
+    return Distance(
+        max_abs,
+        total_abs / max(count, 1),
+        _cosine(dot, square_a, square_b),
+        digests=(state_a.hexdigest(), state_b.hexdigest()),
+    )
 
 
 def _cosine(dot: float, square_a: float, square_b: float) -> float:
@@ -77,10 +87,11 @@ def _cosine(dot: float, square_a: float, square_b: float) -> float:
     return dot / (math.sqrt(square_a) * math.sqrt(square_b))
 
 
-def _read_arrays(reader: RunReader, stream: Stream) -> Iterator[np.ndarray]:
-    """Yield the values of a stream in C order, as float64."""
+def _read_arrays(reader: RunReader, stream: Stream, state: xxhash.xxh3_128) -> Iterator[np.ndarray]:
+    """Yield the values of a stream in C order, as float64, and add their bytes to a digest."""
     dtype = numpy_dtype(stream.dtype)
     for _, data in read_values(reader, stream, buffers=allocate_run_buffers()):
+        state.update(data.data)
         yield data.view(dtype).astype(np.float64)
 
 

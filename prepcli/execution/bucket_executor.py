@@ -55,6 +55,7 @@ from prepcli.remote.object_store import Bucket, ObjectStoreUrl, part_nbytes
 from prepcli.remote.object_writes import ObjectUploads
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import retry_policy_from_env
+from prepcli.restore.digest_checks import check_before_reading
 
 # A process that notes no unit for so long counts as missing.
 PATIENCE_S = 600.0
@@ -293,6 +294,9 @@ class BucketExecutor:
         share_plan = self._share_plan(numbers)
         integrity = IntegrityChecker(
             share_plan, self.source, allow_overflow=self.request.allow_overflow
+        )
+        check_before_reading(
+            self.source, share_plan.streams, self.pool.memory_nbytes, self.pool.progress
         )
 
         def on_digest(position: int, digest: str) -> None:

@@ -58,6 +58,7 @@ from prepcli.planning import coverage
 from prepcli.planning.plan import Plan
 from prepcli.planning.plan_text import encode_text, iter_text
 from prepcli.planning.slabs import min_buffer_nbytes, split_streams
+from prepcli.restore.digest_checks import check_before_reading
 
 
 def plan_digest(plan: Plan) -> str:
@@ -141,6 +142,9 @@ class ConversionExecutor:
         check_free_space(self.plan, self.stage.folder)
         # These checks come before `with self.stage` creates the staging folder: a refused plan leaves no files.
         coverage.check(self.plan, lambda: split_streams(self.plan.streams, self.budget.slab_nbytes))
+        # Shares are known only in the staging folder.
+        if self.pool.share.count == 1:
+            self._check_transformed(self.plan)
         with self.stage:
             self.stage.open(self.run_identity, self.request.restart, share=self.pool.share)
             # The other processes may have published the output since the check above.
@@ -183,6 +187,8 @@ class ConversionExecutor:
         run wrote durably are skipped.
         """
         share_plan = self.team.share_plan(index)
+        if self.pool.share.count > 1:
+            self._check_transformed(share_plan)
         had_files = any(map(_allocated_nbytes, self._files))
         with (
             open_sink(share_plan, self.stage) as sink,
@@ -222,6 +228,10 @@ class ConversionExecutor:
         return result
 
     # Checking
+
+    def _check_transformed(self, plan: Plan) -> None:
+        """Check the tensors that a plan reads in another form than the one with a recorded digest."""
+        check_before_reading(self.source, plan.streams, self.pool.memory_nbytes, self.pool.progress)
 
     def _verify_earlier_run(self, index: int) -> JournalState:
         """Read back what an earlier run wrote of a share. Return its intact part."""

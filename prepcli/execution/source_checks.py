@@ -15,6 +15,7 @@ from prepcli.planning.plan import EqualityCheck, Plan, Stream, read_copies
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import not_equal_error
+from prepcli.restore.digest_checks import RecordedDigests
 from prepcli.sources.dequantized import DequantizedBlob
 from prepcli.sources.source import Source
 from trainer.models.json_types import JsonValue
@@ -99,16 +100,7 @@ class IntegrityChecker:
         self._plan = plan
         self._source = source
         self._allow_overflow = allow_overflow
-        # A stream may have some columns of a tensor. A recorded digest is that of whole rows.
-        recorded: dict[tuple[str, tuple[int, ...], int, int], str] = {}
-        for tensor in source.all_tensors:
-            for low, high, digest in tensor.digests:
-                recorded[tensor.name, tensor.shape[1:], low, high] = digest
-        self._expected: dict[int, str | None] = {}
-        for number, stream in enumerate(plan.streams):
-            if stream.reads:
-                key = (stream.name, stream.shape[1:], *stream.rows)
-                self._expected[number] = recorded.get(key)
+        self._recorded = RecordedDigests(source)
         self._digests: dict[tuple[str, tuple[int, int]], str] = {}
 
     def on_digest(self, number: int, digest_text: str) -> None:
@@ -125,8 +117,8 @@ class IntegrityChecker:
         stream_digest = parse_stream_digest(digest_text)
         digest = stream_digest.read
         self._check_overflow(stream, stream_digest.counts)
-        expected = self._expected.get(number)
-        if expected and expected != digest:
+        expected = self._recorded.find(stream)
+        if stream.reads and expected and expected != digest:
             raise self._digest_error(stream, digest, expected)
         self._digests[stream.name, stream.rows] = digest
         for check in self._plan.checks:

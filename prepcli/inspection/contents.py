@@ -46,7 +46,13 @@ from prepcli.sources.openers.orbax_item import find_config, stored_leaves
 from prepcli.sources.openers.peft_folder import read_header
 from prepcli.sources.openers.torch_folder import placement_of
 from prepcli.sources.opening import check_local_files
-from prepcli.sources.source import CONFIG, SourceTensor, read_config
+from prepcli.sources.source import (
+    CONFIG,
+    SourceTensor,
+    check_headers,
+    file_stamps,
+    read_config,
+)
 from prepcli.sources.source_hints import NO_HINTS, SourceHints
 from prepcli.sources.unused_quantization import unused_quantization_note
 from trainer.models.json_types import HFConfig
@@ -185,8 +191,7 @@ def read_contents(
     local_files = located.local_files
     display_name = located.display_name
     with local_files.rename_in_errors(display_name):
-        # Headers and index apart, only this file is read.
-        check_local_files(local_files, located.manifest, (CONFIG,))
+        check_local_files(local_files, located.manifest)
         if located.kind == "orbax":
             is_remote = local_files.remote is not None
             contents = _read_orbax(local_files.path, display_name, is_remote=is_remote)
@@ -291,6 +296,8 @@ def _decoded(contents: CheckpointContents) -> CheckpointContents:
 
 def _read_safetensors(path: Path, display_name: str) -> CheckpointContents:
     folder = read_safetensors_folder(path)
+    manifest = read_manifest(path) or NO_MANIFEST
+    check_headers(path, manifest, file_stamps(folder.headers))
     return CheckpointContents(
         display_name=display_name,
         kind="safetensors",
@@ -298,7 +305,7 @@ def _read_safetensors(path: Path, display_name: str) -> CheckpointContents:
         entries=tuple(map(_safetensors_entry, folder.tensors)),
         files=tuple(path / header.file_name for header in folder.headers),
         config=_read_config_if_present(path),
-        manifest=read_manifest(path) or NO_MANIFEST,
+        manifest=manifest,
     )
 
 
@@ -307,6 +314,8 @@ def _read_adapter(path: Path, display_name: str) -> CheckpointContents:
     from prepcli.sources.openers.peft_settings import read_settings
 
     header = read_header(path)
+    manifest = read_manifest(path) or NO_MANIFEST
+    check_headers(path, manifest, file_stamps([header]))
     adapter: AdapterSummary | None = None
     remarks: list[str] = []
     try:
@@ -328,7 +337,7 @@ def _read_adapter(path: Path, display_name: str) -> CheckpointContents:
         entries=tuple(map(_safetensors_entry, header.tensors)),
         files=(path / header.file_name,),
         config={},
-        manifest=read_manifest(path) or NO_MANIFEST,
+        manifest=manifest,
         non_arrays=tuple(remarks),
         adapter=adapter,
     )
@@ -481,14 +490,17 @@ def _read_flax(kind: msgpack.MsgpackKind, path: Path, display_name: str) -> Chec
     non_arrays: list[str] = []
     for document in flax_files.documents:
         non_arrays += map(str, document.non_arrays)
+    folder = path if path.is_dir() else path.parent
+    manifest = (read_manifest(path) or NO_MANIFEST) if path.is_dir() else NO_MANIFEST
+    check_headers(folder, manifest, flax_files.stamps)
     return CheckpointContents(
         display_name=display_name,
         kind=kind,
         folder=path,
         entries=tuple(_flax_entry(*location) for location in flax_files.array_locations()),
         files=flax_files.files,
-        config=_read_config_if_present(path if path.is_dir() else path.parent),
-        manifest=(read_manifest(path) or NO_MANIFEST) if path.is_dir() else NO_MANIFEST,
+        config=_read_config_if_present(folder),
+        manifest=manifest,
         non_arrays=tuple(non_arrays),
         blobs=flax_files.blobs,
     )

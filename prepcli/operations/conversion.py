@@ -62,7 +62,6 @@ from prepcli.planning.plan import Plan
 from prepcli.planning.shares import Share, requested_share
 from prepcli.planning.tensor_match import MatchOptions
 from prepcli.remote.object_store import ObjectStoreUrl
-from prepcli.restore.digest_checks import check_partly_read
 from prepcli.restore.earlier_checkpoints import note_missing_file_digests
 from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.dequantized import is_quantized
@@ -473,7 +472,6 @@ def _convert(
     else:
         share = _process_share(common, observer)
         read_source = planned.source_view or source
-        check_partly_read(read_source, planned.plan, observer.progress())
         with WorkerPool(
             common.process_options,
             share,

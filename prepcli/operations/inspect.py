@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import NotRequired, TypedDict, Unpack
 
 from prepcli.console.observer import Observer, SilentObserver
-from prepcli.engine.blobs import open_blobs
 from prepcli.engine.collector import collector_paused
 from prepcli.errors import Command, Option, PrepError, join_texts, text, usage_error
 from prepcli.inspection.contents import (
@@ -29,16 +27,15 @@ from prepcli.inspection.logical_leaves import (
 )
 from prepcli.inspection.mapped_contents import read_mapped_contents
 from prepcli.inspection.parameter_count import count_parameters, nbytes_below
-from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
+from prepcli.inspection.tensor_stats import TensorStats
 from prepcli.operations.inspection_options import InspectOptions, SortKey, ViewOptions
 from prepcli.operations.operation import public
 from prepcli.operations.results import Inspection, TensorSummary
+from prepcli.operations.tensor_statistics import check_values, compute_statistics
 from prepcli.option_spec import PathLike
 from prepcli.planning.manifest_fields import VocabularyRecord
 from prepcli.planning.state_names import OPT_STATE
 from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
-from prepcli.remote.remote_files import MAX_IN_FLIGHT, RemoteBlob, without_read_ahead
-from prepcli.remote.retries import map_in_daemon_threads
 from prepcli.sources.dequantized import DECODED_DTYPE, model_quantization
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
@@ -266,7 +263,11 @@ def select_tensors(
     check_stream(options.get("stream", False), inspected.located)
     names = _match_names([entry.name for entry in contents.entries], pattern, contents.display_name)
     entries = _sort_entries([entry for entry in contents.entries if entry.name in names], sort)
-    statistics = _compute_stats(contents, entries, observer) if stats else None
+    statistics = None
+    if stats:
+        is_whole = dequantize or len(entries) == len(contents.entries)
+        check_values(inspected.located, None if is_whole else names, observer)
+        statistics = compute_statistics(contents, entries, observer)
     return SelectedTensors(inspected, entries, statistics, is_selection=pattern is not None)
 
 
@@ -549,34 +550,6 @@ def _read_vocabulary_or_warn(contents: CheckpointContents, observer: Observer) -
     except PrepError as error:
         observer.warn(f"{error.what}: {error.why}")
         return None
-
-
-def _compute_stats(
-    contents: CheckpointContents, entries: Sequence[TensorEntry], observer: Observer
-) -> list[TensorStats | None]:
-    """Read the data of tensors, and compute the statistics of each."""
-    progress = observer.progress()
-    progress.begin("inspect", sum(map(stored_nbytes, entries)))
-    is_remote = any(isinstance(blob, RemoteBlob) for blob in contents.byte_sources)
-    # One thread at a time reports progress.
-    progress_lock = threading.Lock()
-
-    def advance(nbytes: int) -> None:
-        with progress_lock:
-            progress.advance(nbytes)
-
-    try:
-        with open_blobs(without_read_ahead(contents.byte_sources)) as files:
-
-            def compute(entry: TensorEntry) -> TensorStats | None:
-                return compute_stats(entry, files, advance, is_remote=is_remote)
-
-            if not is_remote:
-                return [compute(entry) for entry in entries]
-            # A store limits the rate of each connection.
-            return map_in_daemon_threads(compute, entries, num_threads=2 * MAX_IN_FLIGHT)
-    finally:
-        progress.end()
 
 
 def _shapes_by_name(

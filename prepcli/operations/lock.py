@@ -13,7 +13,6 @@ from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.engine.files import io_error
 from prepcli.errors import Option, OutputExistsError, text
-from prepcli.formats.again_hint import again_hint
 from prepcli.formats.lock_file import encode_lock
 from prepcli.formats.lock_signature import is_signed_with, sign, signature_path
 from prepcli.operations.conversion import common_options, open_checkpoint
@@ -25,7 +24,7 @@ from prepcli.operations.source_line import source_line
 from prepcli.option_spec import PathLike
 from prepcli.pages.html_page import check_page_path
 from prepcli.pages.lock_page import write_lock_page
-from prepcli.restore.digest_checks import damaged_error, num_rows, tensor_digests
+from prepcli.restore.digest_checks import num_rows, tensor_digests
 from prepcli.sources.locate import check_stream
 from prepcli.sources.locked import RowDigests, make_lock
 from prepcli.sources.source import Source, SourceTensor
@@ -134,9 +133,6 @@ def _digest_tensors(
     digests: dict[str, list[tuple[int, int, str]]] = {}
     for (tensor, (first, stop)), digest in zip(pieces, computed):
         digests.setdefault(tensor.name, []).append((first, stop, digest))
-    for tensor in source.all_tensors:
-        if tensor.digests and list(tensor.digests) != digests[tensor.name]:
-            raise damaged_error(source, tensor, again_hint(source.manifest))
     return {name: tuple(ranges) for name, ranges in digests.items()}
 
 

@@ -176,7 +176,10 @@ def _equal_rows(
     }
     names = list(mapped)
     cast_to = writer.first.cast_to
-    actual = _digests(source, [mapped[name] for name in names], memory_nbytes, observer, cast_to)
+    mapped_source = replace(source, tensors=tuple(mapped.values()))
+    actual = _digests(
+        mapped_source, [mapped[name] for name in names], memory_nbytes, observer, cast_to
+    )
     wanted = [writer.second.tensors[name] for name in names]
     expected = _digests(target, wanted, memory_nbytes, observer)
     equal = {name for name, a, b in zip(names, actual, expected) if a == b}

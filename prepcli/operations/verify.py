@@ -15,6 +15,7 @@ from typing import Unpack
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import NullProgress, Progress
 from prepcli.engine.blobs import open_blobs
+from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.compare import Difference, compare_streams
 from prepcli.engine.digest import digest_of_zeros
 from prepcli.engine.distance import Distance, measure_distance
@@ -39,8 +40,8 @@ from prepcli.option_spec import PathLike
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
-from prepcli.restore.digest_checks import tensor_digests
-from prepcli.restore.scaled_digests import stored_scale, written_digests, written_stream
+from prepcli.restore.digest_checks import check_after_reading, stream_digests, tensor_digests
+from prepcli.restore.scaled_digests import stored_scale, written_stream
 from prepcli.sources.locate import check_stream
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.references import default_checkpoint
@@ -100,7 +101,7 @@ def verify(
         UsageError: An argument is invalid, `checkpoint` has no digests and `against` is missing, or it records no
             file of `accept`.
         DamagedError: A file is missing, cut short or malformed, or a settings file was changed. Changed values are
-            differences.
+            differences. If two checkpoints are equal, but not to the recorded digests of one, it is damaged.
         PrepError: A checkpoint cannot be read, or the checkpoints are of different families.
     """
     started_s = time.monotonic()
@@ -258,6 +259,7 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
         request.common.memory_nbytes,
         progress=observer.progress(),
         task="verify",
+        is_checked=False,
     )
     findings: list[Finding] = []
     for (tensor, rows, expected), actual in zip(pieces, digests):
@@ -284,6 +286,7 @@ def _tie_findings(
             memory_nbytes,
             progress=observer.progress(),
             task="verify tied",
+            is_checked=False,
         )
         if head != embedding:
             original = model.labels[check.duplicate_of].tensor
@@ -310,11 +313,15 @@ def _verify_pair(
     mismatched = {finding.label for finding in findings}
     names = [n for n in a.tensors if n in b.tensors and a.labels[n] not in mismatched]
     if request.tolerance is not None:
-        distances = list(_tensor_distances(a, b, names, observer.progress()))
+        reads = [_ReadStreams(model.source, [], []) for model in (a, b)]
+        distances = list(_tensor_distances(a, b, names, reads, observer.progress()))
         for label, distance in distances:
             if not distance.max_abs <= request.tolerance:
                 why = f"differs by up to {distance.max_abs:.3g}, the tolerance is {request.tolerance:g}"
                 findings.append(Finding(label, why))
+        if not findings:
+            for read in reads:
+                read.check(memory_nbytes, observer.progress())
         fields = tuple(_distance_fields(label, distance) for label, distance in distances)
         return replace(_make_verification(a, findings, against=b), distances=fields)
     if not request.quick:
@@ -360,6 +367,19 @@ def _unpadded_rows(model: _VerifiedModel, tensor: SourceTensor) -> Range:
     return (0, model.true_vocab) if tensor.name in model.vocab_tensors else (0, rows)
 
 
+@dataclass(frozen=True, slots=True)
+class _ReadStreams:
+    """Streams of a checkpoint, and the digests of their bytes."""
+
+    source: Source
+    streams: list[Stream]
+    digests: list[str]
+
+    def check(self, memory_nbytes: int, progress: Progress) -> None:
+        """Raise DamagedError if a tensor does not match its recorded digest."""
+        check_after_reading(self.source, self.streams, self.digests, memory_nbytes, progress)
+
+
 def _value_findings(
     a: _VerifiedModel,
     b: _VerifiedModel,
@@ -372,8 +392,13 @@ def _value_findings(
 
     Digests find them in one pass over each checkpoint, in the order of its files. Only different tensors are read a
     second time, side by side, for the first different value.
+
+    Raises:
+        DamagedError: No tensor differs, and one does not match its recorded digest.
     """
     digests_by_name: list[dict[str, str]] = []
+    reads: list[_ReadStreams] = []
+    has_difference = False
     for model, other in ((a, b), (b, a)):
         compared = [tensor for tensor in model.source.all_tensors if tensor.name in {*names}]
         streams: list[Stream] = []
@@ -382,17 +407,21 @@ def _value_findings(
             streams.append(
                 written_stream(tensor, _unpadded_rows(model, tensor), tensor.dtype, scale)
             )
-        digests = written_digests(
+        digests = stream_digests(
             model.source,
             streams,
             memory_nbytes,
             progress=observer.progress(),
             task=f"verify {model.source.display_name}",
+            is_checked=False,
         )
-        digests_by_name.append({t.name: digest for t, digest in zip(compared, digests)})
+        parsed = [parse_stream_digest(digest) for digest in digests]
+        reads.append(_ReadStreams(model.source, streams, [each.read for each in parsed]))
+        digests_by_name.append({t.name: each.written for t, each in zip(compared, parsed)})
     for name in names:
         if digests_by_name[0][name] == digests_by_name[1][name]:
             continue
+        has_difference = True
         scale = _missing_scale(a, b, name) or _missing_scale(b, a, name)
         if scale is None:
             yield _value_finding(a, b, name)
@@ -400,6 +429,9 @@ def _value_findings(
             # The values are not side by side: one model has the values of the layout.
             predicate = f"has other values: the layout {scale.description}"
             yield Finding(a.labels[name], predicate)
+    if not has_difference:
+        for read in reads:
+            read.check(memory_nbytes, observer.progress())
 
 
 def _missing_scale(model: _VerifiedModel, other: _VerifiedModel, name: str) -> LayoutScale | None:
@@ -425,9 +457,16 @@ def _value_finding(a: _VerifiedModel, b: _VerifiedModel, name: str) -> Finding:
 
 
 def _tensor_distances(
-    a: _VerifiedModel, b: _VerifiedModel, names: Sequence[str], progress: Progress
+    a: _VerifiedModel,
+    b: _VerifiedModel,
+    names: Sequence[str],
+    reads: Sequence[_ReadStreams],
+    progress: Progress,
 ) -> Iterator[tuple[TensorLabel, Distance]]:
-    """Yield the distance between the true rows of each tensor. Both checkpoints are read side by side."""
+    """Yield the distance between the true rows of each tensor, and add their streams to `reads`.
+
+    Both checkpoints are read side by side.
+    """
     progress.begin("compare", sum(a.tensors[name].nbytes for name in names))
     try:
         with (
@@ -438,6 +477,9 @@ def _tensor_distances(
                 stream_a = _row_stream(a.tensors[name], _unpadded_rows(a, a.tensors[name]))
                 stream_b = _row_stream(b.tensors[name], _unpadded_rows(b, b.tensors[name]))
                 distance = measure_distance(files_a, stream_a, reader_b=files_b, stream_b=stream_b)
+                for read, stream, digest in zip(reads, (stream_a, stream_b), distance.digests):
+                    read.streams.append(stream)
+                    read.digests.append(digest)
                 progress.advance(a.tensors[name].nbytes)
                 yield a.labels[name], distance
     finally:
@@ -467,7 +509,12 @@ def _padding_lines(
 def _padding_is_zeros(model: _VerifiedModel, tensor: SourceTensor, memory_nbytes: int) -> bool:
     rows = (model.true_vocab, tensor.shape[0])
     (digest,) = tensor_digests(
-        model.source, [(tensor, rows)], memory_nbytes, progress=NullProgress(), task="padding"
+        model.source,
+        [(tensor, rows)],
+        memory_nbytes,
+        progress=NullProgress(),
+        task="padding",
+        is_checked=False,
     )
     return digest == digest_of_zeros(_row_stream(tensor, rows).nbytes)
 

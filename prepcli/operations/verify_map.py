@@ -56,6 +56,6 @@ def mapped_options(common: CommonOptions, output: Manifest | None) -> CommonOpti
         common: Options of the checkpoint.
         output: Manifest of the other checkpoint, if prep wrote it.
     """
-    if common.tensor_map is not None and output is not None and output.quantized:
+    if common.tensor_map is not None and output is not None and output.quantization:
         return replace(common, quantized="decode")
     return common

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import xxhash
@@ -10,16 +10,23 @@ import xxhash
 from prepcli.console.progress import NullProgress, Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
+from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.pipeline import Pipeline
 from prepcli.errors import DamagedError
 from prepcli.formats.again_hint import RECREATE_HINT, again_hint
-from prepcli.planning.plan import Plan, Stream, read_copies
+from prepcli.planning.plan import Stream, read_copies
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
-from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
+from prepcli.sources.source import (
+    Source,
+    SourceTensor,
+    file_position,
+    match_source_tensors,
+    stored_axis_maps,
+)
 from prepcli.sources.tensor_labels import label_tensor
 from trainer.models.boxes import Range
 
-# Memory budget of `check_tensors`.
+# Default memory budget of `check_tensors`.
 CHECK_MEMORY_NBYTES = 256 << 20
 # Memory budget of `sample_digest`.
 SAMPLE_MEMORY_NBYTES = 32 << 20
@@ -57,18 +64,24 @@ def row_stream(tensor: SourceTensor, rows: Range) -> Stream:
 
 
 def check_tensors(
-    source: Source, tensors: Collection[SourceTensor], progress: Progress, hint: str = RECREATE_HINT
+    source: Source,
+    tensors: Iterable[SourceTensor],
+    progress: Progress,
+    hint: str = RECREATE_HINT,
+    *,
+    memory_nbytes: int = CHECK_MEMORY_NBYTES,
 ) -> None:
-    """Read tensors completely, within CHECK_MEMORY_NBYTES, and compare them with their recorded digests.
+    """Read tensors completely, and compare them with their recorded digests.
 
     Args:
         source: The checkpoint.
         tensors: The tensors to check.
         progress: Receives the bytes read.
         hint: Advice in the error for a damaged checkpoint.
+        memory_nbytes: Memory limit.
 
     Raises:
-        PrepError: A tensor differs from a digest.
+        DamagedError: A tensor differs from a digest.
     """
     pieces: list[tuple[SourceTensor, str]] = []
     streams: list[Stream] = []
@@ -84,36 +97,93 @@ def check_tensors(
 
     progress.begin("check", sum(stream.nbytes for stream in streams))
     try:
-        _digest_streams(source, streams, CHECK_MEMORY_NBYTES, progress=progress, on_digest=compare)
+        _digest_streams(source, streams, memory_nbytes, progress=progress, on_digest=compare)
     finally:
         progress.end()
 
 
-def check_partly_read(source: Source, plan: Plan, progress: Progress) -> None:
-    """Check the tensors that a plan reads in other rows or columns than those with a recorded digest.
+class RecordedDigests:
+    """The recorded digests of a source's tensors, by the rows and columns that they cover."""
 
-    E.g. a plan without padding reads rows 0 to 5 of a tensor [8, 4], and the digest of a lock covers rows 0 to 8. The
-    digest of the stream cannot be compared with it, so that the tensor is read once more. Other tensors are not read:
-    the digests of their streams are compared while they are written.
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._digests: dict[tuple[str, tuple[int, ...], Range], str] = {}
+        for tensor in source.all_tensors:
+            for first, stop, digest in tensor.digests:
+                self._digests[tensor.name, tensor.shape[1:], (first, stop)] = digest
+
+    def find(self, stream: Stream) -> str | None:
+        """Return the digest of the bytes of a stream, or None if none covers exactly its rows and columns."""
+        return self._digests.get((stream.name, stream.shape[1:], stream.rows))
+
+    def compare(self, stream: Stream, digest: str) -> None:
+        """Raise DamagedError if the bytes of a stream have another digest than the recorded one."""
+        if self.find(stream) not in (None, digest):
+            tensor = next(each for each in self._source.all_tensors if each.name == stream.name)
+            raise damaged_error(self._source, tensor, again_hint(self._source.manifest))
+
+
+def check_before_reading(
+    source: Source, streams: Iterable[Stream], memory_nbytes: int, progress: Progress
+) -> None:
+    """Check the tensors that are read in another form than the one with a recorded digest.
+
+    Decoded and mapped tensors are made from stored ones, which are read here once more, completely. So are tensors of
+    which other rows or columns are read: e.g. a plan without padding reads rows 0 to 5 of a tensor [8, 4], and the
+    digest of a lock covers rows 0 to 8. No other tensor is read: the digest of its stream is compared with the recorded
+    one, by the reader of the stream.
+
+    Args:
+        source: The checkpoint.
+        streams: Streams of its tensors, before they are read.
+        memory_nbytes: Memory limit.
+        progress: Receives the bytes read.
 
     Raises:
-        PrepError: A tensor differs from a digest.
+        DamagedError: A tensor differs from a digest.
     """
-    digested: dict[str, set[tuple[tuple[int, ...], Range]]] = {}
-    for tensor in source.all_tensors:
-        columns = tensor.shape[1:]
-        digested[tensor.name] = {(columns, (first, stop)) for first, stop, _ in tensor.digests}
-    partly_read: set[str] = set()
-    for stream in plan.streams:
-        part = (stream.shape[1:], stream.rows)
-        if stream.reads and part not in digested.get(stream.name, ()):
-            partly_read.add(stream.name)
-    tensors: list[SourceTensor] = []
-    for tensor in source.all_tensors:
-        if tensor.name in partly_read and tensor.digests:
-            tensors.append(tensor)
-    if tensors:
-        check_tensors(source, tensors, progress, again_hint(source.manifest))
+    recorded = RecordedDigests(source)
+    tensors = {tensor.name: tensor for tensor in source.all_tensors}
+    unchecked: dict[tuple[str, tuple[int, int]], SourceTensor] = {}
+    for stream in streams:
+        if not stream.reads or recorded.find(stream):
+            continue
+        for stored in tensors[stream.name].stored:
+            if stored.digests:
+                unchecked[stored.name, file_position(stored)] = stored
+    if unchecked:
+        check_tensors(
+            source,
+            unchecked.values(),
+            progress,
+            again_hint(source.manifest),
+            memory_nbytes=memory_nbytes,
+        )
+
+
+def check_after_reading(
+    source: Source,
+    streams: Sequence[Stream],
+    digests: Sequence[str],
+    memory_nbytes: int,
+    progress: Progress,
+) -> None:
+    """Compare streams with the recorded digests after they were read, e.g. before a comparison calls them equal.
+
+    Args:
+        source: The checkpoint.
+        streams: Streams of its tensors.
+        digests: Digest of the bytes of each stream.
+        memory_nbytes: Memory limit.
+        progress: Receives the bytes of tensors that are read once more. See `check_before_reading`.
+
+    Raises:
+        DamagedError: A tensor differs from a digest.
+    """
+    recorded = RecordedDigests(source)
+    for stream, digest in zip(streams, digests):
+        recorded.compare(stream, digest)
+    check_before_reading(source, streams, memory_nbytes, progress)
 
 
 def tensor_digests(
@@ -123,6 +193,7 @@ def tensor_digests(
     *,
     progress: Progress,
     task: str,
+    is_checked: bool = True,
 ) -> list[str]:
     """Return the digest of each range of rows, read within the memory limit.
 
@@ -132,9 +203,15 @@ def tensor_digests(
         memory_nbytes: Memory limit.
         progress: Receives the bytes read.
         task: Name of the task in the progress.
+        is_checked: Compare the bytes with the recorded digests.
+
+    Raises:
+        DamagedError: A tensor differs from a recorded digest.
     """
     streams = [row_stream(tensor, rows) for tensor, rows in pieces]
-    return stream_digests(source, streams, memory_nbytes, progress=progress, task=task)
+    return stream_digests(
+        source, streams, memory_nbytes, progress=progress, task=task, is_checked=is_checked
+    )
 
 
 def stream_digests(
@@ -144,6 +221,7 @@ def stream_digests(
     *,
     progress: Progress,
     task: str,
+    is_checked: bool = True,
 ) -> list[str]:
     """Return the digest of each stream, read within the memory limit.
 
@@ -151,12 +229,29 @@ def stream_digests(
     """
     if not streams:
         return []
+    recorded = RecordedDigests(source)
+
+    def compare(number: int, digest_text: str) -> None:
+        recorded.compare(streams[number], parse_stream_digest(digest_text).read)
+
+    if is_checked:
+        check_before_reading(source, streams, memory_nbytes, progress)
     progress.begin(task, sum(stream.nbytes for stream in streams))
     try:
-        digests = _digest_streams(source, streams, memory_nbytes, progress=progress)
+        digests = _digest_streams(
+            source,
+            streams,
+            memory_nbytes,
+            progress=progress,
+            on_digest=compare if is_checked else _ignore_digest,
+        )
     finally:
         progress.end()
     return [digests[number] for number in range(len(streams))]
+
+
+def _ignore_digest(number: int, digest: str) -> None:
+    """Do nothing with the digest of a stream."""
 
 
 def sample_digest(source: Source) -> str:
@@ -197,7 +292,7 @@ def _digest_streams(
     memory_nbytes: int,
     *,
     progress: Progress | None = None,
-    on_digest: Callable[[int, str], None] = lambda number, digest: None,
+    on_digest: Callable[[int, str], None] = _ignore_digest,
 ) -> dict[int, str]:
     """Read streams and return their digests, by stream number. See `Pipeline.run`."""
     budget = make_budget(memory_nbytes)

@@ -10,6 +10,7 @@ from types import TracebackType
 
 import numpy as np
 
+from prepcli.console.progress import NullProgress
 from prepcli.engine.blobs import CachedBlob, open_blobs
 from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.files import ByteArray
@@ -24,6 +25,12 @@ from prepcli.remote.remote_files import (
     MAX_READ_THREADS,
     MIN_READ_AHEAD_NBYTES,
     without_read_ahead,
+)
+from prepcli.restore.digest_checks import (
+    CHECK_MEMORY_NBYTES,
+    check_before_reading,
+    num_rows,
+    row_stream,
 )
 from prepcli.restore.duplicates import check_equal, find_duplicates
 from prepcli.restore.item_reader import MIN_RUN_NBYTES
@@ -119,6 +126,11 @@ class WeightsReader:
         self.source = source
         self.read_nbytes = 0
         self._verify = verify
+        if verify:
+            # Tensors with digests of their own are compared while they are read.
+            transformed = [tensors[name] for name in match.uses if tensors[name].made_from]
+            streams = [row_stream(tensor, (0, num_rows(tensor))) for tensor in transformed]
+            check_before_reading(source, streams, CHECK_MEMORY_NBYTES, NullProgress())
         self._count_lock = threading.Lock()
         self._is_stopped = False
         self._files = open_blobs(without_read_ahead(source.byte_sources))

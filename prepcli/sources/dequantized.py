@@ -483,6 +483,7 @@ def _decoded_source(source: Source, weights: QuantizedWeights, blob: Dequantized
     """Return the source with a decoded tensor in place of the codes of each weight, and with scales as its state."""
     blob_number = len(source.byte_sources)
     decoded: dict[str, SourceTensor] = {}
+    made_from = _stored_parts(source, weights)
     for decoder, start in zip(weights.decoders, blob.weight_offsets):
         decoded[decoder.stored[0].name] = SourceTensor(
             source.names.bare_name(decoder.name),
@@ -490,6 +491,7 @@ def _decoded_source(source: Source, weights: QuantizedWeights, blob: Dequantized
             decoder.shape,
             (Contiguous(blob_number, start),),
             default_dtype=DECODED_DTYPE,
+            made_from=tuple(made_from[decoder.name]),
         )
     tensors: list[SourceTensor] = []
     file_names: list[str] = []
@@ -511,6 +513,28 @@ def _decoded_source(source: Source, weights: QuantizedWeights, blob: Dequantized
         tensor_file_names=tuple(file_names),
         state_tensors=(*source.state_tensors, *scales),
     )
+
+
+def _stored_parts(source: Source, weights: QuantizedWeights) -> dict[str, list[SourceTensor]]:
+    """Return the stored tensors of each weight, by the name of its decoder."""
+    tensors = {source.names.stored_name(tensor.name): tensor for tensor in source.tensors}
+    parts: dict[str, list[SourceTensor]] = {}
+    decoders_of_module: dict[str, list[str]] = {}
+    other_names = set(weights.stored_names)
+    for decoder in weights.decoders:
+        names = [stored.name for stored in decoder.stored]
+        parts[decoder.name] = [tensors[name] for name in names]
+        other_names.difference_update(names)
+        module, _, _ = decoder.name.rpartition(".")
+        decoders_of_module.setdefault(module, []).append(decoder.name)
+    # Settings such as NF4's `h.0.q.weight.quant_state`, which are read before any code, belong to a module: `h.0.q`.
+    for name in sorted(other_names):
+        module = name
+        while module and module not in decoders_of_module:
+            module, _, _ = module.rpartition(".")
+        for decoder_name in decoders_of_module.get(module, ()):
+            parts[decoder_name].append(tensors[name])
+    return parts
 
 
 def quantized_record(decoder: Decoder, method: str) -> QuantizedRecord:

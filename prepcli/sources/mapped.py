@@ -24,6 +24,7 @@ from prepcli.planning.map_file import (
 )
 from prepcli.planning.map_rows import MapCoverage, MapRow, bind_map
 from prepcli.planning.plan import DroppedTensor, Location
+from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.tensor_match import VOCAB_ATOM, TensorInfo, TensorNames, detect_names
 from prepcli.planning.tensors import FLOAT_DTYPES, itemsize
 from prepcli.quantized.find_weights import quantization_settings
@@ -37,6 +38,8 @@ from trainer.models.verbatim import verbatim_family
 
 # Rule of the tensors that a map drops, as plans and JSON objects name it.
 DROP_RULE = "drop line of --map"
+# Rule of the scales of weights that a map transposes, stacks or takes apart.
+SCALES_RULE = "--map changes the weights of the scales"
 # Key of the record of a map in manifests.
 MAP_KEY: Final = "map"
 # Key of the text of the map in the record of an export.
@@ -133,7 +136,7 @@ def apply_map(source: Source, tensor_map: TensorMap) -> Source:
         types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in mapped}
         family = verbatim_family(types)
         names = TensorNames(family, is_prefixed=False)
-    return replace(
+    result = replace(
         source,
         family=family,
         names=names,
@@ -142,6 +145,34 @@ def apply_map(source: Source, tensor_map: TensorMap) -> Source:
         tensors=mapped,
         tensor_file_names=_file_names(source, mapped),
         extra_entries=(*source.extra_entries, *_dropped_tensors(dropped, tensors)),
+    )
+    return _without_useless_scales(result, tensors)
+
+
+def _without_useless_scales(mapped: Source, tensors: Mapping[str, SourceTensor]) -> Source:
+    """Return a mapped source without scales, if a decoded weight is no longer a tensor of its own.
+
+    The codes of such a weight cannot be written again.
+
+    Args:
+        mapped: The mapped source.
+        tensors: The tensors before, by name in the files.
+    """
+    placements = {mapped.names.full_name(each.name): each.placement for each in mapped.tensors}
+    if all(placements.get(name) == tensors[name].placement for name in mapped.quantized):
+        return mapped
+    kept: list[SourceTensor] = []
+    dropped: list[DroppedTensor] = []
+    for tensor in mapped.state_tensors:
+        if is_quantization_tensor(tensor.name):
+            dropped.append(DroppedTensor(tensor.name, tensor.nbytes, SCALES_RULE))
+        else:
+            kept.append(tensor)
+    return replace(
+        mapped,
+        state_tensors=tuple(kept),
+        quantized={},
+        extra_entries=(*mapped.extra_entries, *dropped),
     )
 
 
@@ -291,6 +322,7 @@ def map_tensors(
 ) -> tuple[SourceTensor, ...]:
     """Return the targets, in the order of their bytes in the files."""
     targets: dict[str, SourceTensor] = {}
+    stored_parts: dict[str, dict[str, SourceTensor]] = {}
     for row in rows:
         for target, source_name, indices in row.pairs():
             stored = tensors[source_name]
@@ -299,6 +331,8 @@ def map_tensors(
                 targets[name] = replace(stored, name=name)
                 continue
             location = _composed(row, indices, stored)
+            parts = stored_parts.setdefault(name, {})
+            parts.update((part.name, part) for part in stored.stored)
             if name in targets:
                 placement = (*targets[name].placement, location)
                 targets[name] = replace(targets[name], placement=placement)
@@ -307,6 +341,8 @@ def map_tensors(
                 targets[name] = SourceTensor(
                     name, stored.dtype, shape, (location,), (), stored.default_dtype
                 )
+    for name, parts in stored_parts.items():
+        targets[name] = replace(targets[name], made_from=tuple(parts.values()))
     return tuple(sorted(targets.values(), key=file_position))
 
 
@@ -325,7 +361,8 @@ def apply_recorded_map(source: Source, tensor_map: TensorMap) -> Source:
     tensors: list[SourceTensor] = []
     for tensor in mapped.tensors:
         digests = recorded_digests(records, mapped.names.full_name(tensor.name))
-        tensors.append(replace(tensor, digests=digests))
+        made_from = () if digests else tensor.made_from
+        tensors.append(replace(tensor, digests=digests, made_from=made_from))
     return replace(mapped, tensors=tuple(tensors))
 
 

@@ -232,7 +232,7 @@ def _truncate_table(
 ) -> tuple[SourceTensor, DroppedTensor]:
     """Return the part of a tensor with the values of the first layers, and the record of the rest.
 
-    The part has no recorded digest.
+    The part has no recorded digest of its own.
 
     Args:
         source: The source.
@@ -254,7 +254,7 @@ def _truncate_table(
     extent = tensor.shape[axis]
     length = extent // source.family.sizes(source.config)[INPUT_LAYERS] * layers
     shape = (*tensor.shape[:axis], length, *tensor.shape[axis + 1 :])
-    part = replace(tensor, shape=shape, placement=(location,), digests=())
+    part = replace(tensor, shape=shape, placement=(location,), digests=(), made_from=tensor.stored)
     removed = (length, extent)
     nbytes = tensor.nbytes - part.nbytes
     if axis:

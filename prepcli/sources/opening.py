@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from prepcli.errors import Option, PrepError, Text, text, usage_error
 from prepcli.formats.again_hint import again_hints
-from prepcli.formats.file_records import check_files, check_header
+from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.map_file import TensorMap
@@ -23,7 +22,7 @@ from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_text_part
 from prepcli.sources.remote_blobs import with_remote_blobs
-from prepcli.sources.source import Source
+from prepcli.sources.source import Source, check_headers
 from prepcli.sources.source_hints import CONFIG, KeptScales, SourceHints
 from trainer.models.parameters import VERBATIM
 from trainer.models.registry import FAMILIES
@@ -92,6 +91,10 @@ def open_source(
         _check_headers(source)
         if local_files.remote is not None:
             source = with_remote_blobs(source, local_files.remote)
+        if export_map is None and hints.verbatim and _lacks_digests(source):
+            # The manifest has the digests of the model's tensors, and not of the names in these files.
+            model = open_source(located, config_path, verbatim=None, kept_scales="all")
+            source = _made_from(source, model)
         if located.kind in ("safetensors", "torch"):
             source = without_unused_quantization(source)
         # The opener of GGUF files has already decoded the weights.
@@ -106,6 +109,20 @@ def open_source(
         if verbatim is False and source.family.is_verbatim:
             raise verbatim_error(display_name)
         return source
+
+
+def _lacks_digests(source: Source) -> bool:
+    """Return whether an output of prep records digests, but not one of each tensor of this source."""
+    is_recorded = source.manifest is not None and bool(source.manifest.tensors)
+    return is_recorded and not all(tensor.digests for tensor in source.tensors)
+
+
+def _made_from(source: Source, model: Source) -> Source:
+    """Return a source whose tensors are checked by the digests of another view of the same files."""
+    stored = tuple(tensor for tensor in model.all_tensors if tensor.digests)
+    # A name that both views have need not be of the same bytes.
+    tensors = tuple(replace(tensor, digests=(), made_from=stored) for tensor in source.tensors)
+    return replace(source, tensors=tensors)
 
 
 def _check_layout_option(located: LocatedCheckpoint, layout: str) -> None:
@@ -266,15 +283,12 @@ def _split_unless_verbatim(source: Source, verbatim: bool | None) -> Source:
     return split_text_part(source)
 
 
-def check_local_files(
-    local_files: LocalFiles, manifest: Manifest | None, names: Collection[str] | None = None
-) -> None:
+def check_local_files(local_files: LocalFiles, manifest: Manifest | None) -> None:
     """Check the listed files of a checkpoint, as far as they were fetched.
 
     Args:
         local_files: The files.
         manifest: Manifest of an output of prep, else None.
-        names: Names of the listed files to check. None checks all.
 
     Raises:
         DamagedError: A file differs from its record, or does not exist.
@@ -287,10 +301,7 @@ def check_local_files(
     if local_files.path.is_file():
         folder = local_files.path.parent
     records = manifest.files
-    if names is None:
-        selected = {*records}
-    else:
-        selected = records.keys() & names
+    selected = {*records}
     # The rest of a model on the hub was not downloaded. What is absent here is not missing there.
     if local_files.commit is not None:
         selected = {name for name in selected if (folder / name).exists()}
@@ -312,11 +323,8 @@ def _check_headers(source: Source) -> None:
     """Raise DamagedError if the header of a data file differs from its record."""
     if source.manifest is None:
         return
-    # The digests of tensors cover the payload, this one the bytes before it: a changed offset in
-    # a header would move every tensor and leave each payload as it is.
     if source.root.is_dir():
         folder = source.root
     else:
         folder = source.root.parent
-    for stamp in source.file_stamps:
-        check_header(folder / stamp.path, source.manifest, stamp.digest)
+    check_headers(folder, source.manifest, source.file_stamps)

@@ -272,7 +272,7 @@ def _without_padding(source: Source, true_vocab: int | None) -> Source:
         if tensor.name in padded:
             shape = (true_size, *tensor.shape[1:])
             digests = tuple(entry for entry in tensor.digests if entry[1] <= true_size)
-            tensor = replace(tensor, shape=shape, digests=digests)
+            tensor = replace(tensor, shape=shape, digests=digests, made_from=tensor.stored)
         tensors.append(tensor)
     return _whole_model(replace(source, tensors=tuple(tensors), config=config))
 

@@ -21,6 +21,7 @@ from prepcli.errors import (
     usage_error,
 )
 from prepcli.formats import safetensors
+from prepcli.formats.file_records import check_header
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, STATE_ITEM, Manifest
 from prepcli.formats.orbax import READABLE_SUFFIXES
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
@@ -60,7 +61,11 @@ WEIGHT_SUFFIXES = {*READABLE_SUFFIXES, ".h5", ".gguf", ".onnx", ".ot", ".npz"}
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of a source: its name in the axis maps, its location and its recorded digests."""
+    """A tensor of a source: its name in the axis maps, its location and its recorded digests.
+
+    A tensor that is read through a transform has no recorded digest of its own. `made_from` has the stored tensors with
+    digests whose values it has in another form, e.g. the codes and scales of a decoded weight.
+    """
 
     name: str
     dtype: str
@@ -69,6 +74,12 @@ class SourceTensor:
     digests: tuple[tuple[int, int, str], ...] = ()  # (first row, one past the last, digest)
     # Dtype in the output, unless another dtype is requested. Empty for the tensor's own dtype.
     default_dtype: str = ""
+    made_from: tuple[SourceTensor, ...] = ()
+
+    @property
+    def stored(self) -> tuple[SourceTensor, ...]:
+        """The stored tensors whose digests cover the values: the tensor itself, unless a transform made it."""
+        return self.made_from or (self,)
 
     @property
     def nbytes(self) -> int:
@@ -416,6 +427,20 @@ def file_stamps(headers: Iterable[WeightFileHeader]) -> tuple[SourceFile, ...]:
         SourceFile(header.file_name, header.size, header.mtime_ns, header.digest)
         for header in headers
     )
+
+
+def check_headers(folder: Path, manifest: Manifest, stamps: Iterable[SourceFile]) -> None:
+    """Raise DamagedError if the header of a data file differs from its record in the manifest.
+
+    Args:
+        folder: The folder of the manifest.
+        manifest: Manifest of an output of prep.
+        stamps: The data files, with the digests of their headers.
+    """
+    # The digests of tensors cover the payload, this one the bytes before it: a changed offset in
+    # a header would move every tensor and leave each payload as it is.
+    for stamp in stamps:
+        check_header(folder / stamp.path, manifest, stamp.digest)
 
 
 def recorded_digests(records: TensorRecords, name: str) -> tuple[tuple[int, int, str], ...]:

@@ -427,10 +427,13 @@ def start_manifest(source: Source, reader: WeightsReader, name: str) -> Manifest
 
 
 def _is_written_by_prep(path: Path) -> bool:
-    """Return whether an Orbax checkpoint has a manifest."""
+    """Return whether an Orbax checkpoint has the tree of prep, and not that of another trainer."""
     # Without an item, `open_reader` reports what is missing.
     item = find_item(path)
-    return item is None or read_manifest(find_manifest_folder(item)) is not None
+    if item is None:
+        return True
+    manifest = read_manifest(find_manifest_folder(item))
+    return manifest is not None and not manifest.is_for_trainer
 
 
 def checkpoint_tokenizer_folder(source: Source) -> Path:

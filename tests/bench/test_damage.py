@@ -7,9 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.damage import REFUSED, Subject, damage_folder, flip_all, make_subjects
+from bench.damage import REFUSED, damage_folder, flip_all
+from bench.damage_readers import (
+    FOREIGN,
+    QUANTIZED,
+    STATE_LAYOUTS,
+    Subject,
+    make_subjects,
+)
 
-NUM_FLIPS = 6
+MAX_FILES = 12
+INITS = ("init", "init-files", "init-zarr3-files", "init-zstd", "resharded")
+STATES = tuple(f"state-{layout}" for layout in STATE_LAYOUTS)
+OTHERS = ("hf", "padded", "step", "adapter", "bucket")
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +30,16 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Sub
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["init", "step", "hf", "flax", "easylm", "adapter", "bucket"])
+@pytest.mark.parametrize("name", [*INITS, *FOREIGN, *QUANTIZED, *STATES, *OTHERS])
 def test_no_command_accepts_a_flipped_bit(subjects: dict[str, Subject], name: str):
     wrong: list[str] = []
-    verdicts = flip_all(subjects[name], NUM_FLIPS, random.Random(1), wrong.append)
+    verdicts = flip_all(subjects[name], 1, random.Random(1), wrong.append, max_files=MAX_FILES)
     assert not wrong
-    assert all(counts[REFUSED] for counts in verdicts.values())
+    for command, counts in verdicts.items():
+        # A list of tensors without their values depends on few files.
+        assert counts[REFUSED] or command.startswith("inspect"), command
+
+
+@pytest.mark.slow
+def test_every_output_is_damaged(subjects: dict[str, Subject]):
+    assert {*subjects} == {*INITS, *FOREIGN, *QUANTIZED, *STATES, *OTHERS}

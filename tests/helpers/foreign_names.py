@@ -35,6 +35,29 @@ model.layers.{layers}.mlp.up_proj.weight: mlp embed <- gate_up: layers (mlp side
 model.layers.{layers}.mlp.down_proj.weight: embed mlp <- h.{layers}.down: embed mlp
 """  # noqa: E501 - a row is one line
 
+# Every matrix of a LLaMA is transposed, and its layers are stacked: only the final norm has the bytes of one tensor.
+STACKED_MAP = """
+size layers = 3
+size embed = 32
+size kv = 16
+size mlp = 48
+size vocab = vocab_size
+tok: embed vocab <- model.embed_tokens.weight: vocab embed
+out: embed vocab <- lm_head.weight: vocab embed
+norm: embed <- model.norm.weight: embed
+norms: side=0 layers embed <- model.layers.{layers}.input_layernorm.weight: embed
+norms: side=1 layers embed <- model.layers.{layers}.post_attention_layernorm.weight: embed
+q: layers embed inner <- model.layers.{layers}.self_attn.q_proj.weight: inner embed
+k: layers embed kv <- model.layers.{layers}.self_attn.k_proj.weight: kv embed
+v: layers embed kv <- model.layers.{layers}.self_attn.v_proj.weight: kv embed
+o: layers inner embed <- model.layers.{layers}.self_attn.o_proj.weight: embed inner
+gate: layers embed mlp <- model.layers.{layers}.mlp.gate_proj.weight: mlp embed
+up: layers embed mlp <- model.layers.{layers}.mlp.up_proj.weight: mlp embed
+down: layers mlp embed <- model.layers.{layers}.mlp.down_proj.weight: embed mlp
+size inner = 32
+size side = 2
+"""
+
 
 def foreign_tensors(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the tensors of FAMILY_MAP, made with NumPy from the tensors of a LLaMA."""

@@ -19,6 +19,7 @@ from tests.helpers.foreign_names import (
     CONFIG,
     FAMILY_MAP,
     LAYERS,
+    STACKED_MAP,
     foreign_tensors,
     write_foreign_folder,
 )
@@ -26,7 +27,13 @@ from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import exported_tensors, run_failing, run_json, run_ok
-from tests.helpers.tiny_checkpoints import LLAMA, assert_same, make_checkpoint, read_tensors
+from tests.helpers.tiny_checkpoints import (
+    LLAMA,
+    assert_same,
+    make_checkpoint,
+    read_tensors,
+    same_bits,
+)
 
 torch = lazy_module("torch")
 serialization = lazy_module("flax.serialization")
@@ -301,6 +308,25 @@ def test_map_of_quantized_weights_needs_decoded_ones(capsys: pytest.CaptureFixtu
     run_ok("verify", "init", "expected")
     run_ok("verify", "init", "own", "--map", "own.map")
     run_ok("verify", "own", "init", "--map", "own.map")
+
+
+def test_map_of_stacked_decoded_weights_leaves_out_scales():
+    make_quantized(Path("own"), "fp8", base=LLAMA)
+    config = json.loads(Path("own/config.json").read_text())
+    Path("own/config.json").write_text(json.dumps(config | {"model_type": "own"}))
+    Path("own.map").write_text(STACKED_MAP)
+    words = ("--quantized", "dequantize", "--map", "own.map", "--out", "mapped")
+    run_ok("save-init", "own", *words)
+    run_ok("verify", "mapped")
+    run_ok("verify", "mapped", "own", "--map", "own.map")
+    run_ok("export", "mapped", "--out", "dense")
+    run_ok("save-init", "own", "--quantized", "dequantize", "--out", "plain")
+    run_ok("export", "plain", "--quantized", "dequantize", "--out", "expected")
+    expected = read_tensors(Path("expected"))
+    up = np.stack([expected[f"model.layers.{i}.mlp.up_proj.weight"].T for i in range(LAYERS)])
+    dense = read_tensors(Path("dense"))
+    assert same_bits(dense["up"], up)
+    assert not [name for name in dense if "scale" in name]
 
 
 def test_verify_with_a_map_finds_a_changed_scale(capsys: pytest.CaptureFixture[str]):

@@ -34,7 +34,12 @@ from tests.prepcli.training_runs.test_train import (
 pytestmark = pytest.mark.usefixtures("work_dir")
 
 PREP_SCRIPT = "import sys; from prepcli.cli.main import main; sys.exit(main())"
-EXPORTS = {"hf-flax": ("--layout", "hf-flax"), "easylm": ("--layout", "easylm"), "exported": ()}
+EXPORTS = {
+    "hf-flax": ("--layout", "hf-flax"),
+    "easylm": ("--layout", "easylm"),
+    "maxtext": ("--layout", "maxtext"),
+    "exported": (),
+}
 
 
 def train_two_steps(model: str, *words: str) -> dict[str, bytes]:
@@ -82,10 +87,10 @@ def make_source(kind: str) -> str:
     return kind
 
 
-KINDS = ["tiny", "bin", "hf-flax", "easylm", "exported"]
+KINDS = ["tiny", "bin", "hf-flax", "easylm", "maxtext", "exported"]
 
 
-@pytest.mark.parametrize("kind", slow_except(KINDS, ["hf-flax"]))
+@pytest.mark.parametrize("kind", slow_except(KINDS, ["hf-flax", "maxtext"]))
 def test_training_from_a_source_equals_training_from_its_init(kind: str):
     run_ok("save-init", "tiny", "--pad-vocab", "auto", "--mesh", "1,2,4", "--out", "init")
     assert comparable(train_two_steps(make_source(kind))) == comparable(train_two_steps("init"))
