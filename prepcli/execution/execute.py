@@ -136,7 +136,7 @@ class ConversionExecutor:
             remove_work_folder(self.out)
             return ConversionResult(already_done=True)
         start_nbytes = anonymous_nbytes()
-        self._source_at_join = read_source_state(self.plan, self.source)
+        self._source_at_join = read_source_state(self.plan.source_files, self.source)
         check_small_files(self.plan)
         check_free_space(self.plan, self.stage.folder)
         # These checks come before `with self.stage` creates the staging folder: a refused plan leaves no files.
@@ -229,7 +229,7 @@ class ConversionExecutor:
         if not durable.durable_nbytes:
             return EMPTY_JOURNAL_STATE
         folder_name = self.stage.folder.name
-        touched = touched_files(self.source, self._source_at_start, now=self._source_at_join)
+        touched = touched_files(self.source.files, self._source_at_start, now=self._source_at_join)
         if touched:
             self.note(
                 f"{_join_file_names(touched)} may have changed since {folder_name} was started: comparing"
@@ -255,8 +255,8 @@ class ConversionExecutor:
 
         If the inode or change time of any file differs from `baseline`, all streams in `digests` are read again.
         """
-        state = read_source_state(self.plan, self.source)
-        touched = touched_files(self.source, baseline, now=state)
+        state = read_source_state(self.plan.source_files, self.source)
+        touched = touched_files(self.source.files, baseline, now=state)
         if touched:
             self.note(f"{_join_file_names(touched)} may have changed while it was read: comparing")
             if find_outdated(self._reader, digests, source=self.source):
