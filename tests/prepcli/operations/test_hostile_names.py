@@ -139,3 +139,34 @@ def test_added_tokens_keep_names_inside(capsys: pytest.CaptureFixture[str], leve
     with changed_manifest(Path("init")) as manifest:
         manifest["storage"] = "files"
     assert not writes_inside(capsys, *words)
+
+
+COMMANDS = (
+    "verify FOLDER ./other",
+    "verify FOLDER-init FOLDER",
+    "inspect FOLDER --stats --html page.html",
+    "lock FOLDER --html page.html",
+    "roundtrip FOLDER --layout init",
+    "map suggest FOLDER ./other",
+    "export FOLDER-init --out out",
+)
+
+
+@pytest.mark.parametrize("command", slow_except(COMMANDS, [COMMANDS[0], COMMANDS[2]]))
+def test_control_characters_reach_neither_terminal_nor_page(
+    capsys: pytest.CaptureFixture[str], command: str
+):
+    folder = Path("m\x1b]0;title\x07\r\x9b2J\u202e")
+    names = [name for kind in HOSTILE_NAMES for name in HOSTILE_NAMES[kind] if len(name) < 100]
+    write_hostile_model(folder, names)
+    write_hostile_model(Path("other"), [*names[::2], "y"])
+    run_ok("save-init", f"./{folder}", "--out", f"{folder}-init")
+    capsys.readouterr()
+    words = [word.replace("FOLDER", f"./{folder}") for word in command.split()]
+    main([*words, "--progress", "lines", "-v"])
+    captured = capsys.readouterr()
+    texts = [captured.out, captured.err]
+    if "page.html" in words:
+        texts.append(Path("page.html").read_text())
+    for text in texts:
+        assert {char for char in text if not char.isprintable()} <= {"\n"}, words
