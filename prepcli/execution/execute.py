@@ -143,8 +143,7 @@ class ConversionExecutor:
         coverage.check(self.plan, lambda: split_streams(self.plan.streams, self.budget.slab_nbytes))
         with self.stage:
             self.stage.open(self.run_identity, self.request.restart, share=self.pool.share)
-            # The other processes may have published the output since the check above.
-            if self._is_already_done():
+            if self._is_already_published():
                 self.stage.discard()
                 return ConversionResult(already_done=True)
             with self.stage.failures.recording_errors():
@@ -167,6 +166,20 @@ class ConversionExecutor:
         self._result.peak_nbytes = max(0, peak_nbytes - start_nbytes)
         self.pool.add_reports(self._result)
         return self._result
+
+    def _is_already_published(self) -> bool:
+        """Return whether another process has published the output since the check before the staging folder.
+
+        Raises:
+            PrepError: Another command has published something else.
+        """
+        try:
+            return self._is_already_done()
+        except PrepError:
+            # An empty folder of this run would block the next command for the same output.
+            if self.stage.is_new:
+                self.stage.discard()
+            raise
 
     def _describe_durable(self) -> str:
         """Describe the durable part of the output, for the message of a stopped run, or empty if there is none."""
