@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from prepcli.engine.blobs import Blob
 from prepcli.errors import (
     BROKEN_CONFIG_HINT,
+    GET_AGAIN_HINT,
     DamagedError,
     Option,
     PrepError,
@@ -23,7 +24,7 @@ from prepcli.errors import (
 from prepcli.formats import safetensors
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, STATE_ITEM, Manifest
 from prepcli.formats.orbax import READABLE_SUFFIXES
-from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
+from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, quote_name, read_small_file
 from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.manifest_fields import QuantizedRecord, TensorRecords, TrainingStateRecord
@@ -69,6 +70,14 @@ class SourceTensor:
     digests: tuple[tuple[int, int, str], ...] = ()  # (first row, one past the last, digest)
     # Dtype in the output, unless another dtype is requested. Empty for the tensor's own dtype.
     default_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise DamagedError if a recorded digest is of rows that the tensor does not have."""
+        num_rows = self.shape[0] if self.shape else 1
+        for first, stop, _ in self.digests:
+            if not 0 <= first <= stop <= num_rows:
+                what = f"the manifest records a digest of rows {first} to {stop} of {quote_name(self.name)}"
+                raise DamagedError(what, f"the tensor has {num_rows} rows", GET_AGAIN_HINT)
 
     @property
     def nbytes(self) -> int:
