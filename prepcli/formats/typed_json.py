@@ -71,9 +71,8 @@ def _typed_dict_check(annotation: Any) -> _Check:
     checks: dict[str, _Check] = {}
     required: list[str] = []
     # The type of any JSON value is defined by itself, which Python 3.11 cannot evaluate.
-    for key, hint in get_type_hints(
-        annotation, {}, {"JsonValue": object}, include_extras=True
-    ).items():
+    hints = get_type_hints(annotation, localns={"JsonValue": object}, include_extras=True)
+    for key, hint in hints.items():
         is_optional = get_origin(hint) is NotRequired
         if annotation.__total__ and not is_optional:
             required.append(key)

@@ -6,7 +6,7 @@ import copy
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def places(value: object, place: Place = ()) -> Iterator[Place]:
     """Yield the place of each value in a JSON document, of long objects those of some entries."""
     if place:
         yield place
-    items: list[tuple[str | int, object]] = []
+    items: Iterable[tuple[str | int, object]] = ()
     if isinstance(value, dict):
         items = list(value.items()) if not place else list(value.items())[:MAX_KEYS]
     elif isinstance(value, list):
