@@ -7,8 +7,6 @@ joins only paths that follow from the plan, so that one check of the plan covers
 from __future__ import annotations
 
 import itertools
-import os
-import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
@@ -20,10 +18,8 @@ from prepcli.formats.orbax import METADATA_FILE, STRINGS_FILE
 from prepcli.formats.orbax_write import CHECKPOINT_METADATA_FILE, COMMIT_MARKER
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.plan import Plan
-from trainer.files.writing import MAX_NAME_NBYTES
+from trainer.files.writing import name_fault
 
-# Object stores refuse control characters, and shells and terminals misread them. One rule holds for all writers.
-_INVALID_CHARACTER = re.compile(r"[/\x00-\x1f\x7f]")
 # Files that prep writes beside the data: in the folder of an item, and in the folder of the output.
 ITEM_FILES = (METADATA_FILE, CHECKPOINT_METADATA_FILE, STRINGS_FILE, COMMIT_MARKER)
 OUTPUT_FILES = (MANIFEST_FILE, CHECKSUMS_FILE, WORK_FOLDER)
@@ -38,13 +34,13 @@ def check_output_paths(plan: Plan) -> None:
     """
     if not plan.uses_ocdbt:
         for leaf in plan.leaves:
-            if fault := _name_fault(leaf.name):
+            if fault := name_fault(leaf.name):
                 raise _folder_name_error(plan, leaf.name, fault)
     paths: list[tuple[str, ...]] = []
     for path in _planned_paths(plan):
         parts = tuple(path.split("/"))
         for part in parts:
-            if fault := _name_fault(part):
+            if fault := name_fault(part):
                 raise PrepError(
                     f"{quote_name(path)} cannot be a file of the output",
                     fault,
@@ -71,18 +67,6 @@ def _planned_paths(plan: Plan) -> Iterator[str]:
     data_files = plan.files if plan.uses_ocdbt else ()
     for file in (*data_files, *plan.small_files):
         yield "/".join((*PurePosixPath(plan.item).parts, file.path))
-
-
-def _name_fault(name: str) -> str:
-    """Return why a text cannot be the name of a file or folder, or empty if it can."""
-    if name in ("", ".", ".."):
-        return "a name is not empty, `.` or `..`"
-    if _INVALID_CHARACTER.search(name):
-        return "a name has no slash and no control character"
-    nbytes = len(os.fsencode(name))
-    if nbytes > MAX_NAME_NBYTES:
-        return f"a name has at most {MAX_NAME_NBYTES} bytes, and this one has {nbytes:,}"
-    return ""
 
 
 def _folder_name_error(plan: Plan, name: str, fault: str) -> UsageError:
