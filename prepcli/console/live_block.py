@@ -8,6 +8,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO, cast
 
+from prepcli.console.escaping import printable_line
+
 if TYPE_CHECKING:
     from rich.text import Text
 
@@ -86,7 +88,8 @@ class LiveBlock:
 def _as_text(line: Line) -> Text:
     from rich.text import Text
 
-    return Text.assemble(*line, no_wrap=True, overflow="crop")
+    segments = [(printable_line(text), style) for text, style in line]
+    return Text.assemble(*segments, no_wrap=True, overflow="crop")
 
 
 class _TextAbove(io.TextIOBase):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TextIO, runtime_checkable
 
+from prepcli.console.escaping import printable_line
 from prepcli.console.formatting import (
     format_bytes_of,
     format_clock,
@@ -94,6 +95,11 @@ class ProgressMeter:
         return now
 
     @property
+    def label(self) -> str:
+        """The task for a terminal. It may name a checkpoint, e.g. `read A`."""
+        return printable_line(self.task)
+
+    @property
     def percent(self) -> int:
         """Percentage, rounded down so that 100 means complete. An empty task is complete."""
         if not self.total_bytes:
@@ -137,7 +143,7 @@ class ProgressMeter:
         if eta_s is not None:
             text += f"  {format_time_left(eta_s)}"
         if note:
-            text += f"   {note}"
+            text += f"   {printable_line(note)}"
         return text
 
     def summary(self) -> str:
@@ -201,7 +207,7 @@ class LineProgress:
         self.meter = None
 
     def _write_line(self, meter: ProgressMeter, text: str) -> None:
-        print(f"{meter.task}  {meter.percent:3d}%  {text}", file=self.stream, flush=True)
+        print(f"{meter.label}  {meter.percent:3d}%  {text}", file=self.stream, flush=True)
 
 
 @dataclass(slots=True)
@@ -270,7 +276,9 @@ class BarProgress:
         self.drawn_at_s = self.meter.started_s
         self.bar = _rich_bar(self.stream)
         self.bar.add_task(
-            task, total=max(total_bytes, 1), state=format_bytes_of(done_bytes, total_bytes)
+            self.meter.label,
+            total=max(total_bytes, 1),
+            state=format_bytes_of(done_bytes, total_bytes),
         )
         self.bar.start()
         self._draw_bar(self.meter, format_bytes_of(done_bytes, total_bytes))
@@ -307,7 +315,7 @@ class BarProgress:
         if self.bar is None:
             return
         # One column stays free: some terminals break the line after a character in the last one.
-        taken = len(meter.task) + 2 + _bar_cells(self.bar.console.width) + 2
+        taken = len(meter.label) + 2 + _bar_cells(self.bar.console.width) + 2
         state = f"{meter.percent:3d}%  {state}"[: max(0, self.bar.console.width - taken - 1)]
         # The bar of an empty task has a total of 1, and is full.
         completed = meter.done_bytes

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import sys
 import time
@@ -17,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import TextIO, cast
-from unicodedata import category
 
 from prepcli.console.bounded_text import bounded_error, bounded_lines
+from prepcli.console.escaping import printable, printable_line
 from prepcli.console.job_errors import process_of
 from prepcli.console.live_block import LiveBlock
 from prepcli.console.observer import NORMAL, QUIET, SLABS
@@ -28,11 +27,6 @@ from prepcli.console.stdio import LossyStream, write_and_flush, write_exact_and_
 from prepcli.console.tables import Column, layout_table
 from prepcli.console.unexpected import as_prep_error
 from prepcli.errors import INTERRUPTED, OK, STOPPED, PrepError
-
-# Newline, tab, and the zero-width joiners of letters.
-UNESCAPED = "\n\t\u200c\u200d"
-
-_UNUSUAL = re.compile(r"[^ -~\n\t]")  # only these characters are inspected one by one
 
 Cell = str | int
 
@@ -316,8 +310,10 @@ def format_table(
             if isinstance(value, int):
                 num_integers += 1
                 cells.append(f"{value:,}")
-            else:
+            elif name in wrapped:
                 cells.append(printable(value))
+            else:
+                cells.append(printable_line(value))
         is_right_aligned = name in right_aligned or 0 < num_integers == len(values)
         columns.append(Column(name, cells, is_right_aligned, is_wrapped=name in wrapped))
     return layout_table(columns, width=width, optional=optional)
@@ -326,22 +322,6 @@ def format_table(
 def _indent(text: str) -> str:
     """Indent the lines of a reason after the first one to the width of its label."""
     return text.replace("\n", "\n       ")
-
-
-def printable(text: str) -> str:
-    """Return the text with control characters escaped: names from untrusted files must not control a terminal.
-
-    Spaces and joiners of other scripts are kept.
-    """
-    return _UNUSUAL.sub(lambda match: _escape_char(match[0]), text)
-
-
-def _escape_char(char: str) -> str:
-    # `isprintable` is false for all spaces but U+0020. Those of category Zs, e.g. the no-break space,
-    # only move the text, and no control character is among them.
-    if char.isprintable() or char in UNESCAPED or category(char) == "Zs":
-        return char
-    return ascii(char)[1:-1]
 
 
 def _supports_color(stream: TextIO) -> bool:

@@ -125,7 +125,7 @@ class BucketExecutor:
             self._delete_leftovers(files)
             return ConversionResult(already_done=True)
         start_nbytes = anonymous_nbytes()
-        source_state = read_source_state(self.plan, self.source)
+        source_state = read_source_state(self.plan.source_files, self.source)
         check_small_files(self.plan)
         coverage.check(self.plan, lambda: split_streams(self.plan.streams, self.budget.slab_nbytes))
         with self._holding_lock():
@@ -377,8 +377,8 @@ class BucketExecutor:
 
     def _check_source(self, digests: Mapping[int, str], before: SourceState) -> None:
         """Raise PrepError unless the source still has the bytes of `digests`."""
-        now = read_source_state(self.plan, self.source)
-        touched = touched_files(self.source, before, now=now)
+        now = read_source_state(self.plan.source_files, self.source)
+        touched = touched_files(self.source.files, before, now=now)
         if not touched:
             return
         names = ", ".join(path.name for path in touched)

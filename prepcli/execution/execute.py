@@ -137,7 +137,7 @@ class ConversionExecutor:
             remove_work_folder(self.out)
             return ConversionResult(already_done=True)
         start_nbytes = anonymous_nbytes()
-        self._source_at_join = read_source_state(self.plan, self.source)
+        self._source_at_join = read_source_state(self.plan.source_files, self.source)
         check_small_files(self.plan)
         check_free_space(self.plan, self.stage.folder)
         # These checks come before `with self.stage` creates the staging folder: a refused plan leaves no files.
@@ -147,8 +147,7 @@ class ConversionExecutor:
             self._check_transformed(self.plan)
         with self.stage:
             self.stage.open(self.run_identity, self.request.restart, share=self.pool.share)
-            # The other processes may have published the output since the check above.
-            if self._is_already_done():
+            if self._is_already_published():
                 self.stage.discard()
                 return ConversionResult(already_done=True)
             with self.stage.failures.recording_errors():
@@ -171,6 +170,20 @@ class ConversionExecutor:
         self._result.peak_nbytes = max(0, peak_nbytes - start_nbytes)
         self.pool.add_reports(self._result)
         return self._result
+
+    def _is_already_published(self) -> bool:
+        """Return whether another process has published the output since the check before the staging folder.
+
+        Raises:
+            PrepError: Another command has published something else.
+        """
+        try:
+            return self._is_already_done()
+        except PrepError:
+            # An empty folder of this run would block the next command for the same output.
+            if self.stage.is_new:
+                self.stage.discard()
+            raise
 
     def _describe_durable(self) -> str:
         """Describe the durable part of the output, for the message of a stopped run, or empty if there is none."""
@@ -239,7 +252,7 @@ class ConversionExecutor:
         if not durable.durable_nbytes:
             return EMPTY_JOURNAL_STATE
         folder_name = self.stage.folder.name
-        touched = touched_files(self.source, self._source_at_start, now=self._source_at_join)
+        touched = touched_files(self.source.files, self._source_at_start, now=self._source_at_join)
         if touched:
             self.note(
                 f"{_join_file_names(touched)} may have changed since {folder_name} was started: comparing"
@@ -265,8 +278,8 @@ class ConversionExecutor:
 
         If the inode or change time of any file differs from `baseline`, all streams in `digests` are read again.
         """
-        state = read_source_state(self.plan, self.source)
-        touched = touched_files(self.source, baseline, now=state)
+        state = read_source_state(self.plan.source_files, self.source)
+        touched = touched_files(self.source.files, baseline, now=state)
         if touched:
             self.note(f"{_join_file_names(touched)} may have changed while it was read: comparing")
             if find_outdated(self._reader, digests, source=self.source):

@@ -11,7 +11,7 @@ from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
 from prepcli.engine.files import io_error
 from prepcli.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.formats.again_hint import again_hint
-from prepcli.planning.plan import EqualityCheck, Plan, Stream, read_copies
+from prepcli.planning.plan import EqualityCheck, Plan, SourceFile, Stream, read_copies
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import not_equal_error
@@ -23,39 +23,59 @@ from trainer.models.json_types import JsonValue
 # File in the work folder, with the state of the source when the run began.
 SOURCE_STATE_FILE = "source.json"
 
+# An unfinished output of other bytes is in the way of the same command.
+RESTART_HINT = text("{} with {}", RERUN_HINT, Option("restart", True))
+
 # inode and change time of each file
 SourceState = list[list[int]]
 
 
-def read_source_state(plan: Plan, source: Source) -> SourceState:
+def read_source_state(
+    stamps: Sequence[SourceFile], source: Source, hint: str = RESTART_HINT
+) -> SourceState:
     """Return the inode and change time of each file of a source, or an empty list for a remote source.
 
     The state is not part of the plan: a source that was copied with its times is the same source, but its bytes
     are compared again.
 
     Args:
-        plan: The plan, with the size and time of each file.
+        stamps: The size and time of each file when the source was opened.
         source: The opened source.
+        hint: Advice in the error.
 
     Returns:
         [inode, change time in ns] of each file.
 
     Raises:
-        PrepError: The size or time of a file differs from the plan.
+        PrepError: The size or time of a file differs from its stamp.
     """
-    # Sizes and times are in the plan. Inode and change time also differ after a copy that keeps the time or
+    # Sizes and times are in the stamps. Inode and change time also differ after a copy that keeps the time or
     # a `chmod`, where the bytes are equal, so that a difference only leads to a comparison.
+    stats = _file_stats(source.files)
+    for expected, path, file_stat in zip(stamps, source.files, stats):
+        if (file_stat.st_size, file_stat.st_mtime_ns) != (expected.size, expected.mtime_ns):
+            raise source_changed_error([path], source, hint)
+    if source.remote_files:
+        return []
+    return _file_states(stats)
+
+
+def read_file_states(paths: Sequence[Path]) -> SourceState:
+    """Return the inode and change time of each file. Raise PrepError for a missing one."""
+    return _file_states(_file_stats(paths))
+
+
+def _file_stats(paths: Sequence[Path]) -> list[os.stat_result]:
     stats: list[os.stat_result] = []
-    for path in source.files:
+    for path in paths:
         try:
             stats.append(path.stat())
         except OSError as error:
             raise io_error(path, error) from error
-    for expected, path, file_stat in zip(plan.source_files, source.files, stats):
-        if (file_stat.st_size, file_stat.st_mtime_ns) != (expected.size, expected.mtime_ns):
-            raise source_changed_error([path], source)
-    if source.remote_files:
-        return []
+    return stats
+
+
+def _file_states(stats: Sequence[os.stat_result]) -> SourceState:
     # Lists rather than tuples, because the state is stored as JSON and compared with what is read back.
     return [[file_stat.st_ino, file_stat.st_ctime_ns] for file_stat in stats]
 
@@ -70,20 +90,18 @@ def parse_source_state(value: JsonValue) -> SourceState:
     return state
 
 
-def source_changed_error(paths: Sequence[Path], source: Source) -> PrepError:
+def source_changed_error(
+    paths: Sequence[Path], source: Source, hint: str = RESTART_HINT
+) -> PrepError:
     """Return the error for changed files."""
     names = ", ".join(path.name for path in paths)
-    return PrepError(
-        f"{names} changed while it was read",
-        f"in {source.display_name}",
-        text("{} with {}", RERUN_HINT, Option("restart", True)),
-    )
+    return PrepError(f"{names} changed while it was read", f"in {source.display_name}", hint)
 
 
-def touched_files(source: Source, before: SourceState, *, now: SourceState) -> list[Path]:
+def touched_files(paths: Sequence[Path], before: SourceState, *, now: SourceState) -> list[Path]:
     """Return the files with another inode or change time than before."""
     touched: list[Path] = []
-    for path, state_before, state_now in zip(source.files, before, now):
+    for path, state_before, state_now in zip(paths, before, now):
         if state_before != state_now:
             touched.append(path)
     return touched

@@ -68,6 +68,7 @@ class Staging:
             among the processes. These streams are only read back.
         division_label: Text in journals for the division of the streams among the processes.
         session: Text of the lock file, equal for all running processes of the run.
+        is_new: Whether this process has begun the run: the folder has no work of an earlier one.
     """
 
     def __init__(self, out: Path) -> None:
@@ -92,6 +93,7 @@ class Staging:
         self.durable_digests: Mapping[int, str] = {}
         self.division_label = division_label(SINGLE_PROCESS.count, {})
         self.session = ""
+        self.is_new = False
         self._locks: list[int] = []
         self._moving_fd = -1
         self._folder_stat: os.stat_result | None = None
@@ -136,6 +138,7 @@ class Staging:
                     if restart and is_first and self._has_earlier_run():
                         self._delete_earlier_run()
                     earlier_identity = read_json_record(self.work / RUN_FILE)
+                    self.is_new = earlier_identity is None
                     if earlier_identity is None:
                         write_json_record(self.work / RUN_FILE, run_identity)
                     elif earlier_identity != run_identity:

@@ -20,7 +20,8 @@ from typing import Final, cast
 from prepcli.engine.digest import digest
 from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.formats.orbax import MODEL_ITEMS, find_item
-from prepcli.formats.untrusted import read_small_file
+from prepcli.formats.typed_json import find_type_fault
+from prepcli.formats.untrusted import quote_name, read_small_file
 from prepcli.planning.layout_scales import is_scale_record
 from prepcli.planning.manifest_fields import (
     PREP_KEYS,
@@ -31,11 +32,12 @@ from prepcli.planning.manifest_fields import (
     OriginRecord,
     QuantizedRecord,
     ScaleRecord,
+    TensorRecord,
     TensorRecords,
 )
 from prepcli.planning.tensors import ITEM_BITS, CastEntry
 from trainer.files.json_values import load_json
-from trainer.models.json_types import HFConfig, JsonObject, JsonValue
+from trainer.models.json_types import HFConfig, JsonObject
 
 MANIFEST_FILE = "prep-manifest.json"
 # Item of a training step. The step's manifest is in the parent folder.
@@ -59,30 +61,12 @@ HEADER_KEY: Final = "header"
 # An adapter's record of its base model has this key. `restore.digest_checks.sample_digest` computes the value.
 SAMPLE_DIGEST_KEY = "sample_digest"
 
-# Keys that later commands read without a check, with the type that each must have.
-REQUIRED_KEYS = {
-    "kind": str,
-    "request": str,
-    "plan": str,
-    "config": dict,
-    "tensors": dict,
-    "prefixed": bool,
-    "tied": bool,
-}
-LAYOUT_KEYS = {"scan": bool, "scan_axis": int, "rules": list}
-STATE_KEYS = {"step": int, "slots": dict, "others": dict}
+# Keys that later commands read without a default.
+REQUIRED_KEYS = ("kind", "request", "plan", "config", "tensors", "prefixed", "tied")
+LAYOUT_KEYS = ("scan", "scan_axis", "rules")
+STATE_KEYS = ("step", "slots", "others")
 # The kinds of a manifest that describes an Orbax tree, with the keys that they add.
-KEYS_BY_KIND = {"init": LAYOUT_KEYS, "train": LAYOUT_KEYS | STATE_KEYS}
-OPTIONAL_KEYS = {
-    BASE_KEY: dict,
-    ORIGIN_KEY: dict,
-    TOWERS_KEY: dict,
-    FILES_KEY: dict,
-    DIGEST_KEY: str,
-    QUANTIZATION_KEY: dict,
-    QUANTIZED_KEY: dict,
-    SCALES_KEY: dict,
-}
+KEYS_BY_KIND = {"init": LAYOUT_KEYS, "train": LAYOUT_KEYS + STATE_KEYS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +211,7 @@ class Manifest:
     @property
     def leaves(self) -> Mapping[str, LeafRecord] | None:
         """Shape and chunk shape of each leaf, in the order of their checksums."""
-        leaves = self.fields.get("leaves")
-        if isinstance(leaves, dict):
-            return leaves
-        return None
+        return self.fields.get("leaves")
 
     @property
     def has_file_records(self) -> bool:
@@ -290,10 +271,7 @@ class Manifest:
     @property
     def dropped(self) -> Sequence[Mapping[str, object]]:
         """Records of the tensors, rows and state slots of the source that are not in the output."""
-        dropped = self.fields.get("dropped", ())
-        if not isinstance(dropped, list):
-            return ()
-        return [entry for entry in dropped if isinstance(entry, dict)]
+        return self.fields.get("dropped", ())
 
     @property
     def source_name(self) -> str:
@@ -304,12 +282,9 @@ class Manifest:
 
     @property
     def origin(self) -> OriginRecord:
-        """Identity of the source of a conversion, or of the start model of a training step."""
+        """Identity of the source of a conversion, or of the start of a training run. Empty if it is malformed."""
         origin = self.fields.get(ORIGIN_KEY, {})
-        for value in origin.values():
-            if not isinstance(value, str | bool):
-                return {}
-        return origin
+        return {} if find_type_fault(origin, OriginRecord) else origin
 
     @property
     def merged_adapter(self) -> MergedAdapter | None:
@@ -498,94 +473,49 @@ def find_manifest_folder(path: Path) -> Path:
 
 
 def _check_manifest(path: Path, fields: JsonObject) -> None:
-    """Raise PrepError unless the manifest has all keys that later commands read, of the right types."""
-    expected_types = REQUIRED_KEYS | KEYS_BY_KIND.get(str(fields.get("kind")), {})
-    for key, expected_type in OPTIONAL_KEYS.items():
-        if key in fields:
-            expected_types[key] = expected_type
-    for key, expected_type in expected_types.items():
+    """Raise PrepError unless the manifest has all keys that later commands read, and values of the declared types."""
+    if fault := find_type_fault(fields, ManifestFields) or _find_fault(
+        cast("ManifestFields", fields)
+    ):
+        raise DamagedError(f"{path} is broken", fault, GET_AGAIN_HINT)
+
+
+def _find_fault(fields: ManifestFields) -> str:
+    """Return what is wrong with the values of a manifest of correct types, or empty."""
+    for key in (*REQUIRED_KEYS, *KEYS_BY_KIND.get(fields.get("kind", ""), ())):
         if key not in fields:
-            raise _damaged_manifest_error(path, f"`{key}` is missing")
-        if not isinstance(fields[key], expected_type):
-            raise _damaged_manifest_error(path, f"`{key}` is {fields[key]!r:.60}")
+            return f"`{key}` is missing"
     # One version of prep added both keys. If only one is there, the other was removed by hand.
     if (FILES_KEY in fields) != (DIGEST_KEY in fields):
-        raise _damaged_manifest_error(path, f"it has only one of `{FILES_KEY}` and `{DIGEST_KEY}`")
-    file_records = fields.get(FILES_KEY, {})
-    # The types of all keys were checked above.
-    assert isinstance(file_records, dict)
-    for name, record in file_records.items():
-        if not _is_file_record(record):
-            raise _damaged_manifest_error(
-                path, f"the record of {name!r:.60} has no size and digest"
-            )
-    _check_records(path, fields["tensors"])
-    slots = fields.get("slots", {})
-    if not isinstance(slots, dict):
-        raise _damaged_manifest_error(path, f"`slots` is {slots!r:.60}")
-    for records in slots.values():
-        _check_records(path, records)
-    if fields["kind"] == "train":
-        _check_records(path, fields["others"])
-    quantized = fields.get(QUANTIZED_KEY, {})
-    assert isinstance(quantized, dict)
-    for name, record in quantized.items():
-        if not _is_quantized_record(record):
-            raise _damaged_manifest_error(
-                path, f"the record of the quantised {name!r:.60} is invalid"
-            )
-    scales = fields.get(SCALES_KEY, {})
-    assert isinstance(scales, dict)
-    for name, record in scales.items():
-        is_valid = isinstance(record, dict) and _are_row_digests(record.get("digests", []))
-        if not is_valid or not is_scale_record(record):
-            raise _damaged_manifest_error(path, f"the scale of {name!r:.60} is invalid")
+        return f"it has only one of `{FILES_KEY}` and `{DIGEST_KEY}`"
+    for name, file in fields.get(FILES_KEY, {}).items():
+        if XXH3_KEY not in file and HEADER_KEY not in file:
+            return f"the record of {quote_name(name)} has no size and digest"
+    groups = [fields["tensors"], *fields.get("slots", {}).values(), fields.get("others", {})]
+    for records in groups:
+        for name, record in records.items():
+            if fault := _find_record_fault(record):
+                return f"the record of {quote_name(name)} is invalid: {fault}"
+    for name, record in fields.get(QUANTIZED_KEY, {}).items():
+        if min(record["shape"], default=0) < 0 or record["dtype"] not in ITEM_BITS:
+            return f"the record of the quantised {quote_name(name)} is invalid"
+    for name, record in fields.get(SCALES_KEY, {}).items():
+        if not is_scale_record(record):
+            return f"the scale of {quote_name(name)} is invalid"
+    return ""
 
 
-def _check_records(path: Path, records: JsonValue) -> None:
-    """Raise PrepError unless each tensor has a list of digests."""
-    if not isinstance(records, dict):
-        raise _damaged_manifest_error(path, "'the state' has no list of digests")
-    for name, record in records.items():
-        if isinstance(record, dict):
-            row_digests = record.get("digests")
-        else:
-            row_digests = None
-        if not _are_row_digests(row_digests):
-            raise _damaged_manifest_error(path, f"{name!r:.60} has no list of digests")
-
-
-def _damaged_manifest_error(path: Path, why: str) -> DamagedError:
-    return DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
-
-
-def _are_row_digests(values: JsonValue) -> bool:
-    """Return whether a value is a list of [first row, stop row, digest]."""
-    if not isinstance(values, list):
-        return False
-    for value in values:
-        if not isinstance(value, list) or [type(part) for part in value] != [int, int, str]:
-            return False
-    return True
-
-
-def _is_quantized_record(value: JsonValue) -> bool:
-    """Return whether a value is the record of a dequantised weight."""
-    match value:
-        case {
-            "format": str(),
-            "codes": str(),
-            "dtype": str(dtype),
-            "shape": list(shape),
-            "digest": str(),
-        }:
-            are_extents = all(type(extent) is int and extent >= 0 for extent in shape)
-            return are_extents and dtype in ITEM_BITS
-    return False
-
-
-def _is_file_record(record: JsonValue) -> bool:
-    """Return whether a value is the record of a file."""
-    if not isinstance(record, dict) or type(record.get(SIZE_KEY)) is not int:
-        return False
-    return isinstance(record.get(XXH3_KEY, record.get(HEADER_KEY)), str)
+def _find_record_fault(record: TensorRecord) -> str:
+    """Return what is wrong with the record of a tensor, or empty. Early versions recorded neither dtype nor shape."""
+    dtype = record.get("dtype")
+    if dtype is not None and dtype not in ITEM_BITS:
+        return f"its dtype is {quote_name(dtype)}"
+    shape = record.get("shape", ())
+    if min(shape, default=0) < 0:
+        return f"its shape is {[*shape]}"
+    next_row = 0
+    for first, stop, _ in record["digests"]:
+        if first != next_row or stop < first:
+            return f"it has a digest of rows {first} to {stop} after row {next_row}"
+        next_row = stop
+    return ""

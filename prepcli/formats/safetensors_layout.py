@@ -40,16 +40,23 @@ def encode_header(tensors: Sequence[LayoutEntry], page_offset: int | None = 0) -
             aligns the payload to the next multiple of 8.
 
     Raises:
-        ValueError: A name occurs twice or is reserved for metadata.
-        PrepError: The dtype or shape of a tensor does not match its size, or the header is too large.
+        ValueError: A name occurs twice.
+        PrepError: The dtype or shape of a tensor does not match its size, its name is reserved for metadata, or the
+            header is too large.
     """
     ends = list(accumulate((nbytes for *_, nbytes in tensors), initial=0))
     header_entries = {
         entry[0]: _describe_tensor(entry, start_offset, stop_offset)
         for entry, start_offset, stop_offset in zip(tensors, ends, ends[1:])
     }
-    if len(header_entries) != len(tensors) or METADATA_KEY in header_entries:
-        raise ValueError("a tensor name occurs twice, or is reserved for metadata")
+    if len(header_entries) != len(tensors):
+        raise ValueError("a tensor name occurs twice")
+    if METADATA_KEY in header_entries:
+        raise PrepError(
+            f"no tensor of a safetensors file has the name {METADATA_KEY}",
+            "the format reserves it for metadata",
+            "rename the tensor in the source",
+        )
     content = {METADATA_KEY: {"format": "pt"}, **header_entries}
     header = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     # A payload with the same page offset as its source can be copied by whole pages without the CPU.

@@ -10,8 +10,9 @@ from typing import TypedDict, cast
 
 from prepcli.console.lists import join_names
 from prepcli.errors import Option, UsageError, text, usage_error
-from prepcli.formats.untrusted import read_small_file
+from prepcli.formats.untrusted import unreadable_error
 from trainer.files.json_values import load_json
+from trainer.files.reading import read_file_or_pipe
 from trainer.models.json_types import JsonObject, JsonValue
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -30,13 +31,16 @@ class AddedToken(TypedDict):
 
 
 def read_token_list(path: Path) -> tuple[AddedToken, ...]:
-    """Read the tokens of a file: a JSON list in `*.json`, else one token per line.
+    """Read the tokens of a file or a pipe: a JSON list in `*.json`, else one token per line.
 
     Raises:
         UsageError: The file is invalid, or a token is empty, doubled or part of another one.
         PrepError: The file cannot be read.
     """
-    data = read_small_file(path)
+    try:
+        data = read_file_or_pipe(path)
+    except OSError as error:
+        raise unreadable_error(path, error) from error
     if path.suffix == ".json":
         tokens = _json_tokens(path, data)
     else:

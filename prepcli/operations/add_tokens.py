@@ -105,6 +105,7 @@ def add_tokens(
     if options["tokens"] is REQUIRED:
         hint = text("{}", Option("tokens", "FILE"))
         raise usage_error(text("{} is missing", Option("tokens")), "it lists the new tokens", hint)
+    _check_readable_again(Path(options["tokens"]), process_options)
     tokens = read_token_list(Path(options["tokens"]))
     common = common_options(
         checkpoint, out, options, dry_run=dry_run, process_options=process_options
@@ -115,6 +116,16 @@ def add_tokens(
         partial(plan_add_tokens, options, tokens),
         allow_adapters=True,
     )
+
+
+def _check_readable_again(path: Path, process_options: ProcessOptions | None) -> None:
+    """Raise UsageError for a pipe if the workers of the command have to read it, too."""
+    if process_options is not None and process_options.num_workers > 1 and path.is_fifo():
+        raise usage_error(
+            text("{} cannot be a pipe", Option("tokens", str(path))),
+            text("{} start the same command, and a pipe is read once", Option("workers")),
+            "write the tokens to a file",
+        )
 
 
 def plan_add_tokens(

@@ -18,6 +18,7 @@ from prepcli.engine.pipeline import ConversionResult
 from prepcli.errors import Option, text, usage_error
 from prepcli.execution.bucket_executor import BucketExecutor
 from prepcli.execution.execute import ConversionExecutor
+from prepcli.execution.output_paths import check_output_paths
 from prepcli.execution.output_urls import parse_out_url
 from prepcli.execution.request import ExecutionRequest
 from prepcli.execution.staging import remove_leftover
@@ -400,6 +401,7 @@ def _open_and_plan(
     check_config_option(common, source)
     check_stream(common.stream, located)
     planned = _with_origin(make_plan(source, located), source, located)
+    check_output_paths(planned.plan)
     return _OpenedConversion(located, source, planned)
 
 

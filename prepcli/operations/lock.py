@@ -6,14 +6,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Unpack
 
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.engine.files import io_error
-from prepcli.errors import Option, OutputExistsError, text
-from prepcli.formats.lock_file import encode_lock
+from prepcli.errors import RERUN_HINT, Option, OutputExistsError, text
+from prepcli.execution.source_checks import (
+    read_file_states,
+    read_source_state,
+    source_changed_error,
+    touched_files,
+)
+from prepcli.formats.lock_file import Lock, encode_lock
 from prepcli.formats.lock_signature import is_signed_with, sign, signature_path
 from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.operations.inspection_options import LockOptions
@@ -26,7 +33,7 @@ from prepcli.pages.html_page import check_page_path
 from prepcli.pages.lock_page import write_lock_page
 from prepcli.restore.digest_checks import num_rows, tensor_digests
 from prepcli.sources.locate import check_stream
-from prepcli.sources.locked import RowDigests, make_lock
+from prepcli.sources.locked import RowDigests, make_lock, settings_files
 from prepcli.sources.source import Source, SourceTensor
 from trainer.models.boxes import Range
 
@@ -85,14 +92,18 @@ def lock(
     is_local = located.local_files.remote is None and located.local_files.commit is None
     path = Path(out) if out is not None else Path(f"{name}{LOCK_SUFFIX}")
     check_result_path(path)
-    content = make_lock(
-        source,
-        # However the path of a folder is spelled, equal content has an equal lock.
-        name=name if is_local else source.display_name,
-        revision=located.local_files.commit,
-        digests=_digest_tensors(source, common.memory_nbytes, observer.progress()),
-        progress=observer.progress(),
-    )
+
+    def read_content() -> Lock:
+        return make_lock(
+            source,
+            # However the path of a folder is spelled, equal content has an equal lock.
+            name=name if is_local else source.display_name,
+            revision=located.local_files.commit,
+            digests=_digest_tensors(source, common.memory_nbytes, observer.progress()),
+            progress=observer.progress(),
+        )
+
+    content = _read_unchanged(source, read_content, observer)
     already_done = _write_lock(path, encode_lock(content), key, overwrite=options["overwrite"])
     if page is not None:
         write_lock_page(page, content)
@@ -108,6 +119,35 @@ def lock(
         already_done=already_done,
         signature=None if key is None else signature_path(path),
     )
+
+
+def _read_unchanged(source: Source, read_content: Callable[[], Lock], observer: Observer) -> Lock:
+    """Return the lock of a source that does not change while it is read.
+
+    A lock of old and new bytes would approve a checkpoint that never existed.
+
+    Args:
+        source: The checkpoint.
+        read_content: Reads all files and tensors.
+        observer: Receives a note.
+
+    Raises:
+        PrepError: The checkpoint has changed.
+    """
+    settings = [*settings_files(source).values()]
+    weights_before = read_source_state(source.file_stamps, source, RERUN_HINT)
+    settings_before = read_file_states(settings)
+    content = read_content()
+    weights_now = read_source_state(source.file_stamps, source, RERUN_HINT)
+    touched = touched_files(source.files, weights_before, now=weights_now)
+    touched += touched_files(settings, settings_before, now=read_file_states(settings))
+    if touched:
+        # A copy that keeps the time or a `chmod` leaves the bytes equal.
+        names = ", ".join(path.name for path in touched)
+        observer.note(f"{names} may have changed while it was read: comparing")
+        if read_content() != content:
+            raise source_changed_error(touched, source, RERUN_HINT)
+    return content
 
 
 def _digest_tensors(

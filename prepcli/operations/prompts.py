@@ -9,7 +9,7 @@ from pathlib import Path
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError
 from trainer.files.json_values import load_json
-from trainer.files.reading import read_regular_file
+from trainer.files.reading import read_file_or_pipe
 
 STDIN = "-"
 MAX_PROMPTS_NBYTES = 1_000_000_000
@@ -40,7 +40,7 @@ def read_prompts(file_name: str) -> Iterator[str]:
 def _read_text(file_name: str) -> str:
     if file_name != STDIN:
         # utf-8-sig drops the byte order mark that some editors write at the start of a file.
-        return read_regular_file(Path(file_name), MAX_PROMPTS_NBYTES).decode("utf-8-sig")
+        return read_file_or_pipe(Path(file_name), MAX_PROMPTS_NBYTES).decode("utf-8-sig")
     # One character more than the limit, to notice that there are more.
     text = sys.stdin.read(MAX_PROMPTS_NBYTES + 1)
     if len(text) > MAX_PROMPTS_NBYTES:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+from prepcli.console.escaping import printable
 from prepcli.engine.files import check_parent_folder, io_error
 from prepcli.errors import PrepError
 from prepcli.execution.output_urls import check_local_path
@@ -50,10 +51,9 @@ def write_html_page(path: Path, title: str, body: Iterable[str], *, style: str =
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}{style}</style></head>\n<body>\n{elements}\n</body></html>\n"
     )
-    # File names in the text may have bytes that are not UTF-8.
-    content = page.encode(errors="replace")
     try:
-        write_file(path, content)
+        # Names in the text may have control characters, and bytes that are not UTF-8.
+        write_file(path, printable(page).encode())
     except OSError as error:
         raise io_error(path, error) from error
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NotRequired, TypedDict
+from typing import Annotated, Final, NotRequired, TypedDict
 
 from prepcli.planning.tensors import CastEntry
 from trainer.models.json_types import HFConfig
+
+# Mark of a key with a type that its reader checks: a manifest with another value there is read all the same.
+CHECKED_BY_READER: Final = "checked by its reader"
 
 
 class TensorRecord(TypedDict):
@@ -110,6 +113,18 @@ class TrainingStateRecord(TypedDict):
     left_out: Sequence[str]
 
 
+class ScheduleRecord(TypedDict):
+    """The learning rate schedule of a run, as `LRSchedule.manifest_fields` returns it."""
+
+    kind: str
+    peak: float
+    warmup: NotRequired[int]
+    decay: NotRequired[int]
+    end: NotRequired[float]
+    initial: NotRequired[float]
+    cooldown: NotRequired[int]
+
+
 class TokenRecord(TypedDict):
     """An added token."""
 
@@ -168,8 +183,9 @@ class PrepFields(TypedDict, total=False):
     request: str
     plan: str
     prep: str
-    source: SourceRecord
-    origin: OriginRecord
+    # A malformed record proves no link of a chain.
+    source: Annotated[SourceRecord, CHECKED_BY_READER]
+    origin: Annotated[OriginRecord, CHECKED_BY_READER]
     command: str
     # A value that is no text is ignored.
     name: object
@@ -218,12 +234,16 @@ class ManifestFields(PrepFields, total=False):
     base: Mapping[str, object]
     # Layer and expert numbers of the tensors in each leaf of a verbatim checkpoint.
     stacked: Mapping[str, Sequence[Sequence[int]]]
-    merged: MergedAdapter
+    merged: Annotated[MergedAdapter, CHECKED_BY_READER]
     added_tokens: AddedTokensRecord
     # Loss of a step, and the number of sequences that it was computed on. Their reader checks the types.
     eval_loss: object
     eval_sequences: object
     training_state: TrainingStateRecord
+    # Of a training step: the text of its recipe, the schedule of its learning rate, and what rounding depends on.
+    recipe: str
+    rate: ScheduleRecord
+    environment: Mapping[str, object]
 
 
 PREP_KEYS = frozenset(PrepFields.__annotations__)

@@ -255,14 +255,22 @@ def read_small_tensor(source: Source, tensor: SourceTensor) -> bytes:
 
 
 def _read_table(source: Source) -> AdamWTable | None:
-    """Return the optimizer table of the recipe in a step's manifest. None if it has no recipe."""
+    """Return the optimizer table of the recipe in a step's manifest. None if it has no recipe.
+
+    Raises:
+        DamagedError: The recipe is broken.
+    """
     fields = _manifest_fields(source)
     if "recipe" not in fields or "rate" not in fields:
         return None
     # The tables of a recipe take 0.3 s to import. Every command on an Orbax item imports this module.
     from trainer.recipe.optimizer_tables import AdamWTable
 
-    return AdamWTable.model_validate(tomllib.loads(fields["recipe"])["optimizer"])
+    try:
+        return AdamWTable.model_validate(tomllib.loads(fields["recipe"])["optimizer"])
+    except (KeyError, ValueError) as error:
+        what = f"the recipe in the manifest of {source.display_name} is broken"
+        raise DamagedError(what, f"its table `optimizer`: {error}"[:200], GET_AGAIN_HINT) from error
 
 
 def _read_settings(source: Source, table: AdamWTable | None, step: int) -> AdamSettings | None:

@@ -22,6 +22,7 @@ from prepcli.sources.references import (
     parse_reference,
 )
 from prepcli.sources.unused_quantization import unused_quantization_note
+from trainer.files.writing import name_fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +127,12 @@ def _read_manifest(path: Path) -> Manifest | None:
 
 
 def _recorded_name(reference: Reference, local_files: LocalFiles, manifest: Manifest | None) -> str:
-    """Return the model name in the manifest. Empty if the name has a slash, which would leave the output folder."""
+    """Return the model name in the manifest. Empty if it is no file name, as outputs are called after it."""
     # A model of the hub has the name of its repository, and a single file its own.
     if manifest is None or isinstance(reference, HubRepo) or local_files.path.is_file():
         return ""
     name = manifest.name
-    if isinstance(name, str) and name == Path(name).name:
+    if isinstance(name, str) and not name_fault(name):
         return name
     return ""
 

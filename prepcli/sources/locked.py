@@ -43,7 +43,7 @@ def make_lock(
     Raises:
         PrepError: A file cannot be read.
     """
-    paths = {**_settings_files(source), **_weight_files(source)}
+    paths = {**settings_files(source), **_weight_files(source)}
     sizes = {name: stat_file(path).st_size for name, path in paths.items()}
     published = _published_digests(source)
     files: dict[str, LockedFile] = {}
@@ -130,7 +130,7 @@ def _with_digests(
 
 def _file_differences(source: Source, lock: Lock, *, hashes_weights: bool) -> Iterator[str]:
     """Yield a text for each file with another size or digest, and for each missing or additional file."""
-    settings = _settings_files(source)
+    settings = settings_files(source)
     weights = _weight_files(source)
     paths = {**settings, **weights}
     sizes = {name: stat_file(path).st_size for name, path in paths.items()}
@@ -180,7 +180,7 @@ def _stored_names(source: Source) -> dict[str, str]:
     return names
 
 
-def _settings_files(source: Source) -> dict[str, Path]:
+def settings_files(source: Source) -> dict[str, Path]:
     """Return the config, the tokenizer and the other small files of a source, by name in the lock."""
     paths = list(source.small_files)
     # A decoded or a truncated model has another config than its file, which the lock covers all the same.

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from prepcli.engine.blobs import Blob
 from prepcli.errors import (
     BROKEN_CONFIG_HINT,
+    GET_AGAIN_HINT,
     DamagedError,
     Option,
     PrepError,
@@ -24,7 +25,7 @@ from prepcli.formats import safetensors
 from prepcli.formats.file_records import check_header
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, STATE_ITEM, Manifest
 from prepcli.formats.orbax import READABLE_SUFFIXES
-from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
+from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, quote_name, read_small_file
 from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.manifest_fields import QuantizedRecord, TensorRecords, TrainingStateRecord
@@ -80,6 +81,14 @@ class SourceTensor:
     def stored(self) -> tuple[SourceTensor, ...]:
         """The stored tensors whose digests cover the values: the tensor itself, unless a transform made it."""
         return self.made_from or (self,)
+
+    def __post_init__(self) -> None:
+        """Raise DamagedError if a recorded digest is of rows that the tensor does not have."""
+        num_rows = self.shape[0] if self.shape else 1
+        for first, stop, _ in self.digests:
+            if not 0 <= first <= stop <= num_rows:
+                what = f"the manifest records a digest of rows {first} to {stop} of {quote_name(self.name)}"
+                raise DamagedError(what, f"the tensor has {num_rows} rows", GET_AGAIN_HINT)
 
     @property
     def nbytes(self) -> int:

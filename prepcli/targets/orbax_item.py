@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from prepcli.errors import GET_AGAIN_HINT, Command, Option, PrepError, text, usage_error
+from prepcli.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
 from prepcli.formats.ocdbt_read import MAX_ENTRIES
 from prepcli.formats.orbax import chunk_file_path
-from prepcli.formats.untrusted import quote_name
 from prepcli.planning.chunk_placement import (
     ChunkLayout,
     LeafPiece,
@@ -52,9 +51,6 @@ from trainer.models.leaf_matrices import reduced_axes
 from trainer.models.mesh import Mesh
 from trainer.models.partition import Spec, leaf_spec, partition_spec
 from trainer.models.rules import LeafDims, Rules
-
-# Limit of Linux and macOS.
-MAX_FILE_NAME_NBYTES = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,15 +238,10 @@ def lay_out_uses(
 def _place_in_files(
     pieces: Sequence[LeafPiece], storage: Storage
 ) -> tuple[ChunkLayout, tuple[OutputFile, ...]]:
-    """Return the location of each chunk, and the files.
-
-    Raises:
-        UsageError: A leaf cannot be stored in a folder of its name.
-    """
+    """Return the location of each chunk, and the files."""
     if storage not in CHUNK_FILE_STORAGES:
         layout = place_chunks(pieces)
         return layout, _data_files(layout.file_sizes)
-    _check_folder_names({piece.leaf_name for piece in pieces}, storage)
     layout = place_chunk_files(pieces)
     return layout, _chunk_files(layout, uses_zarr3=storage in ZARR3_STORAGES)
 
@@ -285,18 +276,6 @@ def item_streams(
         targets[name] = TensorTarget(item.regions.get(name, ()), sizes[name], item.dtypes[name])
     compared = {check.name for check in match.checks}
     return build_streams(source, targets, resize=resize, compared=compared)
-
-
-def _check_folder_names(leaves: Iterable[str], storage: Storage) -> None:
-    """Raise UsageError for a leaf with a name that cannot be the name of its folder."""
-    for name in leaves:
-        is_too_long = len(name.encode()) > MAX_FILE_NAME_NBYTES
-        if is_too_long or "/" in name or "\0" in name:
-            raise usage_error(
-                text("{} cannot store {}", Option("storage", storage), quote_name(name)),
-                f"a folder name has at most {MAX_FILE_NAME_NBYTES} bytes, and no slash",
-                text("{} has no such limit", Option("storage", "ocdbt")),
-            )
 
 
 def _unplaced_tensors(source: Source, match: TensorMatch) -> Iterator[str]:

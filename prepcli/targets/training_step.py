@@ -90,7 +90,7 @@ def plan_training_step(
     source_name = str(start_manifest["name"])
     # A run that starts from a step of another run names the first model, and not that step.
     if start_manifest["kind"] == "train":
-        source_name = start_manifest["source"]["name"]
+        source_name = Manifest(start_manifest).source_name
     plan = Plan(
         command="train",
         request=request,

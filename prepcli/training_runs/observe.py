@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from prepcli.console.bounded_text import shorten
+from prepcli.console.escaping import printable
 from prepcli.console.formatting import (
     format_duration,
     format_number,
@@ -18,7 +19,6 @@ from prepcli.console.live_block import LiveBlock
 from prepcli.console.observer import Observer
 from prepcli.console.progress import REDRAW_INTERVAL_S
 from prepcli.console.run_status import RunStatus, status_lines
-from prepcli.console.ui import printable
 from prepcli.training_runs.run import PreparedRun
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -100,7 +101,7 @@ def _check_loss_weights(config: TokenizeConfig) -> None:
 
 
 def _export_megatron(store: Path, meta: StoreMeta, target: Path) -> Path:
-    """Write the two files of a dataset of Megatron-LM. The index comes last."""
+    """Write the two files of a dataset of Megatron-LM. The index gets its name last."""
     if meta.has_weights:
         raise _loss_weights_error()
     tokens = map_tokens(store, meta, seq_length=1)
@@ -112,28 +113,30 @@ def _export_megatron(store: Path, meta: StoreMeta, target: Path) -> Path:
     if meta.max_id > MAX_INT32:
         raise _megatron_error(f"its ids are at most {MAX_INT32:,}, the data has {meta.max_id:,}")
     index = target.with_name(f"{target.name}{INDEX_SUFFIX}")
-    ids = ids_path(index)
-    try:
-        _copy_file(store / TOKENS_FILE, ids)
-    except FileExistsError:
-        # An earlier call or another process wrote it.
-        if file_digest(ids) != file_digest(store / TOKENS_FILE):
-            raise _other_tokens_error(ids) from None
     # The index of equal ids may have other documents, and is small. It is always written.
     with _writing(index), replacing_file(index) as file:
         for data in _megatron_index(tokens, dtype):
             file.write(data)
+        # Durable before the ids get their name: a full disk leaves both files, or none.
+        file.flush()
+        os.fsync(file.fileno())
+        _write_ids(store / TOKENS_FILE, ids_path(index))
     return index
 
 
-def _copy_file(source: Path, target: Path) -> None:
-    """Copy a file to a new name. Raise FileExistsError if the name exists."""
-    with (
-        _writing(target),
-        replacing_file(target, overwrite=False) as file,
-        source.open("rb") as content,
-    ):
-        shutil.copyfileobj(content, file)
+def _write_ids(source: Path, target: Path) -> None:
+    """Copy the ids of a store to a new file. An equal one is kept."""
+    try:
+        with (
+            _writing(target),
+            replacing_file(target, overwrite=False) as file,
+            source.open("rb") as content,
+        ):
+            shutil.copyfileobj(content, file)
+    except FileExistsError:
+        # An earlier call or another process wrote it.
+        if file_digest(target) != file_digest(source):
+            raise _other_tokens_error(target) from None
 
 
 def _megatron_index(tokens: MappedTokens, dtype: str) -> Iterator[bytes]:

@@ -48,6 +48,25 @@ def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
     return open(fd, "rb", buffering=buffering)
 
 
+def read_file_or_pipe(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
+    """Read a small file that the user names, or a pipe, such as the `<(...)` of a shell.
+
+    Raises:
+        PrepError: The file or the content of the pipe is larger than `max_nbytes`, or the path is a folder, device or
+            socket.
+        OSError: The system refuses to read it.
+    """
+    if not path.is_fifo():
+        return read_regular_file(path, max_nbytes)
+    # The open and the read wait for the writer, as every reader of a pipe does.
+    with path.open("rb") as pipe:
+        content = pipe.read(max_nbytes + 1)
+    if len(content) > max_nbytes:
+        why = f"the limit is {max_nbytes:,} bytes"
+        raise PrepError(f"{path} is too large", why, "check that it is the right file")
+    return content
+
+
 def read_regular_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
     """Read a whole small file.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -15,8 +16,26 @@ from trainer.models.errors import PrepError
 
 # Maximum bytes of a file name on ext4, XFS, Btrfs and tmpfs.
 MAX_NAME_NBYTES = 255
+# Object stores refuse control characters, and shells and terminals misread them. One rule holds for all outputs.
+_INVALID_CHARACTER = re.compile(r"[/\x00-\x1f\x7f]")
 # Errors of file systems without hard links, such as FAT and mounted buckets
 NO_HARD_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL)
+
+
+def name_fault(name: str) -> str:
+    """Return why a text cannot be the name of a file or folder of an output, or empty if it can.
+
+    >>> name_fault("params.w"), name_fault("..")
+    ('', 'a name is not empty, `.` or `..`')
+    """
+    if name in ("", ".", ".."):
+        return "a name is not empty, `.` or `..`"
+    if _INVALID_CHARACTER.search(name):
+        return "a name has no slash and no control character"
+    nbytes = len(os.fsencode(name))
+    if nbytes > MAX_NAME_NBYTES:
+        return f"a name has at most {MAX_NAME_NBYTES} bytes, and this one has {nbytes:,}"
+    return ""
 
 
 def write_file(path: Path, content: bytes, *, overwrite: bool = True) -> None:

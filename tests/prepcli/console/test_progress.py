@@ -250,3 +250,21 @@ def test_make_progress_chooses_by_stream_and_term(
     monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert type(make_progress(mode, stream)) is expected
+
+
+@pytest.mark.parametrize("mode", ["lines", "bar"])
+def test_control_characters_of_labels_are_escaped(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    time, stream = FakeClock(), Terminal()
+    progress = make_progress(mode, stream, time)
+    # A task may name a checkpoint of another user.
+    progress.begin("read a\x1b]0;title\x07\nb", 100)
+    progress.note("tensor\r\x9bw")
+    advance(progress, time, 40, 50)
+    progress.end()
+    shown = stream.getvalue()
+    assert "read a\\x1b]0;title\\x07\\nb" in shown
+    assert "tensor\\r\\x9bw" in shown
+    assert not {"\x07", "\x9b", "\x1b]"} & {*shown, *(["\x1b]"] if "\x1b]" in shown else [])}

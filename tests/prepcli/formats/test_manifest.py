@@ -72,6 +72,18 @@ def test_read_manifest_rejects_other_files(tmp_path, data: bytes, text: str):
         {"kind": "train"} | LAYOUT | {"slots": {"opt_state.mu": {"w": {}}}},
         {"kind": "train"} | LAYOUT | {"others": {"step": {"digests": "abc"}}},
         {"base": "tiny"},  # optional
+        {"tensors": {"w": {"digests": [[0, 3]]}}},
+        {"tensors": {"w": {"digests": [[0, 3, "a"], [4, 5, "a"]]}}},
+        {"tensors": {"w": {"digests": [[3, 0, "a"]]}}},
+        {"tensors": {"w": {"digests": [], "shape": "3"}}},
+        {"tensors": {"w": {"digests": [], "shape": [-3]}}},
+        {"tensors": {"w": {"digests": [], "dtype": "float99"}}},
+        {"slots": {"opt_state.mu": {"w": {"digests": [], "shape": [[3]]}}}},
+        {"rules": [["a=mp"]]},
+        {"command": ["save-init"]},
+        {"vocab": {"true": "3", "padded": 4}},
+        {"leaves": {"w": {"shape": [3]}}},
+        {"added_tokens": {"tokens": []}},
     ],
 )
 def test_read_manifest_checks_types_of_keys(tmp_path, change: dict[str, object]):
@@ -134,11 +146,11 @@ LISTED = WHOLE | {"files": {"config.json": {"bytes": 2, "xxh3": "0" * 32}}}
 
 
 def test_encode_manifest_adds_digest_of_canonical_json(tmp_path):
-    manifest = read_manifest(write_manifest(tmp_path, encode_manifest(LISTED | {"mesh": (1, 2)})))
+    manifest = read_manifest(write_manifest(tmp_path, encode_manifest(LISTED | {"later": (1, 2)})))
     assert manifest is not None
     content = dict(manifest.fields)
     stored_digest = content.pop("digest")
-    assert content == {"format": 1, **LISTED, "mesh": [1, 2]}
+    assert content == {"format": 1, **LISTED, "later": [1, 2]}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     assert stored_digest == xxhash.xxh3_128_hexdigest(canonical.encode())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,19 @@ def test_unreadable_lists_are_one_error(tmp_path: Path, name: str):
     (tmp_path / "folder.txt").mkdir()
     with pytest.raises(PrepError):
         read_token_list(tmp_path / name)
+
+
+def test_tokens_of_a_pipe_are_read(tmp_path: Path):
+    # A shell passes `<(...)` as the path of an open pipe.
+    reader, writer = os.pipe()
+    os.write(writer, b"<a>\n<b>\n")
+    os.close(writer)
+    tokens = read_token_list(Path(f"/dev/fd/{reader}"))
+    os.close(reader)
+    assert [token["content"] for token in tokens] == ["<a>", "<b>"]
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev", "absent"])
+def test_list_other_than_a_file_or_pipe_is_an_error(path: str):
+    with pytest.raises(PrepError):
+        read_token_list(Path(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -531,3 +532,20 @@ def test_embeddings_per_layer_are_refused(capsys: pytest.CaptureFixture[str]):
     assert code == USAGE
     assert "has embeddings per layer, which is not supported" in lines[0]
     assert "embed_tokens_per_layer.weight" in " ".join(lines)
+
+
+def test_tokens_of_a_pipe_are_added(capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"))
+    reader, writer = os.pipe()
+    os.write(writer, b"<tool>\n")
+    os.close(writer)
+    words = ("add-tokens", "./m", "--tokens", f"/dev/fd/{reader}", "--out", "added")
+    code, lines = run_failing_unchanged(capsys, *words, "--workers", "2")
+    assert code == USAGE
+    assert lines[0] == f"error: `--tokens /dev/fd/{reader}` cannot be a pipe"
+    run_ok(*words)
+    os.close(reader)
+    Path("tokens.txt").write_text("<tool>\n")
+    run_ok("add-tokens", "./m", "--tokens", "tokens.txt", "--out", "expected")
+    assert_same(read_tensors(Path("added")), read_tensors(Path("expected")))
+    assert side_files(Path("added")) == side_files(Path("expected"))

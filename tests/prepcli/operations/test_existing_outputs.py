@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
+from prepcli.errors import PrepError
 from prepcli.execution import execute
 from tests.helpers.killing import read_files
-from tests.helpers.run_cli import run_failing_unchanged
+from tests.helpers.run_cli import run_failing_unchanged, run_ok
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
 
@@ -113,3 +114,52 @@ def test_current_and_home_folders_are_never_replaced(capsys, monkeypatch, tmp_pa
             f"error: the output {out} would replace the current folder or your home folder",
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["homes", "m", "work"]
+
+
+def test_loser_of_a_race_leaves_no_unfinished_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    make_checkpoint(Path("m"))
+    winner = ("save-init", "./m", "--mesh", "1,2,1", "--out", "out")
+    check_free_space = execute.check_free_space
+    commands = [winner]
+
+    def publish_other(*arguments: Any) -> None:
+        # Another command for the same output ends between the check of the output and the staging folder.
+        check_free_space(*arguments)
+        if commands:
+            run_ok(*commands.pop())
+
+    monkeypatch.setattr(execute, "check_free_space", publish_other)
+    assert main(["save-init", "./m", "--out", "out", "-q"]) == 1
+    assert "out exists and is something else" in capsys.readouterr().err
+    assert sorted(path.name for path in Path().iterdir()) == ["m", "out"]
+    run_ok("save-init", "./m", "--no-scan", "--out", "out", "--overwrite")
+
+
+def test_unfinished_output_stays_when_another_command_publishes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    make_checkpoint(Path("m"))
+    with monkeypatch.context() as patches:
+        patches.setattr(execute, "finalize_output", fail)
+        assert main(["save-init", "./m", "--out", "out", "-q"]) == 1
+    kept = read_files(Path("out.partial"))
+    make_checkpoint(Path("other"))
+    is_done = execute.ConversionExecutor._is_already_done  # pyright: ignore[reportPrivateUsage]
+    calls: list[object] = []
+
+    def find_other(self: Any) -> bool:
+        calls.append(self)
+        if len(calls) == 2:
+            run_ok("save-init", "./other", "--out", "elsewhere")
+            Path("elsewhere").rename("out")
+        return is_done(self)
+
+    monkeypatch.setattr(execute.ConversionExecutor, "_is_already_done", find_other)
+    assert main(["save-init", "./m", "--out", "out", "-q"]) == 1
+    assert read_files(Path("out.partial")).keys() == kept.keys()
+
+
+def fail(*arguments: object, **options: object) -> None:
+    raise PrepError("the power is gone")

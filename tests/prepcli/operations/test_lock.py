@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -214,6 +215,60 @@ def test_damaged_output_is_not_locked(model: Path):
     with pytest.raises(DamagedError, match="is damaged"):
         prep.lock(padded)
     assert not Path("m-padded.lock.json").exists()
+
+
+def keep_times(path: Path, change: Callable[[], object]) -> None:
+    """Change a file, and set the times that it had."""
+    before = path.stat()
+    change()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("keeps_times", [False, True])
+def test_source_that_changes_while_it_is_locked_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, name: str, keeps_times: bool
+):
+    path = model / name if name == "config.json" else next(model.glob("*.safetensors"))
+
+    def change() -> None:
+        if keeps_times:
+            keep_times(path, lambda: change_byte(path))
+        else:
+            change_byte(path)
+
+    change_during_lock(monkeypatch, change)
+    with pytest.raises(PrepError, match=f"{path.name} changed while it was read") as error:
+        prep.lock("m", "new.lock.json")
+    assert "restart" not in str(error.value)
+    assert not Path("new.lock.json").exists()
+
+
+def test_source_that_is_only_touched_is_locked(model: Path, monkeypatch: pytest.MonkeyPatch):
+    weights = next(model.glob("*.safetensors"))
+
+    def copy_with_times() -> None:
+        shutil.copy2(weights, "copy")
+        os.replace("copy", weights)
+        (model / "config.json").chmod(0o600)
+
+    change_during_lock(monkeypatch, copy_with_times)
+    prep.lock("m", "new.lock.json")
+    assert Path("new.lock.json").read_bytes() == Path("m.lock.json").read_bytes()
+
+
+def change_during_lock(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
+    """Change the source once, after the digest of its first file."""
+    read_digest = locked.sha256_of_file
+    changes = [change]
+
+    def read_and_change(path: Path) -> str:
+        digest = read_digest(path)
+        if changes:
+            changes.pop()()
+        return digest
+
+    monkeypatch.setattr(locked, "sha256_of_file", read_and_change)
 
 
 def test_lock_checks_stored_bytes_of_decoded_weights(tmp_path: Path, monkeypatch):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from prepcli.errors import FAILED, OK, USAGE
 from tests.helpers.run_cli import run_failing
 from tests.helpers.training_folder import RECIPE, WORDS, make_training_folder
 from tests.test_readme import ROOT, blocks, write_files
+from trainer.data import token_formats
 
 N_FILES = 5
 MIXTURE = """
@@ -166,6 +169,29 @@ def test_other_formats_have_the_documents_of_the_store():
         "recipe.toml", overrides=["data.type=megatron", "data.path=tokens/train.idx"], out="other"
     )
     assert again.digest() == prep.batches("recipe.toml").digest()
+
+
+def test_full_disk_leaves_no_half_of_a_dataset(monkeypatch: pytest.MonkeyPatch):
+    def fill_disk(*arguments: object) -> Iterator[bytes]:
+        yield b"start"
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patches:
+        patches.setattr(token_formats, "_megatron_index", fill_disk)
+        with pytest.raises(prep.PrepError, match="No space left on device"):
+            prep.tokenize_shard("recipe.toml", out="tokens", format="megatron")
+    assert not list(Path("tokens").iterdir())
+    with monkeypatch.context() as patches:
+        patches.setattr(token_formats.shutil, "copyfileobj", fill_disk_at_once)
+        with pytest.raises(prep.PrepError, match="No space left on device"):
+            prep.tokenize_shard("recipe.toml", out="tokens", format="megatron")
+    assert not list(Path("tokens").iterdir())
+    prep.tokenize_shard("recipe.toml", out="tokens", format="megatron")
+    assert sorted(os.listdir("tokens")) == ["train.bin", "train.idx"]
+
+
+def fill_disk_at_once(*arguments: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_unfit_format_is_an_error_before_the_work():

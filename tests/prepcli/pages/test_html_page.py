@@ -29,6 +29,16 @@ def test_html_page_reports_unwritable_files(tmp_path: Path):
         write_html_page(tmp_path / "none" / "page.html", "x", [])
 
 
+def test_html_page_escapes_control_characters(tmp_path: Path):
+    names = "a\x1b[2J\0\x9b\u202e\udcff"
+    write_html_page(
+        tmp_path / "page.html", names, ["\n", *html_table([names, "n"], [[names, "1"]])]
+    )
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("a\\x1b[2J\\x00\\x9b\\u202e\\udcff") == 3
+    assert all(char.isprintable() or char == "\n" for char in page)
+
+
 OLD_PAGE = '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>prep demo'
 OTHER_FILES = {
     "toml": 'name = "run"\n',

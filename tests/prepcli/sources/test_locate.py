@@ -97,7 +97,7 @@ def test_model_name_comes_from_the_manifest(cwd: Path) -> None:
     for content, name in [
         ({"name": "llama-13b"}, "llama-13b"),
         ({}, "renamed"),
-        ({"name": "../x"}, "renamed"),
+        *(({"name": name}, "renamed") for name in ("../x", "..", "a\0b", "a\nb", "m" * 300, 3)),
     ]:
         (folder / MANIFEST_FILE).write_bytes(encode_manifest({**needed, **content}))
         assert locate("renamed").model_name == name
