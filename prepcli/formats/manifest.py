@@ -23,7 +23,9 @@ from prepcli.formats.orbax import MODEL_ITEMS, find_item
 from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.layout_scales import is_scale_record
 from prepcli.planning.manifest_fields import (
+    PADDING_RULE,
     PREP_KEYS,
+    REPLACED_PADDING_RULE,
     FileRecord,
     LeafRecord,
     ManifestFields,
@@ -53,6 +55,7 @@ QUANTIZED_KEY: Final = "quantized"
 SCALES_KEY: Final = "scales"
 TOWERS_KEY: Final = "towers"
 ORIGIN_KEY: Final = "origin"
+DROPPED_KEY: Final = "dropped"
 SIZE_KEY: Final = "bytes"
 XXH3_KEY: Final = "xxh3"
 HEADER_KEY: Final = "header"
@@ -290,10 +293,17 @@ class Manifest:
     @property
     def dropped(self) -> Sequence[Mapping[str, object]]:
         """Records of the tensors, rows and state slots of the source that are not in the output."""
-        dropped = self.fields.get("dropped", ())
+        dropped = self.fields.get(DROPPED_KEY, ())
         if not isinstance(dropped, list):
             return ()
         return [entry for entry in dropped if isinstance(entry, dict)]
+
+    @property
+    def earlier_drops(self) -> ManifestFields:
+        """Entry of an output's manifest with the parts of the model that this checkpoint lacks. Empty without any."""
+        rules = (PADDING_RULE, REPLACED_PADDING_RULE)
+        entries = [entry for entry in self.dropped if entry.get("rule") not in rules]
+        return {DROPPED_KEY: entries} if entries else {}
 
     @property
     def source_name(self) -> str:

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from prepcli.console.formatting import format_bytes
+from prepcli.console.lists import join_names
 from prepcli.console.observer import Observer
 from prepcli.errors import Command, PrepError, text
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.state_names import split_name
 from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.model_family import as_verbatim
+from prepcli.sources.multimodal import TEXT_ONLY_RULE, towers_title
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import Source, SourceTensor
 
@@ -19,7 +22,7 @@ from prepcli.sources.source import Source, SourceTensor
 def comparable_sources(
     source: Source, against_source: Source, observer: Observer
 ) -> tuple[Source, Source]:
-    """Return two checkpoints with only the kinds of tensors in both, e.g. without towers.
+    """Return two checkpoints without the kinds of tensors that one of them leaves out on purpose, e.g. towers.
 
     Both are decoded if one is. The observer gets a line per ignored kind.
     """
@@ -37,14 +40,33 @@ def comparable_sources(
         # A file has the same tensors, whether its family has rows for them or not.
         source = as_verbatim(source)
         against_source = as_verbatim(against_source)
-    elif source.wrapper is None or against_source.wrapper is None:
-        # A text model and a training step have no towers. A multimodal model without towers has lost them.
-        for one in (source, against_source):
-            why = "only the text part is compared"
-            _note_ignored(one, "towers", one.tower_tensors, why, observer)
-        source = replace(source, tower_tensors=())
-        against_source = replace(against_source, tower_tensors=())
+    else:
+        compared = _without_left_out_towers(source, against_source, observer)
+        against_source = _without_left_out_towers(against_source, source, observer)
+        source = compared
     return source, against_source
+
+
+def _without_left_out_towers(source: Source, other: Source, observer: Observer) -> Source:
+    """Return a source without its towers if the other checkpoint leaves them out on purpose.
+
+    A training step never has towers, and `--text-only` is recorded. Any other checkpoint of the same model without them
+    has lost them.
+    """
+    if not source.tower_tensors or other.tower_tensors:
+        return source
+    rules = {entry.get("rule") for entry in (other.manifest or NO_MANIFEST).dropped}
+    recorded = other.tree_manifest.towers or {}
+    is_text_model = source.is_multimodal and other.wrapper is None
+    is_step = other.tree_manifest.is_training_step or "path" in recorded
+    if not (is_text_model or is_step or TEXT_ONLY_RULE in rules):
+        return source
+    what = "the text part" if source.is_multimodal else "the model without it"
+    names = join_names([source.file_name(tensor) for tensor in source.tower_tensors])
+    why = f"only {what} is compared"
+    _note_ignored(source, towers_title(source), source.tower_tensors, why, observer)
+    observer.note(f"  not in {other.display_name}: {names}")
+    return replace(source, tower_tensors=())
 
 
 def check_contents(source: Source, against_source: Source) -> None:

@@ -8,6 +8,10 @@ from typing import NotRequired, TypedDict
 from prepcli.planning.tensors import CastEntry
 from trainer.models.json_types import HFConfig
 
+# Rules of dropped rows of padding. They are in no model.
+PADDING_RULE = "padding taken off"
+REPLACED_PADDING_RULE = "padding replaced"
+
 
 class TensorRecord(TypedDict):
     """Record of a tensor: its values, and the digest of each range of rows.
