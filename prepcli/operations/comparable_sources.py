@@ -17,6 +17,9 @@ from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.multimodal import TEXT_ONLY_RULE, towers_title
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.sources.stored_forms import in_one_form, with_family
+from prepcli.targets.flax_folder import with_tied_head
+from trainer.models.text_part import TIED_FIELD
 
 
 def comparable_sources(
@@ -36,15 +39,51 @@ def comparable_sources(
     compared = _without_absent_slots(source, against_source, observer)
     against_source = _without_absent_slots(against_source, source, observer)
     source = compared
-    if source.family.is_verbatim or against_source.family.is_verbatim:
-        # A file has the same tensors, whether its family has rows for them or not.
-        source = as_verbatim(source)
-        against_source = as_verbatim(against_source)
-    else:
-        compared = _without_left_out_towers(source, against_source, observer)
-        against_source = _without_left_out_towers(against_source, source, observer)
-        source = compared
-    return source, against_source
+    families = (source.family, against_source.family)
+    # The adapter of a run has the family of its base, and an adapter in PEFT's format has none.
+    is_adapter_alone = (source.family is ADAPTER_FAMILY) != (
+        against_source.family is ADAPTER_FAMILY
+    )
+    if is_adapter_alone or any(family.is_verbatim for family in families):
+        return _with_file_names(source, against_source)
+    compared = _without_left_out_towers(source, against_source, observer)
+    against_source = _without_left_out_towers(against_source, source, observer)
+    if compared.family.name == against_source.family.name:
+        return _with_equal_parameters(compared, against_source)
+    return compared, against_source
+
+
+def _with_equal_parameters(source: Source, against_source: Source) -> tuple[Source, Source]:
+    """Return two checkpoints of one family with the same parameters, each in the same tensors."""
+    heads = (_with_own_head(source, against_source), _with_own_head(against_source, source))
+    return in_one_form(*heads)
+
+
+def _with_own_head(source: Source, other: Source) -> Source:
+    """Return a checkpoint with its tied head as a parameter, if the head of the other one is not tied."""
+    is_tied, other_is_tied = (
+        one.family.is_tied(one.config, {tensor.name for tensor in one.tensors})
+        for one in (source, other)
+    )
+    if not is_tied or other_is_tied:
+        return source
+    untied = {TIED_FIELD: False, **source.family.tying.untied_fields(source.config)}
+    return replace(with_tied_head(source), config={**source.config, **untied})
+
+
+def _with_file_names(source: Source, against_source: Source) -> tuple[Source, Source]:
+    """Return two checkpoints with the names of their files, of which one has no family.
+
+    Files with other names may have the same elements in another form, which only a family describes.
+    """
+    # A file has the same tensors, whether its family has rows for them or not.
+    by_file = (as_verbatim(source), as_verbatim(against_source))
+    names, other_names = ({tensor.name for tensor in one.tensors} for one in by_file)
+    if names != other_names:
+        by_family = (with_family(source), with_family(against_source))
+        if all(not one.family.is_verbatim for one in by_family):
+            return _with_equal_parameters(*by_family)
+    return by_file
 
 
 def _without_left_out_towers(source: Source, other: Source, observer: Observer) -> Source:
