@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from prepcli.console.formatting import format_bytes
-from prepcli.console.lists import join_names
 from prepcli.console.observer import Observer
 from prepcli.errors import Command, PrepError, text
 from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.operations.results import LeftOutTensor
 from prepcli.planning.state_names import split_name
 from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.model_family import as_verbatim
@@ -22,10 +22,25 @@ from prepcli.targets.flax_folder import with_tied_head
 from trainer.models.text_part import TIED_FIELD
 
 
+@dataclass(frozen=True, slots=True)
+class ComparableSources:
+    """Two checkpoints with the kinds of tensors that both have.
+
+    Attributes:
+        source: The first checkpoint.
+        against: The second checkpoint.
+        left_out: Towers and multi-token prediction that one of them leaves out on purpose.
+    """
+
+    source: Source
+    against: Source
+    left_out: tuple[LeftOutTensor, ...] = ()
+
+
 def comparable_sources(
     source: Source, against_source: Source, observer: Observer
-) -> tuple[Source, Source]:
-    """Return two checkpoints without the kinds of tensors that one of them leaves out on purpose, e.g. towers.
+) -> ComparableSources:
+    """Return two checkpoints without the kinds of tensors that one of them leaves out on purpose.
 
     Both are decoded if one is. The observer gets a line per ignored kind.
     """
@@ -45,12 +60,16 @@ def comparable_sources(
         against_source.family is ADAPTER_FAMILY
     )
     if is_adapter_alone or any(family.is_verbatim for family in families):
-        return _with_file_names(source, against_source)
-    compared = _without_left_out_towers(source, against_source, observer)
-    against_source = _without_left_out_towers(against_source, source, observer)
-    if compared.family.name == against_source.family.name:
-        return _with_equal_parameters(compared, against_source)
-    return compared, against_source
+        return ComparableSources(*_with_file_names(source, against_source))
+    left_out: list[LeftOutTensor] = []
+    pair: list[Source] = []
+    for one, other in ((source, against_source), (against_source, source)):
+        towers = _left_out_towers(one, other, observer)
+        left_out += towers
+        pair.append(replace(one, tower_tensors=()) if towers else one)
+    if source.family.name == against_source.family.name:
+        pair = [*_with_equal_parameters(pair[0], pair[1])]
+    return ComparableSources(pair[0], pair[1], tuple(left_out))
 
 
 def _with_equal_parameters(source: Source, against_source: Source) -> tuple[Source, Source]:
@@ -86,26 +105,28 @@ def _with_file_names(source: Source, against_source: Source) -> tuple[Source, So
     return by_file
 
 
-def _without_left_out_towers(source: Source, other: Source, observer: Observer) -> Source:
-    """Return a source without its towers if the other checkpoint leaves them out on purpose.
+def _left_out_towers(source: Source, other: Source, observer: Observer) -> list[LeftOutTensor]:
+    """Return the towers of a source if the other checkpoint leaves them out on purpose.
 
     A training step never has towers, and `--text-only` is recorded. Any other checkpoint of the same model without them
     has lost them.
     """
     if not source.tower_tensors or other.tower_tensors:
-        return source
+        return []
     rules = {entry.get("rule") for entry in (other.manifest or NO_MANIFEST).dropped}
     recorded = other.tree_manifest.towers or {}
     is_text_model = source.is_multimodal and other.wrapper is None
     is_step = other.tree_manifest.is_training_step or "path" in recorded
     if not (is_text_model or is_step or TEXT_ONLY_RULE in rules):
-        return source
+        return []
     what = "the text part" if source.is_multimodal else "the model without it"
-    names = join_names([source.file_name(tensor) for tensor in source.tower_tensors])
     why = f"only {what} is compared"
     _note_ignored(source, towers_title(source), source.tower_tensors, why, observer)
-    observer.note(f"  not in {other.display_name}: {names}")
-    return replace(source, tower_tensors=())
+    tensors: list[LeftOutTensor] = []
+    for tensor in source.tower_tensors:
+        name = source.file_name(tensor)
+        tensors.append({"tensor": name, "checkpoint": source.display_name, "why": why})
+    return tensors
 
 
 def check_contents(source: Source, against_source: Source) -> None:
