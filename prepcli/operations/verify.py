@@ -124,7 +124,7 @@ def verify(
         strict=options["strict"],
         tolerance=options["tolerance"],
     )
-    _check_tolerance(request)
+    _check_pair_options(request)
     accept = [str(path) for path in options["accept"]]
     if not accept:
         result = _verify_checkpoint(request, observer)
@@ -144,9 +144,14 @@ class _Request:
     tolerance: float | None  # largest accepted difference of two values, or None to compare bits
 
 
-def _check_tolerance(request: _Request) -> None:
-    """Raise UsageError for `--tolerance` without a second checkpoint, or with `--quick`."""
+def _check_pair_options(request: _Request) -> None:
+    """Raise UsageError for options of pairs without a second checkpoint, or for `--tolerance` with `--quick`."""
     option = Option("tolerance")
+    if request.strict and request.against is None:
+        strict = Option("strict", True)
+        what = text("{} requires a second checkpoint", strict)
+        why = "it compares the settings of two checkpoints"
+        raise usage_error(what, why, text("remove {}, or name the second checkpoint", strict))
     if request.tolerance is None:
         return
     if request.against is None:

@@ -89,8 +89,8 @@ def test_changed_element_of_an_expert_is_named(family: str):
     write_checkpoint(Path("changed"), GOLDEN[family], fused | {name: changed})
     for other in ("./separate", "separate-init", "fused-init"):
         (difference,) = prep.verify("./changed", other).differences
-        assert difference["index"] in ([1, 2], [1, 1, 2])
-        assert difference["count"] == 1
+        assert difference.get("index") in ([1, 2], [1, 1, 2])
+        assert difference.get("count") == 1
 
 
 @pytest.mark.parametrize("is_equal", [True, False])

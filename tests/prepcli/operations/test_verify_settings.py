@@ -85,6 +85,15 @@ def test_strict_fails_on_other_settings(capsys: pytest.CaptureFixture[str]):
     assert prep.verify("./a", "./a", strict=True)
 
 
+@pytest.mark.parametrize("words", [(), ("--chain",), ("./a", "--logits")])
+def test_strict_without_a_pair_of_files_is_refused(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
+    write_model_folder("a", CONFIG)
+    (what, *_) = error_lines(capsys, "verify", "./a", "--strict", *words)
+    assert "`--strict`" in what
+
+
 @pytest.mark.parametrize(
     "fields",
     [
