@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         EvaluationScores,
         Generation,
         Inspection,
+        LeftOutTensor,
         LockedModel,
         LogitComparison,
         MapSuggestion,
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
         Roundtrip,
         RoundtripWay,
         RunsReport,
+        SettingDifference,
         StepPlan,
         TensorDifference,
         TensorDistance,
@@ -91,6 +93,7 @@ if TYPE_CHECKING:
     from prepcli.operations.roundtrip import roundtrip
     from prepcli.operations.save_init import reshard, save_init
     from prepcli.operations.save_params import save_params
+    from prepcli.operations.strict_options import StrictOptions
     from prepcli.operations.suggest_map import suggest_map
     from prepcli.operations.suggestion_options import SuggestMapOptions
     from prepcli.operations.token_options import AddTokensOptions, RemoveTokensOptions
@@ -127,6 +130,7 @@ __all__ = [
     "InspectOptions",
     "Inspection",
     "LayoutOptions",
+    "LeftOutTensor",
     "LockOptions",
     "LockedModel",
     "LogitComparison",
@@ -154,8 +158,10 @@ __all__ = [
     "RoundtripWay",
     "RunsReport",
     "SaveInitOptions",
+    "SettingDifference",
     "SourceOptions",
     "StepPlan",
+    "StrictOptions",
     "SuggestMapOptions",
     "TensorDifference",
     "TensorDistance",
@@ -222,6 +228,7 @@ _MODULES = {
         "VerbatimOptions",
     ),
     "prepcli.operations.token_options": ("AddTokensOptions", "RemoveTokensOptions"),
+    "prepcli.operations.strict_options": ("StrictOptions",),
     "prepcli.operations.towers_options": ("TowersOptions",),
     "prepcli.operations.map_options": ("ExportMapOptions", "MapOptions"),
     "prepcli.operations.suggestion_options": ("SuggestMapOptions",),
@@ -259,6 +266,7 @@ _MODULES = {
             "RunsReport",
             "StepPlan",
         ),
+        *("LeftOutTensor", "SettingDifference"),
         *("TensorDifference", "TensorDistance", "TensorSummary", "Tokenization", "TokenizedData"),
         *("TrainingRun", "Verification"),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,6 +23,7 @@ from prepcli.formats.checksums import CHECKSUMS_FILE, write_checksums
 from prepcli.formats.file_records import record_file, record_files
 from prepcli.formats.levanter_write import encode_levanter_metadata
 from prepcli.formats.manifest import (
+    DROPPED_KEY,
     FILES_KEY,
     HEADER_KEY,
     MANIFEST_FILE,
@@ -43,6 +44,7 @@ from prepcli.planning.manifest_fields import (
     TRAINING_STATE_KEY,
     FileRecord,
     LeafRecord,
+    ManifestFields,
     ScaleRecord,
     TensorRecord,
 )
@@ -329,25 +331,19 @@ def build_manifest(
     plan: Plan, run_identity: dict[str, object], digests: Mapping[int, str]
 ) -> dict[str, object]:
     """Return the fields of the manifest, without the records of output files."""
-    dropped: list[dict[str, object]] = []
-    for tensor in plan.dropped:
-        name = plan.display_names.get(tensor.name, tensor.name)
-        record = {**asdict(tensor), "name": name}
-        if tensor.columns is None:
-            del record["columns"]
-        dropped.append(record)
     manifest: dict[str, object] = {
         **run_identity,
         "command": plan.command,
         "source": {"name": plan.source_name, "files": [asdict(file) for file in plan.source_files]},
         **plan.settings,
-        "dropped": dropped,
     }
     if casts := report_casts(plan.streams, digests):
         manifest["casts"] = casts
     if scales := _scale_records(plan, digests):
         manifest[SCALES_KEY] = scales
-    manifest |= _tensor_records(plan, digests)
+    records = _tensor_records(plan, digests)
+    manifest |= records
+    manifest[DROPPED_KEY] = _dropped_records(plan, records.get("tensors", {}))
     if QUANTIZED_KEY in manifest:
         manifest[QUANTIZED_KEY] = _quantized_records(manifest)
     leaves: dict[str, LeafRecord] = {}
@@ -359,6 +355,20 @@ def build_manifest(
         }
     manifest["leaves"] = leaves
     return manifest
+
+
+def _dropped_records(plan: Plan, tensors: Collection[str]) -> list[Mapping[str, object]]:
+    """Return what this conversion dropped, after what earlier ones have dropped.
+
+    Args:
+        plan: Its settings have the earlier entries.
+        tensors: The tensors of the output. A tied head may have been made again.
+    """
+    earlier: Sequence[Mapping[str, object]] = plan.settings.get(DROPPED_KEY, ())
+    dropped = [entry for entry in earlier if entry.get("rows") or entry.get("name") not in tensors]
+    for tensor in plan.dropped:
+        dropped.append(tensor.record(plan.display_names.get(tensor.name, tensor.name)))
+    return dropped
 
 
 def _scale_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, ScaleRecord]:
@@ -401,7 +411,7 @@ def _is_state(plan: Plan, stream: Stream) -> bool:
     return TRAINING_STATE_KEY in plan.settings
 
 
-def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]:
+def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> ManifestFields:
     """Return the manifest's records of the written tensors: shape, dtype and digests by row range.
 
     Records of a training state are grouped by slot. Leaves outside of slots are under `others`.
@@ -435,7 +445,7 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]
             record["shape"] = (stream.rows[1], *stream.shape[1:])
     if plan.item:
         return {"tensors": tensors, "slots": slots, "others": unslotted}
-    fields: dict[str, object] = {"tensors": tensors}
+    fields: ManifestFields = {"tensors": tensors}
     if slots:
         fields["slots"] = slots
     if unslotted:

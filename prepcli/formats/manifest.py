@@ -24,7 +24,9 @@ from prepcli.formats.typed_json import find_type_fault
 from prepcli.formats.untrusted import quote_name, read_small_file
 from prepcli.planning.layout_scales import is_scale_record
 from prepcli.planning.manifest_fields import (
+    PADDING_RULE,
     PREP_KEYS,
+    REPLACED_PADDING_RULE,
     FileRecord,
     LeafRecord,
     ManifestFields,
@@ -55,6 +57,7 @@ QUANTIZED_KEY: Final = "quantized"
 SCALES_KEY: Final = "scales"
 TOWERS_KEY: Final = "towers"
 ORIGIN_KEY: Final = "origin"
+DROPPED_KEY: Final = "dropped"
 SIZE_KEY: Final = "bytes"
 XXH3_KEY: Final = "xxh3"
 HEADER_KEY: Final = "header"
@@ -272,6 +275,13 @@ class Manifest:
     def dropped(self) -> Sequence[Mapping[str, object]]:
         """Records of the tensors, rows and state slots of the source that are not in the output."""
         return self.fields.get("dropped", ())
+
+    @property
+    def earlier_drops(self) -> ManifestFields:
+        """Entry of an output's manifest with the parts of the model that this checkpoint lacks. Empty without any."""
+        rules = (PADDING_RULE, REPLACED_PADDING_RULE)
+        entries = [entry for entry in self.dropped if entry.get("rule") not in rules]
+        return {DROPPED_KEY: entries} if entries else {}
 
     @property
     def source_name(self) -> str:

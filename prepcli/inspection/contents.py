@@ -213,8 +213,11 @@ def read_contents(
 def _with_text_part(contents: CheckpointContents) -> CheckpointContents:
     """Return the contents with the text part of a multimodal model, if it has a supported one."""
     if contents.manifest.is_tree:
-        towers = contents.manifest.towers or {}
-        return replace(contents, wrapper_type=str(towers.get("model_type", "")))
+        wrapper_type = (contents.manifest.towers or {}).get("model_type", "")
+        # A model with multi-token prediction is no other type than its parameters.
+        if wrapper_type == contents.manifest.config.get("model_type"):
+            return contents
+        return replace(contents, wrapper_type=str(wrapper_type))
     if contents.kind not in MULTIMODAL_KINDS or contents.family or contents.is_verbatim:
         return contents
     part = find_text_part(contents.config, (entry.name for entry in contents.entries))

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 
 from prepcli.errors import PrepError
 from prepcli.inspection.contents import CheckpointContents
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.state_names import PARAMS
-from prepcli.planning.tensor_match import TensorNames
+from prepcli.planning.tensor_match import TensorNames, detect_names
 from prepcli.sources.dcp_trees import TORCHTITAN_EMBEDDING
 from prepcli.sources.foreign_trees import match_foreign_tree
+from prepcli.sources.multimodal import MULTIMODAL_KINDS
 from prepcli.sources.tree_tensors import StoredLeaf
-from trainer.models.axis_map import ParsedAxisMap
+from trainer.models.axis_map import ParsedAxisMap, bind_row
+from trainer.models.json_types import HFConfig
 from trainer.models.parameters import Family, parameter_rows
+from trainer.models.prediction import prediction_names
 
 
 def nbytes_below(contents: CheckpointContents, root: str) -> int:
@@ -27,7 +31,8 @@ def count_parameters(contents: CheckpointContents) -> int | None:
     """Count the values of the model's parameters, without buffers, tied duplicates and optimizer state.
 
     Returns:
-        The number of values, or None if the family is unknown or the config is invalid.
+        The number of values, or None if the family is unknown, the tensors are not those of the family, or the config
+        is invalid.
     """
     family = contents.family
     if family is None:
@@ -43,17 +48,63 @@ def count_parameters(contents: CheckpointContents) -> int | None:
         return None
 
 
-def _count_parameters(family: Family, contents: CheckpointContents) -> int:
-    has_torchtitan_names = any(entry.name == TORCHTITAN_EMBEDDING for entry in contents.entries)
-    if contents.kind in ("orbax", "flax", "easylm") or (
-        contents.kind == "dcp" and has_torchtitan_names
-    ):
+def missing_parameter(contents: CheckpointContents) -> str:
+    """Return the name of a tensor of the config's family that the files do not have, or "" if there is none.
+
+    The `model_type` of a config may be that of another model: Chronos-2 states the type of T5, and has other tensors.
+    """
+    family = contents.family
+    if family is None or not _has_file_names(contents):
+        return ""
+    try:
+        shapes = _file_shapes(family, contents)
+        return _first_missing(family, contents.config, shapes)
+    except PrepError:
+        return ""
+
+
+def _first_missing(family: Family, config: HFConfig, names: Collection[str]) -> str:
+    """Return the first tensor of a family that is not among the names, or ""."""
+    rows = parameter_rows(family, config, tensors=names)
+    if family.is_tied(config, names):
+        rows.pop(family.tying.head_leaf, None)
+    sizes = family.sizes(config)
+    for row in rows.values():
+        # The config is untrusted: a row ends the loop at its first tensor without a name in the files.
+        for name, _ in bind_row(row, sizes).tensors():
+            if name not in names:
+                return TensorNames(family).full_name(name)
+    return ""
+
+
+def _has_file_names(contents: CheckpointContents) -> bool:
+    """Return whether the tensors have the names of transformers."""
+    if contents.kind == "dcp":
+        return not any(entry.name == TORCHTITAN_EMBEDDING for entry in contents.entries)
+    return contents.kind in MULTIMODAL_KINDS
+
+
+def _file_shapes(family: Family, contents: CheckpointContents) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor with a name of transformers, by bare name. Without multi-token prediction."""
+    shapes = {entry.name: entry.shape for entry in contents.entries}
+    shapes |= {decoder.name: decoder.shape for decoder in contents.decoders}
+    names = detect_names(family, contents.config, full_names=shapes.keys())
+    bare_shapes = {names.bare_name(name): shape for name, shape in shapes.items()}
+    prediction = prediction_names(family, contents.config, bare_shapes)
+    return {name: shape for name, shape in bare_shapes.items() if name not in prediction}
+
+
+def _count_parameters(family: Family, contents: CheckpointContents) -> int | None:
+    if _has_file_names(contents):
+        shapes = _file_shapes(family, contents)
+        if _first_missing(family, contents.config, shapes):
+            return None
+    elif contents.kind in ("orbax", "flax", "easylm", "dcp"):
         shapes = _tree_tensor_shapes(family, contents)
     else:
-        stored_shapes = {entry.name: entry.shape for entry in contents.entries}
-        stored_shapes |= {decoder.name: decoder.shape for decoder in contents.decoders}
         names = TensorNames(family)
-        shapes = {names.bare_name(name): shape for name, shape in stored_shapes.items()}
+        shapes = {names.bare_name(entry.name): entry.shape for entry in contents.entries}
+        shapes |= {names.bare_name(one.name): one.shape for one in contents.decoders}
     # A tied pair counts once, as the embedding. A file that has only the head keeps it.
     if family.is_tied(contents.config, shapes) and family.tying.embedding_tensor in shapes:
         shapes.pop(family.tying.head_tensor, None)

@@ -46,7 +46,7 @@ from prepcli.operations.vocabulary_change import (
     plan_change,
 )
 from prepcli.option_spec import REQUIRED, PathLike, format_command_line
-from prepcli.planning.manifest_fields import AddedTokensRecord
+from prepcli.planning.manifest_fields import REPLACED_PADDING_RULE, AddedTokensRecord
 from prepcli.planning.plan import Fill
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
@@ -177,7 +177,7 @@ def plan_add_tokens(
             keeps_padding=False,
             added_count=len(tokens),
             added_fill=_make_added_fill(options, source, opened.tokenizer, tokens),
-            dropped_rule="padding replaced",
+            dropped_rule=REPLACED_PADDING_RULE,
         ),
         files=contents,
         settings={"added_tokens": added},

@@ -116,7 +116,7 @@ def check_chain_command(
         what = text("{} takes one checkpoint", chain)
         why = "the other checkpoints of a chain are recorded"
         raise usage_error(what, why, text("remove {} or {}", against, chain))
-    for name in ("quick", "tolerance", "accept", "config"):
+    for name in ("quick", "tolerance", "accept", "config", "strict"):
         if options[name] not in (None, False, (), []):
             what = text("{} and {} exclude each other", chain, Option(name))
             why = "a chain compares all bytes with the recorded digests"

@@ -4,22 +4,43 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer
 from prepcli.errors import Command, PrepError, text
+from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.operations.results import LeftOutTensor
 from prepcli.planning.state_names import split_name
 from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.model_family import as_verbatim
+from prepcli.sources.multimodal import TEXT_ONLY_RULE, towers_title
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.sources.stored_forms import in_one_form, with_family
+from prepcli.targets.flax_folder import with_tied_head
+from trainer.models.text_part import TIED_FIELD
+
+
+@dataclass(frozen=True, slots=True)
+class ComparableSources:
+    """Two checkpoints with the kinds of tensors that both have.
+
+    Attributes:
+        source: The first checkpoint.
+        against: The second checkpoint.
+        left_out: Towers and multi-token prediction that one of them leaves out on purpose.
+    """
+
+    source: Source
+    against: Source
+    left_out: tuple[LeftOutTensor, ...] = ()
 
 
 def comparable_sources(
     source: Source, against_source: Source, observer: Observer
-) -> tuple[Source, Source]:
-    """Return two checkpoints with only the kinds of tensors in both, e.g. without towers.
+) -> ComparableSources:
+    """Return two checkpoints without the kinds of tensors that one of them leaves out on purpose.
 
     Both are decoded if one is. The observer gets a line per ignored kind.
     """
@@ -33,18 +54,79 @@ def comparable_sources(
     compared = _without_absent_slots(source, against_source, observer)
     against_source = _without_absent_slots(against_source, source, observer)
     source = compared
-    if source.family.is_verbatim or against_source.family.is_verbatim:
-        # A file has the same tensors, whether its family has rows for them or not.
-        source = as_verbatim(source)
-        against_source = as_verbatim(against_source)
-    elif source.wrapper is None or against_source.wrapper is None:
-        # A text model and a training step have no towers. A multimodal model without towers has lost them.
-        for one in (source, against_source):
-            why = "only the text part is compared"
-            _note_ignored(one, "towers", one.tower_tensors, why, observer)
-        source = replace(source, tower_tensors=())
-        against_source = replace(against_source, tower_tensors=())
-    return source, against_source
+    families = (source.family, against_source.family)
+    # The adapter of a run has the family of its base, and an adapter in PEFT's format has none.
+    is_adapter_alone = (source.family is ADAPTER_FAMILY) != (
+        against_source.family is ADAPTER_FAMILY
+    )
+    if is_adapter_alone or any(family.is_verbatim for family in families):
+        return ComparableSources(*_with_file_names(source, against_source))
+    left_out: list[LeftOutTensor] = []
+    pair: list[Source] = []
+    for one, other in ((source, against_source), (against_source, source)):
+        towers = _left_out_towers(one, other, observer)
+        left_out += towers
+        pair.append(replace(one, tower_tensors=()) if towers else one)
+    if source.family.name == against_source.family.name:
+        pair = [*_with_equal_parameters(pair[0], pair[1])]
+    return ComparableSources(pair[0], pair[1], tuple(left_out))
+
+
+def _with_equal_parameters(source: Source, against_source: Source) -> tuple[Source, Source]:
+    """Return two checkpoints of one family with the same parameters, each in the same tensors."""
+    heads = (_with_own_head(source, against_source), _with_own_head(against_source, source))
+    return in_one_form(*heads)
+
+
+def _with_own_head(source: Source, other: Source) -> Source:
+    """Return a checkpoint with its tied head as a parameter, if the head of the other one is not tied."""
+    is_tied, other_is_tied = (
+        one.family.is_tied(one.config, {tensor.name for tensor in one.tensors})
+        for one in (source, other)
+    )
+    if not is_tied or other_is_tied:
+        return source
+    untied = {TIED_FIELD: False, **source.family.tying.untied_fields(source.config)}
+    return replace(with_tied_head(source), config={**source.config, **untied})
+
+
+def _with_file_names(source: Source, against_source: Source) -> tuple[Source, Source]:
+    """Return two checkpoints with the names of their files, of which one has no family.
+
+    Files with other names may have the same elements in another form, which only a family describes.
+    """
+    # A file has the same tensors, whether its family has rows for them or not.
+    by_file = (as_verbatim(source), as_verbatim(against_source))
+    names, other_names = ({tensor.name for tensor in one.tensors} for one in by_file)
+    if names != other_names:
+        by_family = (with_family(source), with_family(against_source))
+        if all(not one.family.is_verbatim for one in by_family):
+            return _with_equal_parameters(*by_family)
+    return by_file
+
+
+def _left_out_towers(source: Source, other: Source, observer: Observer) -> list[LeftOutTensor]:
+    """Return the towers of a source if the other checkpoint leaves them out on purpose.
+
+    A training step never has towers, and `--text-only` is recorded. Any other checkpoint of the same model without them
+    has lost them.
+    """
+    if not source.tower_tensors or other.tower_tensors:
+        return []
+    rules = {entry.get("rule") for entry in (other.manifest or NO_MANIFEST).dropped}
+    recorded = other.tree_manifest.towers or {}
+    is_text_model = source.is_multimodal and other.wrapper is None
+    is_step = other.tree_manifest.is_training_step or "path" in recorded
+    if not (is_text_model or is_step or TEXT_ONLY_RULE in rules):
+        return []
+    what = "the text part" if source.is_multimodal else "the model without it"
+    why = f"only {what} is compared"
+    _note_ignored(source, towers_title(source), source.tower_tensors, why, observer)
+    tensors: list[LeftOutTensor] = []
+    for tensor in source.tower_tensors:
+        name = source.file_name(tensor)
+        tensors.append({"tensor": name, "checkpoint": source.display_name, "why": why})
+    return tensors
 
 
 def check_contents(source: Source, against_source: Source) -> None:

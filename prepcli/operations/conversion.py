@@ -513,11 +513,13 @@ def _convert(
 def _with_origin(
     planned: PlannedConversion, source: Source, located: LocatedCheckpoint
 ) -> PlannedConversion:
-    """Return the plan with the identity of its source in the manifest of the output, for `verify_chain`."""
-    origin = origin_record(source.manifest, located.local_files.commit)
-    if not origin:
-        return planned
-    settings: ManifestFields = {**planned.plan.settings, ORIGIN_KEY: origin}
+    """Return the plan with the identity of its source in the manifest of the output, and with its earlier drops."""
+    settings: ManifestFields = {
+        **planned.plan.settings,
+        **(source.manifest or NO_MANIFEST).earlier_drops,
+    }
+    if origin := origin_record(source.manifest, located.local_files.commit):
+        settings[ORIGIN_KEY] = origin
     return replace(planned, plan=replace(planned.plan, settings=settings))
 
 

@@ -17,8 +17,10 @@ from prepcli.operations.export_layouts import (
     file_format,
 )
 from prepcli.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
+from prepcli.sources.multimodal import models_title, towers_title
 from prepcli.sources.source import Source
 from prepcli.targets.flax_folder import STREAM_FORMAT
+from trainer.models.registry import FAMILIES
 from trainer.models.suggest import did_you_mean
 
 DEFAULT_SHARD_NBYTES = 5 * 10**9
@@ -93,18 +95,20 @@ def _check_format(layout: str, requested_format: str | None) -> None:
 
 def _check_layout_of_model(layout: str, source: Source) -> None:
     """Raise UsageError for a layout without names for the tensors of the model."""
-    if layout != HF_LAYOUT and source.wrapper is not None:
-        raise usage_error(
-            f"layout {layout} is not supported for multimodal models",
-            f"it has no names for the towers of {source.display_name}",
-            text("{} leaves them out", Option("text_only", True)),
-        )
-    supported = (HF_LAYOUT, *source.family.layouts)
+    # A source with towers has a family without the layouts of its parameters.
+    family = FAMILIES.get(source.family.name, source.family)
+    supported = (HF_LAYOUT, *family.layouts)
     if layout not in supported:
         raise usage_error(
-            f"layout {layout} is not supported for {source.family.name}",
+            f"layout {layout} is not supported for {family.name}",
             f"supported: {', '.join(supported)}",
             text("{}", Option("layout", HF_LAYOUT)),
+        )
+    if layout != HF_LAYOUT and source.wrapper is not None:
+        raise usage_error(
+            f"layout {layout} is not supported for {models_title(source)}",
+            f"it has no names for the {towers_title(source)} of {source.display_name}",
+            text("{} leaves them out", Option("text_only", True)),
         )
 
 

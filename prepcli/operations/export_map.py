@@ -14,6 +14,7 @@ from prepcli.operations.options import ExportOptions
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.map_file import TensorMap
 from prepcli.sources.mapped import CONTENT_KEY, MAP_KEY, read_map
+from prepcli.sources.multimodal import models_title
 from prepcli.sources.source import Source
 
 HF_LAYOUT = "hf"
@@ -60,7 +61,7 @@ def read_export_map(options: ExportOptions, source: Source) -> WrittenMap:
     elif options["format"] not in (None, SAFETENSORS):
         other = f"the format {options['format']}"
     elif source.wrapper is not None:
-        other = "multimodal models"
+        other = models_title(source)
     if other:
         why = f"a map names tensors of {SAFETENSORS} files"
         raise usage_error(

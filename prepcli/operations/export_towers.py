@@ -1,4 +1,7 @@
-"""The parts of a multimodal model in an export: its text part, and its towers (image and audio encoders)."""
+"""The parts of a model in an export: its parameters, and the tensors beside them.
+
+These are the towers of a multimodal model (image and audio encoders), and multi-token prediction.
+"""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The decorator `public` has added the default of each option.
@@ -21,8 +24,8 @@ class UnreadableTowersError(PrepError):
     """The model with the towers of a training step is not recorded, or cannot be read."""
 
 
-# A tower is the image or audio encoder of a multimodal model.
-NO_TOWERS = "it has no vision or audio towers"
+# A tower is the image or audio encoder of a multimodal model. Multi-token prediction is stored like one.
+NO_TOWERS = "it has no vision or audio towers, and no multi-token prediction"
 TOWERS_HINT = text(
     "{} names a copy, {} leaves the towers out",
     Option("towers", "CHECKPOINT"),
@@ -33,7 +36,7 @@ TOWERS_HINT = text(
 def select_parts(
     options: ExportOptions, source: Source, access: Access, *, check_digest: bool
 ) -> Source:
-    """Return the source of an export, with the requested parts of a multimodal model.
+    """Return the source of an export, with the requested parts of a model with towers.
 
     Args:
         options: Options of the export.
@@ -45,18 +48,18 @@ def select_parts(
         PrepError: An option does not fit the source, or the towers differ from the ones at the start of the run.
     """
     recorded = source.tree_manifest.towers
-    is_multimodal = source.wrapper is not None or recorded is not None
+    has_towers = source.wrapper is not None or recorded is not None
     towers = options["towers"]
     if options["text_only"]:
-        if not is_multimodal:
+        if not has_towers:
             raise no_effect_error(Option("text_only", True), source, NO_TOWERS)
         if towers is not None:
             why = text("{} leaves them out", Option("text_only", True))
             raise no_effect_error(Option("towers", str(towers)), source, why)
         return text_model(source)
-    if not is_multimodal or source.tower_tensors:
+    if not has_towers or source.tower_tensors:
         if towers is not None:
-            why = "it has its own towers" if is_multimodal else NO_TOWERS
+            why = "it has its own towers" if has_towers else NO_TOWERS
             raise no_effect_error(Option("towers", str(towers)), source, why)
         return source
     if towers is None and source.wrapper is not None:

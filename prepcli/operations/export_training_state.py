@@ -42,6 +42,7 @@ from prepcli.sources.adam_state import (
 )
 from prepcli.sources.decayed_tensors import decay_differences
 from prepcli.sources.foreign_state import NO_SETTINGS
+from prepcli.sources.multimodal import models_title, towers_title
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.dcp_folder import DcpLayout
 from prepcli.targets.dcp_state import ENTRIES, lay_out_dcp_state, model_name, moment_name
@@ -237,8 +238,8 @@ def check_state_request(options: ExportOptions, source: Source) -> None:
             raise usage_error(what, why, text("remove {}", option))
     if source.wrapper is not None:
         raise usage_error(
-            text("{} is not supported for multimodal models", option),
-            f"the towers of {source.display_name} have no moments",
+            text("{} is not supported for {}", option, models_title(source)),
+            f"there are no moments for the {towers_title(source)} of {source.display_name}",
             text("{} leaves them out", Option("text_only", True)),
         )
 

@@ -17,6 +17,7 @@ from prepcli.planning.manifest_fields import (
 )
 from prepcli.planning.tensor_match import MatchOptions
 from prepcli.sources.adam_state import read_adam_state
+from prepcli.sources.multimodal import models_title, towers_title
 from prepcli.sources.source import Source
 
 
@@ -45,8 +46,8 @@ def check_imported_state(options: SaveInitOptions, source: Source) -> None:
             raise usage_error(what, why, text("remove {}", option))
     if source.wrapper is not None:
         raise usage_error(
-            text("{} is not supported for multimodal models", option),
-            f"the optimizer of {source.display_name} numbers the towers as well",
+            text("{} is not supported for {}", option, models_title(source)),
+            f"the optimizer of {source.display_name} numbers the {towers_title(source)} as well",
             text("remove {}", option),
         )
     read_adam_state(source, MatchOptions(as_tuple(options["drop"])))

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypedDict
 
 from prepcli.operations.map_options import TENSOR_MAP, MapOptions
 from prepcli.operations.options import VERBATIM, SourceOptions
+from prepcli.operations.strict_options import StrictOptions
 from prepcli.operations.tree_options import SourceTreeOptions
 from prepcli.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
 
@@ -77,7 +78,7 @@ class InspectOptions(SourceOptions, MapOptions, SourceTreeOptions, total=False):
     """Options of `inspect`."""
 
 
-class VerifyOptions(SourceOptions, MapOptions, SourceTreeOptions, total=False):
+class VerifyOptions(SourceOptions, MapOptions, SourceTreeOptions, StrictOptions, total=False):
     """Options of `verify`."""
 
     verbatim: Annotated[bool | None, replace(VERBATIM, record=NOT_RECORDED)]

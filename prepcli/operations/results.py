@@ -66,6 +66,23 @@ class TensorDifference(TypedDict):
     count: NotRequired[int]
 
 
+class SettingDifference(TypedDict):
+    """A key of two configs, or a fact of two tokenizers, with other values a and b. None is an absent one."""
+
+    kind: str
+    key: str
+    a: object
+    b: object
+
+
+class LeftOutTensor(TypedDict):
+    """A tensor that only one of two checkpoints has, and the reason why it is not compared."""
+
+    tensor: str
+    checkpoint: str
+    why: str
+
+
 class OldAndNew(TypedDict):
     """A value before and after a change. `new` is None for a removed file."""
 
@@ -120,6 +137,9 @@ class Verification:
         against: The second checkpoint, as errors name it. None for a comparison with digests.
         total_tensors: Number of tensors of the checkpoint, equal or not.
         distances: With a tolerance, the distance of each tensor that both checkpoints have in one shape.
+        settings: Keys of the configs and facts of the tokenizers in which two checkpoints differ. They are differences
+            only with `strict`.
+        left_out: Tensors that one of two checkpoints leaves out on purpose. They are differences only with `strict`.
         remedy: How to replace a damaged checkpoint, e.g. by the command that made it. Empty for two checkpoints.
     """
 
@@ -136,6 +156,8 @@ class Verification:
     total_tensors: int = 0
     distances: tuple[TensorDistance, ...] = ()
     remedy: str = ""
+    settings: tuple[SettingDifference, ...] = ()
+    left_out: tuple[LeftOutTensor, ...] = ()
 
     def __bool__(self) -> bool:
         return self.is_equal

@@ -36,6 +36,6 @@ def source_line(source: Source) -> str:
 
 def _family_text(source: Source) -> str:
     """Return the family of a source, e.g. `llama in llava` for the text part of a multimodal model."""
-    if source.wrapper is None:
+    if source.wrapper is None or not source.is_multimodal:
         return source.family.name
     return f"{source.family.name} in {source.wrapper.config.get('model_type')!s:.60}"

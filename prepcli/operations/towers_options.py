@@ -1,4 +1,4 @@
-"""The options of exports of multimodal models.
+"""The options of exports of models with towers, or with multi-token prediction.
 
 This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
 """
@@ -11,14 +11,14 @@ from prepcli.option_spec import OptionSpec, PathLike
 
 
 class TowersOptions(TypedDict, total=False):
-    """The parts of a multimodal model in an export."""
+    """The parts of a model with towers, or with multi-token prediction, in an export."""
 
     text_only: Annotated[
         bool,
         OptionSpec(
             None,
-            "Write the text model of a multimodal checkpoint alone.",
-            "Write the text model of a multimodal checkpoint without its towers. Default: False.",
+            "Leave out the towers of a multimodal model, and multi-token prediction.",
+            "Write the text model of a checkpoint without towers and multi-token prediction. Default: False.",
             default=False,
             position=27,
             record=63,
@@ -28,10 +28,10 @@ class TowersOptions(TypedDict, total=False):
         PathLike | None,
         OptionSpec(
             "CHECKPOINT",
-            "Read the towers of a training step from CHECKPOINT. Default: the model that the run"
-            " started from.",
-            "Checkpoint with the towers of a training step. Default: the model that the run started"
-            " from.",
+            "Read the towers or the multi-token prediction of a training step from CHECKPOINT. Default: the model that"
+            " the run started from.",
+            "Checkpoint with the towers or the multi-token prediction of a training step. Default: the model that the"
+            " run started from.",
             cli_type=str,
             position=28,
             record=64,

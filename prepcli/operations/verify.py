@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -21,10 +22,11 @@ from prepcli.engine.digest import digest_of_zeros
 from prepcli.engine.distance import Distance, measure_distance
 from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.formats.again_hint import again_hint
-from prepcli.formats.manifest import unwritten_manifest
+from prepcli.formats.manifest import NO_MANIFEST, unwritten_manifest
 from prepcli.operations.accept import accept_files
 from prepcli.operations.checksum_file import check_checksum_file
 from prepcli.operations.comparable_sources import check_contents, comparable_sources
+from prepcli.operations.compared_settings import setting_differences
 from prepcli.operations.conversion import (
     CommonOptions,
     check_config_option,
@@ -33,13 +35,23 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.inspection_options import VerifyOptions
 from prepcli.operations.operation import public
-from prepcli.operations.results import TensorDifference, TensorDistance, Verification
+from prepcli.operations.results import (
+    LeftOutTensor,
+    TensorDifference,
+    TensorDistance,
+    Verification,
+)
 from prepcli.operations.source_line import source_line
 from prepcli.operations.verify_map import first_options, is_output, mapped_options
 from prepcli.option_spec import PathLike
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import Stream
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
+from prepcli.planning.tensor_match import (
+    DEFAULT_MATCH_OPTIONS,
+    DROP_RULE,
+    MatchOptions,
+    TensorMatch,
+)
 from prepcli.restore.digest_checks import check_after_reading, stream_digests, tensor_digests
 from prepcli.restore.scaled_digests import stored_scale, written_stream
 from prepcli.sources.locate import check_stream
@@ -110,9 +122,10 @@ def verify(
         replace(common_options(checkpoint, None, options), quantized="stored"),
         against=None if against is None else str(against),
         quick=options["quick"],
+        strict=options["strict"],
         tolerance=options["tolerance"],
     )
-    _check_tolerance(request)
+    _check_pair_options(request)
     accept = [str(path) for path in options["accept"]]
     if not accept:
         result = _verify_checkpoint(request, observer)
@@ -128,12 +141,18 @@ class _Request:
     common: CommonOptions
     against: str | None  # the second checkpoint, or None to compare with the manifest
     quick: bool  # read no values
+    strict: bool  # fail on other settings too
     tolerance: float | None  # largest accepted difference of two values, or None to compare bits
 
 
-def _check_tolerance(request: _Request) -> None:
-    """Raise UsageError for `--tolerance` without a second checkpoint, or with `--quick`."""
+def _check_pair_options(request: _Request) -> None:
+    """Raise UsageError for options of pairs without a second checkpoint, or for `--tolerance` with `--quick`."""
     option = Option("tolerance")
+    if request.strict and request.against is None:
+        strict = Option("strict", True)
+        what = text("{} requires a second checkpoint", strict)
+        why = "it compares the settings of two checkpoints"
+        raise usage_error(what, why, text("remove {}, or name the second checkpoint", strict))
     if request.tolerance is None:
         return
     if request.against is None:
@@ -188,8 +207,14 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     check_contents(source, against_source)
     observer.note(source_line(against_source))
     check_checksum_file(against_source, against_located)
-    source, against_source = comparable_sources(source, against_source, observer)
-    return _verify_pair(_collect_model(source), _collect_model(against_source), request, observer)
+    settings = tuple(setting_differences(source, against_source))
+    pair = comparable_sources(source, against_source, observer)
+    a = _collect_model(pair.source, pair.against)
+    b = _collect_model(pair.against, pair.source)
+    result = _verify_pair(a, b, request, observer)
+    left_out = (*pair.left_out, *_unused_tensors(a, b), *_unused_tensors(b, a))
+    is_equal = result.is_equal and not (request.strict and (settings or left_out))
+    return replace(result, is_equal=is_equal, settings=settings, left_out=left_out)
 
 
 def _against_options(request: _Request) -> CommonOptions:
@@ -209,11 +234,17 @@ def _against_options(request: _Request) -> CommonOptions:
     )
 
 
-def _collect_model(source: Source) -> _VerifiedModel:
-    """Return the tensors to verify. Ignored tensors, such as buffers, are omitted."""
+def _collect_model(source: Source, other: Source | None = None) -> _VerifiedModel:
+    """Return the tensors to verify. Ignored tensors, such as buffers, are omitted.
+
+    Args:
+        source: The checkpoint.
+        other: The other checkpoint of a comparison. Tensors that `--drop` left out of it are ignored.
+    """
     if source.family is ADAPTER_FAMILY:
         return _collect_adapter(source)
-    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
+    options = DEFAULT_MATCH_OPTIONS if other is None else _drop_options(source, other)
+    match = match_source_tensors(source, stored_axis_maps(source), options)
     matched = [t for t in source.tensors if t.name in match.uses]
     tensors = {t.name: t for t in (*matched, *source.tower_tensors, *source.state_tensors)}
     vocab_tensors = frozenset(vocab_tensor_names(source, match))
@@ -225,6 +256,28 @@ def _collect_model(source: Source) -> _VerifiedModel:
         vocab_tensors=vocab_tensors,
         true_vocab=source.vocabulary().true_size,
     )
+
+
+def _drop_options(source: Source, other: Source) -> MatchOptions:
+    """Return the options to drop the tensors of a checkpoint that the manifest of the other one records as dropped."""
+    names = {tensor.name for tensor in source.tensors}
+    dropped: list[str] = []
+    for entry in (other.manifest or NO_MANIFEST).dropped:
+        name = source.names.bare_name(str(entry.get("name")))
+        if entry.get("rule") == DROP_RULE and name in names:
+            dropped.append(glob.escape(name))
+    return MatchOptions(drop=tuple(dropped))
+
+
+def _unused_tensors(model: _VerifiedModel, other: _VerifiedModel) -> Iterator[LeftOutTensor]:
+    """Yield the tensors outside of the model, such as buffers, that the other checkpoint does not have."""
+    other_names = {tensor.name for tensor in other.source.tensors}
+    duplicates = {check.name for check in model.match.checks}
+    source = model.source
+    for tensor in model.match.dropped:
+        if tensor.name not in other_names | duplicates:
+            name = source.names.display_name(tensor.name)
+            yield {"tensor": name, "checkpoint": source.display_name, "why": tensor.rule}
 
 
 def _collect_adapter(source: Source) -> _VerifiedModel:

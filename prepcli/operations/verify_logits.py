@@ -356,7 +356,7 @@ def check_logits_command(
     if chain_options["chain"]:
         what = text("{} and {} exclude each other", logits, Option("chain", True))
         raise usage_error(what, "a chain compares digests", "remove one of them")
-    for name in ("quick", "accept", "verbatim"):
+    for name in ("quick", "accept", "verbatim", "strict"):
         if options[name] not in (None, False, (), []):
             what = text("{} and {} exclude each other", logits, Option(name))
             raise usage_error(what, "logits are computed from all values", "remove one of them")

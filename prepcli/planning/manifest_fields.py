@@ -10,6 +10,9 @@ from trainer.models.json_types import HFConfig
 
 # Mark of a key with a type that its reader checks: a manifest with another value there is read all the same.
 CHECKED_BY_READER: Final = "checked by its reader"
+# Rules of dropped rows of padding. They are in no model.
+PADDING_RULE = "padding taken off"
+REPLACED_PADDING_RULE = "padding replaced"
 
 
 class TensorRecord(TypedDict):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
@@ -290,6 +290,13 @@ class DroppedTensor:
     rule: str
     rows: Range | None = None
     columns: Range | None = None
+
+    def record(self, display_name: str) -> dict[str, object]:
+        """Return the entry in the manifest of the output."""
+        fields = {**asdict(self), "name": display_name}
+        if self.columns is None:
+            del fields["columns"]
+        return fields
 
 
 @dataclass(frozen=True, slots=True)

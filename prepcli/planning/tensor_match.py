@@ -273,7 +273,7 @@ def match_tensors(
         for name, tensor in tensors.items():
             if 0 in tensor.shape:
                 uses[name] = []
-    dropped = tuple(_find_dropped(family, config, uses, tensors, options, duplicates))
+    dropped = tuple(_find_dropped(family, uses, tensors, options, duplicates))
     dropped_names = {tensor.name for tensor in dropped}
     _check_drop_patterns(names, options, dropped_names, source_name)
     mismatches = _find_mismatches(names, uses, tensors, dropped_names)
@@ -358,14 +358,13 @@ def not_equal_error(
 
 def _find_dropped(
     family: Family,
-    config: HFConfig,
     used_names: Collection[str],
     tensors: Mapping[str, TensorInfo],
     options: MatchOptions,
     duplicates: Mapping[str, str],
 ) -> Iterable[DroppedTensor]:
     """Yield the unused tensors dropped by a rule of the family, as a duplicate, or by `--drop`."""
-    rules = dropped_patterns(family, config)
+    rules = dropped_patterns(family)
     drop_patterns = [pattern.removeprefix(family.prefix) for pattern in options.drop]
     for name, tensor in tensors.items():
         if name in used_names:

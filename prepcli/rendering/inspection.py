@@ -20,7 +20,7 @@ from prepcli.inspection.contents import (
     TensorEntry,
 )
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_fields, tree_rows
-from prepcli.inspection.parameter_count import nbytes_below
+from prepcli.inspection.parameter_count import missing_parameter, nbytes_below
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map, summarize_sharding
 from prepcli.inspection.tensor_stats import TensorStats, stats_cells
 from prepcli.operations.inspect import (
@@ -288,6 +288,8 @@ def header_lines(contents: CheckpointContents, source: SourceSummary) -> list[st
         *contents.non_arrays[:MAX_NON_ARRAYS],
         *([f"and {num_omitted:,} more that are not arrays"] if num_omitted > 0 else []),
     ]
+    if missing := missing_parameter(contents):
+        extra_lines.append(f"not the tensors of {_family_text(contents)}: {missing} is missing")
     if contents.is_verbatim or (contents.family is None and "model_type" in contents.config):
         extra_lines.append(CANNOT_TRAIN)
     return [model, "; ".join(stored), *extra_lines]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict
 
+from prepcli.console.bounded_text import shorten
 from prepcli.console.lists import MAX_NAMES
 from prepcli.console.observer import LEAVES
 from prepcli.console.ui import Report, Ui, format_table
-from prepcli.errors import PrepError
-from prepcli.operations.results import TensorDifference, Verification
+from prepcli.errors import Option, PrepError, text
+from prepcli.operations.results import SettingDifference, TensorDifference, Verification
 from prepcli.sources.tensor_labels import TensorLabel
+
+# A template or a list of a setting may have any length.
+MAX_VALUE_CHARS = 60
 
 
 def verification_report(verification: Verification, ui: Ui) -> Report:
@@ -22,13 +27,15 @@ def verification_report(verification: Verification, ui: Ui) -> Report:
     """
     if verification.distances:
         ui.note(_distance_table(verification, ui))
+    _note_settings(verification, ui)
     if verification.is_equal:
-        text = f"ok: {_checked_text(verification)} ({verification.seconds:.1f} s)"
-        return Report(text, _equal_fields(verification))
+        line = f"ok: {_checked_text(verification)} ({verification.seconds:.1f} s)"
+        return Report(line, _equal_fields(verification))
     _note_differences(verification, ui)
     fields: dict[str, object] = {
         "differences": verification.differences,
         "ignored_padding_rows": verification.ignored_padding_rows,
+        **_setting_fields(verification),
         **_distance_fields(verification),
     }
     return Report(fields=fields, error=_difference_error(verification))
@@ -46,10 +53,10 @@ def _checked_text(verification: Verification) -> str:
             f"{verification.tensors} tensors, {verification.values:,} values, 0 different{padding}"
         )
     *first_checks, last_check = verification.checked
-    text = f"{', '.join(first_checks)} and {last_check} of {verification.tensors} tensors"
+    checked = f"{', '.join(first_checks)} and {last_check} of {verification.tensors} tensors"
     if verification.against is None:
-        return f"{text}, no values read, no digests checked"
-    return f"{text} equal, no values read{padding}"
+        return f"{checked}, no values read, no digests checked"
+    return f"{checked} equal, no values read{padding}"
 
 
 def _equal_fields(verification: Verification) -> dict[str, object]:
@@ -63,7 +70,44 @@ def _equal_fields(verification: Verification) -> dict[str, object]:
         fields["ignored_padding_rows"] = verification.ignored_padding_rows
     if verification.accepted:
         fields["accepted"] = verification.accepted
-    return fields | _distance_fields(verification)
+    return fields | _setting_fields(verification) | _distance_fields(verification)
+
+
+def _setting_fields(verification: Verification) -> dict[str, object]:
+    """Return the different settings and the tensors left out of a comparison of two checkpoints."""
+    if verification.against is None:
+        return {}
+    return {"settings": verification.settings, "left_out": verification.left_out}
+
+
+def _note_settings(verification: Verification, ui: Ui) -> None:
+    """Print a line for each different setting, and for each tensor that only one checkpoint has."""
+    for setting in verification.settings:
+        ui.note(_setting_text(setting))
+    lines = [
+        f"not compared  {tensor['tensor']} of {tensor['checkpoint']}: {tensor['why']}"
+        for tensor in verification.left_out
+    ]
+    num_shown = len(lines) if ui.level >= LEAVES else MAX_NAMES
+    for line in lines[:num_shown]:
+        ui.note(line)
+    if len(lines) > num_shown:
+        ui.note(f"and {len(lines) - num_shown:,} more; `-v` or `--json` lists all")
+
+
+def _setting_text(setting: SettingDifference) -> str:
+    """Describe a setting, such as `config differs: rope_theta 10000, 500000`."""
+    values = [_value_text(setting[side]) for side in ("a", "b")]
+    return f"{setting['kind']} differs: {setting['key']} {', '.join(values)}"
+
+
+def _value_text(value: object) -> str:
+    """Return a value of a setting as JSON of bounded length."""
+    if value is None:
+        return "absent"
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return shorten(json.dumps(value, ensure_ascii=False), MAX_VALUE_CHARS)
 
 
 def _distance_fields(verification: Verification) -> dict[str, object]:
@@ -112,6 +156,8 @@ def _difference_error(verification: Verification) -> PrepError:
     else:
         what = f"{verification.checkpoint} is not the same as {verification.against}"
     # A tensor may have several differences, e.g. one for each range of rows with a digest.
+    if not verification.differences:
+        return _strict_error(verification, what)
     labels = {_difference_label(difference) for difference in verification.differences}
     counts = f"{len(labels)} tensors"
     # Tensors of the other checkpoint alone are not in the total.
@@ -120,6 +166,17 @@ def _difference_error(verification: Verification) -> PrepError:
     first = verification.differences[0]
     why = f"{_difference_label(first)} {first['what']}"
     return PrepError(f"{what} ({counts})", why, verification.remedy)
+
+
+def _strict_error(verification: Verification, what: str) -> PrepError:
+    """Return the error for checkpoints of equal tensors with other settings, or without some tensors."""
+    if verification.settings:
+        why = _setting_text(verification.settings[0])
+    else:
+        tensor = verification.left_out[0]
+        why = f"{tensor['tensor']} of {tensor['checkpoint']} is not compared: {tensor['why']}"
+    hint = text("without {}, such differences are only noted", Option("strict", True))
+    return PrepError(what, why, hint)
 
 
 def _difference_label(difference: TensorDifference) -> TensorLabel:

@@ -15,11 +15,17 @@ from prepcli.engine.blobs import CachedBlob, open_blobs
 from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.files import ByteArray
 from prepcli.errors import RERUN_HINT, PrepError
+from prepcli.formats.manifest import DROPPED_KEY, NO_MANIFEST
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import EqualityCheck
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.strided_copies import leaf_box_parts
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, VOCAB_ATOM, TensorUse
+from prepcli.planning.tensor_match import (
+    DEFAULT_MATCH_OPTIONS,
+    VOCAB_ATOM,
+    TensorMatch,
+    TensorUse,
+)
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.remote.remote_files import (
     MAX_READ_THREADS,
@@ -107,6 +113,7 @@ class WeightsReader:
             "scan": True,
             "scan_axis": 0,
             "rules": source.tree_manifest.rules,
+            DROPPED_KEY: _dropped_records(source, match),
         }
         sizes = source.family.sizes(source.config)
         padded = {VOCAB_ATOM: padded_vocab_size}
@@ -229,6 +236,13 @@ class WeightsReader:
             what = f"{self.source.display_name} changed while it was read"
             why = f"{error.duplicate_tensor.name} and {job.tensor.name} differed, and are equal now"
             raise PrepError(what, why, RERUN_HINT) from error
+
+
+def _dropped_records(source: Source, match: TensorMatch) -> list[Mapping[str, object]]:
+    """Return the records of the tensors that the checkpoint has lost before, or that no leaf takes."""
+    records = [*(source.manifest or NO_MANIFEST).earlier_drops.get(DROPPED_KEY, ())]
+    records += [tensor.record(source.names.full_name(tensor.name)) for tensor in match.dropped]
+    return records
 
 
 def _has_padding(leaf: _LeafTensors, box: Box) -> bool:

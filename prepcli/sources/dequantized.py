@@ -39,7 +39,7 @@ from prepcli.quantized.find_weights import (
     quantization_settings,
 )
 from prepcli.sources.model_family import as_verbatim
-from prepcli.sources.multimodal import split_text_part
+from prepcli.sources.multimodal import split_towers
 from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
 from prepcli.sources.unused_quantization import (
     find_quantization_file,
@@ -309,7 +309,7 @@ def _decode_to_dtype_of(source: Source, decoded: Source) -> Source:
     if decoded.quantized and is_stored and quantization_file(source.config, source.root):
         source = dequantize_source(source)
         if decoded.wrapper is not None:
-            source = split_text_part(source)
+            source = split_towers(source)
     if not source.quantization or not decoded.tree_manifest:
         return source
     return cast_decoded(source, _parameter_dtype(source, decoded))

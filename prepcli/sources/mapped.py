@@ -32,6 +32,7 @@ from prepcli.sources.source import Source, SourceTensor, file_position, recorded
 from trainer.models.axis_map import bind_row
 from trainer.models.json_types import HFConfig
 from trainer.models.parameters import Family, dropped_patterns, parameter_rows
+from trainer.models.prediction import prediction_names
 from trainer.models.registry import FAMILIES, family_of
 from trainer.models.suggest import did_you_mean
 from trainer.models.verbatim import verbatim_family
@@ -283,12 +284,13 @@ def _family_problems(
     names = detect_names(family, config, full_names=targets.keys())
     by_name = {names.bare_name(name): rows for name, rows in targets.items()}
     expected = _expected_shapes(family, config, by_name)
-    ignored = re.compile("|".join(map("({})".format, dropped_patterns(family, config))) or r"(?!)")
-    duplicates = {*family.duplicates, family.tying.head_tensor}
+    ignored = re.compile("|".join(map("({})".format, dropped_patterns(family))) or r"(?!)")
+    others = {*family.duplicates, family.tying.head_tensor}
+    others |= prediction_names(family, config, by_name)
     problems: list[str] = []
     for name, rows in by_name.items():
         shape = rows[0].target.source_shape
-        is_ignored = name in duplicates or ignored.fullmatch(name)
+        is_ignored = name in others or ignored.fullmatch(name)
         if name not in expected and not is_ignored:
             why = f"{names.full_name(name)} is no tensor of family {family.name}"
             problems.append(f"line {rows[0].line}: {why}")

@@ -91,7 +91,7 @@ def select_family(
 ) -> Family:
     """Return the family of a checkpoint.
 
-    A multimodal checkpoint is opened with the names of its file, before `split_text_part` finds its text part.
+    A multimodal checkpoint is opened with the names of its file, before `split_towers` finds its text part.
 
     Args:
         config: Content of its config.json. Empty without one.
@@ -173,7 +173,9 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
         what = text("{} removes no layer", Option("layers", layers))
         why = f"{source.display_name} has no more layers"
         raise usage_error(what, why, text("use a smaller {}", Option("layers")))
-    prediction = prediction_tensors(source.family, source.config, names)
+    # Of a family, they are beside the model. They would follow another layer.
+    beside = {source.names.bare_name(source.file_name(t)): t for t in source.tower_tensors}
+    prediction = prediction_tensors(source.family, source.config, [*names, *beside])
     later |= prediction
     config = truncate_config(source.config, layers, removes_prediction=bool(prediction))
     if not source.family.is_verbatim and _has_later_layers(source, config, names, layers):
@@ -194,11 +196,22 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
             dropped.append(rest)
         else:
             kept.append(tensor)
-    scales, dropped_scales, records = _truncate_scales(source, later)
+    later_names = {source.names.full_name(name) for name in later}
+    towers: list[SourceTensor] = []
+    for name, tensor in beside.items():
+        if name in prediction:
+            file_name = source.file_name(tensor)
+            later_names.add(file_name)
+            dropped.append(DroppedTensor(file_name, tensor.nbytes, LAYERS_RULE))
+        else:
+            towers.append(tensor)
+    scales, dropped_scales, records = _truncate_scales(source, later_names)
     dropped += dropped_scales
     truncated = replace(
         source,
         tensors=tuple(kept),
+        tower_tensors=tuple(towers),
+        wrapper=source.wrapper if towers or source.is_multimodal else None,
         state_tensors=scales,
         quantized=records,
         config=config,
@@ -272,15 +285,14 @@ def _check_first_layers_are_stored(source: Source, truncated: HFConfig) -> None:
 
 
 def _truncate_scales(
-    source: Source, later: Collection[str]
+    source: Source, later_names: Collection[str]
 ) -> tuple[tuple[SourceTensor, ...], list[DroppedTensor], dict[str, QuantizedRecord]]:
     """Return the scales of the first layers, the scales of the other ones, and the records of the first layers.
 
     Args:
         source: The source.
-        later: Names of the tensors of the other layers.
+        later_names: Names of the tensors of the other layers in files.
     """
-    later_names = {source.names.full_name(name) for name in later}
     later_numbers = {_up_to_number(name) for name in later_names}
     kept: list[SourceTensor] = []
     dropped: list[DroppedTensor] = []

@@ -1,8 +1,12 @@
-"""Multimodal checkpoints: the text part as a model of its family, and the towers (image and audio encoders)."""
+"""Models with tensors beside those of a family: the towers of a multimodal model, and layers of multi-token prediction.
+
+Towers are image and audio encoders. Both kinds are stored beside the parameters, bit for bit, and no command of prep
+computes with them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from prepcli.errors import PrepError
@@ -14,6 +18,7 @@ from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.appended_files import append_files, shift_file_numbers
 from prepcli.sources.source import Source, SourceTensor, Wrapper
 from trainer.models.json_types import HFConfig
+from trainer.models.prediction import prediction_names, without_prediction
 from trainer.models.registry import FAMILIES
 from trainer.models.text_part import TextPart, read_text_part, uses_mrope
 
@@ -37,38 +42,68 @@ def find_text_part(config: HFConfig, names: Iterable[str]) -> TextPart | None:
         return None
 
 
-def split_text_part(source: Source) -> Source:
-    """Return a multimodal source with its text part as parameters, and the other tensors as towers.
+def split_towers(source: Source) -> Source:
+    """Return a source with the tensors of its family as parameters, and the other ones as towers.
+
+    The other tensors are those outside of the text part of a multimodal model, and those of multi-token prediction.
 
     Args:
-        source: A source of the verbatim family. Without a supported text part, it is returned unchanged.
+        source: A source with the names of transformers. Without such tensors, it is returned unchanged.
     """
-    part = find_text_part(source.config, (tensor.name for tensor in source.tensors))
-    if part is None:
+    if source.family.is_verbatim:
+        part = find_text_part(source.config, (tensor.name for tensor in source.tensors))
+        if part is None:
+            return source
+        text_part = replace(
+            source, family=part.family, config=part.config, names=TensorNames(part.family)
+        )
+        return _with_parameters(source, text_part, part.names)
+    names = {tensor.name for tensor in source.tensors}
+    prediction = prediction_names(source.family, source.config, names)
+    if not prediction:
         return source
-    names = TensorNames(part.family)
-    parameters: list[tuple[SourceTensor, str]] = []
+    parameters = {source.names.stored_name(name) for name in names - prediction}
+    return _with_parameters(source, source, parameters)
+
+
+def _with_parameters(source: Source, model: Source, parameters: Collection[str]) -> Source:
+    """Return a source with some of its tensors as parameters, and the other ones as towers.
+
+    Args:
+        source: The source.
+        model: It has the family, the config and the names of the parameters.
+        parameters: Names of the parameters in the file.
+    """
+    kept: list[tuple[SourceTensor, str]] = []
     towers: list[tuple[SourceTensor, str]] = []
     file_names = source.tensor_file_names or ("",) * len(source.tensors)
     for tensor, file_name in zip(source.tensors, file_names, strict=True):
-        if tensor.name in part.names:
-            parameters.append((replace(tensor, name=names.bare_name(tensor.name)), file_name))
+        name = source.names.stored_name(tensor.name)
+        if name in parameters:
+            kept.append((replace(tensor, name=model.names.bare_name(name)), file_name))
         else:
-            towers.append((replace(tensor, name=qualify(TOWERS, tensor.name)), file_name))
+            towers.append((replace(tensor, name=qualify(TOWERS, name)), file_name))
     return replace(
-        source,
-        family=part.family,
-        config=part.config,
-        names=names,
-        tensors=tuple(tensor for tensor, _ in parameters),
+        model,
+        tensors=tuple(tensor for tensor, _ in kept),
         tower_tensors=tuple(tensor for tensor, _ in towers),
-        tensor_file_names=tuple(name for _, name in (*parameters, *towers) if name),
-        wrapper=Wrapper(source.config, part.config),
+        tensor_file_names=tuple(name for _, name in (*kept, *towers) if name),
+        wrapper=Wrapper(source.config, model.config),
     )
 
 
+def towers_title(source: Source) -> str:
+    """Return the title of the tensors beside the parameters of a source, for messages."""
+    return "towers" if source.is_multimodal else "multi-token prediction"
+
+
+def models_title(source: Source) -> str:
+    """Return the title of models with such tensors, for messages."""
+    return "multimodal models" if source.is_multimodal else "models with multi-token prediction"
+
+
 def towers_entry(source: Source) -> ManifestFields:
-    """Return the manifest's entry of a multimodal model: its type, and the prefixes of its text part in files."""
+    """Return the manifest's entry of a model with towers: its type, and the prefixes of its parameters in files."""
     recorded = source.tree_manifest.towers
     if recorded is not None:
         return {TOWERS_KEY: recorded}
@@ -86,17 +121,22 @@ def towers_entry(source: Source) -> ManifestFields:
 
 
 def text_model(source: Source) -> Source:
-    """Return the text part of a multimodal source as a separate model, with the tensor names of its family."""
+    """Return the parameters of a source with towers as a separate model, with the tensor names of its family.
+
+    Its config states no multi-token prediction.
+    """
     family = FAMILIES[source.family.name]
     nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)
-    dropped = (DroppedTensor(TOWERS, nbytes, TEXT_ONLY_RULE),) if nbytes else ()
+    # A training step has no towers to drop. The entry then states that the output is complete without them.
+    dropped = DroppedTensor(TOWERS, nbytes, TEXT_ONLY_RULE)
     return replace(
         source,
         family=family,
-        names=TensorNames(family),
+        config=without_prediction(source.config),
+        names=replace(source.names, family=family),
         tensor_file_names=source.tensor_file_names[: len(source.tensors)],
         small_files=tuple(f for f in source.small_files if f.name not in PROCESSOR_FILES),
-        extra_entries=(*source.extra_entries, *dropped),
+        extra_entries=(*source.extra_entries, dropped),
         config_path=None,
         wrapper=None,
         tower_tensors=(),
@@ -104,11 +144,11 @@ def text_model(source: Source) -> Source:
 
 
 def with_towers(source: Source, other: Source) -> Source:
-    """Return the text part in one source with the towers of another one.
+    """Return the parameters in one source with the towers of another one.
 
     Args:
-        source: A training step of the text part.
-        other: The multimodal model.
+        source: A training step.
+        other: The model with towers.
     """
     first = len(source.byte_sources)
     return replace(

@@ -20,7 +20,7 @@ from prepcli.sources.foreign_trees import NATIVE_LAYOUT
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.model_family import verbatim_error
-from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_text_part
+from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_towers
 from prepcli.sources.remote_blobs import with_remote_blobs
 from prepcli.sources.source import Source, check_headers
 from prepcli.sources.source_hints import CONFIG, KeptScales, SourceHints
@@ -104,7 +104,7 @@ def open_source(
             source = apply_map(source, tensor_map)
         elif export_map is not None:
             source = apply_recorded_map(source, export_map)
-        elif source.family.is_verbatim and located.kind in MULTIMODAL_KINDS:
+        if located.kind in MULTIMODAL_KINDS:
             source = _split_unless_verbatim(source, verbatim)
         if verbatim is False and source.family.is_verbatim:
             raise verbatim_error(display_name)
@@ -276,11 +276,14 @@ def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
 
 
 def _split_unless_verbatim(source: Source, verbatim: bool | None) -> Source:
-    """Return a multimodal source with its text part as parameters, unless its names are kept."""
+    """Return a source with the towers beside its parameters, unless its names are kept."""
+    if not source.family.is_verbatim:
+        return split_towers(source)
     was_verbatim = source.manifest is not None and source.manifest.family == VERBATIM
-    if verbatim or (verbatim is None and was_verbatim):
+    # A map without a family keeps its names, too.
+    if verbatim or source.tensor_map or (verbatim is None and was_verbatim):
         return source
-    return split_text_part(source)
+    return split_towers(source)
 
 
 def check_local_files(local_files: LocalFiles, manifest: Manifest | None) -> None:

@@ -115,11 +115,12 @@ def file_position(tensor: SourceTensor) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """The config of the multimodal model around a text part.
+    """The config of the whole model around the parameters: of a multimodal one, or of one with multi-token prediction.
 
     Attributes:
         config: Its config.json.
-        text_config: The text config in it, as the family reads it.
+        text_config: The config of the parameters, as the family reads it. It is the text config of a multimodal model,
+            and else `config`.
     """
 
     config: HFConfig
@@ -187,8 +188,8 @@ class Source:
         left_files: Side files of the model that are not copied, because no pattern selects them.
         made_files: Small files with the content of metadata, such as the tokenizer of GGUF.
         is_locked: Whether a lock approves the files and the digests of the tensors. See `sources.locked`.
-        wrapper: The multimodal model around the parameters, if any.
-        tower_tensors: Its other tensors, named `towers/TENSOR`.
+        wrapper: The model with further tensors around the parameters, if any.
+        tower_tensors: Its other tensors, named `towers/TENSOR`: vision and audio parts, and multi-token prediction.
         training_record: Record of the training state in `state_tensors`, if another framework wrote it.
         tensor_map: The map that made the tensors from those of the files, if any.
         remote_files: The files on a server behind the placeholders `files`. Empty for local files.
@@ -234,6 +235,15 @@ class Source:
         # A file on a server is read once, from its begin to its end.
         model = sorted((*self.tensors, *self.tower_tensors), key=file_position)
         return *model, *self.state_tensors
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether the parameters are the text part of a multimodal model."""
+        if self.wrapper is None:
+            return False
+        # The type of a multimodal model is never the type of its text part.
+        model_type = self.wrapper.config.get("model_type")
+        return model_type != self.wrapper.text_config.get("model_type")
 
     @property
     def tree_manifest(self) -> Manifest:

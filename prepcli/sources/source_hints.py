@@ -78,7 +78,7 @@ class SourceHints:
             path = path / CONFIG
         if self.config_path is None and not path.is_file():
             hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
-            raise PrepError(f"{display_name} has no model config", f"{path} does not exist", hint)
+            raise PrepError(f"{display_name} has no {CONFIG}", f"{path} does not exist", hint)
         return path
 
 

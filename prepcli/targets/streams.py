@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from prepcli.planning.layout_scales import LayoutScale
+from prepcli.planning.manifest_fields import PADDING_RULE
 from prepcli.planning.plan import DroppedTensor, Fill, Locations, Stream
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION, QUANTIZATION_RULE
 from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, TRAINING_STATE_RULE, split_name
@@ -60,7 +61,7 @@ class VocabResize:
     keeps_padding: bool = True
     added_count: int = 0
     added_fill: Fill | None = None
-    dropped_rule: str = "padding taken off"
+    dropped_rule: str = PADDING_RULE
     zero_tensors: Collection[str] = ()
 
     def copied_rows(self, tensor: SourceTensor, rows: int) -> int:

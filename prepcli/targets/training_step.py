@@ -128,6 +128,7 @@ def _item_settings(source: Source, start_manifest: ManifestFields) -> ManifestFi
         settings[LORA_KEY] = start_manifest[LORA_KEY]
     elif TOWERS_KEY in start_manifest:
         settings[TOWERS_KEY] = start_manifest[TOWERS_KEY]
+    settings |= Manifest(start_manifest).earlier_drops
     if start_manifest.get(ORIGIN_KEY):
         settings[ORIGIN_KEY] = start_manifest[ORIGIN_KEY]
     if start_manifest.get("storage") == "zarr3":

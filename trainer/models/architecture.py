@@ -422,15 +422,15 @@ def read_activation(config: HFConfig, key: str, default: str) -> str:
     for field in ACTIVATION_FIELDS:
         value = config.get(field) or name
         if value != name and (
-            not isinstance(value, str)
-            or _canonical_activation(value) != _canonical_activation(name)
+            not isinstance(value, str) or canonical_activation(value) != canonical_activation(name)
         ):
             why = f"config.json has {value!r:.60}; this family reads `{key}`, which is {name}"
             raise unsupported_config_error(f"`{field}` is not supported for this family", why)
     return name
 
 
-def _canonical_activation(name: str) -> str:
+def canonical_activation(name: str) -> str:
+    """Return one name for all names of an activation, e.g. `gelu_pytorch_tanh` -> `gelu_new`."""
     return EQUIVALENT_ACTIVATIONS.get(name, name)
 
 

@@ -40,8 +40,6 @@ ENCODER = "encoder"
 DECODER = "decoder"
 # Name of the family of checkpoints with unknown architectures. See `trainer.models.verbatim`.
 VERBATIM = "verbatim"
-# Description of the layers in `Family.prediction_layers`.
-PREDICTION_RULE = "layer of multi-token prediction, which the model does not run"
 MAX_AXIS_SIZE = (1 << 31) - 1
 MAX_LAYERS = 1 << 16
 # Path parts of token, position and relative position embeddings.
@@ -197,8 +195,8 @@ class Family:
         duplicates: Tensor of some files -> the tensor with the same content.
         dropout_fields: Fields of the config with dropout rates.
         layer_numbers: Named axis (atom) of some layers -> the numbers of these layers.
-        prediction_layers: Numbers of stored layers for multi-token prediction, which the model does
-            not run.
+        default_prediction_layers: Number of layers for multi-token prediction if the config does not state it. See
+            `trainer.models.prediction`.
     """
 
     name: str
@@ -214,7 +212,7 @@ class Family:
     dropout_fields: DropoutFields = ATTENTION_DROPOUT
     head_prefix: str = ""
     layer_numbers: Callable[[HFConfig], Mapping[str, Sequence[int]]] = lambda config: {}
-    prediction_layers: Callable[[HFConfig], Sequence[int]] = lambda config: ()
+    default_prediction_layers: int = 0
 
     @property
     def is_verbatim(self) -> bool:
@@ -235,15 +233,13 @@ class Family:
         )
 
 
-def dropped_patterns(family: Family, config: HFConfig) -> dict[str, str]:
+def dropped_patterns(family: Family) -> dict[str, str]:
     """Return the regular expressions of ignored tensors -> their description."""
     patterns: dict[str, str] = {}
     for template, description in family.dropped.items():
         # `{i}` is the number of a layer, and `*` any text.
         pattern = re.escape(template).replace(r"\{i\}", r"\d+").replace(r"\*", ".*")
         patterns[pattern] = description
-    for number in family.prediction_layers(config):
-        patterns[rf"layers\.{number}\..*"] = PREDICTION_RULE
     return patterns
 
 

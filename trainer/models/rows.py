@@ -182,7 +182,7 @@ def build_family(
     layouts: Mapping[str, TreeLayout] | None = None,
     dropout_fields: DropoutFields = ATTENTION_DROPOUT,
     layer_numbers: Callable[[HFConfig], Mapping[str, Sequence[int]]] = lambda config: {},
-    prediction_layers: Callable[[HFConfig], Sequence[int]] = lambda config: (),
+    default_prediction_layers: int = 0,
 ) -> Family:
     """Return a family with an output head.
 
@@ -211,7 +211,7 @@ def build_family(
         layouts=layouts or {},
         dropout_fields=dropout_fields,
         layer_numbers=layer_numbers,
-        prediction_layers=prediction_layers,
+        default_prediction_layers=default_prediction_layers,
     )
 
 

@@ -30,6 +30,7 @@ from trainer.models.parameters import (
     parameter_rows,
     read_size,
 )
+from trainer.models.prediction import prediction_names
 from trainer.models.registry import FAMILIES
 
 # `model_type` of a text config -> the fields that it has as the config of a family. With M-RoPE, all three positions
@@ -372,8 +373,10 @@ def _text_names(
     if missing := used - full_names.keys() - optional:
         raise _not_supported(config, f"the file has no {_first_names(family.prefix, missing)}")
     roots = {name.partition(".")[0] for name in used}
-    ignored = re.compile("|".join(dropped_patterns(family, text_config)) or "(?!)")
+    ignored = re.compile("|".join(dropped_patterns(family)) or "(?!)")
     text_names = {name for name in full_names if name.partition(".")[0] in roots}
+    # They stay beside the text part, like the towers.
+    text_names -= prediction_names(family, text_config, text_names)
     unexpected = {
         name for name in text_names - used - family.duplicates.keys() if not ignored.fullmatch(name)
     }

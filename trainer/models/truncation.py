@@ -10,6 +10,7 @@ from trainer.models.decimal_text import parse_decimal
 from trainer.models.errors import Option, PrepError, text
 from trainer.models.json_types import HFConfig, JsonObject, JsonValue
 from trainer.models.parameters import Family, parameter_rows
+from trainer.models.prediction import PREDICTION_FIELDS, prediction_names
 from trainer.models.verbatim import split_numbers
 
 # Number of layers in the config of some model type.
@@ -58,8 +59,6 @@ PER_LAYER_FIELDS = frozenset(
 )
 # End of the names of other such lists, e.g. num_attention_heads_per_layer.
 PER_LAYER_SUFFIX = "_per_layer"
-# Number of layers for multi-token prediction.
-PREDICTION_FIELD = "num_nextn_predict_layers"
 # Number of the last layers that attend to the keys and values of earlier ones.
 REUSING_LAYERS_FIELD = "num_kv_shared_layers"
 # Settings of some layers, e.g. {"3": {...}}.
@@ -115,7 +114,7 @@ def truncate_config(
             truncated[field] = truncate_config(value, layers, removes_prediction=removes_prediction)
         elif field in LAYER_FIELDS and _is_count(value):
             truncated[field] = min(value, layers)
-        elif field == PREDICTION_FIELD and removes_prediction:
+        elif field in PREDICTION_FIELDS and value and removes_prediction:
             truncated[field] = 0
         elif field == PATTERN_FIELD and is_layer_pattern(value):
             truncated[field] = [[_first_entries(value, layers), 1]]
@@ -138,12 +137,11 @@ def prediction_tensors(family: Family, config: HFConfig, names: Iterable[str]) -
     Args:
         family: Family of the model.
         config: Content of its config.json.
-        names: Names of its tensors, without the family's prefix.
+        names: Names of its tensors and of those beside it, without the family's prefix.
     """
     if family.is_verbatim:
         return _later_numbers(config, names, max(layer_counts(config)))
-    prefixes = tuple(f"layers.{number}." for number in family.prediction_layers(config))
-    return {name for name in names if name.startswith(prefixes)}
+    return prediction_names(family, config, names)
 
 
 def _num_removed(config: HFConfig, layers: int) -> int:

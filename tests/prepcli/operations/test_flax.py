@@ -317,7 +317,7 @@ def test_shard_size_is_rejected_for_streams(capsys: pytest.CaptureFixture[str]):
 def test_flax_file_without_config_needs_config_option(capsys: pytest.CaptureFixture[str]):
     shutil.copy(LLAMA / "streaming_params", ".")
     stderr = run_failing(capsys, 1, "save-init", "params::streaming_params", "--no-verbatim")
-    assert "has no model config" in stderr
+    assert "has no config.json" in stderr
     assert "`--config FOLDER`" in stderr
     assert "gone" in run_failing(capsys, 1, "save-init", "streaming_params", "--config", "gone")
     shutil.copy(LLAMA / "hf/config.json", ".")

@@ -18,8 +18,7 @@ from prepcli.planning.tensor_match import (
     match_tensors,
     vocab_tensors,
 )
-from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, GPT_NEO, LLAMA, checkpoint_tensors
-from tests.helpers.tiny_configs import DENSE_FAMILIES
+from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, checkpoint_tensors
 from trainer.models.parameters import parameter_rows
 from trainer.models.registry import family_of
 
@@ -192,46 +191,6 @@ def test_match_error_suggests_drop_for_unexpected():
         assert [(d.name, d.nbytes, d.rule) for d in accounting.dropped] == [
             ("h.1.extra.weight", 12, "--drop")
         ]
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_layers_of_multi_token_prediction_are_dropped(count: int):
-    """Layers 3 and 4 follow the 3 layers of the model."""
-    config = FAMILY_CONFIGS["deepseek_v3"] | {"num_nextn_predict_layers": count}
-    names = [f"model.layers.{number}.enorm.weight" for number in (3, 4, 5)]
-    tensors = stored_tensors(config) | dict.fromkeys(names, TensorInfo("float32", (3,), 12))
-    dropped = {name.removeprefix("model.") for name in names[:count]}
-    why = match_model_error(config, tensors).why
-    assert [name in why for name in names] == [False] * count + [True] * (3 - count)
-    del tensors[names[2]]
-    if count == 2:
-        assert {d.name for d in match_model(config, tensors).dropped} == dropped
-
-
-MTP_TENSORS = ("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight")
-ERNIE_MTP_TENSORS = (
-    "mtp_block.0.self_attn.q_proj.weight",
-    "mtp_emb_norm.0.weight",
-    "mtp_hidden_norm.0.weight",
-    "mtp_linear_proj.0.weight",
-)
-PREDICTION_TENSORS = {
-    **dict.fromkeys(
-        ("exaone_moe", "mellum", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), MTP_TENSORS
-    ),
-    "ernie4_5_moe": ERNIE_MTP_TENSORS,
-}
-
-
-@pytest.mark.parametrize(("name", "modules"), PREDICTION_TENSORS.items())
-def test_modules_of_multi_token_prediction_are_dropped(name: str, modules: tuple[str, ...]):
-    config = (FAMILY_CONFIGS | DENSE_FAMILIES)[name]
-    extra = dict.fromkeys([*modules, "mtpx.fc.weight"], TensorInfo("float32", (3,), 12))
-    tensors = stored_tensors(config) | extra
-    why = match_model_error(config, tensors).why
-    assert [tensor for tensor in extra if tensor in why] == ["mtpx.fc.weight"]
-    del tensors["mtpx.fc.weight"]
-    assert [tensor.name for tensor in match_model(config, tensors).dropped] == [*modules]
 
 
 def test_drop_never_drops_used_tensors():

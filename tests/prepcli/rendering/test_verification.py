@@ -54,7 +54,7 @@ def test_differences_are_an_error_with_counts():
     assert report.error is not None
     assert report.error.what == "a is not the same as b (30 of 40 tensors)"
     assert report.error.why == "t0 is not in b"
-    assert [*report.fields] == ["differences", "ignored_padding_rows"]
+    assert [*report.fields] == ["differences", "ignored_padding_rows", "settings", "left_out"]
 
 
 def test_normal_verbosity_omits_differences():

@@ -9,7 +9,7 @@ from trainer.models.architecture import ArchConfig, read_positive
 from trainer.models.errors import invalid_config_error
 from trainer.models.families import _grouped_style, _llama_style, _moe_style
 from trainer.models.moe_config import Router
-from trainer.models.parameters import MAX_LAYERS, HFConfig, if_set, read_count, read_size
+from trainer.models.parameters import MAX_LAYERS, HFConfig, if_set, read_size
 from trainer.models.rope_config import read_rope, yarn_scores_scale
 from trainer.models.rows import Parameters, linear, matrix, rms_norm
 
@@ -217,21 +217,6 @@ CORRECTED_EXPERTS: Parameters = {
 def read_experts(config: HFConfig, default: int) -> int:
     """Return the number of experts. `num_local_experts` takes precedence over `n_routed_experts`."""
     return read_size(config, "num_local_experts", read_size(config, "n_routed_experts", default))
-
-
-def read_prediction_layers(config: HFConfig, *, layers: int) -> range:
-    """Return the numbers of the layers for multi-token prediction, after the other layers.
-
-    Args:
-        config: Content of a config.json.
-        layers: Default of `num_hidden_layers`.
-
-    Raises:
-        PrepError: `num_nextn_predict_layers` is not a number of layers.
-    """
-    count = read_count(config, "num_nextn_predict_layers", 1, MAX_LAYERS)
-    first = read_size(config, "num_hidden_layers", layers, MAX_LAYERS)
-    return range(first, first + count)
 
 
 def first_dense_layers(config: HFConfig, *, layers: int, default: int) -> tuple[int, ...]:

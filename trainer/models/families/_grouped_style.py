@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from trainer.models import rows
@@ -49,7 +49,7 @@ def build_family(
     tied_by_default: bool = False,
     dropped: Mapping[str, str] = _llama_style.LEGACY_BUFFERS,
     dropout_fields: DropoutFields = ATTENTION_DROPOUT,
-    prediction_layers: Callable[[HFConfig], Sequence[int]] = lambda config: (),
+    default_prediction_layers: int = 0,
 ) -> Family:
     """Return a family whose layers differ in their parameters.
 
@@ -69,7 +69,7 @@ def build_family(
         tied_by_default: Whether the head is tied if the config does not say.
         dropped: Pattern of tensors to ignore -> their description.
         dropout_fields: Fields of the config with dropout rates.
-        prediction_layers: Numbers of stored layers for multi-token prediction.
+        default_prediction_layers: Number of layers for multi-token prediction if the config does not state it.
     """
 
     def layer_numbers(config: HFConfig) -> dict[str, tuple[int, ...]]:
@@ -101,7 +101,7 @@ def build_family(
         dropped=dropped,
         dropout_fields=dropout_fields,
         layer_numbers=layer_numbers,
-        prediction_layers=prediction_layers,
+        default_prediction_layers=default_prediction_layers,
     )
 
 

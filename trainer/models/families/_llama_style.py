@@ -40,9 +40,6 @@ TENSOR_PREFIX = "model."
 LEGACY_BUFFERS = {
     "layers.{i}.self_attn.rotary_emb.inv_freq": "rotary frequencies, computed from the config"
 }
-# Families with LLaMA's names store the module beside the model, and transformers ignores it.
-PREDICTION = "module of multi-token prediction, which the model does not run"
-PREDICTION_MODULE = {"mtp.*": PREDICTION}
 FINAL_RMS_NORM = rms_norm("final_norm", "embed <- norm.weight: embed")
 FINAL_LAYER_NORM = layer_norm("final_norm", "embed <- norm.weight: embed")
 HEAD = matrix("head", "vocab embed <- lm_head.weight: vocab embed")

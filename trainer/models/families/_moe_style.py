@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from trainer.models import rows
@@ -38,7 +38,7 @@ def build_family(
     tied_by_default: bool = False,
     dropped: Mapping[str, str] = _llama_style.LEGACY_BUFFERS,
     dropout_fields: DropoutFields = ATTENTION_DROPOUT,
-    prediction_layers: Callable[[HFConfig], Sequence[int]] = lambda config: (),
+    default_prediction_layers: int = 0,
 ) -> Family:
     """Return a family with LLaMA's tensor names, and experts in some or all layers.
 
@@ -57,7 +57,7 @@ def build_family(
         tied_by_default: Whether the head is tied if the config does not say.
         dropped: Pattern of tensors to ignore -> their description.
         dropout_fields: Fields of the config with dropout rates.
-        prediction_layers: Numbers of stored layers for multi-token prediction.
+        default_prediction_layers: Number of layers for multi-token prediction if the config does not state it.
     """
     layer_groups: dict[str, LayerGroup] = {}
     if dense_layers is None:
@@ -78,7 +78,7 @@ def build_family(
         tied_by_default=tied_by_default,
         dropped=dropped,
         dropout_fields=dropout_fields,
-        prediction_layers=prediction_layers,
+        default_prediction_layers=default_prediction_layers,
     )
 
 

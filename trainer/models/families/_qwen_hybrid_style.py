@@ -21,7 +21,6 @@ from trainer.models.parameters import HFConfig, Parameter, if_set, read_size
 from trainer.models.rows import Parameters, linear, matrix, rms_norm
 
 MAX_POSITIONS = 32768
-DROPPED = _llama_style.LEGACY_BUFFERS | _llama_style.PREDICTION_MODULE
 # Fields that these families read in addition to those of rotary embeddings.
 FIELDS = ("layer_types", "attention_bias", "partial_rotary_factor")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.families import _deepseek_style, _llama_style, _moe_style
@@ -67,7 +66,7 @@ _FAMILY = _moe_style.build_family(
     layer={**_llama_style.PRE_NORMS, **_deepseek_style.latent_attention()},
     moe=_deepseek_style.CORRECTED_EXPERTS,
     dense_layers=dense_layers,
-    prediction_layers=partial(_deepseek_style.read_prediction_layers, layers=61),
+    default_prediction_layers=1,
 )
 FAMILY = dataclasses.replace(
     _FAMILY,

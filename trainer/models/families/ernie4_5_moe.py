@@ -94,8 +94,6 @@ def arch_config(config: HFConfig) -> ArchConfig:
     )
 
 
-# Names in the published files. Source: `sanitize` of mlx_lm/models/ernie4_5_moe.py in mlx-lm.
-PREDICTION_PARTS = ("mtp_block.*", "mtp_emb_norm.*", "mtp_hidden_norm.*", "mtp_linear_proj.*")
 FAMILY = _moe_style.build_family(
     name="ernie4_5_moe",
     sizes=sizes,
@@ -110,8 +108,4 @@ FAMILY = _moe_style.build_family(
     },
     dense_layers=dense_layers,
     tied_by_default=True,
-    dropped={
-        **_llama_style.LEGACY_BUFFERS,
-        **dict.fromkeys(PREDICTION_PARTS, _llama_style.PREDICTION),
-    },
 )

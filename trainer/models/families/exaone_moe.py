@@ -74,5 +74,4 @@ FAMILY = _moe_style.build_family(
     },
     moe={**_deepseek_style.CORRECTED_EXPERTS, **CORRECTION},
     dense_layers=dense_layers,
-    dropped=_llama_style.LEGACY_BUFFERS | _llama_style.PREDICTION_MODULE,
 )

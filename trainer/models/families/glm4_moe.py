@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 from trainer.models.architecture import (
     ROPE_FIELDS,
@@ -80,5 +79,5 @@ FAMILY = _moe_style.build_family(
     },
     moe=_deepseek_style.CORRECTED_EXPERTS,
     dense_layers=dense_layers,
-    prediction_layers=partial(_deepseek_style.read_prediction_layers, layers=46),
+    default_prediction_layers=1,
 )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 from trainer.models.architecture import (
     ROPE_FIELDS,
@@ -76,5 +75,5 @@ FAMILY = _moe_style.build_family(
     layer={**_llama_style.PRE_NORMS, **_deepseek_style.latent_attention()},
     moe=_deepseek_style.CORRECTED_EXPERTS,
     dense_layers=dense_layers,
-    prediction_layers=partial(_deepseek_style.read_prediction_layers, layers=47),
+    default_prediction_layers=1,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 from trainer.models.architecture import (
     ROPE_FIELDS,
@@ -101,5 +100,5 @@ FAMILY = _moe_style.build_family(
         **_moe_style.shared_experts("mlp.shared_mlp"),
     },
     dense_layers=dense_layers,
-    prediction_layers=partial(_deepseek_style.read_prediction_layers, layers=80),
+    default_prediction_layers=1,
 )

@@ -91,5 +91,4 @@ FAMILY = _moe_style.build_family(
     },
     moe=_moe_style.EXPERTS,
     dense_layers=dense_layers,
-    dropped=_llama_style.LEGACY_BUFFERS | _llama_style.PREDICTION_MODULE,
 )

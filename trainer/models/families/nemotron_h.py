@@ -217,5 +217,5 @@ FAMILY = _grouped_style.build_family(
         SPARSE_LAYERS: LayerGroup(_experts(), numbers_of(MOE), may_be_all=False),
     },
     final_norm=_llama_style.rms_norms(final_norm="norm_f"),
-    dropped=_llama_style.PREDICTION_MODULE,
+    dropped={},
 )

@@ -61,5 +61,4 @@ FAMILY = _grouped_style.build_family(
             linear_layers,
         ),
     },
-    dropped=_qwen_hybrid_style.DROPPED,
 )

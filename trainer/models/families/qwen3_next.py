@@ -91,5 +91,4 @@ FAMILY = _grouped_style.build_family(
         DENSE_LAYERS: LayerGroup(_moe_style.DENSE_MLP, dense_layers, may_be_all=False),
         SPARSE_LAYERS: LayerGroup(_moe_style.GATED_SHARED_EXPERTS, sparse_layers),
     },
-    dropped=_qwen_hybrid_style.DROPPED,
 )

@@ -86,7 +86,7 @@ def test_dropped_patterns_match_no_parameter():
     for name in NAMES:
         golden = read_golden(name)
         family = family_of(golden["config"])
-        patterns = dropped_patterns(family, golden["config"])
+        patterns = dropped_patterns(family)
         bare = [tensor.removeprefix(family.prefix) for tensor in golden["tensors"]]
         assert not [
             tensor for tensor in bare for pattern in patterns if re.fullmatch(pattern, tensor)

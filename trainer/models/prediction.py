@@ -1,0 +1,68 @@
+"""Multi-token prediction: the tensors of a file that predict further tokens, and the fields that state their number.
+
+A model runs without them. They are stored beside it under one of two kinds of names:
+
+    layers.61.eh_proj.weight    a layer after the last one (DeepSeek-V3, GLM-4.5)
+    mtp.fc.weight               a module (`mtp` in Qwen3-Next, `mtp_block` in ERNIE 4.5, `mtp_layers` in MiMo)
+
+No I/O, no jax.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from trainer.models.axis_map import LAYERS
+from trainer.models.json_types import HFConfig, JsonObject
+from trainer.models.parameters import MAX_LAYERS, Family, read_count
+
+# Number of layers after the last one. transformers 5 reads the second name too.
+LAYER_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers")
+# Fields with a number of layers or modules. 0 states that the files have none. The others are those of Qwen3.5 and
+# MiniMax-M2.
+PREDICTION_FIELDS = (*LAYER_FIELDS, "mtp_num_hidden_layers", "num_mtp_modules")
+_MODULE = re.compile(r"mtp(_\w+)?\.")
+_LAYER = re.compile(r"layers\.([0-9]{1,9})\.")
+
+
+def prediction_names(family: Family, config: HFConfig, names: Iterable[str]) -> set[str]:
+    """Return the names that belong to multi-token prediction.
+
+    Args:
+        family: Family of the model. Not the verbatim one.
+        config: Content of its config.json, or the config of its text part.
+        names: Names of tensors, without the family's prefix.
+
+    Raises:
+        PrepError: The config has an invalid number of layers.
+    """
+    layers = _prediction_layers(family, config)
+    selected: set[str] = set()
+    for name in names:
+        layer = _LAYER.match(name)
+        if _MODULE.match(name) or (layer and int(layer[1]) in layers):
+            selected.add(name)
+    return selected
+
+
+def without_prediction(config: HFConfig) -> JsonObject:
+    """Return the config of a model without its multi-token prediction.
+
+    >>> without_prediction({"num_hidden_layers": 61, "num_nextn_predict_layers": 1})
+    {'num_hidden_layers': 61, 'num_nextn_predict_layers': 0}
+    """
+    return {
+        key: 0 if key in PREDICTION_FIELDS and value else value for key, value in config.items()
+    }
+
+
+def _prediction_layers(family: Family, config: HFConfig) -> range:
+    """Return the numbers of the layers for multi-token prediction."""
+    count = family.default_prediction_layers
+    for field in LAYER_FIELDS:
+        if config.get(field) is not None:
+            count = read_count(config, field, count, MAX_LAYERS)
+            break
+    first = family.sizes(config)[LAYERS]
+    return range(first, first + count)
