@@ -153,6 +153,8 @@ class _Mismatches:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     wrong_shape: list[str] = field(default_factory=list)
+    # Whether each tensor of the wrong shape has the expected dims in another order.
+    has_other_order: bool = True
 
 
 def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str]) -> TensorNames:
@@ -409,6 +411,8 @@ def _find_mismatches(
             place = f" (leaf {leaf})" if leaf else ""
             mismatches.missing.append(f"{names.display_name(name)} {list(expected)}{place}")
         elif tensors[name].shape != expected:
+            if sorted(tensors[name].shape) != sorted(expected):
+                mismatches.has_other_order = False
             atoms = " x ".join(map(_describe_dim, uses[0].axis_map.source_dims))
             mismatches.wrong_shape.append(
                 f"{names.display_name(name)} has shape {list(tensors[name].shape)},"
@@ -450,7 +454,10 @@ def _mismatch_error(mismatches: _Mismatches, family: Family, source_name: str) -
     if kind == "wrong shape":
         verb = "does" if is_one else "do"
         why = join_names(tensors, separator="; ")
-        return PrepError(f"{count} {verb} not match config.json", why, _MISMATCH_HINT)
+        hint: str = _MISMATCH_HINT
+        if mismatches.has_other_order:
+            hint = text("{} reads tensors with another order of dims", _MAP_COMMAND)
+        return PrepError(f"{count} {verb} not match config.json", why, hint)
     verb = "is" if is_one else "are"
     pattern = _drop_pattern(tensors[0].split()[0])
     return PrepError(
@@ -461,6 +468,7 @@ def _mismatch_error(mismatches: _Mismatches, family: Family, source_name: str) -
 
 
 _MISMATCH_HINT = "check that config.json and the weights belong to the same model"
+_MAP_COMMAND = Command("save-init", Option("map", "FILE"))
 _VERBATIM_HINT = text("{} keeps the names of the file", Option("verbatim", True))
 
 

@@ -298,9 +298,8 @@ def source_axis_maps(
     source: Source, scan: bool = True, scan_axis: int = 0
 ) -> dict[str, ParsedAxisMap]:
     """Return the axis map of each parameter of the source's family, by path."""
-    return parameter_rows(
-        source.family, source.config, scan, scan_axis, {t.name for t in source.tensors}
-    )
+    shapes = {tensor.name: tensor.shape for tensor in source.tensors}
+    return parameter_rows(source.family, source.config, scan, scan_axis, shapes)
 
 
 def read_config(path: Path) -> HFConfig:

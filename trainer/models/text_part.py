@@ -389,7 +389,9 @@ def _used_names(
     """Return the names of all tensors of the family, without prefixes."""
     sizes = family.sizes(text_config)
     used: set[str] = set()
-    for row in parameter_rows(family, text_config, tensors=stored).values():
+    # The shapes of tensors do not change their names.
+    shapes = dict.fromkeys(stored, ())
+    for row in parameter_rows(family, text_config, tensors=shapes).values():
         axis_map = bind_row(row, sizes)
         # The config is untrusted: the stored tensors bound the loop.
         count = math.prod(factor.extent for factor in axis_map.stacked_factors)
