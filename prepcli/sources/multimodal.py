@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from prepcli.errors import PrepError
@@ -29,21 +29,27 @@ PROCESSOR_FILES = (
 )
 
 
-def find_text_part(config: HFConfig, names: Iterable[str]) -> TextPart | None:
-    """Return the text part of a multimodal checkpoint, or None if it has no supported one."""
+def find_text_part(
+    config: HFConfig, names: Iterable[str], drop: Sequence[str] = ()
+) -> TextPart | None:
+    """Return the text part of a multimodal checkpoint, or None if it has no supported one.
+
+    See `read_text_part` for the arguments.
+    """
     try:
-        return read_text_part(config, frozenset(names))
+        return read_text_part(config, frozenset(names), drop)
     except PrepError:
         return None
 
 
-def split_text_part(source: Source) -> Source:
+def split_text_part(source: Source, drop: Sequence[str] = ()) -> Source:
     """Return a multimodal source with its text part as parameters, and the other tensors as towers.
 
     Args:
         source: A source of the verbatim family. Without a supported text part, it is returned unchanged.
+        drop: Patterns of tensors that may lie among those of the text part.
     """
-    part = find_text_part(source.config, (tensor.name for tensor in source.tensors))
+    part = find_text_part(source.config, (tensor.name for tensor in source.tensors), drop)
     if part is None:
         return source
     names = TensorNames(part.family)
@@ -86,7 +92,7 @@ def towers_entry(source: Source) -> ManifestFields:
 
 
 def text_model(source: Source) -> Source:
-    """Return the text part of a multimodal source as a separate model, with the tensor names of its family."""
+    """Return the text part of a multimodal source as a separate model, as its class in transformers reads it."""
     family = FAMILIES[source.family.name]
     nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)
     dropped = (DroppedTensor(TOWERS, nbytes, TEXT_ONLY_RULE),) if nbytes else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +46,7 @@ def open_source(
     training_state: bool = False,
     tensor_map: TensorMap | None = None,
     layout: str | None = None,
+    drop: tuple[str, ...] = (),
 ) -> Source:
     """Read the headers and settings of a located checkpoint, but no weights.
 
@@ -59,6 +60,7 @@ def open_source(
         training_state: Read the optimizer state of another framework. It is read in any case from an output of prep.
         tensor_map: Map from the tensors of the files to those of a model. Default: the map in the manifest.
         layout: Layout of a tree of another library. Default: the layout with the best fit.
+        drop: Patterns of tensors that may lie among those of a text part. They stay in the source.
 
     Raises:
         PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim
@@ -81,6 +83,7 @@ def open_source(
             kept_scales=kept_scales,
             layout=layout,
             training_state=training_state,
+            drop=drop,
         )
         source = _read_headers(located, hints)
         if layout is not None:
@@ -102,7 +105,7 @@ def open_source(
         elif export_map is not None:
             source = apply_recorded_map(source, export_map)
         elif source.family.is_verbatim and located.kind in MULTIMODAL_KINDS:
-            source = _split_unless_verbatim(source, verbatim)
+            source = _split_unless_verbatim(source, verbatim, drop)
         if verbatim is False and source.family.is_verbatim:
             raise verbatim_error(display_name)
         return source
@@ -258,12 +261,12 @@ def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
     raise usage_error(what, why, text("remove {}", option))
 
 
-def _split_unless_verbatim(source: Source, verbatim: bool | None) -> Source:
+def _split_unless_verbatim(source: Source, verbatim: bool | None, drop: Sequence[str]) -> Source:
     """Return a multimodal source with its text part as parameters, unless its names are kept."""
     was_verbatim = source.manifest is not None and source.manifest.family == VERBATIM
     if verbatim or (verbatim is None and was_verbatim):
         return source
-    return split_text_part(source)
+    return split_text_part(source, drop)
 
 
 def check_local_files(
