@@ -13,6 +13,7 @@ from prepcli.planning.state_names import TOWERS, qualify
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.appended_files import append_files, shift_file_numbers
 from prepcli.sources.source import Source, SourceTensor, Wrapper
+from prepcli.sources.transposed_tensors import without_transposed_tensors
 from trainer.models.json_types import HFConfig
 from trainer.models.registry import FAMILIES
 from trainer.models.text_part import TextPart, read_text_part, uses_mrope
@@ -93,6 +94,7 @@ def towers_entry(source: Source) -> ManifestFields:
 
 def text_model(source: Source) -> Source:
     """Return the text part of a multimodal source as a separate model, as its class in transformers reads it."""
+    source = without_transposed_tensors(source)
     family = FAMILIES[source.family.name]
     nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)
     dropped = (DroppedTensor(TOWERS, nbytes, TEXT_ONLY_RULE),) if nbytes else ()

@@ -231,6 +231,42 @@ def test_experts_of_the_hub_have_the_logits_of_transformers(name: str):
     run_ok("inspect", "./m", "--tree")
 
 
+@pytest.mark.parametrize("mlp", slow_except([24, 16, 32], [16]))
+def test_text_only_writes_experts_as_the_text_class_reads_them(mlp: int):
+    expected = make_model(CASES[f"transposed {mlp}"])
+    run_ok("save-init", "./m")
+    run_ok("export", "m-init", "--text-only", "--out", "text")
+    run_ok("export", "./m", "--text-only", "--out", "text-of-folder")
+    run_ok("verify", "text")
+    first, second = (load_file(f"{path}/model.safetensors") for path in ("text", "text-of-folder"))
+    assert first.keys() == second.keys()
+    assert all(np.array_equal(second[name], values) for name, values in first.items())
+    model = transformers.AutoModelForCausalLM.from_pretrained("text").eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([TOKENS])).logits[0].numpy()
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=LOGITS_ATOL)
+
+
+def test_text_only_compares_transposed_experts_with_their_digests(
+    capsys: pytest.CaptureFixture[str],
+):
+    make_model(CASES["transposed 24"])
+    run_ok("save-init", "./m")
+    run_ok("export", "m-init", "--out", "back")
+    path = Path("back/model.safetensors")
+    content = bytearray(path.read_bytes())
+    header_nbytes = int.from_bytes(content[:8], "little")
+    name = "model.language_model.layers.1.mlp.experts.gate_up_proj"
+    start, _ = json.loads(content[8 : 8 + header_nbytes])[name]["data_offsets"]
+    content[8 + header_nbytes + start] ^= 1
+    path.write_bytes(content)
+    capsys.readouterr()
+    lines = error_lines(capsys, "export", "./back", "--text-only", "--out", "text")
+    assert lines[0].endswith("is damaged")
+    assert "gate_up_proj" in lines[0]
+    assert not Path("text").exists()
+
+
 def test_transposed_experts_of_another_family_are_refused(capsys: pytest.CaptureFixture[str]):
     """No published file of DeepSeek-V3 has fused experts with other dims: the order of gate and up is unknown."""
     case = CASES["separate, shared"]
