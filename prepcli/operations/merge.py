@@ -89,6 +89,8 @@ def merge(
         hint = text("{}", Command("merge", str(base), str(adapter)))
         raise usage_error("adapter and base are exchanged", why, hint)
     common = common_options(base, out, options, dry_run=dry_run, process_options=process_options)
+    # A merge computes nothing with the model: the names in the files are enough.
+    common = replace(common, verbatim=None)
     observer = observer_of(progress)
     access = checkpoint_access(common, observer)
     return run_conversion(
@@ -145,6 +147,10 @@ def plan_merge(
     copy_options = with_defaults(ExportOptions, {"keep_padding": True})
     source = _with_towers(copy_options, source, access, check_digest=check_base)
     settings, adapter = _open_adapter(adapter_path, source)
+    if source.family.is_verbatim and settings.fan_in_fan_out:
+        what = f"{source.display_name} is not supported as a base of {adapter_path}"
+        why = "fan_in_fan_out is true, and which weights of this architecture are transposed is unknown"
+        raise PrepError(what, why, "PEFT's `merge_and_unload()` merges the adapter")
     scale = settings.lora_config().scaling
     if check_base:
         _check_base(adapter_path, source)

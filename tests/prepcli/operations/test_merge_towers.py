@@ -179,6 +179,24 @@ def test_merge_names_a_module_that_the_base_lacks(module: str, capsys: pytest.Ca
     assert not Path("merged").exists()
 
 
+def test_merge_into_a_base_without_a_family(capsys: pytest.CaptureFixture[str]):
+    """Only the names in the files are needed, e.g. of PaliGemma, whose text part prep does not compute."""
+    values = write_hub_model("llava")
+    config = Path("m/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "paligemma"}))
+    text_module = "layers.1.mlp.down_proj"
+    targets = {f"model.language_model.{text_module}": f"language_model.model.{text_module}"}
+    targets[TOWER_CLASSES["llava"][1]] = TOWER_CLASSES["llava"][0]
+    shapes = {module: values[f"{target}.weight"].shape for module, target in targets.items()}
+    adapter = make_adapter(Path("adapter"), shapes)
+    run_ok("merge", "adapter", "./m", "--out", "merged")
+    assert_values("merged", merged_values(values, adapter, targets))
+    make_adapter(Path("conv1d"), shapes, fan_in_fan_out=True)
+    capsys.readouterr()
+    lines = error_lines(capsys, "merge", "conv1d", "./m", "--out", "other")
+    assert lines[0] == "error: ./m is not supported as a base of conv1d"
+
+
 def test_merge_refuses_two_adapters_of_one_tensor(capsys: pytest.CaptureFixture[str]):
     values = write_hub_model("llava")
     shape = values["language_model.model.layers.0.self_attn.q_proj.weight"].shape
