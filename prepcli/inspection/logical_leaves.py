@@ -89,7 +89,8 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
         is_tied = layout.is_tied
     else:
         is_tied = family.is_tied(config, entries)
-    rows = parameter_rows(family, config, layout.scan, layout.scan_axis, entries)
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    rows = parameter_rows(family, config, layout.scan, layout.scan_axis, shapes)
     for path, row in rows.items():
         if is_tied and path == family.tying.head_leaf:
             continue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
 
 from prepcli.errors import PrepError
 from prepcli.inspection.contents import CheckpointContents
@@ -18,7 +17,7 @@ from prepcli.sources.multimodal import MULTIMODAL_KINDS
 from prepcli.sources.tree_tensors import StoredLeaf
 from trainer.models.axis_map import ParsedAxisMap, bind_row
 from trainer.models.json_types import HFConfig
-from trainer.models.parameters import Family, parameter_rows
+from trainer.models.parameters import Family, StoredShapes, parameter_rows
 from trainer.models.prediction import prediction_names
 
 
@@ -63,16 +62,16 @@ def missing_parameter(contents: CheckpointContents) -> str:
         return ""
 
 
-def _first_missing(family: Family, config: HFConfig, names: Collection[str]) -> str:
-    """Return the first tensor of a family that is not among the names, or ""."""
-    rows = parameter_rows(family, config, tensors=names)
-    if family.is_tied(config, names):
+def _first_missing(family: Family, config: HFConfig, shapes: StoredShapes) -> str:
+    """Return the first tensor of a family that a file with tensors of these shapes does not have, or ""."""
+    rows = parameter_rows(family, config, tensors=shapes)
+    if family.is_tied(config, shapes.keys()):
         rows.pop(family.tying.head_leaf, None)
     sizes = family.sizes(config)
     for row in rows.values():
         # The config is untrusted: a row ends the loop at its first tensor without a name in the files.
         for name, _ in bind_row(row, sizes).tensors():
-            if name not in names:
+            if name not in shapes:
                 return TensorNames(family).full_name(name)
     return ""
 

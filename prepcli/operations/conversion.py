@@ -66,6 +66,7 @@ from prepcli.remote.object_store import ObjectStoreUrl
 from prepcli.restore.earlier_checkpoints import note_missing_file_digests
 from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.dequantized import is_quantized
+from prepcli.sources.dropped_tensors import drop_tensors
 from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import has_unread_state, open_source
@@ -107,6 +108,7 @@ class CommonOptions:
         quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
             or the decoded tensors of GGUF. `decode`: like `dequantize`, also for a model without quantised weights.
         training_state: Read the optimizer state of another framework.
+        drop: Patterns of tensors to drop.
     """
 
     checkpoint: str | None
@@ -131,6 +133,7 @@ class CommonOptions:
     source_layout: str | None = None
     quantized: str = "refuse"
     training_state: bool = False
+    drop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +205,15 @@ def common_options(
         public_key=Path(public_key) if public_key is not None else None,
         tensor_map=Path(tensor_map) if tensor_map is not None else None,
         source_layout=options.get("source_layout"),
+        drop=as_tuple(options.get("drop", ())),
     )
 
 
 def make_match_options(options: Mapping[str, Any]) -> MatchOptions:
-    """Return the options of the tensor match, e.g. which source tensors may be ignored."""
-    return MatchOptions(as_tuple(options["drop"]), options["untie"], "verbatim" in options)
+    """Return the options of the tensor match, e.g. whether a stored head becomes a leaf."""
+    return MatchOptions(
+        options["untie"], offers_verbatim="verbatim" in options, offers_drop="drop" in options
+    )
 
 
 def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,6 +302,7 @@ def open_checkpoint(
         training_state=common.training_state,
         tensor_map=read_map_option(common.tensor_map, verbatim=common.verbatim),
         layout=common.source_layout,
+        drop=common.drop,
     )
     check_verbatim(common.verbatim, source)
     note_missing_file_digests(source.display_name, source.manifest, observer)
@@ -307,6 +314,7 @@ def open_checkpoint(
         commit = located.local_files.commit
         is_mapped = common.tensor_map is not None
         source = apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
+    source = drop_tensors(source, common.drop)
     return located, use_averaged_params(source) if common.ema else source
 
 

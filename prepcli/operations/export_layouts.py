@@ -196,7 +196,7 @@ def layout_scales(
     layout = options["layout"]
     if layout == HF_LAYOUT:
         return {}
-    scales = find_layout_scales(source, layout, [tensor.name for tensor in tensors])
+    scales = find_layout_scales(source, layout, tensors)
     read_dtypes = {tensor.dtype for tensor in source.tensors if tensor.name in scales}
     written_dtypes = {tensor.dtype for tensor in tensors if tensor.name in scales}
     significant = ""

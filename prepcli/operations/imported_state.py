@@ -9,13 +9,11 @@ from collections.abc import Iterator
 
 from prepcli.errors import Key, Option, text, usage_error
 from prepcli.operations.options import SaveInitOptions
-from prepcli.option_spec import as_tuple
 from prepcli.planning.manifest_fields import (
     TRAINING_STATE_KEY,
     ManifestFields,
     TrainingStateRecord,
 )
-from prepcli.planning.tensor_match import MatchOptions
 from prepcli.sources.adam_state import read_adam_state
 from prepcli.sources.multimodal import models_title, towers_title
 from prepcli.sources.source import Source
@@ -50,7 +48,7 @@ def check_imported_state(options: SaveInitOptions, source: Source) -> None:
             f"the optimizer of {source.display_name} numbers the {towers_title(source)} as well",
             text("remove {}", option),
         )
-    read_adam_state(source, MatchOptions(as_tuple(options["drop"])))
+    read_adam_state(source)
 
 
 def imported_step_fields(record: TrainingStateRecord) -> ManifestFields:

@@ -46,8 +46,10 @@ from prepcli.sources.openers.peft_settings import (
 )
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.tokenizer_files import with_adapter_tokenizer
-from trainer.models.lora import PEFT_PREFIX, projections
-from trainer.models.registry import FAMILIES
+from trainer.models.lora import PEFT_PREFIX, WEIGHT, projections, split_wrappers
+
+# Module of older encoders of images between a tower and its layers.
+VISION_WRAPPER = "vision_model"
 
 
 @public
@@ -87,6 +89,8 @@ def merge(
         hint = text("{}", Command("merge", str(base), str(adapter)))
         raise usage_error("adapter and base are exchanged", why, hint)
     common = common_options(base, out, options, dry_run=dry_run, process_options=process_options)
+    # A merge computes nothing with the model: the names in the files are enough.
+    common = replace(common, verbatim=None)
     observer = observer_of(progress)
     access = checkpoint_access(common, observer)
     return run_conversion(
@@ -143,6 +147,10 @@ def plan_merge(
     copy_options = with_defaults(ExportOptions, {"keep_padding": True})
     source = _with_towers(copy_options, source, access, check_digest=check_base)
     settings, adapter = _open_adapter(adapter_path, source)
+    if source.family.is_verbatim and settings.fan_in_fan_out:
+        what = f"{source.display_name} is not supported as a base of {adapter_path}"
+        why = "fan_in_fan_out is true, and which weights of this architecture are transposed is unknown"
+        raise PrepError(what, why, "PEFT's `merge_and_unload()` merges the adapter")
     scale = settings.lora_config().scaling
     if check_base:
         _check_base(adapter_path, source)
@@ -204,7 +212,7 @@ def _with_towers(
 def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
     """Read the settings and the header of an adapter.
 
-    Its tensors have the bare names of the base.
+    Its tensors have the names of the base's modules, as far as the base has them.
     """
     if not is_adapter(path):
         export_run = Command("export", "RUN", Option("out", "ADAPTER"))
@@ -215,17 +223,73 @@ def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
     settings = read_settings(path)
     header, _ = read_checked_header(path)
     check_settings(path, settings, header.tensors)
-    # PEFT writes `base_model.model.` before the name of each module, also before names that have no prefix in the base.
-    base_family = source.family
-    if source.wrapper is not None:
-        # An adapter of a multimodal model has the names of its text model.
-        base_family = FAMILIES[source.family.name]
-    family = replace(base_family, prefix=PEFT_PREFIX + base_family.prefix, unprefixed=())
+    # PEFT writes `base_model.model.` before the name of each module of the class that it trained.
+    family = replace(source.family, prefix=PEFT_PREFIX, head_prefix="", unprefixed=())
     adapter = open_adapter(path, family, source.config)
-    tensors = (
-        replace(tensor, name=tensor.name.removeprefix(PEFT_PREFIX)) for tensor in adapter.tensors
-    )
+    modules = _weight_modules(source)
+    # Renamed tensor -> name in the adapter, without the prefix.
+    names: dict[str, str] = {}
+    tensors: list[SourceTensor] = []
+    for tensor in adapter.tensors:
+        renamed = _name_in_base(tensor.name, source, modules)
+        if renamed in names:
+            why = (
+                f"{names[renamed]} and {tensor.name} belong to one tensor of {source.display_name}"
+            )
+            hint = "get or create the adapter again"
+            raise PrepError(f"{path} has two adapters of one tensor", why, hint)
+        names[renamed] = tensor.name
+        tensors.append(replace(tensor, name=renamed))
     return settings, replace(adapter, tensors=tuple(tensors))
+
+
+def _weight_modules(source: Source) -> dict[str, str]:
+    """Return the modules of a base that have a weight.
+
+    Returns:
+        Name of a module in the files, or its key if no other module has it -> name of the module in the base's tensors.
+    """
+    modules: dict[str, str] = {}
+    by_key: dict[str, list[str]] = {}
+    for tensor in (*source.tensors, *source.tower_tensors):
+        file_name = source.file_name(tensor)
+        if file_name.endswith(WEIGHT):
+            module = tensor.name.removesuffix(WEIGHT)
+            modules[file_name.removesuffix(WEIGHT)] = module
+            by_key.setdefault(_module_key(file_name.removesuffix(WEIGHT), source), []).append(
+                module
+            )
+    unique = {key: names[0] for key, names in by_key.items() if len(names) == 1}
+    return unique | modules
+
+
+def _module_key(name: str, source: Source) -> str:
+    """Return the part of a module's name that is equal in all classes of transformers with this module.
+
+    E.g. `model.vision_tower.encoder.layers.0.mlp.fc1` is `vision_tower.vision_model.encoder.layers.0.mlp.fc1` in older
+    versions, with the key `vision_tower.encoder.layers.0.mlp.fc1`.
+    """
+    _, rest = split_wrappers(name, source.family)
+    first, *others = rest.split(".")
+    return ".".join([first, *(part for part in others if part != VISION_WRAPPER)])
+
+
+def _name_in_base(name: str, source: Source, modules: Mapping[str, str]) -> str:
+    """Return the name of an adapter's tensor with the base's name of its module. Other names stay.
+
+    Args:
+        name: Name of the tensor, without the prefix of PEFT.
+        source: The base.
+        modules: See `_weight_modules`.
+    """
+    match = MATRIX_NAME.fullmatch(name)
+    if match is None:
+        return name
+    module = match["module"]
+    target = modules.get(module) or modules.get(_module_key(module, source))
+    if target is None:
+        return name
+    return f"{target}{name.removeprefix(module)}"
 
 
 def _check_base(adapter: Path, source: Source) -> None:

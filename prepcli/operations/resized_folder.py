@@ -8,7 +8,7 @@ from prepcli.formats.safetensors_layout import SafetensorsLayout
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Contiguous, Plan, SmallFile
 from prepcli.planning.slabs import PAGE
-from prepcli.planning.tensor_match import DROP_RULE, TensorMatch
+from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.source import Source, SourceTensor
@@ -57,12 +57,10 @@ def plan_resized_folder(
         side_files: Files other than the weights and config.json.
         settings: Further fields of the manifest.
     """
-    # Other tensors that the family ignores, such as buffers, are copied. Only `--drop` removes a tensor here.
-    dropped_by_option = {d.name for d in match.dropped if d.rule == DROP_RULE}
+    # Other tensors that the family ignores, such as buffers, are copied. Only `--drop` removes a tensor.
     model_tensors = (*source.tensors, *source.tower_tensors)
     row_counts = output_rows(model_tensors, resize.tensors, vocab_size=new_vocabulary.stored_size)
-    named_files = zip(source.tensor_file_names, model_tensors, strict=True)
-    tensors = [(file, t) for file, t in named_files if t.name not in dropped_by_option]
+    tensors = list(zip(source.tensor_file_names, model_tensors, strict=True))
     files, locations, layouts = lay_out_weight_files(_file_groups(source, tensors, row_counts))
     targets: dict[str, TensorTarget] = {}
     for _, tensor in tensors:
@@ -95,10 +93,7 @@ def plan_resized_folder(
         streams=build_streams(source, targets, resize=resize),
         files=files,
         small_files=_small_files(source, config, layouts, side_files),
-        dropped=(
-            *(d for d in match.dropped if d.name in dropped_by_option),
-            *dropped_padding(source, targets, resize=resize),
-        ),
+        dropped=(*source.dropped, *dropped_padding(source, targets, resize=resize)),
         checks=match.checks,
         settings=fields,
         display_names=source.display_names(),

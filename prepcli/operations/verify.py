@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import glob
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -48,12 +47,11 @@ from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensor_match import (
     DEFAULT_MATCH_OPTIONS,
-    DROP_RULE,
-    MatchOptions,
     TensorMatch,
 )
 from prepcli.restore.digest_checks import check_after_reading, stream_digests, tensor_digests
 from prepcli.restore.scaled_digests import stored_scale, written_stream
+from prepcli.sources.dropped_tensors import without_recorded_drops
 from prepcli.sources.locate import check_stream
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.references import default_checkpoint
@@ -243,8 +241,9 @@ def _collect_model(source: Source, other: Source | None = None) -> _VerifiedMode
     """
     if source.family is ADAPTER_FAMILY:
         return _collect_adapter(source)
-    options = DEFAULT_MATCH_OPTIONS if other is None else _drop_options(source, other)
-    match = match_source_tensors(source, stored_axis_maps(source), options)
+    if other is not None:
+        source = without_recorded_drops(source, other.manifest or NO_MANIFEST)
+    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
     matched = [t for t in source.tensors if t.name in match.uses]
     tensors = {t.name: t for t in (*matched, *source.tower_tensors, *source.state_tensors)}
     vocab_tensors = frozenset(vocab_tensor_names(source, match))
@@ -256,17 +255,6 @@ def _collect_model(source: Source, other: Source | None = None) -> _VerifiedMode
         vocab_tensors=vocab_tensors,
         true_vocab=source.vocabulary().true_size,
     )
-
-
-def _drop_options(source: Source, other: Source) -> MatchOptions:
-    """Return the options to drop the tensors of a checkpoint that the manifest of the other one records as dropped."""
-    names = {tensor.name for tensor in source.tensors}
-    dropped: list[str] = []
-    for entry in (other.manifest or NO_MANIFEST).dropped:
-        name = source.names.bare_name(str(entry.get("name")))
-        if entry.get("rule") == DROP_RULE and name in names:
-            dropped.append(glob.escape(name))
-    return MatchOptions(drop=tuple(dropped))
 
 
 def _unused_tensors(model: _VerifiedModel, other: _VerifiedModel) -> Iterator[LeftOutTensor]:

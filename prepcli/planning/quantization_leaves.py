@@ -18,7 +18,8 @@ from trainer.models.verbatim import TensorTypes, verbatim_family
 
 # Slot of the scales, and first key of their leaves.
 QUANTIZATION = "quantization"
-# Slot of decoded weights that are read for a check, and written nowhere.
+# Slot of tensors that are read for a check, and written nowhere: decoded weights, and tensors in their stored order of
+# dims whose views in another order are written.
 DECODED = "decoded"
 QUANTIZATION_RULE = "scales of quantised weights"
 
@@ -53,5 +54,5 @@ def is_quantization_tensor(name: str) -> bool:
 
 
 def is_decoded_tensor(name: str) -> bool:
-    """Return whether the qualified name of a tensor is in the slot of decoded weights."""
+    """Return whether the qualified name of a tensor is in the slot of decoded weights, which are read for a check."""
     return split_name(name)[0] == DECODED

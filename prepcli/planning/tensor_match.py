@@ -6,7 +6,6 @@ the family's base prefix, as in the family's parameter table. Error messages sho
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,11 +19,11 @@ from prepcli.errors import (
     invalid_config_error,
     join_texts,
     text,
-    usage_error,
 )
 from prepcli.planning.plan import DroppedTensor, EqualityCheck
 from trainer.models.axis_map import AxisMap, ParsedAxisMap, TensorDim, bind_row
 from trainer.models.json_types import HFConfig
+from trainer.models.name_patterns import pattern_of_layers
 from trainer.models.parameters import Family, dropped_patterns
 
 VOCAB_ATOM = "vocab"
@@ -132,15 +131,15 @@ class MatchOptions:
     """User options for matching.
 
     Attributes:
-        drop: Name patterns (`--drop`) of tensors to ignore.
         untie: Whether a stored head becomes a separate leaf although the config ties it
             (`--untie`).
         offers_verbatim: Whether the command has the option `--verbatim`, to suggest it.
+        offers_drop: Whether the command has the option `--drop`, to suggest it.
     """
 
-    drop: tuple[str, ...] = ()
     untie: bool = False
     offers_verbatim: bool = False
+    offers_drop: bool = False
 
 
 DEFAULT_MATCH_OPTIONS = MatchOptions()
@@ -153,6 +152,8 @@ class _Mismatches:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     wrong_shape: list[str] = field(default_factory=list)
+    # Whether each tensor of the wrong shape has the expected dims in another order.
+    has_other_order: bool = True
 
 
 def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str]) -> TensorNames:
@@ -250,13 +251,43 @@ def match_tensors(
         The uses of each tensor, the dropped tensors, and the checks to run while bytes are read.
 
     Raises:
-        PrepError: Tensors are missing, unexpected or of the wrong shape (the error lists all of them), a `--drop`
-            pattern has no match, or duplicates differ in dtype or shape.
+        PrepError: Tensors are missing, unexpected or of the wrong shape (the error lists all of them), or duplicates
+            differ in dtype or shape.
     """
     # Every tensor gets exactly one of three answers: it is used by rows, dropped by a named rule, or
     # listed in an error. A row may stack many tensors, and several rows may use parts of one tensor.
     family = names.family
     rows, is_tied, duplicates = _resolve_tying(family, config, rows, tensors, options)
+    uses = tensor_uses(rows, sizes)
+    if family.is_verbatim:
+        # A tensor without elements has no leaf, and is kept as well.
+        for name, tensor in tensors.items():
+            if 0 in tensor.shape:
+                uses[name] = []
+    dropped = tuple(_find_dropped(family, uses, tensors, duplicates))
+    dropped_names = {tensor.name for tensor in dropped}
+    mismatches = _find_mismatches(names, uses, tensors, dropped_names)
+    if mismatches.missing or mismatches.unexpected or mismatches.wrong_shape:
+        error = _mismatch_error(mismatches, family, source_name, options)
+        if options.offers_verbatim:
+            hint = join_texts("; ", [error.hint, _VERBATIM_HINT])
+            raise PrepError(error.what, error.why, hint)
+        raise error
+    checks = tuple(EqualityCheck(name, original) for name, original in duplicates.items())
+    for check in checks:
+        _check_same_metadata(names, tensors, check)
+    frozen_uses = {name: tuple(tensor_uses) for name, tensor_uses in uses.items()}
+    return TensorMatch(frozen_uses, dropped, checks, is_tied)
+
+
+def tensor_uses(
+    rows: Mapping[str, ParsedAxisMap], sizes: Mapping[str, int]
+) -> dict[str, list[TensorUse]]:
+    """Return the leaves that take each tensor of the axis-map rows, by bare tensor name.
+
+    Raises:
+        PrepError: The config requires far more tensors than any model has.
+    """
     uses: dict[str, list[TensorUse]] = {}
     for path, row in rows.items():
         axis_map = bind_row(row, sizes)
@@ -268,26 +299,7 @@ def match_tensors(
         for name, stacked in axis_map.tensors():
             use = TensorUse(path.format(**stacked), path, axis_map, tuple(stacked.items()))
             uses.setdefault(name, []).append(use)
-    if family.is_verbatim:
-        # A tensor without elements has no leaf, and is kept as well.
-        for name, tensor in tensors.items():
-            if 0 in tensor.shape:
-                uses[name] = []
-    dropped = tuple(_find_dropped(family, uses, tensors, options, duplicates))
-    dropped_names = {tensor.name for tensor in dropped}
-    _check_drop_patterns(names, options, dropped_names, source_name)
-    mismatches = _find_mismatches(names, uses, tensors, dropped_names)
-    if mismatches.missing or mismatches.unexpected or mismatches.wrong_shape:
-        error = _mismatch_error(mismatches, family, source_name)
-        if options.offers_verbatim:
-            hint = join_texts("; ", [error.hint, _VERBATIM_HINT])
-            raise PrepError(error.what, error.why, hint)
-        raise error
-    checks = tuple(EqualityCheck(name, original) for name, original in duplicates.items())
-    for check in checks:
-        _check_same_metadata(names, tensors, check)
-    frozen_uses = {name: tuple(tensor_uses) for name, tensor_uses in uses.items()}
-    return TensorMatch(frozen_uses, dropped, checks, is_tied)
+    return uses
 
 
 def _resolve_tying(
@@ -360,35 +372,18 @@ def _find_dropped(
     family: Family,
     used_names: Collection[str],
     tensors: Mapping[str, TensorInfo],
-    options: MatchOptions,
     duplicates: Mapping[str, str],
 ) -> Iterable[DroppedTensor]:
-    """Yield the unused tensors dropped by a rule of the family, as a duplicate, or by `--drop`."""
+    """Yield the unused tensors dropped by a rule of the family, or as a duplicate."""
     rules = dropped_patterns(family)
-    drop_patterns = [pattern.removeprefix(family.prefix) for pattern in options.drop]
     for name, tensor in tensors.items():
         if name in used_names:
             continue
         rule = next((rule for pattern, rule in rules.items() if re.fullmatch(pattern, name)), "")
         if name in duplicates:
             rule = f"equal to {duplicates[name]}"
-        elif not rule and any(fnmatch.fnmatchcase(name, pattern) for pattern in drop_patterns):
-            rule = DROP_RULE
         if rule:
             yield DroppedTensor(name, tensor.nbytes, rule)
-
-
-def _check_drop_patterns(
-    names: TensorNames, options: MatchOptions, dropped_names: Collection[str], source_name: str
-) -> None:
-    """Raise UsageError for a `--drop` pattern without effect: it matches no tensor, or only needed ones."""
-    for pattern in options.drop:
-        bare = pattern.removeprefix(names.family.prefix)
-        if not any(fnmatch.fnmatchcase(name, bare) for name in dropped_names):
-            what = text("{} drops nothing of {}", Option("drop", pattern), source_name)
-            why = "no unexpected tensor has such a name, and tensors that the model uses are never dropped"
-            hint = text("{} lists the tensors", Command("inspect", source_name))
-            raise usage_error(what, why, hint)
 
 
 def _find_mismatches(
@@ -408,6 +403,8 @@ def _find_mismatches(
             place = f" (leaf {leaf})" if leaf else ""
             mismatches.missing.append(f"{names.display_name(name)} {list(expected)}{place}")
         elif tensors[name].shape != expected:
+            if sorted(tensors[name].shape) != sorted(expected):
+                mismatches.has_other_order = False
             atoms = " x ".join(map(_describe_dim, uses[0].axis_map.source_dims))
             mismatches.wrong_shape.append(
                 f"{names.display_name(name)} has shape {list(tensors[name].shape)},"
@@ -424,7 +421,9 @@ def _describe_dim(dim: TensorDim) -> str:
     return " ".join(f"{factor.atom} {factor.extent}" for factor in dim.factors)
 
 
-def _mismatch_error(mismatches: _Mismatches, family: Family, source_name: str) -> PrepError:
+def _mismatch_error(
+    mismatches: _Mismatches, family: Family, source_name: str, options: MatchOptions
+) -> PrepError:
     """Return one error that lists all mismatched tensors."""
     titles = {
         "missing": mismatches.missing,
@@ -449,20 +448,19 @@ def _mismatch_error(mismatches: _Mismatches, family: Family, source_name: str) -
     if kind == "wrong shape":
         verb = "does" if is_one else "do"
         why = join_names(tensors, separator="; ")
-        return PrepError(f"{count} {verb} not match config.json", why, _MISMATCH_HINT)
+        hint: str = _MISMATCH_HINT
+        if mismatches.has_other_order:
+            hint = text("{} reads tensors with another order of dims", _MAP_COMMAND)
+        return PrepError(f"{count} {verb} not match config.json", why, hint)
     verb = "is" if is_one else "are"
-    pattern = _drop_pattern(tensors[0].split()[0])
-    return PrepError(
-        f"{count} {verb} not part of family {family.name}",
-        join_names(tensors),
-        text("{} ignores them", Option("drop", pattern)),
-    )
+    drop = Option("drop", pattern_of_layers(tensors[0].split()[0]))
+    hint = text("{} ignores them", drop)
+    if not options.offers_drop:
+        hint = text("{} converts without them", Command("save-init", drop))
+    what = f"{count} {verb} not part of family {family.name}"
+    return PrepError(what, join_names(tensors), hint)
 
 
 _MISMATCH_HINT = "check that config.json and the weights belong to the same model"
+_MAP_COMMAND = Command("save-init", Option("map", "FILE"))
 _VERBATIM_HINT = text("{} keeps the names of the file", Option("verbatim", True))
-
-
-def _drop_pattern(name: str) -> str:
-    """Return a `--drop` pattern that matches a tensor's name in every layer."""
-    return re.sub(r"\.\d+\.", ".*.", name)

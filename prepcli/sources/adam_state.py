@@ -23,7 +23,7 @@ from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.plan import Stream
 from prepcli.planning.state_names import OPT_STATE, qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, MatchOptions
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 
@@ -107,14 +107,11 @@ class AdamState:
         return replace(self, averages={}, left_out=left_out)
 
 
-def read_adam_state(
-    source: Source, match_options: MatchOptions = DEFAULT_MATCH_OPTIONS
-) -> AdamState:
+def read_adam_state(source: Source) -> AdamState:
     """Return the training state of a source. Only the counters are read.
 
     Args:
         source: The opened source.
-        match_options: Options of the match of the parameters, e.g. `--drop`.
 
     Raises:
         PrepError: The source has no state of AdamW, or moments of some parameters are missing.
@@ -137,7 +134,7 @@ def read_adam_state(
             counters[tensor_name] = tensor
         else:
             left_out.append(tensor)
-    trained = trained_tensors(source, match_options)
+    trained = trained_tensors(source)
     _check_moments(source, trained, slots, averages, left_out)
     step = _read_counter(source, counters, STEP)
     table = _read_table(source)
@@ -155,11 +152,9 @@ def read_adam_state(
     )
 
 
-def trained_tensors(
-    source: Source, match_options: MatchOptions = DEFAULT_MATCH_OPTIONS
-) -> tuple[SourceTensor, ...]:
+def trained_tensors(source: Source) -> tuple[SourceTensor, ...]:
     """Return the parameters of the model, without a stored copy of a tied embedding and without buffers."""
-    match = match_source_tensors(source, stored_axis_maps(source), match_options)
+    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
     return tuple(tensor for tensor in source.tensors if tensor.name in match.uses)
 
 

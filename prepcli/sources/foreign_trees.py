@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from prepcli.errors import GET_AGAIN_HINT, Option, PrepError, text
 from prepcli.formats.levanter import LEVANTER_MODEL_ROOT
@@ -23,11 +24,13 @@ from prepcli.sources.tree_tensors import (
     check_leaf_shape,
     iter_tensors,
     leaf_as_tensor,
+    recorded_shapes,
 )
 from trainer.models.axis_map import LAYER_ATOMS, ParsedAxisMap, bind_row
 from trainer.models.parameters import (
     Family,
     HFConfig,
+    StoredShapes,
     TreeLayout,
     layer_atom_in,
     layout_rows,
@@ -70,14 +73,14 @@ class TreeFormat:
     has_prefix: bool = True
 
     def rows(
-        self, family: Family, config: HFConfig, tensors: Collection[str] = ()
+        self, family: Family, config: HFConfig, tensors: StoredShapes = MappingProxyType({})
     ) -> dict[str, ParsedAxisMap]:
         """Return the axis-map row of each parameter in this format, by path below `root`.
 
         Args:
             family: Model family.
             config: The model's config.json.
-            tensors: Bare names of the model's tensors. They decide between a row and its alternate.
+            tensors: Shapes of the model's tensors, by bare name. They decide between a row and its alternate.
         """
         if self.layout == NATIVE_LAYOUT:
             is_stacked = self.layer_axis is not None
@@ -146,9 +149,9 @@ def match_foreign_tree(
     leaves, ignored = _split_non_parameters(leaves, tree_format, family)
     param_leaves = _leaves_below_root(leaves, tree_format, family, display_name)
     names = TensorNames(family, tree_format.has_prefix and manifest.is_prefixed)
-    recorded_names = {names.bare_name(name) for name in manifest.tensors}
+    shapes = recorded_shapes(names, manifest)
     expected = _expected_leaf_tensors(
-        tree_format, family, config, param_leaves, display_name, recorded_names
+        tree_format, family, config, param_leaves, display_name, shapes
     )
     missing_leaves = {
         name: tree_format.root + path for path, _, name, _ in expected if path not in param_leaves
@@ -235,7 +238,7 @@ def _expected_leaf_tensors(
     config: HFConfig,
     leaves: Leaves,
     display_name: str,
-    recorded_names: Collection[str],
+    recorded: StoredShapes,
 ) -> list[LeafTensor]:
     """List the tensors of all leaves of a format. Raise PrepError if an existing leaf has the wrong shape."""
     sizes = family.sizes(config)
@@ -252,7 +255,7 @@ def _expected_leaf_tensors(
             why,
             "are config.json and the weights of one model?",
         )
-    rows = tree_format.rows(family, config, recorded_names)
+    rows = tree_format.rows(family, config, recorded)
     leaf_tensors = list(bound_leaf_tensors(rows, sizes))
     for path, row, _, _ in leaf_tensors:
         if path in leaves:

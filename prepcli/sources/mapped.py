@@ -31,7 +31,12 @@ from prepcli.quantized.find_weights import quantization_settings
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
 from trainer.models.axis_map import bind_row
 from trainer.models.json_types import HFConfig
-from trainer.models.parameters import Family, dropped_patterns, parameter_rows
+from trainer.models.parameters import (
+    Family,
+    StoredShapes,
+    dropped_patterns,
+    parameter_rows,
+)
 from trainer.models.prediction import prediction_names
 from trainer.models.registry import FAMILIES, family_of
 from trainer.models.suggest import did_you_mean
@@ -283,7 +288,8 @@ def _family_problems(
     """Return the problems of targets that the family does not have, or has and the map does not fill."""
     names = detect_names(family, config, full_names=targets.keys())
     by_name = {names.bare_name(name): rows for name, rows in targets.items()}
-    expected = _expected_shapes(family, config, by_name)
+    targets_of = {name: rows[0].target.source_shape for name, rows in by_name.items()}
+    expected = _expected_shapes(family, config, targets_of)
     ignored = re.compile("|".join(map("({})".format, dropped_patterns(family))) or r"(?!)")
     others = {*family.duplicates, family.tying.head_tensor}
     others |= prediction_names(family, config, by_name)
@@ -304,10 +310,10 @@ def _family_problems(
 
 
 def _expected_shapes(
-    family: Family, config: HFConfig, tensors: Mapping[str, object]
+    family: Family, config: HFConfig, tensors: StoredShapes
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of a model, by bare name."""
-    rows = parameter_rows(family, config, tensors=tensors.keys())
+    rows = parameter_rows(family, config, tensors=tensors)
     if family.is_tied(config, tensors.keys()):
         rows.pop(family.tying.head_leaf, None)
     sizes = family.sizes(config)

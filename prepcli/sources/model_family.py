@@ -109,7 +109,7 @@ def select_family(
     if hints.verbatim or (hints.verbatim is None and (was_verbatim or is_unknown)):
         return verbatim_family(tensors)
     if is_unknown and text_section(config) is not None:
-        read_text_part(config, tensors.keys())
+        read_text_part(config, tensors.keys(), hints.drop)
         return verbatim_family(tensors)
     return family_of(config)
 

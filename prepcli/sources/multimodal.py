@@ -6,7 +6,7 @@ computes with them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from prepcli.errors import PrepError
@@ -17,6 +17,7 @@ from prepcli.planning.state_names import TOWERS, qualify
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.appended_files import append_files, shift_file_numbers
 from prepcli.sources.source import Source, SourceTensor, Wrapper
+from prepcli.sources.transposed_tensors import without_transposed_tensors
 from trainer.models.json_types import HFConfig
 from trainer.models.prediction import prediction_names, without_prediction
 from trainer.models.registry import FAMILIES
@@ -34,24 +35,30 @@ PROCESSOR_FILES = (
 )
 
 
-def find_text_part(config: HFConfig, names: Iterable[str]) -> TextPart | None:
-    """Return the text part of a multimodal checkpoint, or None if it has no supported one."""
+def find_text_part(
+    config: HFConfig, names: Iterable[str], drop: Sequence[str] = ()
+) -> TextPart | None:
+    """Return the text part of a multimodal checkpoint, or None if it has no supported one.
+
+    See `read_text_part` for the arguments.
+    """
     try:
-        return read_text_part(config, frozenset(names))
+        return read_text_part(config, frozenset(names), drop)
     except PrepError:
         return None
 
 
-def split_towers(source: Source) -> Source:
+def split_towers(source: Source, drop: Sequence[str] = ()) -> Source:
     """Return a source with the tensors of its family as parameters, and the other ones as towers.
 
     The other tensors are those outside of the text part of a multimodal model, and those of multi-token prediction.
 
     Args:
         source: A source with the names of transformers. Without such tensors, it is returned unchanged.
+        drop: Patterns of tensors that may lie among those of the text part.
     """
     if source.family.is_verbatim:
-        part = find_text_part(source.config, (tensor.name for tensor in source.tensors))
+        part = find_text_part(source.config, (tensor.name for tensor in source.tensors), drop)
         if part is None:
             return source
         text_part = replace(
@@ -121,10 +128,11 @@ def towers_entry(source: Source) -> ManifestFields:
 
 
 def text_model(source: Source) -> Source:
-    """Return the parameters of a source with towers as a separate model, with the tensor names of its family.
+    """Return the parameters of a source with towers as a separate model, as its class in transformers reads it.
 
     Its config states no multi-token prediction.
     """
+    source = without_transposed_tensors(source)
     family = FAMILIES[source.family.name]
     nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)
     # A training step has no towers to drop. The entry then states that the output is complete without them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def open_source(
     training_state: bool = False,
     tensor_map: TensorMap | None = None,
     layout: str | None = None,
+    drop: tuple[str, ...] = (),
 ) -> Source:
     """Read the headers and settings of a located checkpoint, but no weights.
 
@@ -58,6 +60,7 @@ def open_source(
         training_state: Read the optimizer state of another framework. It is read in any case from an output of prep.
         tensor_map: Map from the tensors of the files to those of a model. Default: the map in the manifest.
         layout: Layout of a tree of another library. Default: the layout with the best fit.
+        drop: Patterns of tensors that may lie among those of a text part. They stay in the source.
 
     Raises:
         PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim
@@ -80,6 +83,7 @@ def open_source(
             kept_scales=kept_scales,
             layout=layout,
             training_state=training_state,
+            drop=drop,
         )
         source = _read_headers(located, hints)
         if layout is not None:
@@ -105,7 +109,7 @@ def open_source(
         elif export_map is not None:
             source = apply_recorded_map(source, export_map)
         if located.kind in MULTIMODAL_KINDS:
-            source = _split_unless_verbatim(source, verbatim)
+            source = _split_unless_verbatim(source, verbatim, drop)
         if verbatim is False and source.family.is_verbatim:
             raise verbatim_error(display_name)
         return source
@@ -275,15 +279,15 @@ def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
     raise usage_error(what, why, text("remove {}", option))
 
 
-def _split_unless_verbatim(source: Source, verbatim: bool | None) -> Source:
+def _split_unless_verbatim(source: Source, verbatim: bool | None, drop: Sequence[str]) -> Source:
     """Return a source with the towers beside its parameters, unless its names are kept."""
     if not source.family.is_verbatim:
-        return split_towers(source)
+        return split_towers(source, drop)
     was_verbatim = source.manifest is not None and source.manifest.family == VERBATIM
     # A map without a family keeps its names, too.
     if verbatim or source.tensor_map or (verbatim is None and was_verbatim):
         return source
-    return split_towers(source)
+    return split_towers(source, drop)
 
 
 def check_local_files(local_files: LocalFiles, manifest: Manifest | None) -> None:

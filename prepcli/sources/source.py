@@ -193,6 +193,7 @@ class Source:
         training_record: Record of the training state in `state_tensors`, if another framework wrote it.
         tensor_map: The map that made the tensors from those of the files, if any.
         remote_files: The files on a server behind the placeholders `files`. Empty for local files.
+        dropped: Tensors that the user has dropped (`--drop`), by their names in the files.
     """
 
     display_name: str
@@ -221,6 +222,7 @@ class Source:
     training_record: TrainingStateRecord | None = None
     tensor_map: TensorMap | None = None
     remote_files: tuple[RemoteBlob, ...] = ()
+    dropped: tuple[DroppedTensor, ...] = ()
 
     @property
     def byte_sources(self) -> tuple[Path | Blob, ...]:
@@ -282,6 +284,12 @@ class Source:
             return name
         return self.names.full_name(tensor.name)
 
+    def stored_name(self, tensor: SourceTensor) -> str:
+        """Return the name of a parameter or of a tower's tensor as the source spells it."""
+        if tensor.name in self.names.unprefixed_names:
+            return tensor.name
+        return self.file_name(tensor)
+
     def vocabulary(self, true_size: int | None = None) -> Vocabulary:
         """Return the true and the stored vocabulary size. `true_size` overrides the config's true size."""
         if self.family.is_verbatim:
@@ -303,16 +311,16 @@ def match_source_tensors(
     Raises:
         PrepError: Tensors are missing, unexpected or of another shape.
     """
-    sizes = source.family.sizes(source.config)
-    return match_tensors(
+    match = match_tensors(
         source.names,
         source.config,
-        sizes=sizes,
+        sizes=source.family.sizes(source.config),
         rows=axis_maps,
         tensors=source.tensor_specs(),
         options=options,
         source_name=source.display_name,
     )
+    return replace(match, dropped=(*source.dropped, *match.dropped))
 
 
 def stored_axis_maps(source: Source) -> dict[str, ParsedAxisMap]:
@@ -328,9 +336,8 @@ def source_axis_maps(
     source: Source, scan: bool = True, scan_axis: int = 0
 ) -> dict[str, ParsedAxisMap]:
     """Return the axis map of each parameter of the source's family, by path."""
-    return parameter_rows(
-        source.family, source.config, scan, scan_axis, {t.name for t in source.tensors}
-    )
+    shapes = {tensor.name: tensor.shape for tensor in source.tensors}
+    return parameter_rows(source.family, source.config, scan, scan_axis, shapes)
 
 
 def read_config(path: Path) -> HFConfig:

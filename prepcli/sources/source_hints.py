@@ -44,6 +44,7 @@ class SourceHints:
         kept_scales: Which outputs with a scale of another trainer's layout are read as they are stored.
         layout: Layout of a tree of another library, or None for the one that fits best.
         training_state: Whether the optimizer state of another framework is read.
+        drop: Patterns of tensors that may lie among those of a text part.
     """
 
     config_path: Path | None = None
@@ -54,6 +55,7 @@ class SourceHints:
     kept_scales: KeptScales = "none"
     layout: str | None = None
     training_state: bool = False
+    drop: tuple[str, ...] = ()
 
     @property
     def is_remote(self) -> bool:

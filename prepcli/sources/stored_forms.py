@@ -12,7 +12,7 @@ tensors of the other one.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from prepcli.errors import PrepError
@@ -32,7 +32,7 @@ from prepcli.sources.source import (
     stored_axis_maps,
 )
 from trainer.models.axis_map import AxisMap, bind_row
-from trainer.models.parameters import parameter_rows
+from trainer.models.parameters import StoredShapes, parameter_rows
 from trainer.models.registry import FAMILIES
 
 
@@ -42,24 +42,24 @@ def in_one_form(source: Source, other: Source) -> tuple[Source, Source]:
     A parameter that they store in two forms gets the form with more tensors. Sources with equal forms are returned
     unchanged.
     """
-    names = {tensor.name for tensor in source.tensors}
-    other_names = {tensor.name for tensor in other.tensors}
-    if names == other_names:
+    shapes = {tensor.name: tensor.shape for tensor in source.tensors}
+    other_shapes = {tensor.name: tensor.shape for tensor in other.tensors}
+    if shapes == other_shapes:
         return source, other
     # Both lists are in the order of the family's parameters.
-    rows = _bound_rows(source, names)
-    other_rows = _bound_rows(other, other_names)
+    rows = _bound_rows(source, shapes)
+    other_rows = _bound_rows(other, other_shapes)
     forms: set[int] = set()
     other_forms: set[int] = set()
     for number, (row, other_row) in enumerate(zip(rows, other_rows)):
-        if row.name_parts == other_row.name_parts:
+        if _form(row) == _form(other_row):
             continue
         if _num_tensors(row) < _num_tensors(other_row):
             forms.add(number)
         else:
             other_forms.add(number)
-    target_rows = _bound_rows(source, other_names)
-    other_target_rows = _bound_rows(other, names)
+    target_rows = _bound_rows(source, other_shapes)
+    other_target_rows = _bound_rows(other, shapes)
     return (
         _with_forms(source, [MapRow(0, target_rows[n], rows[n]) for n in sorted(forms)]),
         _with_forms(
@@ -86,14 +86,20 @@ def with_family(source: Source) -> Source:
     return model
 
 
-def _bound_rows(source: Source, names: Collection[str]) -> list[AxisMap]:
-    """Return the axis map of each parameter of a source in the form with these tensors."""
+def _bound_rows(source: Source, shapes: StoredShapes) -> list[AxisMap]:
+    """Return the axis map of each parameter of a source in the form with tensors of these names and shapes."""
     manifest = source.tree_manifest
     rows = parameter_rows(
-        source.family, source.config, manifest.scan, manifest.scan_axis, tensors=names
+        source.family, source.config, manifest.scan, manifest.scan_axis, tensors=shapes
     )
     sizes = source.family.sizes(source.config)
     return [bind_row(row, sizes) for row in rows.values()]
+
+
+def _form(row: AxisMap) -> tuple[object, ...]:
+    """Return what distinguishes two forms of a parameter: the names of its tensors, and the order of their axes."""
+    axes = [[factor.atom for factor in dim.factors] for dim in row.source_dims]
+    return row.name_parts, axes
 
 
 def _num_tensors(row: AxisMap) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
@@ -74,6 +74,15 @@ Leaves = Mapping[str, StoredLeaf]  # by dotted name
 LeafTensor = tuple[str, AxisMap, str, tuple[tuple[str, int], ...]]
 
 
+def recorded_shapes(names: TensorNames, manifest: Manifest) -> dict[str, Sequence[int]]:
+    """Return the shape of each tensor in a manifest, by bare name. It is empty if the manifest has none."""
+    shapes: dict[str, Sequence[int]] = {}
+    for name, record in manifest.tensors.items():
+        shape = record.get("shape")
+        shapes[names.bare_name(name)] = shape if isinstance(shape, list) else ()
+    return shapes
+
+
 def tensors_from_manifest(
     leaves: Leaves, names: TensorNames, manifest: Manifest, folder: object
 ) -> tuple[tuple[SourceTensor, ...], tuple[SourceTensor, ...]]:
@@ -93,9 +102,9 @@ def tensors_from_manifest(
     """
     family = names.family
     config = manifest.config
-    # The recorded names select among alternative rows.
-    recorded_names = {names.bare_name(name) for name in manifest.tensors}
-    rows = parameter_rows(family, config, manifest.scan, manifest.scan_axis, recorded_names)
+    # The recorded tensors select among alternative rows.
+    shapes = recorded_shapes(names, manifest)
+    rows = parameter_rows(family, config, manifest.scan, manifest.scan_axis, shapes)
     # A tied head has no leaf: the embedding stores it.
     if manifest.is_tied:
         rows.pop(family.tying.head_leaf, None)
@@ -107,14 +116,14 @@ def tensors_from_manifest(
         check_leaf_shape(
             f"{PARAMS}.{path}", leaves[f"{PARAMS}.{path}"], row, "manifest's config", folder
         )
-    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    leaf_shapes = {name: leaf.shape for name, leaf in leaves.items()}
     rows_by_path = {path: row for path, row, _, _ in leaf_tensors}
     parameters = {path: row.leaf_shape for path, row in rows_by_path.items()}
     # A training state has copies of the parameter tree (`opt_state.mu`, `opt_state.nu`): a prefix
     # below which every parameter has a leaf of its shape is a slot, and its tensors have the axis
     # maps of the parameters.
-    slots = find_slots(shapes, parameters)
-    state_leaves = tuple(find_state_leaves(shapes, parameters, slots))
+    slots = find_slots(leaf_shapes, parameters)
+    state_leaves = tuple(find_state_leaves(leaf_shapes, parameters, slots))
     matched = {leaf.name for leaf in state_leaves}
     for slot in (PARAMS, *slots):
         matched |= {f"{slot}.{path}" for path in parameters}

@@ -96,7 +96,8 @@ def _stored_names(source: Source, atom: str) -> Iterator[str]:
     stored = {tensor.name for tensor in source.tensors}
     names = detect_names(family, source.config, full_names=stored)
     by_bare_name = {names.bare_name(name): name for name in stored}
-    rows = parameter_rows(family, source.config, tensors=by_bare_name.keys())
+    shapes = {names.bare_name(tensor.name): tensor.shape for tensor in source.tensors}
+    rows = parameter_rows(family, source.config, tensors=shapes)
     sizes = family.sizes(source.config)
     expected: set[str] = set()
     for row in rows.values():

@@ -37,7 +37,7 @@ def find_layout_leaves(
     tree = family.layouts[layout]
     sizes = family.sizes(source.config) | {"vocab": vocab_size}
     leaves: dict[str, list[LayoutLeaf]] = {}
-    for path, row in _layout_rows(source, layout, tensors).items():
+    for path, row in _layout_rows(source, layout, tensors.values()).items():
         axis_map = bind_row(row, sizes)
         # A layout of Flax has the paths of a model with a head, e.g. `transformer.h.0` of GPT-2.
         # A base model has the same leaf as `h.0`.
@@ -69,14 +69,14 @@ def whole_leaf_location(leaf: LayoutLeaf, *, file: int, offset: int, dtype: str)
 
 
 def find_layout_scales(
-    source: Source, layout: str, tensors: Collection[str]
+    source: Source, layout: str, tensors: Collection[SourceTensor]
 ) -> dict[str, LayoutScale]:
     """Return the tensors with a scale in the tree of another library.
 
     Args:
         source: The opened source.
         layout: Name of the layout.
-        tensors: Names of the tensors to write.
+        tensors: The tensors to write.
 
     Returns:
         Name of the tensor -> its scale.
@@ -90,20 +90,23 @@ def find_layout_scales(
     return scales
 
 
-def _layout_rows(source: Source, layout: str, tensors: Collection[str]) -> dict[str, ParsedAxisMap]:
+def _layout_rows(
+    source: Source, layout: str, tensors: Collection[SourceTensor]
+) -> dict[str, ParsedAxisMap]:
     """Return the axis-map rows of the layout, without the row of a tied head."""
     family = source.family
     tree = family.layouts[layout]
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
     rows = layout_rows(
         tree,
         source.config,
         tree.stack_axis,
         sizes=family.sizes(source.config),
-        tensors=tensors,
+        tensors=shapes,
     )
     # Flax computes a tied head with the embedding, and transformers expects no leaf for it.
     head_tensor = family.tying.head_tensor
-    if not family.is_tied(source.config) or head_tensor in tensors:
+    if not family.is_tied(source.config) or head_tensor in shapes:
         return rows
     return {path: row for path, row in rows.items() if row.name_parts != (head_tensor,)}
 

@@ -45,7 +45,7 @@ from prepcli.sources.locked import apply_lock, pinned_revision
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.openers.peft_folder import open_adapter
-from prepcli.sources.openers.peft_settings import read_lora_config
+from prepcli.sources.openers.peft_settings import read_adapter_family
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import CONFIG, HF_FOLDER, Source, read_config, small_files
 from prepcli.sources.source_hints import advise_conversion
@@ -54,7 +54,7 @@ from prepcli.targets.tokenizer_files import tokenizer_folder, with_recipe_tokeni
 from prepcli.targets.training_step import StartModel
 from prepcli.training_runs.random_start import RandomReader, random_config, random_start
 from trainer.models.json_types import HFConfig, JsonObject
-from trainer.models.lora import lora_family, lora_from_manifest
+from trainer.models.lora import lora_from_manifest
 from trainer.models.parameters import VERBATIM
 from trainer.models.registry import family_of
 from trainer.models.rule_text import merge_rules
@@ -490,10 +490,8 @@ def with_adapters(
         return replace(start, lora=asdict(table.new_adapters))
     family = family_of(config)
     adapter = Path(table.path).expanduser()
-    lora = read_lora_config(adapter, family, config)
-    reader = WeightsReader(
-        open_adapter(adapter, lora_family(family, config, lora), config), verify=verify
-    )
+    adapter_family, lora = read_adapter_family(adapter, family, config)
+    reader = WeightsReader(open_adapter(adapter, adapter_family, config), verify=verify)
     return replace(start, lora=asdict(lora), adapter_reader=reader)
 
 

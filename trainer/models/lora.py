@@ -48,6 +48,9 @@ RANK_ATOM = "lora_rank"
 LORA_A = "lora_a"
 LORA_B = "lora_b"
 PEFT_PREFIX = "base_model.model."
+# Modules around the text model in classes of transformers. They depend on the class and on the version:
+# `model.layers.0`, `language_model.model.layers.0`, `model.language_model.layers.0`, `model.text_model.layers.0`.
+WRAPPER_MODULES = frozenset(("model", "language_model", "text_model"))
 DEFAULT_TARGETS = ("attn.q", "attn.v")
 # Usual name of a projection -> its name in latent attention, where one tensor gives the keys and values of all heads.
 LATENT_PROJECTIONS = {"attn.q": "attn.q_up", "attn.k": "attn.kv_up", "attn.v": "attn.kv_up"}
@@ -217,6 +220,25 @@ def _projection(path: str, parameter: Parameter) -> Projection | None:
 def _has_dim(tensor_dim: str, leaf_dim: str) -> bool:
     """Return whether a dim of a tensor has the atoms of a dim of a leaf, e.g. `(heads head_dim)` has `heads`."""
     return not set(atoms_in(leaf_dim)).isdisjoint(atoms_in(tensor_dim))
+
+
+def split_wrappers(name: str, family: Family) -> tuple[str, str]:
+    """Split a name into the modules around the text model and the rest.
+
+    Args:
+        name: Name of a module or tensor, without the prefix of PEFT.
+        family: Family of the text model. The parts of its prefix are wrappers, too.
+
+    Returns:
+        The wrappers with their dots, and the rest, e.g. `model.language_model.` and `layers.0.self_attn.q_proj`. Names
+        of towers keep their first module, e.g. `model.` and `vision_tower.encoder.layers.0`.
+    """
+    wrappers = WRAPPER_MODULES.union(family.prefix.split("."))
+    parts = name.split(".")
+    count = 0
+    while count < len(parts) - 1 and parts[count] in wrappers:
+        count += 1
+    return "".join(f"{part}." for part in parts[:count]), ".".join(parts[count:])
 
 
 def select_targets(family: Family, config: HFConfig, targets: Sequence[str]) -> list[Projection]:

@@ -41,6 +41,8 @@ DECODER = "decoder"
 # Name of the family of checkpoints with unknown architectures. See `trainer.models.verbatim`.
 VERBATIM = "verbatim"
 MAX_AXIS_SIZE = (1 << 31) - 1
+# Name of a stored tensor, without prefix -> its shape.
+StoredShapes = Mapping[str, Sequence[int]]
 MAX_LAYERS = 1 << 16
 # Path parts of token, position and relative position embeddings.
 EMBEDDING_PATH_PARTS = {
@@ -72,6 +74,8 @@ class Parameter:
             tensors exist is used.
         else_row: Row if the condition does not hold. If it is "", the parameter then does not
             exist.
+        transposed: Row for files with the tensors of `alternate` transposed, or "". The shapes of the
+            tensors decide between the two.
         parsed_row: Axis map of a verbatim tensor, or of a stack of them, in place of `row`. It lists
             the numbers of its layers.
         layer_path: Path of the leaf of a single layer, with a placeholder for the layer number.
@@ -82,6 +86,7 @@ class Parameter:
     condition: Condition = ALWAYS
     alternate: str = ""
     else_row: str = ""
+    transposed: str = ""
     parsed_row: ParsedAxisMap | None = None
     layer_path: str = ""
 
@@ -291,7 +296,7 @@ def parameter_rows(
     config: HFConfig,
     scan: bool = True,
     scan_axis: int = 0,
-    tensors: Collection[str] = (),
+    tensors: StoredShapes = MappingProxyType({}),
 ) -> dict[str, ParsedAxisMap]:
     """Return the parsed axis-map row of each parameter of a model.
 
@@ -301,8 +306,7 @@ def parameter_rows(
         scan: Whether each leaf stacks all layers. Otherwise the paths hold the placeholder of a
             layer atom, such as `{layers}`, and such a row describes one leaf per layer.
         scan_axis: Axis of the stacked layers.
-        tensors: Names of the stored tensors, without prefix. They decide between a row and its
-            alternate.
+        tensors: Shapes of the stored tensors. They decide between the forms of a parameter.
 
     Returns:
         Path in the tree -> row.
@@ -312,9 +316,9 @@ def parameter_rows(
     """
     sizes = family.sizes(config)
     numbers = family.layer_numbers(config)
+    selected = _select_forms(family.parameters, config, sizes, numbers, tensors)
     rows: dict[str, ParsedAxisMap] = {}
-    for path, parameter in active_parameters(family.parameters, config):
-        row = _select_form(parameter, sizes, numbers, tensors)
+    for path, parameter, row in selected:
         if scan:
             rows[path] = _move_stack_axis(row, scan_axis)
         elif parameter.parsed_row is not None:
@@ -364,7 +368,7 @@ def layout_rows(
     stack_axis_index: int | None = None,
     *,
     sizes: Sizes = MappingProxyType({}),
-    tensors: Collection[str] = (),
+    tensors: StoredShapes = MappingProxyType({}),
 ) -> dict[str, ParsedAxisMap]:
     """Return the parsed axis-map rows of a model in the tree of another library.
 
@@ -373,8 +377,7 @@ def layout_rows(
         config: Content of the model's config.json.
         stack_axis_index: Axis of the stacked layers, or None for a tree with one leaf per layer.
         sizes: Size of each named axis (atom). Required with `tensors`.
-        tensors: Names of the stored tensors, without prefix. They decide between a row and its
-            alternate.
+        tensors: Shapes of the stored tensors. They decide between the forms of a parameter.
 
     Returns:
         Path in the tree -> row.
@@ -384,10 +387,11 @@ def layout_rows(
     """
     rows: dict[str, ParsedAxisMap] = {}
     numbers = layout.layer_numbers(config)
-    for path, parameter in active_parameters(layout.parameters, config):
-        if tensors:
-            rows[path] = _select_form(parameter, sizes, numbers, tensors)
-        else:
+    if tensors:
+        for path, _, row in _select_forms(layout.parameters, config, sizes, numbers, tensors):
+            rows[path] = row
+    else:
+        for path, parameter in active_parameters(layout.parameters, config):
             rows[path] = number_tensors(parse_row(parameter.row), numbers)
     if stack_axis_index is None:
         return rows
@@ -430,13 +434,55 @@ def _first_tensor(row: ParsedAxisMap, sizes: Sizes) -> str:
     return name
 
 
+def _select_forms(
+    parameters: Mapping[str, Parameter],
+    config: HFConfig,
+    sizes: Sizes,
+    numbers: Mapping[str, Sequence[int]],
+    tensors: StoredShapes,
+) -> Iterator[tuple[str, Parameter, ParsedAxisMap]]:
+    """Yield the path, the parameter and the row of each parameter, in the form of the stored tensors."""
+    active = list(active_parameters(parameters, config))
+    is_transposed = _is_transposed(active, sizes, numbers, tensors)
+    for path, parameter in active:
+        yield path, parameter, _select_form(parameter, sizes, numbers, tensors, is_transposed)
+
+
+def _is_transposed(
+    parameters: Sequence[tuple[str, Parameter]],
+    sizes: Sizes,
+    numbers: Mapping[str, Sequence[int]],
+    tensors: StoredShapes,
+) -> bool:
+    """Return whether the file has the `transposed` form of its parameters.
+
+    A file has all of them in one form. The shape of one tensor may allow both, and then another one decides. E.g. with
+    embed 4 and mlp 2, gate and up are [experts, 4, 4] in both forms, but down is [experts, 4, 2] or [experts, 2, 4]. A
+    file with gate and up as well as down square would need embed = 2 mlp = mlp.
+    """
+    is_transposed = False
+    for _, parameter in parameters:
+        if not parameter.transposed:
+            continue
+        form = bind_row(number_tensors(parse_row(parameter.alternate), numbers), sizes)
+        transposed = bind_row(number_tensors(parse_row(parameter.transposed), numbers), sizes)
+        name, _ = next(form.tensors())
+        shape = tuple(tensors.get(name, ()))
+        if shape == form.source_shape != transposed.source_shape:
+            return False
+        if shape == transposed.source_shape != form.source_shape:
+            is_transposed = True
+    return is_transposed
+
+
 def _select_form(
     parameter: Parameter,
     sizes: Sizes,
     numbers: Mapping[str, Sequence[int]],
     tensors: Collection[str],
+    is_transposed: bool,
 ) -> ParsedAxisMap:
-    """Return the row, or its alternate if the checkpoint has the tensors of the alternate."""
+    """Return the row, its alternate, or its transposed alternate: the one that the checkpoint has."""
     if parameter.parsed_row is not None:
         return parameter.parsed_row
     row = number_tensors(parse_row(parameter.row), numbers)
@@ -452,9 +498,11 @@ def _select_form(
             f"{row_tensor} and {alternate_tensor}",
             "keep one of them",
         )
-    if alternate_tensor in tensors:
-        return alternate
-    return row
+    if alternate_tensor not in tensors:
+        return row
+    if is_transposed and parameter.transposed:
+        return number_tensors(parse_row(parameter.transposed), numbers)
+    return alternate
 
 
 def _unstack_row(path: str, row: ParsedAxisMap) -> tuple[str, ParsedAxisMap]:

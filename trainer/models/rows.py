@@ -223,11 +223,10 @@ def split_row(row: str) -> tuple[str, str, str]:
 
 
 def map_rows(parameter: Parameter, change: Callable[[str], str]) -> Parameter:
-    """Return a parameter with `change` applied to its axis maps: `row`, `alternate` and `else_row`."""
-    row, alternate, else_row = (
-        text and change(text) for text in (parameter.row, parameter.alternate, parameter.else_row)
-    )
-    return dataclasses.replace(parameter, row=row, alternate=alternate, else_row=else_row)
+    """Return a parameter with `change` applied to its axis maps: `row`, and those of the other forms."""
+    forms = ("row", "alternate", "else_row", "transposed")
+    changed = {name: change(text) for name in forms if (text := getattr(parameter, name))}
+    return dataclasses.replace(parameter, **changed)
 
 
 def unless_false(field: str) -> Callable[[HFConfig], bool]:

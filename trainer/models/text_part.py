@@ -16,13 +16,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
 from trainer.models.axis_map import bind_row
-from trainer.models.errors import Command, PrepError, text
+from trainer.models.errors import Command, Option, PrepError, text
 from trainer.models.json_types import JsonObject, JsonValue
+from trainer.models.name_patterns import matching_patterns, pattern_of_layers
 from trainer.models.parameters import (
     Family,
     HFConfig,
@@ -108,12 +109,13 @@ class TextPart:
     names: frozenset[str]
 
 
-def read_text_part(config: HFConfig, names: Collection[str]) -> TextPart:
+def read_text_part(config: HFConfig, names: Collection[str], drop: Sequence[str] = ()) -> TextPart:
     """Return the text part of a multimodal checkpoint.
 
     Args:
         config: Content of its config.json.
         names: Names of its tensors in the file.
+        drop: Patterns of tensors of the text part that its family need not have.
 
     Raises:
         PrepError: It has no text part with a supported family.
@@ -133,7 +135,7 @@ def read_text_part(config: HFConfig, names: Collection[str]) -> TextPart:
     text_config[TIED_FIELD] = is_tied
     text_config.setdefault("vocab_size", family.sizes(text_config)["vocab"])
     family = with_prefixes(family, prefix, head_prefix)
-    return TextPart(family, text_config, _text_names(config, family, text_config, names))
+    return TextPart(family, text_config, _text_names(config, family, text_config, names, drop))
 
 
 def with_prefixes(family: Family, prefix: str, head_prefix: str) -> Family:
@@ -228,10 +230,11 @@ def _changed_fields(fields: HFConfig, changed: HFConfig, removed: Collection[str
     return updated
 
 
-def _not_supported(config: HFConfig, why: str) -> PrepError:
+def _not_supported(config: HFConfig, why: str, hint: str = "") -> PrepError:
     """Return the error for a checkpoint without a supported text part."""
     name = config.get("model_type")
-    hint = text("{} lists the supported model types", Command("models"))
+    if not hint:
+        hint = text("{} lists the supported model types", Command("models"))
     return PrepError(f"the text part of model_type `{name!s:.60}` is not supported", why, hint)
 
 
@@ -354,7 +357,11 @@ def _is_tied(config: HFConfig, fields: HFConfig, has_head: bool) -> bool:
 
 
 def _text_names(
-    config: HFConfig, family: Family, text_config: HFConfig, names: Collection[str]
+    config: HFConfig,
+    family: Family,
+    text_config: HFConfig,
+    names: Collection[str],
+    drop: Sequence[str],
 ) -> frozenset[str]:
     """Return the names of the text part's tensors in the file.
 
@@ -378,11 +385,17 @@ def _text_names(
     # They stay beside the text part, like the towers.
     text_names -= prediction_names(family, text_config, text_names)
     unexpected = {
-        name for name in text_names - used - family.duplicates.keys() if not ignored.fullmatch(name)
+        name
+        for name in text_names - used - family.duplicates.keys()
+        if not ignored.fullmatch(name)
+        and not matching_patterns(full_names[name], family.prefix, drop)
     }
     if unexpected:
         why = f"{_first_names(family.prefix, unexpected)} is not part of family {family.name}"
-        raise _not_supported(config, why)
+        pattern = pattern_of_layers(full_names[min(unexpected)])
+        command = Command("save-init", Option("drop", pattern))
+        hint = text("{} converts without such tensors", command)
+        raise _not_supported(config, why, hint)
     return frozenset(full_names[name] for name in text_names)
 
 
@@ -392,7 +405,9 @@ def _used_names(
     """Return the names of all tensors of the family, without prefixes."""
     sizes = family.sizes(text_config)
     used: set[str] = set()
-    for row in parameter_rows(family, text_config, tensors=stored).values():
+    # The shapes of tensors do not change their names.
+    shapes = dict.fromkeys(stored, ())
+    for row in parameter_rows(family, text_config, tensors=shapes).values():
         axis_map = bind_row(row, sizes)
         # The config is untrusted: the stored tensors bound the loop.
         count = math.prod(factor.extent for factor in axis_map.stacked_factors)

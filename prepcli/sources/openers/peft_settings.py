@@ -22,8 +22,15 @@ from prepcli.planning.tensors import FileTensor
 from prepcli.sources.openers.peft_folder import is_adapter, read_checked_header
 from prepcli.sources.source import read_config
 from trainer.models.json_types import HFConfig
-from trainer.models.lora import PEFT_PREFIX, LoraConfig, projections
+from trainer.models.lora import (
+    PEFT_PREFIX,
+    LoraConfig,
+    lora_family,
+    projections,
+    split_wrappers,
+)
 from trainer.models.parameters import Family
+from trainer.models.text_part import with_prefixes
 
 MATRIX_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 RANK_DIMS = {"A": 0, "B": 1}  # A is [rank, in] and B is [out, rank]
@@ -120,13 +127,16 @@ def read_settings(folder: Path) -> PeftSettings:
     return settings
 
 
-def read_lora_config(path: Path, family: Family, config: HFConfig) -> LoraConfig:
+def read_adapter_family(path: Path, family: Family, config: HFConfig) -> tuple[Family, LoraConfig]:
     """Read the LoRA settings of an adapter, with logical names of its targets.
 
     Args:
         path: Folder of the adapter.
-        family: Family of the model.
+        family: Family of the model. Of a multimodal model, the family of its text part.
         config: The model's config.json.
+
+    Returns:
+        The family of the adapter's tensors, with the prefix of the class that was trained, and the settings.
 
     Raises:
         PrepError: The adapter is invalid, or belongs to another model.
@@ -134,24 +144,28 @@ def read_lora_config(path: Path, family: Family, config: HFConfig) -> LoraConfig
     settings = read_settings(path)
     header, _ = read_checked_header(path)
     check_settings(path, settings, header.tensors)
-    names = {tensor.name for tensor in header.tensors}
-    first_tensors: dict[str, str] = {}  # a tensor of the first layer -> logical name
+    # Name of a tensor without the modules around the text model -> these modules.
+    wrappers: dict[str, str] = {}
+    for tensor in header.tensors:
+        prefix, name = split_wrappers(tensor.name.removeprefix(PEFT_PREFIX), family)
+        wrappers[name] = prefix
+    # A dict drops repeated names and keeps their order.
+    found: dict[str, str] = {}  # logical name -> prefix
     for projection in projections(family, config):
         module = projection.module.replace(f"{{{projection.stack}}}", "0")
-        first_tensors.setdefault(
-            f"{PEFT_PREFIX}{family.prefix}{module}.lora_A.weight", projection.name
-        )
-    # A dict drops repeated names and keeps their order.
-    found = {name: None for tensor, name in first_tensors.items() if tensor in names}
-    targets = tuple(found)
-    if not targets:
+        prefix = wrappers.get(f"{module}.lora_A.weight")
+        if prefix is not None:
+            found.setdefault(projection.name, prefix)
+    if not found:
         why = f"none of its tensors is an adapter of a projection of {family.name}"
         raise PrepError(
             f"{path} does not fit the model",
             why,
             "name the model that the adapter was trained with",
         )
-    return settings.lora_config(targets)
+    lora = settings.lora_config(tuple(found))
+    prefix = next(iter(found.values()))
+    return lora_family(with_prefixes(family, prefix, family.head_prefix), config, lora), lora
 
 
 def check_settings(folder: Path, settings: PeftSettings, tensors: Iterable[FileTensor]) -> None:

@@ -16,14 +16,13 @@ from prepcli.errors import OK
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.locate import locate
 from prepcli.sources.openers.peft_folder import open_adapter
-from prepcli.sources.openers.peft_settings import read_lora_config
+from prepcli.sources.openers.peft_settings import read_adapter_family
 from prepcli.sources.opening import open_source
 from tests.helpers import runs
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.training_folder import make_training_folder
-from trainer.models.lora import lora_family
 from trainer.models.param_tree import flatten_tree
 from trainer.models.registry import FAMILIES
 from trainer.nn import transformer
@@ -81,13 +80,13 @@ def load_ours(base: str, adapter: str) -> tuple[ModelSpec, Any]:
     """Load a model and an adapter with prep."""
     config = json.loads(Path(base, "config.json").read_text())
     family = FAMILIES[config["model_type"]]
-    lora = read_lora_config(Path(adapter), family, config)
+    adapter_family, lora = read_adapter_family(Path(adapter), family, config)
     source = open_source(locate(base))
     model = build_model(
         family, config, source.family.is_tied(config, {t.name for t in source.tensors}), lora=lora
     )
     setup = StepSetup(model, ForwardConfig(), runs.ADAMW)
-    adapters = open_adapter(Path(adapter), lora_family(family, config, lora), config)
+    adapters = open_adapter(Path(adapter), adapter_family, config)
     with WeightsReader(source) as reader, WeightsReader(adapters) as adapter_reader:
         return model, init_state(reader, setup, adapter_reader)["params"]
 

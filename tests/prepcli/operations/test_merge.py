@@ -244,7 +244,7 @@ def test_merge_counts_the_values_that_are_nan_after_it(capsys: pytest.CaptureFix
         ),
         (
             {"model.layers.9.self_attn.q_proj": (32, 32)},
-            "the base has no tensor layers.9.self_attn.q_proj.weight",
+            "the base has no tensor model.layers.9.self_attn.q_proj.weight",
         ),
     ],
 )

@@ -185,21 +185,11 @@ def test_match_error_suggests_drop_for_unexpected():
     }
     error = match_model_error(TIED, tensors)
     assert error.what == "1 tensor of the model is not part of family gpt_neo"
-    assert error.hint == "`--drop 'transformer.h.*.extra.weight'` ignores them"
-    for pattern in ("transformer.h.*.extra.weight", "h.*.extra.weight", "*extra*"):
-        accounting = match_model(TIED, tensors, MatchOptions(drop=(pattern,)))
-        assert [(d.name, d.nbytes, d.rule) for d in accounting.dropped] == [
-            ("h.1.extra.weight", 12, "--drop")
-        ]
-
-
-def test_drop_never_drops_used_tensors():
-    tensors = {**stored_tensors(TIED), "extra": TensorInfo("float32", (3,), 12)}
-    accounting = match_model(TIED, tensors, MatchOptions(drop=("*",)))
-    assert [(d.name, d.rule) for d in accounting.dropped] == [("extra", "--drop")]
-    assert accounting.uses == match_model(TIED, stored_tensors(TIED)).uses
-    with pytest.raises(PrepError, match="drops nothing"):
-        match_model(TIED, stored_tensors(TIED), MatchOptions(drop=("*",)))
+    hint = "`prep save-init --drop 'transformer.h.*.extra.weight'` converts without them"
+    assert error.hint == hint
+    with pytest.raises(PrepError) as raised:
+        match_model(TIED, tensors, MatchOptions(offers_drop=True))
+    assert raised.value.hint == "`--drop 'transformer.h.*.extra.weight'` ignores them"
 
 
 def test_match_rejects_more_layers_than_config():

@@ -158,6 +158,24 @@ def test_exported_adapter_starts_another_run(trained: Path):
     assert second.tensors != first.tensors
 
 
+def test_adapter_of_a_multimodal_class_starts_a_run(trained: Path):
+    path = Path("adapter/adapter_model.safetensors")
+    recipe = Path("recipe.toml")
+    recipe.write_text(recipe.read_text().replace(LORA, '\n[lora]\npath = "adapter"\n'))
+    assert main(["train", "recipe.toml", "--out", "second", "-q"]) == OK
+    tensors = load_file(path)
+    renamed = {
+        name.replace("model.layers.", "model.language_model.layers."): values
+        for name, values in tensors.items()
+    }
+    assert renamed.keys().isdisjoint(tensors)
+    save_file(renamed, path)
+    (path.parent / MANIFEST_FILE).unlink()
+    assert main(["train", "recipe.toml", "--out", "third", "-q"]) == OK
+    second, third = (read_manifest(Path(run) / "3") or NO_MANIFEST for run in ("second", "third"))
+    assert third.tensors == second.tensors
+
+
 def other_model(row: int) -> None:
     """Write a copy of the base, `other`, with another value in a row of each tensor of layer 1."""
     shutil.copytree("tiny", "other")

@@ -15,6 +15,7 @@ from trainer.models.levanter_layouts import levanter_layouts
 from trainer.models.moe_config import Router
 from trainer.models.orbax_layouts import maxtext_layouts, tunix_layout
 from trainer.models.parameters import HFConfig, if_set, read_size
+from trainer.models.rows import Parameters
 from trainer.models.torchtitan_layouts import torchtitan_layout
 
 
@@ -61,6 +62,20 @@ def arch_config(config: HFConfig) -> ArchConfig:
     )
 
 
+def _experts() -> Parameters:
+    """Return the parameters of an MoE layer. Files of Qwen3-VL-MoE have the fused tensors transposed."""
+    gate_up = "experts mlp embed <- mlp.experts.gate_up_proj: experts embed (gate_up={} mlp)"
+    transposed = {
+        "mlp.gate.weight": gate_up.format(0),
+        "mlp.up.weight": gate_up.format(1),
+        "mlp.down.weight": "experts embed mlp <- mlp.experts.down_proj: experts mlp embed",
+    }
+    experts = dict(_moe_style.EXPERTS)
+    for path, row in transposed.items():
+        experts[path] = dataclasses.replace(experts[path], transposed=row)
+    return experts
+
+
 _FAMILY = _moe_style.build_family(
     name="qwen3_moe",
     sizes=sizes,
@@ -70,7 +85,7 @@ _FAMILY = _moe_style.build_family(
         **_llama_style.attention(bias=if_set("attention_bias"), out_bias=if_set("attention_bias")),
         **_llama_style.QK_NORMS,
     },
-    moe=_moe_style.EXPERTS,
+    moe=_experts(),
     dense_layers=dense_layers,
 )
 # The trainers have no layers with a dense MLP in this family. An export of a model with some is refused.

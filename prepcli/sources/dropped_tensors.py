@@ -1,0 +1,104 @@
+"""Tensors that the user drops (`--drop`): a source without them.
+
+One rule holds for each form of a checkpoint. A tensor is dropped if a pattern matches its name and the family of the
+source does not need it. A verbatim checkpoint needs none of its tensors, and nor does a multimodal model those of its
+towers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from prepcli.errors import Command, Option, text, usage_error
+from prepcli.formats.manifest import Manifest
+from prepcli.planning.plan import DroppedTensor
+from prepcli.planning.tensor_match import DROP_RULE, tensor_uses
+from prepcli.sources.model_family import as_verbatim
+from prepcli.sources.source import Source, SourceTensor, source_axis_maps
+from trainer.models.name_patterns import matching_patterns
+
+
+def drop_tensors(source: Source, patterns: Sequence[str]) -> Source:
+    """Return a source without the tensors that match a pattern. They are recorded in `dropped`.
+
+    Args:
+        source: The opened source.
+        patterns: Patterns of `--drop`.
+
+    Raises:
+        UsageError: A pattern matches no tensor that can be dropped, or no tensor is left.
+    """
+    if not patterns:
+        return source
+    needed = _needed_names(source)
+    matching: set[str] = set()  # patterns with an effect
+    dropped: dict[str, DroppedTensor] = {}
+    for tensor in (*source.tensors, *source.tower_tensors):
+        if tensor.name in needed:
+            continue
+        name = source.stored_name(tensor)
+        effective = matching_patterns(name, source.family.prefix, patterns)
+        if effective:
+            matching.update(effective)
+            dropped[tensor.name] = DroppedTensor(name, tensor.nbytes, DROP_RULE)
+    for pattern in patterns:
+        if pattern not in matching:
+            what = text("{} drops nothing of {}", Option("drop", pattern), source.display_name)
+            why = "no unexpected tensor has such a name, and tensors that the model uses are never dropped"
+            hint = text("{} lists the tensors", Command("inspect", source.display_name))
+            raise usage_error(what, why, hint)
+    if len(dropped) == len(source.tensors):
+        what = text("{} drops every tensor of {}", Option("drop", patterns[0]), source.display_name)
+        raise usage_error(what, "nothing is left to convert", "use narrower patterns")
+    return _without(source, dropped)
+
+
+def without_recorded_drops(source: Source, output: Manifest) -> Source:
+    """Return a source without the tensors that the manifest of an output of it records as dropped by `--drop`."""
+    recorded = {entry.get("name") for entry in output.dropped if entry.get("rule") == DROP_RULE}
+    if not recorded:
+        return source
+    needed = _needed_names(source)
+    dropped: dict[str, DroppedTensor] = {}
+    for tensor in (*source.tensors, *source.tower_tensors):
+        name = source.stored_name(tensor)
+        if tensor.name not in needed and not recorded.isdisjoint((name, tensor.name)):
+            dropped[tensor.name] = DroppedTensor(name, tensor.nbytes, DROP_RULE)
+    return _without(source, dropped)
+
+
+def _needed_names(source: Source) -> set[str]:
+    """Return the names of the tensors that the family of a source needs."""
+    if source.family.is_verbatim:
+        return set()
+    needed = set(tensor_uses(source_axis_maps(source), source.family.sizes(source.config)))
+    stored = {tensor.name for tensor in source.tensors}
+    if source.family.is_tied(source.config, stored):
+        # The embedding has the values of the head. A file with the head alone has it under the name of the embedding.
+        needed.discard(source.family.tying.head_tensor)
+    return needed
+
+
+def _without(source: Source, dropped: dict[str, DroppedTensor]) -> Source:
+    """Return a source without tensors. Their files still belong to it."""
+
+    def kept(tensors: tuple[SourceTensor, ...]) -> tuple[SourceTensor, ...]:
+        return tuple(tensor for tensor in tensors if tensor.name not in dropped)
+
+    file_names: list[str] = []
+    if source.tensor_file_names:
+        every = (*source.tensors, *source.tower_tensors)
+        for tensor, file_name in zip(every, source.tensor_file_names, strict=True):
+            if tensor.name not in dropped:
+                file_names.append(file_name)
+    rest = replace(
+        source,
+        tensors=kept(source.tensors),
+        tower_tensors=kept(source.tower_tensors),
+        tensor_file_names=tuple(file_names),
+        dropped=tuple(dropped.values()),
+    )
+    if source.family.is_verbatim:
+        return as_verbatim(rest)
+    return rest
