@@ -264,7 +264,10 @@ def _unused_tensors(model: _VerifiedModel, other: _VerifiedModel) -> Iterator[Le
     source = model.source
     for tensor in model.match.dropped:
         if tensor.name not in other_names | duplicates:
-            name = source.names.display_name(tensor.name)
+            # Tensors that the source itself drops have their names in the file.
+            name = tensor.name
+            if tensor not in source.dropped:
+                name = source.names.display_name(name)
             yield {"tensor": name, "checkpoint": source.display_name, "why": tensor.rule}
 
 

@@ -31,12 +31,13 @@ FAMILY = dataclasses.replace(
 )
 
 
-def tensors_of(text: str) -> set[str]:
-    """Return the names of the tensors in a row."""
+def tensors_of(text: str) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors in a row."""
     (row,) = parameter_rows(
         dataclasses.replace(FAMILY, parameters={"w": Parameter(text)}), CONFIG
     ).values()
-    return {name for name, _ in bind_row(row, sizes(None)).tensors()}
+    axis_map = bind_row(row, sizes(None))
+    return {name: axis_map.source_shape for name, _ in axis_map.tensors()}
 
 
 @pytest.mark.parametrize("form", [SPLIT, FUSED])
