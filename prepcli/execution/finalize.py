@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -44,7 +44,6 @@ from prepcli.planning.manifest_fields import (
     TRAINING_STATE_KEY,
     FileRecord,
     LeafRecord,
-    ManifestFields,
     ScaleRecord,
     TensorRecord,
 )
@@ -341,9 +340,8 @@ def build_manifest(
         manifest["casts"] = casts
     if scales := _scale_records(plan, digests):
         manifest[SCALES_KEY] = scales
-    records = _tensor_records(plan, digests)
-    manifest |= records
-    manifest[DROPPED_KEY] = _dropped_records(plan, records.get("tensors", {}))
+    manifest |= _tensor_records(plan, digests)
+    manifest[DROPPED_KEY] = _dropped_records(plan)
     if QUANTIZED_KEY in manifest:
         manifest[QUANTIZED_KEY] = _quantized_records(manifest)
     leaves: dict[str, LeafRecord] = {}
@@ -357,13 +355,11 @@ def build_manifest(
     return manifest
 
 
-def _dropped_records(plan: Plan, tensors: Collection[str]) -> list[Mapping[str, object]]:
-    """Return what this conversion dropped, after what earlier ones have dropped.
-
-    Args:
-        plan: Its settings have the earlier entries.
-        tensors: The tensors of the output. A tied head may have been made again.
-    """
+def _dropped_records(plan: Plan) -> list[Mapping[str, object]]:
+    """Return what this conversion dropped, after what earlier ones have dropped. The settings have their entries."""
+    names = [stream.name for stream in plan.streams if stream.writes]
+    # A tied head may have been made again.
+    tensors = {plan.display_names.get(name, name) for name in names}
     earlier: Sequence[Mapping[str, object]] = plan.settings.get(DROPPED_KEY, ())
     dropped = [entry for entry in earlier if entry.get("rows") or entry.get("name") not in tensors]
     for tensor in plan.dropped:
@@ -411,7 +407,7 @@ def _is_state(plan: Plan, stream: Stream) -> bool:
     return TRAINING_STATE_KEY in plan.settings
 
 
-def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> ManifestFields:
+def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]:
     """Return the manifest's records of the written tensors: shape, dtype and digests by row range.
 
     Records of a training state are grouped by slot. Leaves outside of slots are under `others`.

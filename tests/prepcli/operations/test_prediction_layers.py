@@ -36,7 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("mtp.fc.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight"),
     ),
     "ernie4_5_moe": (
-        GOLDEN["ernie4_5_moe"] | {"num_nextn_predict_layers": 1},
+        GOLDEN["ernie4_5_moe"] | {"num_nextn_predict_layers": 1, "tie_word_embeddings": False},
         ("model.mtp_block.0.self_attn.q_proj.weight", "model.mtp_emb_norm.0.weight"),
     ),
     "mellum": (GOLDEN["mellum"] | {"num_mtp_layers": 1}, ("mtp.fc.weight",)),
