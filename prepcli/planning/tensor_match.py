@@ -153,6 +153,8 @@ class _Mismatches:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     wrong_shape: list[str] = field(default_factory=list)
+    # Whether a bias is unexpected whose weight the family uses.
+    has_biases: bool = False
 
 
 def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str]) -> TensorNames:
@@ -417,6 +419,9 @@ def _find_mismatches(
     for name, tensor in tensors.items():
         if name not in uses_by_name and name not in dropped_names:
             mismatches.unexpected.append(f"{names.display_name(name)} {list(tensor.shape)}")
+            weight_name = f"{name.removesuffix('.bias')}.weight"
+            if name.endswith(".bias") and uses_by_name.get(weight_name):
+                mismatches.has_biases = True
     return mismatches
 
 
@@ -452,15 +457,19 @@ def _mismatch_error(mismatches: _Mismatches, family: Family, source_name: str) -
         why = join_names(tensors, separator="; ")
         return PrepError(f"{count} {verb} not match config.json", why, _MISMATCH_HINT)
     verb = "is" if is_one else "are"
-    pattern = _drop_pattern(tensors[0].split()[0])
-    return PrepError(
-        f"{count} {verb} not part of family {family.name}",
-        join_names(tensors),
-        text("{} ignores them", Option("drop", pattern)),
-    )
+    hint = text("{} ignores them", Option("drop", _drop_pattern(tensors[0].split()[0])))
+    if mismatches.has_biases:
+        hint = _BIAS_HINT
+    what = f"{count} {verb} not part of family {family.name}"
+    return PrepError(what, join_names(tensors), hint)
 
 
 _MISMATCH_HINT = "check that config.json and the weights belong to the same model"
+# Without the bias, a module would compute something else.
+_BIAS_HINT = text(
+    "use the config.json of the model with its biases (`attention_bias`, `mlp_bias`); {} keeps them under their names",
+    Option("verbatim", True),
+)
 _VERBATIM_HINT = text("{} keeps the names of the file", Option("verbatim", True))
 
 
