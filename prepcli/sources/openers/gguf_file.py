@@ -25,9 +25,9 @@ from prepcli.sources.dequantized import DECODED_DTYPE, DequantizedBlob
 from prepcli.sources.gguf_architectures import (
     ARCHITECTURES,
     EXPERT_TENSORS,
+    LAYERS_OF_27B,
     MIXTRAL,
     VECTORS_OF_MATRICES,
-    LAYERS_OF_27B,
     GgufArchitecture,
     needs_config_reason,
     query_divisor,

@@ -215,7 +215,7 @@ def test_biases_of_llama_are_in_the_config(fields: tuple[str, ...]):
 def test_biases_of_some_modules_are_refused():
     biases = {f"blk.{layer}.attn_q.bias": np.ones(256, np.float32) for layer in range(2)}
     make_gguf(Path("m.gguf"), "llama", extra=biases)
-    with pytest.raises(PrepError, match="the biases of m.gguf are not supported") as caught:
+    with pytest.raises(PrepError, match=r"the biases of m\.gguf are not supported") as caught:
         convert()
     assert "it has `blk.attn_q.bias` and no `blk.attn_k.bias`" in caught.value.why
     assert str(caught.value.hint) == "use the safetensors files that it was converted from"
