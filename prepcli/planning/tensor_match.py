@@ -466,10 +466,7 @@ def _mismatch_error(mismatches: _Mismatches, family: Family, source_name: str) -
 
 _MISMATCH_HINT = "check that config.json and the weights belong to the same model"
 # Without the bias, a module would compute something else.
-_BIAS_HINT = text(
-    "use the config.json of the model with its biases (`attention_bias`, `mlp_bias`); {} keeps them under their names",
-    Option("verbatim", True),
-)
+_BIAS_HINT = "use the config.json of the model with its biases (`attention_bias`, `mlp_bias`)"
 _VERBATIM_HINT = text("{} keeps the names of the file", Option("verbatim", True))
 
 
