@@ -5,7 +5,8 @@
 A point is a training step for CPU devices or a TPU topology, as flags of `bench.compiled_step`, with the MiB that XLA
 planned for one device: of the whole step, or of the temporaries of loss and gradients alone. The exit code is 1 if a
 plan has changed by more than 2 %. Points for TPUs need the package libtpu, but no TPU.
-Their figures are those of libtpu 0.0.50.1 with jax 0.12.0.1. libtpu 0.0.42.1 with jax 0.10.2 plans within 1.3 % of them.
+Their figures are those of libtpu 0.0.50.1 with jax 0.12.0.1. libtpu 0.0.42.1 with jax 0.10.2 plans within 1.3 % of
+them.
 """
 
 from __future__ import annotations
