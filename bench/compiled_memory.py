@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 itemsize=2 if options.topology and options.dtype == "bfloat16" else FLOAT32,
                 ffn_chunk_size=options.ffn_chunk,
                 head_chunk_size=options.head_chunk,
-                blocks_overlap=not options.topology,
+                plans_for_cpu=not options.topology,
                 attention_tile=None
                 if options.kernel == "reference"
                 else (options.q_chunk, options.k_chunk),

@@ -50,7 +50,7 @@ from prepcli.planning.manifest_fields import (
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile, Stream
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.state_names import PARAMS, qualify, split_name
-from trainer.files.reading import not_regular_error
+from trainer.files.reading import check_not_lfs_pointer, not_regular_error
 
 # Small files are written from their first byte again, also after an interruption.
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -232,6 +232,7 @@ def check_small_files(plan: Plan) -> None:
         try:
             with open(file.copied_from, "rb", opener=_open_without_links) as source:
                 source.read(1)
+                check_not_lfs_pointer(source.fileno(), Path(file.copied_from))
         except OSError as error:
             raise io_error(Path(file.copied_from), error) from error
 
@@ -441,7 +442,7 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]
             record["shape"] = (stream.rows[1], *stream.shape[1:])
     if plan.item:
         return {"tensors": tensors, "slots": slots, "others": unslotted}
-    fields: ManifestFields = {"tensors": tensors}
+    fields: dict[str, object] = {"tensors": tensors}
     if slots:
         fields["slots"] = slots
     if unslotted:

@@ -23,6 +23,7 @@ from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.shard_index import download_again_hint
 from prepcli.formats.untrusted import quote_name, stat_file, unreadable_error
 from prepcli.planning.tensors import ITEM_BITS
+from trainer.files.reading import open_regular_file
 
 # Extension codes of flax.serialization: array and NumPy scalar.
 EXT_ARRAY = 1
@@ -105,12 +106,9 @@ def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
     """
     stat = stat_file(path)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise unreadable_error(path, error) from error
-    try:
-        state = _ParseState(_Cursor(fd, stat.st_size))
-        _parse_stream(state) if kind == "easylm" else _parse_flax_file(state)
+        with open_regular_file(path, buffering=0) as file:
+            state = _ParseState(_Cursor(file.fileno(), stat.st_size))
+            _parse_stream(state) if kind == "easylm" else _parse_flax_file(state)
     except OSError as error:
         raise unreadable_error(path, error) from error
     except ValueError as error:
@@ -121,8 +119,6 @@ def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
         raise DamagedError(
             f"{path.name} is not a usable {what}", str(error), download_again_hint(path)
         ) from error
-    finally:
-        os.close(fd)
     digest = state.cursor.digest_state.hexdigest()
     return MsgpackHeader(
         path, tuple(state.arrays), tuple(state.non_arrays), stat.st_size, stat.st_mtime_ns, digest

@@ -33,6 +33,7 @@ from prepcli.formats.untrusted import (
     unreadable_error,
 )
 from prepcli.planning.tensors import FileTensor, array_bits
+from trainer.files.reading import open_regular_file
 from trainer.models.json_types import JsonObject, JsonValue
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -88,12 +89,6 @@ _COMMON_ENTRY = re.compile(
 )
 # First bytes, format, explanation, hint (empty: download it again).
 _OTHER_FORMATS = (
-    (
-        b"version https://git-lfs",
-        "a Git LFS pointer",
-        "it only refers to the real file",
-        "run `git lfs pull`",
-    ),
     ((b"<!", b"<h", b"<H", b"<?"), "a web page", "an error page was saved under this name", ""),
     (
         b"PK\x03\x04",
@@ -235,7 +230,7 @@ def _read_header_bytes(path: Path) -> tuple[os.stat_result, bytes]:
     """Return the file's stat and its bytes before the payload: the length and the JSON header."""
     file_stat = stat_file(path)
     try:
-        with path.open("rb") as stream:
+        with open_regular_file(path) as stream:
             first_bytes = stream.read(64)
             nbytes = int.from_bytes(first_bytes[:LENGTH_NBYTES], "little")
             if len(first_bytes) < LENGTH_NBYTES or not 0 < nbytes <= MAX_HEADER_NBYTES:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prepcli.console.lists import join_names
 from prepcli.errors import DamagedError, PrepError
-from prepcli.formats.untrusted import parse_json, quote_name, stat_file, unreadable_error
+from prepcli.formats.untrusted import parse_json, quote_name, read_bytes, stat_file
 from trainer.files.reading import resolve_named_path
 
 MAX_INDEX_NBYTES = 100_000_000
@@ -39,9 +39,7 @@ def read_weight_map(path: Path, suffix: str) -> dict[str, str]:
     try:
         if stat.st_size > MAX_INDEX_NBYTES:
             raise ValueError(f"it has {stat.st_size:,} bytes, the limit is {MAX_INDEX_NBYTES:,}")
-        weight_map = _parse_weight_map(parse_json(path.read_bytes()), suffix)
-    except OSError as error:
-        raise unreadable_error(path, error) from error
+        weight_map = _parse_weight_map(parse_json(read_bytes(path)), suffix)
     except ValueError as error:
         raise DamagedError(
             f"{path} is not a usable index", str(error), download_again_hint(path)

@@ -32,6 +32,7 @@ from prepcli.formats.torch_pickle import (
 )
 from prepcli.formats.torch_state import DTYPES, SIZE_TYPE
 from prepcli.formats.untrusted import quote_name, read_small_file, stat_file, unreadable_error
+from trainer.files.reading import open_regular_file
 
 METADATA_FILE = ".metadata"
 SUFFIX = ".distcp"
@@ -184,7 +185,7 @@ def read_dcp_value(folder: DcpFolder, name: str) -> object:
         raise _damaged_error(folder.files[0].parent / METADATA_FILE, error)
     path, start, length = folder.archives[name]
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             window = io.BufferedReader(_Window(file, start, length))
             return read_archived_object(window).root
     except OSError as error:
@@ -330,7 +331,7 @@ def _read_box(
     if start + length > stat_file(path).st_size:
         raise ValueError(f"it is cut short: it ends before byte {start + length:,}")
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             view, offset = read_archived_tensor(io.BufferedReader(_Window(file, start, length)))
     except OSError as error:
         raise unreadable_error(path, error) from error

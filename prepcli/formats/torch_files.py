@@ -42,6 +42,7 @@ from prepcli.formats.torch_state import (
 )
 from prepcli.formats.untrusted import list_folder, quote_name, stat_file, unreadable_error
 from prepcli.planning.tensors import array_bits
+from trainer.files.reading import open_regular_file
 
 INDEX_FILE = "pytorch_model.bin.index.json"
 META_PARAMS_FILE = "params.json"  # config of Meta's LLaMA
@@ -60,7 +61,6 @@ _HF_FILE = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin")
 _NUMBERED_FILE = re.compile(r".+-\d{5}-of-\d{5}\.[^.]+")
 _PICKLE_MAGICS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _OTHER_FORMATS = (
-    (b"version https://git-lfs", "a Git LFS pointer", "it only refers to the real file", "run `git lfs pull`"),
     ((b"<!", b"<h", b"<H", b"<?"), "a web page", "an error page was saved under this name", ""),
     ((b"lmgg", b"tjgg", b"fmgg", b"algg", b"GGUF"), "a GGML file", "its weights are quantised or reordered",
      "use the model that it was converted from"),
@@ -138,7 +138,7 @@ def read_torch_header(path: Path, file_number: int) -> TorchHeader:
     """
     file_stat = stat_file(path)
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             first_bytes = file.read(512)
             if first_bytes.startswith(torch_zip.ZIP_MAGIC):
                 metadata_digest, state, offsets = _read_zip(file)

@@ -18,7 +18,7 @@ from prepcli.console.formatting import count_text, format_duration
 from prepcli.console.jax_logs import silence_jax
 from prepcli.console.observer import Observer, StreamObserver
 from prepcli.console.progress import Progress
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.errors import DamagedError, Option, PrepError, text, usage_error
 from prepcli.operations.compute_options import GenerateOptions
 from prepcli.operations.compute_together import compute_together, process_index
 from prepcli.operations.conflicts import reject_without
@@ -272,6 +272,9 @@ def _load_tokenizer(
     except PrepError as error:
         if not is_required and option is None:
             return None  # prompts as token ids need no tokenizer
+        # E.g. a pointer of Git LFS, whose hint gets the file.
+        if isinstance(error, DamagedError):
+            raise
         raise PrepError(error.what, error.why, hint) from error
 
 

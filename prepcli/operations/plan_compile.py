@@ -57,6 +57,6 @@ def compile_step(
     plan = compiled_plan(recipe, manifest, mesh, topology, watch=CompileWatch(note_phase, limit_s))
     inputs = training_plan.inputs
     if plan.is_upper_bound:
-        # CPUs compute in float32, and keep the blocks of several layers at once.
-        inputs = replace(inputs, itemsize=FLOAT32, blocks_overlap=True)
+        # CPUs compute in float32, and keep several layers at once.
+        inputs = replace(inputs, itemsize=FLOAT32, plans_for_cpu=True)
     return CompiledStep(plan, estimate_memory(inputs).peak)

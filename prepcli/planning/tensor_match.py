@@ -154,6 +154,8 @@ class _Mismatches:
     wrong_shape: list[str] = field(default_factory=list)
     # Whether each tensor of the wrong shape has the expected dims in another order.
     has_other_order: bool = True
+    # Whether a bias is unexpected whose weight the family uses.
+    has_biases: bool = False
 
 
 def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str]) -> TensorNames:
@@ -413,6 +415,9 @@ def _find_mismatches(
     for name, tensor in tensors.items():
         if name not in uses_by_name and name not in dropped_names:
             mismatches.unexpected.append(f"{names.display_name(name)} {list(tensor.shape)}")
+            weight_name = f"{name.removesuffix('.bias')}.weight"
+            if name.endswith(".bias") and uses_by_name.get(weight_name):
+                mismatches.has_biases = True
     return mismatches
 
 
@@ -454,13 +459,17 @@ def _mismatch_error(
         return PrepError(f"{count} {verb} not match config.json", why, hint)
     verb = "is" if is_one else "are"
     drop = Option("drop", pattern_of_layers(tensors[0].split()[0]))
-    hint = text("{} ignores them", drop)
+    hint: str = text("{} ignores them", drop)
     if not options.offers_drop:
         hint = text("{} converts without them", Command("save-init", drop))
+    if mismatches.has_biases:
+        hint = _BIAS_HINT
     what = f"{count} {verb} not part of family {family.name}"
     return PrepError(what, join_names(tensors), hint)
 
 
 _MISMATCH_HINT = "check that config.json and the weights belong to the same model"
 _MAP_COMMAND = Command("save-init", Option("map", "FILE"))
+# Without the bias, a module would compute something else.
+_BIAS_HINT = "use the config.json of the model with its biases (`attention_bias`, `mlp_bias`)"
 _VERBATIM_HINT = text("{} keeps the names of the file", Option("verbatim", True))

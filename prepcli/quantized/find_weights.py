@@ -16,6 +16,7 @@ from prepcli.quantized.awq import AwqDecoder
 from prepcli.quantized.bitsandbytes import QUANT_TYPES, Bits4Decoder, parse_quant_state
 from prepcli.quantized.decoder import VALUE_DTYPES, Decoder, check_dims
 from prepcli.quantized.gptq import GptqDecoder
+from prepcli.quantized.gptq_schemes import find_gptq_scheme, gptq_schemes
 from prepcli.quantized.mxfp4 import Mxfp4Decoder
 from prepcli.quantized.nvfp4 import GROUP_VALUES, Nvfp4Decoder
 from prepcli.quantized.packed_ints import MAX_BITS, PackedIntDecoder, word_count
@@ -340,48 +341,43 @@ def _several_schemes_error(weight_name: str, meanings: str) -> PrepError:
 
 
 def _find_gptq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[Decoder]:
-    bits = setting(settings, "bits", gptq.BITS, 4)
     file_format = setting(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     setting(settings, "pack_dtype", ("int32",), "int32")
-    if settings.get("dynamic"):
-        raise PrepError(
-            "modules of different bits are not supported",
-            f"{stored.settings_file} has `dynamic`",
-            USE_ORIGINAL_HINT,
-        )
-    group_size = settings.get("group_size")
-    # -1 stands for one group of all inputs.
-    if type(group_size) is not int or group_size < 1:
-        group_size = None
+    schemes = gptq_schemes(settings, stored.settings_file)
     for name, prefix in [*stored.names_ending("qweight")]:
         weight_name = f"{prefix}weight"
         weight = stored.take(name, weight_name)
         scales = stored.take(f"{prefix}scales", weight_name)
+        zeros = stored.take(f"{prefix}qzeros", weight_name)
+        input_groups = stored.take_optional(f"{prefix}g_idx")
         check_dims(weight, 2)
-        inputs = weight.shape[0] * gptq.WORD_BITS // bits
-        _check_input_groups(settings, scales, inputs, weight_name)
+        scheme = find_gptq_scheme(
+            schemes, weight_name, weight, zeros, has_input_groups=input_groups is not None
+        )
+        inputs = weight.shape[0] * gptq.WORD_BITS // scheme.bits
+        _check_input_groups(scheme.group_size, scales, inputs, weight_name)
         yield GptqDecoder(
             weight_name,
             weight,
-            stored.take(f"{prefix}qzeros", weight_name),
+            zeros,
             scales,
-            bits=bits,
+            bits=scheme.bits,
             is_zero_stored_minus_1=file_format == "gptq",
-            input_groups=stored.take_optional(f"{prefix}g_idx"),
-            group_size=group_size,
+            input_groups=input_groups,
+            group_size=scheme.group_size,
             settings_file=stored.settings_file,
         )
 
 
 def _check_input_groups(
-    settings: Mapping[str, Any], scales: FileTensor, inputs: int, weight_name: str
+    group_size: object, scales: FileTensor, inputs: int, weight_name: str
 ) -> None:
     """Raise DamagedError if scales [groups, outputs] contradict the group size of the settings."""
     check_group_size(
         scales,
         size=inputs,
         groups=scales.shape[0] if scales.shape else 0,
-        group_size=settings.get("group_size"),
+        group_size=group_size,
         owner=weight_name,
     )
 
@@ -395,7 +391,7 @@ def _find_awq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[De
         weight = stored.take(name, weight_name)
         scales = stored.take(f"{prefix}scales", weight_name)
         check_dims(weight, 2)
-        _check_input_groups(settings, scales, weight.shape[0], weight_name)
+        _check_input_groups(settings.get("group_size"), scales, weight.shape[0], weight_name)
         yield AwqDecoder(weight_name, weight, stored.take(f"{prefix}qzeros", weight_name), scales)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from prepcli.engine.files import io_error
 from prepcli.errors import RERUN_HINT, DamagedError
+from trainer.files.reading import open_regular_file
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -67,10 +68,9 @@ _HASHES: dict[str, Callable[[int], _Hash]] = {
 
 def _hash_file(path: Path, content_hash: _Hash) -> str:
     """Hash a file in bounded memory, and return the hexadecimal digest."""
-    piece = bytearray(PIECE_NBYTES)
-    with path.open("rb", buffering=0) as stream:
-        while count := stream.readinto(piece):
-            content_hash.update(memoryview(piece)[:count])
+    with open_regular_file(path, buffering=0) as stream:
+        while piece := stream.read(PIECE_NBYTES):
+            content_hash.update(piece)
     return content_hash.hexdigest()
 
 

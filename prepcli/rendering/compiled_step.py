@@ -50,6 +50,8 @@ def compiled_fields(step: CompiledStep | None) -> dict[str, object] | None:
         "target": plan.target,
         "is_upper_bound": plan.is_upper_bound,
         "kernel": plan.kernel,
+        "jax": plan.jax_version,
+        "libtpu": plan.libtpu_version,
         "temporary": plan.temp_nbytes,
         "arguments": plan.argument_nbytes,
         "outputs": plan.output_nbytes - plan.alias_nbytes,

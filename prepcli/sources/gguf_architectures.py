@@ -21,9 +21,8 @@ EXPERT_TENSORS = (
 # Matrices [1, in] that llama.cpp stores without the dim of size 1.
 VECTORS_OF_MATRICES = ("blk.ffn_gate_inp_shexp.weight",)
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-# A larger Gemma divides queries by a number that the metadata does not have.
-GEMMA2_27B_LAYERS = 46
-GEMMA3_HEAD_DIM = 256
+# Numbers of layers by which llama.cpp recognizes the 27B models, whose queries have another scale.
+LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +40,7 @@ class GgufArchitecture:
         rows: Axis map of each tensor that is a part of one of Hugging Face, or its transpose: dims of the stored
             tensor, name with `{layer}`, dims of Hugging Face's tensor.
         norm_offset: Number that llama.cpp adds to the weights of norms.
+        bias_fields: Field of config.json that gives all of these modules a bias, without the layer.
     """
 
     model_type: str
@@ -52,6 +52,7 @@ class GgufArchitecture:
     transposed: Collection[str] = ()
     rows: Mapping[str, str] = field(default_factory=dict)
     norm_offset: float = 0.0
+    bias_fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def _module_names(names: Mapping[str, str], *, bias: bool = False) -> dict[str, str]:
@@ -100,7 +101,8 @@ _MLP = _module_names(
         "blk.ffn_gate": _LAYER + "mlp.gate_proj",
         "blk.ffn_up": _LAYER + "mlp.up_proj",
         "blk.ffn_down": _LAYER + "mlp.down_proj",
-    }
+    },
+    bias=True,
 )
 _EXPERTS = _module_names(
     {
@@ -209,6 +211,10 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         _EMBEDDINGS | _ATTENTION | _PRE_NORMS | _MLP,
         _CONFIG_KEYS | {"rope.dimension_count": "head_dim"},
         interleaved=_INTERLEAVED,
+        bias_fields={
+            "attention_bias": ("blk.attn_q", "blk.attn_k", "blk.attn_v", "blk.attn_output"),
+            "mlp_bias": ("blk.ffn_gate", "blk.ffn_up", "blk.ffn_down"),
+        },
     ),
     "qwen2": GgufArchitecture(
         "qwen2", "Qwen2ForCausalLM", _EMBEDDINGS | _ATTENTION | _PRE_NORMS | _MLP, _CONFIG_KEYS
@@ -326,14 +332,37 @@ def needs_config_reason(metadata: GgufMetadata, prefix: str, names: Collection[s
             return f"it has `{name}`, the factors of a scaled rotary embedding without its settings"
     if metadata.get(f"{prefix}.rope.scaling.type", "none") != "none":
         return "its rotary embedding is scaled"
-    if prefix == "gemma2" and metadata.get("gemma2.block_count") == GEMMA2_27B_LAYERS:
-        return "it does not contain its query scale, which differs from smaller models"
-    head_dim = metadata.get("gemma3.attention.key_length", GEMMA3_HEAD_DIM)
-    if prefix == "gemma3" and head_dim != GEMMA3_HEAD_DIM:
-        return "it does not contain its query scale, which differs from smaller models"
+    if prefix in LAYERS_OF_27B and query_divisor(metadata, prefix) is None:
+        return "it does not contain the number of layers, the width and the heads, which give the scale of queries"
     if prefix == "phi3":
         return _partial_rotation_reason(metadata)
     return ""
+
+
+def query_divisor(metadata: GgufMetadata, prefix: str) -> int | None:
+    """Return the number whose square root divides the queries of Gemma 2 and 3, as llama.cpp computes it.
+
+    It is the width of a head, and in the 27B models the width of the model divided by its heads. The metadata does not
+    have it. Source: `f_attention_scale` of llama.cpp (src/llama-model.cpp).
+
+    Args:
+        metadata: Metadata of the file.
+        prefix: The architecture, a key of LAYERS_OF_27B.
+
+    Returns:
+        The number, or None if the metadata does not have what it follows from.
+    """
+    layers = metadata.get(f"{prefix}.block_count")
+    width = metadata.get(f"{prefix}.embedding_length")
+    heads = metadata.get(f"{prefix}.attention.head_count")
+    if not (isinstance(layers, int) and isinstance(width, int) and isinstance(heads, int)):
+        return None
+    if not 1 <= heads <= width:
+        return None
+    head_dim = metadata.get(f"{prefix}.attention.key_length")
+    if layers != LAYERS_OF_27B[prefix] and isinstance(head_dim, int):
+        return head_dim
+    return width // heads
 
 
 def _partial_rotation_reason(metadata: GgufMetadata) -> str:

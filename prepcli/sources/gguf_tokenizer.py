@@ -15,6 +15,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -244,25 +245,55 @@ def _has_simple_scores(pieces: Mapping[str, float]) -> bool:
 def _merges_of_scores(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return the merges of vocabulary pieces, the one with the highest score first.
 
-    SentencePiece merges neighbours with equal scores from left to right. Merges are in an order, and cannot express it.
+    SentencePiece merges neighbours with equal scores from left to right. Merges are in an order. Both give the same
+    tokens if `_check_ties` raises no error.
 
     >>> _merges_of_scores({"a": -3.0, "b": -4.0, "ab": -1.0, "aab": -2.0})
     [('a', 'b'), ('a', 'ab')]
     """
     max_merges = MERGES_PER_PIECE * len(pieces)
     merges: list[tuple[str, str]] = []
-    previous_score: float | None = None
-    for token in sorted(pieces, key=lambda token: -pieces[token]):
-        pairs = _mergeable_pairs(token, pieces)
-        if not pairs:
-            continue
-        if pieces[token] == previous_score:
-            raise ValueError("several of its tokens have one score")
-        previous_score = pieces[token]
-        merges += pairs
-        if len(merges) > max_merges:
-            raise ValueError(f"its tokens have more than {MERGES_PER_PIECE} merges each")
+    for _, tokens in groupby(sorted(pieces, key=lambda token: -pieces[token]), key=pieces.get):
+        pairs_by_token = {token: _mergeable_pairs(token, pieces) for token in tokens}
+        _check_ties(pairs_by_token, merges)
+        for pairs in pairs_by_token.values():
+            merges += pairs
+            if len(merges) > max_merges:
+                raise ValueError(f"its tokens have more than {MERGES_PER_PIECE} merges each")
     return merges
+
+
+def _check_ties(
+    pairs_by_token: Mapping[str, Sequence[tuple[str, str]]], merges: Sequence[tuple[str, str]]
+) -> None:
+    """Raise ValueError if tokens with one score depend on the order of their merges.
+
+    They do not if merges of two of them never share a piece of a text, and no merge of an equal or higher score takes
+    a token that they make. E.g. with `ab` and `cd`, all neighbours a b and c d are merged in any order. With `ab` and
+    `bc` the text abc becomes ab c from left to right, and a bc in the other order.
+
+    Args:
+        pairs_by_token: Tokens with one score, and the pairs of pieces that are merged to each of them.
+        merges: Merges with higher scores.
+    """
+    tied = {token for token, pairs in pairs_by_token.items() if pairs}
+    if len(tied) < 2:
+        return
+    tokens_by_left: dict[str, set[str]] = {}
+    for token in tied:
+        for left, _ in pairs_by_token[token]:
+            tokens_by_left.setdefault(left, set()).add(token)
+    for token in tied:
+        for left, right in pairs_by_token[token]:
+            if {left, right} & tied or tokens_by_left.get(right, set()) - {token}:
+                raise ValueError(
+                    f"the order of merges to {token!r} and others with its score is unknown"
+                )
+    for left, right in merges:
+        if left in tied or right in tied:
+            raise ValueError(
+                f"{left + right!r} has a higher score than its parts with equal scores"
+            )
 
 
 def _mergeable_pairs(token: str, pieces: Collection[str]) -> list[tuple[str, str]]:

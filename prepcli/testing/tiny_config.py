@@ -140,6 +140,8 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> JsonObject:
         PrepError: The family is not supported, or the config is invalid, or a size has no known field.
     """
     family = family_of(config)
+    # transformers does not have all aliases of model types.
+    config = {**config, "model_type": family.name}
     # Raises for faults that scaling down would hide.
     family.arch_config(config)
     if _num_elements(family, config) <= MAX_TINY_ELEMENTS:

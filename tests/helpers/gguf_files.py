@@ -33,7 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2moe": FAMILY_CONFIGS["qwen2_moe"]
     | WIDE
     | {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512, "mlp_only_layers": []},
-    "gemma2": FAMILY_CONFIGS["gemma2"] | WIDE | {"query_pre_attn_scalar": 256},
+    "gemma2": FAMILY_CONFIGS["gemma2"] | WIDE | {"query_pre_attn_scalar": 64},
     "gemma3": FAMILY_CONFIGS["gemma3_text"] | WIDE | {"head_dim": 256, "sliding_window_pattern": 6},
     "phi3": FAMILY_CONFIGS["phi3"] | WIDE,
     "gpt2": GPT2 | {"vocab_size": 64, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_inner": 1024},
@@ -148,6 +148,7 @@ def make_gguf(
     *,
     config: dict[str, Any] | None = None,
     tensors_per_part: int = 0,
+    layers: int = 2,
     add: Callable[[Any], object] = lambda writer: None,
 ) -> None:
     """Write a file: matrices of a type, and vectors in float32.
@@ -159,12 +160,13 @@ def make_gguf(
         extra: Further tensors.
         config: Content of config.json, if it is not the one of CONFIGS.
         tensors_per_part: Tensors of each file of a model in parts, or 0 for one file.
+        layers: Number of layers of the config.
         add: Adds further metadata.
     """
     config = config or CONFIGS[architecture]
     rng = np.random.default_rng(1)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(arch, 2)
+    names = gguf.get_tensor_name_map(arch, layers)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_part)
     add_metadata(writer, config)
     add(writer)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
+from trainer.files.reading import open_regular_file
 from trainer.files.sentencepiece_model import load_sentencepiece
 from trainer.models.errors import PrepError
 from trainer.models.json_types import JsonValue
@@ -233,7 +234,7 @@ def transformers_codec(folder: Path) -> TransformersCodec:
     """Return the codec of a tokenizer built by transformers.
 
     Raises:
-        PrepError: The extra `hf` is not installed.
+        PrepError: The extra `hf` is not installed, or a file is a pointer of Git LFS.
         Exception: transformers cannot read the tokenizer without its code. It raises errors of many
             types.
     """
@@ -244,6 +245,10 @@ def transformers_codec(folder: Path) -> TransformersCodec:
         raise PrepError(
             what, "transformers is not installed", "`pip install 'prepcli[hf]'`"
         ) from error
+    # transformers opens the files by itself.
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            open_regular_file(path).close()
     return TransformersCodec(
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +15,14 @@ from trainer.models.errors import PrepError, usage_error
 _CHIP_CONFIGS = {"v4": {"chip_config_name": "megacore"}}
 # libtpu assumes hosts with four chips, so a single chip has to be described.
 _ONE_CHIP = "1x1"
+
+
+def libtpu_version() -> str:
+    """Return the version of libtpu, or `unknown` for one that no package installed."""
+    try:
+        return version("libtpu")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def tpu_devices(topology: str, num_slices: int = 1) -> list[Any]:

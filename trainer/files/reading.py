@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from trainer.models.errors import PrepError
+from trainer.models.errors import DamagedError, PrepError
 
 # Hint for an error of the operating system about a file.
 ACCESS_HINT = "check its permissions, and the free space of its disk"
@@ -20,6 +20,10 @@ MAX_SMALL_FILE_NBYTES = 100_000_000
 MAX_LINE_NBYTES = 1 << 20
 # Bytes read at once of a line that is too long, and skipped.
 SKIPPED_PIECE_NBYTES = 1 << 20
+# A clone without Git LFS has such a text of at most 1,024 bytes in place of each large file:
+# https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+LFS_PREFIX = b"version https://git-lfs"
+MAX_LFS_POINTER_NBYTES = 1024
 
 
 def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
@@ -31,6 +35,7 @@ def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
 
     Raises:
         PrepError: The path is a folder, FIFO, device or socket.
+        DamagedError: The file is a pointer of Git LFS.
         OSError: The system refuses to open it.
     """
     # O_NONBLOCK: without it, opening a FIFO waits for a writer. It has no effect on regular files.
@@ -42,9 +47,13 @@ def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
         if path.is_socket():
             raise not_regular_error(path) from None
         raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise not_regular_error(path)
+        check_not_lfs_pointer(fd, path)
+    except BaseException:
         os.close(fd)
-        raise not_regular_error(path)
+        raise
     return open(fd, "rb", buffering=buffering)
 
 
@@ -65,6 +74,15 @@ def read_file_or_pipe(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> by
         why = f"the limit is {max_nbytes:,} bytes"
         raise PrepError(f"{path} is too large", why, "check that it is the right file")
     return content
+
+
+def check_not_lfs_pointer(fd: int, path: Path) -> None:
+    """Raise DamagedError if an open file is a pointer of Git LFS, and not the file that it stands for."""
+    if os.fstat(fd).st_size > MAX_LFS_POINTER_NBYTES:
+        return
+    if os.pread(fd, len(LFS_PREFIX), 0) == LFS_PREFIX:
+        what = f"{path} is a Git LFS pointer"
+        raise DamagedError(what, "it only refers to the real file", "run `git lfs pull`")
 
 
 def read_regular_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:

@@ -495,6 +495,27 @@ def read_sliding_windows(
     )
 
 
+def is_in_window_pattern(config: HFConfig, layer: int, default: int) -> bool:
+    """Return whether a layer has a sliding window by `sliding_window_pattern`: all but each n-th layer.
+
+    transformers reads the pattern only without `layer_types`.
+
+    Args:
+        config: Content of a config.json.
+        layer: Number of the layer.
+        default: Pattern of the config class.
+
+    Raises:
+        PrepError: The pattern is not a positive integer.
+    """
+    pattern = config.get("sliding_window_pattern", default)
+    if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 1:
+        raise invalid_config_error(
+            f"sliding_window_pattern is {pattern!r:.60}, it must be a positive integer"
+        )
+    return (layer + 1) % pattern != 0
+
+
 def uniform_windows(layers: int, window: JsonValue) -> tuple[int, ...]:
     """Return the same sliding window for each layer.
 

@@ -54,6 +54,8 @@ class CompiledPlan:
         compile_s: Seconds of tracing and compiling.
         host_nbytes: Largest resident memory of the process that compiled.
         collectives: The collective operations by kind.
+        jax_version: Version of jax.
+        libtpu_version: Version of libtpu, the compiler of TPUs. Empty for other devices.
     """
 
     target: str
@@ -66,6 +68,15 @@ class CompiledPlan:
     compile_s: float
     host_nbytes: int
     collectives: tuple[Collective, ...]
+    jax_version: str
+    libtpu_version: str
+
+    @property
+    def compiler(self) -> str:
+        """The versions that compiled it, e.g. `jax 0.12.0.1, libtpu 0.0.50.1`. Another one may plan other figures."""
+        if not self.libtpu_version:
+            return f"jax {self.jax_version}"
+        return f"jax {self.jax_version}, libtpu {self.libtpu_version}"
 
     @property
     def peak_nbytes(self) -> int:

@@ -160,7 +160,6 @@ class LayerStack:
             + self._ring_nbytes()
             + self._residual_gradient_nbytes()
             + self._gathered_nbytes()
-            - self._absent_block_nbytes()
         )
 
     @property
@@ -199,19 +198,6 @@ class LayerStack:
                 return self._input_nbytes()
             case _:
                 return 0
-
-    def _absent_block_nbytes(self) -> int:
-        """Return the smaller working set, attention's or the MLP's, with the block's input.
-
-        0 if both exist at the same time. Otherwise the caller subtracts it from the memory of the layer.
-        """
-        inputs = self.inputs
-        if inputs.blocks_overlap or inputs.remat_policy in SAVES_ALL:
-            return 0
-        attention = self._transient_scores_nbytes()
-        mlp = self._mlp_nbytes(self._saved_hidden_size())
-        block_input = self._residual_size() * inputs.itemsize + self._norm_nbytes() // 2
-        return block_input + min(attention, mlp + self._expert_nbytes())
 
     def backward_inputs_nbytes(self) -> int:
         """Return the bytes of all activations that a layer's backward pass reads."""
@@ -343,13 +329,17 @@ class LayerStack:
     def _residual_gradient_nbytes(self) -> int:
         """Return the bytes of gradients of the residual stream.
 
-        0 if the MLP is not computed in chunks, because the gradients then reuse the memory of norms.
+        If the MLP is not computed in chunks, they reuse the memory of norms. Accelerators hold them for all tokens of
+        the rows, also if the mesh splits the residual stream.
         """
-        if self._chunk_length() == self.seq_length:
+        is_chunked = self._chunk_length() != self.seq_length
+        if self.inputs.plans_for_cpu and not is_chunked:
             return 0
-        return (
-            2 * FLOAT32 * self._residual_size() // self.inputs.num_residual_shards(self.seq_length)
-        )
+        nbytes = 2 * FLOAT32 * self._residual_size()
+        if self.inputs.plans_for_cpu:
+            return nbytes // self.inputs.num_residual_shards(self.seq_length)
+        reused_nbytes = 0 if is_chunked else self._norm_nbytes()
+        return max(0, nbytes - reused_nbytes)
 
     def _saved_scores_nbytes(self) -> int:
         """Return the bytes of attention scores saved for the backward pass. Tiled attention saves only log-sum-exps."""
@@ -377,7 +367,7 @@ class LayerStack:
             return 0
         if self.inputs.attention_tile is not None:
             tiled_copies = self.inputs.itemsize * (3 * self._query_size() + self._kv_size())
-            num_copies = TILE_COPIES if self.inputs.blocks_overlap else FUSED_TILE_COPIES
+            num_copies = TILE_COPIES if self.inputs.plans_for_cpu else FUSED_TILE_COPIES
             return num_copies * self.score_nbytes + FLOAT32 * self._kv_size() + tiled_copies
         return self.score_nbytes * (1 if self.inputs.remat_policy in SAVES_ALL else 2)
 
@@ -419,10 +409,15 @@ class LayerStack:
         return num_arrays * self.inputs.itemsize * self._saved_hidden_size()
 
     def _gathered_nbytes(self) -> int:
-        """Return the bytes of a layer's weights after the all-gather over fsdp, and of their unreduced gradients."""
+        """Return the bytes of a layer's weights after the all-gather over fsdp, and of their unreduced gradients.
+
+        Accelerators gather the weights of the next layer meanwhile.
+        """
         if self.inputs.axis_size("fsdp") == 1:
             return 0
-        return (self.inputs.itemsize + FLOAT32) * self._gathered_size(of_expert=False)
+        num_copies = 1 if self.inputs.plans_for_cpu else 2
+        element_nbytes = num_copies * self.inputs.itemsize + FLOAT32
+        return element_nbytes * self._gathered_size(of_expert=False)
 
     def _gathered_size(self, *, of_expert: bool) -> int:
         """Return the elements of one expert after the all-gather over fsdp, or of the layer's other weights."""

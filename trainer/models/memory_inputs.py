@@ -82,8 +82,8 @@ class MemoryInputs:
         optimizer_state: Leaves of the optimizer state that belong to parameters, or None for two
             float32 moments of each.
         frozen: Paths of the parameters that are not trained.
-        blocks_overlap: Whether a rematerialized layer holds the working sets of attention and MLP
-            at the same time in its backward pass, as XLA plans for CPUs.
+        plans_for_cpu: Whether the devices are CPUs, for which XLA fuses less and gathers weights
+            later than for accelerators.
         adapters: Adapters by path, if only they are trained. They are not in `leaves`. None to
             train all parameters.
         stored_itemsize: Bytes per element of the parameters in `leaves`.
@@ -108,7 +108,7 @@ class MemoryInputs:
     is_exact: bool = False
     optimizer_state: tuple[StateLeaf, ...] | None = None
     frozen: frozenset[str] = frozenset()
-    blocks_overlap: bool = True
+    plans_for_cpu: bool = True
     adapters: Mapping[str, ParamLeaf] | None = None
     stored_itemsize: int = FLOAT32
     adapter_itemsize: int = FLOAT32

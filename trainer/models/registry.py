@@ -113,6 +113,11 @@ MODEL_TYPES = (
     "diffllama",
     "doge",
 )
+# Types of published config.json with the layers, the tensors and the fields of a family.
+MODEL_TYPE_ALIASES: Mapping[str, str] = {
+    # Its code is that of DeepSeek-V3. Every size differs, and its config states all of them.
+    "kimi_k2": "deepseek_v3",
+}
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")
 )
@@ -127,16 +132,18 @@ MIN_SHARED_FIELDS = 5
 class Families(Mapping[str, Family]):
     """The supported families by model type.
 
-    A family's module is imported when the family is read for the first time: a command needs one or two of them.
+    A family's module is imported when the family is read for the first time: a command needs one or two of them. An
+    alias of a model type is contained, and not listed.
     """
 
     def __getitem__(self, model_type: str) -> Family:
+        model_type = MODEL_TYPE_ALIASES.get(model_type, model_type)
         if model_type not in MODEL_TYPES:
             raise KeyError(model_type)
         return importlib.import_module(f"trainer.models.families.{model_type}").FAMILY
 
     def __contains__(self, model_type: object) -> bool:
-        return model_type in MODEL_TYPES
+        return model_type in MODEL_TYPES or model_type in MODEL_TYPE_ALIASES
 
     def __iter__(self) -> Iterator[str]:
         return iter(MODEL_TYPES)

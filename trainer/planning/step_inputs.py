@@ -129,7 +129,7 @@ def step_inputs(
         frozen=frozenset(
             model.leaves.keys() - trained_leaves(recipe.optimizer, model.leaves).keys()
         ),
-        blocks_overlap=widens_bfloat16,
+        plans_for_cpu=widens_bfloat16,
         stored_itemsize=ITEMSIZES[recipe.model.param_dtype],
     )
 

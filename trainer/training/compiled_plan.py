@@ -28,7 +28,7 @@ from trainer.distributed.compile_process import (
 )
 from trainer.distributed.mesh_devices import device_kind
 from trainer.distributed.sharding import catch_out_of_memory, make_sharding_context
-from trainer.distributed.topology import tpu_devices
+from trainer.distributed.topology import libtpu_version, tpu_devices
 from trainer.models.attention_kernels import ANY_ACCELERATOR
 from trainer.models.compiled_plan import CompiledPlan, read_collectives
 from trainer.models.errors import USAGE, Key, Option, PrepError, UsageError, text, usage_error
@@ -151,6 +151,7 @@ def compile_plan(
         PrepError: The step does not fit the memory of the devices.
     """
     assert setup.sharding.device_mesh is not None
+    platform = setup.sharding.device_mesh.devices.flat[0].platform
     start_s = time.perf_counter()
     with catch_out_of_memory():
         on_phase("JAX traces the step")
@@ -163,7 +164,7 @@ def compile_plan(
     return CompiledPlan(
         target=target,
         kernel=setup.forward_config.attention_options.kernel,
-        is_upper_bound=setup.sharding.device_mesh.devices.flat[0].platform == "cpu",
+        is_upper_bound=platform == "cpu",
         temp_nbytes=memory.temp_size_in_bytes,
         argument_nbytes=memory.argument_size_in_bytes,
         output_nbytes=memory.output_size_in_bytes,
@@ -171,6 +172,8 @@ def compile_plan(
         compile_s=compile_s,
         host_nbytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         collectives=read_collectives(compiled.as_text()),
+        jax_version=jax.__version__,
+        libtpu_version=libtpu_version() if platform == "tpu" else "",
     )
 
 

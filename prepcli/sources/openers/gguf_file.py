@@ -25,10 +25,12 @@ from prepcli.sources.dequantized import DECODED_DTYPE, DequantizedBlob
 from prepcli.sources.gguf_architectures import (
     ARCHITECTURES,
     EXPERT_TENSORS,
+    LAYERS_OF_27B,
     MIXTRAL,
     VECTORS_OF_MATRICES,
     GgufArchitecture,
     needs_config_reason,
+    query_divisor,
 )
 from prepcli.sources.gguf_tokenizer import tokenizer_files
 from prepcli.sources.source import (
@@ -251,11 +253,39 @@ def _config_of_metadata(
         # llama.cpp writes 0 for a model without a window.
         if field == "sliding_window" and value == 0:
             config[field] = None
+    if prefix in LAYERS_OF_27B:
+        config["query_pre_attn_scalar"] = query_divisor(header.metadata, prefix)
+    for bias_field, modules in architecture.bias_fields.items():
+        if _has_biases(header, modules, architecture.class_name):
+            config[bias_field] = True
     for key in ("bos", "eos"):
         token_id = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if type(token_id) is int:
             config[f"{key}_token_id"] = token_id
     return config
+
+
+def _has_biases(header: GgufHeader, modules: Sequence[str], class_name: str) -> bool:
+    """Return whether modules have a bias, which llama.cpp adds where one is stored.
+
+    Args:
+        header: Header of the file.
+        modules: Names of the modules without the layer, which have a bias all or none in transformers.
+        class_name: Class of transformers.
+
+    Raises:
+        PrepError: Some have a bias.
+    """
+    names = {_split_layer(tensor.name)[0] for tensor in header.tensors}
+    biases = [module for module in modules if f"{module}.bias" in names]
+    if not biases or len(biases) == len(modules):
+        return bool(biases)
+    missing = next(module for module in modules if module not in biases)
+    raise PrepError(
+        f"the biases of {header.file_name} are not supported",
+        f"it has `{biases[0]}.bias` and no `{missing}.bias`; {class_name} has both or none",
+        "use the safetensors files that it was converted from",
+    )
 
 
 def _shortest_float(value: float) -> float:

@@ -28,8 +28,8 @@ from prepcli.formats.untrusted import (
     list_folder,
     parse_json,
     quote_name,
+    read_bytes,
     stat_file,
-    unreadable_error,
 )
 from prepcli.planning.grids import ChunkGrid, ExplicitPlacement
 from prepcli.planning.plan import Contiguous, Strided
@@ -206,9 +206,7 @@ def _read_params(folder: Path, display_name: str) -> Any:
     try:
         if stat_file(path).st_size > MAX_PARAMS_NBYTES:
             raise ValueError(f"it is larger than {MAX_PARAMS_NBYTES:,} bytes")
-        return parse_json(path.read_bytes())
-    except OSError as error:
-        raise unreadable_error(path, error) from error
+        return parse_json(read_bytes(path))
     except ValueError as error:
         raise DamagedError(f"{path} is broken", str(error), GET_AGAIN_HINT) from error
 

@@ -303,7 +303,7 @@ OTHER = {
     ),
     "LFS pointer": (
         b"version https://git-lfs.github.com/spec/v1\noid",
-        "a Git LFS pointer, not a safetensors",
+        "x.safetensors is a Git LFS pointer",
         "refers",
     ),
     "web page": (

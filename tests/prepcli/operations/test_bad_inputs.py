@@ -120,7 +120,7 @@ def test_unexpected_tensors_are_all_named(capsys):
         for part, rows in (("q", 32), ("k", 16), ("v", 16), ("o", 32)):
             assert f"model.layers.{layer}.self_attn.{part}_proj.bias [{rows}]" in lines[1]
     assert lines[2] == (
-        " hint: `--drop 'model.layers.*.self_attn.q_proj.bias'` ignores them;"
+        " hint: use the config.json of the model with its biases (`attention_bias`, `mlp_bias`);"
         " `--verbatim` keeps the names of the file"
     )
     assert main(["save-init", "./m", "--drop", "model.layers.*.self_attn.*.bias", "-q"]) == 0

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def requests(
             compile_s=61.04,
             host_nbytes=1100 * MIB,
             collectives=(Collective("all-gather", 1234, 5 * MIB),),
+            jax_version="0.12.0.1",
+            libtpu_version="0.0.50.1" if topology else "",
         )
 
     monkeypatch.setattr(plan_compile, "compiled_plan", fake_plan)
@@ -86,6 +89,8 @@ def test_step_is_compiled_for_cpu_devices(capsys: pytest.CaptureFixture[str]):
     assert compiled["arguments"] >= report["memory"]["parameters"] + report["memory"]["moments"]
     assert "all-reduce" in {collective["kind"] for collective in compiled["collectives"]}
     assert min(compiled["compile_s"], compiled["host_memory"]) > 0
+    assert compiled["jax"] == version("jax")
+    assert compiled["libtpu"] == ""
 
 
 def test_text_has_memory_collectives_and_cost(
@@ -103,8 +108,11 @@ def test_text_has_memory_collectives_and_cost(
     assert lines[3].endswith("1001 MiB")
     assert lines[5].endswith(f"{estimate / (1001 * MIB):.2f}")
     assert lines[8].split() == ["all-gather", "1,234", "5.0", "MiB"]
-    cost = "compiled in 61.0 s with 1.07 GiB of host memory"
-    assert lines[10] == f"Attention kernel blockwise; {cost}. An operation in a loop counts once."
+    cost = "in 61.0 s with 1.07 GiB of host memory"
+    assert lines[10] == (
+        f"Attention kernel blockwise; compiled by jax 0.12.0.1, libtpu 0.0.50.1 {cost}."
+        " An operation in a loop counts once."
+    )
     assert "compiling for v5p:2x2x1" in err
     assert "XLA compiles it, 65.0 s since the start" in err
 
@@ -142,7 +150,7 @@ def test_page_shows_the_compiled_step(requests: list[Any], capsys: pytest.Captur
         "The step compiled for v5e:2x2",
         "temporary arrays",
         "all-gather",
-        "Attention kernel blockwise",
+        "Attention kernel blockwise; compiled by jax 0.12.0.1, libtpu 0.0.50.1 in",
     ):
         assert text in page
 

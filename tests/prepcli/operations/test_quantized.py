@@ -256,7 +256,10 @@ def test_missing_or_cut_tensor_is_named(name: str, change: Any, tensor: str):
         ("gptq", {"bits": 8}, "q_proj.scales` has 2 groups"),
         ("gptq", {"bits": 5}, "bits=5 is not supported"),
         ("gptq", {"bits": [4]}, r"bits=\[4\] is not supported"),
-        ("gptq", {"dynamic": {"a": {}}}, "different bits"),
+        ("gptq", {"dynamic": {"a": {"format": "marlin"}}}, "the rule 'a' changes 'format'"),
+        ("gptq", {"dynamic": {"a": True}}, "the rule 'a' has no settings"),
+        ("gptq", {"dynamic": ["a"]}, "`dynamic` has no rules"),
+        ("gptq", {"dynamic": {"+:a": {"bits": 5}}}, "bits=5 is not supported"),
         ("awq", {"group_size": 4}, "in groups of 4"),
         ("awq", {"version": "gemv"}, "version='gemv' is not supported"),
         ("awq", {"bits": 8}, "bits=8 is not supported"),
@@ -280,6 +283,45 @@ def test_config_that_contradicts_tensors_is_refused(
     with pytest.raises(PrepError, match=message):
         prep.save_init("./m", "init", quantized="dequantize")
     assert not Path("init").exists()
+
+
+def test_gptq_rules_that_skip_modules_are_read():
+    rules = {"-:lm_head": {}, r"-:.*\.0\.self_attn\.q_proj": {}}
+    plain = np.full((LLAMA["hidden_size"], LLAMA["hidden_size"]), 0.5, ml_dtypes.bfloat16)
+
+    def leave_as_floats(stored: Arrays) -> None:
+        for name in [name for name in stored if name.startswith(Q_PROJ)]:
+            del stored[name]
+        stored[f"{Q_PROJ}weight"] = plain
+
+    values = make_quantized(Path("m"), "gptq", change=leave_as_floats, dynamic=rules)
+    prep.save_init("./m", "init", quantized="dequantize")
+    expected = {**values, f"{Q_PROJ}weight": plain}
+    assert_values(exported("init"), expected, ml_dtypes.bfloat16)
+
+
+def test_gptq_modules_of_other_bits_are_read():
+    rules = {r"+:.*\.0\.self_attn\.q_proj": {"bits": 8, "group_size": 32, "desc_act": False}}
+    width = LLAMA["hidden_size"]
+    rng = np.random.default_rng(2)
+    codes = rng.integers(0, 256, (width, width)).astype(np.uint8)
+    groups = np.arange(width, dtype=np.int32) // 32
+    zeros = rng.integers(1, 256, (groups[-1] + 1, width)).astype(np.uint8)
+    scales = np.exp(rng.normal(-6, 1, zeros.shape)).astype(np.float16)
+
+    def store_bytes(stored: Arrays) -> None:
+        # 4 codes of 8 bits are one little-endian word.
+        stored[f"{Q_PROJ}qweight"] = np.ascontiguousarray(codes.view(np.int32).T)
+        stored[f"{Q_PROJ}qzeros"] = (zeros - 1).view(np.int32)
+        stored[f"{Q_PROJ}scales"] = scales
+        stored[f"{Q_PROJ}g_idx"] = groups
+
+    values = make_quantized(Path("m"), "gptq", change=store_bytes, dynamic=rules)
+    prep.save_init("./m", "init", quantized="dequantize")
+    differences = codes.astype(np.float32) - zeros[groups].T
+    expected = differences.astype(np.float16) * scales[groups].T
+    values = {**values, f"{Q_PROJ}weight": expected}
+    assert_values(exported("init"), values, ml_dtypes.bfloat16)
 
 
 def test_group_of_another_input_is_an_error_of_the_run():

@@ -225,6 +225,28 @@ def test_weight_of_words_without_elements_is_refused(method: str):
         decode_weights({"quant_method": method, "bits": 4}, arrays)
 
 
+@pytest.mark.parametrize(
+    ("changes", "outputs", "meanings"),
+    [
+        # 8 outputs have one word of zero points, whether of 2 or of 4 bits.
+        ({"bits": 2, "group_size": 64}, 8, "4 bits in groups of 32 or 2 bits in groups of 64"),
+        ({"group_size": 48}, 32, "4 bits in groups of 32 or 4 bits in groups of 48"),
+    ],
+)
+def test_gptq_rules_that_shapes_do_not_tell_apart(
+    changes: dict[str, int], outputs: int, meanings: str
+):
+    arrays = {
+        "a.qweight": np.zeros((8, outputs), np.int32),
+        "a.qzeros": np.zeros((2, -(-outputs * 4 // 32)), np.int32),
+        "a.scales": np.ones((2, outputs), np.float16),
+    }
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"+:a": changes}}
+    with pytest.raises(PrepError, match=r"the settings of `a\.weight` are unknown") as caught:
+        decode_weights(settings, arrays)
+    assert caught.value.why == f"its tensors fit {meanings}"
+
+
 def test_missing_group_size_names_the_settings_file():
     # 64 inputs are not 3 groups of equal sizes.
     arrays = {

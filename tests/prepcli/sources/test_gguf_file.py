@@ -183,10 +183,82 @@ def test_quantised_bias_of_heads_is_refused():
 
     def add_bias(writer: Any) -> None:
         writer.add_tensor("blk.0.attn_q.bias", blocks, raw_dtype=quant_type)
+        for module, rows in (("attn_k", 128), ("attn_v", 128), ("attn_output", 256)):
+            writer.add_tensor(f"blk.0.{module}.bias", np.ones(rows, np.float32))
 
     make_gguf(Path("m.gguf"), "llama", add=add_bias)
     with pytest.raises(PrepError, match=r"type Q8_0 of `blk\.0\.attn_q\.bias` is not"):
         convert()
+
+
+def logits(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the logits that transformers computes."""
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**{**config, "pad_token_id": None})
+    )
+    state = {name: torch.tensor(array) for name, array in tensors.items()}
+    model.load_state_dict(state, strict=False)
+    return model.eval()(torch.arange(3, 19)[None]).logits.detach().numpy()
+
+
+@pytest.mark.parametrize("fields", [("attention_bias", "mlp_bias"), ("attention_bias",)])
+def test_biases_of_llama_are_in_the_config(fields: tuple[str, ...]):
+    original = CONFIGS["llama"] | dict.fromkeys(fields, True)
+    make_gguf(Path("m.gguf"), "llama", "F32", config=original)
+    tensors = convert(dtype="float32")
+    config = json.loads(Path("exported/config.json").read_text())
+    assert [field for field in ("attention_bias", "mlp_bias") if config.get(field)] == [*fields]
+    expected = checkpoint_tensors(original, "float32", False, False)
+    assert abs(logits(config, tensors) - logits(original, expected)).max() <= 2e-5
+
+
+def test_biases_of_some_modules_are_refused():
+    biases = {f"blk.{layer}.attn_q.bias": np.ones(256, np.float32) for layer in range(2)}
+    make_gguf(Path("m.gguf"), "llama", extra=biases)
+    with pytest.raises(PrepError, match=r"the biases of m\.gguf are not supported") as caught:
+        convert()
+    assert "it has `blk.attn_q.bias` and no `blk.attn_k.bias`" in caught.value.why
+    assert str(caught.value.hint) == "use the safetensors files that it was converted from"
+
+
+def test_hint_for_biases_does_not_drop_them():
+    biases = {"blk.0.attn_q.bias": np.ones(256, np.float32)}
+    make_gguf(Path("m.gguf"), "qwen3", extra=biases)
+    with pytest.raises(PrepError, match="not part of family qwen3") as caught:
+        convert()
+    assert "--drop" not in str(caught.value.hint)
+    assert "`attention_bias`" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "divisor"),
+    [
+        # The width of a head, which is 256 in the 2B and 9B models.
+        ("gemma2", {}, 64),
+        ("gemma2", {"head_dim": 128}, 128),
+        ("gemma3", {"head_dim": 128}, 128),
+        # 4,608 / 32 and 5,376 / 32 in the published 27B models.
+        ("gemma2", {"num_hidden_layers": 46, "head_dim": 32}, 256 // 4),
+        ("gemma3", {"num_hidden_layers": 62, "head_dim": 32}, 256 // 4),
+    ],
+)
+def test_gemma_divides_queries_as_llama_cpp(
+    architecture: str, changes: dict[str, int], divisor: int
+):
+    config = CONFIGS[architecture] | changes
+    make_gguf(Path("m.gguf"), architecture, config=config, layers=config["num_hidden_layers"])
+    convert()
+    config = transformers.AutoConfig.from_pretrained("exported")
+    assert config.query_pre_attn_scalar == divisor
+
+
+def test_gemma_without_its_width_requires_config():
+    make_gguf(Path("m.gguf"), "gemma2")
+    rewrite(b"gemma2.embedding_length", b"gemma2.embedding_lengtx")
+    with pytest.raises(PrepError, match="is not complete") as caught:
+        convert()
+    assert "the scale of queries" in caught.value.why
+    assert 'config="FOLDER"' in str(caught.value.hint)
 
 
 def test_type_that_is_not_decoded_is_named():

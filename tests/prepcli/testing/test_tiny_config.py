@@ -67,6 +67,12 @@ def check_scaled_down(config: dict, num_heads: int) -> None:
         assert (choices[name] is None) == (expected[name] is None)
 
 
+def test_scale_down_replaces_an_alias_of_the_model_type():
+    # transformers, with which `check-family` compares, has no kimi_k2.
+    config = {**BARE["deepseek_v3"], "model_type": "kimi_k2"}
+    assert scale_down(config) == scale_down(BARE["deepseek_v3"])
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2"])
 def test_scale_down_keeps_a_tiny_config(name: str):
     assert scale_down(ODD_HEADS[name]) == {"pad_token_id": None} | ODD_HEADS[name]

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 
 import pytest
 
+from trainer.distributed import topology
 from trainer.distributed.topology import tpu_devices
 from trainer.models.errors import FAILED, PrepError
+
+
+def test_version_of_libtpu_without_a_package_is_unknown(monkeypatch: pytest.MonkeyPatch):
+    def find_version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(topology, "version", find_version)
+    assert topology.libtpu_version() == "unknown"
 
 
 @pytest.mark.skipif(find_spec("libtpu") is not None, reason="libtpu is installed")

@@ -13,7 +13,7 @@ from trainer.files.reading import (
     read_regular_file,
     resolve_named_path,
 )
-from trainer.models.errors import PrepError
+from trainer.models.errors import DamagedError, PrepError
 
 
 def test_open_regular_file_follows_links(tmp_path: Path):
@@ -91,3 +91,19 @@ def test_read_lines_refuses_fifos(tmp_path: Path):
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(PrepError, match="is not a file"):
         next(read_complete_lines(tmp_path / "fifo"))
+
+
+@pytest.mark.parametrize("rest", [b"", b".github.com/spec/v1\noid sha256:0\nsize 1\n"])
+def test_open_regular_file_refuses_lfs_pointers(rest: bytes, tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"version https://git-lfs" + rest)
+    with pytest.raises(DamagedError, match=r"data\.jsonl is a Git LFS pointer") as caught:
+        open_regular_file(path)
+    assert str(caught.value.hint) == "run `git lfs pull`"
+
+
+def test_open_regular_file_opens_texts_that_begin_as_a_pointer(tmp_path: Path):
+    path = tmp_path / "data.txt"
+    path.write_bytes(b"version https://git-lfs" + bytes(1024))
+    with open_regular_file(path) as file:
+        assert file.read(7) == b"version"

@@ -282,7 +282,9 @@ SUPPORTED = {
     *(("llama4_text", "use_qk_norm"), ("llama4_text", "no_rope_layers")),
     ("sarvam_moe", "use_qk_norm"),
     # Published files have the field. The classes always have the norms.
-    *(("hunyuan_v1_moe", "use_qk_norm"), ("minimax_m2", "use_qk_norm")),
+    *(("hunyuan_v1_dense", "use_qk_norm"), ("hunyuan_v1_moe", "use_qk_norm")),
+    *(("qwen3", "use_qk_norm"), ("qwen3_moe", "use_qk_norm"), ("dots1", "use_qk_norm")),
+    *(("hy_v3", "use_qk_norm"), ("minimax_m2", "use_qk_norm")),
 }
 
 

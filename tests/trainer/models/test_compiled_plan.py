@@ -60,6 +60,9 @@ def test_plan_survives_json():
         1.5,
         300,
         (Collective("all-gather", 2, 64),),
+        "0.12.0.1",
+        "0.0.50.1",
     )
     assert plan.peak_nbytes == 100 + 20 + 2
+    assert plan.compiler == "jax 0.12.0.1, libtpu 0.0.50.1"
     assert CompiledPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan

@@ -9,7 +9,7 @@ from trainer.models import rows
 from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import DENSE_LAYERS, LAYERS, SPARSE_LAYERS
 from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
-from trainer.models.errors import invalid_config_error
+from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.families import _grouped_style, _llama_style
 from trainer.models.families._grouped_style import LayerGroup, LayerNumbers, Sizes
 from trainer.models.parameters import (
@@ -163,6 +163,17 @@ def read_dense_layers_by_type(
         why = f"mlp_layer_types is {layer_types!r:.80}, it must give {layers} of dense and sparse"
         raise invalid_config_error(why)
     return tuple(layer for layer, name in enumerate(layer_types) if name == MLP_LAYER_TYPES[0])
+
+
+def check_first_dense_layers(config: HFConfig, dense_layers: tuple[int, ...]) -> None:
+    """Raise PrepError if `first_k_dense_replace` contradicts the dense layers of the class.
+
+    transformers reads only `mlp_layer_types`. Published files of such models have the number too.
+    """
+    first = config.get("first_k_dense_replace")
+    if first is not None and first != len(dense_layers):
+        why = f"config.json has {first!r:.60}, and its mlp_layer_types make {len(dense_layers)} layers dense"
+        raise unsupported_config_error("this `first_k_dense_replace` is not supported", why)
 
 
 EXPERTS = _llama_style.experts(

@@ -8,11 +8,12 @@ from trainer.models.architecture import (
     FULL_ATTENTION,
     ROPE_FIELDS,
     ArchConfig,
+    is_in_window_pattern,
     read_sliding_windows,
     reject_unsupported_fields,
 )
 from trainer.models.families import _llama_style, cohere
-from trainer.models.parameters import HFConfig, if_set, read_size
+from trainer.models.parameters import HFConfig, if_set
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
@@ -23,12 +24,11 @@ def arch_config(config: HFConfig) -> ArchConfig:
         *("attention_bias", "layer_types", "logit_scale", "sliding_window"),
         "sliding_window_pattern",
     )
-    pattern = read_size(config, "sliding_window_pattern", 4)
     windows = read_sliding_windows(
         config,
         cohere.sizes(config)["layers"],
         config.get("sliding_window", 4096),
-        lambda layer: (layer + 1) % pattern != 0,
+        lambda layer: is_in_window_pattern(config, layer, default=4),
     )
     full_layers = [layer for layer, width in enumerate(windows) if width == FULL_ATTENTION]
     return dataclasses.replace(

@@ -42,9 +42,9 @@ def dense_layers(config: HFConfig) -> tuple[int, ...]:
 def arch_config(config: HFConfig) -> ArchConfig:
     """Return the architecture. Raise PrepError if the config is invalid or not supported."""
     windows = ("sliding_window", "layer_types")
-    reject_unsupported_fields(
-        config, *ROPE_FIELDS, *windows, *_deepseek_style.MOE_FIELDS, "attention_bias"
-    )
+    # The class always has norms of queries and keys.
+    others = ("attention_bias", "use_qk_norm")
+    reject_unsupported_fields(config, *ROPE_FIELDS, *windows, *_deepseek_style.MOE_FIELDS, *others)
     axis_sizes = sizes(config)
     first = _llama_style.read_max_window_layers(config, default=62)
     experts_per_token = _llama_style.read_experts_per_token(

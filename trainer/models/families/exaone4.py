@@ -9,11 +9,13 @@ from trainer.models.architecture import (
     FULL_ATTENTION,
     ROPE_FIELDS,
     ArchConfig,
+    is_in_window_pattern,
     read_sliding_windows,
     reject_unsupported_fields,
 )
+from trainer.models.errors import invalid_config_error
 from trainer.models.families import _llama_style
-from trainer.models.parameters import HFConfig, read_size
+from trainer.models.parameters import HFConfig
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
@@ -39,10 +41,10 @@ def windowed_arch_config(config: HFConfig, axis_sizes: Mapping[str, int]) -> Arc
         config: Content of a config.json.
         axis_sizes: Size of each named axis (atom), e.g. `{"embed": 768}`.
     """
-    pattern = read_size(config, "sliding_window_pattern", 4)
+    layers = axis_sizes["layers"]
     window = config.get("sliding_window", 4096)
     windows = read_sliding_windows(
-        config, axis_sizes["layers"], window, lambda layer: (layer + 1) % pattern != 0
+        config, layers, window, lambda layer: _has_window(config, layer, layers)
     )
     # A model without any window rotates in all layers.
     full_layers: list[int] = []
@@ -55,6 +57,21 @@ def windowed_arch_config(config: HFConfig, axis_sizes: Mapping[str, int]) -> Arc
         sliding_windows=windows,
         layers_without_rope=tuple(full_layers),
     )
+
+
+def _has_window(config: HFConfig, layer: int, layers: int) -> bool:
+    """Return whether a layer has a sliding window, by a pattern of letters or a number.
+
+    The letters L (local) and G (global) repeat, and the last layer is always global: Exaone4Config, and
+    `check_is_sliding` of the code that was published with the models.
+    """
+    pattern = config.get("sliding_window_pattern")
+    if not isinstance(pattern, str):
+        return is_in_window_pattern(config, layer, default=4)
+    if not pattern or set(pattern) - set("LG"):
+        why = f"sliding_window_pattern is {pattern!r:.60}, it must be letters L and G"
+        raise invalid_config_error(why)
+    return layer != layers - 1 and pattern[layer % len(pattern)] == "L"
 
 
 FAMILY = _llama_style.build_family(

@@ -9,6 +9,7 @@ from trainer.models.architecture import (
     LAYER_TYPES,
     ROPE_FIELDS,
     ArchConfig,
+    is_in_window_pattern,
     read_positive,
     read_sliding_windows,
     read_softcap,
@@ -43,8 +44,6 @@ def arch_config(config: HFConfig) -> ArchConfig:
         config, *ROPE_FIELDS, "attention_bias", "layer_types", "sliding_window", *gemma_fields
     )
     axis_sizes = sizes(config)
-    # Transformers never reads `_sliding_window_pattern`.
-    pattern = read_size(config, "sliding_window_pattern", 6)
     window = config.get("sliding_window", 4096)
     return dataclasses.replace(
         _llama_style.arch_config(
@@ -59,8 +58,12 @@ def arch_config(config: HFConfig) -> ArchConfig:
         embed_scale=axis_sizes["embed"] ** 0.5,
         attn_scale=read_positive(config, "query_pre_attn_scalar", 256) ** -0.5,
         # With a pattern of 6, layers 0 to 4 slide, layer 5 has full attention, 6 to 10 slide, and so on.
+        # Transformers never reads `_sliding_window_pattern`.
         sliding_windows=read_sliding_windows(
-            config, axis_sizes["layers"], window, lambda layer: (layer + 1) % pattern != 0
+            config,
+            axis_sizes["layers"],
+            window,
+            lambda layer: is_in_window_pattern(config, layer, default=6),
         ),
         local_rope=_read_rope(config, LAYER_TYPES[1], config.get("rope_local_base_freq", 1e4)),
         final_logit_softcap=read_softcap(config, "final_logit_softcapping", None),

@@ -46,8 +46,9 @@ def arch_config(config: HFConfig) -> ArchConfig:
         *ROPE_FIELDS,
         *_deepseek_style.LATENT_FIELDS,
         *moe_fields,
-        "routed_scaling_factor",
+        *("routed_scaling_factor", "first_k_dense_replace"),
     )
+    _moe_style.check_first_dense_layers(config, dense_layers(config))
     axis_sizes = sizes(config)
     experts_per_token = _llama_style.read_experts_per_token(
         config, axis_sizes["experts"], default=4

@@ -23,7 +23,8 @@ def sizes(config: HFConfig) -> dict[str, int]:
 
 def arch_config(config: HFConfig) -> ArchConfig:
     """Return the architecture. Raise PrepError if the config is invalid or not supported."""
-    reject_unsupported_fields(config, *ROPE_FIELDS, "attention_bias")
+    # Published files have `use_qk_norm`. The class always has the norms.
+    reject_unsupported_fields(config, *ROPE_FIELDS, "attention_bias", "use_qk_norm")
     axis_sizes = sizes(config)
     return dataclasses.replace(
         _llama_style.arch_config(

@@ -51,7 +51,9 @@ def arch_config(config: HFConfig) -> ArchConfig:
         config,
         *ROPE_FIELDS,
         *("attention_bias", "num_experts", "num_local_experts", "num_shared_experts"),
+        *("first_k_dense_replace", "use_qk_norm"),
     )
+    _moe_style.check_first_dense_layers(config, dense_layers(config))
     axis_sizes = sizes(config)
     return dataclasses.replace(
         _llama_style.arch_config(

@@ -20,7 +20,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
 def arch_config(config: HFConfig) -> ArchConfig:
     """Return the architecture. Raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(
-        config, *ROPE_FIELDS, "attention_bias", "sliding_window", "layer_types"
+        config, *ROPE_FIELDS, "attention_bias", "sliding_window", "layer_types", "use_qk_norm"
     )
     axis_sizes = sizes(config)
     windows = _llama_style.read_upper_layer_windows(config, axis_sizes["layers"])

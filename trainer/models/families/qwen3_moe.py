@@ -48,7 +48,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
         "num_local_experts",
         "mlp_only_layers",
     )
-    reject_unsupported_fields(config, *ROPE_FIELDS, "attention_bias", *moe_fields)
+    reject_unsupported_fields(config, *ROPE_FIELDS, "attention_bias", "use_qk_norm", *moe_fields)
     axis_sizes = sizes(config)
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     return dataclasses.replace(
