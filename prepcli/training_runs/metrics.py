@@ -66,6 +66,7 @@ def find_missing_events(run: Run, loop: LoopConfig, step: int) -> MissingEvents:
 
     missing = NO_MISSING_EVENTS
     if run.is_first and step:
+        _make_folder(run)
         metrics = run.storage.fetch_file(METRICS_FILE, run.folder)
         samples = run.storage.fetch_file(SAMPLES_FILE, run.folder)
         # The parameters of a finished run may be saved in a form that cannot be loaded for training. A run without its
@@ -116,11 +117,8 @@ def open_metrics(run: Run, step: int) -> Iterator[MetricsLog]:
         return
     if index == 0 and not step:
         remove_other_metrics(run.folder, num_logging)
-    try:
-        # Every logging process creates the folder: another host may have its own file system.
-        run.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise io_error(run.folder, error) from error
+    # Every logging process creates the folder: another host may have its own file system.
+    _make_folder(run)
     name = metrics_file_name(index)
     run.storage.fetch_file(name, run.folder)
     repeated = frozenset["LogKey"]()
@@ -135,6 +133,14 @@ def open_metrics(run: Run, step: int) -> Iterator[MetricsLog]:
         if index == 0:
             logs += _open_extra_logs(run, step, stack, logged=repeated)
         yield MetricsLogs(tuple(logs))
+
+
+def _make_folder(run: Run) -> None:
+    """Create the local folder of a run, to which a bucket downloads the logs."""
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise io_error(run.folder, error) from error
 
 
 def _open_extra_logs(

@@ -169,7 +169,8 @@ loop.evaluate = evaluate_slowly
 """
 NUM_MOMENTS = 20
 GRACE_S = 30
-MAX_MOMENT_S = 100
+# From the end of the compilation: evaluations, the steps between them, and saves
+MAX_MOMENT_S = 80
 
 
 @pytest.mark.slow
@@ -187,7 +188,8 @@ def test_stops_at_random_moments_lose_no_step(work_dir: Path):
     command += [word for setting in settings for word in ("--set", setting)]
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
     for number in range(NUM_MOMENTS):
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
+        read_until(process, "compiled in")
         moment_s = random.uniform(0, MAX_MOMENT_S)
         time.sleep(moment_s)
         process.send_signal(signal.SIGTERM)
@@ -200,9 +202,8 @@ def test_stops_at_random_moments_lose_no_step(work_dir: Path):
         took_s = time.monotonic() - sent_s
         steps = [line["step"] for line in log_lines("run") if "loss" in line]
         saved = saved_steps(Path("run")) if Path("run").exists() else []
-        last = err.strip().splitlines()[-3:]
+        last = err.decode().strip().splitlines()[-3:]
         print(number, f"{moment_s:.1f} s", process.returncode, f"{took_s:.1f} s", saved, last)
-        # Before the command has its handlers, the signal itself ends the process.
-        assert process.returncode in (STOPPED, -signal.SIGTERM)
+        assert process.returncode == STOPPED
         # No logged step is lost: the log is written after each step.
         assert max(steps, default=0) == max(saved, default=0)
