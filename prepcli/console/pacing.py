@@ -42,9 +42,10 @@ class PacedNotes:
     def __init__(
         self, observer: Observer, every_s: float = LINE_INTERVAL_S, clock: Clock = time.monotonic
     ) -> None:
-        """Create the notes. The first one about progress is due after `every_s` seconds."""
+        """Create the notes. At most `every_s` seconds are between two of them, if something ticks."""
         self._observer = observer
-        self._every_s = every_s
+        # At the next tick, a line could be too late.
+        self._due_s = every_s - TICK_S
         self._clock = clock
         self._noted_at_s = self._started_s = clock()
         self._task = ""
@@ -58,7 +59,7 @@ class PacedNotes:
 
     def note_if_due(self, describe: Callable[[], str]) -> None:
         """Show a line about progress if the last line is old enough."""
-        if self._clock() - self._noted_at_s >= self._every_s:
+        if self._clock() - self._noted_at_s >= self._due_s:
             self.note(describe())
 
     def begin(self, task: str) -> None:
