@@ -106,7 +106,7 @@ COMPUTES = {
         for name in (
             *("checks", "continued_state", "environment", "export", "metrics", "observe"),
             *("prepare", "processes", "recipe_data", "remote_data", "run", "start", "storage"),
-            *("summary", "train"),
+            *("stops", "summary", "train"),
         )
     ),
     *(

@@ -115,7 +115,7 @@ def test_wheel_has_its_metadata(wheel: Path):
         }
     assert f"\nVersion: {VERSION}\n" in texts["METADATA"]
     assert "\nLicense-Expression: Apache-2.0\n" in texts["METADATA"]
-    assert "prep = prepcli.cli.main:main" in texts["entry_points.txt"]
+    assert "prep = prepcli.__main__:main" in texts["entry_points.txt"]
     assert f"{DIST_INFO}/licenses/LICENSE" in names_in(wheel)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shlex
@@ -26,9 +27,12 @@ from prepcli.execution.signals import (
     Interrupted,
     Stopped,
     die_with_parent,
+    exit_with_report,
+    interrupt_at_once,
     notes_of,
     raise_on_signal,
 )
+from trainer.files.worker_thread import exit_past_abandoned_calls
 from trainer.models.suggest import suggest
 
 # Names that other tools give to the work of prep's commands.
@@ -69,7 +73,10 @@ def main(args: Sequence[str] | None = None) -> int:
 def _run_command(args: Sequence[str], ui: Ui) -> int:
     """Run a command, report an error or a stop signal, and return the exit code."""
     try:
-        with raise_on_signal():
+        with (
+            interrupt_at_once(lambda _: ui.note("stopping; again to quit"), lambda: _quit(ui)),
+            raise_on_signal(),
+        ):
             # A signal that was blocked until now arrives here.
             die_with_parent()
             code = command_group()(args, prog_name="prep", standalone_mode=False, obj=tuple(args))
@@ -77,9 +84,11 @@ def _run_command(args: Sequence[str], ui: Ui) -> int:
         error = _stopped_error(
             f"stopped by {stopped.signal_name}", args, STOPPED, notes_of(stopped)
         )
+        atexit.register(exit_past_abandoned_calls, STOPPED)
         return ui.finish(Report(error=error, process=process_of(stopped)))
     except (KeyboardInterrupt, Interrupted) as error:
         stop_error = _stopped_error("interrupted", args, INTERRUPTED, notes_of(error))
+        atexit.register(exit_past_abandoned_calls, INTERRUPTED)
         return ui.finish(Report(error=stop_error, process=process_of(error)))
     except Exception as error:
         # If the help text was not delivered, this error is reported already.
@@ -87,6 +96,11 @@ def _run_command(args: Sequence[str], ui: Ui) -> int:
             return FAILED
         return ui.fail(_usage_error(error, ui.command, args) or _missing_folder_error() or error)
     return code or OK
+
+
+def _quit(ui: Ui) -> None:
+    """Report a second Ctrl-C, and end the process."""
+    exit_with_report(lambda: ui.show_final_error(PrepError("interrupted", code=INTERRUPTED)))
 
 
 def _failure_ui(args: Sequence[str]) -> Ui:

@@ -87,8 +87,8 @@ class RunObserver(Observer, Protocol):
         """Return lines to redraw in place, or None if the output is for a log."""
         ...
 
-    def show_peer_error(self, error: PrepError) -> int:
-        """Show the error of another process that ends this one too, and return the exit code.
+    def show_final_error(self, error: PrepError) -> int:
+        """Show the error that ends this process at once, and return the exit code.
 
         A thread calls it while the main thread may be anywhere, for example inside a live block.
         """
@@ -150,7 +150,7 @@ class OneProcessObserver:
         """Return None: there is no terminal."""
         return None
 
-    def show_peer_error(self, error: PrepError) -> int:
+    def show_final_error(self, error: PrepError) -> int:
         """Return the exit code of an error."""
         return error.code
 

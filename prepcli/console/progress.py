@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 Clock = Callable[[], float]
 Mode = Literal["auto", "bar", "lines", "json", "none"]
 
-# A log of one day has 2,880 lines.
-LINE_INTERVAL_S = 30.0
+# A log of one day has 8,640 lines.
+LINE_INTERVAL_S = 10.0
 EVENT_INTERVAL_S = 1.0
 # Ten times per second looks continuous, also over a slow connection.
 REDRAW_INTERVAL_S = 0.1
@@ -172,7 +172,7 @@ class NullProgress:
 
 @dataclass(slots=True)
 class LineProgress:
-    """Progress for logs: one line at the start, every 30 s, and at the end."""
+    """Progress for logs: one line at the start, every 10 s, and at the end."""
 
     stream: TextIO
     clock: Clock = time.monotonic
@@ -181,14 +181,14 @@ class LineProgress:
     printed_at_s: float = 0.0
 
     def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
-        """Print the first line. The next one is due in 30 s."""
+        """Print the first line. The next one is due in 10 s."""
         self.meter = ProgressMeter(task, total_bytes, done_bytes, self.clock)
         self.last_note = ""
         self.printed_at_s = self.meter.started_s
         self._write_line(self.meter, format_bytes_of(done_bytes, total_bytes))
 
     def advance(self, written_bytes: int) -> None:
-        """Print a line if the last one is 30 s old."""
+        """Print a line if the last one is 10 s old."""
         if self.meter is None:
             return
         now = self.meter.advance(written_bytes)

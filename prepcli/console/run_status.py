@@ -32,6 +32,7 @@ class RunStatus:
         steps: Number of the last step.
         step: The last finished step.
         phase: Current activity, such as `training` or `saving`.
+        phase_progress: Progress of the activity, e.g. `12/40` batches of an evaluation.
         elapsed_s: Seconds since the start of this process.
         remaining_s: Estimated seconds to the last step.
         log_step: Step of the last log line, and so of the values from `losses` to `memory_nbytes`.
@@ -54,6 +55,7 @@ class RunStatus:
     steps: int
     step: int = 0
     phase: str = "loading"
+    phase_progress: str = ""
     elapsed_s: float = 0.0
     remaining_s: float | None = None
     log_step: int | None = None
@@ -124,7 +126,8 @@ def _header_lines(status: RunStatus, width: int) -> Iterator[Line]:
     times = [format_clock(status.elapsed_s)]
     if status.remaining_s is not None and status.step < status.steps:
         times.append(format_time_left(status.remaining_s))
-    items = [(status.name, "bold"), (status.phase, "cyan")]
+    phase = f"{status.phase} {status.phase_progress}".rstrip()
+    items = [(status.name, "bold"), (phase, "cyan")]
     items += [(text, "") for text in times]
     yield _fitting_items(items, width)
     percent = 100 * status.step // max(status.steps, 1)

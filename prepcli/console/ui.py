@@ -212,8 +212,8 @@ class Ui:
             return OK
         return error.code
 
-    def show_peer_error(self, error: PrepError) -> int:
-        """Print the error of another process that ends this one too, and return the exit code.
+    def show_final_error(self, error: PrepError) -> int:
+        """Print the error that ends this process at once, and return the exit code.
 
         It is called by a thread, while the main thread may be inside a live block.
         """

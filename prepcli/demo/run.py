@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prepcli.console.formatting import format_duration
 from prepcli.console.observer import Observer
+from prepcli.console.pacing import PacedNotes, ticking
 from prepcli.demo import conversion, training
 from prepcli.demo.page import REPORT, write_page
 from prepcli.demo.steps import (
@@ -71,7 +74,8 @@ def run_demo(out: Path, observer: Observer) -> DemoRun:
         observer.note(f"[{number}/{count}] {step.title}")
         if command:
             observer.note(f"      $ {command}")
-        report = _run_step(step, command, out)
+        with _signs_of_life(step, out, observer):
+            report = _run_step(step, command, out)
         step_reports.append(report)
         observer.note(f"      {result_text(report)} ({format_duration(report.seconds)})")
         if not report.ok:
@@ -80,6 +84,23 @@ def run_demo(out: Path, observer: Observer) -> DemoRun:
     if run.failed_step is None:
         write_page(out, run.steps)
     return run
+
+
+@contextmanager
+def _signs_of_life(step: DemoStep, out: Path, observer: Observer) -> Iterator[None]:
+    """Note the progress of a step that takes long."""
+    start_s = time.monotonic()
+    notes = PacedNotes(observer)
+
+    def describe() -> str:
+        text = f"      {format_duration(time.monotonic() - start_s)}"
+        if step.count_parts is None:
+            return text
+        done, total = step.count_parts(out)
+        return f"{text}, {done} of {total} steps"
+
+    with ticking(lambda: notes.note_if_due(describe)):
+        yield
 
 
 def _demo_steps() -> tuple[DemoStep, ...]:

@@ -77,12 +77,14 @@ class DemoStep:
         args: Arguments of the command, empty if the step runs none.
         run: Called with the demo's folder and `args`. Raises PrepError if the step fails.
         env: Environment variables of the command.
+        count_parts: Returns the finished and all parts of a step that takes long, given the demo's folder.
     """
 
     title: str
     args: tuple[str, ...]
     run: Callable[[Path, Sequence[str]], StepOutcome]
     env: Mapping[str, str] = field(default_factory=dict)
+    count_parts: Callable[[Path], tuple[int, int]] | None = None
 
 
 def run_step(step: DemoStep, folder: Path) -> StepOutcome:

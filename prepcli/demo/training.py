@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,23 @@ def training_steps() -> tuple[DemoStep, ...]:
     """Return the steps from the resharded checkpoint to a Hugging Face folder with the trained model."""
     return (
         DemoStep("write a text and a recipe", (), _write_text_and_recipe),
-        DemoStep("train on 8 devices", UNBROKEN_ARGS, _train_model, DEVICES),
-        DemoStep("train, kill -9", KILLED_ARGS, _kill_training, DEVICES),
-        DemoStep("resume the same command", KILLED_ARGS, _resume_training, DEVICES),
+        DemoStep(
+            "train on 8 devices", UNBROKEN_ARGS, _train_model, DEVICES, _count_steps(UNBROKEN)
+        ),
+        DemoStep("train, kill -9", KILLED_ARGS, _kill_training, DEVICES, _count_steps(KILLED)),
+        DemoStep(
+            "resume the same command", KILLED_ARGS, _resume_training, DEVICES, _count_steps(KILLED)
+        ),
         DemoStep(
             "export the trained model", ("export", KILLED, "--out", LEARNED), _export_trained_model
         ),
         DemoStep("verify against the run", ("verify", LEARNED, KILLED), _verify_export),
     )
+
+
+def _count_steps(run: str) -> Callable[[Path], tuple[int, int]]:
+    """Return a function for the number of logged and of all steps of a run."""
+    return lambda folder: (len(logged_losses(folder, run)), STEPS)
 
 
 def _write_text_and_recipe(folder: Path, _args: Sequence[str]) -> StepOutcome:

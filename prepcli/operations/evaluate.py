@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from prepcli.console.formatting import format_duration
 from prepcli.console.jax_logs import silence_jax
 from prepcli.console.observer import CommandObserver, Observer
+from prepcli.console.pacing import PacedNotes, ticking
 from prepcli.console.progress import Progress
 from prepcli.errors import Option, PrepError, Style, text
 from prepcli.operations.compute_options import EvaluateOptions
@@ -42,6 +43,7 @@ from prepcli.sources.folders import make_access
 from prepcli.sources.source import Source
 from prepcli.training_runs.observe import tokenize_progress
 from prepcli.training_runs.remote_data import DataFinder
+from trainer.files.worker_thread import run_abandonable
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -147,7 +149,10 @@ def _evaluate(
         mesh = opened.sharding.mesh
         started_s = time.monotonic()
         observer.note("compiling for the first batch")
-        results = _compute_results(options, datasets, opened, loaded)
+        # A compilation takes long, and handles no signal.
+        results = run_abandonable(
+            lambda: _compute_results(options, datasets, opened, loaded, observer)
+        )
         compute_s = time.monotonic() - started_s
         sources: dict[str, EvaluationScores] = {}
         for name, dataset in datasets.items():
@@ -180,20 +185,25 @@ def _compute_results(
     datasets: Mapping[str, Dataset],
     opened: OpenedModel,
     loaded: LoadedModel,
+    observer: Observer,
 ) -> dict[str, EvaluationResult]:
     """Return the sums of losses and correct tokens of each source."""
     from trainer.training.evaluation import evaluate as evaluate_dataset
 
+    notes = PacedNotes(observer)
     results: dict[str, EvaluationResult] = {}
-    for name, dataset in datasets.items():
-        results[name] = evaluate_dataset(
-            loaded.params,
-            dataset,
-            eval_step=loaded.eval_step,
-            sharding=opened.sharding,
-            batch_size=loaded.batch_size,
-            limit=options["limit"],
-        )
+    with ticking(notes.tick):
+        for name, dataset in datasets.items():
+            notes.begin(f"evaluating {name}")
+            results[name] = evaluate_dataset(
+                loaded.params,
+                dataset,
+                eval_step=loaded.eval_step,
+                sharding=opened.sharding,
+                batch_size=loaded.batch_size,
+                limit=options["limit"],
+                on_progress=notes.on_progress,
+            )
     return results
 
 

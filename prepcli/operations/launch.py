@@ -9,7 +9,7 @@ from typing import Unpack
 
 from prepcli.console.observer import QUIET, Observer
 from prepcli.engine.files import io_error
-from prepcli.errors import Command, Key, Option, Text, join_texts, text, usage_error
+from prepcli.errors import INTERRUPTED, Command, Key, Option, Text, join_texts, text, usage_error
 from prepcli.execution.output_urls import check_local_path, parse_out_url
 from prepcli.execution.signals import PARENT_VARIABLE, remember_signal
 from prepcli.launch.command import TRAIN, LaunchedCommand, check_process_count
@@ -245,7 +245,11 @@ def launch_local(
     name, *words = command.words
     if quiet:
         words.insert(0, "--quiet")
-    with remember_signal() as poll_signal:
+    with remember_signal(
+        lambda _: observer.note("stopping all processes; again to quit"),
+        # The processes end with this one.
+        lambda: os._exit(INTERRUPTED),
+    ) as poll_signal:
         running = start_processes(
             [name, *words], count=processes, devices=devices, environ=os.environ, env=env
         )

@@ -11,7 +11,7 @@ from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.training_runs.start import StartCheckpoint
 
 if TYPE_CHECKING:
-    from trainer.training.loop import LoopConfig
+    from trainer.training.loop_config import LoopConfig
     from trainer.training.step import TrainState
 
 

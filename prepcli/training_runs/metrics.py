@@ -16,6 +16,8 @@ from prepcli.training_runs.storage import store_at_end, write_run_file
 
 if TYPE_CHECKING:
     from trainer.recipe.run_tables import Log
+    from trainer.training.events import MissingEvents
+    from trainer.training.loop_config import LoopConfig
     from trainer.training.metrics import LogKey, MetricsLog
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -46,6 +48,40 @@ def check_logs(log: Log, storage: RunStorage) -> None:
         import_tensorboard()
     if log.wandb is not None:
         import_wandb()
+
+
+def find_missing_events(run: Run, loop: LoopConfig, step: int) -> MissingEvents:
+    """Return the events of a saved step that were stopped or killed before their end, as process 0 sees the logs.
+
+    Args:
+        run: The run.
+        loop: Configuration of the training loop.
+        step: Step to continue after. 0 means a new run, in which no event is missing.
+
+    Raises:
+        PrepError: A log cannot be read.
+    """
+    from trainer.training.events import NO_MISSING_EVENTS, MissingEvents
+    from trainer.training.metrics import METRICS_FILE, num_logged_events
+
+    missing = NO_MISSING_EVENTS
+    if run.is_first and step:
+        _make_folder(run)
+        metrics = run.storage.fetch_file(METRICS_FILE, run.folder)
+        samples = run.storage.fetch_file(SAMPLES_FILE, run.folder)
+        # The parameters of a finished run may be saved in a form that cannot be loaded for training. A run without its
+        # log was moved without it. In both cases no event is repeated.
+        is_loadable = run.recipe.checkpoint.optimizer_state and loop.saved_dtype is None
+        if metrics.exists() and (step < loop.steps or is_loadable):
+            missing = MissingEvents(
+                loop.is_evaluation_due(step) and not num_logged_events(metrics, step),
+                max(0, loop.num_samples_due(step) - num_logged_events(samples, step)),
+            )
+    # All processes evaluate and sample together, or none.
+    words = run.group.broadcast(
+        "missing events", f"{int(missing.evaluation)} {missing.num_samples}"
+    ).split()
+    return MissingEvents(bool(int(words[0])), int(words[1]))
 
 
 @contextmanager
@@ -81,11 +117,8 @@ def open_metrics(run: Run, step: int) -> Iterator[MetricsLog]:
         return
     if index == 0 and not step:
         remove_other_metrics(run.folder, num_logging)
-    try:
-        # Every logging process creates the folder: another host may have its own file system.
-        run.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise io_error(run.folder, error) from error
+    # Every logging process creates the folder: another host may have its own file system.
+    _make_folder(run)
     name = metrics_file_name(index)
     run.storage.fetch_file(name, run.folder)
     repeated = frozenset["LogKey"]()
@@ -100,6 +133,14 @@ def open_metrics(run: Run, step: int) -> Iterator[MetricsLog]:
         if index == 0:
             logs += _open_extra_logs(run, step, stack, logged=repeated)
         yield MetricsLogs(tuple(logs))
+
+
+def _make_folder(run: Run) -> None:
+    """Create the local folder of a run, to which a bucket downloads the logs."""
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise io_error(run.folder, error) from error
 
 
 def _open_extra_logs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +18,11 @@ from prepcli.console.formatting import (
 )
 from prepcli.console.live_block import LiveBlock
 from prepcli.console.observer import Observer
-from prepcli.console.progress import REDRAW_INTERVAL_S
+from prepcli.console.pacing import PacedNotes, ticking
+from prepcli.console.progress import REDRAW_INTERVAL_S, Clock
 from prepcli.console.run_status import RunStatus, status_lines
 from prepcli.training_runs.run import PreparedRun
+from trainer.training.callbacks import Callbacks
 
 if TYPE_CHECKING:
     from trainer.training.evaluation import EvaluationResult
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 MAX_PROMPT_WIDTH = 40
 MAX_TEXT_WIDTH = 80
 PHASES = {
+    "load": "loading",
     "compile": "compiling",
     "step": "training",
     "evaluate": "evaluating",
@@ -38,35 +42,11 @@ PHASES = {
 }
 
 
-class RunDisplay(Protocol):
+class RunDisplay(Callbacks, Protocol):
     """Receiver of events in a run, including the callbacks of the training loop."""
 
     def on_phase(self, phase: str) -> None:
         """Show the start of a phase such as `compile`, `step 12` or `save 12`."""
-        ...
-
-    def on_compile(self, seconds: float) -> None:
-        """Show the compile time."""
-        ...
-
-    def on_step(self, step: int) -> None:
-        """Show a finished step."""
-        ...
-
-    def on_log(self, line: StepLine, remaining_s: float | None) -> None:
-        """Show a log line, and the estimated remaining seconds."""
-        ...
-
-    def on_evaluate(self, step: int, result: EvaluationResult) -> None:
-        """Show an evaluation after a step."""
-        ...
-
-    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Show the texts generated after a step."""
-        ...
-
-    def on_save(self, step: int, seconds: float) -> None:
-        """Show a saved step, and the seconds of saving it."""
         ...
 
 
@@ -77,7 +57,9 @@ def open_display(prepared: PreparedRun) -> Iterator[RunDisplay]:
     steps = prepared.loop.steps
     block = run.observer.open_live_block()
     if block is None:
-        yield LineDisplay(run.observer, steps)
+        lines = LineDisplay(run.observer, steps)
+        with ticking(lines.tick):
+            yield lines
         return
     status = RunStatus(
         run.recipe.name, steps, prepared.step, memory_limit_nbytes=prepared.memory["available"]
@@ -85,7 +67,8 @@ def open_display(prepared: PreparedRun) -> Iterator[RunDisplay]:
     display = LiveDisplay(block, status)
     display.draw()
     try:
-        yield display
+        with ticking(display.draw):
+            yield display
     except BaseException as error:
         # A signal is not a failure: the run can be resumed.
         display.close(has_failed=isinstance(error, Exception))
@@ -94,68 +77,88 @@ def open_display(prepared: PreparedRun) -> Iterator[RunDisplay]:
 
 
 class LineDisplay:
-    """Display of one line per event, for logs."""
+    """Display of one line per event, for logs. After ten seconds without one, a line shows what the run does."""
 
-    def __init__(self, observer: Observer, steps: int) -> None:
-        self.observer = observer
+    def __init__(self, observer: Observer, steps: int, clock: Clock = time.monotonic) -> None:
         self.steps = steps
+        self.notes = PacedNotes(observer, clock=clock)
+        # `evaluating at step 288: 12/40, 31 s left` or `compiling, 20 s`, if the last line is ten seconds old
+        self.on_progress = self.notes.on_progress
+        self.tick = self.notes.tick
+        self.on_phase("load")
 
     def on_phase(self, phase: str) -> None:
-        """Print nothing."""
+        """Print nothing. Later lines name the phase."""
+        kind, _, step = phase.partition(" ")
+        task = PHASES.get(kind, kind)
+        if step:
+            task += f" at step {step}/{self.steps}"
+        self.notes.begin(task)
 
     def on_compile(self, seconds: float) -> None:
         """Print the compile time."""
-        self.observer.note(f"compiled in {format_duration(seconds)}")
+        self.notes.note(f"compiled in {format_duration(seconds)}")
 
-    def on_step(self, step: int) -> None:
-        """Print nothing."""
+    def on_step(self, step: int, remaining_s: float | None) -> None:
+        """Print the step if the last line is ten seconds old."""
+        self.notes.note_if_due(
+            lambda: f"step {self._step_text(step)}{_time_left_text(remaining_s)}"
+        )
+
+    def _step_text(self, step: int) -> str:
+        # The step is padded to the width of the last one, e.g. ` 40/480`, so that the lines of a log align.
+        return f"{step:>{len(str(self.steps))}}/{self.steps}"
 
     def on_log(self, line: StepLine, remaining_s: float | None) -> None:
         """Print `step   288/480  loss 2.6914  lr 1.60e-06  41.2k tok/s  0.58 s/step  2 min left`."""
-        # The step is padded to the width of the last one, e.g. ` 40/480`, so that the lines of a log align.
-        progress = f"{line['step']:>{len(str(self.steps))}}/{self.steps}"
-        text = f"step {progress}  loss {format_number(line['loss'])}"
+        text = f"step {self._step_text(line['step'])}  loss {format_number(line['loss'])}"
         if "z_loss" in line:
             text += f"  z-loss {format_number(line['z_loss'])}"
         text += f"  lr {line['lr']:.2e}"
         # Absent in the line of the first step, which has no lap before it
         if remaining_s is not None and "seconds" in line and "tokens_per_s" in line:
             rate = format_token_rate(line["tokens_per_s"])
-            text += f"  {rate}  {line['seconds']:.2f} s/step  {format_time_left(remaining_s)}"
+            text += f"  {rate}  {line['seconds']:.2f} s/step{_time_left_text(remaining_s)}"
         if line["skipped"]:
             text += f"  {line['skipped']} skipped"
-        self.observer.note(text)
+        self.notes.note(text)
 
     def on_evaluate(self, step: int, result: EvaluationResult) -> None:
         """Print `evaluated at step 288: loss 2.6914  perplexity 14.75  tokens 245,760`."""
-        self.observer.note(
+        self.notes.note(
             f"evaluated at step {step}: {_evaluation_text(result)}  tokens {result.num_tokens:,}"
         )
 
     def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Print `sample of step 288: Once upon a time -> there was a queen`, one line per prompt."""
         for sample in samples:
-            self.observer.note(f"sample of step {step}: {_sample_text(sample)}")
+            self.notes.note(f"sample of step {step}: {_sample_text(sample)}")
 
     def on_save(self, step: int, seconds: float) -> None:
         """Print the saved step and the time it took."""
-        self.observer.note(f"saved step {step} in {format_duration(seconds)}")
+        self.notes.note(f"saved step {step} in {format_duration(seconds)}")
 
 
 class LiveDisplay:
-    """Display redrawn in place, at most ten times per second between log lines."""
+    """Display redrawn in place: every second, at each event, and at most ten times per second at steps and batches.
 
-    def __init__(
-        self, block: LiveBlock, status: RunStatus, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    The thread of `ticking` draws too, so that the clock advances while the main thread compiles.
+    """
+
+    def __init__(self, block: LiveBlock, status: RunStatus, clock: Clock = time.monotonic) -> None:
         self.block = block
         self.status = status
         self.clock = clock
         self.started_s = self.drawn_at_s = clock()
+        # Estimated time of the end of the run, if it is known
+        self.ends_at_s: float | None = None
+        # Reentrant: an exception of a signal may leave it acquired by the main thread, which draws once more.
+        self.lock = threading.RLock()
 
     def on_phase(self, phase: str) -> None:
         """Show the phase if it differs from the last one: all steps are one phase, `training`."""
         # `step 12` and `step 13` are both `training`, so steps redraw the block only in `on_step`.
+        self.status.phase_progress = ""
         name = PHASES.get(phase.partition(" ")[0], phase)
         if name != self.status.phase:
             self.status.phase = name
@@ -165,15 +168,25 @@ class LiveDisplay:
         """Show that the step is compiled."""
         self.draw()
 
-    def on_step(self, step: int) -> None:
+    def on_step(self, step: int, remaining_s: float | None) -> None:
         """Show the step, unless the display was redrawn less than a tenth of a second ago."""
-        # Between two log lines, the time left follows from the seconds per step of the last one.
-        status = self.status
-        if status.remaining_s is not None and status.step_s is not None:
-            status.remaining_s = status.step_s * (status.steps - step)
-        status.step = step
+        self.status.step = step
+        self._set_remaining(remaining_s)
+        self._redraw_if_due()
+
+    def on_progress(self, done: int, total: int) -> None:
+        """Show the progress of the phase, unless the display was redrawn less than a tenth of a second ago."""
+        self.status.phase_progress = f"{done:,}/{total:,}"
+        self._redraw_if_due()
+
+    def _redraw_if_due(self) -> None:
         if self.clock() - self.drawn_at_s >= REDRAW_INTERVAL_S:
             self.draw()
+
+    def _set_remaining(self, remaining_s: float | None) -> None:
+        self.ends_at_s = None
+        if remaining_s is not None:
+            self.ends_at_s = self.clock() + remaining_s
 
     def on_log(self, line: StepLine, remaining_s: float | None) -> None:
         """Show the values of the line."""
@@ -181,7 +194,7 @@ class LiveDisplay:
         status.losses.append(line["loss"])
         status.z_loss = line.get("z_loss")
         status.step = status.log_step = line["step"]
-        status.remaining_s = remaining_s
+        self._set_remaining(remaining_s)
         status.lr = line["lr"]
         status.grad_norm = line["grad_norm"]
         status.skipped = line["skipped"]
@@ -209,6 +222,7 @@ class LiveDisplay:
 
     def close(self, *, has_failed: bool = False) -> None:
         """Leave the final state on the screen."""
+        self.status.phase_progress = ""
         if has_failed:
             self.status.phase = "failed"
         elif self.status.step == self.status.steps:
@@ -219,10 +233,20 @@ class LiveDisplay:
         self.block.close()
 
     def draw(self) -> None:
-        """Update the elapsed time and redraw the display."""
-        self.drawn_at_s = self.clock()
-        self.status.elapsed_s = self.drawn_at_s - self.started_s
-        self.block.draw(status_lines(self.status, self.block.width))
+        """Update the elapsed and the remaining time, and redraw the display."""
+        with self.lock:
+            self.drawn_at_s = self.clock()
+            self.status.elapsed_s = self.drawn_at_s - self.started_s
+            self.status.remaining_s = None
+            if self.ends_at_s is not None:
+                self.status.remaining_s = max(0.0, self.ends_at_s - self.drawn_at_s)
+            self.block.draw(status_lines(self.status, self.block.width))
+
+
+def _time_left_text(remaining_s: float | None) -> str:
+    if remaining_s is None:
+        return ""
+    return f"  {format_time_left(remaining_s)}"
 
 
 def _evaluation_text(result: EvaluationResult) -> str:

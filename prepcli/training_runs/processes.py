@@ -16,7 +16,13 @@ from prepcli.console.observer import Observer, RunObserver
 from prepcli.console.unexpected import as_prep_error
 from prepcli.engine.digest import digest
 from prepcli.errors import FAILED, INTERRUPTED, STOPPED, Option, PrepError
-from prepcli.execution.signals import Interrupted, Stopped, note_durable_work, raise_on_signal
+from prepcli.execution.signals import (
+    Interrupted,
+    Stopped,
+    exit_with_report,
+    note_durable_work,
+    raise_on_signal,
+)
 from trainer.models.process_address import process_address
 from trainer.recipe import Recipe
 from trainer.recipe.formatting import to_toml
@@ -57,8 +63,6 @@ CONNECTION_WORDS = (
     "ocket",
     "peer",
 )
-# A process that cannot print its error within this time ends without it.
-PRINT_S = 10.0
 RESTART_HINT = "start all processes again; the run resumes from its last saved step"
 NO_STEP_HINT = "start all processes again; no step is saved"
 
@@ -279,12 +283,8 @@ def _end_job(error: BaseException, group: CoordinatedProcesses, watchdog: Watchd
 def _end_process(
     end: JobEnd, observer: RunObserver, has_saved_step: Callable[[], bool], *, hint: str
 ) -> NoReturn:
-    """Print why another process ended the job, and exit at once: the main thread may wait for it forever."""
-    # The file system or a full pipe may not respond. This process then ends without its message.
-    timer = threading.Timer(PRINT_S, os._exit, (FAILED,))
-    timer.daemon = True
-    timer.start()
-    os._exit(observer.show_peer_error(_job_error(end, has_saved_step, hint=hint)))
+    """Print why another process ended the job, and exit at once."""
+    exit_with_report(lambda: observer.show_final_error(_job_error(end, has_saved_step, hint=hint)))
 
 
 def _job_error(

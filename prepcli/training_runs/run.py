@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prepcli.training_runs.start import StartCheckpoint
     from trainer.distributed.process_group import ProcessGroup
     from trainer.models.attention_kernels import KernelChoice
-    from trainer.training.loop import LoopConfig
+    from trainer.training.loop_config import LoopConfig
 
 
 @dataclass(frozen=True, slots=True)

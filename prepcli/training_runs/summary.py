@@ -20,7 +20,7 @@ from trainer.models.rule_text import rule_texts
 if TYPE_CHECKING:
     from trainer.nn.kernels.options import AttentionOptions
     from trainer.nn.model_spec import ModelSpec
-    from trainer.training.loop import LoopConfig
+    from trainer.training.loop_config import LoopConfig
     from trainer.training.step import StepSetup
 
 

@@ -18,17 +18,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.console.job_errors import label_errors
 from prepcli.console.observer import RunObserver
 from prepcli.engine.machine import free_memory
-from prepcli.errors import (
-    INTERRUPTED,
-    RESUME_HINT,
-    STOPPED,
-    Command,
-    Key,
-    Option,
-    PrepError,
-    UsageError,
-    text,
-)
+from prepcli.errors import Command, Key, Option, PrepError, UsageError, text
 from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
@@ -47,7 +37,12 @@ from prepcli.training_runs.export import (
     remove_exports,
     step_exports,
 )
-from prepcli.training_runs.metrics import check_logs, open_metrics, open_sample_log
+from prepcli.training_runs.metrics import (
+    check_logs,
+    find_missing_events,
+    open_metrics,
+    open_sample_log,
+)
 from prepcli.training_runs.observe import RunDisplay, open_display
 from prepcli.training_runs.prepare import prepare_run
 from prepcli.training_runs.processes import (
@@ -68,6 +63,7 @@ from prepcli.training_runs.start import (
     open_model_start,
     with_adapters,
 )
+from prepcli.training_runs.stops import quit_run, stopped_error
 from prepcli.training_runs.storage import (
     check_last_step,
     check_shared_folder,
@@ -82,6 +78,7 @@ from trainer.recipe import LoadedRecipe, recipe_to_toml
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
+    from trainer.training.events import MissingEvents
     from trainer.training.loop import LoopResult
     from trainer.training.profiling import StepProfiler
     from trainer.training.step import TrainState
@@ -180,42 +177,43 @@ def _check_storage(run: Run) -> None:
 
 def _train_locked(run: Run) -> TrainResult:
     """Open the start checkpoint, prepare the run, load its state and train, while process 0 holds the lock."""
-    with (
-        raise_on_signal(),
-        note_durable_work(lambda: _describe_durable(run)),
-        ExitStack() as stack,
-    ):
-        prepared = _open_and_prepare(run, stack)
-        if run.request.dry_run:
-            return _make_result(prepared, prepared.step, memory=prepared.memory)
-        if prepared.step == prepared.loop.steps:
-            return _make_exports_and_push(prepared)
-        if prepared.step:
-            # Only now it is known whether the run is finished: a finished run without a repository needs no check.
-            check_repository(run.recipe.checkpoint, run.group, run.observer)
-        start = prepared.start
-        if run.request.verify:
-            start.check_remaining(run.observer, has_state=bool(prepared.step))
-        with explain_removed_step(run.storage, prepared.step), start.rename_in_errors():
-            state = _load_train_state(prepared)
-        if start.lora is not None:
-            prepared = _with_base_facts(prepared, state)
-    with (
-        raise_on_signal(),
-        note_durable_work(lambda: describe_saved_progress(run.storage)),
-        note_durable_work(lambda: describe_missing_exports(run, prepared.loop.steps)),
-    ):
-        with open_display(prepared) as display:
+    with ExitStack() as display_stack:
+        with (
+            raise_on_signal(),
+            note_durable_work(lambda: _describe_durable(run)),
+            ExitStack() as stack,
+        ):
+            prepared = _open_and_prepare(run, stack)
+            if run.request.dry_run:
+                return _make_result(prepared, prepared.step, memory=prepared.memory)
+            missing_events = find_missing_events(run, prepared.loop, prepared.step)
+            if prepared.step == prepared.loop.steps and not missing_events:
+                return _make_exports_and_push(prepared)
+            if prepared.step:
+                # Only now it is known whether the run is finished: a finished run without a repository needs no check.
+                check_repository(run.recipe.checkpoint, run.group, run.observer)
+            if run.request.verify:
+                prepared.start.check_remaining(run.observer, has_state=bool(prepared.step))
+            display = display_stack.enter_context(open_display(prepared))
+            prepared, state = _load_state(prepared)
+        with (
+            raise_on_signal(),
+            note_durable_work(lambda: describe_saved_progress(run.storage)),
+            note_durable_work(lambda: describe_missing_exports(run, prepared.loop.steps)),
+        ):
             exports = step_exports(run)
             with _open_checkpoints(prepared, exports) as checkpoints:
                 _begin_writing(prepared, checkpoints, exports)
-                end = _take_steps(prepared, state, checkpoints, display=display)
+                end = _take_steps(
+                    prepared, state, checkpoints, display=display, missing_events=missing_events
+                )
                 if exports is not None and end.stop_reason:
                     exports.abandon()
-        if end.stop_reason:
-            error = _stopped_error(end, has_saved_step=bool(run.storage.steps(refresh=False)))
-            return _make_result(prepared, end.step, metrics=end.metrics, error=error)
-        return push_last_step(run, _make_result(prepared, end.step, metrics=end.metrics))
+            display_stack.close()
+            if end.stop_reason:
+                error = stopped_error(prepared, end)
+                return _make_result(prepared, end.step, metrics=end.metrics, error=error)
+            return push_last_step(run, _make_result(prepared, end.step, metrics=end.metrics))
 
 
 def _open_and_prepare(run: Run, stack: ExitStack) -> PreparedRun:
@@ -343,6 +341,16 @@ def _make_exports_and_push(prepared: PreparedRun) -> TrainResult:
     with note_durable_work(lambda: describe_missing_exports(run, prepared.loop.steps)):
         make_missing_exports(run)
         return push_last_step(run, _make_result(prepared, prepared.step))
+
+
+def _load_state(prepared: PreparedRun) -> tuple[PreparedRun, TrainState]:
+    """Read the state to train from. A LoRA run then records its base in each manifest."""
+    start = prepared.start
+    with explain_removed_step(prepared.run.storage, prepared.step), start.rename_in_errors():
+        state = _load_train_state(prepared)
+    if start.lora is not None:
+        prepared = _with_base_facts(prepared, state)
+    return prepared, state
 
 
 def _load_train_state(prepared: PreparedRun) -> TrainState:
@@ -485,8 +493,9 @@ def _take_steps(
     checkpoints: CheckpointManager,
     *,
     display: RunDisplay,
+    missing_events: MissingEvents,
 ) -> LoopResult:
-    """Take the remaining steps of a run."""
+    """Take the remaining steps of a run, after the missing events of its start step."""
     from trainer.training.loop import Loop
 
     run = prepared.run
@@ -497,26 +506,32 @@ def _take_steps(
         run.enter_phase(phase)
 
     has_sampler = loop.sampler is not None
-    # From here on, a signal is only remembered. The loop asks for it before each step, so that the step
-    # in progress is completed and saved.
     with (
         open_metrics(run, prepared.step) as metrics,
         open_sample_log(run, prepared.step, has_sampler=has_sampler) as sample_log,
-        remember_signal() as stop_signal,
     ):
-        result = Loop(
+        training = Loop(
             loop,
             state,
             store=checkpoints,
             metrics=metrics,
             sample_log=sample_log,
             callbacks=display,
-            poll_stop_reason=stop_signal,
+            poll_stop_reason=lambda: stop_signal(),
             enter_phase=enter_phase,
             best_eval_loss=_best_eval_loss(prepared, checkpoints),
+            missing_events=missing_events,
             profiler=_make_profiler(run),
             warn=run.observer.warn,
-        ).run()
+        )
+        training.compile()
+        # From here on, a signal is only remembered. The loop asks for it before each step and each batch of an
+        # evaluation, so that the step in progress is completed and saved.
+        with remember_signal(
+            lambda _: run.observer.note("stopping after this step; again to quit"),
+            lambda: quit_run(run),
+        ) as stop_signal:
+            result = training.run()
     if stop_signal() and not result.stop_reason and describe_missing_exports(run, loop.steps):
         # The signal came too late to stop the steps. It stops the exports and the push instead.
         signal.raise_signal(signal.Signals[stop_signal()])
@@ -571,20 +586,3 @@ def _make_result(prepared: PreparedRun, step: int, **fields: Any) -> TrainResult
         attention_kernel=prepared.kernel.name,
         **fields,
     )
-
-
-def _stopped_error(end: LoopResult, *, has_saved_step: bool) -> PrepError:
-    """Return the error of a run stopped before its last step."""
-    reason = end.stop_reason
-    # 75 asks a launcher to start the job again. After Ctrl-C, the user does not want a restart.
-    code = STOPPED
-    if reason == signal.Signals.SIGINT.name:
-        code = INTERRUPTED
-    why = "no step was completed"
-    if has_saved_step:
-        why = f"step {end.step} is saved"
-    what = text("stopped: {}", reason)
-    # Other reasons are texts, e.g. the limit of `stop_after`.
-    if reason.startswith("SIG"):
-        what = text("stopped by {}", reason)
-    return PrepError(what, why, RESUME_HINT, code)

@@ -155,6 +155,17 @@ def start_python(
     return ForkedProcess(pid, os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0), status=status)
 
 
+def read_until(process: ForkedProcess | subprocess.Popen[bytes], text: str) -> str:
+    """Read stderr of a process until it has a text, and return it. Raise AssertionError if it ends before."""
+    assert process.stderr is not None
+    output = b""
+    while text.encode() not in output:
+        data = os.read(process.stderr.fileno(), 1 << 16)
+        assert data, f"{output.decode()!r} has no {text!r}"
+        output += data
+    return output.decode()
+
+
 def run_python(
     script: str,
     *words: str,

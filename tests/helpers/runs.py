@@ -29,7 +29,7 @@ from trainer.recipe.tables import Recipe, Train
 from trainer.training.evaluation import EvaluationResult
 from trainer.training.loading import round_params
 from trainer.training.log_lines import StepLine, evaluation_line
-from trainer.training.loop import LoopConfig
+from trainer.training.loop_config import LoopConfig
 from trainer.training.optimizers.adamw import AdamW
 from trainer.training.optimizers.lr_schedule import LRSchedule
 from trainer.training.optimizers.optimizer import Optimizer
@@ -237,12 +237,16 @@ class RecordingCallbacks:
     steps: list[int] = field(default_factory=list)
     finished_steps: list[int] = field(default_factory=list)
     samples: list[tuple[int, list[Sample]]] = field(default_factory=list)
+    progress: list[tuple[int, int]] = field(default_factory=list)
 
     def on_compile(self, seconds: float) -> None:
         assert seconds > 0
 
-    def on_step(self, step: int) -> None:
+    def on_step(self, step: int, remaining_s: float | None) -> None:
         self.finished_steps.append(step)
+
+    def on_progress(self, done: int, total: int) -> None:
+        self.progress.append((done, total))
 
     def on_log(self, line: StepLine, remaining_s: float | None) -> None:
         self.lines.append(line)

@@ -402,9 +402,18 @@ def eval_batches(n_rows: int, batch_size: int, *, limit: int) -> Iterator[Int64A
 
     A limit of 0 means all rows. -1 pads the last batch.
     """
-    count = n_rows
-    if limit:
-        count = min(n_rows, limit)
+    count = _num_eval_rows(n_rows, limit)
     for low in range(0, count, batch_size):
         rows = np.arange(low, low + batch_size, dtype=np.int64)
         yield np.where(rows < count, rows, -1)
+
+
+def num_eval_batches(n_rows: int, batch_size: int, *, limit: int) -> int:
+    """Return the number of batches of `eval_batches`."""
+    return -(-_num_eval_rows(n_rows, limit) // batch_size)
+
+
+def _num_eval_rows(n_rows: int, limit: int) -> int:
+    if limit:
+        return min(n_rows, limit)
+    return n_rows

@@ -6,8 +6,6 @@ The client is private in JAX. This module uses its methods in jaxlib 0.10.
 from __future__ import annotations
 
 import atexit
-import os
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ import jax
 from trainer.distributed.hosts import process_place
 from trainer.distributed.jax_internals import distributed_state
 from trainer.distributed.runtime_errors import RuntimeErrors
+from trainer.files.worker_thread import exit_now
 from trainer.models.errors import PrepError
 
 KEY_PREFIX = "prep"
@@ -127,14 +126,8 @@ class CoordinatedProcesses:
 
     def exit_without_disconnecting(self, code: int) -> None:
         """Make the interpreter exit with a code before JAX's exit handlers, which wait for the other processes."""
-
-        def exit_now() -> None:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
-        # Exit handlers run in reverse order, so this one runs before JAX's, and `os._exit` skips them.
-        atexit.register(exit_now)
+        # Exit handlers run in reverse order, so this one runs before JAX's, and `exit_now` skips them.
+        atexit.register(exit_now, code)
 
     def _next_key(self, kind: str, name: str) -> str:
         """Return a key that no earlier call has used."""

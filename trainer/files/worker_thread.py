@@ -10,8 +10,19 @@ is written in C, and threads are started without `threading.Thread`: its `start`
 from __future__ import annotations
 
 import _thread
+import os
 import queue
+import sys
 from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+ResultT = TypeVar("ResultT")
+
+# Python threads have the stack of the process limit, or 2 MiB if there is no limit, as on many clusters. Compilers
+# recurse deeper.
+COMPILER_STACK_NBYTES = 64 << 20
+# Running calls of `run_abandonable`.
+_running: list[Callable[[], object]] = []
 
 _Calls = queue.SimpleQueue[Callable[[], object] | None]
 
@@ -106,3 +117,49 @@ def _run_calls(calls: _Calls, errors: list[BaseException]) -> None:
             errors.append(error)
         # The arrays of a call must not live until the next one.
         del call
+
+
+def run_abandonable(call: Callable[[], ResultT]) -> ResultT:
+    """Run a call in a thread, and return its result. An exception of a signal ends the wait for it, but not the call.
+
+    Use it for calls that run no Python code for minutes, such as a compilation: the main thread of Python cannot handle
+    a signal during such a call.
+    """
+    results: list[ResultT] = []
+    ended = queue.SimpleQueue[BaseException | None]()
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            results.append(call())
+        except BaseException as raised:
+            error = raised
+        _running.remove(call)
+        ended.put(error)
+
+    _running.append(call)
+    previous_nbytes = _thread.stack_size(COMPILER_STACK_NBYTES)
+    try:
+        _thread.start_new_thread(run, ())
+    finally:
+        _thread.stack_size(previous_nbytes)
+    error = ended.get()
+    if error is not None:
+        raise error
+    return results[0]
+
+
+def exit_past_abandoned_calls(code: int) -> None:
+    """End the process with a code if a call still runs that nobody waits for.
+
+    The exit of the interpreter would destroy the objects of a compiler while it uses them.
+    """
+    if _running:
+        exit_now(code)
+
+
+def exit_now(code: int) -> None:
+    """End the process with a code, without exit handlers and without waiting for threads."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from trainer.data.order import eval_batches
+from trainer.data.order import eval_batches, num_eval_batches
 from trainer.data.packing import Dataset
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.errors import usage_error
@@ -146,6 +146,7 @@ def evaluate(
     sharding: ShardingContext,
     batch_size: int,
     limit: int = 0,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> EvaluationResult:
     """Compute loss and accuracy on a dataset.
 
@@ -159,14 +160,19 @@ def evaluate(
         sharding: The device mesh of the batches.
         batch_size: Rows per batch.
         limit: Number of rows to evaluate on, from the first. 0 means all.
+        on_progress: Called before each batch and after the last one, with the number of batches so far and of all. Its
+            exception ends the evaluation.
 
     Raises:
         UsageError: The mesh does not divide the batch.
     """
     values: dict[str, list[float]] = {name: [] for name in LossSums._fields}
-    for rows in eval_batches(dataset.n_rows, batch_size, limit=limit):
+    num_batches = num_eval_batches(dataset.n_rows, batch_size, limit=limit)
+    for done, rows in enumerate(eval_batches(dataset.n_rows, batch_size, limit=limit)):
+        on_progress(done, num_batches)
         for name, sums in eval_step(params, load_batch(dataset, rows, sharding)).items():
             values.setdefault(name, []).extend(np.ravel(sums).tolist())
+    on_progress(num_batches, num_batches)
     weight = _exact_sum(values["weight"])
     means: dict[str, float] = {}
     metrics: dict[str, float] = {}

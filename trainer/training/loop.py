@@ -4,46 +4,34 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from trainer.data.order import RowOrder
-from trainer.data.packing import Dataset
+from trainer.data.order import eval_batches
 from trainer.distributed.mesh_devices import peak_memory_nbytes
+from trainer.files.worker_thread import run_abandonable
 from trainer.models.checkpoint_store import CheckpointStore, PendingSave
 from trainer.models.errors import Option, PrepError, text
 from trainer.models.manifest_fields import StepFields
-from trainer.recipe import Recipe
+from trainer.training.callbacks import Callbacks
 from trainer.training.checkpoint import host_leaves
-from trainer.training.evaluation import (
-    EvalStep,
-    EvaluationResult,
-    evaluate,
-    jit_eval_step,
-    jit_exact_eval_step,
-)
+from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
+from trainer.training.events import NO_MISSING_EVENTS, EventTimes, MissingEvents
 from trainer.training.feed import batch_shapes, load_batch
-from trainer.training.log_lines import (
-    StepLine,
-    evaluation_line,
-    sample_line,
-    speed_fields,
-    step_line,
-)
+from trainer.training.log_lines import evaluation_line, sample_line, speed_fields, step_line
+from trainer.training.loop_config import LoopConfig
 from trainer.training.metrics import NO_LOG, MetricsLog, StepTimer
 from trainer.training.param_casts import count_changed_values
 from trainer.training.profiling import StepProfiler
-from trainer.training.samples import Sample, Sampler
 from trainer.training.source_datasets import tokens_by_source
 from trainer.training.step import StepSetup, TrainState, jit_train_step
-from trainer.training.stop import StopSignals
+from trainer.training.stop import EventStoppedError, StopSignals
 
 # Steps that may be in flight before the metrics of the oldest are fetched, so that devices never wait for the host.
 METRICS_LAG = 2
@@ -53,93 +41,6 @@ CPU_METRICS_LAG = 0
 RESULT_METRICS = ("loss", "tokens", "skipped", "tokens_per_s", "mfu", "memory_bytes")
 RESULT_EVAL_METRICS = ("eval_loss", "eval_perplexity", "eval_tokens")
 CompiledStep = Callable[..., tuple[TrainState, dict[str, Array]]]
-# Steps. 0 means never.
-Interval = int | Fraction
-
-
-def is_due(step: int, every: Interval) -> bool:
-    """Return whether an event happens after a step: the first step that completes a multiple of the interval."""
-    # With every = 5/2, the quotients of steps 1 to 5 are 0 0 1 1 2: it happens after steps 3 and 5.
-    return bool(every) and step // every > (step - 1) // every
-
-
-@dataclass(frozen=True, slots=True)
-class LoopConfig:
-    """Complete description of a run for the loop. Equal configs that start from equal states end in equal states.
-
-    Attributes:
-        setup: Model, forward config, optimizer and accumulation of a step.
-        recipe: Recipe of the run. The loop reads its tables `train`, `eval`, `checkpoint` and
-            `log`.
-        steps: Number of the last step.
-        order: Rows of each step.
-        train: Rows to train on.
-        evaluation: Rows to evaluate on. None without evaluation.
-        eval_every: Steps between two evaluations. 0 evaluates only after the last step.
-        save_every: Steps between two checkpoints. 0 saves only after the last step.
-        manifest_fields: Extra entries for the manifest of every checkpoint.
-        stop_after: Steps that this process takes. 0 means no limit.
-        peak_step_s: Seconds of the model operations of a step at the devices' peak. None if it is
-            unknown.
-        sampler: Generates texts from the prompts of the recipe. None without prompts.
-    """
-
-    setup: StepSetup
-    recipe: Recipe
-    steps: int
-    order: RowOrder
-    train: Dataset
-    evaluation: Dataset | None
-    eval_every: Interval
-    save_every: Interval
-    manifest_fields: StepFields
-    stop_after: int = 0
-    peak_step_s: float | None = None
-    sampler: Sampler | None = None
-
-    @property
-    def evaluates_at_start(self) -> bool:
-        """Whether the start parameters are evaluated before the first step."""
-        at_start = self.recipe.eval.at_start
-        return self.eval_every > 0 if at_start is None else at_start
-
-    @property
-    def save_intervals(self) -> tuple[Interval, ...]:
-        """Intervals at which checkpoints are saved: `save_every`, milestones and exports."""
-        table = self.recipe.checkpoint
-        return (self.save_every, table.milestones, table.export_every)
-
-    @property
-    def saves_best(self) -> bool:
-        """Whether each step with the lowest evaluation loss so far is saved, with the loss in its manifest."""
-        return self.recipe.checkpoint.best is not None
-
-    @property
-    def saved_dtype(self) -> str | None:
-        """Dtype of the saved parameters, or None without a cast. Resuming needs them without a cast."""
-        dtype = self.recipe.checkpoint.dtype
-        return None if dtype == self.setup.param_dtype else dtype
-
-    @property
-    def eval_batch_size(self) -> int:
-        """Sequences of an evaluation batch.
-
-        As many as in a training micro-batch, which is known to fit into memory. With an exact reduction, a batch of
-        logical shards.
-        """
-        if self.setup.reduction_shards:
-            return self.order.batch_size
-        return self.order.batch_size // self.setup.accumulate
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a training step, source tokens included."""
-        columns = self.train.columns
-        tokens_per_row = 0
-        for name in ("tokens", "source"):
-            if name in columns:
-                tokens_per_row += columns[name][0]
-        return self.order.batch_size * tokens_per_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,34 +56,6 @@ class LoopResult:
     step: int
     metrics: Mapping[str, object]
     stop_reason: str = ""
-
-
-class Callbacks(Protocol):
-    """Receiver of the progress reports of the loop."""
-
-    def on_compile(self, seconds: float) -> None:
-        """Report the seconds of compiling the step."""
-        ...
-
-    def on_step(self, step: int) -> None:
-        """Report a finished step."""
-        ...
-
-    def on_log(self, line: StepLine, remaining_s: float | None) -> None:
-        """Report a log line, and an estimate of the remaining seconds."""
-        ...
-
-    def on_evaluate(self, step: int, result: EvaluationResult) -> None:
-        """Report an evaluation after a step."""
-        ...
-
-    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Report the texts generated after a step."""
-        ...
-
-    def on_save(self, step: int, seconds: float) -> None:
-        """Report a durable checkpoint, its step, and the seconds of saving it."""
-        ...
 
 
 class Loop:
@@ -203,6 +76,7 @@ class Loop:
         poll_stop_reason: Callable[[], str],
         enter_phase: Callable[[str], None] = lambda _: None,
         best_eval_loss: float = math.inf,
+        missing_events: MissingEvents = NO_MISSING_EVENTS,
         profiler: StepProfiler | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -220,6 +94,7 @@ class Loop:
             enter_phase: Called with the name of each phase, such as `compile`,
                 `step 12` or `save 12`.
             best_eval_loss: Lowest loss in the manifest of a saved step.
+            missing_events: Events of a start step that was saved, and stopped or killed before its events had ended.
             profiler: Records some of the steps.
             warn: Called with a message if parameters cannot be cast for a checkpoint.
         """
@@ -234,6 +109,7 @@ class Loop:
         self.profiler = profiler
         self.warn = warn
         self.best_eval_loss = best_eval_loss
+        self.missing_events = missing_events
         # Loss of the last evaluation by its step, so that no later step is saved with it.
         self.eval_losses: dict[int, float] = {}
         self.step = int(state["step"])
@@ -242,9 +118,36 @@ class Loop:
         self.pending_metrics: deque[tuple[int, dict[str, Array]]] = deque()
         self.last_metrics: dict[str, object] = {}
         self.timer = StepTimer()
+        self.event_times = EventTimes()
+        self.step_s: float | None = None
+        self.compiled_step: CompiledStep | None = None
         (platform,) = {device.platform for device in state["step"].devices()}
         self.metrics_lag = CPU_METRICS_LAG if platform == "cpu" else METRICS_LAG
         self.eval_step = _jit_eval_step(config.setup)
+
+    def compile(self) -> None:
+        """Compile the functions of the run. An exception of a signal ends the wait for them.
+
+        Nothing can be lost here, because the state is as it was loaded. Later compilations could outlast the time
+        between a stop signal and a kill.
+        """
+        self.enter_phase("compile")
+        # XLA compiles for minutes in one call, during which this thread could handle no signal.
+        run_abandonable(self._compile)
+
+    def _compile(self) -> None:
+        config = self.config
+        if self.step < config.steps:
+            self.compiled_step = self._compile_step()
+        # Compiled by their first batch or first tokens, which are computed again when they are due.
+        if config.evaluation is not None and config.eval_every:
+            batches = eval_batches(
+                config.evaluation.n_rows, config.eval_batch_size, limit=config.recipe.eval.limit
+            )
+            batch = load_batch(config.evaluation, next(batches), config.setup.sharding)
+            jax.block_until_ready(self.eval_step(self.state["params"], batch))
+        if config.sampler is not None and config.recipe.log.sample_every:
+            config.sampler.compile(self.state["params"])
 
     def run(self) -> LoopResult:
         """Take the remaining steps, or stop early for a stop reason.
@@ -255,30 +158,25 @@ class Loop:
             PrepError: Too many consecutive steps were skipped, because loss or gradients were not
                 finite or no token had a weight, or a checkpoint cannot be saved.
         """
-        compiled_step = self._compile_step()
-        if self.step == 0 and self.config.evaluates_at_start:
-            self._evaluate()
-        if self.step == 0 and self.config.recipe.log.sample_every:
-            self._log_samples()
-        self.timer.resume()
+        if self.compiled_step is None:
+            self.compile()
         try:
-            reason = self._take_steps(compiled_step)
+            reason = self._take_steps()
         finally:
             if self.profiler is not None:
                 self.profiler.stop()
-        # A run that starts at its last step takes no step, and does not evaluate it again.
-        if not reason and self.start_step < self.step == self.config.steps:
-            self._evaluate()
-            self._log_samples()
         self._save()
         self._wait_for_save()
         return LoopResult(self.step, self.last_metrics, reason)
 
-    def _take_steps(self, compiled_step: CompiledStep) -> str:
+    def _take_steps(self) -> str:
         """Take the remaining steps, and return the reason of an early stop."""
         config = self.config
         reason = ""
+        has_all_events = self._run_start_events()
+        self.timer.resume()
         while self.step < config.steps and not (reason := self._stop_reason()):
+            assert self.compiled_step is not None
             self.enter_phase(f"step {self.step + 1}")
             if self.profiler is not None:
                 # The profiler waits for all steps in flight: a trace begins and ends between steps.
@@ -289,17 +187,20 @@ class Loop:
                 config.setup.sharding,
                 epochs=config.order.epochs(self.step),
             )
-            self.state, metrics = compiled_step(self.state, batch | self.stop_signals.batch_entry())
+            self.state, metrics = self.compiled_step(
+                self.state, batch | self.stop_signals.batch_entry()
+            )
             self.step += 1
             # The dispatch is asynchronous: `metrics` are arrays that may not be computed yet. They
             # are read METRICS_LAG steps later.
             self.pending_metrics.append((self.step, metrics))
             self._drain_metrics(self.metrics_lag)
-            # A save that has ended is reported, or its error is raised, at the next step.
-            if self.pending_save and self.pending_save[1].is_done:
-                self._wait_for_save()
-            self._run_due_events()
+            self._report_finished_save()
+            has_all_events = self._run_due_events()
         self._drain_metrics(0)
+        if not has_all_events:
+            # A signal has stopped the events of this step, which may be the last one.
+            reason = self.stop_signals.reason()
         return reason
 
     def _stop_reason(self) -> str:
@@ -313,7 +214,6 @@ class Loop:
 
         The state is donated.
         """
-        self.enter_phase("compile")
         setup = self.config.setup
         start_s = self.timer.clock()
         shapes = jax.tree.map(
@@ -328,19 +228,56 @@ class Loop:
         self.callbacks.on_compile(compile_s)
         return compiled
 
-    def _run_due_events(self) -> None:
-        """Evaluate, sample and save, each if it is due after this step."""
+    def _run_start_events(self) -> bool:
+        """Run the events before the first step, or the missing ones of the step that the run resumes from.
+
+        Return whether they were complete, and not stopped by a signal.
+        """
+        evaluates = self.missing_events.evaluation
+        num_samples = self.missing_events.num_samples
+        if self.step == 0:
+            evaluates = self.config.is_evaluation_due(0)
+            num_samples = self.config.num_samples_due(0)
+        try:
+            if evaluates:
+                self._evaluate()
+            self._log_samples(num_samples)
+        except EventStoppedError:
+            return False
+        return True
+
+    def _run_due_events(self) -> bool:
+        """Save, evaluate and sample, each if it is due after this step.
+
+        Return whether they were complete, and not stopped by a signal.
+        """
         config = self.config
-        # `run` does all three after the last step, whether they are due or not.
-        if self.step == config.steps:
-            return
-        if is_due(self.step, config.eval_every):
-            self._evaluate()
-        if is_due(self.step, config.recipe.log.sample_every):
-            self._log_samples()
-        is_save_due = any(is_due(self.step, every) for every in config.save_intervals)
-        if is_save_due or self._is_best():
-            self._save()
+        is_evaluation_due = config.is_evaluation_due(self.step)
+        is_save_due = config.is_save_due(self.step)
+        try:
+            # Saved first: a process may be killed during the evaluation. Only the manifest of a step that may become
+            # the best one needs its loss. A signal during this evaluation saves the step without it.
+            if is_save_due and not (is_evaluation_due and config.saves_best):
+                self._save()
+            if is_evaluation_due:
+                self._evaluate()
+            if is_save_due or self._is_best():
+                self._save()
+            self._log_samples(config.num_samples_due(self.step))
+        except EventStoppedError:
+            return False
+        return True
+
+    def _check_stop(self) -> None:
+        """Report a finished save. Raise EventStoppedError after a stop signal of any process."""
+        self._report_finished_save()
+        if self.stop_signals.agree():
+            raise EventStoppedError
+
+    def _report_finished_save(self) -> None:
+        """Report the save in the background, or raise its error, if it has ended."""
+        if self.pending_save and self.pending_save[1].is_done:
+            self._wait_for_save()
 
     def _is_best(self) -> bool:
         """Return whether this step was evaluated and should be saved for its loss, the lowest so far."""
@@ -359,7 +296,7 @@ class Loop:
             consecutive_skips = int(metrics["in_row"])
             self.stop_signals.update_from_metrics(metrics)
             self.timer.count_step()
-            self.callbacks.on_step(step)
+            self.callbacks.on_step(step, self._remaining_s(step))
             if step % config.recipe.train.log_every == 0 or step in (1, config.steps):
                 self._log_step(step, metrics)
             if consecutive_skips >= config.recipe.train.max_skipped:
@@ -375,6 +312,7 @@ class Loop:
             config.order, config.train, step, tokens_per_row=tokens_per_row
         )
         step_s = self.timer.lap()
+        self.step_s = step_s or self.step_s
         speed = speed_fields(
             step_s, tokens_per_step=config.tokens_per_step, peak_step_s=config.peak_step_s
         )
@@ -384,48 +322,75 @@ class Loop:
         logged: dict[str, object] = {**line, **source_tokens, **speed}
         self.metrics.write(logged)
         self.last_metrics |= {key: logged[key] for key in RESULT_METRICS if key in logged}
-        self.callbacks.on_log({**line, **speed}, step_s * (config.steps - step) if step_s else None)
+        self.callbacks.on_log({**line, **speed}, self._remaining_s(step))
+
+    def _remaining_s(self, step: int) -> float | None:
+        """Estimate the seconds from a step to the end of the run. None before a step was timed."""
+        if self.step_s is None:
+            return None
+        return self.config.remaining_s(step, step_s=self.step_s, seconds=self.event_times.seconds)
 
     def _evaluate(self) -> None:
-        """Log the loss over the evaluation rows."""
-        config = self.config
-        dataset = config.evaluation
-        if dataset is None:
-            return
-        self.enter_phase(f"evaluate {self.step}")
-        self._drain_metrics(0)
-        self.timer.pause()
-        result = evaluate(
-            self.state["params"],
-            dataset,
-            eval_step=self.eval_step,
-            sharding=config.setup.sharding,
-            batch_size=config.eval_batch_size,
-            limit=config.recipe.eval.limit,
-        )
-        line = evaluation_line(self.step, result)
-        self.eval_losses = {self.step: result.mean_loss}
-        self.metrics.write(line)
-        self.last_metrics |= {key: line[key] for key in RESULT_EVAL_METRICS}
-        self.callbacks.on_evaluate(self.step, result)
-        self.timer.resume()
+        """Log the loss over the evaluation rows.
 
-    def _log_samples(self) -> None:
-        """Generate a text for each prompt of the recipe, and log it."""
-        if self.config.sampler is None:
+        Raises:
+            EventStoppedError: A process has received a stop signal.
+        """
+        config = self.config
+        assert config.evaluation is not None
+        with self._event("evaluate"):
+            result = evaluate(
+                self.state["params"],
+                config.evaluation,
+                eval_step=self.eval_step,
+                sharding=config.setup.sharding,
+                batch_size=config.eval_batch_size,
+                limit=config.recipe.eval.limit,
+                on_progress=self._report_progress,
+            )
+            line = evaluation_line(self.step, result)
+            self.eval_losses = {self.step: result.mean_loss}
+            self.metrics.write(line)
+            self.last_metrics |= {key: line[key] for key in RESULT_EVAL_METRICS}
+        self.callbacks.on_evaluate(self.step, result)
+
+    def _report_progress(self, done: int, total: int) -> None:
+        """Report the progress of an event, and end it after a stop signal unless it is complete."""
+        self.callbacks.on_progress(done, total)
+        if done < total:
+            self._check_stop()
+
+    def _log_samples(self, num_samples: int) -> None:
+        """Generate a text for each prompt of the recipe, and log the last `num_samples` texts.
+
+        Raises:
+            EventStoppedError: A process has received a stop signal.
+        """
+        sampler = self.config.sampler
+        if sampler is None or not num_samples:
             return
-        self.enter_phase(f"sample {self.step}")
+        with self._event("sample"):
+            samples = sampler.generate(
+                self.state["params"],
+                lambda done: self._report_progress(done, sampler.max_new_tokens),
+            )
+            lines = [sample_line(self.step, sample) for sample in samples]
+            for line in lines[-num_samples:]:
+                self.sample_log.write(line)
+            self.last_metrics["samples"] = lines
+        self.callbacks.on_samples(self.step, samples)
+
+    @contextmanager
+    def _event(self, kind: str) -> Iterator[None]:
+        """Enter the phase of an event, and measure its time apart from the steps."""
+        self.enter_phase(f"{kind} {self.step}")
         self._drain_metrics(0)
         self.timer.pause()
-        samples = self.config.sampler.generate(self.state["params"])
-        lines: list[object] = []
-        for sample in samples:
-            line = sample_line(self.step, sample)
-            self.sample_log.write(line)
-            lines.append(line)
-        self.last_metrics["samples"] = lines
-        self.callbacks.on_samples(self.step, samples)
-        self.timer.resume()
+        try:
+            with self.event_times.measure(kind):
+                yield
+        finally:
+            self.timer.resume()
 
     def _save(self) -> None:
         """Begin to save this step unless it is saved already.
@@ -434,9 +399,10 @@ class Loop:
         """
         if self.last_saved_step == self.step:
             return
-        self.enter_phase(f"save {self.step}")
-        self._drain_metrics(0)
-        self.timer.pause()
+        with self._event("save"):
+            self._start_save()
+
+    def _start_save(self) -> None:
         self._wait_for_save()
         # Checked before the first byte is written: a checkpoint that is not finite could replace a
         # good one under `checkpoint.keep`.
@@ -455,7 +421,6 @@ class Loop:
         # flight, so steps become durable in their order.
         self.pending_save = self.step, self.store.start_save(self.step, leaves, fields)
         self.last_saved_step = self.step
-        self.timer.resume()
 
     def _manifest_fields(self) -> StepFields:
         """Return the entries of the manifest.
@@ -488,7 +453,9 @@ class Loop:
             step, save = self.pending_save
             # Cleared first: an error of the save is raised once, and not again when the run ends.
             self.pending_save = None
-            self.callbacks.on_save(step, save.wait())
+            write_s = save.wait()
+            self.event_times.seconds["write"] = write_s
+            self.callbacks.on_save(step, write_s)
 
     def _divergence_error(self, step: int, consecutive_skips: int) -> PrepError:
         what = f"{consecutive_skips} steps in a row were skipped, up to step {step}"

@@ -171,6 +171,19 @@ def repeated_lines(path: Path, step: int) -> frozenset[LogKey]:
     return frozenset(log_key(line) for line in MetricsFile(path) if line_step(line) >= step)
 
 
+def num_logged_events(path: Path, step: int) -> int:
+    """Return the number of lines of a step in a file of metrics or samples that are not of the training step itself.
+
+    Raises:
+        PrepError: The file cannot be read.
+    """
+    count = 0
+    for line in MetricsFile(path):
+        is_event = f"{EVAL_PREFIX}loss" in line or "prompt" in line
+        count += line_step(line) == step and is_event
+    return count
+
+
 class MetricsLog(Protocol):
     """Receiver of the log lines of a run."""
 

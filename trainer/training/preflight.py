@@ -19,7 +19,7 @@ from trainer.planning.step_inputs import check_token_split
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.data_sources import split_sources
 from trainer.recipe.text_fields import DataType
-from trainer.training.loop import LoopConfig
+from trainer.training.loop_config import LoopConfig
 from trainer.training.source_datasets import eval_selection, train_selection
 
 MANY_EPOCHS = 1000  # a run of more epochs gets a warning

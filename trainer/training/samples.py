@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from trainer.data.tokenizer import TextTokenizer
@@ -98,7 +98,28 @@ class Sampler:
             None, model, forward_config=forward_config, generation_config=generation_config
         )
 
-    def generate(self, params: Tree) -> list[Sample]:
+    @property
+    def max_new_tokens(self) -> int:
+        """Maximum number of new tokens of a text."""
+        return self._generator.generation_config.max_new_tokens
+
+    def compile(self, params: Tree) -> None:
+        """Compile the functions of `generate` by generating the first tokens.
+
+        All processes of a job call it together.
+        """
+
+        def stop_when_compiled(num_tokens: int) -> None:
+            # The first token needs the prefill, and the next ones the decoding loop.
+            if num_tokens > 1:
+                raise _CompiledError
+
+        with suppress(_CompiledError):
+            self.generate(params, stop_when_compiled)
+
+    def generate(
+        self, params: Tree, on_progress: Callable[[int], None] = lambda tokens: None
+    ) -> list[Sample]:
         """Generate a text for each prompt, with the most likely token at each position.
 
         In a job of several processes, all of them call it together.
@@ -106,8 +127,12 @@ class Sampler:
         Args:
             params: Parameters of the model on the mesh of the run. They are copied if their dtype is not the dtype of
                 the computation.
+            on_progress: Called before each compiled call and after the last one, with the number of new tokens so far.
+                Its exception ends the generation.
         """
-        outputs = self._generator.with_params(params).generate(self._ids, self._sources)
+        generator = self._generator.with_params(params)
+        on_progress(0)
+        outputs = generator.generate(self._ids, self._sources, on_progress=on_progress)
         samples: list[Sample] = []
         for prompt, prompt_ids, ids in zip(self.prompts, self._ids, outputs, strict=True):
             # A target does not continue the text of its source.
@@ -116,6 +141,10 @@ class Sampler:
                 preceding_ids = []
             samples.append(Sample(prompt, self._tokenizer.decode(ids, preceding_ids)))
         return samples
+
+
+class _CompiledError(Exception):
+    """The end of a generation whose functions are all compiled."""
 
 
 @contextmanager

@@ -33,7 +33,8 @@ from trainer.planning.step_inputs import ModelShapes, chunk_sizes, step_inputs, 
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
 from trainer.recipe.tables import Data, Model
-from trainer.training.loop import Interval, LoopConfig
+from trainer.training.events import Interval
+from trainer.training.loop_config import LoopConfig
 from trainer.training.loss_scale import LossScale
 from trainer.training.manifest_model import check_mesh_divides, rules_from_manifest
 from trainer.training.optimizers import build_optimizer

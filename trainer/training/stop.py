@@ -2,6 +2,7 @@
 
 With several processes each batch carries the stop signal of each process, in one int32 per device. The training step
 returns the largest, so that all processes read the same signal at the same step, without an exchange of their own.
+Between the batches of an evaluation and the tokens of a sample, `agree` exchanges the signals.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
@@ -19,6 +21,10 @@ from trainer.distributed.sharding import ShardingContext
 STOP = "stop"
 # The index of a reason is its value in a batch. Among several, the largest one wins.
 STOP_REASONS = ("", "SIGUSR1", "SIGTERM", "SIGINT")
+
+
+class EventStoppedError(Exception):
+    """A stop signal ended an event between two steps, such as an evaluation, before it was complete."""
 
 
 class StopSignals:
@@ -34,12 +40,14 @@ class StopSignals:
         """
         self._poll = poll_stop_reason
         self._agreed = ""
-        self._sharding = None
+        self._sharding: NamedSharding | None = None
+        self._largest: Callable[[Array], Array] | None = None
         self._shape = (sharding.num_devices,)
         if sharding.device_mesh is not None and sharding.has_other_processes:
             self._sharding = NamedSharding(
                 sharding.device_mesh, PartitionSpec(sharding.device_mesh.axis_names)
             )
+            self._largest = jax.jit(jnp.max, out_shardings=sharding.replicated_sharding())
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape of each array of `batch_entry`, by name. Empty in a run of one process."""
@@ -58,12 +66,18 @@ class StopSignals:
     def update_from_metrics(self, metrics: Mapping[str, Array]) -> None:
         """Store the strongest signal of all processes, from the metrics of a step."""
         if STOP in metrics:
-            # The maximum over all devices is equal in all processes, so they stop after the same
-            # step. A process that stopped alone would leave the collectives of the next step
-            # waiting.
-            self._agreed = max(
-                self._agreed, STOP_REASONS[int(metrics[STOP])], key=STOP_REASONS.index
-            )
+            self._update(metrics[STOP])
+
+    def agree(self) -> str:
+        """Exchange the signals of all processes, and return the strongest one. All processes call it together."""
+        if self._largest is not None:
+            self._update(self._largest(self.batch_entry()[STOP]))
+        return self.reason()
+
+    def _update(self, largest: Array) -> None:
+        # The maximum over all devices is equal in all processes, so they stop at the same point. A
+        # process that stopped alone would leave the next collectives waiting.
+        self._agreed = max(self._agreed, STOP_REASONS[int(largest)], key=STOP_REASONS.index)
 
     def reason(self) -> str:
         """Return the name of the signal.

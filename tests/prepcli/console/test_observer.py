@@ -35,7 +35,7 @@ def test_observer_of_a_caller_serves_every_process(observer: SilentObserver | Re
     assert not isinstance(adapter, CommandObserver | StreamObserver)
     assert adapter.for_process(3) is adapter
     assert adapter.open_live_block() is None
-    assert adapter.show_peer_error(PrepError("stopped", code=STOPPED)) == STOPPED
+    assert adapter.show_final_error(PrepError("stopped", code=STOPPED)) == STOPPED
 
 
 def test_notes_and_warnings_of_a_run_reach_the_caller():

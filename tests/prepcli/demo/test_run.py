@@ -7,7 +7,10 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
+from prepcli.console.pacing import PacedNotes
 from prepcli.console.ui import Report, Ui
 from prepcli.demo import conversion, training
 from prepcli.demo import run as module
@@ -134,6 +138,34 @@ def test_demo_reuses_the_folder_of_an_earlier_demo(
     assert demo(tmp_path / "out", make_ui()).error is None
     assert (tmp_path / "out" / MARKER).exists()
     assert demo(tmp_path / "mine", make_ui()).error is None, "an empty folder may be used"
+
+
+@contextmanager
+def tick_once(tick: Callable[[], None]) -> Iterator[None]:
+    """Tick in place of a thread, at the start of the block."""
+    tick()
+    yield
+
+
+def test_demo_shows_that_a_long_step_is_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with parts shows their number. Both lines would be ten seconds after the last one."""
+    train = replace(
+        training.training_steps()[1], args=(), run=lambda folder, args: StepOutcome("trained", 1)
+    )
+    make = conversion.conversion_steps()[0]
+    monkeypatch.setattr(module, "_demo_steps", lambda: (make, train))
+    monkeypatch.setattr(module, "write_page", lambda out, steps: None)
+    monkeypatch.setattr(module, "ticking", tick_once)
+    monkeypatch.setattr(module, "PacedNotes", partial(PacedNotes, every_s=0.0))
+    ui = make_ui()
+    assert demo(tmp_path / "out", ui).error is None
+    lines = text(ui.err).splitlines()
+    first = lines[lines.index("[1/2] make a tiny GPT-Neo") + 1]
+    second = lines[lines.index("[2/2] train on 8 devices") + 1]
+    assert re.fullmatch(r"      0\.\d s", first)
+    assert re.fullmatch(r"      0\.\d s, 0 of 12 steps", second)
 
 
 def test_demo_prints_one_line_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from prepcli.execution.signals import STOP_SIGNALS, Stopped, raise_on_signal
+from prepcli.execution.signals import (
+    STOP_SIGNALS,
+    Stopped,
+    interrupt_at_once,
+    raise_on_signal,
+    remember_signal,
+)
 from tests.helpers.waiting import MAX_S
 
 TWICE = """
@@ -71,3 +79,46 @@ def test_signal_in_a_destructor_is_raised_at_the_end() -> None:
     with pytest.raises(Stopped):
         convert()
     assert reached == ["the end of the block"]
+
+
+def test_remembered_signal_is_answered_in_a_thread() -> None:
+    """The main thread need not run Python code: here it waits for the answer."""
+    answers = queue.SimpleQueue[str]()
+    with remember_signal(answers.put, fail) as poll:
+        assert poll() == ""
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert answers.get(timeout=MAX_S) == "SIGUSR1"
+        assert poll() == "SIGUSR1"
+        # Repeated by a job manager: no second answer, and no end of the process
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert poll() == "SIGUSR1"
+    assert answers.empty()
+
+
+def test_second_ctrl_c_calls_the_quit_function() -> None:
+    answers, quits = queue.SimpleQueue[str](), threading.Event()
+    with remember_signal(answers.put, quits.set):
+        os.kill(os.getpid(), signal.SIGTERM)
+        answers.get(timeout=MAX_S)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert quits.wait(MAX_S)
+
+
+def test_first_interrupt_raises_and_the_second_one_quits() -> None:
+    quits, handler = threading.Event(), signal.getsignal(signal.SIGINT)
+
+    def convert() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            # The main thread is not interrupted again while it cleans up.
+            os.kill(os.getpid(), signal.SIGINT)
+            assert quits.wait(MAX_S)
+
+    with pytest.raises(KeyboardInterrupt), interrupt_at_once(lambda _: None, quits.set):
+        convert()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def fail() -> None:
+    raise AssertionError("the process would end")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,16 @@ def test_stopped_and_resumed_run_equals_a_local_run(
     assert losses[0] == losses[1]
     assert (LOCAL / TOKENS_FOLDER).is_dir()
     assert not Path("gs:").exists()
+
+
+def test_finished_run_in_a_bucket_does_nothing_on_another_host(store: FakeObjectStore):
+    """Its log, which shows that the last evaluation is complete, is in the bucket only."""
+    words = ("--out", URL, "--set", "data.cache=tokens", "-q")
+    assert train(*words) == OK
+    objects = dict(store.objects)
+    shutil.rmtree(LOCAL)
+    assert train(*words) == OK
+    assert dict(store.objects) == objects
 
 
 def test_start_that_another_has_overtaken_changes_nothing(

@@ -84,7 +84,7 @@ def test_live_display_names_the_step_of_older_values():
     display, block, now = make_display()
     display.on_log(LOG_LINE, 40.0)
     now[0] += 1
-    display.on_step(23)
+    display.on_step(23, 38.5)
     assert block.drawings[-1].splitlines()[1:4] == [
         "━" * 9 + "─" * 31 + "  23/100  23%",
         "loss    2.5000  at step 20",
@@ -123,7 +123,7 @@ def test_live_display_redraws_at_most_ten_times_per_second():
     for step in range(21, 41):
         now[0] += 0.0625
         display.on_phase(f"step {step + 1}")
-        display.on_step(step)
+        display.on_step(step, 0.5 * (100 - step))
     drawn = [drawing.splitlines() for drawing in block.drawings]
     shown = [lines[1].split()[1] for lines in drawn]
     assert shown == ["20/100", "20/100", *(f"{step}/100" for step in range(23, 41, 2))]
@@ -135,7 +135,7 @@ def test_lines_have_no_escape_sequences():
     display = LineDisplay(Ui("train", err=stream), 100)
     display.on_phase("compile")
     display.on_compile(1.5)
-    display.on_step(20)
+    display.on_step(20, None)
     display.on_log(LOG_LINE, 40.0)
     display.on_evaluate(20, EVALUATION)
     display.on_save(20, 1.25)
@@ -144,6 +144,62 @@ def test_lines_have_no_escape_sequences():
         "step  20/100  loss 2.5000  lr 1.00e-04  2.0k tok/s  0.50 s/step  40 s left",
         "evaluated at step 20: loss 2.0000  perplexity 7.39  tokens 1,000",
         "saved step 20 in 1.2 s",
+    ]
+
+
+def test_live_clock_and_remaining_time_advance_without_events():
+    """While the main thread compiles or evaluates, a thread draws."""
+    display, block, now = make_display()
+    display.on_phase("compile")
+    now[0] += 3
+    display.draw()
+    assert block.drawings[-1].splitlines()[0] == "run  compiling  0:03"
+    display.on_log(LOG_LINE, 40.0)
+    now[0] += 10
+    display.draw()
+    assert block.drawings[-1].splitlines()[0] == "run  compiling  0:13  30 s left"
+
+
+def test_live_display_shows_the_progress_of_an_evaluation():
+    display, block, now = make_display()
+    display.on_phase("evaluate 20")
+    now[0] += 1
+    display.on_progress(12, 4000)
+    assert block.drawings[-1].splitlines()[0] == "run  evaluating 12/4,000  0:01"
+    display.on_phase("step 21")
+    assert "training  0:01" in block.drawings[-1]
+
+
+def test_lines_are_at_most_ten_seconds_apart():
+    stream, now = io.StringIO(), [0.0]
+    display = LineDisplay(Ui("train", err=stream), 100, lambda: now[0])
+
+    def wait(seconds: int, done: int | None = None) -> None:
+        for second in range(seconds):
+            now[0] += 1
+            display.tick()
+            if done is not None:
+                display.on_progress(done + second, 40)
+
+    wait(10)
+    display.on_phase("compile")
+    wait(20)
+    display.on_phase("step 20")
+    wait(4)
+    display.on_step(20, 125.0)
+    now[0] += 6
+    display.on_step(21, 125.0)
+    display.on_phase("evaluate 21")
+    wait(11, done=10)
+    display.on_phase("save 21")
+    wait(10)
+    assert stream.getvalue().splitlines() == [
+        "loading, 9.0 s",
+        "compiling, 8.0 s",
+        "compiling, 17.0 s",
+        "step  21/100  2 min left",
+        "evaluating at step 21/100: 17/40, 12 s left",
+        "saving at step 21/100, 7.0 s",
     ]
 
 

@@ -18,7 +18,8 @@ from trainer.models.errors import PrepError
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.training import loop
 from trainer.training.loading import restore_state
-from trainer.training.loop import Loop, LoopConfig
+from trainer.training.loop import Loop
+from trainer.training.loop_config import LoopConfig
 from trainer.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from trainer.training.step import TrainState
 

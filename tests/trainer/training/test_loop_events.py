@@ -15,7 +15,8 @@ import pytest
 from tests.helpers import runs
 from trainer.models.errors import PrepError
 from trainer.training import loop as loop_module
-from trainer.training.loop import Loop, is_due
+from trainer.training.events import is_due
+from trainer.training.loop import Loop
 from trainer.training.metrics import METRICS_FILE, MetricsWriter
 from trainer.training.param_casts import count_changed_values
 from trainer.training.profiling import StepProfiler
@@ -212,7 +213,7 @@ def test_profile_ends_with_a_failed_run(
         if step == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs.RecordingCallbacks, "on_step", lambda self, step: fail(step))
+    monkeypatch.setattr(runs.RecordingCallbacks, "on_step", lambda self, step, _: fail(step))
     with pytest.raises(KeyboardInterrupt):
         run_loop(tmp_path, options={"profiler": profiler})
     assert not profiler.is_recording

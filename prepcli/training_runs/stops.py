@@ -1,0 +1,46 @@
+"""The end of a run by a signal: the error of a stopped run, and the end of a process that is not to save its step."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, NoReturn
+
+from prepcli.errors import INTERRUPTED, RESUME_HINT, STOPPED, PrepError, text
+from prepcli.execution.signals import exit_with_report
+from prepcli.training_runs.export import describe_missing_exports
+from prepcli.training_runs.run import PreparedRun, Run
+from prepcli.training_runs.storage import describe_saved_progress
+
+if TYPE_CHECKING:
+    from trainer.training.loop import LoopResult
+
+
+def quit_run(run: Run) -> NoReturn:
+    """Report a second Ctrl-C, and end the process without the steps since the last saved one."""
+
+    def report() -> int:
+        why = describe_saved_progress(run.storage)
+        error = PrepError("interrupted", why, RESUME_HINT, INTERRUPTED)
+        return run.observer.show_final_error(error)
+
+    exit_with_report(report)
+
+
+def stopped_error(prepared: PreparedRun, end: LoopResult) -> PrepError:
+    """Return the error of a run stopped before its end."""
+    run = prepared.run
+    reason = end.stop_reason
+    # 75 asks a launcher to start the job again. After Ctrl-C, the user does not want a restart.
+    code = STOPPED
+    if reason == signal.Signals.SIGINT.name:
+        code = INTERRUPTED
+    why = "no step was completed"
+    if run.storage.steps(refresh=False):
+        why = f"step {end.step} is saved"
+    if missing := describe_missing_exports(run, prepared.loop.steps):
+        why = f"{why}; {missing}"
+    what = text("stopped: {}", reason)
+    # Other reasons are texts, e.g. the limit of `stop_after`.
+    if reason.startswith("SIG"):
+        what = text("stopped by {}", reason)
+    return PrepError(what, why, RESUME_HINT, code)

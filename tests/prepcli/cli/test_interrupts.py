@@ -1,0 +1,120 @@
+"""Ctrl-C in each part of a command: while modules are imported, in a call that runs no Python code, and twice."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prepcli.errors import INTERRUPTED
+from tests.helpers.fork_server import PREP, read_until, start_python
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.waiting import MAX_S, wait_until
+
+# The process sends SIGINT to itself when it looks for a module.
+PREP_INTERRUPTED_IN_IMPORTS = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(name, *_):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+
+module = sys.argv.pop(1)
+sys.meta_path.insert(0, Finder)
+runpy.run_module("prepcli", run_name="__main__", alter_sys=True)
+"""
+COMMANDS = {
+    "help": ["--help"],
+    "train": ["train", "recipe.toml"],
+    "eval": ["eval", "tiny", "--data", "text.txt"],
+    "generate": ["generate", "tiny", "--prompt", "a"],
+    "save-init": ["save-init", "tiny"],
+    "export": ["export", "tiny"],
+    "verify": ["verify", "tiny", "tiny"],
+    "inspect": ["inspect", "tiny"],
+    "plan": ["plan", "recipe.toml"],
+    "tokenize": ["tokenize", "recipe.toml"],
+    "report": ["report", "run"],
+    "demo": ["demo"],
+    "launch": ["launch", "local", "recipe.toml"],
+}
+# Modules of the command line, and modules that functions of commands import
+CASES = [
+    *((name, "typer") for name in COMMANDS),
+    *((name, "prepcli.cli.root") for name in COMMANDS),
+    ("train", "trainer.recipe.tables"),
+    ("train", "prepcli.operations.train"),
+    ("train", "numpy"),
+    ("train", "jax"),
+    ("eval", "prepcli.operations.evaluate"),
+    ("generate", "prepcli.operations.generate"),
+    ("save-init", "prepcli.operations.save_init"),
+    ("inspect", "prepcli.operations.inspect"),
+    ("demo", "prepcli.demo.run"),
+]
+DEFAULT_CASES = [("help", "typer"), ("train", "prepcli.cli.root"), ("train", "numpy")]
+
+
+@pytest.mark.parametrize(("command", "module"), slow_except(CASES, DEFAULT_CASES))
+def test_ctrl_c_while_importing_prints_no_traceback(work_dir: Path, command: str, module: str):
+    words = [sys.executable, "-c", PREP_INTERRUPTED_IN_IMPORTS, module, *COMMANDS[command]]
+    process = subprocess.run(words, capture_output=True, text=True, timeout=MAX_S, check=False)
+    assert (process.returncode, process.stdout) == (INTERRUPTED, "")
+    assert "error: interrupted" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert "ignored" not in process.stderr
+
+
+def test_ctrl_c_in_a_destructor_ends_the_command(tmp_path: Path):
+    """Python drops the exception there, and prints a traceback unless prep raises it again."""
+    script = f"""
+import os, signal, time
+import prepcli.operations.models as module
+
+class Signals:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def wait(*arguments, **options):
+    Signals()
+    while True:  # a signal just before one long sleep would be handled after it
+        time.sleep(0.1)
+
+module.list_aliases = wait
+{PREP}
+"""
+    process = start_python(script, "models", cwd=tmp_path)
+    _, err = process.communicate(timeout=MAX_S)
+    assert process.returncode == INTERRUPTED
+    assert err.decode() == "error: interrupted\n"
+
+
+# The main thread runs no Python code, as in a compilation by XLA: the C library's `pause` returns at a handled signal
+# only, and the main thread receives none.
+PREP_IN_A_LONG_CALL = f"""
+import ctypes, signal, sys
+from pathlib import Path
+import prepcli.operations.evaluate as module
+
+def wait(*arguments, **options):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    Path("waiting").touch()
+    ctypes.CDLL(None).pause()
+
+module.evaluate = wait
+{PREP}
+"""
+
+
+def test_ctrl_c_in_a_long_call_is_answered_and_quits(tmp_path: Path):
+    process = start_python(PREP_IN_A_LONG_CALL, "eval", "tiny", "--data", "x", cwd=tmp_path)
+    wait_until((tmp_path / "waiting").exists, process)
+    process.send_signal(signal.SIGINT)
+    read_until(process, "stopping; again to quit\n")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=MAX_S)
+    assert (process.returncode, err.decode()) == (INTERRUPTED, "error: interrupted\n")
