@@ -135,12 +135,19 @@ def _evaluate(
         # Without `cache`, the tokens are kept here until the end of the call.
         scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))
         check_target_metrics(options, opened)
-        recipes = _make_recipes(files, options, source, opened)
+        remote = DataFinder(make_access(observer, offline=options["offline"]), observer.note)
+        recipes = _make_recipes(files, options, source, opened, remote=remote)
         # All data is read before the weights are loaded: invalid data is reported early.
         datasets: dict[str, Dataset] = {}
         for name, recipe in recipes.items():
             datasets[name] = _open_dataset(
-                options, recipe, source, opened, scratch_dir=scratch_dir, observer=observer
+                options,
+                recipe,
+                source,
+                opened,
+                remote=remote,
+                scratch_dir=scratch_dir,
+                observer=observer,
             )
         first_recipe = next(iter(recipes.values()))
         loaded = load_model(options, opened, first_recipe, observer)
@@ -223,10 +230,15 @@ def _finite_or_none(value: float) -> float | None:
 
 
 def _make_recipes(
-    files: Sequence[str], options: EvaluateOptions, source: Source, opened: OpenedModel
+    files: Sequence[str],
+    options: EvaluateOptions,
+    source: Source,
+    opened: OpenedModel,
+    *,
+    remote: DataFinder,
 ) -> dict[str, Recipe]:
-    """Return the recipe of each source of data: the settings that reading and computing need."""
-    from trainer.training.setup import check_seq_length
+    """Return the checked recipe of each source of data: the settings that reading and computing need."""
+    from trainer.training.recipe_checks import check_inputs, check_model
 
     dtype = resolve_compute_dtype(options["dtype"], opened)
     recipes: dict[str, Recipe] = {}
@@ -239,7 +251,8 @@ def _make_recipes(
             max_positions=opened.model.arch_config.max_positions,
         )
     for recipe in recipes.values():
-        check_seq_length(recipe.data, opened.model)
+        check_inputs(recipe, remote)
+        check_model(recipe, opened.model)
     return recipes
 
 
@@ -249,6 +262,7 @@ def _open_dataset(
     source: Source,
     opened: OpenedModel,
     *,
+    remote: DataFinder,
     scratch_dir: Path,
     observer: Observer,
 ) -> Dataset:
@@ -259,13 +273,12 @@ def _open_dataset(
         "tokenizer": tokenizer_path(source, options["tokenizer"], purpose="encode the data"),
         "cache": Path(options["cache"] or scratch_dir),
     }
-    access = make_access(observer, offline=options["offline"])
     return build_datasets(
         recipe,
         opened.model,
         model_config=opened.reader.manifest["config"],
         folders=folders,
-        remote=DataFinder(access, observer.note),
+        remote=remote,
         progress=tokenize_progress(observer),
         note=observer.note,
     ).train

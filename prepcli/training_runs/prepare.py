@@ -120,14 +120,15 @@ def _start_model(
     """
     from trainer.training import setup
     from trainer.training.manifest_model import model_from_manifest
+    from trainer.training.recipe_checks import check_model
 
     manifest = start.manifest
     # The manifest of a step of the run has the recipe's changes already. The base of a LoRA run has not.
     if not start.resume_step or start.lora is not None:
         manifest = setup.override_config(manifest, recipe)
     model = model_from_manifest(manifest)
+    check_model(recipe, model)
     setup.check_model_layout(recipe, model, sharding)
-    setup.check_seq_length(recipe.data, model)
     return manifest, model
 
 

@@ -162,7 +162,9 @@ def find_config_files(
         PrepError: There are no files, or the config does not fit them.
     """
     check_eos_id(config)
-    found = find_data_files(config.paths, config.type, config.selection, remote=config.remote)
+    found = find_data_files(
+        config.paths, config.type, config.selection, remote=config.remote, note=note
+    )
     file_type = resolve_type(found, config.type)
     config = set_file_type(config, file_type)
     if READERS[file_type].has_ids:

@@ -52,14 +52,14 @@ class Data(BaseModel):
     config: str | None = Field(
         default=None,
         min_length=1,
-        description="configuration of a dataset on the hub",
+        description="configuration of a dataset, on the hub or in a folder",
         examples=["wikitext-103-raw-v1"],
         json_schema_extra=if_absent("its default"),
     )
     split: str | None = Field(
         default=None,
         min_length=1,
-        description="split of a dataset on the hub or in a saved folder",
+        description="split of a dataset, on the hub or in a folder",
         examples=["train"],
         json_schema_extra=if_absent('"train", or the only one'),
     )
