@@ -43,6 +43,9 @@ ADDED_TOKENS = ("add_bos", "add_eos", "prepend_text")
 MAX_EMPTY_NOTES = 3
 # Part of a store's identity. Raise it when the same files give other tokens.
 TOKENS_VERSION = 1
+# Version of the objects in rows of tables, which chat templates see. Also a part of the identity.
+ROW_VALUES_VERSION = 1
+TABLE_TYPES = ("parquet", "arrow")
 
 # Called with the bytes tokenized so far, the total bytes, and the tokens so far.
 TokenizeProgress = Callable[[int, int, int], None]
@@ -327,6 +330,8 @@ def store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer_
     # did not have the setting, therefore keep their identity. The order of keys is part of the
     # digest.
     inputs |= settings.identity_inputs()
+    if settings.chat_template is not None and config.type in TABLE_TYPES:
+        inputs["row_values"] = ROW_VALUES_VERSION
     if config.max_examples:
         inputs["max_examples"] = config.max_examples
     if config.bad_lines:
