@@ -43,6 +43,7 @@ class ChatBuilder:
         self._settings = settings
         self._template = template
         self._renderer = _load_renderer(template)
+        self._bos_text = dict(template.special_tokens).get("bos_token", "")
         self.max_extra_token_id = largest_added_id(settings)
 
     def build(self, piece: DataPiece) -> Example:
@@ -59,12 +60,12 @@ class ChatBuilder:
         text, spans = self._renderer.render(messages, piece.place)
         if spans is None:
             spans = self._spans_by_prefix(messages, text, piece.place)
-        parts = (
-            begin_segments(self._settings),
-            Segment(text, loss_spans=spans),
-            token_segment(self._settings.end_id),
-        )
-        return Example((*parts[0], parts[1], *parts[2]), piece.nbytes)
+        begin: tuple[Segment, ...] = ()
+        # Most templates write the begin token themselves.
+        if not (self._bos_text and text.startswith(self._bos_text)):
+            begin = begin_segments(self._settings)
+        end = token_segment(self._settings.end_id)
+        return Example((*begin, Segment(text, loss_spans=spans), *end), piece.nbytes)
 
     def _spans_by_prefix(self, messages: list[JsonObject], text: str, place: str) -> Spans:
         """Return start and end of each assistant turn.

@@ -223,7 +223,7 @@ def open_shards(config: TokenizeConfig, note: Note) -> ShardJob:
     """
     folder = _plan_folder(config)
     tokenizer = load_tokenizer(config.tokenizer)
-    config, found = find_config_files(config, note)
+    config, found = find_config_files(config, tokenizer, note)
     settings = store_identity(config, (), tokenizer.digest)
     stamps = file_stamps(found)
     # The lock saves work: on a file system with locks, only the first process reads all files for

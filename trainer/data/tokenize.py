@@ -128,7 +128,7 @@ def tokenize_files(
             tokens do not fill one block.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    config, found = find_config_files(config, note)
+    config, found = find_config_files(config, tokenizer, note)
     key = record_key(config, tokenizer)
     stamps = file_stamps(found)
     if not config.checks_digests:
@@ -157,9 +157,11 @@ def record_key(config: TokenizeConfig, tokenizer: TextTokenizer) -> str:
 
 
 def find_config_files(
-    config: TokenizeConfig, note: Note
+    config: TokenizeConfig, tokenizer: TextTokenizer, note: Note
 ) -> tuple[TokenizeConfig, tuple[Path | DataFile, ...]]:
-    """Return a config with the type of its files, and the files. Local ones are not read yet.
+    """Return a config with the type of its files and the tokenizer's prefix, and the files.
+
+    Local files are not read yet.
 
     Raises:
         PrepError: There are no files, or the config does not fit them.
@@ -172,7 +174,21 @@ def find_config_files(
     config = set_file_type(config, file_type)
     if READERS[file_type].has_ids:
         check_unused_settings(config, note)
+    elif config.examples.add_bos is None and config.examples.chat_template is None:
+        config = _with_prefix(config, tokenizer, note)
     return config, with_companions(found, file_type)
+
+
+def _with_prefix(config: TokenizeConfig, tokenizer: TextTokenizer, note: Note) -> TokenizeConfig:
+    """Return a config that begins documents as the tokenizer begins a text. The training data reports it."""
+    examples = replace(config.examples, prefix_ids=tokenizer.prefix_ids())
+    begin_ids = examples.used_begin_ids
+    if begin_ids and not config.is_evaluation:
+        tokens = " ".join(tokenizer.codec.token(token) or str(token) for token in begin_ids)
+        note(
+            f"each document begins with {tokens}, as the tokenizer begins a text: `data.add_bos = false` omits it"
+        )
+    return replace(config, examples=examples)
 
 
 def map_new_tokens(

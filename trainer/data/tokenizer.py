@@ -53,6 +53,9 @@ TRANSFORMERS_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "config.json"),
 )
 
+# A text that is encoded to see the tokens around it.
+PROBE = "a"
+
 # Parts of a long text that are encoded at once: one for every core.
 PARTS_AT_ONCE = min(max(os.cpu_count() or 1, 4), 64)
 
@@ -153,6 +156,19 @@ class TextTokenizer:
         hint = Text(Option("tokens", "1,2,3"), " needs none")
         with library_errors(f"{self.path} cannot encode a prompt", hint):
             return self.codec.encode_prompt(text)
+
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Return the ids that the tokenizer puts before a text, e.g. of `<s>`. Raise PrepError if it fails."""
+        # Most tokenizers add nothing, and some cannot encode the probe.
+        if not self.encode_prompt(""):
+            return ()
+        (plain,) = self.encode([PROBE])
+        ids = self.encode_prompt(PROBE)
+        # E.g. `<s> a </s>` is [1, 5, 2], and `a` is [5]: the prefix is [1].
+        for start in range(len(ids) - len(plain) + 1):
+            if len(plain) and ids[start : start + len(plain)] == plain.tolist():
+                return tuple(ids[:start])
+        return ()
 
     def decode(self, ids: Sequence[int], preceding_ids: Sequence[int] = ()) -> str:
         """Decode ids to text, without special tokens.

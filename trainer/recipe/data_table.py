@@ -128,10 +128,12 @@ class Data(BaseModel):
         description="text put before the first field of each document",
         examples=["Question: "],
     )
-    add_bos: bool = Field(
-        default=False,
-        description="put the model's beginning-of-sequence token before each document, without loss",
+    add_bos: bool | None = Field(
+        default=None,
+        description="put the model's beginning-of-sequence token before each document, without loss. By default, a "
+        "document that begins with a text gets the tokens that the tokenizer puts before a text",
         examples=[True],
+        json_schema_extra=if_absent("the rule of the tokenizer"),
     )
     add_eos: bool | None = Field(
         default=None,

@@ -377,7 +377,7 @@ def _span_special_ids(
 def _check_special_ids(data: Data, settings: ExampleSettings, vocab: int) -> None:
     """Raise UsageError if the recipe adds a special token that the model does not have."""
     for key, needs_it, token_id in (
-        ("add_bos", data.add_bos, settings.bos_id),
+        ("add_bos", bool(data.add_bos), settings.bos_id),
         ("always_start_with_bos", data.always_start_with_bos, settings.bos_id),
         ("add_eos", data.add_eos, settings.eos_id),
     ):

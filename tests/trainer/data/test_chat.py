@@ -172,6 +172,14 @@ def test_bos_and_eos_are_put_around_a_conversation(tmp_path: Path):
     assert (builder.has_weights, builder.max_extra_token_id) == (True, 2)
 
 
+def test_conversation_has_one_begin_token(tmp_path: Path):
+    messages = make_messages(CONVERSATIONS[0])
+    folder = write_tokenizer(tmp_path, LLAMA3)
+    assert encode_chat(folder, messages).ids[0] == 0
+    begun = encode_chat(folder, messages, add_bos=True, bos_id=0)
+    assert begun.ids.tolist() == encode_chat(folder, messages).ids.tolist()
+
+
 def test_tokens_that_overlap_a_span_have_loss():
     offsets = np.array([(0, 2), (2, 3), (3, 3), (3, 4), (3, 4), (4, 9)])
     assert span_weights(offsets, [(2, 4)]).tolist() == [0, 1, 1, 1, 1, 0]
