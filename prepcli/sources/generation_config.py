@@ -10,6 +10,12 @@ from trainer.models.json_types import HFConfig
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 
+def folder_eos_token_ids(config: HFConfig, folder: Path, vocab: int) -> tuple[int, ...]:
+    """Return the token ids that end a text, by the generation_config.json of a folder if it has one."""
+    file = folder / GENERATION_CONFIG_FILE
+    return model_eos_token_ids(config, file if file.is_file() else None, vocab)
+
+
 def model_eos_token_ids(
     config: HFConfig, generation_config: Path | None, vocab: int
 ) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from prepcli.execution.run_storage import TOKENS_FOLDER
 from prepcli.formats.run_steps import RECIPE_FILE
 from prepcli.remote.placeholders import create_placeholder_folder
 from prepcli.sources.folders import make_access
-from prepcli.sources.generation_config import GENERATION_CONFIG_FILE, model_eos_token_ids
+from prepcli.sources.generation_config import folder_eos_token_ids
 from prepcli.training_runs.checks import check_machine, disk_warnings
 from prepcli.training_runs.continued_state import (
     cast_warning,
@@ -168,10 +168,7 @@ def build_sampler(
         hint = text("set {}, or remove {}", Key("data.tokenizer"), Key(SAMPLES_KEY))
         raise PrepError(what, why, hint) from error
     vocab = model.true_vocab_size
-    generation_config = files / GENERATION_CONFIG_FILE
-    eos_token_ids = model_eos_token_ids(
-        config, generation_config if generation_config.is_file() else None, vocab
-    )
+    eos_token_ids = folder_eos_token_ids(config, files, vocab)
     decoder_start_id = None
     if model.arch_config.encoder is not None:
         decoder_start_id = decoder_start_token_id(config, vocab)
@@ -213,6 +210,7 @@ def _tokenize_data(
         model,
         model_config=model_config,
         folders=folders,
+        stop_ids=folder_eos_token_ids(model_config, start.tokenizer_folder, model.true_vocab_size),
         group=run.group,
         remote=DataFinder(make_access(observer, offline=run.request.offline), observer.note),
         progress=tokenize_progress(observer),

@@ -11,6 +11,7 @@ from prepcli.errors import Key
 from prepcli.execution.run_storage import TOKENS_FOLDER
 from prepcli.formats.lock_file import Lock
 from prepcli.sources.folders import make_access
+from prepcli.sources.generation_config import folder_eos_token_ids
 from prepcli.sources.locate import locate
 from prepcli.sources.locked import apply_lock, pinned_revision
 from prepcli.sources.opening import open_source
@@ -42,6 +43,12 @@ class RecipeModel:
     model: PlannedModel
     tokenizer_folder: Path
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text when the model generates."""
+        vocab = self.model.true_vocab_size
+        return folder_eos_token_ids(self.model.config, self.tokenizer_folder, vocab)
+
 
 def open_datasets(
     recipe: Recipe,
@@ -72,6 +79,7 @@ def open_datasets(
         opened.model,
         model_config=opened.model.config,
         folders={"tokenizer": opened.tokenizer_folder, "cache": tokens_folder(recipe, out)},
+        stop_ids=opened.stop_ids,
         remote=remote,
         checks_digests=checks_digests,
         progress=tokenize_progress(observer),
@@ -98,6 +106,7 @@ def open_token_configs(
         opened.model,
         model_config=opened.model.config,
         folders={"tokenizer": opened.tokenizer_folder, "cache": tokens_folder(recipe, out)},
+        stop_ids=opened.stop_ids,
         remote=remote,
     )
     return dict(configs)

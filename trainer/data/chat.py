@@ -13,6 +13,7 @@ from trainer.data.example_settings import (
     token_segment,
 )
 from trainer.data.examples import Example, Segment
+from trainer.data.ignored_parts import ignored_parts
 from trainer.data.readers.reader import DataPiece, Record
 from trainer.models.errors import PrepError
 from trainer.models.json_types import JsonObject
@@ -65,7 +66,12 @@ class ChatBuilder:
         if not (self._bos_text and text.startswith(self._bos_text)):
             begin = begin_segments(self._settings)
         end = token_segment(self._settings.end_id)
-        return Example((*begin, Segment(text, loss_spans=spans), *end), piece.nbytes)
+        return Example(
+            (*begin, Segment(text, loss_spans=spans), *end),
+            piece.nbytes,
+            ignored=tuple(ignored_parts(piece.values, messages)),
+            stop_ids=self._settings.stop_ids,
+        )
 
     def _spans_by_prefix(self, messages: list[JsonObject], text: str, place: str) -> Spans:
         """Return start and end of each assistant turn.

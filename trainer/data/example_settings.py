@@ -24,6 +24,7 @@ class ExampleSettings:
         has_encoder: Whether an encoder reads the fields in brackets.
         bos_id: The model's beginning-of-sequence token, or None.
         eos_id: The model's end-of-sequence token, or None.
+        stop_ids: All tokens that end a text when the model generates.
         prefix_ids: The tokens that the tokenizer puts before a text.
         add_bos: Put `bos_id` before each document, without loss. None puts `prefix_ids` there if the
             document begins with a text.
@@ -40,6 +41,7 @@ class ExampleSettings:
     has_encoder: bool = False
     bos_id: int | None = None
     eos_id: int | None = None
+    stop_ids: tuple[int, ...] = ()
     prefix_ids: tuple[int, ...] = ()
     add_bos: bool | None = None
     add_eos: bool | None = None

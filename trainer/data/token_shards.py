@@ -372,6 +372,10 @@ def _append_shards(writer: TokenWriter, job: ShardJob, metas: Sequence[store.Sto
             writer.commit(ReadPosition(0, nbytes, FileStart(job.plan.shard_ends[shard])))
         first_token = end_token
         first_document = end_document
+    # A killed merge has recorded a part of them.
+    writer.ignored = {}
+    for meta in metas:
+        writer.count_ignored(meta.ignored)
 
 
 def _remove_plan(folder: Path) -> None:

@@ -21,6 +21,7 @@ from trainer.data.examples import Example, FileStart
 from trainer.data.fields import ExampleBuilder, compile_fields
 from trainer.data.files import DataFile, EmptyFileError, Note, check_not_empty, hash_file
 from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type, with_companions
+from trainer.data.ignored_parts import describe_ignored
 from trainer.data.readers import READERS
 from trainer.data.records import RecordSettings, read_examples
 from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
@@ -313,6 +314,8 @@ def _map_token_store(
     tokens = store.map_tokens(folder, meta, config.seq_length)
     _check_has_loss(tokens)
     note(_dataset_summary(tokens, config))
+    for line in describe_ignored(meta.ignored):
+        note(line)
     return tokens
 
 
