@@ -30,7 +30,7 @@ from prepcli.operations.conversion import (
 from prepcli.operations.evaluation_keys import option_of_key
 from prepcli.operations.evaluation_model import LoadedModel, load_model
 from prepcli.operations.evaluation_recipe import data_sources, evaluation_recipe
-from prepcli.operations.model_files import eos_token_ids, tokenizer_path
+from prepcli.operations.model_files import source_generation_defaults, tokenizer_path
 from prepcli.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.operations.operation import public
 from prepcli.operations.results import Evaluation, EvaluationScores
@@ -278,7 +278,7 @@ def _open_dataset(
         opened.model,
         model_config=opened.reader.manifest["config"],
         folders=folders,
-        stop_ids=eos_token_ids(source, opened.model.true_vocab_size),
+        stop_ids=source_generation_defaults(source, opened.model.true_vocab_size).eos_token_ids,
         remote=remote,
         progress=tokenize_progress(observer),
         note=observer.note,

@@ -28,7 +28,7 @@ from prepcli.operations.conversion import (
     common_options,
     open_checkpoint,
 )
-from prepcli.operations.model_files import eos_token_ids, find_source_tokenizer
+from prepcli.operations.model_files import find_source_tokenizer, source_generation_defaults
 from prepcli.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.operations.operation import public
 from prepcli.operations.prompts import STDIN, read_prompts
@@ -182,6 +182,8 @@ def _generate(
         ) as opened:
             model = opened.model
             tokenizer = _load_tokenizer(options["tokenizer"], source, is_required=bool(texts))
+            for line in tokenizer.notes() if tokenizer else ():
+                observer.note(line)
             prompts = _encode_prompts(
                 texts, ids, tokenizer=tokenizer, model=model, config=source.config
             )
@@ -190,11 +192,15 @@ def _generate(
                 DEFAULT_NEW_TOKENS,
                 max_fitting_new_tokens(generator_inputs[0], model) or DEFAULT_NEW_TOKENS,
             )
+            defaults = source_generation_defaults(source, model.true_vocab_size)
+            for line in defaults.notes:
+                observer.note(line)
             generation_config = GenerationConfig(
                 # A prompt that exceeds the positions leaves no room. `check_prompts` then reports its length.
                 options["max_new_tokens"] or max(1, default_new_tokens),
-                eos_token_ids(source, model.true_vocab_size),
+                defaults.eos_token_ids,
                 sampling,
+                defaults.rules,
             )
             # Invalid prompts are reported before the weights are loaded.
             check_prompts(*generator_inputs, model=model, generation_config=generation_config)

@@ -114,7 +114,11 @@ class LineDisplay:
         """Print `step   288/480  loss 2.6914  lr 1.60e-06  41.2k tok/s  0.58 s/step  2 min left`."""
         # The step is padded to the width of the last one, e.g. ` 40/480`, so that the lines of a log align.
         progress = f"{line['step']:>{len(str(self.steps))}}/{self.steps}"
-        text = f"step {progress}  loss {format_number(line['loss'])}"
+        loss = format_number(line["loss"])
+        # The accuracy of tokens with loss is always finite.
+        if line["accuracy"] is None:
+            loss = "of no token"
+        text = f"step {progress}  loss {loss}"
         if "z_loss" in line:
             text += f"  z-loss {format_number(line['z_loss'])}"
         text += f"  lr {line['lr']:.2e}"

@@ -11,7 +11,7 @@ from prepcli.errors import Key
 from prepcli.execution.run_storage import TOKENS_FOLDER
 from prepcli.formats.lock_file import Lock
 from prepcli.sources.folders import make_access
-from prepcli.sources.generation_config import folder_eos_token_ids
+from prepcli.sources.generation_config import folder_generation_defaults
 from prepcli.sources.locate import locate
 from prepcli.sources.locked import apply_lock, pinned_revision
 from prepcli.sources.opening import open_source
@@ -47,7 +47,8 @@ class RecipeModel:
     def stop_ids(self) -> tuple[int, ...]:
         """The tokens that end a text when the model generates."""
         vocab = self.model.true_vocab_size
-        return folder_eos_token_ids(self.model.config, self.tokenizer_folder, vocab)
+        defaults = folder_generation_defaults(self.model.config, self.tokenizer_folder, vocab)
+        return defaults.eos_token_ids
 
 
 def open_datasets(

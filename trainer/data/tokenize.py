@@ -175,7 +175,11 @@ def find_config_files(
     config = set_file_type(config, file_type)
     if READERS[file_type].has_ids:
         check_unused_settings(config, note)
-    elif config.examples.add_bos is None and config.examples.chat_template is None:
+        return config, with_companions(found, file_type)
+    if not config.is_evaluation:
+        for line in tokenizer.notes():
+            note(line)
+    if config.examples.add_bos is None and config.examples.chat_template is None:
         config = _with_prefix(config, tokenizer, note)
     return config, with_companions(found, file_type)
 

@@ -140,6 +140,18 @@ def test_prefix_ids_are_those_of_transformers(path: Path, template: str):
     assert list(prefix) == expected[: len(template.split("$A")[0].split())]
 
 
+def test_special_tokens_of_the_settings_alone_are_named(path: Path):
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["<a>"])
+    tokenizer.save(str(path))
+    assert not [*load_tokenizer(path).notes()]
+    tokens = {"900": {"content": "<a>"}, "901": {"content": "<b>"}, "902": {"content": "<b>"}}
+    settings = {"added_tokens_decoder": tokens, "additional_special_tokens": ["<c>", "<a>"]}
+    (path.parent / "tokenizer_config.json").write_text(json.dumps(settings))
+    (note,) = load_tokenizer(path).notes()
+    assert "lists special tokens that tokenizer.json does not have ('<b>', '<c>')" in note
+
+
 def test_decode_keeps_space_after_preceding_ids(tmp_path: Path):
     tokenizer = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581b": 1, "c": 2}, unk_token="c"))
     tokenizer.decoder = decoders.Metaspace()
