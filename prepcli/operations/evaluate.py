@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -138,17 +139,16 @@ def _evaluate(
         remote = DataFinder(make_access(observer, offline=options["offline"]), observer.note)
         recipes = _make_recipes(files, options, source, opened, remote=remote)
         # All data is read before the weights are loaded: invalid data is reported early.
-        datasets: dict[str, Dataset] = {}
-        for name, recipe in recipes.items():
-            datasets[name] = _open_dataset(
-                options,
-                recipe,
-                source,
-                opened,
-                remote=remote,
-                scratch_dir=scratch_dir,
-                observer=observer,
-            )
+        open_dataset = partial(
+            _open_dataset,
+            options,
+            source,
+            opened,
+            remote,
+            scratch_dir=scratch_dir,
+            observer=observer,
+        )
+        datasets = {name: open_dataset(recipe) for name, recipe in recipes.items()}
         first_recipe = next(iter(recipes.values()))
         loaded = load_model(options, opened, first_recipe, observer)
         mesh = opened.sharding.mesh
@@ -156,18 +156,12 @@ def _evaluate(
         observer.note("compiling for the first batch")
         results = _compute_results(options, datasets, opened, loaded)
         compute_s = time.monotonic() - started_s
-        sources: dict[str, EvaluationScores] = {}
-        for name, dataset in datasets.items():
-            num_sequences = min(dataset.n_rows, options["limit"] or dataset.n_rows)
-            sources[name] = EvaluationScores(
-                **_make_scores(results[name], num_sequences=num_sequences),
-                metrics=target_metrics(
-                    options, dataset, source, opened, loaded=loaded, observer=observer
-                ),
-            )
+        score = partial(_score_source, options, source, opened, loaded=loaded, observer=observer)
+        sources = {name: score(dataset, results[name]) for name, dataset in datasets.items()}
     num_sequences = sum(scores.sequences for scores in sources.values())
-    duration = format_duration(compute_s)
-    observer.note(f"{num_sequences:,} sequences in {duration}, compilation included")
+    observer.note(
+        f"{num_sequences:,} sequences in {format_duration(compute_s)}, compilation included"
+    )
     return Evaluation(
         **_make_scores(combine_results(results.values()), num_sequences=num_sequences),
         sources=sources,
@@ -202,6 +196,24 @@ def _compute_results(
             limit=options["limit"],
         )
     return results
+
+
+def _score_source(
+    options: EvaluateOptions,
+    source: Source,
+    opened: OpenedModel,
+    dataset: Dataset,
+    result: EvaluationResult,
+    *,
+    loaded: LoadedModel,
+    observer: Observer,
+) -> EvaluationScores:
+    """Return the scores of a source of data, with the metrics of its generated targets."""
+    num_sequences = min(dataset.n_rows, options["limit"] or dataset.n_rows)
+    return EvaluationScores(
+        **_make_scores(result, num_sequences=num_sequences),
+        metrics=target_metrics(options, dataset, source, opened, loaded=loaded, observer=observer),
+    )
 
 
 class _Scores(TypedDict):
@@ -258,11 +270,11 @@ def _make_recipes(
 
 def _open_dataset(
     options: EvaluateOptions,
-    recipe: Recipe,
     source: Source,
     opened: OpenedModel,
-    *,
     remote: DataFinder,
+    recipe: Recipe,
+    *,
     scratch_dir: Path,
     observer: Observer,
 ) -> Dataset:

@@ -181,9 +181,9 @@ def _generate(
             located, source, options["mesh"], verify=options["verify"], observer=observer
         ) as opened:
             model = opened.model
-            tokenizer = _load_tokenizer(options["tokenizer"], source, is_required=bool(texts))
-            for line in tokenizer.notes() if tokenizer else ():
-                observer.note(line)
+            tokenizer = _load_tokenizer(
+                options["tokenizer"], source, observer, is_required=bool(texts)
+            )
             prompts = _encode_prompts(
                 texts, ids, tokenizer=tokenizer, model=model, config=source.config
             )
@@ -192,15 +192,11 @@ def _generate(
                 DEFAULT_NEW_TOKENS,
                 max_fitting_new_tokens(generator_inputs[0], model) or DEFAULT_NEW_TOKENS,
             )
-            defaults = source_generation_defaults(source, model.true_vocab_size)
-            for line in defaults.notes:
-                observer.note(line)
+            defaults = source_generation_defaults(source, model.true_vocab_size, note=observer.note)
+            # A prompt that exceeds the positions leaves no room. `check_prompts` then reports its length.
+            max_new_tokens = options["max_new_tokens"] or max(1, default_new_tokens)
             generation_config = GenerationConfig(
-                # A prompt that exceeds the positions leaves no room. `check_prompts` then reports its length.
-                options["max_new_tokens"] or max(1, default_new_tokens),
-                defaults.eos_token_ids,
-                sampling,
-                defaults.rules,
+                max_new_tokens, defaults.eos_token_ids, sampling, defaults.rules
             )
             # Invalid prompts are reported before the weights are loaded.
             check_prompts(*generator_inputs, model=model, generation_config=generation_config)
@@ -227,7 +223,7 @@ def _check_sampling(options: GenerateOptions) -> None:
 
 
 def _load_tokenizer(
-    option: PathLike | None, source: Source, *, is_required: bool
+    option: PathLike | None, source: Source, observer: Observer, *, is_required: bool
 ) -> TextTokenizer | None:
     """Load the tokenizer of the option or of the source.
 
@@ -249,11 +245,14 @@ def _load_tokenizer(
         why = "there is no tokenizer.json or SentencePiece model to encode the prompts with"
         raise PrepError(f"{source.display_name} has no tokenizer", why, hint)
     try:
-        return load_tokenizer(path)
+        tokenizer = load_tokenizer(path)
     except PrepError as error:
         if not is_required and option is None:
             return None  # prompts as token ids need no tokenizer
         raise PrepError(error.what, error.why, hint) from error
+    for line in tokenizer.notes():
+        observer.note(line)
+    return tokenizer
 
 
 def _encode_prompts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from prepcli.errors import Option, PrepError, text
@@ -42,7 +43,18 @@ def tokenizer_path(source: Source, option: PathLike | None, *, purpose: str) -> 
     return path
 
 
-def source_generation_defaults(source: Source, vocab: int) -> GenerationDefaults:
-    """Return the end tokens and rules of a checkpoint for generation. See `generation_defaults`."""
+def source_generation_defaults(
+    source: Source, vocab: int, *, note: Callable[[str], None] = lambda line: None
+) -> GenerationDefaults:
+    """Return the end tokens and rules of a checkpoint for generation. See `generation_defaults`.
+
+    Args:
+        source: The checkpoint.
+        vocab: Vocabulary size.
+        note: Called with a line about the rules, and one about the fields that are not supported.
+    """
     path = next((path for path in source.small_files if path.name == GENERATION_CONFIG_FILE), None)
-    return generation_defaults(source.config, path, vocab)
+    defaults = generation_defaults(source.config, path, vocab)
+    for line in defaults.notes:
+        note(line)
+    return defaults

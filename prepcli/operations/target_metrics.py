@@ -80,9 +80,7 @@ def target_metrics(
     forward_config = ForwardConfig(
         loaded.forward_config.dtype, scan_layers=model.has_stacked_layers, sharding=opened.sharding
     )
-    defaults = source_generation_defaults(source, model.true_vocab_size)
-    for line in defaults.notes:
-        observer.note(line)
+    defaults = source_generation_defaults(source, model.true_vocab_size, note=observer.note)
     generation_config = GenerationConfig(
         dataset.seq_length, defaults.eos_token_ids, rules=defaults.rules
     )
