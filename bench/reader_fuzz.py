@@ -43,14 +43,15 @@ from prepcli.errors import PrepError
 from prepcli.formats.gguf import GgufArray, read_gguf_header
 from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.formats.torch_dcp import METADATA_FILE, read_dcp_folder
-from prepcli.remote.hub_datasets import read_metadata, select_files
 from prepcli.sources.dequantized import DequantizedBlob, find_stored_weights
 from prepcli.sources.openers.gguf_file import open_gguf
 from prepcli.sources.source_hints import NO_HINTS
+from trainer.data.dataset_layout import read_metadata, select_files
 from trainer.data.files import hash_file
 from trainer.data.find_files import dataset_files
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import IdsChunk, ReadOptions, Record, TextChunk
+from trainer.data.remote_files import WHOLE, Selection
 from trainer.recipe.text_fields import FileType
 
 # A checkpoint of two ranks.
@@ -362,14 +363,14 @@ def _piece_bytes(piece: Record | TextChunk | IdsChunk) -> bytes:
 
 def read_dataset_list(path: Path) -> str:
     """Return the files of a saved dataset."""
-    return str([file.name for file in dataset_files(path.parent, None) or ()])
+    return str([file.name for file in dataset_files(path.parent, WHOLE) or ()])
 
 
 def read_readme(path: Path) -> str:
     """Return the files of a configuration of a dataset on the hub."""
     names = [f"c{number}/{part}.jsonl" for number in range(9) for part in range(3)]
     files = select_files(
-        "o/n", names, read_metadata(path), config="c3", split="train", accepts=lambda name: True
+        "o/n", names, read_metadata(path), Selection("c3", "train"), accepts=lambda name: True
     )
     return str(files)
 

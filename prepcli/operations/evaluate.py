@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -31,7 +32,7 @@ from prepcli.operations.conversion import (
 from prepcli.operations.evaluation_keys import option_of_key
 from prepcli.operations.evaluation_model import LoadedModel, load_model
 from prepcli.operations.evaluation_recipe import data_sources, evaluation_recipe
-from prepcli.operations.model_files import tokenizer_path
+from prepcli.operations.model_files import source_generation_defaults, tokenizer_path
 from prepcli.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.operations.operation import public
 from prepcli.operations.results import Evaluation, EvaluationScores
@@ -137,13 +138,19 @@ def _evaluate(
         # Without `cache`, the tokens are kept here until the end of the call.
         scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))
         check_target_metrics(options, opened)
-        recipes = _make_recipes(files, options, source, opened)
+        remote = DataFinder(make_access(observer, offline=options["offline"]), observer.note)
+        recipes = _make_recipes(files, options, source, opened, remote=remote)
         # All data is read before the weights are loaded: invalid data is reported early.
-        datasets: dict[str, Dataset] = {}
-        for name, recipe in recipes.items():
-            datasets[name] = _open_dataset(
-                options, recipe, source, opened, scratch_dir=scratch_dir, observer=observer
-            )
+        open_dataset = partial(
+            _open_dataset,
+            options,
+            source,
+            opened,
+            remote,
+            scratch_dir=scratch_dir,
+            observer=observer,
+        )
+        datasets = {name: open_dataset(recipe) for name, recipe in recipes.items()}
         first_recipe = next(iter(recipes.values()))
         loaded = load_model(options, opened, first_recipe, observer)
         mesh = opened.sharding.mesh
@@ -154,18 +161,12 @@ def _evaluate(
             lambda: _compute_results(options, datasets, opened, loaded, observer)
         )
         compute_s = time.monotonic() - started_s
-        sources: dict[str, EvaluationScores] = {}
-        for name, dataset in datasets.items():
-            num_sequences = min(dataset.n_rows, options["limit"] or dataset.n_rows)
-            sources[name] = EvaluationScores(
-                **_make_scores(results[name], num_sequences=num_sequences),
-                metrics=target_metrics(
-                    options, dataset, source, opened, loaded=loaded, observer=observer
-                ),
-            )
+        score = partial(_score_source, options, source, opened, loaded=loaded, observer=observer)
+        sources = {name: score(dataset, results[name]) for name, dataset in datasets.items()}
     num_sequences = sum(scores.sequences for scores in sources.values())
-    duration = format_duration(compute_s)
-    observer.note(f"{num_sequences:,} sequences in {duration}, compilation included")
+    observer.note(
+        f"{num_sequences:,} sequences in {format_duration(compute_s)}, compilation included"
+    )
     return Evaluation(
         **_make_scores(combine_results(results.values()), num_sequences=num_sequences),
         sources=sources,
@@ -207,6 +208,24 @@ def _compute_results(
     return results
 
 
+def _score_source(
+    options: EvaluateOptions,
+    source: Source,
+    opened: OpenedModel,
+    dataset: Dataset,
+    result: EvaluationResult,
+    *,
+    loaded: LoadedModel,
+    observer: Observer,
+) -> EvaluationScores:
+    """Return the scores of a source of data, with the metrics of its generated targets."""
+    num_sequences = min(dataset.n_rows, options["limit"] or dataset.n_rows)
+    return EvaluationScores(
+        **_make_scores(result, num_sequences=num_sequences),
+        metrics=target_metrics(options, dataset, source, opened, loaded=loaded, observer=observer),
+    )
+
+
 class _Scores(TypedDict):
     """The fields that all `EvaluationScores` have. A number that is not finite is None."""
 
@@ -233,10 +252,15 @@ def _finite_or_none(value: float) -> float | None:
 
 
 def _make_recipes(
-    files: Sequence[str], options: EvaluateOptions, source: Source, opened: OpenedModel
+    files: Sequence[str],
+    options: EvaluateOptions,
+    source: Source,
+    opened: OpenedModel,
+    *,
+    remote: DataFinder,
 ) -> dict[str, Recipe]:
-    """Return the recipe of each source of data: the settings that reading and computing need."""
-    from trainer.training.setup import check_seq_length
+    """Return the checked recipe of each source of data: the settings that reading and computing need."""
+    from trainer.training.recipe_checks import check_inputs, check_model
 
     dtype = resolve_compute_dtype(options["dtype"], opened)
     recipes: dict[str, Recipe] = {}
@@ -249,15 +273,17 @@ def _make_recipes(
             max_positions=opened.model.arch_config.max_positions,
         )
     for recipe in recipes.values():
-        check_seq_length(recipe.data, opened.model)
+        check_inputs(recipe, remote)
+        check_model(recipe, opened.model)
     return recipes
 
 
 def _open_dataset(
     options: EvaluateOptions,
-    recipe: Recipe,
     source: Source,
     opened: OpenedModel,
+    remote: DataFinder,
+    recipe: Recipe,
     *,
     scratch_dir: Path,
     observer: Observer,
@@ -269,13 +295,13 @@ def _open_dataset(
         "tokenizer": tokenizer_path(source, options["tokenizer"], purpose="encode the data"),
         "cache": Path(options["cache"] or scratch_dir),
     }
-    access = make_access(observer, offline=options["offline"])
     return build_datasets(
         recipe,
         opened.model,
         model_config=opened.reader.manifest["config"],
         folders=folders,
-        remote=DataFinder(access, observer.note),
+        stop_ids=source_generation_defaults(source, opened.model.true_vocab_size).eos_token_ids,
+        remote=remote,
         progress=tokenize_progress(observer),
         note=observer.note,
     ).train

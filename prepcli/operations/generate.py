@@ -28,7 +28,7 @@ from prepcli.operations.conversion import (
     common_options,
     open_checkpoint,
 )
-from prepcli.operations.model_files import eos_token_ids, find_source_tokenizer
+from prepcli.operations.model_files import find_source_tokenizer, source_generation_defaults
 from prepcli.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.operations.operation import public
 from prepcli.operations.prompts import STDIN, read_prompts
@@ -181,7 +181,9 @@ def _generate(
             located, source, options["mesh"], verify=options["verify"], observer=observer
         ) as opened:
             model = opened.model
-            tokenizer = _load_tokenizer(options["tokenizer"], source, is_required=bool(texts))
+            tokenizer = _load_tokenizer(
+                options["tokenizer"], source, observer, is_required=bool(texts)
+            )
             prompts = _encode_prompts(
                 texts, ids, tokenizer=tokenizer, model=model, config=source.config
             )
@@ -190,11 +192,11 @@ def _generate(
                 DEFAULT_NEW_TOKENS,
                 max_fitting_new_tokens(generator_inputs[0], model) or DEFAULT_NEW_TOKENS,
             )
+            defaults = source_generation_defaults(source, model.true_vocab_size, note=observer.note)
+            # A prompt that exceeds the positions leaves no room. `check_prompts` then reports its length.
+            max_new_tokens = options["max_new_tokens"] or max(1, default_new_tokens)
             generation_config = GenerationConfig(
-                # A prompt that exceeds the positions leaves no room. `check_prompts` then reports its length.
-                options["max_new_tokens"] or max(1, default_new_tokens),
-                eos_token_ids(source, model.true_vocab_size),
-                sampling,
+                max_new_tokens, defaults.eos_token_ids, sampling, defaults.rules
             )
             # Invalid prompts are reported before the weights are loaded.
             check_prompts(*generator_inputs, model=model, generation_config=generation_config)
@@ -246,7 +248,7 @@ def _check_sampling(options: GenerateOptions) -> None:
 
 
 def _load_tokenizer(
-    option: PathLike | None, source: Source, *, is_required: bool
+    option: PathLike | None, source: Source, observer: Observer, *, is_required: bool
 ) -> TextTokenizer | None:
     """Load the tokenizer of the option or of the source.
 
@@ -268,7 +270,7 @@ def _load_tokenizer(
         why = "there is no tokenizer.json or SentencePiece model to encode the prompts with"
         raise PrepError(f"{source.display_name} has no tokenizer", why, hint)
     try:
-        return load_tokenizer(path)
+        tokenizer = load_tokenizer(path)
     except PrepError as error:
         if not is_required and option is None:
             return None  # prompts as token ids need no tokenizer
@@ -276,6 +278,9 @@ def _load_tokenizer(
         if isinstance(error, DamagedError):
             raise
         raise PrepError(error.what, error.why, hint) from error
+    for line in tokenizer.notes():
+        observer.note(line)
+    return tokenizer
 
 
 def _encode_prompts(

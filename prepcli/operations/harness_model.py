@@ -21,12 +21,14 @@ from prepcli.console.jax_logs import silence_jax
 from prepcli.console.observer import SilentObserver
 from prepcli.errors import PrepError, usage_error
 from prepcli.operations.conversion import common_options, open_checkpoint
-from prepcli.operations.model_files import eos_token_ids, tokenizer_path
+from prepcli.operations.model_files import source_generation_defaults, tokenizer_path
 from prepcli.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.operations.operation import public, rendered_for_python
 from prepcli.operations.options import SourceOptions
 from prepcli.option_spec import PathLike, PositiveInt, as_tuple
 from prepcli.restore.params import OpenedModel
+from prepcli.sources.generation_config import GenerationDefaults
+from trainer.models.token_rules import TokenRules
 
 if TYPE_CHECKING:
     from trainer.data.tokenizer import TextTokenizer
@@ -72,6 +74,7 @@ class HarnessMethods:
         eval_step: Computes the loss of each row.
         tokenizer: The model's tokenizer.
         eos_ids: Tokens that end a text.
+        rules: Rules of the model that change which token is chosen.
         prefix_id: Token that precedes a text without context.
         batch_size: Rows per batch.
         max_length: Maximum tokens of a row.
@@ -84,6 +87,7 @@ class HarnessMethods:
     eval_step: EvalStep
     tokenizer: TextTokenizer
     eos_ids: tuple[int, ...]
+    rules: TokenRules
     prefix_id: int
     batch_size: int
     max_length: int
@@ -198,7 +202,8 @@ class HarnessMethods:
         max_new_tokens = min(
             int(options.get("max_gen_toks", DEFAULT_NEW_TOKENS)), self.max_length - 1
         )
-        return GenerationConfig(max_new_tokens, self.eos_ids, Sampling(*_sampling_options(options)))
+        sampling = Sampling(*_sampling_options(options))
+        return GenerationConfig(max_new_tokens, self.eos_ids, sampling, self.rules)
 
     def _generate_texts(
         self, requests: Sequence[Instance], config: GenerationConfig, *, first_row: int
@@ -310,14 +315,14 @@ def harness_model(
             open_params(located, source, mesh, verify=verify, observer=observer)
         )
         path = tokenizer_path(source, tokenizer, purpose="encode texts")
-        eos_ids = eos_token_ids(source, opened.model.true_vocab_size)
-        _check_model(opened, eos_ids)
+        defaults = source_generation_defaults(source, opened.model.true_vocab_size)
+        _check_model(opened, defaults.eos_token_ids)
         methods = _load_harness_methods(
             opened,
             path,
             dtype=dtype,
             reduction=reduction,
-            eos_ids=eos_ids,
+            defaults=defaults,
             batch_size=batch_size,
             max_length=max_length or DEFAULT_LENGTH,
         )
@@ -366,7 +371,7 @@ def _load_harness_methods(
     *,
     dtype: str | None,
     reduction: Literal["fast", "exact"],
-    eos_ids: tuple[int, ...],
+    defaults: GenerationDefaults,
     batch_size: int,
     max_length: int,
 ) -> HarnessMethods:
@@ -389,8 +394,9 @@ def _load_harness_methods(
         forward_config=forward_config,
         eval_step=jit_step(model, forward_config),
         tokenizer=text_tokenizer,
-        eos_ids=eos_ids,
-        prefix_id=_prefix_id(text_tokenizer, eos_ids[0]),
+        eos_ids=defaults.eos_token_ids,
+        rules=defaults.rules,
+        prefix_id=_prefix_id(text_tokenizer, defaults.eos_token_ids[0]),
         # Each replica computes equally many rows: 8 rows on 3 replicas become 9.
         batch_size=-(-batch_size // num_replicas) * num_replicas,
         max_length=min(max_length, model.arch_config.max_positions),

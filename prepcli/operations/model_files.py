@@ -1,12 +1,17 @@
-"""The small files of a checkpoint that computing needs: the tokenizer, and the tokens that end a text."""
+"""The small files of a checkpoint that computing needs: the tokenizer, and the defaults of generation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from prepcli.errors import Option, PrepError, text
 from prepcli.option_spec import PathLike
-from prepcli.sources.generation_config import GENERATION_CONFIG_FILE, model_eos_token_ids
+from prepcli.sources.generation_config import (
+    GENERATION_CONFIG_FILE,
+    GenerationDefaults,
+    generation_defaults,
+)
 from prepcli.sources.source import Source
 
 
@@ -38,7 +43,18 @@ def tokenizer_path(source: Source, option: PathLike | None, *, purpose: str) -> 
     return path
 
 
-def eos_token_ids(source: Source, vocab: int) -> tuple[int, ...]:
-    """Return the token ids that end a text. See `model_eos_token_ids`."""
+def source_generation_defaults(
+    source: Source, vocab: int, *, note: Callable[[str], None] = lambda line: None
+) -> GenerationDefaults:
+    """Return the end tokens and rules of a checkpoint for generation. See `generation_defaults`.
+
+    Args:
+        source: The checkpoint.
+        vocab: Vocabulary size.
+        note: Called with a line about the rules, and one about the fields that are not supported.
+    """
     path = next((path for path in source.small_files if path.name == GENERATION_CONFIG_FILE), None)
-    return model_eos_token_ids(source.config, path, vocab)
+    defaults = generation_defaults(source.config, path, vocab)
+    for line in defaults.notes:
+        note(line)
+    return defaults

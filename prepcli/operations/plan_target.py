@@ -18,6 +18,7 @@ from prepcli.sources.folders import make_access
 from prepcli.sources.locate import locate
 from prepcli.sources.source import read_config
 from prepcli.training_runs.random_start import random_config
+from prepcli.training_runs.recipe_data import check_planned_recipe
 from trainer.models.architecture import ArchConfig
 from trainer.models.presets import PRESETS, preset_name
 from trainer.models.registry import family_of
@@ -107,10 +108,12 @@ def resolve_target(
         )
         mesh = checkpoint.manifest.mesh or default_mesh
         recipe = complete_recipe(_default_recipe(target, checkpoint.model, mesh), overrides).recipe
+    model = checkpoint.model.of_recipe(recipe.model)
+    check_planned_recipe(recipe, model, names_data=path.suffix == RECIPE_SUFFIX)
     rule_texts = recipe.rules if recipe.rules is not None else checkpoint.manifest.rules
     return PlanTarget(
         recipe=recipe,
-        model=checkpoint.model.of_recipe(recipe.model),
+        model=model,
         rules=merge_rules(rule_texts, origin=Key("rules")),
         rule_texts=tuple(rule_texts),
         origin=checkpoint.origin,

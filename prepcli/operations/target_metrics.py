@@ -12,7 +12,7 @@ from prepcli.console.observer import Observer
 from prepcli.errors import Option, text, usage_error
 from prepcli.operations.compute_options import EvaluateOptions
 from prepcli.operations.evaluation_model import LoadedModel
-from prepcli.operations.model_files import eos_token_ids, tokenizer_path
+from prepcli.operations.model_files import source_generation_defaults, tokenizer_path
 from prepcli.option_spec import as_tuple
 from prepcli.restore.params import OpenedModel
 from prepcli.sources.source import Source
@@ -80,8 +80,9 @@ def target_metrics(
     forward_config = ForwardConfig(
         loaded.forward_config.dtype, scan_layers=model.has_stacked_layers, sharding=opened.sharding
     )
+    defaults = source_generation_defaults(source, model.true_vocab_size, note=observer.note)
     generation_config = GenerationConfig(
-        dataset.seq_length, eos_token_ids(source, model.true_vocab_size)
+        dataset.seq_length, defaults.eos_token_ids, rules=defaults.rules
     )
     targets = list(
         generate_targets(

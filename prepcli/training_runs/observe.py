@@ -111,7 +111,11 @@ class LineDisplay:
 
     def on_log(self, line: StepLine, remaining_s: float | None) -> None:
         """Print `step   288/480  loss 2.6914  lr 1.60e-06  41.2k tok/s  0.58 s/step  2 min left`."""
-        text = f"step {self._step_text(line['step'])}  loss {format_number(line['loss'])}"
+        loss = format_number(line["loss"])
+        # The accuracy of tokens with loss is always finite.
+        if line["accuracy"] is None:
+            loss = "of no token"
+        text = f"step {self._step_text(line['step'])}  loss {loss}"
         if "z_loss" in line:
             text += f"  z-loss {format_number(line['z_loss'])}"
         text += f"  lr {line['lr']:.2e}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from prepcli.execution.run_storage import TOKENS_FOLDER
 from prepcli.formats.run_steps import RECIPE_FILE
 from prepcli.remote.placeholders import create_placeholder_folder
 from prepcli.sources.folders import make_access
-from prepcli.sources.generation_config import GENERATION_CONFIG_FILE, model_eos_token_ids
+from prepcli.sources.generation_config import folder_generation_defaults
 from prepcli.training_runs.checks import check_machine, disk_warnings
 from prepcli.training_runs.continued_state import (
     cast_warning,
@@ -75,7 +75,12 @@ def prepare_run(
     )
     # Before the data is tokenized, which may take hours: a prompt or tokenizer that cannot work is found here.
     sampler = build_sampler(
-        recipe, model, manifest["config"], files=start.tokenizer_folder, sharding=sharding
+        recipe,
+        model,
+        manifest["config"],
+        files=start.tokenizer_folder,
+        sharding=sharding,
+        note=run.observer.note,
     )
     datasets = _tokenize_data(
         run, start, model, model_config=manifest["config"], scratch_dir=scratch_dir
@@ -120,14 +125,15 @@ def _start_model(
     """
     from trainer.training import setup
     from trainer.training.manifest_model import model_from_manifest
+    from trainer.training.recipe_checks import check_model
 
     manifest = start.manifest
     # The manifest of a step of the run has the recipe's changes already. The base of a LoRA run has not.
     if not start.resume_step or start.lora is not None:
         manifest = setup.override_config(manifest, recipe)
     model = model_from_manifest(manifest)
+    check_model(recipe, model)
     setup.check_model_layout(recipe, model, sharding)
-    setup.check_seq_length(recipe.data, model)
     return manifest, model
 
 
@@ -138,6 +144,7 @@ def build_sampler(
     *,
     files: Path,
     sharding: ShardingContext,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Sampler | None:
     """Build the sampler of a run.
 
@@ -149,6 +156,7 @@ def build_sampler(
         config: Its config.json.
         files: Folder of its tokenizer and of generation_config.json.
         sharding: Mesh and rules of the run.
+        note: Called with lines about the rules of generation.
 
     Raises:
         PrepError: There is no tokenizer, or the model cannot generate from the prompts.
@@ -167,10 +175,9 @@ def build_sampler(
         hint = text("set {}, or remove {}", Key("data.tokenizer"), Key(SAMPLES_KEY))
         raise PrepError(what, why, hint) from error
     vocab = model.true_vocab_size
-    generation_config = files / GENERATION_CONFIG_FILE
-    eos_token_ids = model_eos_token_ids(
-        config, generation_config if generation_config.is_file() else None, vocab
-    )
+    defaults = folder_generation_defaults(config, files, vocab)
+    for line in defaults.notes:
+        note(line)
     decoder_start_id = None
     if model.arch_config.encoder is not None:
         decoder_start_id = decoder_start_token_id(config, vocab)
@@ -181,7 +188,8 @@ def build_sampler(
         sharding=sharding,
         dtype=recipe.model.dtype,
         max_new_tokens=recipe.log.sample_tokens,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=defaults.eos_token_ids,
+        rules=defaults.rules,
         decoder_start_id=decoder_start_id,
     )
 
@@ -212,6 +220,9 @@ def _tokenize_data(
         model,
         model_config=model_config,
         folders=folders,
+        stop_ids=folder_generation_defaults(
+            model_config, start.tokenizer_folder, model.true_vocab_size
+        ).eos_token_ids,
         group=run.group,
         remote=DataFinder(make_access(observer, offline=run.request.offline), observer.note),
         progress=tokenize_progress(observer),

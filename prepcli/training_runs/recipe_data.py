@@ -11,6 +11,7 @@ from prepcli.errors import Key
 from prepcli.execution.run_storage import TOKENS_FOLDER
 from prepcli.formats.lock_file import Lock
 from prepcli.sources.folders import make_access
+from prepcli.sources.generation_config import folder_generation_defaults
 from prepcli.sources.locate import locate
 from prepcli.sources.locked import apply_lock, pinned_revision
 from prepcli.sources.opening import open_source
@@ -43,6 +44,13 @@ class RecipeModel:
     model: PlannedModel
     tokenizer_folder: Path
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text when the model generates."""
+        vocab = self.model.true_vocab_size
+        defaults = folder_generation_defaults(self.model.config, self.tokenizer_folder, vocab)
+        return defaults.eos_token_ids
+
 
 def open_datasets(
     recipe: Recipe,
@@ -66,13 +74,15 @@ def open_datasets(
     """
     from trainer.training.datasets import build_datasets
 
-    opened = open_recipe_model(recipe, offline=offline, observer=observer)
+    remote = DataFinder(make_access(observer, offline=offline), observer.note)
+    opened = _open_checked_model(recipe, remote, offline=offline, observer=observer)
     return build_datasets(
         recipe,
         opened.model,
         model_config=opened.model.config,
         folders={"tokenizer": opened.tokenizer_folder, "cache": tokens_folder(recipe, out)},
-        remote=DataFinder(make_access(observer, offline=offline), observer.note),
+        stop_ids=opened.stop_ids,
+        remote=remote,
         checks_digests=checks_digests,
         progress=tokenize_progress(observer),
         note=observer.note,
@@ -91,13 +101,15 @@ def open_token_configs(
     """
     from trainer.training.datasets import tokenize_configs
 
-    opened = open_recipe_model(recipe, offline=offline, observer=observer)
+    remote = DataFinder(make_access(observer, offline=offline), observer.note)
+    opened = _open_checked_model(recipe, remote, offline=offline, observer=observer)
     configs = tokenize_configs(
         recipe,
         opened.model,
         model_config=opened.model.config,
         folders={"tokenizer": opened.tokenizer_folder, "cache": tokens_folder(recipe, out)},
-        remote=DataFinder(make_access(observer, offline=offline), observer.note),
+        stop_ids=opened.stop_ids,
+        remote=remote,
     )
     return dict(configs)
 
@@ -105,6 +117,37 @@ def open_token_configs(
 def tokens_folder(recipe: Recipe, out: Path | None) -> Path:
     """Return the folder of the tokens of a run, unless the recipe has a `data.cache`."""
     return (out or RUNS_FOLDER / recipe.name) / TOKENS_FOLDER
+
+
+def _open_checked_model(
+    recipe: Recipe, remote: DataFinder, *, offline: bool, observer: Observer
+) -> RecipeModel:
+    """Return the model of a recipe, after the checks of both. See `open_recipe_model`."""
+    from trainer.training.recipe_checks import check_inputs, check_model
+
+    # A missing data file is found before a model is located, which may read a remote one.
+    check_inputs(recipe, remote)
+    opened = open_recipe_model(recipe, offline=offline, observer=observer)
+    check_model(recipe, opened.model)
+    return opened
+
+
+def check_planned_recipe(recipe: Recipe, model: PlannedModel, *, names_data: bool) -> None:
+    """Check a recipe whose data and tokenizer may be on another machine. No network is used.
+
+    Args:
+        recipe: The recipe.
+        model: Its model.
+        names_data: Whether the recipe names data. The recipe of a checkpoint to plan has a placeholder.
+
+    Raises:
+        PrepError: The recipe does not fit its model, or the inputs that are on this machine.
+    """
+    from trainer.training.recipe_checks import check_inputs, check_model
+
+    if names_data:
+        check_inputs(recipe, may_be_absent=True)
+    check_model(recipe, model)
 
 
 def open_recipe_model(recipe: Recipe, *, offline: bool, observer: Observer) -> RecipeModel:

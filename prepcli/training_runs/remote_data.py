@@ -15,12 +15,12 @@ from prepcli.console.progress import NullProgress
 from prepcli.errors import Key, PrepError, text, usage_error
 from prepcli.remote.hub import HubListing, cached_snapshot, list_repository, prepare_hub
 from prepcli.remote.hub_address import parse_hub_address
-from prepcli.remote.hub_datasets import README, matches, read_metadata, select_files
 from prepcli.remote.hub_errors import is_hub_down, translate_errors
 from prepcli.remote.object_store import Bucket, parse_url
 from prepcli.remote.remote_files import ReadAheadCache, RemoteFile
 from prepcli.remote.remote_stream import RemoteStream
 from prepcli.sources.folders import Access
+from trainer.data.dataset_layout import README, matches, read_metadata, select_files
 from trainer.data.files import DataFile
 from trainer.data.remote_files import Selection
 from trainer.files.reading import open_regular_file
@@ -117,8 +117,7 @@ class DataFinder:
                     address.hub_id,
                     dataset.names,
                     metadata,
-                    config=selection.config,
-                    split=selection.split,
+                    selection,
                     accepts=accepts,
                 )
             return [dataset.data_file(name) for name in names]

@@ -250,7 +250,8 @@ def _open_start_checkpoint(run: Run) -> tuple[StartCheckpoint, ShardingContext]:
     from trainer.distributed.sharding import make_sharding_context
     from trainer.models.mesh import parse_mesh
     from trainer.models.slices import parse_slice_counts
-    from trainer.training.preflight import check_batch, check_devices, check_inputs
+    from trainer.training.preflight import check_batch, check_devices
+    from trainer.training.recipe_checks import check_inputs
     from trainer.training.setup import partition_rules
 
     request = run.request

@@ -19,7 +19,8 @@ from trainer.models.json_types import JsonValue
 
 # Ids, and the start and end of each token in characters.
 EncodedText = tuple[list[int], list[tuple[int, int]]]
-# Tokenizer classes of transformers with `add_eos_token` on by default.
+# Tokenizer classes of transformers with `add_bos_token` or `add_eos_token` on by default.
+BEGINS_PROMPTS = ("CodeLlamaTokenizer",)
 ENDS_PROMPTS = ("T5Tokenizer",)
 
 
@@ -225,7 +226,7 @@ def sentencepiece_codec(
     class_name = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
     return SentencePieceCodec(
         processor,
-        adds_bos=bool(settings.get("add_bos_token")),
+        adds_bos=bool(settings.get("add_bos_token", class_name in BEGINS_PROMPTS)),
         adds_eos=bool(settings.get("add_eos_token", class_name in ENDS_PROMPTS)),
     )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.examples import Example, FileStart, ReadPosition, Segment, TokenIds
+from trainer.data.ignored_parts import NO_STOP_TOKEN, lacks_stop_token
 from trainer.data.readers.text_file import TEXT_CHUNK_NBYTES
 from trainer.data.store_writer import TokenWriter
 from trainer.data.tokenizer import TextTokenizer
@@ -36,11 +37,13 @@ class EncodedBatch:
         weights: Loss weight of each token as a target, 0 or 1, uint8. None if all are 1.
         ends: End of each complete document in `ids`. Tokens after the last end are the first part of a
             document of the next batch.
+        ignored: Number of each ignored part of the examples, by name.
     """
 
     ids: TokenIds
     weights: npt.NDArray[np.uint8] | None
     ends: npt.NDArray[np.int64]
+    ignored: Mapping[str, int]
 
 
 def batch_examples(examples: Iterable[Example]) -> Iterator[list[Example]]:
@@ -89,11 +92,26 @@ def encode_batch(batch: Sequence[Example], tokenizer: TextTokenizer) -> EncodedB
     # segments have the ends [4, 6].
     lengths = np.array([len(ids) for ids, _ in encoded], np.int64)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
-    return EncodedBatch(
-        np.concatenate([NO_IDS, *(ids for ids, _ in encoded)]),
-        _join_weights([weights for _, weights in encoded], lengths),
-        bounds[document_ends],
-    )
+    ids = np.concatenate([NO_IDS, *(ids for ids, _ in encoded)])
+    weights = _join_weights([weights for _, weights in encoded], lengths)
+    ends = bounds[document_ends]
+    return EncodedBatch(ids, weights, ends, _count_ignored(batch, ids, weights, ends))
+
+
+def _count_ignored(
+    batch: Sequence[Example],
+    ids: TokenIds,
+    weights: npt.NDArray[np.uint8] | None,
+    ends: npt.NDArray[np.int64],
+) -> dict[str, int]:
+    """Return the number of each ignored part of examples, by name. The arguments are as in `EncodedBatch`."""
+    counts = Counter(name for example in batch for name in example.ignored)
+    # Only conversations have stop tokens to check, and each is one document.
+    if weights is not None and all(example.stop_ids for example in batch):
+        for example, start, end in zip(batch, [0, *ends.tolist()], ends.tolist()):
+            if lacks_stop_token(ids[start:end], weights[start:end], example.stop_ids):
+                counts[NO_STOP_TOKEN] += 1
+    return dict(counts)
 
 
 def _encode_segments(
@@ -242,6 +260,7 @@ def fill_store(
     progress(position.nbytes, writer.n_tokens)
     for batch, encoded in encode_batches(batch_examples(missing), tokenizer):
         writer.append(encoded.ids, encoded.weights, ends=encoded.ends)
+        writer.count_ignored(encoded.ignored)
         # Before the commit: no journal records tokens that the model does not have.
         tokenizer.check_in_vocab(writer.max_id, vocab)
         position = _position_after(position, batch, starts)

@@ -9,7 +9,7 @@ import numpy as np
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.examples import Segment
 from trainer.models.json_types import JsonObject, JsonValue
-from trainer.recipe.field_grammar import TextField, parse_fields
+from trainer.recipe.field_grammar import Field, TextField, TokenField, parse_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,10 @@ class ExampleSettings:
         has_encoder: Whether an encoder reads the fields in brackets.
         bos_id: The model's beginning-of-sequence token, or None.
         eos_id: The model's end-of-sequence token, or None.
-        add_bos: Put `bos_id` before each document, without loss.
+        stop_ids: All tokens that end a text when the model generates.
+        prefix_ids: The tokens that the tokenizer puts before a text.
+        add_bos: Put `bos_id` before each document, without loss. None puts `prefix_ids` there if the
+            document begins with a text.
         add_eos: Put `eos_id`, if the model has it, after each document. None is like True, except
             for data of token ids: these documents stay unchanged.
         source_prefix: Text put before each source.
@@ -38,11 +41,30 @@ class ExampleSettings:
     has_encoder: bool = False
     bos_id: int | None = None
     eos_id: int | None = None
-    add_bos: bool = False
+    stop_ids: tuple[int, ...] = ()
+    prefix_ids: tuple[int, ...] = ()
+    add_bos: bool | None = None
     add_eos: bool | None = None
     source_prefix: str = ""
     prepend_text: str = ""
     subfield_separator: str = " "
+
+    def begin_ids(self, first: Field | None = None) -> tuple[int, ...]:
+        """Return the tokens put before each document.
+
+        Args:
+            first: First field of the document. None for a document without fields, which is a text.
+        """
+        if self.add_bos is None:
+            if first is None or isinstance(first, TextField):
+                return self.prefix_ids
+            return ()
+        if not self.add_bos or self.bos_id is None:
+            return ()
+        if isinstance(first, TokenField) and first.token in ("bos", self.bos_id):
+            # The fields put the token there themselves.
+            return ()
+        return (self.bos_id,)
 
     @property
     def end_id(self) -> int | None:
@@ -59,12 +81,36 @@ class ExampleSettings:
             "prefix": self.source_prefix,
             "fields_from_example": self.fields_from_example,
             "chat": self.chat_template and self.chat_template.identity,
-            "bos": self.bos_id if self.add_bos else None,
+            **self._begin_inputs(),
             "prepend": self.prepend_text,
             "separator": [self.subfield_separator] if self.subfield_separator != " " else None,
             "grammar": self._grammar_inputs(),
         }
         return {key: value for key, value in inputs.items() if value not in (None, "")}
+
+    @property
+    def used_begin_ids(self) -> tuple[int, ...]:
+        """The tokens put before the documents that these settings describe."""
+        first_fields: list[Field | None] = [None]
+        if self.fields and self.chat_template is None and not self.fields_from_example:
+            fields = parse_fields(self.fields)
+            first_fields = [*fields.source[:1], *fields.target[:1]]
+            if not self.has_encoder:
+                first_fields = [fields.items[0][0]]
+        return max((self.begin_ids(field) for field in first_fields), key=len, default=())
+
+    def _begin_inputs(self) -> JsonObject:
+        """Return the input for the tokens put before documents: an id, or a list of several."""
+        ids = self.used_begin_ids
+        if not ids:
+            return {}
+        # In chats the template may put the token there.
+        key = "bos"
+        if self.chat_template is not None:
+            key = "chat_bos"
+        if len(ids) == 1:
+            return {key: ids[0]}
+        return {key: [*ids]}
 
     def _grammar_inputs(self) -> list[JsonValue] | None:
         """Return the other settings of the tokens of `data.fields`, or None.
@@ -89,11 +135,14 @@ def token_segment(token_id: int | None, weight: int = 1) -> tuple[Segment, ...]:
 
 
 def begin_segments(settings: ExampleSettings) -> tuple[Segment, ...]:
-    """Return the segments put before each document."""
-    return token_segment(settings.bos_id if settings.add_bos else None, 0)
+    """Return the segments put before each document that is a text or a conversation."""
+    ids = settings.begin_ids()
+    if not ids:
+        return ()
+    return (Segment(np.array(ids, np.uint32), 0),)
 
 
 def largest_added_id(settings: ExampleSettings) -> int:
     """Return the largest id put before or after documents, or -1."""
-    ids = (settings.bos_id if settings.add_bos else None, settings.end_id)
+    ids = (*settings.begin_ids(), settings.end_id)
     return max((token_id for token_id in ids if token_id is not None), default=-1)

@@ -40,12 +40,18 @@ class Example:
             without an encoder.
         ends_document: Whether the target's document ends with this example. False for all but the
             last part of a long document.
+        ignored: Names of parts of the record that its tokens do not show, once per occurrence. See
+            `trainer.data.ignored_parts`.
+        stop_ids: Tokens that end a text when a model generates. One of them should have loss. Empty if
+            that is not checked.
     """
 
     target: tuple[Segment, ...]
     nbytes: int
     source: tuple[Segment, ...] | None = None
     ends_document: bool = True
+    ignored: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:

@@ -71,11 +71,11 @@ def _ids_part(column: str, vocab: int, weight: int) -> _Part:
     return _Part(weight, vocab - 1, segment)
 
 
-def _token_part(token_id: int, weight: int) -> _Part:
-    """Return a part with the same token for every record."""
+def _tokens_part(token_ids: tuple[int, ...], weight: int) -> _Part:
+    """Return a part with the same tokens for every record."""
     # One segment serves all records: no code changes the ids of a segment.
-    constant = Segment(np.array([token_id], np.uint32), weight)
-    return _Part(weight, token_id, lambda record: constant)
+    constant = Segment(np.array(token_ids, np.uint32), weight)
+    return _Part(weight, max(token_ids), lambda record: constant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +177,9 @@ def _compile_parts(
     if prefix and not isinstance(weighted[0][0], TextField):
         raise FieldsError("its first field must be a text, which follows the text put before it")
     parts: list[_Part] = []
-    if settings.add_bos and settings.bos_id is not None:
-        parts.append(_token_part(settings.bos_id, 0))
+    begin_ids = settings.begin_ids(weighted[0][0])
+    if begin_ids:
+        parts.append(_tokens_part(begin_ids, 0))
     for field, weight in weighted:
         if isinstance(field, TextField):
             separator = settings.subfield_separator
@@ -186,11 +187,11 @@ def _compile_parts(
         elif isinstance(field, TokenIdsField):
             parts.append(_ids_part(field.column, vocab, weight))
         else:
-            parts.append(_token_part(_token_id(field, settings, vocab), weight))
+            parts.append(_tokens_part((_token_id(field, settings, vocab),), weight))
         # Only the first field has the prefix.
         prefix = ""
     if settings.end_id is not None:
-        parts.append(_token_part(settings.end_id, 1))
+        parts.append(_tokens_part((settings.end_id,), 1))
     return tuple(parts)
 
 
@@ -262,7 +263,7 @@ class _TextBuilder:
 
     @property
     def has_weights(self) -> bool:
-        return self.settings.add_bos
+        return bool(self.settings.begin_ids())
 
     @property
     def max_extra_token_id(self) -> int:

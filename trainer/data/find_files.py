@@ -10,7 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.data.files import DataFile, io_error
+from trainer.data.dataset_layout import (
+    README,
+    is_dataset,
+    read_metadata,
+    select_files,
+    splits_by_name,
+)
+from trainer.data.files import DataFile, Note, io_error
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import Reader
 from trainer.data.remote_files import WHOLE, NoRemoteFiles, RemoteFiles, Selection, is_url
@@ -32,24 +39,28 @@ def find_data_files(
     selection: Selection = WHOLE,
     *,
     remote: RemoteFiles = NO_REMOTE_FILES,
+    note: Note = lambda text: None,
 ) -> tuple[Path | DataFile, ...]:
     """Return the data files of paths and URLs, each once, in their order.
 
     A folder gives all its files with a suffix of the type (such as *.txt for `text`) at any depth,
     sorted, without hidden files and without following linked folders. A folder saved by
-    `datasets` gives the files of a split. A glob (`*`, `?`, `[…]`, `**`) gives all matching files and
+    `datasets`, or a copy of a dataset of the hub, gives the files of a split, and so does any folder if
+    a split or a configuration is selected. A glob (`*`, `?`, `[…]`, `**`) gives all matching files and
     folders, sorted. A path to a file gives the file, with any suffix. Remote files have the digests of
     their stores.
 
     Args:
         paths: Files, folders, globs or URLs.
         data_type: Selects the suffixes of files in folders.
-        selection: Part of a saved dataset, or of one on the hub.
+        selection: Part of a dataset.
         remote: Finds the files of URLs.
+        note: Called with a message about a folder that is read with all its splits.
 
     Raises:
-        PrepError: A path gives no file, or a folder cannot be read.
+        PrepError: A path gives no file, a folder cannot be read, or no path can have the selected part.
     """
+    _check_selection(paths, selection)
     # From the resolved path, which is equal for all names of a file, to the path as found.
     files: dict[Path | str, Path | DataFile] = {}
     for path in paths:
@@ -57,9 +68,14 @@ def find_data_files(
             for file in remote.find(path, partial(_is_data_file, data_type=data_type), selection):
                 files.setdefault(file.path, file)
         else:
-            for file in _local_files(path, data_type, selection):
+            for file in _local_files(path, data_type, selection, note):
                 files.setdefault(file.resolve(), file)
     return tuple(files.values())
+
+
+def has_local_files(paths: Sequence[str]) -> bool:
+    """Return whether all paths are on this machine: no URL, and each names a file or a folder that exists."""
+    return all(not is_url(path) and _expand_glob(path) for path in paths)
 
 
 def with_companions(
@@ -91,28 +107,24 @@ def with_companions(
     return tuple(complete)
 
 
-def check_selection(
-    paths: Sequence[str], selection: Selection, *, split_key: str = "split"
-) -> None:
-    """Check a selected part of a dataset: at least one path must have it.
-
-    Args:
-        paths: Files, folders, globs or URLs.
-        selection: The part.
-        split_key: Recipe key of the split.
-
-    Raises:
-        UsageError: No path can have the selected part.
-    """
+def _check_selection(paths: Sequence[str], selection: Selection) -> None:
+    """Raise UsageError if no path can have the selected part. A missing path has an error of its own."""
+    if not all(is_url(path) or _expand_glob(path) for path in paths):
+        return
     on_hub = any(path.startswith(HUB_SCHEME) for path in paths)
-    has_splits = on_hub or any(is_dataset_dict(Path(path)) for path in paths)
-    parts = {"config": (selection.config, on_hub), "revision": (selection.revision, on_hub)}
-    parts[split_key] = selection.split, has_splits
+    folders = [match for path in paths for match in _expand_glob(path) if match.is_dir()]
+    has_splits = on_hub or any(not is_saved_part(folder) for folder in folders)
+    has_configs = on_hub or any(is_plain_folder(folder) for folder in folders)
+    parts = {
+        "config": (selection.config, has_configs),
+        selection.split_key: (selection.split, has_splits),
+        "revision": (selection.revision, on_hub),
+    }
     for key, (value, has_part) in parts.items():
         if value is not None and not has_part:
-            # A split may be of a saved dataset too, the other parts only of a dataset on the hub.
+            # A folder has splits and configurations, and only the hub has revisions.
             why = "no path of the data is a dataset"
-            if key != split_key:
+            if key == "revision":
                 why += " on the hub"
             raise usage_error(
                 Text(Key(f"data.{key}"), f" is {value!r:.60}"),
@@ -149,11 +161,14 @@ def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileT
     return next(iter(types))
 
 
-def _local_files(path: str, data_type: DataType, selection: Selection) -> list[Path]:
+def _local_files(path: str, data_type: DataType, selection: Selection, note: Note) -> list[Path]:
     """Return the data files of one path. Raise PrepError if there are none."""
     files: list[Path] = []
     for match in _expand_glob(path):
-        files += _files_under(match, data_type, selection)
+        if match.is_dir():
+            files += _folder_files(match, data_type, selection, note)
+        elif match.is_file():
+            files.append(match)
     if not files and os.path.exists(path) and not os.path.isdir(path):
         raise not_regular_error(Path(path))
     if not files:
@@ -169,20 +184,29 @@ def _expand_glob(path: str) -> list[Path]:
     return sorted(Path(match) for match in glob.glob(path, recursive=True))
 
 
-def _files_under(path: Path, data_type: DataType, selection: Selection) -> list[Path]:
-    """Return a file, or the data files of a folder."""
-    if not path.is_dir():
-        if path.is_file():
-            return [path]
-        return []
-    saved = dataset_files(path, selection.split)
+def _folder_files(
+    folder: Path, data_type: DataType, selection: Selection, note: Note
+) -> list[Path]:
+    """Return the data files of a folder: of the selected part of a dataset, or all of them."""
+    saved = dataset_files(folder, selection)
     if saved is not None:
         return saved
-    return sorted(
-        file
-        for file in _walk_visible(path)
-        if _is_data_file(file.name, data_type=data_type) and file.is_file()
-    )
+    # Sorted as paths, so that `a/b.txt` comes before `a-b.txt`.
+    files = sorted(file for file in _walk_visible(folder) if file.is_file())
+    names = [file.relative_to(folder).as_posix() for file in files]
+    accepts = partial(_is_data_file, data_type=data_type)
+    readme = folder / README
+    metadata = read_metadata(readme if readme.is_file() else None)
+    if is_dataset(metadata) or selection.config is not None or selection.split is not None:
+        selected = select_files(str(folder), names, metadata, selection, accepts=accepts)
+        return [folder / name for name in selected]
+    data = [name for name in names if accepts(os.path.basename(name))]
+    splits = splits_by_name(data)
+    if len(splits) > 1:
+        note(
+            f"{folder} has files of several splits ({', '.join(splits)}) and all are read: `data.split` selects one"
+        )
+    return [folder / name for name in data]
 
 
 def _is_data_file(name: str, *, data_type: DataType) -> bool:
@@ -254,19 +278,29 @@ def is_dataset_dict(folder: Path) -> bool:
     return (folder / DICT_FILE).is_file()
 
 
-def dataset_files(folder: Path, split: str | None) -> list[Path] | None:
+def is_saved_part(folder: Path) -> bool:
+    """Return whether a folder is a saved `Dataset`: one split of a dataset."""
+    return (folder / STATE_FILE).is_file() and not is_dataset_dict(folder)
+
+
+def is_plain_folder(folder: Path) -> bool:
+    """Return whether a folder was not saved by `datasets`."""
+    return not is_dataset_dict(folder) and not is_saved_part(folder)
+
+
+def dataset_files(folder: Path, selection: Selection) -> list[Path] | None:
     """Return the Arrow files of a saved dataset in their order, or None for another folder.
 
     Args:
         folder: Any folder.
-        split: Split of a `DatasetDict`. None selects the only split, or `train`.
+        selection: Its split is one of a `DatasetDict`. None selects the only split, or `train`.
 
     Raises:
         PrepError: The dataset has no such split, or its list of files is invalid.
     """
     if is_dataset_dict(folder):
         splits = _read_value(folder / DICT_FILE, "splits")
-        name = choose_split(str(folder), splits, split)
+        name = choose_split(str(folder), splits, selection)
         folder = resolve_named_path(folder, name, folder / DICT_FILE)
     state = folder / STATE_FILE
     if not state.is_file():
@@ -275,17 +309,18 @@ def dataset_files(folder: Path, split: str | None) -> list[Path] | None:
     return [resolve_named_path(folder, _file_name(state, file), state) for file in files]
 
 
-def choose_split(name: str, splits: list[Any], split: str | None) -> str:
+def choose_split(name: str, splits: list[Any], selection: Selection) -> str:
     """Return the split to read: the requested one, the only one, or `train`.
 
     Args:
         name: Name of the dataset, for error messages.
         splits: Its splits.
-        split: The requested split. None for the default.
+        selection: The requested split. None for the default.
 
     Raises:
         UsageError: There is no such split, or no default.
     """
+    split = selection.split
     names = [str(item) for item in splits]
     if split is None and len(names) == 1:
         return names[0]
@@ -294,7 +329,7 @@ def choose_split(name: str, splits: list[Any], split: str | None) -> str:
     what = f"{name} has no split `{split or DEFAULT_SPLIT}`"
     hint = ""
     if names:
-        hint = Text(Key("data.split", names[0]))
+        hint = Text(Key(f"data.{selection.split_key}", names[0]))
     raise usage_error(what, f"its splits: {', '.join(names) or 'none'}", hint)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from trainer.data.files import DataFile
@@ -18,14 +18,16 @@ class Selection:
     """The part of a dataset to read.
 
     Attributes:
-        config: Configuration of a dataset on the hub. None for its default.
+        config: Configuration of a dataset. None for its default.
         split: Split of a dataset. None selects the only split, or `train`.
         revision: Revision of a dataset on the hub. None for `main`.
+        split_key: Name of the recipe key of the split, for errors.
     """
 
     config: str | None = None
     split: str | None = None
     revision: str | None = None
+    split_key: str = field(default="split", compare=False)
 
 
 WHOLE = Selection()

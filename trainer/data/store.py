@@ -53,6 +53,8 @@ class StoreMeta:
         n_documents: Number of documents.
         max_id: Largest id, or -1 for an empty store.
         digests: XXH3-128 by file name. Empty in stores of earlier versions.
+        ignored: Number of each part of conversations that the tokens do not show, by name. Empty in stores
+            of earlier versions.
     """
 
     identity: str
@@ -61,6 +63,7 @@ class StoreMeta:
     n_documents: int
     max_id: int
     digests: Mapping[str, str] = field(default_factory=dict)
+    ignored: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def has_weights(self) -> bool:
@@ -195,14 +198,15 @@ def file_digest(path: Path) -> str:
 def _parse_meta(folder: Path, data: bytes) -> StoreMeta:
     """Return the metadata of a store. Raise DamagedStoreError if it is invalid."""
     try:
-        values = {"digests": {}} | load_json(data)
+        values = {"digests": {}, "ignored": {}} | load_json(data)
         meta = StoreMeta(**{key.name: values[key.name] for key in fields(StoreMeta)})
         numbers = (meta.n_tokens, meta.n_documents, meta.max_id)
         is_valid = meta.dtype in ("uint16", "uint32") and all(
             type(number) is int for number in numbers
         )
         is_valid &= isinstance(meta.digests, dict) and {*meta.digests} in DIGEST_NAMES
-    except (ValueError, TypeError, KeyError):
+        is_valid &= all(type(count) is int for count in meta.ignored.values())
+    except (ValueError, TypeError, KeyError, AttributeError):
         raise _damaged_store_error(folder, f"{META_FILE} is malformed") from None
     if not is_valid or meta.identity != folder.name:
         raise _damaged_store_error(

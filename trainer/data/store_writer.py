@@ -74,6 +74,7 @@ class TokenWriter:
         n_documents: Documents so far.
         max_id: Largest id so far, or -1.
         position: Position after the examples of the store.
+        ignored: Number of each ignored part of conversations so far, by name.
     """
 
     def __init__(
@@ -98,6 +99,12 @@ class TokenWriter:
         self.n_tokens = meta.n_tokens
         self.n_documents = meta.n_documents
         self.max_id = meta.max_id
+        self.ignored = dict(meta.ignored)
+
+    def count_ignored(self, counts: Mapping[str, int]) -> None:
+        """Add the ignored parts of appended conversations."""
+        for name, count in counts.items():
+            self.ignored[name] = self.ignored.get(name, 0) + count
 
     def append(
         self,
@@ -181,6 +188,7 @@ class TokenWriter:
             n_documents=self.n_documents,
             max_id=self.max_id,
             digests={name: file.digest() for name, file in self._files.items()},
+            ignored=dict(sorted(self.ignored.items())),
         )
 
 
@@ -417,6 +425,9 @@ def _write_store(
         writer.start_save()
     # The files are synced before the folder gets its final name, and the folder itself last, so
     # that the names of the files in it are durable too.
-    (folder / META_FILE).write_text(json.dumps(asdict(writer.meta()), indent=1) + "\n")
+    values = asdict(writer.meta())
+    if not values["ignored"]:
+        del values["ignored"]
+    (folder / META_FILE).write_text(json.dumps(values, indent=1) + "\n")
     for path in (*(folder / name for name in names), folder / META_FILE, folder):
         fsync_path(path)

@@ -223,7 +223,7 @@ def open_shards(config: TokenizeConfig, note: Note) -> ShardJob:
     """
     folder = _plan_folder(config)
     tokenizer = load_tokenizer(config.tokenizer)
-    config, found = find_config_files(config, note)
+    config, found = find_config_files(config, tokenizer, note)
     settings = store_identity(config, (), tokenizer.digest)
     stamps = file_stamps(found)
     # The lock saves work: on a file system with locks, only the first process reads all files for
@@ -372,6 +372,10 @@ def _append_shards(writer: TokenWriter, job: ShardJob, metas: Sequence[store.Sto
             writer.commit(ReadPosition(0, nbytes, FileStart(job.plan.shard_ends[shard])))
         first_token = end_token
         first_document = end_document
+    # A killed merge has recorded a part of them.
+    writer.ignored = {}
+    for meta in metas:
+        writer.count_ignored(meta.ignored)
 
 
 def _remove_plan(folder: Path) -> None:

@@ -21,6 +21,7 @@ from trainer.data.examples import Example, FileStart
 from trainer.data.fields import ExampleBuilder, compile_fields
 from trainer.data.files import DataFile, EmptyFileError, Note, check_not_empty, hash_file
 from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type, with_companions
+from trainer.data.ignored_parts import describe_ignored
 from trainer.data.readers import READERS
 from trainer.data.records import RecordSettings, read_examples
 from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
@@ -43,6 +44,9 @@ ADDED_TOKENS = ("add_bos", "add_eos", "prepend_text")
 MAX_EMPTY_NOTES = 3
 # Part of a store's identity. Raise it when the same files give other tokens.
 TOKENS_VERSION = 1
+# Version of the objects in rows of tables, which chat templates see. Also a part of the identity.
+ROW_VALUES_VERSION = 1
+TABLE_TYPES = ("parquet", "arrow")
 
 # Called with the bytes tokenized so far, the total bytes, and the tokens so far.
 TokenizeProgress = Callable[[int, int, int], None]
@@ -125,7 +129,7 @@ def tokenize_files(
             tokens do not fill one block.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    config, found = find_config_files(config, note)
+    config, found = find_config_files(config, tokenizer, note)
     key = record_key(config, tokenizer)
     stamps = file_stamps(found)
     if not config.checks_digests:
@@ -154,20 +158,42 @@ def record_key(config: TokenizeConfig, tokenizer: TextTokenizer) -> str:
 
 
 def find_config_files(
-    config: TokenizeConfig, note: Note
+    config: TokenizeConfig, tokenizer: TextTokenizer, note: Note
 ) -> tuple[TokenizeConfig, tuple[Path | DataFile, ...]]:
-    """Return a config with the type of its files, and the files. Local ones are not read yet.
+    """Return a config with the type of its files and the tokenizer's prefix, and the files.
+
+    Local files are not read yet.
 
     Raises:
         PrepError: There are no files, or the config does not fit them.
     """
     check_eos_id(config)
-    found = find_data_files(config.paths, config.type, config.selection, remote=config.remote)
+    found = find_data_files(
+        config.paths, config.type, config.selection, remote=config.remote, note=note
+    )
     file_type = resolve_type(found, config.type)
     config = set_file_type(config, file_type)
     if READERS[file_type].has_ids:
         check_unused_settings(config, note)
+        return config, with_companions(found, file_type)
+    if not config.is_evaluation:
+        for line in tokenizer.notes():
+            note(line)
+    if config.examples.add_bos is None and config.examples.chat_template is None:
+        config = _with_prefix(config, tokenizer, note)
     return config, with_companions(found, file_type)
+
+
+def _with_prefix(config: TokenizeConfig, tokenizer: TextTokenizer, note: Note) -> TokenizeConfig:
+    """Return a config that begins documents as the tokenizer begins a text. The training data reports it."""
+    examples = replace(config.examples, prefix_ids=tokenizer.prefix_ids())
+    begin_ids = examples.used_begin_ids
+    if begin_ids and not config.is_evaluation:
+        tokens = " ".join(tokenizer.codec.token(token) or str(token) for token in begin_ids)
+        note(
+            f"each document begins with {tokens}, as the tokenizer begins a text: `data.add_bos = false` omits it"
+        )
+    return replace(config, examples=examples)
 
 
 def map_new_tokens(
@@ -294,6 +320,8 @@ def _map_token_store(
     tokens = store.map_tokens(folder, meta, config.seq_length)
     _check_has_loss(tokens)
     note(_dataset_summary(tokens, config))
+    for line in describe_ignored(meta.ignored):
+        note(line)
     return tokens
 
 
@@ -327,6 +355,8 @@ def store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer_
     # did not have the setting, therefore keep their identity. The order of keys is part of the
     # digest.
     inputs |= settings.identity_inputs()
+    if settings.chat_template is not None and config.type in TABLE_TYPES:
+        inputs["row_values"] = ROW_VALUES_VERSION
     if config.max_examples:
         inputs["max_examples"] = config.max_examples
     if config.bad_lines:

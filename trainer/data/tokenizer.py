@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -43,7 +43,7 @@ from trainer.files.tokenizer_safety import (
     normalizer_growth,
 )
 from trainer.models.errors import Key, Option, PrepError, Text
-from trainer.models.json_types import JsonObject
+from trainer.models.json_types import JsonObject, JsonValue
 
 TOKENIZER_HINT = Text(Key("data.tokenizer", "PATH", is_override=True))
 FILE_HINT = "correct it, or get the files of the tokenizer again"
@@ -52,6 +52,13 @@ TRANSFORMERS_FILES = (
     *(SETTINGS_FILE, *VOCABULARY_FILES, "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "config.json"),
 )
+
+# Lists of special tokens in the settings of a tokenizer.
+EXTRA_TOKENS_KEYS = ("additional_special_tokens", "extra_special_tokens")
+# Tokens that a note names.
+MAX_NAMES = 5
+# A text that is encoded to see the tokens around it.
+PROBE = "a"
 
 # Parts of a long text that are encoded at once: one for every core.
 # Smallest part of the vocabulary that the tokenizer of a model has.
@@ -73,6 +80,7 @@ class TextTokenizer:
         growth: Upper bound of the bytes that its normalizer makes of one byte (see
             `normalizer_growth`).
         allows_cuts: Whether the parts of `cut_text` have the tokens of the whole text.
+        missing_tokens: Special tokens that its tokenizer_config.json lists and its tokenizer.json does not have.
     """
 
     path: Path
@@ -81,6 +89,18 @@ class TextTokenizer:
     codec: Codec
     growth: float = 1.0
     allows_cuts: bool = False
+    missing_tokens: tuple[str, ...] = ()
+
+    def notes(self) -> Iterator[str]:
+        """Yield a line for the user if transformers encodes some texts in another way."""
+        if self.missing_tokens:
+            names = ", ".join(f"{token!r:.40}" for token in self.missing_tokens[:MAX_NAMES])
+            if len(self.missing_tokens) > MAX_NAMES:
+                names += ", …"
+            yield (
+                f"{SETTINGS_FILE} lists special tokens that {TOKENIZER_FILE} does not have ({names}): "
+                "a text that spells one is split, where transformers has one token"
+            )
 
     def encode(self, texts: Sequence[str]) -> list[TokenIds]:
         """Encode each text by itself, without adding special tokens.
@@ -155,6 +175,19 @@ class TextTokenizer:
         hint = Text(Option("tokens", "1,2,3"), " needs none")
         with library_errors(f"{self.path} cannot encode a prompt", hint):
             return self.codec.encode_prompt(text)
+
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Return the ids that the tokenizer puts before a text, e.g. of `<s>`. Raise PrepError if it fails."""
+        # Most tokenizers add nothing, and some cannot encode the probe.
+        if not self.encode_prompt(""):
+            return ()
+        (plain,) = self.encode([PROBE])
+        ids = self.encode_prompt(PROBE)
+        # E.g. `<s> a </s>` is [1, 5, 2], and `a` is [5]: the prefix is [1].
+        for start in range(len(ids) - len(plain) + 1):
+            if len(plain) and ids[start : start + len(plain)] == plain.tolist():
+                return tuple(ids[:start])
+        return ()
 
     def decode(self, ids: Sequence[int], preceding_ids: Sequence[int] = ()) -> str:
         """Decode ids to text, without special tokens.
@@ -234,6 +267,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     with library_errors(f"{found} is not a valid tokenizer", TOKENIZER_HINT):
         codec = FastCodec(load_fast_tokenizer(found, data))
         digest = xxhash.xxh3_128_hexdigest(data)
+        missing_tokens = _missing_tokens(found, codec)
         return TextTokenizer(
             found,
             digest,
@@ -241,7 +275,32 @@ def load_tokenizer(path: Path) -> TextTokenizer:
             codec,
             growth=normalizer_growth(data),
             allows_cuts=text_cuts.allows_cuts(data),
+            missing_tokens=missing_tokens,
         )
+
+
+def _missing_tokens(file: Path, codec: FastCodec) -> tuple[str, ...]:
+    """Return the special tokens that only the settings beside a tokenizer.json list, in their order."""
+    try:
+        settings = read_settings(file.parent / SETTINGS_FILE)
+    except PrepError:
+        # No text needs this file. The commands that do report it.
+        return ()
+    added = settings.get("added_tokens_decoder")
+    listed: list[JsonValue] = []
+    if isinstance(added, dict):
+        listed += added.values()
+    for key in EXTRA_TOKENS_KEYS:
+        extra = settings.get(key)
+        if isinstance(extra, list):
+            listed += extra
+    known = {token.content for token in codec.tokenizer.get_added_tokens_decoder().values()}
+    missing: dict[str, None] = {}
+    for token in listed:
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str) and content and content not in known:
+            missing[content] = None
+    return tuple(missing)
 
 
 def find_tokenizer(path: Path) -> Path | None:

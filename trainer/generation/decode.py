@@ -16,11 +16,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from trainer.generation.sampling import Sampling, sample_tokens
+from trainer.generation.token_rules import apply_token_rules
 from trainer.models.architecture import FULL_ATTENTION
 from trainer.models.attention_kernels import MAX_DENSE_LENGTH
 from trainer.models.errors import Option, text, usage_error
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import ENCODER
+from trainer.models.token_rules import NO_RULES, TokenRules
 from trainer.nn import transformer
 from trainer.nn.attention_mask import AttentionMask, EncoderOutput
 from trainer.nn.embedding import embed_tokens
@@ -44,6 +46,7 @@ class GenerationConfig:
         max_new_tokens: Maximum number of new tokens per row.
         eos_token_ids: Tokens that end a row. The token itself is part of the output.
         sampling: How tokens are sampled.
+        rules: Rules of the model that change logits before sampling.
 
     Raises:
         UsageError: `max_new_tokens` is less than 1.
@@ -52,6 +55,7 @@ class GenerationConfig:
     max_new_tokens: int
     eos_token_ids: tuple[int, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
+    rules: TokenRules = NO_RULES
 
     def __post_init__(self) -> None:
         """Check the number of new tokens."""
@@ -315,6 +319,15 @@ def _decode_and_sample(
     # The number of the new token. With prompts in 64 slots it is 64 - 64 = 0 after the prefill, and
     # 87 - 64 = 23 after a recomputed cache of 87 slots, so that the random keys continue.
     step = kv_cache.length - batch.first_new_slot
+    logits = apply_token_rules(
+        logits,
+        batch.tokens,
+        start_slots=start_slots,
+        length=kv_cache.length,
+        step=step,
+        eos_token_ids=generation_config.eos_token_ids,
+        rules=generation_config.rules,
+    )
     sampled = sample_tokens(logits, batch.row_numbers, step, generation_config.sampling)
     # Without a dtype an empty tuple of end tokens would be a float32 array.
     is_eos = jnp.isin(sampled, jnp.array(generation_config.eos_token_ids, jnp.int32))

@@ -52,14 +52,14 @@ class Data(BaseModel):
     config: str | None = Field(
         default=None,
         min_length=1,
-        description="configuration of a dataset on the hub",
+        description="configuration of a dataset, on the hub or in a folder",
         examples=["wikitext-103-raw-v1"],
         json_schema_extra=if_absent("its default"),
     )
     split: str | None = Field(
         default=None,
         min_length=1,
-        description="split of a dataset on the hub or in a saved folder",
+        description="split of a dataset, on the hub or in a folder",
         examples=["train"],
         json_schema_extra=if_absent('"train", or the only one'),
     )
@@ -128,10 +128,12 @@ class Data(BaseModel):
         description="text put before the first field of each document",
         examples=["Question: "],
     )
-    add_bos: bool = Field(
-        default=False,
-        description="put the model's beginning-of-sequence token before each document, without loss",
+    add_bos: bool | None = Field(
+        default=None,
+        description="put the model's beginning-of-sequence token before each document, without loss. By default, a "
+        "document that begins with a text gets the tokens that the tokenizer puts before a text",
         examples=[True],
+        json_schema_extra=if_absent("the rule of the tokenizer"),
     )
     add_eos: bool | None = Field(
         default=None,

@@ -168,7 +168,7 @@ def _batch_fault(batch: RecordBatch) -> str:
 
 def _without_references(batch: RecordBatch) -> RecordBatch:
     """Return rows without references to a dictionary or to the text buffers of a large batch."""
-    from pyarrow import RecordBatch, types
+    from pyarrow import RecordBatch, schema, types
 
     columns = [*batch.columns]
     for index, column in enumerate(columns):
@@ -178,7 +178,11 @@ def _without_references(batch: RecordBatch) -> RecordBatch:
             columns[index] = column.cast(
                 "large_string" if types.is_string_view(column.type) else "large_binary"
             )
-    return RecordBatch.from_arrays(columns, names=batch.schema.names)
+    # The metadata of the schema and of its fields tells which texts are JSON.
+    fields = [
+        field.with_type(column.type) for field, column in zip(batch.schema, columns, strict=True)
+    ]
+    return RecordBatch.from_arrays(columns, schema=schema(fields, batch.schema.metadata))
 
 
 def _parquet_batches(stream: BinaryIO, nbytes: int) -> Iterable[tuple[RecordBatch, int]]:

@@ -86,6 +86,7 @@ def build_datasets(
     *,
     model_config: HFConfig,
     folders: Mapping[str, Path],
+    stop_ids: tuple[int, ...] = (),
     group: ProcessGroup | None = None,
     remote: RemoteFiles = NO_REMOTE_FILES,
     checks_digests: bool = True,
@@ -102,6 +103,8 @@ def build_datasets(
         model_config: config.json of the start checkpoint.
         folders: `tokenizer` and `cache`: defaults for the recipe keys of these names. `spare`,
             optional: folder for tokens missing in the cache, if the cache must not be written to.
+        stop_ids: Tokens that end a text when the model generates. Conversations without loss on one of them
+            are counted. Empty if that is unknown.
         group: Processes of the job. None means one process.
         remote: Finds the data files of URLs.
         checks_digests: See `TokenizeConfig`.
@@ -122,6 +125,7 @@ def build_datasets(
         make_config=partial(
             _tokenize_config,
             folders=folders,
+            stop_ids=stop_ids,
             remote=remote,
             checks_digests=checks_digests,
         ),
@@ -177,6 +181,7 @@ def tokenize_configs(
     *,
     model_config: HFConfig,
     folders: Mapping[str, Path],
+    stop_ids: tuple[int, ...] = (),
     remote: RemoteFiles = NO_REMOTE_FILES,
 ) -> Iterator[tuple[str, TokenizeConfig]]:
     """Yield the name and the config of each token store of a recipe, in the order of `build_datasets`.
@@ -193,7 +198,13 @@ def tokenize_configs(
             source_name = source.name
             prefix = f"{source_name}-"
         config = _tokenize_config(
-            data, source_name, model, model_config, folders=folders, remote=remote
+            data,
+            source_name,
+            model,
+            model_config,
+            folders=folders,
+            stop_ids=stop_ids,
+            remote=remote,
         )
         if data.eval_paths is not None:
             yield f"{prefix}validation", _eval_config(config, data)
@@ -219,6 +230,7 @@ def _tokenize_config(
     model_config: HFConfig,
     *,
     folders: Mapping[str, Path],
+    stop_ids: tuple[int, ...],
     remote: RemoteFiles,
     checks_digests: bool = True,
 ) -> TokenizeConfig:
@@ -232,7 +244,9 @@ def _tokenize_config(
     return TokenizeConfig(
         type=data.type,
         paths=data.path or (),
-        examples=_example_settings(data, model, model_config, tokenizer=tokenizer),
+        examples=_example_settings(
+            data, model, model_config, tokenizer=tokenizer, stop_ids=stop_ids
+        ),
         seq_length=seq_length,
         tokenizer=tokenizer,
         vocab=model.true_vocab_size,
@@ -252,7 +266,12 @@ def _tokenize_config(
 
 
 def _example_settings(
-    data: Data, model: DataModel, model_config: HFConfig, *, tokenizer: Path
+    data: Data,
+    model: DataModel,
+    model_config: HFConfig,
+    *,
+    tokenizer: Path,
+    stop_ids: tuple[int, ...],
 ) -> ExampleSettings:
     """Return the settings of examples.
 
@@ -273,6 +292,7 @@ def _example_settings(
         has_encoder=model.arch_config.encoder is not None and data.objective != SPAN_CORRUPTION,
         bos_id=_special_id(model_config, "bos_token_id"),
         eos_id=_special_id(model_config, "eos_token_id"),
+        stop_ids=stop_ids,
         add_bos=data.add_bos,
         add_eos=add_eos,
         source_prefix=data.source_prefix or "",
@@ -377,7 +397,7 @@ def _span_special_ids(
 def _check_special_ids(data: Data, settings: ExampleSettings, vocab: int) -> None:
     """Raise UsageError if the recipe adds a special token that the model does not have."""
     for key, needs_it, token_id in (
-        ("add_bos", data.add_bos, settings.bos_id),
+        ("add_bos", bool(data.add_bos), settings.bos_id),
         ("always_start_with_bos", data.always_start_with_bos, settings.bos_id),
         ("add_eos", data.add_eos, settings.eos_id),
     ):

@@ -38,8 +38,8 @@ class StepLine(ZLossField, SpeedFields):
 
     Attributes:
         step: The step.
-        loss: Mean loss of its tokens.
-        accuracy: Fraction of its tokens that are predicted correctly.
+        loss: Mean loss of its tokens. None if none of them has loss.
+        accuracy: Fraction of its tokens that are predicted correctly. None if none of them has loss.
         grad_norm: Norm of the gradients.
         lr: Learning rate.
         tokens: Tokens of all steps so far.
@@ -63,7 +63,8 @@ def step_line(step: int, values: Mapping[str, float], *, tokens: int) -> StepLin
         values: Its metrics: sums of losses and of correct tokens, their weight, and numbers of the optimizer.
         tokens: Tokens of all steps so far.
     """
-    weight = max(values["weight"], 1e-9)
+    # A step without a token with loss has no mean.
+    weight = values["weight"] or math.nan
     z_loss: ZLossField = {}
     if "z_loss" in values:
         z_loss["z_loss"] = finite_or_none(values["z_loss"] / weight)

@@ -1,15 +1,10 @@
-"""Checks of a recipe before its data is read, and warnings about a run before it starts."""
+"""Checks of a recipe against its devices, and warnings about a run before it starts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
-from trainer.data.files import DataFile, EmptyFileError, check_not_empty, check_readable
-from trainer.data.find_files import NO_REMOTE_FILES, check_selection, find_data_files, resolve_type
-from trainer.data.remote_files import RemoteFiles
-from trainer.data.tokenizer import check_tokenizer_exists
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.lora import RANK_ATOM, Adapters
 from trainer.models.param_tree import ParamLeaf
@@ -17,10 +12,7 @@ from trainer.models.remat import OFFLOAD_NONE
 from trainer.planning.exact_reduction import reduction_shards
 from trainer.planning.step_inputs import check_token_split
 from trainer.recipe import Recipe, batch_shape
-from trainer.recipe.data_sources import split_sources
-from trainer.recipe.text_fields import DataType
 from trainer.training.loop_config import LoopConfig
-from trainer.training.source_datasets import eval_selection, train_selection
 
 MANY_EPOCHS = 1000  # a run of more epochs gets a warning
 
@@ -39,47 +31,6 @@ def check_devices(recipe: Recipe, sharding: ShardingContext) -> None:
     """Raise UsageError if `model.offload` is set and the devices have no host memory to move arrays to."""
     if recipe.model.offload != OFFLOAD_NONE:
         sharding.check_host_memory()
-
-
-def check_inputs(recipe: Recipe, remote: RemoteFiles = NO_REMOTE_FILES) -> None:
-    """Check the inputs of a recipe that need neither the model nor the content of the data.
-
-    Args:
-        recipe: The recipe.
-        remote: Finds the data files of URLs.
-
-    Raises:
-        PrepError: A data file or the tokenizer is missing, unreadable or empty, or the type of a file is unknown.
-    """
-    for _, data in split_sources(recipe.data):
-        check_selection(data.path or (), train_selection(data))
-        check_selection(data.eval_paths or (), eval_selection(data), split_key="eval_split")
-        for paths, selection in (
-            (data.path, train_selection(data)),
-            (data.eval_paths, eval_selection(data)),
-        ):
-            _check_files(
-                find_data_files(paths or (), data.type, selection, remote=remote), data.type
-            )
-    if recipe.data.tokenizer:
-        check_tokenizer_exists(Path(recipe.data.tokenizer))
-
-
-def _check_files(files: Sequence[Path | DataFile], data_type: DataType) -> None:
-    """Raise PrepError if the type of files is not clear, a local one cannot be read, or all are empty."""
-    if files:
-        resolve_type(files, data_type)
-    empty: list[EmptyFileError] = []
-    for file in files:
-        try:
-            if isinstance(file, Path):
-                check_readable(file)
-            else:
-                check_not_empty(file)
-        except EmptyFileError as error:
-            empty.append(error)
-    if empty and len(empty) == len(files):
-        raise empty[0]
 
 
 def run_warnings(recipe: Recipe, config: LoopConfig, *, last_step: int = 0) -> Iterator[str]:

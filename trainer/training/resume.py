@@ -11,10 +11,11 @@ from trainer.recipe.formatting import to_toml
 from trainer.training.loop_config import LoopConfig
 from trainer.training.optimizers.lr_schedule import changed_fields
 
+BOS_KEY = "data.add_bos"
 # Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
 # The mesh, the rules and the model keys below change results only within rounding. Steps and schedule keys are checked
 # through the learning rate schedule that they produce, batch keys through the batch size, and the paths of data and
-# tokenizer, and the limit of documents, through the identity of the tokens (FIXED_ON_RESUME).
+# tokenizer, the first token and the limit of documents through the identity of the tokens (FIXED_ON_RESUME).
 CHANGEABLE_ON_RESUME = frozenset(
     {
         "name",
@@ -34,6 +35,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         "data.path",
         "data.eval_path",
         "data.tokenizer",
+        BOS_KEY,
         "data.cache",
         "data.max_document_bytes",
         "batch.size",
@@ -128,9 +130,13 @@ def check_resumable(
         before = manifest.get(key)
         after = config.manifest_fields.get(key)
         if before != after:
-            raise PrepError(
-                f"{label} has changed since the run began", f"{before}, now {after}", hint
-            )
+            why = f"{before}, now {after}"
+            if key == "data" and BOS_KEY in changed:
+                # Runs of earlier versions have recorded false, the default then.
+                then = changed[BOS_KEY][0]
+                why = f"{BOS_KEY}: {_change_text(changed[BOS_KEY])} ({why})"
+                hint = text("{} keeps it; {}", Key(BOS_KEY, then, is_override=True), hint)
+            raise PrepError(f"{label} has changed since the run began", why, hint)
     rates = changed_fields(manifest.get("rate", {}), config.manifest_fields.get("rate", {}))
     if rates:
         # Both fields follow from the number of steps.

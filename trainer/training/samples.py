@@ -12,6 +12,7 @@ from trainer.generation.decode import GenerationConfig
 from trainer.generation.generator import Generator, check_prompts, max_fitting_new_tokens
 from trainer.models.errors import Key, PrepError, text, usage_error
 from trainer.models.param_tree import Tree
+from trainer.models.token_rules import NO_RULES, TokenRules
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 
 SAMPLES_KEY = "log.samples"
@@ -39,6 +40,7 @@ class Sampler:
         max_new_tokens: int,
         eos_token_ids: tuple[int, ...],
         decoder_start_id: int | None,
+        rules: TokenRules = NO_RULES,
     ) -> None:
         """Encode the prompts, and check that the model can generate from them.
 
@@ -52,6 +54,7 @@ class Sampler:
                 positions.
             eos_token_ids: Tokens that end a text.
             decoder_start_id: First token of the decoder. None if the model has no encoder.
+            rules: Rules of the model that change which token is chosen.
 
         Raises:
             UsageError: The mesh splits tokens, a prompt has no tokens or too many, or a token is
@@ -85,7 +88,7 @@ class Sampler:
                 "use a shorter prompt",
             )
         generation_config = GenerationConfig(
-            min(max_new_tokens, num_fitting or max_new_tokens), eos_token_ids
+            min(max_new_tokens, num_fitting or max_new_tokens), eos_token_ids, rules=rules
         )
         with _recipe_keys_in_errors():
             check_prompts(

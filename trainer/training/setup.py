@@ -16,7 +16,6 @@ from trainer.models.json_types import HFConfig
 from trainer.models.manifest_fields import StepFields
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.registry import family_of
-from trainer.models.remat import saved_activations
 from trainer.models.rope_config import Rope
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, override_rope
 from trainer.models.rule_text import merge_rules
@@ -32,7 +31,7 @@ from trainer.planning.step_flops import count_step_flops
 from trainer.planning.step_inputs import ModelShapes, chunk_sizes, step_inputs, with_adapters
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
-from trainer.recipe.tables import Data, Model
+from trainer.recipe.tables import Model
 from trainer.training.events import Interval
 from trainer.training.loop_config import LoopConfig
 from trainer.training.loss_scale import LossScale
@@ -90,18 +89,13 @@ def _read_rope(config: HFConfig) -> Rope | None:
 
 
 def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> None:
-    """Check the model against the recipe: layers to scan, activations to save, and the mesh.
+    """Check the layout of the model against the recipe: layers to scan, and the mesh.
 
     Raises:
-        UsageError: `scan_layers` is set but the layers are not stacked, the mesh does not divide a parameter, or
-            `remat_policy` names the hidden units of experts.
+        UsageError: `scan_layers` is set but the layers are not stacked, or the mesh does not divide a parameter.
     """
     if recipe.model.scan_layers and not model.has_stacked_layers:
         raise unscannable_error()
-    saved = saved_activations(recipe.model.remat_policy, has_experts=True)
-    if model.arch_config.experts_per_token and "mlp_hidden" in saved:
-        why = f"the experts of {model.family.name} compute their hidden units again"
-        raise usage_error("`model.remat_policy` has mlp_hidden", why, "remove it from the list")
     check_mesh_divides(model, sharding)
 
 
@@ -110,22 +104,6 @@ def partition_rules(recipe: Recipe, manifest: Mapping[str, Any]) -> Rules:
     if recipe.rules is None:
         return rules_from_manifest(manifest)
     return merge_rules(recipe.rules, origin=Key("rules"))
-
-
-def check_seq_length(data: Data, model: ModelSpec) -> None:
-    """Check that sequences are not longer than a model with limited positions computes.
-
-    Raises:
-        UsageError: `data.seq_length` exceeds the positions.
-    """
-    max_positions = model.arch_config.max_positions
-    if model.arch_config.has_limited_positions and data.seq_length > max_positions:
-        why = f"the model has {max_positions} positions"
-        raise usage_error(
-            f"`data.seq_length` is {data.seq_length}",
-            why,
-            text("{}", Key("data.seq_length", max_positions, is_override=True)),
-        )
 
 
 def build_loop_config(

@@ -47,8 +47,8 @@ def train_selection(data: Data) -> Selection:
 def eval_selection(data: Data) -> Selection:
     """Return the part of a dataset to evaluate on: another split of the training data, or of `eval_path`."""
     if data.eval_path is None:
-        return replace(train_selection(data), split=data.eval_split)
-    return Selection(split=data.eval_split)
+        return replace(train_selection(data), split=data.eval_split, split_key="eval_split")
+    return Selection(split=data.eval_split, split_key="eval_split")
 
 
 def build_mixture(data: Data, build: BuildSource, *, note: Note) -> Datasets:

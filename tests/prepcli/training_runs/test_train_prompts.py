@@ -136,3 +136,16 @@ def test_loss_outside_prompts_equals_transformers(
     assert start["eval_loss"] == pytest.approx(loss, rel=1e-5)
     assert report["eval_loss"] < start["eval_loss"] - 0.1
     assert len(read_losses("runs/recipe")) == 6
+
+
+def test_step_without_loss_is_null_in_the_log(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    # The first step of 8 sequences has only a part of the first prompt.
+    rows = [{"prompt": "w9 " * 8 * LENGTH, "completion": "w7 " * 8 * LENGTH}] * 3
+    Path("long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = ["data.path=long.jsonl", "data.holdout=0", "eval.at_start=false", "train.steps=2"]
+    code, report = train_json(capsys, *(word for item in overrides for word in ("--set", item)))
+    assert code == OK, report.get("error")
+    metrics = work_dir / "runs" / "recipe" / "metrics.jsonl"
+    first, second = map(json.loads, metrics.read_text().splitlines())
+    assert (first["loss"], first["accuracy"], first["skipped"]) == (None, None, 1)
+    assert second["loss"] > 0

@@ -151,6 +151,41 @@ def test_chat_has_the_ids_and_masks_of_transformers(
         assert document.weights.tolist() == expected["assistant_masks"]
 
 
+# As in Qwen2.5: a system prompt before the first message, which must exist.
+QWEN = CHATML.replace(
+    "{% for message in messages %}",
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nBe kind<|im_end|>\\n' }}{% endif %}"
+    "{% for message in messages %}",
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, QWEN], ids=["chatml", "llama3", "qwen"])
+def test_conversation_may_begin_with_the_assistant(tmp_path: Path, template: str):
+    transformers = pytest.importorskip("transformers")
+    file = write_tokenizer(tmp_path, without_markers(template)) / "tokenizer.json"
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token="<s>")
+    messages = make_messages([("assistant", "Hi!"), ("user", "a"), ("assistant", "bye")])
+    expected = reference.apply_chat_template(
+        messages,
+        chat_template=template,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    document = encode_chat(tmp_path, messages)
+    assert document.weights is not None
+    assert document.ids.tolist() == expected["input_ids"]
+    assert document.weights.tolist() == expected["assistant_masks"]
+
+
+def test_first_turn_of_a_template_without_starts_has_loss(tmp_path: Path):
+    template = "{% for message in messages %}{{ message['content'] + '<|im_end|>' }}{% endfor %}"
+    folder = write_tokenizer(tmp_path, template)
+    weights = encode_chat(folder, make_messages([("assistant", "Hi!")])).weights
+    assert weights is not None
+    assert weights.all()
+
+
 def test_bos_and_eos_are_put_around_a_conversation(tmp_path: Path):
     folder, messages = write_tokenizer(tmp_path, CHATML), make_messages(CONVERSATIONS[0])
     plain = encode_chat(folder, messages)
@@ -170,6 +205,14 @@ def test_bos_and_eos_are_put_around_a_conversation(tmp_path: Path):
     assert document.ids.tolist() == [0, *plain.ids, 2]
     assert document.weights.tolist() == [0, *plain.weights, 1]
     assert (builder.has_weights, builder.max_extra_token_id) == (True, 2)
+
+
+def test_conversation_has_one_begin_token(tmp_path: Path):
+    messages = make_messages(CONVERSATIONS[0])
+    folder = write_tokenizer(tmp_path, LLAMA3)
+    assert encode_chat(folder, messages).ids[0] == 0
+    begun = encode_chat(folder, messages, add_bos=True, bos_id=0)
+    assert begun.ids.tolist() == encode_chat(folder, messages).ids.tolist()
 
 
 def test_tokens_that_overlap_a_span_have_loss():

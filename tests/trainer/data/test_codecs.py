@@ -141,6 +141,7 @@ def test_sentencepiece_round_trips_text(tmp_path: Path, kind: str):
         (LLAMA, [1], []),
         (LLAMA | {"tokenizer_class": "LlamaTokenizerFast", "add_eos_token": True}, [1], [2]),
         (LLAMA | {"add_bos_token": False}, [], []),
+        ({"tokenizer_class": "CodeLlamaTokenizer"}, [1], []),
         (T5, [], [2]),
         (T5 | {"add_eos_token": False}, [], []),
     ],

@@ -95,7 +95,9 @@ def test_decoder_reads_all_fields_in_order_with_their_weights(
     """Each token of a record occurs once. The bos token and tokens in brackets have weight 0."""
     values: dict[str, Any] = {"last": last}
     names: list[str] = []
-    expected: list[tuple[Any, int]] = [([3], 0)] * add_bos
+    # Fields that begin with the token do not get a second one.
+    begins_with_bos = bool(items) and str(items[0][0]) in ("<|bos|>", "3")
+    expected: list[tuple[Any, int]] = [([3], 0)] * (add_bos and not begins_with_bos)
     for item, is_bracketed in items:
         columns = [
             f"column {len(values) + i}" for i in range(len(item) if isinstance(item, list) else 1)
@@ -132,6 +134,24 @@ def test_decoder_reads_all_fields_in_order_with_their_weights(
     assert contents(by_record.target) == expected
     builder = compile_fields(ExampleSettings(fields=fields, **settings), vocab=VOCAB)
     assert builder.has_weights == any(weight == 0 for _, weight in expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ("a", [([8, 9], 0), ("text", 1)]),
+        ("[a], a", [([8, 9], 0), ("text", 0), ("text", 1)]),
+        ("<|bos|>, a", [([3], 1), ("text", 1)]),
+        ("{c}, a", [([5, 6], 1), ("text", 1)]),
+    ],
+)
+def test_texts_begin_as_the_tokenizer_begins_them(fields: str, expected: list[Any]):
+    values = {"a": "text", "c": [5, 6]}
+    example = build(values, fields=fields, bos_id=3, prefix_ids=(8, 9))
+    assert contents(example.target) == expected
+    assert contents(build(values, fields=fields, bos_id=3, add_bos=False).target) == (
+        [item for item in expected if item[0] != [8, 9]]
+    )
 
 
 def test_encoder_joins_texts_between_tokens():

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.corpus import make_config, tokenize_quietly
 from trainer.data.files import DataFile
-from trainer.data.find_files import check_selection, find_data_files, resolve_type
+from trainer.data.find_files import find_data_files, resolve_type
 from trainer.data.remote_files import WHOLE, Selection
 from trainer.models.errors import PrepError
 from trainer.recipe.text_fields import DataType
@@ -208,16 +208,32 @@ def test_saved_dataset_gives_the_files_of_a_split(tmp_path: Path):
     )
     with pytest.raises(PrepError, match="has no split `dev` - its splits: train, test"):
         find_data_files([str(tmp_path)], "auto", Selection(split="dev"))
-    check_selection([str(tmp_path)], Selection(split="dev"))
-    check_selection(["hf://datasets/o/n"], Selection("en", "dev", "main"))
+    with pytest.raises(PrepError, match=r"`data\.eval_split = \"train\"`"):
+        find_data_files([str(tmp_path)], "auto", Selection(split="dev", split_key="eval_split"))
+    for selection in (Selection(config="a"), Selection(revision="a")):
+        with pytest.raises(PrepError, match="no path of the data is a dataset"):
+            find_data_files([str(tmp_path)], "auto", selection)
 
 
 @pytest.mark.parametrize(
     "selection", [Selection(config="a"), Selection(split="a"), Selection(revision="a")]
 )
 def test_selection_without_a_dataset_is_an_error(tmp_path: Path, selection: Selection):
+    (tmp_path / "a.txt").write_text("w1")
     with pytest.raises(PrepError, match="no path of the data is a dataset"):
-        check_selection([str(tmp_path)], selection)
+        find_data_files([str(tmp_path / "a.txt")], "auto", selection)
+    write_dataset(tmp_path / "saved", ["a.arrow"])
+    with pytest.raises(PrepError, match="no path of the data is a dataset"):
+        find_data_files([str(tmp_path / "saved")], "auto", selection)
+
+
+def test_folder_with_a_selection_gives_the_split_of_its_names(tmp_path: Path):
+    for name in ("train.jsonl", "dev.jsonl", "other.jsonl"):
+        (tmp_path / name).write_text("{}")
+    selected = find_paths([str(tmp_path)], "json", Selection(split="validation"))
+    assert selected == [tmp_path / "dev.jsonl"]
+    with pytest.raises(PrepError, match="has no split `test` - its splits: "):
+        find_data_files([str(tmp_path)], "json", Selection(split="test"))
 
 
 @pytest.mark.parametrize(

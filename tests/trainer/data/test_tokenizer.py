@@ -118,6 +118,40 @@ def test_encode_prompt_adds_special_tokens(path: Path):
     assert text_tokenizer.decode(text_tokenizer.encode_prompt("the cat")) == "the cat"
 
 
+@pytest.mark.parametrize("template", ["$A", "<a> $A", "<a> <b> $A", "$A <b>", "<a> $A <b>"])
+def test_prefix_ids_are_those_of_transformers(path: Path, template: str):
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["<a>", "<b>"])
+    ids = [(token, tokenizer.token_to_id(token)) for token in ("<a>", "<b>")]
+    tokenizer.post_processor = processors.TemplateProcessing(template, None, ids)
+    tokenizer.save(str(path))
+    # With a tokenizer.json, transformers ignores this key: the post-processor decides.
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<a>"}
+    settings_file = path.parent / "tokenizer_config.json"
+    settings_file.write_text(
+        json.dumps({**settings, "add_bos_token": not template.startswith("<")})
+    )
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoTokenizer.from_pretrained(path.parent)
+    text_tokenizer = load_tokenizer(path)
+    expected = reference("the cat")["input_ids"]
+    assert text_tokenizer.encode_prompt("the cat") == expected
+    prefix = text_tokenizer.prefix_ids()
+    assert list(prefix) == expected[: len(template.split("$A")[0].split())]
+
+
+def test_special_tokens_of_the_settings_alone_are_named(path: Path):
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["<a>"])
+    tokenizer.save(str(path))
+    assert not [*load_tokenizer(path).notes()]
+    tokens = {"900": {"content": "<a>"}, "901": {"content": "<b>"}, "902": {"content": "<b>"}}
+    settings = {"added_tokens_decoder": tokens, "additional_special_tokens": ["<c>", "<a>"]}
+    (path.parent / "tokenizer_config.json").write_text(json.dumps(settings))
+    (note,) = load_tokenizer(path).notes()
+    assert "lists special tokens that tokenizer.json does not have ('<b>', '<c>')" in note
+
+
 def test_decode_keeps_space_after_preceding_ids(tmp_path: Path):
     tokenizer = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581b": 1, "c": 2}, unk_token="c"))
     tokenizer.decoder = decoders.Metaspace()

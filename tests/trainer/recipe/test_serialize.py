@@ -103,7 +103,7 @@ fields = "[article], highlights"
 # fields_from_example: `fields`                 # default
 subfield_separator = " "                        # default
 prepend_text = ""                               # default
-add_bos = false                                 # default
+# add_bos: the rule of the tokenizer            # default
 # add_eos: true, or false for chat and ids      # default
 always_start_with_bos = false                   # default
 max_examples = 0                                # default

@@ -1,4 +1,4 @@
-"""Checks of a recipe before its data is read, and warnings about a run."""
+"""Checks of a recipe against its devices, and warnings about a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.models.registry import FAMILIES
 from trainer.models.rule_text import merge_rules
 from trainer.nn.model_spec import build_model
 from trainer.recipe import Recipe, load_recipe
-from trainer.training.preflight import check_batch, check_devices, check_inputs, run_warnings
+from trainer.training.preflight import check_batch, check_devices, run_warnings
 
 SHARDING = ShardingContext(parse_mesh("1,2,4"))
 RECIPE = """\
@@ -47,52 +47,6 @@ def _in_recipe_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def load_test_recipe(*overrides: str) -> Recipe:
     """Load recipe.toml with overrides."""
     return load_recipe(Path("recipe.toml"), overrides).recipe
-
-
-@pytest.mark.parametrize(
-    ("overrides", "what"),
-    [
-        (["data.eval_path=nowhere.txt"], "no data in `nowhere.txt`"),
-        (["data.eval_path=empty.txt"], "empty.txt is empty"),
-        (["data.path=[train.txt, empty.txt]"], "no data in `[train.txt, empty.txt]`"),
-        (['data.path=["empty.txt", "empty.txt"]'], "empty.txt is empty"),
-        (["data.split=train"], "`data.split` is 'train'"),
-        (["data.path=s3://bucket/a.txt"], "cannot read s3://bucket/a.txt"),
-        (
-            ["data.type=auto", 'data.path=["train.txt", "recipe.toml"]'],
-            "the type of recipe.toml is unknown",
-        ),
-        (["data.eval_split=test"], "`data.eval_split` is 'test'"),
-        (["data.tokenizer=nowhere"], "no tokenizer at nowhere"),
-        (["data.tokenizer=."], ". has no tokenizer"),
-    ],
-)
-def test_check_inputs_rejects_invalid_input(overrides: list[str], what: str):
-    Path("empty.txt").touch()
-    with pytest.raises(PrepError) as caught:
-        check_inputs(load_test_recipe(*overrides))
-    assert caught.value.what == what
-
-
-def test_check_inputs_accepts_valid_inputs():
-    check_inputs(load_test_recipe())
-
-
-def test_check_inputs_accepts_an_empty_file_among_others():
-    Path("empty.txt").touch()
-    check_inputs(load_test_recipe('data.path=["train.txt", "empty.txt"]'))
-
-
-def test_check_inputs_checks_every_source():
-    tables = [
-        f'[[data.sources]]\nname = "{name}"\npath = "{name}.txt"' for name in ("train", "nowhere")
-    ]
-    text = RECIPE.replace('path = "train.txt"\n', "").replace(
-        "[batch]", "\n".join([*tables, "[batch]"])
-    )
-    Path("recipe.toml").write_text(text)
-    with pytest.raises(PrepError, match=r"no data in `nowhere\.txt`"):
-        check_inputs(load_test_recipe())
 
 
 @pytest.mark.parametrize(

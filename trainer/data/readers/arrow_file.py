@@ -23,6 +23,7 @@ from trainer.data.readers.reader import (
 from trainer.models.errors import PrepError
 from trainer.tables.batches import ARROW, PARQUET, InvalidRow
 from trainer.tables.process import TableError, read_table
+from trainer.tables.row_values import ValueDecoder, value_decoders
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -48,10 +49,12 @@ def _parse_table(
                 number = part.number
                 options.on_error(_row_error(f"{file.path}, row {number}", part, options))
                 continue
+            decoders = value_decoders(part.batch.schema)
             for index in range(part.batch.num_rows):
                 number = part.first_row + index
                 place = f"{file.path}, row {number}"
-                yield Record(_Row(part.batch, index, place), place, 0 if index else part.nbytes)
+                row = _Row(part.batch, decoders, index=index, place=place)
+                yield Record(row, place, 0 if index else part.nbytes)
     except TableError as error:
         what = f"{file.path} cannot be read as {table_format} after row {number:,}"
         hint = MEMORY_HINT if error.exceeds_memory else "get the file again, or set `data.type`"
@@ -76,10 +79,13 @@ def _row_error(place: str, row: InvalidRow, options: ReadOptions) -> PrepError:
 class _Row(Mapping[str, object]):
     """A row of a record batch. A value is converted to a Python object when it is used."""
 
-    __slots__ = ("_batch", "_index", "_place")
+    __slots__ = ("_batch", "_decoders", "_index", "_place")
 
-    def __init__(self, batch: RecordBatch, index: int, place: str) -> None:
+    def __init__(
+        self, batch: RecordBatch, decoders: Mapping[str, ValueDecoder], *, index: int, place: str
+    ) -> None:
         self._batch = batch
+        self._decoders = decoders
         self._index = index
         self._place = place
 
@@ -88,9 +94,12 @@ class _Row(Mapping[str, object]):
         if position < 0:
             raise KeyError(column)
         try:
-            return self._batch.column(position)[self._index].as_py()
+            value = self._batch.column(position)[self._index].as_py()
+            if value is not None and column in self._decoders:
+                return self._decoders[column](value)
+            return value
         except Exception as error:
-            # Of dates, times and zones that Python does not have; pyarrow names no types.
+            # Of malformed JSON, and of dates, times and zones that Python does not have. pyarrow names no types.
             what = f"{self._place}: column `{column}` has no value in Python"
             raise PrepError(what, f"{type(error).__name__}: {error}"[:200], ROW_HINT) from error
 

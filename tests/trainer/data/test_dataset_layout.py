@@ -1,4 +1,4 @@
-"""The files of a dataset on the hub: by its README, by their names, and in the branch of converted files."""
+"""The files of a dataset: by its README, by their names, and in the branch of converted files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.errors import PrepError
-from prepcli.remote.hub_datasets import matches, read_metadata, select_files
+from trainer.data.dataset_layout import matches, read_metadata, select_files
+from trainer.data.remote_files import Selection
+from trainer.models.errors import PrepError
 
 README = """\
 ---
@@ -46,8 +47,7 @@ def select(
         "o/n",
         names,
         metadata or {},
-        config=parts.get("config"),
-        split=parts.get("split"),
+        Selection(**parts),
         accepts=lambda name: name.endswith((".parquet", ".jsonl")),
     )
 
@@ -175,12 +175,10 @@ def test_yaml_values_of_other_types_are_not_names():
         ]
     }
     with pytest.raises(PrepError, match="no data in o/n"):
-        select_files(
-            "o/n", ["a.jsonl"], metadata, config="c", split=None, accepts=lambda name: True
-        )
+        select_files("o/n", ["a.jsonl"], metadata, Selection(config="c"), accepts=lambda name: True)
     with pytest.raises(PrepError, match="no data in o/n"):
         select_files(
-            "o/n", ["a.txt"], {"configs": 7}, config="c", split=None, accepts=lambda name: False
+            "o/n", ["a.txt"], {"configs": 7}, Selection(config="c"), accepts=lambda name: False
         )
 
 

@@ -1,4 +1,4 @@
-"""The files of a configuration and a split of a dataset on the hub.
+"""The files of a configuration and a split of a dataset, on the hub or in a folder.
 
 The README of a dataset lists the files of each configuration and split. Without a list, the names of the files give
 their splits, as `datasets` does: `train-00000-of-00004.parquet`, `test.csv` or `validation/0.jsonl`. The hub
@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from prepcli.errors import Key, PrepError, text, usage_error
+from trainer.data.remote_files import Selection
 from trainer.files.reading import read_regular_file
+from trainer.models.errors import Key, PrepError, text, usage_error
 
 README = "README.md"
 DEFAULT_CONFIG = "default"
@@ -29,7 +30,11 @@ SPLIT_WORDS = {
 EMPTY_WILDCARDS = ("**/", "**", "*")  # wildcards that also match an empty text
 WILDCARD_OR_CHARACTER = re.compile(r"\*\*/|\*\*|.", re.DOTALL)
 MAX_README_NBYTES = 16 << 20
-NAME_FILES_HINT = "name its files: `hf://datasets/OWNER/NAME/FILE`"
+# Metadata that `push_to_hub` of `datasets` writes. A folder with one of them is a copy of a dataset.
+DATASET_KEYS = ("configs", "dataset_info")
+NAME_FILES_HINT = text(
+    "name its files in {}, e.g. `hf://datasets/OWNER/NAME/FILE`", Key("data.path")
+)
 
 Splits = Mapping[str, Sequence[str]]  # split -> its files
 # The files of a split, or the splits of a configuration.
@@ -55,23 +60,26 @@ def read_metadata(readme: Path | None) -> Mapping[str, object]:
         raise PrepError(what, why, NAME_FILES_HINT) from error
 
 
+def is_dataset(metadata: Mapping[str, object]) -> bool:
+    """Return whether the metadata of a folder's README is of a dataset."""
+    return any(metadata.get(key) for key in DATASET_KEYS)
+
+
 def select_files(
     dataset: str,
     names: Iterable[str],
     metadata: Mapping[str, object],
+    selection: Selection,
     *,
-    config: str | None,
-    split: str | None,
     accepts: Callable[[str], bool],
 ) -> list[str]:
     """Return the files of a split: in the order that the configuration lists them, else sorted by name.
 
     Args:
         dataset: Name of the dataset, for error messages.
-        names: All files of the repository.
+        names: All files of the dataset.
         metadata: Metadata of its README.
-        config: Configuration, or None for the default.
-        split: Split, or None for `train`, or the only one.
+        selection: Configuration and split. The defaults are `default`, and `train` or the only split.
         accepts: Returns whether a file is data, by its name. Used without a list of files.
 
     Raises:
@@ -81,7 +89,7 @@ def select_files(
     configs = _listed_configs(metadata, ordered, accepts) or _converted_configs(ordered)
     if not configs:
         configs = {
-            DEFAULT_CONFIG: _splits_by_name(
+            DEFAULT_CONFIG: splits_by_name(
                 [name for name in ordered if _is_visible_data(name, accepts)]
             )
         }
@@ -93,14 +101,18 @@ def select_files(
         ),
         DEFAULT_CONFIG,
     )
-    splits = _choose_item(dataset, "configuration", "config", configs, config, default_config)
-    return list(_choose_item(dataset, "split", "split", splits, split, DEFAULT_SPLIT))
+    splits = _choose_item(
+        dataset, "configuration", "config", configs, selection.config, default_config
+    )
+    return list(
+        _choose_item(dataset, "split", selection.split_key, splits, selection.split, DEFAULT_SPLIT)
+    )
 
 
 def _choose_item(
     dataset: str, noun: str, key: str, items: Mapping[str, Item], wanted: str | None, default: str
 ) -> Item:
-    """Return the requested item, the only one, or the default."""
+    """Return the requested item, the only one, or the default. `key` is the recipe key of the item."""
     items = {name: item for name, item in items.items() if item}
     if wanted is None and len(items) == 1:
         return next(iter(items.values()))
@@ -154,7 +166,7 @@ def _listed_configs(
             )
         else:
             data = [name for name in inside if _is_visible_data(name, accepts)]
-            configs[_scalar_text(item["config_name"])] = _splits_by_name(data)
+            configs[_scalar_text(item["config_name"])] = splits_by_name(data)
     return configs
 
 
@@ -255,7 +267,7 @@ def _is_visible_data(name: str, accepts: Callable[[str], bool]) -> bool:
     return accepts(name) and not any(part.startswith(".") for part in name.split("/"))
 
 
-def _splits_by_name(names: Sequence[str]) -> Splits:
+def splits_by_name(names: Sequence[str]) -> Splits:
     """Return files by the split in their names. All belong to `train` if no name has one."""
     shards = [(name, match["split"]) for name in names if (match := SHARD.search(name))]
     splits: dict[str, list[str]] = {}
