@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from prepcli.operations.roundtrip import roundtrip
     from prepcli.operations.save_init import reshard, save_init
     from prepcli.operations.save_params import save_params
+    from prepcli.operations.strict_options import StrictOptions
     from prepcli.operations.suggest_map import suggest_map
     from prepcli.operations.suggestion_options import SuggestMapOptions
     from prepcli.operations.token_options import AddTokensOptions, RemoveTokensOptions
@@ -156,6 +157,7 @@ __all__ = [
     "SaveInitOptions",
     "SourceOptions",
     "StepPlan",
+    "StrictOptions",
     "SuggestMapOptions",
     "TensorDifference",
     "TensorDistance",
@@ -222,6 +224,7 @@ _MODULES = {
         "VerbatimOptions",
     ),
     "prepcli.operations.token_options": ("AddTokensOptions", "RemoveTokensOptions"),
+    "prepcli.operations.strict_options": ("StrictOptions",),
     "prepcli.operations.towers_options": ("TowersOptions",),
     "prepcli.operations.map_options": ("ExportMapOptions", "MapOptions"),
     "prepcli.operations.suggestion_options": ("SuggestMapOptions",),

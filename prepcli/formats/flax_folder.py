@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from prepcli.errors import PrepError
-from prepcli.formats.msgpack import SUFFIX, MsgpackHeader, MsgpackKind
+from prepcli.formats.msgpack import SUFFIX, MsgpackArray, MsgpackHeader, MsgpackKind
 from prepcli.formats.shard_index import (
-    check_index_matches_files,
+    UnindexedTensor,
+    find_unindexed,
     list_indexed_files,
-    map_tensors_to_files,
     read_weight_map,
 )
 from prepcli.formats.untrusted import list_folder
@@ -28,7 +29,6 @@ FLAX_FILES = (
 )
 STREAM_FILE = "streaming_params"
 STREAM_FILES = (STREAM_FILE, "streaming_train_state")
-_SHARD_FILE = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.{SUFFIX}")
 _NUMBERED_STREAM = re.compile(rf"({'|'.join(STREAM_FILES)})_\d+")
 
 
@@ -42,12 +42,12 @@ def detect_msgpack_kind(names: Collection[str]) -> MsgpackKind | None:
 
 
 def select_flax_files(names: Sequence[str]) -> list[str]:
-    """Return the file names of a Flax model in a repository, with its index if it has one."""
+    """Return the file names of a Flax model in a repository. With an index, these are all files that it may name."""
     if SINGLE_FILE in names or INDEX_FILE not in names:
         if SINGLE_FILE in names:
             return [SINGLE_FILE]
         return []
-    return [INDEX_FILE, *filter(_SHARD_FILE.fullmatch, names)]
+    return [INDEX_FILE, *(name for name in names if name.endswith(f".{SUFFIX}"))]
 
 
 def find_weight_files(path: Path, kind: MsgpackKind) -> tuple[Path, ...]:
@@ -72,18 +72,42 @@ def find_weight_files(path: Path, kind: MsgpackKind) -> tuple[Path, ...]:
     return tuple(path / name for name in list_indexed_files(path, weight_map))
 
 
-def check_index(folder: Path, headers: list[MsgpackHeader]) -> None:
-    """Raise PrepError if the files were selected by the folder's index and disagree with it."""
+def select_indexed(
+    folder: Path, headers: Sequence[MsgpackHeader]
+) -> tuple[list[MsgpackHeader], list[UnindexedTensor]]:
+    """Return the headers with only the arrays that the folder's index names, and the records of the other arrays.
+
+    Headers of files that were not selected by an index are returned as they are.
+
+    Raises:
+        PrepError: An array of the index is missing.
+    """
     names = {header.path.name for header in headers}
     if not folder.is_dir() or names <= {*FLAX_FILES} or detect_msgpack_kind([*names]) == "easylm":
-        return
+        return [*headers], []
     pairs: list[tuple[str, str]] = []
     for header in headers:
         for array in header.arrays:
-            pairs.append(("/".join(array.path), header.path.name))
-    check_index_matches_files(
-        folder, read_weight_map(folder / INDEX_FILE, SUFFIX), map_tensors_to_files(folder, pairs)
-    )
+            pairs.append((_index_name(array), header.path.name))
+    weight_map = read_weight_map(folder / INDEX_FILE, SUFFIX)
+    ignored = find_unindexed(folder, pairs, weight_map)
+    indexed: list[MsgpackHeader] = []
+    unindexed: list[UnindexedTensor] = []
+    for header in headers:
+        kept: list[MsgpackArray] = []
+        for array in header.arrays:
+            if (_index_name(array), header.path.name) in ignored:
+                nbytes = sum(nbytes for _, nbytes in array.runs)
+                unindexed.append(UnindexedTensor(_index_name(array), header.path.name, nbytes))
+            else:
+                kept.append(array)
+        indexed.append(replace(header, arrays=tuple(kept)))
+    return indexed, unindexed
+
+
+def _index_name(array: MsgpackArray) -> str:
+    """Return the name of an array in an index."""
+    return "/".join(array.path)
 
 
 def _find_stream_file(folder: Path, names: list[str]) -> str:

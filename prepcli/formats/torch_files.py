@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -18,11 +18,11 @@ from prepcli.engine.digest import digest
 from prepcli.errors import DamagedError, PrepError
 from prepcli.formats import torch_zip
 from prepcli.formats.shard_index import (
-    check_index_matches_files,
+    UnindexedTensor,
     check_numbered_files,
     download_again_hint,
+    find_unindexed,
     list_indexed_files,
-    map_tensors_to_files,
     read_weight_map,
 )
 from prepcli.formats.torch_legacy import read_legacy_file
@@ -44,6 +44,7 @@ from prepcli.formats.untrusted import list_folder, quote_name, stat_file, unread
 from prepcli.planning.tensors import array_bits
 
 INDEX_FILE = "pytorch_model.bin.index.json"
+INDEXED_SUFFIX = "bin"
 META_PARAMS_FILE = "params.json"  # config of Meta's LLaMA
 SINGLE_FILE = "pytorch_model.bin"
 ADAPTER_FILE = "adapter_model.bin"
@@ -110,10 +111,14 @@ class TorchHeader:
 
 @dataclass(frozen=True, slots=True)
 class TorchFolder:
-    """PyTorch files of one model. Tensors in (file, offset) order, `file` is an index into `headers`."""
+    """PyTorch files of one model. Tensors in (file, offset) order, `file` is an index into `headers`.
+
+    `unindexed` has the records of further tensors in the files, which the index does not name.
+    """
 
     path: Path
     headers: tuple[TorchHeader, ...]
+    unindexed: tuple[UnindexedTensor, ...] = ()
 
     @property
     def tensors(self) -> tuple[TorchTensor, ...]:
@@ -203,36 +208,35 @@ def detect_torch_kind(names: Iterable[str]) -> Literal["torch", "meta"] | None:
 def select_torch_files(names: Iterable[str]) -> list[str]:
     """Return the file names of a PyTorch model in a repository without safetensors, with its index or params.json.
 
+    With an index, these are all files that it may name.
+
     The list is empty if the names do not identify a model.
     """
     names = list(names)
     kind = detect_torch_kind(names)
     if kind == "meta":
-        patterns = (META_PARAMS_FILE, CONSOLIDATED_FILE)
-        return [name for name in names if _name_matches(name, *patterns)]
+        return [n for n in names if n == META_PARAMS_FILE or CONSOLIDATED_FILE.fullmatch(n)]
     if INDEX_FILE in names:
-        return [name for name in names if _name_matches(name, INDEX_FILE, _HF_FILE)]
+        indexed = [name for name in names if name.endswith(f".{INDEXED_SUFFIX}")]
+        return [INDEX_FILE, *indexed]
     if kind == "torch":
         return select_model_files(names)
     return []
 
 
-def _name_matches(name: str, exact: str, pattern: re.Pattern[str]) -> bool:
-    """Return whether a file name is equal to `exact`, or matches a pattern as a whole."""
-    return name == exact or pattern.fullmatch(name) is not None
-
-
 def read_torch_folder(folder: Path) -> TorchFolder:
     """Read the headers of a model's files: the ones in the index, else pytorch_model.bin, else the only file.
 
+    Headers have only the tensors that the index assigns to their file.
+
     Raises:
-        PrepError: The folder is unreadable, a file is missing, or index and files disagree.
+        PrepError: The folder is unreadable, or a file or tensor of the index is missing.
     """
     candidates = select_model_files(list_folder(folder))
     weight_map: dict[str, str] | None = None
     names = candidates
     if candidates == [INDEX_FILE]:
-        weight_map = read_weight_map(folder / INDEX_FILE, "bin")
+        weight_map = read_weight_map(folder / INDEX_FILE, INDEXED_SUFFIX)
         names = list_indexed_files(folder, weight_map)
     else:
         _check_model(folder, names)
@@ -243,11 +247,18 @@ def read_torch_folder(folder: Path) -> TorchFolder:
         headers.append(header)
         for tensor in header.tensors:
             pairs.append((tensor.name, name))
-    torch_folder = TorchFolder(folder, tuple(headers))
-    file_by_tensor = map_tensors_to_files(folder, pairs)
-    if weight_map is not None:
-        check_index_matches_files(folder, weight_map, file_by_tensor)
-    return torch_folder
+    ignored = find_unindexed(folder, pairs, weight_map)
+    indexed: list[TorchHeader] = []
+    unindexed: list[UnindexedTensor] = []
+    for header in headers:
+        kept: list[TorchTensor] = []
+        for tensor in header.tensors:
+            if (tensor.name, header.file_name) in ignored:
+                unindexed.append(UnindexedTensor(tensor.name, header.file_name, tensor.nbytes))
+            else:
+                kept.append(tensor)
+        indexed.append(replace(header, tensors=tuple(kept)))
+    return TorchFolder(folder, tuple(indexed), tuple(unindexed))
 
 
 # One file

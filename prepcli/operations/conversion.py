@@ -107,6 +107,7 @@ class CommonOptions:
         quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
             or the decoded tensors of GGUF. `decode`: like `dequantize`, also for a model without quantised weights.
         training_state: Read the optimizer state of another framework.
+        strict: Refuse tensors that the index of the checkpoint does not name.
     """
 
     checkpoint: str | None
@@ -131,6 +132,7 @@ class CommonOptions:
     source_layout: str | None = None
     quantized: str = "refuse"
     training_state: bool = False
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,7 @@ def common_options(
         ema=options.get("ema", False),
         quantized=options.get("quantized", "refuse"),
         training_state=options.get("training_state", False),
+        strict=options.get("strict", False),
         verbatim=options.get("verbatim", False),
         copied_files=as_tuple(options.get("copy", ())),
         lock=Path(lock) if lock is not None else None,
@@ -266,6 +269,7 @@ def open_checkpoint(
         allow_quantized=is_decoded or is_kept,
         allow_gguf=is_decoded or common.quantized == "stored",
         copied_files=common.copied_files,
+        strict=common.strict,
     )
     lock: Lock | None = None
     revision = common.revision

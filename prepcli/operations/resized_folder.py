@@ -98,6 +98,7 @@ def plan_resized_folder(
         dropped=(
             *(d for d in match.dropped if d.name in dropped_by_option),
             *dropped_padding(source, targets, resize=resize),
+            *source.extra_entries,
         ),
         checks=match.checks,
         settings=fields,

@@ -234,6 +234,7 @@ def match_tensors(
     tensors: Mapping[str, TensorInfo],
     options: MatchOptions,
     source_name: str,
+    ignored_names: Collection[str] = (),
 ) -> TensorMatch:
     """Match a source's tensors with the axis-map rows of its family.
 
@@ -245,6 +246,7 @@ def match_tensors(
         tensors: The source's tensors, by bare name.
         options: The user's options.
         source_name: The source's name in errors.
+        ignored_names: Full names of stored tensors that are not among `tensors`. A `--drop` pattern may match them.
 
     Returns:
         The uses of each tensor, the dropped tensors, and the checks to run while bytes are read.
@@ -275,7 +277,8 @@ def match_tensors(
                 uses[name] = []
     dropped = tuple(_find_dropped(family, config, uses, tensors, options, duplicates))
     dropped_names = {tensor.name for tensor in dropped}
-    _check_drop_patterns(names, options, dropped_names, source_name)
+    left_names = {*dropped_names, *map(names.bare_name, ignored_names)}
+    _check_drop_patterns(names, options, left_names, source_name)
     mismatches = _find_mismatches(names, uses, tensors, dropped_names)
     if mismatches.missing or mismatches.unexpected or mismatches.wrong_shape:
         error = _mismatch_error(mismatches, family, source_name)

@@ -32,9 +32,10 @@ class Access:
         allow_gguf: Accept GGUF files.
         progress: Receives the progress of a download.
         warn: Called with a warning if the hub is unreachable and a cached model is used.
-        note: Called with a note if quantisation settings of the model are ignored.
+        note: Called with a note if settings or tensors of the model are ignored.
         retry_policy: Time-out and retries of each request.
         copied_files: Name patterns of further side files to fetch.
+        strict: Refuse tensors that the index does not name.
     """
 
     offline: bool = False
@@ -48,6 +49,7 @@ class Access:
     note: Callable[[str], object] = str
     retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY
     copied_files: tuple[str, ...] = ()
+    strict: bool = False
 
 
 DEFAULT_ACCESS = Access()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,11 +11,12 @@ from pathlib import Path
 
 from prepcli.console.lists import join_names
 from prepcli.errors import Command, Option, PrepError, Text, text
-from prepcli.formats import safetensors
+from prepcli.formats import flax_folder, msgpack, safetensors, torch_files
 from prepcli.formats.flax_folder import select_flax_files
 from prepcli.formats.gguf import part_names
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import METADATA_FILE
+from prepcli.formats.shard_index import read_weight_map
 from prepcli.formats.torch_files import select_torch_files
 from prepcli.quantized.find_weights import QUANTIZATION_FILES
 from prepcli.remote.hub import HubListing, cached_snapshot, list_repository, prepare_hub
@@ -42,7 +42,12 @@ SMALL_FILE_PATTERNS = (
     *QUANTIZATION_FILES,
 )
 
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+# Suffix of the files that each index names.
+INDEX_SUFFIXES = {
+    safetensors.INDEX_FILE: safetensors.SUFFIX,
+    torch_files.INDEX_FILE: torch_files.INDEXED_SUFFIX,
+    flax_folder.INDEX_FILE: msgpack.SUFFIX,
+}
 
 
 def open_hub_folder(repo: HubRepo, access: Access) -> Folder:
@@ -150,7 +155,8 @@ class HubFolder:
 
         PyTorch files are downloaded whole: their headers are spread over the file.
         """
-        names = files_to_download(self.names(), self.access.copied_files)
+        with self._translate_errors():
+            names = self._files_to_fetch()
         weights = [name for name in names if name.endswith(".safetensors")]
         if not weights and select_torch_files(names) and not self.access.stream:
             with self._translate_errors():
@@ -168,7 +174,8 @@ class HubFolder:
         """
         if self.file:
             return self._fetch_gguf()
-        names = files_to_download(self.names(), self.access.copied_files)
+        with self._translate_errors():
+            names = self._files_to_fetch()
         if not _select_weights(names):
             raise no_checkpoint_error(sorted(self.names()), self.display_name)
         # A model's repository may have an adapter too. Only the adapter itself needs these settings,
@@ -180,6 +187,18 @@ class HubFolder:
                 return self._fetch_streamed(kind, names)
             path = self.listing.download(names, self.access.progress)
         return LocalFiles(path, commit=path.name)
+
+    def _files_to_fetch(self) -> list[str]:
+        """Return the files of one weight format, the config and the side files. An index decides which weights."""
+        names = files_to_download(self.names(), self.access.copied_files)
+        for index, suffix in INDEX_SUFFIXES.items():
+            if index in names:
+                weight_map = read_weight_map(self.listing.download_file(index), suffix)
+                indexed = {*weight_map.values()}
+                names = [
+                    name for name in names if not name.endswith(f".{suffix}") or name in indexed
+                ]
+        return names
 
     def _fetch_gguf(self) -> LocalFiles:
         """Download a GGUF file, or all parts of its model."""
@@ -227,18 +246,14 @@ class HubFolder:
 def files_to_download(names: Sequence[str], patterns: Sequence[str] = ()) -> list[str]:
     """Select the top-level files of a repository to read or copy in a conversion.
 
-    Weights are the numbered shards if there is an index, or all *.safetensors if no shard has such a number. Without an
-    index, weights are model.safetensors, else all *.safetensors. PyTorch files are selected if there are no
+    With an index, weights are all files that it may name. `HubFolder` reads the index, and leaves the others. Without
+    an index, weights are model.safetensors, else all *.safetensors. PyTorch files are selected if there are no
     safetensors, Flax files if there is neither. `patterns` select further files.
     """
     top = [name for name in names if "/" not in name]
-    # With an index, files outside of it are left: Mistral's repositories also have the whole model
-    # as `consolidated.safetensors`, with other tensor names.
     if safetensors.INDEX_FILE in top:
-        # The shards of another trainer may have other names.
         every = [name for name in top if name.endswith(".safetensors")]
-        shards = [name for name in every if _SHARD.fullmatch(name)]
-        weights = [safetensors.INDEX_FILE, *(shards or every)]
+        weights = [safetensors.INDEX_FILE, *every]
     elif safetensors.SINGLE_FILE in top:
         weights = [safetensors.SINGLE_FILE]
     else:

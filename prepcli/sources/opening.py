@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from prepcli.console.lists import join_names
 from prepcli.errors import Option, PrepError, Text, text, usage_error
 from prepcli.formats.again_hint import again_hints
 from prepcli.formats.file_records import check_files, check_header
@@ -25,10 +26,13 @@ from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_text_part
 from prepcli.sources.remote_blobs import with_remote_blobs
 from prepcli.sources.source import Source
 from prepcli.sources.source_hints import CONFIG, KeptScales, SourceHints
+from prepcli.sources.unindexed import UNINDEXED_RULE
 from trainer.models.parameters import VERBATIM
 from trainer.models.registry import FAMILIES
 from trainer.models.suggest import did_you_mean
 
+# A note names at most this many tensors that the index does not name.
+MAX_UNINDEXED_NAMES = 5
 # Formats of trees with several layouts.
 TREE_KINDS = ("orbax", "flax", "easylm", "dcp")
 # Entry for the training state of an output of prep on the hub.
@@ -83,6 +87,7 @@ def open_source(
             training_state=training_state,
         )
         source = _read_headers(located, hints)
+        _report_unindexed(source, located)
         if layout is not None:
             _check_layout_is_used(source, located, layout, is_requested=hints.verbatim is True)
         if training_state:
@@ -206,6 +211,23 @@ def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
             from prepcli.sources.openers.gguf_file import open_gguf
 
             return open_gguf(path, display_name, hints)
+
+
+def _report_unindexed(source: Source, located: LocatedCheckpoint) -> None:
+    """Note the tensors in the files that the index does not name. Raise PrepError for them if the access is strict."""
+    names = [entry.name for entry in source.extra_entries if entry.rule == UNINDEXED_RULE]
+    if not names:
+        return
+    noun = "tensor" if len(names) == 1 else "tensors"
+    verb = "is" if len(names) == 1 else "are"
+    count = f"{len(names):,} {noun} of {source.display_name}"
+    listed = join_names(names, max_names=MAX_UNINDEXED_NAMES)
+    if located.access.strict:
+        what = f"{count} {verb} not in its index"
+        option = Option("strict", True)
+        hint = text("without {} they are ignored, as in transformers", option)
+        raise PrepError(what, listed, hint)
+    located.access.note(f"{count} {verb} ignored: not in its index: {listed}")
 
 
 def _with_written_state(source: Source, located: LocatedCheckpoint) -> Source:

@@ -43,6 +43,7 @@ from prepcli.planning.tensor_match import (
 from prepcli.planning.tensors import ITEM_BITS, cast_dtype
 from prepcli.planning.vocabulary import NO_VOCABULARY, Vocabulary, read_vocabulary
 from prepcli.remote.remote_files import RemoteBlob
+from prepcli.sources.unindexed import unindexed_names
 from trainer.files.json_values import load_json
 from trainer.models.axis_map import ParsedAxisMap
 from trainer.models.json_types import HFConfig, JsonObject
@@ -282,6 +283,7 @@ def match_source_tensors(
         tensors=source.tensor_specs(),
         options=options,
         source_name=source.display_name,
+        ignored_names=unindexed_names(source.extra_entries),
     )
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from prepcli.engine.blobs import Blob, ConcatenatedBlob, FileRange
 from prepcli.errors import GET_AGAIN_HINT, PrepError
 from prepcli.formats import safetensors
-from prepcli.formats.flax_folder import check_index, find_weight_files
+from prepcli.formats.flax_folder import find_weight_files, select_indexed
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.msgpack import MsgpackArray, MsgpackHeader, MsgpackKind, read_msgpack_header
-from prepcli.formats.shard_index import shard_name
+from prepcli.formats.shard_index import UnindexedTensor, shard_name
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.plan import DroppedTensor, SourceFile
@@ -35,6 +35,7 @@ from prepcli.sources.tree_tensors import (
     StoredLeaf,
     verbatim_tensors,
 )
+from prepcli.sources.unindexed import unindexed_entries
 
 # Suffixes of a model's small files. The folder may have files of any name.
 SETTINGS_SUFFIXES = {
@@ -125,7 +126,7 @@ def _open_tree(
             flax_files.safetensors_file_name(_file_position(tensor)[0]) for tensor in tensors
         ),
         blobs=blobs,
-        extra_entries=extra_entries,
+        extra_entries=(*extra_entries, *unindexed_entries(flax_files.unindexed)),
         config_path=config_path,
     )
 
@@ -170,11 +171,13 @@ class FlaxFiles:
         documents: Header of each file.
         blobs: The files, then one blob with the concatenated pieces of each file with split arrays.
         blob_documents: For each blob, the number of its file in `documents`.
+        unindexed: Records of further arrays in the files, which the index does not name.
     """
 
     documents: tuple[MsgpackHeader, ...]
     blobs: tuple[Path | Blob, ...]
     blob_documents: tuple[int, ...]
+    unindexed: tuple[UnindexedTensor, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -236,8 +239,8 @@ class FlaxFiles:
 
 def read_flax_files(path: Path, kind: MsgpackKind) -> FlaxFiles:
     """Read the headers of all files of a checkpoint."""
-    documents = [read_msgpack_header(file, kind) for file in find_weight_files(path, kind)]
-    check_index(path, documents)
+    stored = [read_msgpack_header(file, kind) for file in find_weight_files(path, kind)]
+    documents, unindexed = select_indexed(path, stored)
     # Flax splits an array above 1 GiB into several msgpack values, each with a header of its own. The
     # payloads are joined in one blob, in which the array is contiguous.
     pieces_blobs: dict[int, Blob] = {}
@@ -247,7 +250,8 @@ def read_flax_files(path: Path, kind: MsgpackKind) -> FlaxFiles:
             pieces_blobs[number] = blob
     paths = [document.path for document in documents]
     blobs = (*paths, *pieces_blobs.values())
-    return FlaxFiles(tuple(documents), blobs, (*range(len(documents)), *pieces_blobs))
+    blob_documents = (*range(len(documents)), *pieces_blobs)
+    return FlaxFiles(tuple(documents), blobs, blob_documents, tuple(unindexed))
 
 
 def _join_split_arrays(document: MsgpackHeader) -> ConcatenatedBlob:

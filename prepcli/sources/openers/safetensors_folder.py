@@ -20,6 +20,7 @@ from prepcli.sources.source import (
     recorded_digests,
 )
 from prepcli.sources.source_hints import SourceHints
+from prepcli.sources.unindexed import unindexed_entries
 
 
 def open_safetensors(
@@ -55,6 +56,7 @@ def open_safetensors(
         small_files=model.copied_files,
         manifest=manifest,
         tensor_file_names=tuple(folder.headers[tensor.file].file_name for tensor in folder.tensors),
+        extra_entries=unindexed_entries(folder.unindexed),
         config_path=config_path,
         left_files=model.left_files,
     )
