@@ -187,10 +187,10 @@ def _is_candidate(name: str) -> bool:
     if name.startswith(".") or not name.lower().endswith(SUFFIXES):
         return False
     # Parts of Meta's models are split inside tensors, so that no one of them is a model.
-    return not CONSOLIDATED_FILE.fullmatch(name) and not _is_training_file(name)
+    return not CONSOLIDATED_FILE.fullmatch(name) and not is_training_file(name)
 
 
-def _is_training_file(name: str) -> bool:
+def is_training_file(name: str) -> bool:
     """Return whether a file belongs to a training run next to a model, e.g. optimizer.pt."""
     return any(fnmatchcase(name.lower(), pattern) for pattern in TRAINING_FILE_PATTERNS)
 

@@ -15,7 +15,7 @@ def find_source_tokenizer(source: Source) -> Path | None:
     from trainer.data.tokenizer import find_tokenizer
 
     # Several files share a folder. A dict drops duplicates and, unlike a set, keeps the order of the source.
-    folders = dict.fromkeys(path.parent for path in source.small_files)
+    folders = dict.fromkeys(file.path.parent for file in source.small_files if file.is_at_top)
     return next(filter(None, map(find_tokenizer, folders)), None)
 
 
@@ -40,5 +40,5 @@ def tokenizer_path(source: Source, option: PathLike | None, *, purpose: str) -> 
 
 def eos_token_ids(source: Source, vocab: int) -> tuple[int, ...]:
     """Return the token ids that end a text. See `model_eos_token_ids`."""
-    path = next((path for path in source.small_files if path.name == GENERATION_CONFIG_FILE), None)
-    return model_eos_token_ids(source.config, path, vocab)
+    files = [file.path for file in source.small_files if file.name == GENERATION_CONFIG_FILE]
+    return model_eos_token_ids(source.config, files[0] if files else None, vocab)

@@ -223,8 +223,8 @@ class VerbatimOptions(TypedDict, total=False):
         str | Sequence[str],
         OptionSpec(
             "GLOB",
-            "Copy further side files, for example '*.py'. Repeatable.",
-            'One or more patterns of further side files to copy, such as "*.py".',
+            "Copy further side files, for example '*.py' or 'FOLDER/*'. Repeatable.",
+            'One or more patterns of further side files to copy, such as "*.py" or "FOLDER/*".',
             default=(),
             position=24,
             record=61,

@@ -79,11 +79,13 @@ class LocalFiles:
         path: Folder or file of the checkpoint. The folder of placeholder files if it is read remotely.
         remote: Remote files that the tensors are read from. None if they are in `path`.
         commit: Commit on the hub.
+        omitted: Descriptions of remote files and subfolders that are not in `path`, e.g. `onnx/ (weights)`.
     """
 
     path: Path
     remote: RemoteCheckpoint | None = None
     commit: str | None = None
+    omitted: tuple[str, ...] = ()
 
     def rename_in_errors(self, display_name: str) -> AbstractContextManager[None]:
         """Replace the folder of placeholder files by the checkpoint's name in the PrepErrors of the block."""

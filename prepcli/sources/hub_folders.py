@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -24,7 +24,13 @@ from prepcli.remote.hub_errors import is_hub_down, translate_errors
 from prepcli.sources.detect import Refusal, apply_rules, no_checkpoint_error
 from prepcli.sources.folders import Access, Folder, Kind, LocalFiles, LocalFolder
 from prepcli.sources.references import HubRepo
-from prepcli.sources.source import WEIGHT_SUFFIXES
+from prepcli.sources.side_files import (
+    ListedFile,
+    SelectedNames,
+    is_weight_file,
+    select_side_files,
+    unread_weights,
+)
 from prepcli.sources.source_hints import CONFIG
 
 SMALL_FILE_PATTERNS = (
@@ -178,15 +184,26 @@ class HubFolder:
             names = self._files_to_fetch()
         if not _select_weights(names):
             raise no_checkpoint_error(sorted(self.names()), self.display_name)
+        nested = self._nested_files()
+        omitted = (*nested.omitted, *unread_weights(self.names(), names))
+        names = [*names, *nested.copied]
         # A model's repository may have an adapter too. Only the adapter itself needs these settings,
         # and a conversion would copy them next to its output.
         if kind == "adapter":
             names = [*names, safetensors.ADAPTER_CONFIG]
         with self._translate_errors():
             if self.access.stream:
-                return self._fetch_streamed(kind, names)
+                return replace(self._fetch_streamed(kind, names), omitted=omitted)
             path = self.listing.download(names, self.access.progress)
-        return LocalFiles(path, commit=path.name)
+        return LocalFiles(path, commit=path.name, omitted=omitted)
+
+    def _nested_files(self) -> SelectedNames:
+        """Return the side files in subfolders to download, and descriptions of the subfolders to leave."""
+        listed: list[ListedFile] = []
+        for name, sibling in self.listing.siblings.items():
+            if "/" in name:
+                listed.append(ListedFile(name, sibling.size or 0))
+        return select_side_files(listed, self.access.copied_files)
 
     def _files_to_fetch(self) -> list[str]:
         """Return the files of one weight format, the config and the side files. An index decides which weights."""
@@ -259,7 +276,7 @@ def files_to_download(names: Sequence[str], patterns: Sequence[str] = ()) -> lis
     else:
         weights = _select_weights(top)
     selected = set(weights)
-    side_files = [name for name in top if Path(name).suffix not in WEIGHT_SUFFIXES]
+    side_files = [name for name in top if not is_weight_file(name)]
     for pattern in (*SMALL_FILE_PATTERNS, *patterns):
         selected.update(name for name in side_files if fnmatchcase(name, pattern))
     return sorted(selected)

@@ -14,7 +14,8 @@ from prepcli.planning.plan import Contiguous, DroppedTensor, Strided
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import TensorNames, detect_names
 from prepcli.planning.tensors import itemsize
-from prepcli.sources.source import Source, SourceTensor, read_config, side_files
+from prepcli.sources.side_files import SideFiles, find_side_files
+from prepcli.sources.source import Source, SourceTensor, read_config
 from prepcli.sources.source_hints import CONFIG, SourceHints
 from trainer.models.axis_map import INPUT_LAYERS
 from trainer.models.boxes import strides
@@ -44,16 +45,14 @@ class FolderModel:
         config: Content of the config.json. Empty without one.
         family: Model family.
         names: Naming scheme of the tensors.
-        copied_files: Files of the model to copy to an output.
-        left_files: Files of the model that no pattern selects.
+        side_files: Files of the model to copy to an output, and those to leave.
     """
 
     config_path: Path | None
     config: HFConfig
     family: Family
     names: TensorNames
-    copied_files: tuple[Path, ...]
-    left_files: tuple[Path, ...]
+    side_files: SideFiles
 
 
 def read_folder_model(
@@ -81,9 +80,9 @@ def read_folder_model(
     if config_path is not None:
         config = read_config(config_path)
     family = select_family(config, hints, tensors, manifest)
-    copied_files, left_files = side_files(folder, hints.copied_files)
+    side_files = find_side_files(folder, hints.copied_files)
     names = detect_names(family, config, full_names=tensors.keys())
-    return FolderModel(config_path, config, family, names, copied_files, left_files)
+    return FolderModel(config_path, config, family, names, side_files)
 
 
 def select_family(

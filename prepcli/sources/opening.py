@@ -11,6 +11,7 @@ from prepcli.errors import Option, PrepError, Text, text, usage_error
 from prepcli.formats.again_hint import again_hints
 from prepcli.formats.file_records import check_files, check_header
 from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
+from prepcli.formats.untrusted import list_folder
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import DroppedTensor
@@ -24,6 +25,7 @@ from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_text_part
 from prepcli.sources.remote_blobs import with_remote_blobs
+from prepcli.sources.side_files import unread_weights
 from prepcli.sources.source import Source
 from prepcli.sources.source_hints import CONFIG, KeptScales, SourceHints
 from prepcli.sources.unindexed import UNINDEXED_RULE
@@ -95,6 +97,7 @@ def open_source(
         elif source.manifest and TRAINING_STATE_KEY in source.manifest.fields:
             source = _with_written_state(source, located)
         _check_headers(source)
+        source = _with_omitted(source, local_files)
         if local_files.remote is not None:
             source = with_remote_blobs(source, local_files.remote)
         if located.kind in ("safetensors", "torch"):
@@ -211,6 +214,16 @@ def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
             from prepcli.sources.openers.gguf_file import open_gguf
 
             return open_gguf(path, display_name, hints)
+
+
+def _with_omitted(source: Source, local_files: LocalFiles) -> Source:
+    """Return a source with descriptions of all files beside it that a conversion leaves out."""
+    unread: list[str] = []
+    if source.root.is_dir():
+        read_names = {path.name for path in source.files}
+        unread = unread_weights(list_folder(source.root), read_names)
+    omitted = dict.fromkeys((*source.omitted, *local_files.omitted, *unread))
+    return replace(source, omitted=tuple(omitted))
 
 
 def _report_unindexed(source: Source, located: LocatedCheckpoint) -> None:

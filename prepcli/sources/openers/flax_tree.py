@@ -22,13 +22,13 @@ from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.model_family import find_config_path, select_family
+from prepcli.sources.side_files import SideFile, find_side_files
 from prepcli.sources.source import (
     CONFIG,
     Source,
     SourceTensor,
     read_config,
     recorded_digests,
-    small_files,
 )
 from prepcli.sources.source_hints import FLAX_PARAMS, TRAIN_STATE_PARTS, SourceHints, split_part
 from prepcli.sources.tree_tensors import (
@@ -107,6 +107,7 @@ def _open_tree(
     # `trainstate_params::` asks for the parameters, so leaving the rest is no loss to report.
     if hints.part == "trainstate_params":
         extra_entries = ()
+    side_files = find_side_files((config_path or folder / CONFIG).parent)
     # The blobs are the files, then the arrays in several pieces. Without such arrays, placements refer to `files`.
     blobs = flax_files.blobs
     if len(blobs) == len(flax_files.files):
@@ -120,7 +121,7 @@ def _open_tree(
         tensors=tensors,
         files=flax_files.files,
         file_stamps=flax_files.stamps,
-        small_files=_settings_files((config_path or folder / CONFIG).parent),
+        small_files=_settings_files(side_files.copied, has_config=config_path is not None),
         manifest=manifest,
         tensor_file_names=tuple(
             flax_files.safetensors_file_name(_file_position(tensor)[0]) for tensor in tensors
@@ -128,6 +129,7 @@ def _open_tree(
         blobs=blobs,
         extra_entries=(*extra_entries, *unindexed_entries(flax_files.unindexed)),
         config_path=config_path,
+        omitted=side_files.omitted if config_path else (),
     )
 
 
@@ -142,9 +144,13 @@ def _with_recorded_digests(
     return tuple(recorded)
 
 
-def _settings_files(folder: Path) -> tuple[Path, ...]:
-    """List the small files of a model."""
-    return tuple(file for file in small_files(folder) if file.suffix in SETTINGS_SUFFIXES)
+def _settings_files(files: Iterable[SideFile], *, has_config: bool) -> tuple[SideFile, ...]:
+    """Return the small files of a model. The folder of a file without a config may have files of any kind."""
+    settings: list[SideFile] = []
+    for file in files:
+        if file.path.suffix in SETTINGS_SUFFIXES and (has_config or file.is_at_top):
+            settings.append(file)
+    return tuple(settings)
 
 
 def _extra_scalars(flax_files: FlaxFiles, tree: ForeignTree) -> Iterator[DroppedTensor]:

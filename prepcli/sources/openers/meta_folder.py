@@ -37,13 +37,13 @@ from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import detect_names
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.openers.torch_folder import assign_blobs, placement_of
+from prepcli.sources.side_files import find_side_files
 from prepcli.sources.source import (
     CONFIG,
     Source,
     SourceTensor,
     file_stamps,
     read_config,
-    small_files,
 )
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.axis_map import AxisMap, bind_row
@@ -128,6 +128,7 @@ def open_meta(path: Path, display_name: str, hints: SourceHints) -> Source:
     file_names: list[str] = []
     for file_name, shard_entries in split_into_shards(entries, OUTPUT_SHARD_NBYTES):
         file_names += [file_name] * len(shard_entries)
+    side_files = find_side_files(path)
     return Source(
         display_name=display_name,
         root=path,
@@ -139,10 +140,11 @@ def open_meta(path: Path, display_name: str, hints: SourceHints) -> Source:
         tensors=tensors,
         files=sharded.paths,
         file_stamps=file_stamps(headers),
-        small_files=tuple(file for file in small_files(path) if file.name not in META_SIDE_FILES),
+        small_files=tuple(f for f in side_files.copied if f.name not in META_SIDE_FILES),
         manifest=None,
         tensor_file_names=tuple(file_names),
         blobs=sharded.blobs,
+        omitted=side_files.omitted,
     )
 
 

@@ -53,7 +53,7 @@ def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
         tensors=tensors,
         files=folder.files,
         file_stamps=file_stamps(folder.headers),
-        small_files=model.copied_files,
+        small_files=model.side_files.copied,
         manifest=None,
         tensor_file_names=tuple(
             safetensors_file_name(folder.headers[tensor.file].file_name)
@@ -62,7 +62,8 @@ def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
         blobs=blobs,
         extra_entries=unindexed_entries(folder.unindexed),
         config_path=config_path,
-        left_files=model.left_files,
+        left_files=model.side_files.left,
+        omitted=model.side_files.omitted,
     )
 
 

@@ -29,6 +29,7 @@ GOOD = {
     "tokenizer.json": b"{}",
     "pytorch_model.bin": b"not wanted",
     "original/params.json": b"not wanted",
+    "original/consolidated.00.pth": b"not wanted",
     "README.md": b"not wanted",
 }
 CODES = save({"a.qweight": np.arange(3000, dtype=np.int32)})
