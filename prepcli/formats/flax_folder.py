@@ -32,6 +32,11 @@ STREAM_FILES = (STREAM_FILE, "streaming_train_state")
 _NUMBERED_STREAM = re.compile(rf"({'|'.join(STREAM_FILES)})_\d+")
 
 
+def select_other_flax_files(names: Collection[str]) -> list[str]:
+    """Return the msgpack files of a folder without a file of a known name."""
+    return [name for name in names if name.endswith(f".{SUFFIX}") and not name.startswith(".")]
+
+
 def detect_msgpack_kind(names: Collection[str]) -> MsgpackKind | None:
     """Return `flax` or `easylm` by the file names of a folder, or None for neither."""
     if any(name in names for name in FLAX_FILES):
@@ -43,11 +48,13 @@ def detect_msgpack_kind(names: Collection[str]) -> MsgpackKind | None:
 
 def select_flax_files(names: Sequence[str]) -> list[str]:
     """Return the file names of a Flax model in a repository. With an index, these are all files that it may name."""
-    if SINGLE_FILE in names or INDEX_FILE not in names:
-        if SINGLE_FILE in names:
-            return [SINGLE_FILE]
-        return []
-    return [INDEX_FILE, *(name for name in names if name.endswith(f".{SUFFIX}"))]
+    if SINGLE_FILE in names:
+        return [SINGLE_FILE]
+    files = select_other_flax_files(names)
+    if INDEX_FILE in names:
+        return [INDEX_FILE, *files]
+    known = [name for name in FLAX_FILES if name in names]
+    return known[:1] or files
 
 
 def find_weight_files(path: Path, kind: MsgpackKind) -> tuple[Path, ...]:
@@ -65,7 +72,9 @@ def find_weight_files(path: Path, kind: MsgpackKind) -> tuple[Path, ...]:
     names = list_folder(path)
     if kind == "easylm":
         return (path / _find_stream_file(path, names),)
-    first = next(name for name in FLAX_FILES if name in names)
+    first = next((name for name in FLAX_FILES if name in names), None)
+    if first is None:
+        return (path / _only_file(path, select_other_flax_files(names)),)
     if first != INDEX_FILE:
         return (path / first,)
     weight_map = read_weight_map(path / INDEX_FILE, SUFFIX)
@@ -83,7 +92,8 @@ def select_indexed(
         PrepError: An array of the index is missing.
     """
     names = {header.path.name for header in headers}
-    if not folder.is_dir() or names <= {*FLAX_FILES} or detect_msgpack_kind([*names]) == "easylm":
+    has_index = folder.is_dir() and INDEX_FILE in list_folder(folder)
+    if not has_index or names <= {*FLAX_FILES} or detect_msgpack_kind([*names]) == "easylm":
         return [*headers], []
     pairs: list[tuple[str, str]] = []
     for header in headers:
@@ -108,6 +118,14 @@ def select_indexed(
 def _index_name(array: MsgpackArray) -> str:
     """Return the name of an array in an index."""
     return "/".join(array.path)
+
+
+def _only_file(folder: Path, names: Sequence[str]) -> str:
+    """Return the only msgpack file of a folder. Raise PrepError if there are several."""
+    if len(names) == 1:
+        return names[0]
+    what = f"{folder} holds {len(names)} msgpack files"
+    raise PrepError(what, ", ".join(names[:4]), f"name one of them: `{folder / names[0]}`")
 
 
 def _find_stream_file(folder: Path, names: list[str]) -> str:

@@ -16,10 +16,11 @@ from typing import TypeGuard
 
 import xxhash
 
-from prepcli.errors import Command, DamagedError, PrepError, text
+from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
 from prepcli.formats.shard_index import (
     UnindexedTensor,
     check_numbered_files,
+    damage_hint,
     download_again_hint,
     find_unindexed,
     list_indexed_files,
@@ -119,7 +120,7 @@ _OTHER_FORMATS = (
         "Keras weights have this format",
         "use the model's safetensors files",
     ),
-    (b"{", "bare JSON", "the length of the header must come first", ""),
+    (b"{", "bare JSON", "the length of the header must come first", GET_AGAIN_HINT),
 )
 
 
@@ -168,7 +169,7 @@ def read_safetensors_header(path: Path, file_number: int) -> SafetensorsHeader:
         end = _check_contiguous(tensors, len(header_bytes))
     except ValueError as error:
         raise DamagedError(
-            f"{path.name} has a broken header", str(error), download_again_hint(path)
+            f"{path.name} has a broken header", str(error), damage_hint(path, error)
         ) from error
     if end != file_stat.st_size:
         raise _wrong_size_error(path, end, file_stat.st_size)
@@ -276,7 +277,7 @@ def _wrong_format_error(path: Path, first_bytes: bytes, nbytes: int) -> PrepErro
         )
         return DamagedError(f"{path.name} is cut short", why, download_again_hint(path))
     why = f"its header length is {nbytes:,} bytes, valid: 1 to {MAX_HEADER_NBYTES:,}"
-    return DamagedError(f"{path.name} is not a safetensors file", why, download_again_hint(path))
+    return DamagedError(f"{path.name} is not a safetensors file", why, GET_AGAIN_HINT)
 
 
 def _parse_header(
@@ -431,10 +432,9 @@ def _check_model(folder: Path, names: Sequence[str]) -> None:
 def _wrong_size_error(path: Path, expected_nbytes: int, actual_nbytes: int) -> PrepError:
     if actual_nbytes < expected_nbytes:
         what = f"{path.name} is cut short"
+        hint = download_again_hint(path)
     else:
         what = f"{path.name} is too long"
-    return DamagedError(
-        what,
-        f"its header promises {expected_nbytes:,} bytes, the file has {actual_nbytes:,}",
-        download_again_hint(path),
-    )
+        hint = GET_AGAIN_HINT
+    why = f"its header promises {expected_nbytes:,} bytes, the file has {actual_nbytes:,}"
+    return DamagedError(what, why, hint)

@@ -12,8 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prepcli.console.lists import join_names
-from prepcli.errors import DamagedError, PrepError
-from prepcli.formats.untrusted import parse_json, quote_name, stat_file, unreadable_error
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.formats.untrusted import (
+    CutShortError,
+    parse_json,
+    quote_name,
+    stat_file,
+    unreadable_error,
+)
 from trainer.files.reading import resolve_named_path
 
 MAX_INDEX_NBYTES = 100_000_000
@@ -52,12 +58,12 @@ def read_weight_map(path: Path, suffix: str) -> dict[str, str]:
     try:
         if stat.st_size > MAX_INDEX_NBYTES:
             raise ValueError(f"it has {stat.st_size:,} bytes, the limit is {MAX_INDEX_NBYTES:,}")
-        weight_map = _parse_weight_map(parse_json(path.read_bytes()), suffix)
+        weight_map = _parse_weight_map(_parse_index(path.read_bytes()), suffix)
     except OSError as error:
         raise unreadable_error(path, error) from error
     except ValueError as error:
         raise DamagedError(
-            f"{path} is not a usable index", str(error), download_again_hint(path)
+            f"{path} is not a usable index", str(error), damage_hint(path, error)
         ) from error
     for name in {*weight_map.values()}:
         resolve_named_path(path.parent, name, path)
@@ -176,9 +182,28 @@ def _missing_tensors_error(
     )
 
 
+def damage_hint(path: Path, error: BaseException | None) -> str:
+    """Return the hint for a file with invalid content: the command that downloads it again if bytes are missing."""
+    while error is not None:
+        if isinstance(error, CutShortError):
+            return download_again_hint(path)
+        error = error.__cause__
+    return GET_AGAIN_HINT
+
+
 def download_again_hint(path: Path) -> str:
-    """Return the hint for a damaged file: the command that downloads it again."""
+    """Return the hint for a file without all of its bytes: the command that downloads it again."""
     return f"download it again: `{_download_command(path.parent, path.name, '--force-download')}`"
+
+
+def _parse_index(content: bytes) -> object:
+    """Parse an index. Raise CutShortError if it ends before its last brace."""
+    try:
+        return parse_json(content)
+    except ValueError as error:
+        if content.rstrip().endswith(b"}"):
+            raise
+        raise CutShortError(str(error)) from error
 
 
 def _parse_weight_map(index: object, suffix: str) -> dict[str, str]:

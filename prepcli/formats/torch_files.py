@@ -14,12 +14,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from prepcli.console.lists import join_names
 from prepcli.engine.digest import digest
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats import torch_zip
 from prepcli.formats.shard_index import (
     UnindexedTensor,
     check_numbered_files,
+    damage_hint,
     download_again_hint,
     find_unindexed,
     list_indexed_files,
@@ -35,6 +37,7 @@ from prepcli.formats.torch_pickle import (
 from prepcli.formats.torch_state import (
     ALLOWED_NAMES,
     UNSUPPORTED_NAMES,
+    StateDictError,
     StorageView,
     TorchState,
     read_torch_state,
@@ -54,6 +57,8 @@ TRAINING_FILE_PATTERNS = (
     "training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng_state*", "random_states*", "*optim_states.pt",
 )  # fmt: skip
 MAX_NON_TENSORS = 12
+# A remark names at most this many keys beside a state dict.
+MAX_KEYS = 4
 
 CONSOLIDATED_FILE = re.compile(r"consolidated\.(\d{2})\.pth")
 
@@ -107,6 +112,18 @@ class TorchHeader:
     digest: str  # XXH3-128 of the metadata
     tensors: tuple[TorchTensor, ...]
     non_tensors: tuple[str, ...]
+    # Key of the state dict, and the other keys beside it. Empty if the file has nothing else.
+    key: str = ""
+    other_keys: tuple[str, ...] = ()
+
+    @property
+    def remark(self) -> str:
+        """Which part of the file is read. Empty for a file with only a state dict."""
+        if not self.key:
+            return ""
+        others = join_names([quote_name(key) for key in self.other_keys], max_names=MAX_KEYS)
+        remark = f"the tensors under {quote_name(self.key)} of {self.file_name} are read"
+        return f"{remark}, not {others}" if others else remark
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +176,12 @@ def read_torch_header(path: Path, file_number: int) -> TorchHeader:
         raise unreadable_error(path, error) from error
     except UnexpectedNameError as error:
         raise unexpected_name_error(path, error.name) from error
+    except StateDictError as error:
+        what = f"{path.name} is not a usable PyTorch file"
+        raise PrepError(what, str(error), _SAVE_AGAIN_HINT) from error
     except ValueError as error:
         raise DamagedError(
-            f"{path.name} is not a usable PyTorch file", str(error), download_again_hint(path)
+            f"{path.name} is not a usable PyTorch file", str(error), damage_hint(path, error)
         ) from error
     return TorchHeader(
         path.name,
@@ -170,6 +190,8 @@ def read_torch_header(path: Path, file_number: int) -> TorchHeader:
         metadata_digest,
         tuple(tensors),
         _limit_non_tensors(state.non_tensors),
+        state.key,
+        state.other_keys,
     )
 
 
@@ -398,9 +420,10 @@ def _wrong_format_error(path: Path, first_bytes: bytes) -> PrepError:
         )
     if first_bytes:
         why = f"it starts with {first_bytes[:8].hex(' ')}"
-    else:
-        why = "it is empty"
-    return DamagedError(f"{path.name} is not a PyTorch file", why, download_again_hint(path))
+        return DamagedError(f"{path.name} is not a PyTorch file", why, GET_AGAIN_HINT)
+    return DamagedError(
+        f"{path.name} is not a PyTorch file", "it is empty", download_again_hint(path)
+    )
 
 
 # A folder

@@ -19,7 +19,7 @@ from prepcli.errors import (
     Text,
     text,
 )
-from prepcli.formats.flax_folder import detect_msgpack_kind
+from prepcli.formats.flax_folder import detect_msgpack_kind, select_other_flax_files
 from prepcli.formats.msgpack import sniff_msgpack_kind
 from prepcli.formats.orbax import ITEM_MARKERS, list_checkpoint_folders
 from prepcli.formats.run_steps import is_begun_run, no_step_error
@@ -153,7 +153,7 @@ def _training_files(names: Sequence[str]) -> Sequence[str]:
 #      have the same model as safetensors, PyTorch and Flax.
 #   3. Formats that are not supported. A repository may have GGUF files next to its safetensors, so
 #      that these rules come after the weights.
-#   4. PyTorch files of any other name, and last the files that only a training run has: an
+#   4. PyTorch and Flax files of any other name, and last the files that only a training run has: an
 #      `optimizer.bin` next to a model must not hide it.
 RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
     (_adapter_config, ADAPTER),
@@ -169,6 +169,7 @@ RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
     (_distributed_files, "dcp"),
     (_names_matching("*.distcp"), DISTRIBUTED),
     (select_model_files, "torch"),
+    (select_other_flax_files, "flax"),
     (_training_files, TRAINING_FILES),
 )
 

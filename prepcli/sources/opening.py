@@ -11,7 +11,7 @@ from prepcli.errors import Option, PrepError, Text, text, usage_error
 from prepcli.formats.again_hint import again_hints
 from prepcli.formats.file_records import check_files, check_header
 from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
-from prepcli.formats.untrusted import list_folder
+from prepcli.formats.untrusted import list_folder, quote_name
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import DroppedTensor
@@ -90,6 +90,8 @@ def open_source(
         )
         source = _read_headers(located, hints)
         _report_unindexed(source, located)
+        for note in (*source.notes, *_wrapper_note(source)):
+            located.access.note(note)
         if layout is not None:
             _check_layout_is_used(source, located, layout, is_requested=hints.verbatim is True)
         if training_state:
@@ -224,6 +226,14 @@ def _with_omitted(source: Source, local_files: LocalFiles) -> Source:
         unread = unread_weights(list_folder(source.root), read_names)
     omitted = dict.fromkeys((*source.omitted, *local_files.omitted, *unread))
     return replace(source, omitted=tuple(omitted))
+
+
+def _wrapper_note(source: Source) -> list[str]:
+    """Return a note about the prefix that is taken off all tensor names, if there is one."""
+    prefix = source.names.wrapper_prefix
+    if not prefix:
+        return []
+    return [f"the prefix {quote_name(prefix)} of all tensors is taken off"]
 
 
 def _report_unindexed(source: Source, located: LocatedCheckpoint) -> None:

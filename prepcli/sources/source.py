@@ -167,6 +167,7 @@ class Source:
         tower_tensors: Its other tensors, named `towers/TENSOR`.
         training_record: Record of the training state in `state_tensors`, if another framework wrote it.
         tensor_map: The map that made the tensors from those of the files, if any.
+        notes: Lines for the user about how the files were read.
         remote_files: The files on a server behind the placeholders `files`. Empty for local files.
     """
 
@@ -196,6 +197,7 @@ class Source:
     tower_tensors: tuple[SourceTensor, ...] = ()
     training_record: TrainingStateRecord | None = None
     tensor_map: TensorMap | None = None
+    notes: tuple[str, ...] = ()
     remote_files: tuple[RemoteBlob, ...] = ()
 
     @property

@@ -62,6 +62,7 @@ def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
         blobs=blobs,
         extra_entries=unindexed_entries(folder.unindexed),
         config_path=config_path,
+        notes=tuple(header.remark for header in folder.headers if header.remark),
         left_files=model.side_files.left,
         omitted=model.side_files.omitted,
     )

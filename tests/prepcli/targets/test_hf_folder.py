@@ -9,8 +9,8 @@ import pytest
 
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.sources.source import Source, SourceTensor
 from prepcli.sources.side_files import SideFile
+from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.hf_folder import (
     copied_files,
     header_entries,
