@@ -60,6 +60,8 @@ MAX_NON_TENSORS = 12
 # A remark names at most this many keys beside a state dict.
 MAX_KEYS = 4
 
+# The whole model, in Mistral's repositories. Its tensors have Meta's names.
+MISTRAL_FILE = "consolidated.safetensors"
 CONSOLIDATED_FILE = re.compile(r"consolidated\.(\d{2})\.pth")
 
 _HF_FILE = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin")

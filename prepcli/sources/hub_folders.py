@@ -44,6 +44,7 @@ SMALL_FILE_PATTERNS = (
     "added_tokens.json",
     "chat_template*",
     "spiece.model",
+    "tekken.json",
     "*processor_config.json",
     *QUANTIZATION_FILES,
 )
@@ -189,6 +190,8 @@ class HubFolder:
         names = [*names, *nested.copied]
         # A model's repository may have an adapter too. Only the adapter itself needs these settings,
         # and a conversion would copy them next to its output.
+        if kind == "meta" and torch_files.MISTRAL_FILE in names:
+            names = [*names, torch_files.META_PARAMS_FILE]
         if kind == "adapter":
             names = [*names, safetensors.ADAPTER_CONFIG]
         with self._translate_errors():

@@ -11,6 +11,7 @@ from prepcli.errors import Option, PrepError, Text, text, usage_error
 from prepcli.formats.again_hint import again_hints
 from prepcli.formats.file_records import check_files, check_header
 from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
+from prepcli.formats.torch_files import MISTRAL_FILE
 from prepcli.formats.untrusted import list_folder, quote_name
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.map_file import TensorMap
@@ -204,6 +205,10 @@ def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
             from prepcli.sources.openers.torch_folder import open_torch
 
             return open_torch(path, display_name, hints)
+        case "meta" if hints.verbatim and (path / MISTRAL_FILE).exists():
+            from prepcli.sources.openers.safetensors_folder import open_safetensors
+
+            return open_safetensors(path, display_name, hints, manifest)
         case "meta":
             from prepcli.sources.openers.meta_folder import open_meta
 
