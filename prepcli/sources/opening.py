@@ -226,7 +226,8 @@ def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
 def _with_omitted(source: Source, local_files: LocalFiles) -> Source:
     """Return a source with descriptions of all files beside it that a conversion leaves out."""
     unread: list[str] = []
-    if source.root.is_dir():
+    # The checksums of an Orbax item of prep are in a *.bin file.
+    if source.root.is_dir() and not source.tree_manifest:
         read_names = {path.name for path in source.files}
         unread = unread_weights(list_folder(source.root), read_names)
     omitted = dict.fromkeys((*source.omitted, *local_files.omitted, *unread))
