@@ -36,7 +36,8 @@ from prepcli.planning.manifest_fields import PREP_KEYS, ManifestFields
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.tensors import itemsize
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.sources.source import HF_FOLDER, small_files
+from prepcli.sources.side_files import find_side_files
+from prepcli.sources.source import HF_FOLDER
 from prepcli.targets.hf_folder import copied_files, settings_files
 from prepcli.targets.training_step import StartModel, plan_training_step
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
@@ -157,7 +158,10 @@ class CheckpointManager:
         folder = find_manifest_folder(self._hf_folder.parent)
         manifest = read_manifest(folder)
         return copied_files(
-            small_files(self._hf_folder), folder, manifest=manifest, path_prefix=f"{HF_FOLDER}/"
+            find_side_files(self._hf_folder).copied,
+            folder,
+            manifest=manifest,
+            path_prefix=f"{HF_FOLDER}/",
         )
 
     def __enter__(self) -> CheckpointManager:

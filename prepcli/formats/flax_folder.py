@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from prepcli.errors import PrepError
-from prepcli.formats.msgpack import SUFFIX, MsgpackHeader, MsgpackKind
+from prepcli.formats.msgpack import SUFFIX, MsgpackArray, MsgpackHeader, MsgpackKind
 from prepcli.formats.shard_index import (
-    check_index_matches_files,
+    UnindexedTensor,
+    find_unindexed,
     list_indexed_files,
-    map_tensors_to_files,
     read_weight_map,
 )
 from prepcli.formats.untrusted import list_folder
@@ -28,8 +29,12 @@ FLAX_FILES = (
 )
 STREAM_FILE = "streaming_params"
 STREAM_FILES = (STREAM_FILE, "streaming_train_state")
-_SHARD_FILE = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.{SUFFIX}")
 _NUMBERED_STREAM = re.compile(rf"({'|'.join(STREAM_FILES)})_\d+")
+
+
+def select_other_flax_files(names: Collection[str]) -> list[str]:
+    """Return the msgpack files of a folder without a file of a known name."""
+    return [name for name in names if name.endswith(f".{SUFFIX}") and not name.startswith(".")]
 
 
 def detect_msgpack_kind(names: Collection[str]) -> MsgpackKind | None:
@@ -42,12 +47,14 @@ def detect_msgpack_kind(names: Collection[str]) -> MsgpackKind | None:
 
 
 def select_flax_files(names: Sequence[str]) -> list[str]:
-    """Return the file names of a Flax model in a repository, with its index if it has one."""
-    if SINGLE_FILE in names or INDEX_FILE not in names:
-        if SINGLE_FILE in names:
-            return [SINGLE_FILE]
-        return []
-    return [INDEX_FILE, *filter(_SHARD_FILE.fullmatch, names)]
+    """Return the file names of a Flax model in a repository. With an index, these are all files that it may name."""
+    if SINGLE_FILE in names:
+        return [SINGLE_FILE]
+    files = select_other_flax_files(names)
+    if INDEX_FILE in names:
+        return [INDEX_FILE, *files]
+    known = [name for name in FLAX_FILES if name in names]
+    return known[:1] or files
 
 
 def find_weight_files(path: Path, kind: MsgpackKind) -> tuple[Path, ...]:
@@ -65,25 +72,60 @@ def find_weight_files(path: Path, kind: MsgpackKind) -> tuple[Path, ...]:
     names = list_folder(path)
     if kind == "easylm":
         return (path / _find_stream_file(path, names),)
-    first = next(name for name in FLAX_FILES if name in names)
+    first = next((name for name in FLAX_FILES if name in names), None)
+    if first is None:
+        return (path / _only_file(path, select_other_flax_files(names)),)
     if first != INDEX_FILE:
         return (path / first,)
     weight_map = read_weight_map(path / INDEX_FILE, SUFFIX)
     return tuple(path / name for name in list_indexed_files(path, weight_map))
 
 
-def check_index(folder: Path, headers: list[MsgpackHeader]) -> None:
-    """Raise PrepError if the files were selected by the folder's index and disagree with it."""
+def select_indexed(
+    folder: Path, headers: Sequence[MsgpackHeader]
+) -> tuple[list[MsgpackHeader], list[UnindexedTensor]]:
+    """Return the headers with only the arrays that the folder's index names, and the records of the other arrays.
+
+    Headers of files that were not selected by an index are returned as they are.
+
+    Raises:
+        PrepError: An array of the index is missing.
+    """
     names = {header.path.name for header in headers}
-    if not folder.is_dir() or names <= {*FLAX_FILES} or detect_msgpack_kind([*names]) == "easylm":
-        return
+    has_index = folder.is_dir() and INDEX_FILE in list_folder(folder)
+    if not has_index or names <= {*FLAX_FILES} or detect_msgpack_kind([*names]) == "easylm":
+        return [*headers], []
     pairs: list[tuple[str, str]] = []
     for header in headers:
         for array in header.arrays:
-            pairs.append(("/".join(array.path), header.path.name))
-    check_index_matches_files(
-        folder, read_weight_map(folder / INDEX_FILE, SUFFIX), map_tensors_to_files(folder, pairs)
-    )
+            pairs.append((_index_name(array), header.path.name))
+    weight_map = read_weight_map(folder / INDEX_FILE, SUFFIX)
+    ignored = find_unindexed(folder, pairs, weight_map)
+    indexed: list[MsgpackHeader] = []
+    unindexed: list[UnindexedTensor] = []
+    for header in headers:
+        kept: list[MsgpackArray] = []
+        for array in header.arrays:
+            if (_index_name(array), header.path.name) in ignored:
+                nbytes = sum(nbytes for _, nbytes in array.runs)
+                unindexed.append(UnindexedTensor(_index_name(array), header.path.name, nbytes))
+            else:
+                kept.append(array)
+        indexed.append(replace(header, arrays=tuple(kept)))
+    return indexed, unindexed
+
+
+def _index_name(array: MsgpackArray) -> str:
+    """Return the name of an array in an index."""
+    return "/".join(array.path)
+
+
+def _only_file(folder: Path, names: Sequence[str]) -> str:
+    """Return the only msgpack file of a folder. Raise PrepError if there are several."""
+    if len(names) == 1:
+        return names[0]
+    what = f"{folder} holds {len(names)} msgpack files"
+    raise PrepError(what, ", ".join(names[:4]), f"name one of them: `{folder / names[0]}`")
 
 
 def _find_stream_file(folder: Path, names: list[str]) -> str:

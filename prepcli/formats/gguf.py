@@ -24,9 +24,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from prepcli.errors import DamagedError, PrepError
-from prepcli.formats.shard_index import download_again_hint
-from prepcli.formats.untrusted import quote_name, stat_file, unreadable_error
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.formats.shard_index import damage_hint, download_again_hint
+from prepcli.formats.untrusted import CutShortError, quote_name, stat_file, unreadable_error
 from trainer.files.reading import open_regular_file
 
 SUFFIX = "gguf"
@@ -213,7 +213,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         raise unreadable_error(path, error) from error
     except ValueError as error:
         raise DamagedError(
-            f"{path.name} has a broken header", str(error), download_again_hint(path)
+            f"{path.name} has a broken header", str(error), damage_hint(path, error)
         ) from error
     _check_size(path, file_stat.st_size, tensors, cursor.offset)
     digest = xxhash.xxh3_128_hexdigest(cursor.header)
@@ -251,12 +251,14 @@ class _Cursor:
         if nbytes > self.remaining_nbytes:
             if self._size == MAX_HEADER_NBYTES:
                 raise ValueError(f"it has more than {MAX_HEADER_NBYTES:,} bytes")
-            raise ValueError(f"the file ends within the header, at byte {self._size:,}")
+            raise CutShortError(f"the file ends within the header, at byte {self._size:,}")
         self.offset += nbytes
         while len(self._buffer) < self.offset:
             block = self._file.read(READ_BLOCK_NBYTES)
             if not block:
-                raise ValueError(f"the file ends within the header, at byte {len(self._buffer):,}")
+                raise CutShortError(
+                    f"the file ends within the header, at byte {len(self._buffer):,}"
+                )
             self._buffer += block
 
     def skip_strings(self, count: int) -> None:
@@ -293,7 +295,7 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[GgufMetadata, tuple[GgufT
         raise DamagedError(
             f"{path.name} is not a GGUF file",
             "it does not begin with GGUF",
-            download_again_hint(path),
+            GET_AGAIN_HINT,
         )
     version = cursor.number("<I")
     if version not in VERSIONS:
@@ -432,8 +434,7 @@ def _check_size(path: Path, size: int, tensors: Sequence[GgufTensor], data_start
     # The last tensor is padded too, to at most MAX_ALIGNMENT.
     if end <= size < end + MAX_ALIGNMENT:
         return
-    what = f"{path.name} is cut short"
-    if size > end:
-        what = f"{path.name} is too long"
     why = f"its tensors end at byte {end:,}, the file has {size:,}"
-    raise DamagedError(what, why, download_again_hint(path))
+    if size > end:
+        raise DamagedError(f"{path.name} is too long", why, GET_AGAIN_HINT)
+    raise DamagedError(f"{path.name} is cut short", why, download_again_hint(path))

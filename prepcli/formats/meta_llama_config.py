@@ -1,7 +1,8 @@
-"""Convert `params.json` of Meta's LLaMA checkpoints to the config.json of transformers. The functions are pure.
+"""Convert `params.json` of Meta's LLaMA and of Mistral to the config.json of transformers. The functions are pure.
 
-Some properties of a model are only in Meta's code: the context length, the rotary scaling and the special tokens. They
-are derived from the published models, as in `convert_llama_weights_to_hf.py` of transformers.
+Mistral's checkpoints have Meta's names of tensors, and parameters of their own. Some properties of a model are only in
+Meta's code: the context length, the rotary scaling and the special tokens. They are derived from the published models,
+as in `convert_llama_weights_to_hf.py` and `convert_mistral_weights_to_hf.py` of transformers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,13 @@ KNOWN_KEYS = {
     "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps",
     "rope_theta", "use_scaled_rope", "rope_scaling_factor", "max_seq_len", "max_batch_size",
 }  # fmt: skip
+# Parameters of Mistral's dense models. Others have experts (`moe`), images (`vision_encoder`) or another attention.
+MISTRAL_KEYS = {
+    "dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "norm_eps", "vocab_size", "rope_theta",
+    "sliding_window", "max_seq_len", "max_batch_size",
+}  # fmt: skip
+# Context length that the conversion of transformers takes for a params.json without one.
+MISTRAL_CONTEXT = 32768
 CODE_LLAMA_CONTEXT = 16384  # Code Llama has rope_theta 10^6
 MIN_LLAMA_3_VOCAB_SIZE = 100_000  # earlier versions have smaller vocabularies
 
@@ -61,6 +69,52 @@ def to_hf_config(document: object, vocab_size: int, is_tied: bool) -> JsonObject
     if params.get("use_scaled_rope") is True:
         config["rope_scaling"] = _rope_scaling(params)
     return config
+
+
+def is_dense_mistral(document: object) -> bool:
+    """Return whether a params.json is that of a dense model of Mistral. LLaMA states no size of its MLP."""
+    return isinstance(document, dict) and "hidden_dim" in document and set(document) <= MISTRAL_KEYS
+
+
+def mistral_to_hf_config(params: JsonObject, vocab_size: int, is_tied: bool) -> JsonObject:
+    """Return the config.json of transformers for a params.json of Mistral. Arguments as for `to_hf_config`.
+
+    Raises:
+        ValueError: A parameter is missing or out of range.
+    """
+    names = ("dim", "n_layers", "n_heads", "hidden_dim")
+    hidden_size, num_layers, num_heads, mlp_size = (_read_positive_int(params, n) for n in names)
+    optional = {
+        "n_kv_heads": num_heads,
+        "head_dim": hidden_size // num_heads,
+        "max_seq_len": MISTRAL_CONTEXT,
+    }
+    optional |= {key: _read_positive_int(params, key) for key in optional if key in params}
+    window = params.get("sliding_window")
+    # Some files have a text.
+    if isinstance(window, str) and window.isdecimal():
+        window = int(window)
+    if window is not None:
+        window = _read_positive_int({"sliding_window": window}, "sliding_window")
+    return {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "hidden_size": hidden_size,
+        "intermediate_size": mlp_size,
+        "num_attention_heads": num_heads,
+        "num_hidden_layers": num_layers,
+        "num_key_value_heads": optional["n_kv_heads"],
+        "head_dim": optional["head_dim"],
+        "vocab_size": vocab_size,
+        "rms_norm_eps": _read_positive(params, "norm_eps", None),
+        "rope_theta": _read_positive(params, "rope_theta", 10000.0),
+        "max_position_embeddings": optional["max_seq_len"],
+        "sliding_window": window,
+        "hidden_act": "silu",
+        "tie_word_embeddings": is_tied,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
 
 
 def is_small_llama_3_2(document: object) -> bool:

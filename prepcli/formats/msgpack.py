@@ -20,8 +20,8 @@ from typing import Literal
 import xxhash
 
 from prepcli.errors import DamagedError, PrepError
-from prepcli.formats.shard_index import download_again_hint
-from prepcli.formats.untrusted import quote_name, stat_file, unreadable_error
+from prepcli.formats.shard_index import damage_hint
+from prepcli.formats.untrusted import CutShortError, quote_name, stat_file, unreadable_error
 from prepcli.planning.tensors import ITEM_BITS
 from trainer.files.reading import open_regular_file
 
@@ -117,7 +117,7 @@ def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
         else:
             what = "Flax msgpack file"
         raise DamagedError(
-            f"{path.name} is not a usable {what}", str(error), download_again_hint(path)
+            f"{path.name} is not a usable {what}", str(error), damage_hint(path, error)
         ) from error
     digest = state.cursor.digest_state.hexdigest()
     return MsgpackHeader(
@@ -160,7 +160,7 @@ class _Cursor:
             low = 0
         data = self._window[low : low + count]
         if len(data) < count:
-            raise ValueError(f"it is cut short: it ends at byte {self.size:,}, within a header")
+            raise CutShortError(f"it is cut short: it ends at byte {self.size:,}, within a header")
         self.offset += count
         self.digest_state.update(data)
         return data
@@ -172,7 +172,7 @@ class _Cursor:
     def skip(self, count: int) -> int:
         """Skip a payload of `count` bytes and return its offset."""
         if self.offset + count > self.size:
-            raise ValueError(
+            raise CutShortError(
                 f"it is cut short: it ends at byte {self.size:,}, {self.offset + count - self.size:,} bytes are missing"
             )
         self.offset += count
@@ -294,7 +294,7 @@ def _parse_stream(state: _ParseState) -> None:
         end = state.cursor.offset + value.count
         if end > state.cursor.size:
             why = f"the record {_quote_path(path)} ends at byte {end:,}, the file at {state.cursor.size:,}"
-            raise ValueError(f"it is cut short: {why}")
+            raise CutShortError(f"it is cut short: {why}")
         _parse_value(state, path)
         value_end = state.cursor.offset
         # The record states its length twice: as bytes, and by the value in these bytes. A reader

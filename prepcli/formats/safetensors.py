@@ -16,13 +16,14 @@ from typing import TypeGuard
 
 import xxhash
 
-from prepcli.errors import Command, DamagedError, PrepError, text
+from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
 from prepcli.formats.shard_index import (
-    check_index_matches_files,
+    UnindexedTensor,
     check_numbered_files,
+    damage_hint,
     download_again_hint,
+    find_unindexed,
     list_indexed_files,
-    map_tensors_to_files,
     read_weight_map,
 )
 from prepcli.formats.untrusted import (
@@ -114,7 +115,7 @@ _OTHER_FORMATS = (
         "Keras weights have this format",
         "use the model's safetensors files",
     ),
-    (b"{", "bare JSON", "the length of the header must come first", ""),
+    (b"{", "bare JSON", "the length of the header must come first", GET_AGAIN_HINT),
 )
 
 
@@ -134,12 +135,16 @@ class SafetensorsHeader:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFolder:
-    """Safetensors files of one model. Tensors in (file, offset) order, `file` is an index into `headers`."""
+    """Safetensors files of one model. Tensors in (file, offset) order, `file` is an index into `headers`.
+
+    `unindexed` has the records of further tensors in the files, which the index does not name.
+    """
 
     path: Path
     headers: tuple[SafetensorsHeader, ...]
     tensors: tuple[FileTensor, ...]
     has_index: bool
+    unindexed: tuple[UnindexedTensor, ...] = ()
 
 
 def read_safetensors_header(path: Path, file_number: int) -> SafetensorsHeader:
@@ -159,7 +164,7 @@ def read_safetensors_header(path: Path, file_number: int) -> SafetensorsHeader:
         end = _check_contiguous(tensors, len(header_bytes))
     except ValueError as error:
         raise DamagedError(
-            f"{path.name} has a broken header", str(error), download_again_hint(path)
+            f"{path.name} has a broken header", str(error), damage_hint(path, error)
         ) from error
     if end != file_stat.st_size:
         raise _wrong_size_error(path, end, file_stat.st_size)
@@ -182,10 +187,10 @@ def select_safetensors_files(names: Iterable[str]) -> list[str]:
 def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
     """Read the headers of a model's files, in the order of file names. Links are followed.
 
-    The files are the ones in the index, else model.safetensors, else all *.safetensors.
+    The files and tensors are the ones in the index, else model.safetensors, else all *.safetensors.
 
     Raises:
-        PrepError: The folder is unreadable, a file is missing, or index and files disagree.
+        PrepError: The folder is unreadable, or a file or tensor of the index is missing.
     """
     names, weight_map = _list_weight_files(folder)
     if weight_map is None:
@@ -194,24 +199,32 @@ def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
         read_safetensors_header(folder / name, file_number)
         for file_number, name in enumerate(names)
     )
-    tensors = tuple(itertools.chain.from_iterable(header.tensors for header in headers))
-    file_by_tensor = map_tensors_to_files(
-        folder, ((tensor.name, names[tensor.file]) for tensor in tensors)
-    )
-    if weight_map is not None:
-        check_index_matches_files(folder, weight_map, file_by_tensor)
-    return SafetensorsFolder(folder, headers, tensors, weight_map is not None)
+    stored = list(itertools.chain.from_iterable(header.tensors for header in headers))
+    pairs = ((tensor.name, names[tensor.file]) for tensor in stored)
+    ignored = find_unindexed(folder, pairs, weight_map)
+    tensors: list[FileTensor] = []
+    unindexed: list[UnindexedTensor] = []
+    for tensor in stored:
+        file_name = names[tensor.file]
+        if (tensor.name, file_name) in ignored:
+            unindexed.append(UnindexedTensor(tensor.name, file_name, tensor.nbytes))
+        else:
+            tensors.append(tensor)
+    has_index = weight_map is not None
+    return SafetensorsFolder(folder, headers, tuple(tensors), has_index, tuple(unindexed))
 
 
 def iter_folder_tensors(folder: Path) -> Iterator[FileTensor]:
-    """Yield the tensors of a model's files. A file is read when its first tensor is needed.
+    """Yield the tensors of a model's files, of the index if there is one. A file is read when its first one is needed.
 
     Raises:
-        PrepError: As `read_safetensors_folder`. The tensors are not compared with the index.
+        PrepError: As `read_safetensors_folder`. Tensors that are missing from the files are not noticed.
     """
-    names, _ = _list_weight_files(folder)
+    names, weight_map = _list_weight_files(folder)
     for file_number, name in enumerate(names):
-        yield from read_safetensors_header(folder / name, file_number).tensors
+        for tensor in read_safetensors_header(folder / name, file_number).tensors:
+            if weight_map is None or weight_map.get(tensor.name) == name:
+                yield tensor
 
 
 def _list_weight_files(folder: Path) -> tuple[Sequence[str], Mapping[str, str] | None]:
@@ -259,7 +272,7 @@ def _wrong_format_error(path: Path, first_bytes: bytes, nbytes: int) -> PrepErro
         )
         return DamagedError(f"{path.name} is cut short", why, download_again_hint(path))
     why = f"its header length is {nbytes:,} bytes, valid: 1 to {MAX_HEADER_NBYTES:,}"
-    return DamagedError(f"{path.name} is not a safetensors file", why, download_again_hint(path))
+    return DamagedError(f"{path.name} is not a safetensors file", why, GET_AGAIN_HINT)
 
 
 def _parse_header(
@@ -414,10 +427,9 @@ def _check_model(folder: Path, names: Sequence[str]) -> None:
 def _wrong_size_error(path: Path, expected_nbytes: int, actual_nbytes: int) -> PrepError:
     if actual_nbytes < expected_nbytes:
         what = f"{path.name} is cut short"
+        hint = download_again_hint(path)
     else:
         what = f"{path.name} is too long"
-    return DamagedError(
-        what,
-        f"its header promises {expected_nbytes:,} bytes, the file has {actual_nbytes:,}",
-        download_again_hint(path),
-    )
+        hint = GET_AGAIN_HINT
+    why = f"its header promises {expected_nbytes:,} bytes, the file has {actual_nbytes:,}"
+    return DamagedError(what, why, hint)

@@ -1,4 +1,4 @@
-"""Read the index of a sharded model (`*.index.json`) and compare it with the files, for any tensor format."""
+"""Read the index of a sharded model (`*.index.json`) and select the tensors that it names, for any tensor format."""
 
 from __future__ import annotations
 
@@ -8,16 +8,35 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from prepcli.console.lists import join_names
-from prepcli.errors import DamagedError, PrepError
-from prepcli.formats.untrusted import parse_json, quote_name, read_bytes, stat_file
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.formats.untrusted import (
+    CutShortError,
+    parse_json,
+    quote_name,
+    read_bytes,
+    stat_file,
+)
 from trainer.files.reading import resolve_named_path
 
 MAX_INDEX_NBYTES = 100_000_000
 _NUMBERED_FILE = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.([^.]+)", re.ASCII)
 _MAX_LISTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class UnindexedTensor:
+    """A tensor in a file that the index assigns to another file, or does not name."""
+
+    name: str
+    file: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name} is not in the index"
 
 
 def shard_name(stem: str, number: int, count: int, suffix: str) -> str:
@@ -39,10 +58,10 @@ def read_weight_map(path: Path, suffix: str) -> dict[str, str]:
     try:
         if stat.st_size > MAX_INDEX_NBYTES:
             raise ValueError(f"it has {stat.st_size:,} bytes, the limit is {MAX_INDEX_NBYTES:,}")
-        weight_map = _parse_weight_map(parse_json(read_bytes(path)), suffix)
+        weight_map = _parse_weight_map(_parse_index(read_bytes(path)), suffix)
     except ValueError as error:
         raise DamagedError(
-            f"{path} is not a usable index", str(error), download_again_hint(path)
+            f"{path} is not a usable index", str(error), damage_hint(path, error)
         ) from error
     for name in {*weight_map.values()}:
         resolve_named_path(path.parent, name, path)
@@ -96,8 +115,35 @@ def _missing_shards(
                 yield name
 
 
-def map_tensors_to_files(folder: Path, tensors: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Map each tensor to its file, from (tensor, file) pairs. Raise PrepError if two files hold a tensor."""
+def find_unindexed(
+    folder: Path, tensors: Iterable[tuple[str, str]], weight_map: Mapping[str, str] | None
+) -> frozenset[tuple[str, str]]:
+    """Return the (tensor, file) pairs that the index of a folder does not name.
+
+    The index decides which file a tensor is read from, as in transformers. Files may have further tensors, e.g. earlier
+    versions of tensors in an overlay.
+
+    Args:
+        folder: Folder of the files.
+        tensors: Each stored tensor with its file.
+        weight_map: The file of each tensor, or None without an index.
+
+    Raises:
+        PrepError: A tensor is not in the file that the index names. Without an index: two files hold a tensor.
+    """
+    pairs = list(tensors)
+    if weight_map is None:
+        _check_one_file_each(folder, pairs)
+        return frozenset()
+    indexed = {name for name, file in pairs if weight_map.get(name) == file}
+    missing = weight_map.keys() - indexed
+    if missing:
+        raise _missing_tensors_error(folder, weight_map, sorted(missing), dict(pairs))
+    return frozenset((name, file) for name, file in pairs if weight_map.get(name) != file)
+
+
+def _check_one_file_each(folder: Path, tensors: Iterable[tuple[str, str]]) -> None:
+    """Raise PrepError if two files hold a tensor."""
     file_by_tensor: dict[str, str] = {}
     for name, file in tensors:
         if file_by_tensor.setdefault(name, file) != file:
@@ -107,43 +153,55 @@ def map_tensors_to_files(folder: Path, tensors: Iterable[tuple[str, str]]) -> di
                 f"{file_by_tensor[name]} and {file}",
                 "remove the file that does not belong to this model",
             )
-    return file_by_tensor
 
 
-def check_index_matches_files(
-    folder: Path, weight_map: Mapping[str, str], file_by_tensor: Mapping[str, str]
-) -> None:
-    """Raise PrepError unless the index and the files agree on the file of every tensor."""
-    if weight_map == file_by_tensor:
-        return
-    only_in_files: list[str] = []
-    in_another_file: list[str] = []
-    for name, file in file_by_tensor.items():
-        if name not in weight_map:
-            only_in_files.append(quote_name(name))
-        elif weight_map[name] != file:
-            in_another_file.append(quote_name(name))
-    only_in_index = [quote_name(name) for name in weight_map if name not in file_by_tensor]
+def _missing_tensors_error(
+    folder: Path,
+    weight_map: Mapping[str, str],
+    missing: Sequence[str],
+    file_by_tensor: Mapping[str, str],
+) -> PrepError:
+    """Return the error for tensors that are not in the file that the index names."""
+    only_in_index = [quote_name(name) for name in missing if name not in file_by_tensor]
+    in_another_file = [quote_name(name) for name in missing if name in file_by_tensor]
     reasons: list[str] = []
     for names, difference in (
         (only_in_index, "only in the index"),
-        (only_in_files, "only in the files"),
         (in_another_file, "not in the file that the index names"),
     ):
         if names:
             listed = join_names(names, max_names=_MAX_LISTED)
             reasons.append(f"{len(names)} {difference}: {listed}")
-    why = "; ".join(reasons)
-    raise DamagedError(
-        f"the index of {folder} and its files name different tensors",
-        why,
-        f"`{_download_command(folder)}`",
+    files = join_names(sorted({weight_map[name] for name in missing}), max_names=_MAX_LISTED)
+    return DamagedError(
+        f"files of {folder} lack tensors that the index names",
+        "; ".join(reasons),
+        f"get {files} again, in the version of the index: `{_download_command(folder)}`",
     )
 
 
+def damage_hint(path: Path, error: BaseException | None) -> str:
+    """Return the hint for a file with invalid content: the command that downloads it again if bytes are missing."""
+    while error is not None:
+        if isinstance(error, CutShortError):
+            return download_again_hint(path)
+        error = error.__cause__
+    return GET_AGAIN_HINT
+
+
 def download_again_hint(path: Path) -> str:
-    """Return the hint for a damaged file: the command that downloads it again."""
+    """Return the hint for a file without all of its bytes: the command that downloads it again."""
     return f"download it again: `{_download_command(path.parent, path.name, '--force-download')}`"
+
+
+def _parse_index(content: bytes) -> object:
+    """Parse an index. Raise CutShortError if it ends before its last brace."""
+    try:
+        return parse_json(content)
+    except ValueError as error:
+        if content.rstrip().endswith(b"}"):
+            raise
+        raise CutShortError(str(error)) from error
 
 
 def _parse_weight_map(index: object, suffix: str) -> dict[str, str]:

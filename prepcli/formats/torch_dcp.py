@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from prepcli.engine.digest import digest
 from prepcli.errors import DamagedError, PrepError
-from prepcli.formats.shard_index import download_again_hint
+from prepcli.formats.shard_index import damage_hint
 from prepcli.formats.torch_files import read_archived_tensor
 from prepcli.formats.torch_objects import read_archived_object
 from prepcli.formats.torch_pickle import (
@@ -31,7 +31,13 @@ from prepcli.formats.torch_pickle import (
     interpret_pickle,
 )
 from prepcli.formats.torch_state import DTYPES, SIZE_TYPE
-from prepcli.formats.untrusted import quote_name, read_small_file, stat_file, unreadable_error
+from prepcli.formats.untrusted import (
+    CutShortError,
+    quote_name,
+    read_small_file,
+    stat_file,
+    unreadable_error,
+)
 from trainer.files.reading import open_regular_file
 
 METADATA_FILE = ".metadata"
@@ -135,7 +141,7 @@ def read_dcp_folder(folder: Path) -> DcpFolder:
         try:
             tensors.append(_read_tensor(folder, name, entry, ranges, numbers))
         except ValueError as error:
-            raise _damaged_error(path, ValueError(f"{quote_name(name)}: {error}")) from error
+            raise _damaged_error(path, error, f"{quote_name(name)}: {error}") from error
     files = tuple(folder / file for file in numbers)
     archives: dict[str, tuple[Path, int, int]] = {}
     for name in non_tensors:
@@ -191,13 +197,13 @@ def read_dcp_value(folder: DcpFolder, name: str) -> object:
     except OSError as error:
         raise unreadable_error(path, error) from error
     except (UnexpectedNameError, ValueError) as error:
-        raise _damaged_error(path, ValueError(f"{quote_name(name)}: {error}")) from error
+        raise _damaged_error(path, error, f"{quote_name(name)}: {error}") from error
 
 
-def _damaged_error(path: Path, error: ValueError) -> DamagedError:
-    return DamagedError(
-        f"{path.parent.name}/{path.name} is broken", str(error), download_again_hint(path)
-    )
+def _damaged_error(path: Path, error: Exception, why: str = "") -> DamagedError:
+    """Return the error for a broken file. `why` replaces the text of the error."""
+    what = f"{path.parent.name}/{path.name} is broken"
+    return DamagedError(what, why or str(error), damage_hint(path, error))
 
 
 def _dict_items(value: object) -> Iterator[tuple[str, PickledCall]]:
@@ -300,8 +306,8 @@ def _read_tensor(
         try:
             offset, strides = _read_box(folder / file, (first, length), dtype, box_shape)
         except ValueError as error:
-            broken = ValueError(f"{quote_name(name)}: {error}")
-            raise _damaged_error(folder / file, broken) from error
+            why = f"{quote_name(name)}: {error}"
+            raise _damaged_error(folder / file, error, why) from error
         number = numbers.setdefault(file, len(numbers))
         boxes.append(DcpBox(start, box_shape, number, offset, strides))
     _check_tiling(shape, boxes)
@@ -329,7 +335,7 @@ def _read_box(
     """Return the offset of a box's first element in its file, and its strides."""
     start, length = byte_range
     if start + length > stat_file(path).st_size:
-        raise ValueError(f"it is cut short: it ends before byte {start + length:,}")
+        raise CutShortError(f"it is cut short: it ends before byte {start + length:,}")
     try:
         with open_regular_file(path) as file:
             view, offset = read_archived_tensor(io.BufferedReader(_Window(file, start, length)))

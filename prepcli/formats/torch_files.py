@@ -9,20 +9,22 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from prepcli.console.lists import join_names
 from prepcli.engine.digest import digest
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats import torch_zip
 from prepcli.formats.shard_index import (
-    check_index_matches_files,
+    UnindexedTensor,
     check_numbered_files,
+    damage_hint,
     download_again_hint,
+    find_unindexed,
     list_indexed_files,
-    map_tensors_to_files,
     read_weight_map,
 )
 from prepcli.formats.torch_legacy import read_legacy_file
@@ -35,6 +37,7 @@ from prepcli.formats.torch_pickle import (
 from prepcli.formats.torch_state import (
     ALLOWED_NAMES,
     UNSUPPORTED_NAMES,
+    StateDictError,
     StorageView,
     TorchState,
     read_torch_state,
@@ -45,6 +48,7 @@ from prepcli.planning.tensors import array_bits
 from trainer.files.reading import open_regular_file
 
 INDEX_FILE = "pytorch_model.bin.index.json"
+INDEXED_SUFFIX = "bin"
 META_PARAMS_FILE = "params.json"  # config of Meta's LLaMA
 SINGLE_FILE = "pytorch_model.bin"
 ADAPTER_FILE = "adapter_model.bin"
@@ -54,7 +58,11 @@ TRAINING_FILE_PATTERNS = (
     "training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng_state*", "random_states*", "*optim_states.pt",
 )  # fmt: skip
 MAX_NON_TENSORS = 12
+# A remark names at most this many keys beside a state dict.
+MAX_KEYS = 4
 
+# The whole model, in Mistral's repositories. Its tensors have Meta's names.
+MISTRAL_FILE = "consolidated.safetensors"
 CONSOLIDATED_FILE = re.compile(r"consolidated\.(\d{2})\.pth")
 
 _HF_FILE = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin")
@@ -106,14 +114,30 @@ class TorchHeader:
     digest: str  # XXH3-128 of the metadata
     tensors: tuple[TorchTensor, ...]
     non_tensors: tuple[str, ...]
+    # Key of the state dict, and the other keys beside it. Empty if the file has nothing else.
+    key: str = ""
+    other_keys: tuple[str, ...] = ()
+
+    @property
+    def remark(self) -> str:
+        """Which part of the file is read. Empty for a file with only a state dict."""
+        if not self.key:
+            return ""
+        others = join_names([quote_name(key) for key in self.other_keys], max_names=MAX_KEYS)
+        remark = f"the tensors under {quote_name(self.key)} of {self.file_name} are read"
+        return f"{remark}, not {others}" if others else remark
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFolder:
-    """PyTorch files of one model. Tensors in (file, offset) order, `file` is an index into `headers`."""
+    """PyTorch files of one model. Tensors in (file, offset) order, `file` is an index into `headers`.
+
+    `unindexed` has the records of further tensors in the files, which the index does not name.
+    """
 
     path: Path
     headers: tuple[TorchHeader, ...]
+    unindexed: tuple[UnindexedTensor, ...] = ()
 
     @property
     def tensors(self) -> tuple[TorchTensor, ...]:
@@ -154,9 +178,12 @@ def read_torch_header(path: Path, file_number: int) -> TorchHeader:
         raise unreadable_error(path, error) from error
     except UnexpectedNameError as error:
         raise unexpected_name_error(path, error.name) from error
+    except StateDictError as error:
+        what = f"{path.name} is not a usable PyTorch file"
+        raise PrepError(what, str(error), _SAVE_AGAIN_HINT) from error
     except ValueError as error:
         raise DamagedError(
-            f"{path.name} is not a usable PyTorch file", str(error), download_again_hint(path)
+            f"{path.name} is not a usable PyTorch file", str(error), damage_hint(path, error)
         ) from error
     return TorchHeader(
         path.name,
@@ -165,6 +192,8 @@ def read_torch_header(path: Path, file_number: int) -> TorchHeader:
         metadata_digest,
         tuple(tensors),
         _limit_non_tensors(state.non_tensors),
+        state.key,
+        state.other_keys,
     )
 
 
@@ -182,10 +211,10 @@ def _is_candidate(name: str) -> bool:
     if name.startswith(".") or not name.lower().endswith(SUFFIXES):
         return False
     # Parts of Meta's models are split inside tensors, so that no one of them is a model.
-    return not CONSOLIDATED_FILE.fullmatch(name) and not _is_training_file(name)
+    return not CONSOLIDATED_FILE.fullmatch(name) and not is_training_file(name)
 
 
-def _is_training_file(name: str) -> bool:
+def is_training_file(name: str) -> bool:
     """Return whether a file belongs to a training run next to a model, e.g. optimizer.pt."""
     return any(fnmatchcase(name.lower(), pattern) for pattern in TRAINING_FILE_PATTERNS)
 
@@ -203,36 +232,35 @@ def detect_torch_kind(names: Iterable[str]) -> Literal["torch", "meta"] | None:
 def select_torch_files(names: Iterable[str]) -> list[str]:
     """Return the file names of a PyTorch model in a repository without safetensors, with its index or params.json.
 
+    With an index, these are all files that it may name.
+
     The list is empty if the names do not identify a model.
     """
     names = list(names)
     kind = detect_torch_kind(names)
     if kind == "meta":
-        patterns = (META_PARAMS_FILE, CONSOLIDATED_FILE)
-        return [name for name in names if _name_matches(name, *patterns)]
+        return [n for n in names if n == META_PARAMS_FILE or CONSOLIDATED_FILE.fullmatch(n)]
     if INDEX_FILE in names:
-        return [name for name in names if _name_matches(name, INDEX_FILE, _HF_FILE)]
+        indexed = [name for name in names if name.endswith(f".{INDEXED_SUFFIX}")]
+        return [INDEX_FILE, *indexed]
     if kind == "torch":
         return select_model_files(names)
     return []
 
 
-def _name_matches(name: str, exact: str, pattern: re.Pattern[str]) -> bool:
-    """Return whether a file name is equal to `exact`, or matches a pattern as a whole."""
-    return name == exact or pattern.fullmatch(name) is not None
-
-
 def read_torch_folder(folder: Path) -> TorchFolder:
     """Read the headers of a model's files: the ones in the index, else pytorch_model.bin, else the only file.
 
+    Headers have only the tensors that the index assigns to their file.
+
     Raises:
-        PrepError: The folder is unreadable, a file is missing, or index and files disagree.
+        PrepError: The folder is unreadable, or a file or tensor of the index is missing.
     """
     candidates = select_model_files(list_folder(folder))
     weight_map: dict[str, str] | None = None
     names = candidates
     if candidates == [INDEX_FILE]:
-        weight_map = read_weight_map(folder / INDEX_FILE, "bin")
+        weight_map = read_weight_map(folder / INDEX_FILE, INDEXED_SUFFIX)
         names = list_indexed_files(folder, weight_map)
     else:
         _check_model(folder, names)
@@ -243,11 +271,18 @@ def read_torch_folder(folder: Path) -> TorchFolder:
         headers.append(header)
         for tensor in header.tensors:
             pairs.append((tensor.name, name))
-    torch_folder = TorchFolder(folder, tuple(headers))
-    file_by_tensor = map_tensors_to_files(folder, pairs)
-    if weight_map is not None:
-        check_index_matches_files(folder, weight_map, file_by_tensor)
-    return torch_folder
+    ignored = find_unindexed(folder, pairs, weight_map)
+    indexed: list[TorchHeader] = []
+    unindexed: list[UnindexedTensor] = []
+    for header in headers:
+        kept: list[TorchTensor] = []
+        for tensor in header.tensors:
+            if (tensor.name, header.file_name) in ignored:
+                unindexed.append(UnindexedTensor(tensor.name, header.file_name, tensor.nbytes))
+            else:
+                kept.append(tensor)
+        indexed.append(replace(header, tensors=tuple(kept)))
+    return TorchFolder(folder, tuple(indexed), tuple(unindexed))
 
 
 # One file
@@ -387,9 +422,10 @@ def _wrong_format_error(path: Path, first_bytes: bytes) -> PrepError:
         )
     if first_bytes:
         why = f"it starts with {first_bytes[:8].hex(' ')}"
-    else:
-        why = "it is empty"
-    return DamagedError(f"{path.name} is not a PyTorch file", why, download_again_hint(path))
+        return DamagedError(f"{path.name} is not a PyTorch file", why, GET_AGAIN_HINT)
+    return DamagedError(
+        f"{path.name} is not a PyTorch file", "it is empty", download_again_hint(path)
+    )
 
 
 # A folder

@@ -18,7 +18,7 @@ from prepcli.formats.torch_pickle import (
     interpret_pickle,
 )
 from prepcli.formats.torch_state import ALLOWED_NAMES, TorchStorage, collect_storages
-from prepcli.formats.untrusted import quote_name
+from prepcli.formats.untrusted import CutShortError, quote_name
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_VERSION = 1001
@@ -84,7 +84,7 @@ def _read_storage_offsets(
         length = file.read(LENGTH_NBYTES)
         count = int.from_bytes(length, "little", signed=True)
         if len(length) < LENGTH_NBYTES or header_offset + LENGTH_NBYTES + storage.nbytes > size:
-            raise ValueError(f"it is cut short in storage {quote_name(storage.key)}")
+            raise CutShortError(f"it is cut short in storage {quote_name(storage.key)}")
         if count * storage.item_nbytes != storage.nbytes:
             element_count = storage.nbytes // storage.item_nbytes
             raise ValueError(

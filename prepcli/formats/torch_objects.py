@@ -13,7 +13,7 @@ from typing import BinaryIO
 from prepcli.engine.digest import digest
 from prepcli.errors import DamagedError, PrepError
 from prepcli.formats import torch_zip
-from prepcli.formats.shard_index import download_again_hint
+from prepcli.formats.shard_index import damage_hint, download_again_hint
 from prepcli.formats.torch_files import open_torch_archive, storage_offsets, unexpected_name_error
 from prepcli.formats.torch_pickle import (
     MAX_NBYTES,
@@ -91,7 +91,11 @@ def read_torch_object(path: Path, file: BinaryIO) -> TorchObject:
     try:
         if not file.read(4).startswith(torch_zip.ZIP_MAGIC):
             why = "it is no zip archive, as PyTorch writes since version 1.6"
-            raise PrepError(f"{path.name} is not supported", why, download_again_hint(path))
+            raise PrepError(
+                f"{path.name} is not supported",
+                why,
+                "load it with PyTorch, and `torch.save` it again",
+            )
         archived = read_archived_object(file)
     except OSError as error:
         raise unreadable_error(path, error) from error
@@ -99,7 +103,7 @@ def read_torch_object(path: Path, file: BinaryIO) -> TorchObject:
         raise unexpected_name_error(path, error.name) from error
     except ValueError as error:
         what = f"{path.name} is not a usable PyTorch file"
-        raise DamagedError(what, str(error), download_again_hint(path)) from error
+        raise DamagedError(what, str(error), damage_hint(path, error)) from error
     return TorchObject(archived.root, archived.digest, stat.st_size, stat.st_mtime_ns)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import BinaryIO, TypeVar
 
-from prepcli.formats.untrusted import quote_name
+from prepcli.formats.untrusted import CutShortError, quote_name
 
 # Maximum size of a pickle. A tensor takes 100 to 200 bytes.
 MAX_NBYTES = 32 << 20
@@ -95,7 +95,7 @@ class BoundedReader:
             raise ValueError(f"it continues for {nbytes:,} bytes, {self._left:,} are left")
         data = self._file.read(nbytes)
         if len(data) < nbytes:
-            raise ValueError("it is cut short")
+            raise CutShortError("it is cut short")
         self._left -= nbytes
         return data
 

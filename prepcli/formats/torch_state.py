@@ -123,17 +123,29 @@ class StorageView:
 
 @dataclass(frozen=True, slots=True)
 class TorchState:
-    """Tensors in a model file by name, and descriptions of its other values."""
+    """Tensors in a model file by name, and descriptions of its other values.
+
+    `key` is the key of the tensors in the file, and `other_keys` are the keys beside it. Both are empty if the file has
+    only the tensors.
+    """
 
     views: tuple[StorageView, ...]
     non_tensors: tuple[str, ...]
+    key: str = ""
+    other_keys: tuple[str, ...] = ()
+
+
+class StateDictError(ValueError):
+    """A complete PyTorch file that holds no state dict, or several ones."""
 
 
 def read_torch_state(unpickled: UnpickledObject) -> TorchState:
-    """Return the tensors of a checkpoint's state dict: the root, or its item under one of `WRAPPERS`."""
-    state_dict = _find_state_dict(unpickled.root)
+    """Return the tensors of a checkpoint's only state dict: the root, or one of its items."""
+    state_key, state_dict = _find_state_dict(unpickled.root)
     non_tensors: list[str] = []
+    other_keys: list[str] = []
     for key, value in _iter_outer_items(unpickled.root, state_dict):
+        other_keys.append(str(key) if isinstance(key, str | int) else "a key of another type")
         non_tensors.append(f"{_describe_key(key)} is {_describe_value(value)}")
     views: list[StorageView] = []
     names: set[str] = set()
@@ -147,7 +159,7 @@ def read_torch_state(unpickled: UnpickledObject) -> TorchState:
             raise ValueError(f"it has {quote_name(key)} twice")
         names.add(key)
         views.append(_parse_named_view(key, value))
-    return TorchState(tuple(views), tuple(non_tensors))
+    return TorchState(tuple(views), tuple(non_tensors), state_key, tuple(other_keys))
 
 
 def read_torch_tensor(unpickled: UnpickledObject) -> StorageView:
@@ -173,33 +185,69 @@ def collect_storages(unpickled: UnpickledObject) -> dict[str, TorchStorage]:
 # The state dict
 
 
-def _find_state_dict(root: object) -> PickledMapping:
-    """Return the only mapping with tensors: the root, or its value under the name of a wrapper."""
+def _find_state_dict(root: object) -> tuple[str, PickledMapping]:
+    """Return the only state dict: the root with an empty key, or one of its values with its key.
+
+    E.g. nanoGPT saves `{"model": {...}, "optimizer": {...}, "iter_num": 5, "best_val_loss": tensor}`.
+    """
     if not isinstance(root, PickledMapping):
-        raise ValueError(f"it holds {_describe_value(root)}, not tensors by name")
-    candidates: list[tuple[str, PickledMapping]] = []
-    if _has_tensors(root):
-        candidates.append(("", root))
-    # A pickle may set a key twice, and PyTorch then keeps the last value. Which one is meant is not guessed.
-    wrappers: set[str] = set()
-    for key, value in root.items:
-        if not isinstance(key, str) or key not in WRAPPERS:
-            continue
-        if key in wrappers:
-            raise ValueError(f"it has {quote_name(key)} twice")
-        wrappers.add(key)
-        if isinstance(value, PickledMapping) and _has_tensors(value):
-            candidates.append((key, value))
+        raise StateDictError(f"it holds {_describe_value(root)}, not tensors by name")
+    named, others = _nested_state_dicts(root)
+    # Of other names, only the ones of a model's state dict count, e.g. no `{"cpu": tensor}` of random states.
+    candidates = named or [(key, value) for key, value in others if _has_parameters(value)]
+    # Beside a state dict, tensors such as a loss or the state of a random generator are no parameters.
+    if _has_parameters(root) or (_has_tensors(root) and not candidates):
+        candidates = [("", root), *candidates]
     if not candidates:
-        raise ValueError("it holds no tensors by name")
+        raise StateDictError("it holds no tensors by name")
     # A training checkpoint may have an EMA copy next to the model. Which of them is meant is not
     # guessed.
     if len(candidates) > 1:
         locations = [quote_name(key) for key, _ in candidates[:4]]
         if not candidates[0][0]:
             locations[0] = "itself"
-        raise ValueError(f"it has tensors by name in {' and '.join(locations)}, which is ambiguous")
-    return candidates[0][1]
+        raise StateDictError(
+            f"it has tensors by name in {' and '.join(locations)}, which is ambiguous"
+        )
+    return candidates[0]
+
+
+def _nested_state_dicts(
+    root: PickledMapping,
+) -> tuple[list[tuple[str, PickledMapping]], list[tuple[str, PickledMapping]]]:
+    """Return the values of a mapping with tensors by name: under the names of WRAPPERS, and under other names."""
+    named: list[tuple[str, PickledMapping]] = []
+    others: list[tuple[str, PickledMapping]] = []
+    # A pickle may set a key twice, and PyTorch then keeps the last value. Which one is meant is not guessed.
+    keys: set[str] = set()
+    # A pickle may repeat one large mapping without tensors. It is searched once.
+    searched: dict[int, bool] = {}
+    for key, value in root.items:
+        if not isinstance(key, str):
+            continue
+        has_tensors = False
+        if isinstance(value, PickledMapping):
+            if id(value) not in searched:
+                searched[id(value)] = _has_tensors(value)
+            has_tensors = searched[id(value)]
+        if not has_tensors and key not in WRAPPERS:
+            continue
+        if key in keys:
+            raise StateDictError(f"it has {quote_name(key)} twice")
+        keys.add(key)
+        if has_tensors and isinstance(value, PickledMapping):
+            (named if key in WRAPPERS else others).append((key, value))
+    return named, others
+
+
+def _has_parameters(mapping: PickledMapping) -> bool:
+    """Return whether a mapping has a tensor with the name of a parameter, e.g. `wte.weight`, or a matrix."""
+    for key, value in mapping.items:
+        if not is_tensor(value) or not isinstance(key, str):
+            continue
+        if "." in key or len(parse_view(value).shape) > 1:
+            return True
+    return False
 
 
 def _has_tensors(mapping: PickledMapping) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from prepcli.formats.untrusted import quote_name
+from prepcli.formats.untrusted import CutShortError, quote_name
 
 ZIP_MAGIC = b"PK\x03\x04"
 MAX_DIRECTORY_NBYTES = 32 << 20
@@ -132,7 +132,7 @@ def _read_range(file: BinaryIO, offset: int, nbytes: int) -> bytes:
     file.seek(offset)
     data = file.read(nbytes)
     if len(data) < nbytes:
-        raise ValueError("it is cut short")
+        raise CutShortError("it is cut short")
     return data
 
 
@@ -142,12 +142,12 @@ def _locate_directory(file: BinaryIO, size: int) -> tuple[int, int, int]:
     tail = _read_range(file, tail_start, size - tail_start)
     end_position = tail.rfind(_END)
     if end_position < 0 or len(tail) - end_position < struct.calcsize(_END_FORM):
-        raise ValueError("it has no directory at its end: it is cut short")
+        raise CutShortError("it has no directory at its end: it is cut short")
     _, disk, other_disk, disk_count, count, nbytes, directory_offset, comment_nbytes = (
         struct.unpack_from(_END_FORM, tail, end_position)
     )
     if end_position + struct.calcsize(_END_FORM) + comment_nbytes != len(tail):
-        raise ValueError("bytes follow its end, or it is cut short")
+        raise CutShortError("bytes follow its end, or it is cut short")
     end_offset = tail_start + end_position
     if disk or other_disk or disk_count != count:
         raise ValueError("it is one part of a split archive")
@@ -195,7 +195,7 @@ def _iter_records(directory: bytes, count: int) -> Iterator[ZipRecord]:
         extra = directory[position + fields[10] : position + fields[10] + fields[11]]
         position += sum(fields[10:13])
         if position > len(directory):
-            raise ValueError("its directory is cut short")
+            raise CutShortError("its directory is cut short")
         record_count += 1
         yield _parse_record(name, fields, extra)
     if record_count != count:

@@ -23,6 +23,10 @@ from trainer.models.json_types import JsonObject, JsonValue
 MAX_CONFIG_NBYTES = 16 << 20
 
 
+class CutShortError(ValueError):
+    """A file ends before its content does, e.g. after a download that was interrupted."""
+
+
 def parse_json(text: bytes) -> Any:
     """Parse JSON. Integers outside of 0 to 10^19 - 1 become -1.
 

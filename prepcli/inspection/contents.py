@@ -269,10 +269,9 @@ def _decoded(contents: CheckpointContents) -> CheckpointContents:
     if contents.kind != "safetensors":
         raise not_decodable_error(contents.display_name)
     weights = _find_weights(contents)
-    blob = DequantizedBlob(
-        contents.display_name, weights.decoders, contents.byte_sources, DECODED_DTYPE
-    )
-    number = len(contents.byte_sources)
+    files = contents.byte_sources
+    blob = DequantizedBlob(contents.display_name, weights.decoders, files, DECODED_DTYPE)
+    number = len(files)
     decoded: dict[str, TensorEntry] = {}
     for decoder, start in zip(weights.decoders, blob.weight_offsets):
         nbytes = math.prod(decoder.shape) * itemsize(DECODED_DTYPE)
@@ -293,7 +292,7 @@ def _decoded(contents: CheckpointContents) -> CheckpointContents:
         contents,
         entries=tuple(entries),
         config=without_quantization(contents.config),
-        blobs=(*contents.byte_sources, blob),
+        blobs=(*files, blob),
     )
 
 
@@ -309,6 +308,7 @@ def _read_safetensors(path: Path, display_name: str) -> CheckpointContents:
         files=tuple(path / header.file_name for header in folder.headers),
         config=_read_config_if_present(path),
         manifest=manifest,
+        non_arrays=tuple(map(str, folder.unindexed)),
     )
 
 
@@ -383,7 +383,7 @@ def _read_torch(path: Path, display_name: str) -> CheckpointContents:
         )
         for tensor in folder.tensors
     )
-    non_arrays: list[str] = []
+    non_arrays = [str(tensor) for tensor in folder.unindexed]
     for header in folder.headers:
         non_arrays += [f"{header.file_name}: {text}" for text in header.non_tensors]
     return CheckpointContents(
@@ -490,7 +490,7 @@ def _entry_from_placement(
 
 def _read_flax(kind: msgpack.MsgpackKind, path: Path, display_name: str) -> CheckpointContents:
     flax_files = read_flax_files(path, kind)
-    non_arrays: list[str] = []
+    non_arrays = [str(tensor) for tensor in flax_files.unindexed]
     for document in flax_files.documents:
         non_arrays += map(str, document.non_arrays)
     folder = path if path.is_dir() else path.parent

@@ -29,7 +29,7 @@ from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
-from prepcli.sources.source import CONFIG, Source, SourceTensor
+from prepcli.sources.source import CONFIG, HF_FOLDER, Source, SourceTensor
 from trainer.models.boxes import Range
 from trainer.models.json_types import HFConfig
 
@@ -362,11 +362,11 @@ def compare_files(
     token_files = change.files if change is not None else frozenset[str]()
     source_digests = _file_digests(source)
     # `--copy` adds them to an output.
-    other_files = {path.name: path for path in source.left_files}
+    other_files = {file.name: file.path for file in source.left_files}
     output_files: set[str] = set()
     num_equal = 0
     for path, record in manifest.files.items():
-        name = Path(path).name
+        name = _side_file_name(path, manifest)
         if XXH3_KEY not in record or name in MADE_FILES or not is_settings_file(path):
             continue
         output_files.add(name)
@@ -392,12 +392,20 @@ def compare_files(
         report.proven.append(f"{num_equal} files")
 
 
+def _side_file_name(path: str, manifest: Manifest) -> str:
+    """Return the name of a listed file within the folder of the model."""
+    if not (manifest.is_tree or manifest.is_for_trainer):
+        return path
+    _, separator, name = f"/{path}".partition(f"/{HF_FOLDER}/")
+    return name if separator else Path(path).name
+
+
 def _file_digests(source: Source) -> dict[str, str]:
     """Return the XXH3-128 of the copied small files of a source, by name."""
     digests: dict[str, str] = {}
-    for path in source.small_files:
-        if path.name not in MADE_FILES:
-            digests[path.name] = record_file(path).get(XXH3_KEY, "")
+    for side_file in source.small_files:
+        if side_file.name not in MADE_FILES:
+            digests[side_file.name] = record_file(side_file.path).get(XXH3_KEY, "")
     # A GGUF file has its tokenizer in the metadata.
     for file in source.made_files.files:
         digests[Path(file.path).name] = digest_pieces([file.read_content()])

@@ -193,7 +193,7 @@ class _Files:
 
     def __init__(self, source: Source) -> None:
         """List the files of a checkpoint, also those with the content of metadata."""
-        self._paths = {path.name: path for path in source.small_files}
+        self._paths = {file.name: file.path for file in source.small_files}
         self._made = {Path(file.path).name: file for file in source.made_files.files}
         self.names = {*self._paths, *self._made}
 

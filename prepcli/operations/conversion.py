@@ -109,6 +109,7 @@ class CommonOptions:
             or the decoded tensors of GGUF. `decode`: like `dequantize`, also for a model without quantised weights.
         training_state: Read the optimizer state of another framework.
         drop: Patterns of tensors to drop.
+        strict: Refuse tensors that the index of the checkpoint does not name.
     """
 
     checkpoint: str | None
@@ -134,6 +135,7 @@ class CommonOptions:
     quantized: str = "refuse"
     training_state: bool = False
     drop: tuple[str, ...] = ()
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,7 @@ def common_options(
         ema=options.get("ema", False),
         quantized=options.get("quantized", "refuse"),
         training_state=options.get("training_state", False),
+        strict=options.get("strict", False),
         verbatim=options.get("verbatim", False),
         copied_files=as_tuple(options.get("copy", ())),
         lock=Path(lock) if lock is not None else None,
@@ -272,6 +275,7 @@ def open_checkpoint(
         allow_quantized=is_decoded or is_kept,
         allow_gguf=is_decoded or common.quantized == "stored",
         copied_files=common.copied_files,
+        strict=common.strict,
     )
     lock: Lock | None = None
     revision = common.revision

@@ -20,7 +20,7 @@ def find_source_tokenizer(source: Source) -> Path | None:
     from trainer.data.tokenizer import find_tokenizer
 
     # Several files share a folder. A dict drops duplicates and, unlike a set, keeps the order of the source.
-    folders = dict.fromkeys(path.parent for path in source.small_files)
+    folders = dict.fromkeys(file.path.parent for file in source.small_files if file.is_at_top)
     return next(filter(None, map(find_tokenizer, folders)), None)
 
 
@@ -53,8 +53,8 @@ def source_generation_defaults(
         vocab: Vocabulary size.
         note: Called with a line about the rules, and one about the fields that are not supported.
     """
-    path = next((path for path in source.small_files if path.name == GENERATION_CONFIG_FILE), None)
-    defaults = generation_defaults(source.config, path, vocab)
+    files = [file.path for file in source.small_files if file.name == GENERATION_CONFIG_FILE]
+    defaults = generation_defaults(source.config, files[0] if files else None, vocab)
     for line in defaults.notes:
         note(line)
     return defaults

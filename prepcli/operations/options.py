@@ -19,6 +19,7 @@ from typing import Annotated, Literal, TypedDict
 
 from prepcli.operations.map_options import ExportMapOptions, MapOptions
 from prepcli.operations.storage_options import StorageOptions
+from prepcli.operations.strict_options import StrictOptions
 from prepcli.operations.towers_options import TowersOptions
 from prepcli.operations.training_state_options import TrainingStateOptions
 from prepcli.operations.tree_options import SourceTreeOptions, TreeOptions
@@ -222,8 +223,8 @@ class VerbatimOptions(TypedDict, total=False):
         str | Sequence[str],
         OptionSpec(
             "GLOB",
-            "Copy further side files, for example '*.py'. Repeatable.",
-            'One or more patterns of further side files to copy, such as "*.py".',
+            "Copy further side files, for example '*.py' or 'FOLDER/*'. Repeatable.",
+            'One or more patterns of further side files to copy, such as "*.py" or "FOLDER/*".',
             default=(),
             position=24,
             record=61,
@@ -286,7 +287,7 @@ class NewRowOptions(TypedDict, total=False):
     seed: Annotated[NonNegativeInt | None, SEED_SPEC]
 
 
-class PadVocabOptions(ConversionOptions, DropOptions, NewRowOptions, total=False):
+class PadVocabOptions(ConversionOptions, DropOptions, StrictOptions, NewRowOptions, total=False):
     """Options of `pad_vocab`. At most one of `multiple`, `size` and `mesh` sets the number of rows."""
 
     multiple: Annotated[
@@ -376,7 +377,9 @@ class LayoutOptions(
     ]
 
 
-class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, TrainingStateOptions, total=False):
+class SaveInitOptions(
+    LayoutOptions, DropOptions, StrictOptions, NewRowOptions, TrainingStateOptions, total=False
+):
     """Options of `save_init`."""
 
     pad_vocab: Annotated[
@@ -527,7 +530,7 @@ class ExportOptions(
     ]
 
 
-class MergeOptions(SourceOptions, RerunOptions, total=False):
+class MergeOptions(SourceOptions, RerunOptions, StrictOptions, total=False):
     """Options of `merge`. The options of `SourceOptions` are for the base."""
 
     allow_overflow: Annotated[

@@ -17,7 +17,9 @@ def check_output_location(out: Path, source: Source) -> None:
     target = out.resolve()
     # A conversion writes to NAME.partial and renames it at the end, so neither name may be the source.
     partial = target.with_name(target.name + ".partial")
-    source_files = () if source.root.is_file() else (*source.files, *source.small_files)
+    source_files: list[Path] = []
+    if not source.root.is_file():
+        source_files = [*source.files, *(file.path for file in source.small_files)]
     # Links may point to other folders, so each file is resolved.
     file_folders = (path.resolve().parent for path in source_files)
     weight_folders = {source.root.resolve(), *(path.resolve().parent for path in source.files)}

@@ -33,8 +33,11 @@ def note_plan(
             f" {unsupported_reason}"
         )
     if source.left_files:
-        names = join_names([path.name for path in source.left_files], max_names=MAX_LEFT_FILES)
+        names = join_names([file.name for file in source.left_files], max_names=MAX_LEFT_FILES)
         observer.note(text("not copied: {} ({} copies them)", names, Option("copy", "GLOB")))
+    if source.omitted:
+        names = join_names(source.omitted, max_names=MAX_LEFT_FILES)
+        observer.note(f"left out: {names}")
     for line in notes:
         observer.note(line)
     for leaf in plan.leaves:

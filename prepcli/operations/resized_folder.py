@@ -93,7 +93,11 @@ def plan_resized_folder(
         streams=build_streams(source, targets, resize=resize),
         files=files,
         small_files=_small_files(source, config, layouts, side_files),
-        dropped=(*source.dropped, *dropped_padding(source, targets, resize=resize)),
+        dropped=(
+            *source.dropped,
+            *dropped_padding(source, targets, resize=resize),
+            *source.extra_entries,
+        ),
         checks=match.checks,
         settings=fields,
         display_names=source.display_names(),

@@ -14,10 +14,11 @@ from prepcli.operations.options import (
     RerunOptions,
     SourceOptions,
 )
+from prepcli.operations.strict_options import StrictOptions
 from prepcli.option_spec import REQUIRED, NonNegativeInt, OptionSpec, PathLike
 
 
-class AddTokensOptions(ConversionOptions, DropOptions, total=False):
+class AddTokensOptions(ConversionOptions, DropOptions, StrictOptions, total=False):
     """Options of `add_tokens`. `tokens` is required."""
 
     tokens: Annotated[
@@ -47,5 +48,5 @@ class AddTokensOptions(ConversionOptions, DropOptions, total=False):
     seed: Annotated[NonNegativeInt | None, SEED_SPEC]
 
 
-class RemoveTokensOptions(SourceOptions, RerunOptions, DropOptions, total=False):
+class RemoveTokensOptions(SourceOptions, RerunOptions, DropOptions, StrictOptions, total=False):
     """Options of `remove_tokens`."""

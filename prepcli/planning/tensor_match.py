@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from prepcli.console.lists import MAX_CHARS, join_names
 from prepcli.errors import (
@@ -32,6 +33,10 @@ LAYER_VOCAB_ATOM = "layer_vocab"
 DROP_RULE = "--drop"
 # Far above any real model. The limit bounds the memory taken by an invalid config.
 MAX_TENSORS_PER_ROW = 1 << 20
+# Wrappers of torch.compile, of DistributedDataParallel and of FSDP. No model has such a name in front.
+WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module"})
+# Parts of a prefix that wrappers of a model gave to all names. A hostile name may have thousands.
+MAX_WRAPPERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,8 @@ class TensorNames:
             It is read as the embedding. Empty if the source stores the embedding itself.
         unprefixed_names: Names that lack the prefix in a source where other names have it.
         missing_leaves: Leaf that the tree of another library lacks, by the bare name of a tensor in it.
+        wrapper_prefix: Prefix of all names in the source, outside of the base prefix, e.g. `_orig_mod.`. Outputs do not
+            have it.
     """
 
     family: Family
@@ -78,6 +85,7 @@ class TensorNames:
     embedding_alias: str = ""
     unprefixed_names: frozenset[str] = frozenset()
     missing_leaves: Mapping[str, str] = field(default_factory=dict, compare=False)
+    wrapper_prefix: str = ""
 
     def full_name(self, bare: str) -> str:
         """Return a tensor's name as prep writes it to files, with the base prefix if the source has it."""
@@ -89,7 +97,8 @@ class TensorNames:
 
     def stored_name(self, bare: str) -> str:
         """Return a tensor's name as the source spells it."""
-        return bare if bare in self.unprefixed_names else self.full_name(bare)
+        name = bare if bare in self.unprefixed_names else self.full_name(bare)
+        return self.wrapper_prefix + name
 
     def display_name(self, bare: str) -> str:
         """Return a tensor's name for messages: as the source spells it, with unprintable characters escaped."""
@@ -98,6 +107,7 @@ class TensorNames:
 
     def bare_name(self, full: str) -> str:
         """Return a tensor's name without the base prefix, as the family's table spells it."""
+        full = full.removeprefix(self.wrapper_prefix)
         name = full
         unprefixed = full.removeprefix(self.family.head_prefix)
         if self.is_prefixed and unprefixed in self.family.unprefixed:
@@ -158,6 +168,32 @@ class _Mismatches:
     has_biases: bool = False
 
 
+def find_wrapper_prefix(
+    full_names: Collection[str], has_model: Callable[[Collection[str]], bool]
+) -> str:
+    """Return the prefix that a wrapper of the model gave to all names, e.g. `_orig_mod.module.`, or an empty string.
+
+    Compiled models add `_orig_mod.`, data-parallel ones `module.`, and other modules the name of their attribute.
+
+    Args:
+        full_names: The tensor names in the source.
+        has_model: Whether names without the prefix are those of a model. The shortest such prefix is taken, without
+            the known wrappers.
+    """
+    if not full_names:
+        return ""
+    # Parts of the first and the last name that are equal are equal in all names between them.
+    prefix = ""
+    for part, last_part in zip(min(full_names).split(".")[:-1], max(full_names).split(".")[:-1]):
+        is_known = part in WRAPPERS and part == last_part
+        if not is_known and has_model({name.removeprefix(prefix) for name in full_names}):
+            return prefix
+        prefix += f"{part}."
+        if part != last_part or prefix.count(".") > MAX_WRAPPERS:
+            return ""
+    return prefix if has_model({name.removeprefix(prefix) for name in full_names}) else ""
+
+
 def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str]) -> TensorNames:
     """Return the naming scheme of a source.
 
@@ -172,6 +208,10 @@ def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str
     Raises:
         PrepError: A tensor is stored twice, with and without the base prefix.
     """
+    wrapper_prefix = ""
+    if not family.is_verbatim:
+        wrapper_prefix = find_wrapper_prefix(full_names, partial(_has_embedding, family))
+    full_names = [name.removeprefix(wrapper_prefix) for name in full_names]
     bare_prefixed: set[str] = set()
     unprefixed: set[str] = set()
     for name in full_names:
@@ -188,8 +228,19 @@ def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str
         )
     alias = _find_embedding_alias(family, config, bare_prefixed | set(full_names))
     if not bare_prefixed:
-        return TensorNames(family, False, alias)
-    return TensorNames(family, True, alias, frozenset(unprefixed))
+        return TensorNames(family, False, alias, wrapper_prefix=wrapper_prefix)
+    unprefixed_names = frozenset(unprefixed)
+    return TensorNames(family, True, alias, unprefixed_names, wrapper_prefix=wrapper_prefix)
+
+
+def _has_embedding(family: Family, names: Collection[str]) -> bool:
+    """Return whether a family's embedding is among names in files, under its own name or that of a duplicate."""
+    tying = family.tying
+    for bare_name in (tying.embedding_tensor, tying.head_tensor, *family.duplicates):
+        prefix = family.head_prefix if bare_name in family.unprefixed else family.prefix
+        if bare_name in names or prefix + bare_name in names:
+            return True
+    return False
 
 
 def _find_embedding_alias(family: Family, config: HFConfig, bare_names: Collection[str]) -> str:

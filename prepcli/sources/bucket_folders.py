@@ -32,7 +32,8 @@ from prepcli.remote.remote_files import MAX_IN_FLIGHT, RemoteFile
 from prepcli.remote.retries import map_in_daemon_threads
 from prepcli.sources.folders import Access, Kind, LocalFiles
 from prepcli.sources.references import BucketUrl
-from prepcli.sources.source import SCHEDULER_FILE, WEIGHT_SUFFIXES
+from prepcli.sources.side_files import ListedFile, is_weight_file, select_side_files
+from prepcli.sources.source import SCHEDULER_FILE
 
 # A listing and an index are untrusted. These limits bound what they make this machine fetch.
 MAX_INDEX_NBYTES = 1 << 30  # total size of the nodes of an OCDBT index
@@ -60,20 +61,29 @@ def open_bucket_folder(reference: BucketUrl, access: Access) -> BucketFolder:
         )
     if not access.allow_urls:
         raise usage_error(f"`{name}` is a URL", "this command does not read URLs", COPY_HINT)
-    return BucketFolder(name, Bucket(reference.url, retry_policy=access.retry_policy))
+    bucket = Bucket(reference.url, retry_policy=access.retry_policy)
+    return BucketFolder(name, bucket, access.copied_files)
 
 
 class BucketFolder:
     """The objects below a URL as a `Folder`. `prepare_local_files` writes placeholder files."""
 
-    def __init__(self, display_name: str, bucket: Bucket) -> None:
+    def __init__(
+        self, display_name: str, bucket: Bucket, copied_files: tuple[str, ...] = ()
+    ) -> None:
         """List the objects.
+
+        Args:
+            display_name: Name of the checkpoint in messages.
+            bucket: Client of its URL.
+            copied_files: Name patterns of further side files to fetch.
 
         Raises:
             PrepError: The store is unreachable or has nothing there.
         """
         self.display_name = display_name
         self._bucket = bucket
+        self._copied_files = copied_files
         self._files = {file.path: file for file in _without_older_steps(bucket.list_files())}
         self._contents: dict[str, bytes] = {}  # contents of the small files read so far, by name
         if not self._files:
@@ -120,9 +130,21 @@ class BucketFolder:
         # bucket, and would leave the folder of placeholder files.
         for file in remote.files:
             placeholder_path(remote.placeholder_folder, file)
+        omitted: tuple[str, ...] = ()
         with rename_in_errors(remote.placeholder_folder, self.display_name):
             fetch[kind](remote)
-        return LocalFiles(remote.placeholder_folder, remote)
+            # The small files of an item, in all of its folders, are fetched with it.
+            if kind != "orbax":
+                omitted = self._fetch_nested_files(remote)
+        return LocalFiles(remote.placeholder_folder, remote, omitted=omitted)
+
+    def _fetch_nested_files(self, remote: RemoteCheckpoint) -> tuple[str, ...]:
+        """Fetch the side files in subfolders, and return descriptions of the subfolders left."""
+        listed = [ListedFile(path, file.size) for path, file in self._files.items() if "/" in path]
+        selected = select_side_files(listed, self._copied_files)
+        files = [self._files[name] for name in (*selected.copied, *selected.left)]
+        self._fetch_small_files(remote, files)
+        return selected.omitted
 
     def _fetch_hf_folder(self, remote: RemoteCheckpoint) -> None:
         """Fetch the small files and the safetensors headers at the top of a Hugging Face folder."""
@@ -130,8 +152,7 @@ class BucketFolder:
         small: list[RemoteFile] = []
         weights: list[RemoteFile] = []
         for file in top:
-            is_weights = Path(file.path).suffix in WEIGHT_SUFFIXES
-            if is_weights and file.path != SCHEDULER_FILE:
+            if is_weight_file(file.path) and file.path != SCHEDULER_FILE:
                 weights.append(file)
             elif file.size <= SMALL_NBYTES:
                 small.append(file)

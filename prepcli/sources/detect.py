@@ -19,19 +19,22 @@ from prepcli.errors import (
     Text,
     text,
 )
-from prepcli.formats.flax_folder import detect_msgpack_kind
+from prepcli.formats.flax_folder import detect_msgpack_kind, select_other_flax_files
+from prepcli.formats.meta_llama_config import is_dense_mistral
 from prepcli.formats.msgpack import sniff_msgpack_kind
 from prepcli.formats.orbax import ITEM_MARKERS, list_checkpoint_folders
 from prepcli.formats.run_steps import is_begun_run, no_step_error
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_HINT, select_safetensors_files
 from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
 from prepcli.formats.torch_files import (
+    META_PARAMS_FILE,
+    MISTRAL_FILE,
     SUFFIXES,
     TRAINING_FILE_PATTERNS,
     detect_torch_kind,
     select_model_files,
 )
-from prepcli.formats.untrusted import MAX_CONFIG_NBYTES
+from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, parse_json
 from prepcli.quantized.find_weights import QUANTIZATION_KEYS
 from prepcli.sources.folders import Folder, Kind, LocalFolder
 from prepcli.sources.source_hints import CONFIG
@@ -153,7 +156,7 @@ def _training_files(names: Sequence[str]) -> Sequence[str]:
 #      have the same model as safetensors, PyTorch and Flax.
 #   3. Formats that are not supported. A repository may have GGUF files next to its safetensors, so
 #      that these rules come after the weights.
-#   4. PyTorch files of any other name, and last the files that only a training run has: an
+#   4. PyTorch and Flax files of any other name, and last the files that only a training run has: an
 #      `optimizer.bin` next to a model must not hide it.
 RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
     (_adapter_config, ADAPTER),
@@ -169,6 +172,7 @@ RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
     (_distributed_files, "dcp"),
     (_names_matching("*.distcp"), DISTRIBUTED),
     (select_model_files, "torch"),
+    (select_other_flax_files, "flax"),
     (_training_files, TRAINING_FILES),
 )
 
@@ -209,7 +213,26 @@ def detect(folder: Folder, *, allow_adapters: bool = False, allow_quantized: boo
         raise verdict.error(selected_names, folder.display_name)
     if CONFIG in top_names:
         _check_config(folder, allow_quantized=allow_quantized)
+    if verdict == "safetensors" and _is_native_mistral(folder, top_names):
+        return "meta"
     return verdict
+
+
+def _is_native_mistral(folder: Folder, top_names: Sequence[str]) -> bool:
+    """Return whether the only weights are those of a dense Mistral with the names of its own code.
+
+    Its other models, e.g. with experts or images, keep the names of their files.
+    """
+    if select_safetensors_files(top_names) != [MISTRAL_FILE] or META_PARAMS_FILE not in top_names:
+        return False
+    try:
+        if CONFIG in top_names:
+            config = load_json(folder.read(CONFIG, 0, MAX_CONFIG_NBYTES))
+            if not isinstance(config, dict) or config.get("model_type") != "mistral":
+                return False
+        return is_dense_mistral(parse_json(folder.read(META_PARAMS_FILE, 0, MAX_CONFIG_NBYTES)))
+    except ValueError:
+        return False
 
 
 def _has_item(names: Sequence[str]) -> bool:

@@ -16,6 +16,7 @@ from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.tensor_match import DROP_RULE, tensor_uses
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps
+from prepcli.sources.unindexed import unindexed_names
 from trainer.models.name_patterns import matching_patterns
 
 
@@ -38,10 +39,12 @@ def drop_tensors(source: Source, patterns: Sequence[str]) -> Source:
         if tensor.name in needed:
             continue
         name = source.stored_name(tensor)
-        effective = matching_patterns(name, source.family.prefix, patterns)
+        effective = _matching(name, source, patterns)
         if effective:
             matching.update(effective)
             dropped[tensor.name] = DroppedTensor(name, tensor.nbytes, DROP_RULE)
+    for name in unindexed_names(source.extra_entries):
+        matching.update(_matching(name, source, patterns))
     for pattern in patterns:
         if pattern not in matching:
             what = text("{} drops nothing of {}", Option("drop", pattern), source.display_name)
@@ -52,6 +55,12 @@ def drop_tensors(source: Source, patterns: Sequence[str]) -> Source:
         what = text("{} drops every tensor of {}", Option("drop", patterns[0]), source.display_name)
         raise usage_error(what, "nothing is left to convert", "use narrower patterns")
     return _without(source, dropped)
+
+
+def _matching(name: str, source: Source, patterns: Sequence[str]) -> list[str]:
+    """Return the patterns that match the name of a tensor of a source."""
+    wrapper = source.names.wrapper_prefix
+    return matching_patterns(name, source.family.prefix, patterns, wrapper=wrapper)
 
 
 def without_recorded_drops(source: Source, output: Manifest) -> Source:

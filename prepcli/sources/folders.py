@@ -32,9 +32,10 @@ class Access:
         allow_gguf: Accept GGUF files.
         progress: Receives the progress of a download.
         warn: Called with a warning if the hub is unreachable and a cached model is used.
-        note: Called with a note if quantisation settings of the model are ignored.
+        note: Called with a note if settings or tensors of the model are ignored.
         retry_policy: Time-out and retries of each request.
         copied_files: Name patterns of further side files to fetch.
+        strict: Refuse tensors that the index does not name.
     """
 
     offline: bool = False
@@ -48,6 +49,7 @@ class Access:
     note: Callable[[str], object] = str
     retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY
     copied_files: tuple[str, ...] = ()
+    strict: bool = False
 
 
 DEFAULT_ACCESS = Access()
@@ -77,11 +79,13 @@ class LocalFiles:
         path: Folder or file of the checkpoint. The folder of placeholder files if it is read remotely.
         remote: Remote files that the tensors are read from. None if they are in `path`.
         commit: Commit on the hub.
+        omitted: Descriptions of remote files and subfolders that are not in `path`, e.g. `onnx/ (weights)`.
     """
 
     path: Path
     remote: RemoteCheckpoint | None = None
     commit: str | None = None
+    omitted: tuple[str, ...] = ()
 
     def rename_in_errors(self, display_name: str) -> AbstractContextManager[None]:
         """Replace the folder of placeholder files by the checkpoint's name in the PrepErrors of the block."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from prepcli.console.lists import join_names
 from prepcli.errors import Command, Option, PrepError, Text, text
-from prepcli.formats import safetensors
+from prepcli.formats import flax_folder, msgpack, safetensors, torch_files
 from prepcli.formats.flax_folder import select_flax_files
 from prepcli.formats.gguf import part_names
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import METADATA_FILE
+from prepcli.formats.shard_index import read_weight_map
 from prepcli.formats.torch_files import select_torch_files
 from prepcli.quantized.find_weights import QUANTIZATION_FILES
 from prepcli.remote.hub import HubListing, cached_snapshot, list_repository, prepare_hub
@@ -24,7 +24,13 @@ from prepcli.remote.hub_errors import is_hub_down, translate_errors
 from prepcli.sources.detect import Refusal, apply_rules, no_checkpoint_error
 from prepcli.sources.folders import Access, Folder, Kind, LocalFiles, LocalFolder
 from prepcli.sources.references import HubRepo
-from prepcli.sources.source import WEIGHT_SUFFIXES
+from prepcli.sources.side_files import (
+    ListedFile,
+    SelectedNames,
+    is_weight_file,
+    select_side_files,
+    unread_weights,
+)
 from prepcli.sources.source_hints import CONFIG
 
 SMALL_FILE_PATTERNS = (
@@ -38,11 +44,17 @@ SMALL_FILE_PATTERNS = (
     "added_tokens.json",
     "chat_template*",
     "spiece.model",
+    "tekken.json",
     "*processor_config.json",
     *QUANTIZATION_FILES,
 )
 
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+# Suffix of the files that each index names.
+INDEX_SUFFIXES = {
+    safetensors.INDEX_FILE: safetensors.SUFFIX,
+    torch_files.INDEX_FILE: torch_files.INDEXED_SUFFIX,
+    flax_folder.INDEX_FILE: msgpack.SUFFIX,
+}
 
 
 def open_hub_folder(repo: HubRepo, access: Access) -> Folder:
@@ -150,7 +162,8 @@ class HubFolder:
 
         PyTorch files are downloaded whole: their headers are spread over the file.
         """
-        names = files_to_download(self.names(), self.access.copied_files)
+        with self._translate_errors():
+            names = self._files_to_fetch()
         weights = [name for name in names if name.endswith(".safetensors")]
         if not weights and select_torch_files(names) and not self.access.stream:
             with self._translate_errors():
@@ -168,18 +181,44 @@ class HubFolder:
         """
         if self.file:
             return self._fetch_gguf()
-        names = files_to_download(self.names(), self.access.copied_files)
+        with self._translate_errors():
+            names = self._files_to_fetch()
         if not _select_weights(names):
             raise no_checkpoint_error(sorted(self.names()), self.display_name)
+        nested = self._nested_files()
+        omitted = (*nested.omitted, *unread_weights(self.names(), names))
+        names = [*names, *nested.copied]
         # A model's repository may have an adapter too. Only the adapter itself needs these settings,
         # and a conversion would copy them next to its output.
+        if kind == "meta" and torch_files.MISTRAL_FILE in names:
+            names = [*names, torch_files.META_PARAMS_FILE]
         if kind == "adapter":
             names = [*names, safetensors.ADAPTER_CONFIG]
         with self._translate_errors():
             if self.access.stream:
-                return self._fetch_streamed(kind, names)
+                return replace(self._fetch_streamed(kind, names), omitted=omitted)
             path = self.listing.download(names, self.access.progress)
-        return LocalFiles(path, commit=path.name)
+        return LocalFiles(path, commit=path.name, omitted=omitted)
+
+    def _nested_files(self) -> SelectedNames:
+        """Return the side files in subfolders to download, and descriptions of the subfolders to leave."""
+        listed: list[ListedFile] = []
+        for name, sibling in self.listing.siblings.items():
+            if "/" in name:
+                listed.append(ListedFile(name, sibling.size or 0))
+        return select_side_files(listed, self.access.copied_files)
+
+    def _files_to_fetch(self) -> list[str]:
+        """Return the files of one weight format, the config and the side files. An index decides which weights."""
+        names = files_to_download(self.names(), self.access.copied_files)
+        for index, suffix in INDEX_SUFFIXES.items():
+            if index in names:
+                weight_map = read_weight_map(self.listing.download_file(index), suffix)
+                indexed = {*weight_map.values()}
+                names = [
+                    name for name in names if not name.endswith(f".{suffix}") or name in indexed
+                ]
+        return names
 
     def _fetch_gguf(self) -> LocalFiles:
         """Download a GGUF file, or all parts of its model."""
@@ -227,24 +266,20 @@ class HubFolder:
 def files_to_download(names: Sequence[str], patterns: Sequence[str] = ()) -> list[str]:
     """Select the top-level files of a repository to read or copy in a conversion.
 
-    Weights are the numbered shards if there is an index, or all *.safetensors if no shard has such a number. Without an
-    index, weights are model.safetensors, else all *.safetensors. PyTorch files are selected if there are no
+    With an index, weights are all files that it may name. `HubFolder` reads the index, and leaves the others. Without
+    an index, weights are model.safetensors, else all *.safetensors. PyTorch files are selected if there are no
     safetensors, Flax files if there is neither. `patterns` select further files.
     """
     top = [name for name in names if "/" not in name]
-    # With an index, files outside of it are left: Mistral's repositories also have the whole model
-    # as `consolidated.safetensors`, with other tensor names.
     if safetensors.INDEX_FILE in top:
-        # The shards of another trainer may have other names.
         every = [name for name in top if name.endswith(".safetensors")]
-        shards = [name for name in every if _SHARD.fullmatch(name)]
-        weights = [safetensors.INDEX_FILE, *(shards or every)]
+        weights = [safetensors.INDEX_FILE, *every]
     elif safetensors.SINGLE_FILE in top:
         weights = [safetensors.SINGLE_FILE]
     else:
         weights = _select_weights(top)
     selected = set(weights)
-    side_files = [name for name in top if Path(name).suffix not in WEIGHT_SUFFIXES]
+    side_files = [name for name in top if not is_weight_file(name)]
     for pattern in (*SMALL_FILE_PATTERNS, *patterns):
         selected.update(name for name in side_files if fnmatchcase(name, pattern))
     return sorted(selected)

@@ -36,6 +36,7 @@ class LocatedCheckpoint:
         local_files: Local files from which the checkpoint is opened.
         manifest: Manifest of an output of prep, else None.
         part: EasyLM part in the name, as `params` in `params::PATH`.
+        access: How the checkpoint was accessed. Opening it gives notes to the same receiver.
     """
 
     display_name: str
@@ -44,6 +45,7 @@ class LocatedCheckpoint:
     local_files: LocalFiles
     manifest: Manifest | None
     part: str = ""
+    access: Access = DEFAULT_ACCESS
 
 
 def locate(
@@ -98,6 +100,7 @@ def locate(
         local_files=local_files,
         manifest=manifest,
         part=part,
+        access=access,
     )
 
 

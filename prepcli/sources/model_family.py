@@ -12,9 +12,10 @@ from prepcli.formats.manifest import Manifest
 from prepcli.planning.manifest_fields import QuantizedRecord
 from prepcli.planning.plan import Contiguous, DroppedTensor, Strided
 from prepcli.planning.state_names import split_name
-from prepcli.planning.tensor_match import TensorNames, detect_names
+from prepcli.planning.tensor_match import TensorNames, detect_names, find_wrapper_prefix
 from prepcli.planning.tensors import itemsize
-from prepcli.sources.source import Source, SourceTensor, read_config, side_files
+from prepcli.sources.side_files import SideFiles, find_side_files
+from prepcli.sources.source import Source, SourceTensor, read_config
 from prepcli.sources.source_hints import CONFIG, SourceHints
 from trainer.models.axis_map import INPUT_LAYERS
 from trainer.models.boxes import strides
@@ -44,16 +45,14 @@ class FolderModel:
         config: Content of the config.json. Empty without one.
         family: Model family.
         names: Naming scheme of the tensors.
-        copied_files: Files of the model to copy to an output.
-        left_files: Files of the model that no pattern selects.
+        side_files: Files of the model to copy to an output, and those to leave.
     """
 
     config_path: Path | None
     config: HFConfig
     family: Family
     names: TensorNames
-    copied_files: tuple[Path, ...]
-    left_files: tuple[Path, ...]
+    side_files: SideFiles
 
 
 def read_folder_model(
@@ -80,10 +79,30 @@ def read_folder_model(
     config: HFConfig = {}
     if config_path is not None:
         config = read_config(config_path)
-    family = select_family(config, hints, tensors, manifest)
-    copied_files, left_files = side_files(folder, hints.copied_files)
-    names = detect_names(family, config, full_names=tensors.keys())
-    return FolderModel(config_path, config, family, names, copied_files, left_files)
+    # Of a multimodal model, the family of the text part is selected by the names without the prefix.
+    prefix = _multimodal_wrapper_prefix(config, hints, tensors)
+    bare_tensors = {name.removeprefix(prefix): types for name, types in tensors.items()}
+    family = select_family(config, hints, bare_tensors, manifest)
+    side_files = find_side_files(folder, hints.copied_files)
+    names = detect_names(family, config, full_names=bare_tensors.keys())
+    if prefix:
+        names = replace(names, wrapper_prefix=prefix)
+    return FolderModel(config_path, config, family, names, side_files)
+
+
+def _multimodal_wrapper_prefix(config: HFConfig, hints: SourceHints, tensors: TensorTypes) -> str:
+    """Return the prefix that a wrapper gave to all names of a multimodal model. Empty for any other model."""
+    if hints.verbatim or text_section(config) is None or config.get("model_type") in FAMILIES:
+        return ""
+
+    def has_text_part(names: Collection[str]) -> bool:
+        try:
+            read_text_part(config, frozenset(names))
+        except PrepError:
+            return False
+        return True
+
+    return find_wrapper_prefix(tensors.keys(), has_text_part)
 
 
 def select_family(

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from prepcli.console.lists import join_names
 from prepcli.errors import Option, PrepError, Text, text, usage_error
 from prepcli.formats.again_hint import again_hints
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
+from prepcli.formats.torch_files import MISTRAL_FILE
+from prepcli.formats.untrusted import list_folder, quote_name
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import DroppedTensor
@@ -23,12 +26,16 @@ from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_towers
 from prepcli.sources.remote_blobs import with_remote_blobs
+from prepcli.sources.side_files import unread_weights
 from prepcli.sources.source import Source, check_headers
 from prepcli.sources.source_hints import CONFIG, KeptScales, SourceHints
+from prepcli.sources.unindexed import UNINDEXED_RULE
 from trainer.models.parameters import VERBATIM
 from trainer.models.registry import FAMILIES
 from trainer.models.suggest import did_you_mean
 
+# A note names at most this many tensors that the index does not name.
+MAX_UNINDEXED_NAMES = 5
 # Formats of trees with several layouts.
 TREE_KINDS = ("orbax", "flax", "easylm", "dcp")
 # Entry for the training state of an output of prep on the hub.
@@ -86,6 +93,9 @@ def open_source(
             drop=drop,
         )
         source = _read_headers(located, hints)
+        _report_unindexed(source, located)
+        for note in (*source.notes, *_wrapper_note(source)):
+            located.access.note(note)
         if layout is not None:
             _check_layout_is_used(source, located, layout, is_requested=hints.verbatim is True)
         if training_state:
@@ -93,6 +103,7 @@ def open_source(
         elif source.manifest and TRAINING_STATE_KEY in source.manifest.fields:
             source = _with_written_state(source, located)
         _check_headers(source)
+        source = _with_omitted(source, local_files)
         if local_files.remote is not None:
             source = with_remote_blobs(source, local_files.remote)
         if export_map is None and hints.verbatim and _lacks_digests(source):
@@ -215,6 +226,10 @@ def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
             from prepcli.sources.openers.torch_folder import open_torch
 
             return open_torch(path, display_name, hints)
+        case "meta" if hints.verbatim and (path / MISTRAL_FILE).exists():
+            from prepcli.sources.openers.safetensors_folder import open_safetensors
+
+            return open_safetensors(path, display_name, hints, manifest)
         case "meta":
             from prepcli.sources.openers.meta_folder import open_meta
 
@@ -227,6 +242,42 @@ def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
             from prepcli.sources.openers.gguf_file import open_gguf
 
             return open_gguf(path, display_name, hints)
+
+
+def _with_omitted(source: Source, local_files: LocalFiles) -> Source:
+    """Return a source with descriptions of all files beside it that a conversion leaves out."""
+    unread: list[str] = []
+    # The checksums of an Orbax item of prep are in a *.bin file.
+    if source.root.is_dir() and not source.tree_manifest:
+        read_names = {path.name for path in source.files}
+        unread = unread_weights(list_folder(source.root), read_names)
+    omitted = dict.fromkeys((*source.omitted, *local_files.omitted, *unread))
+    return replace(source, omitted=tuple(omitted))
+
+
+def _wrapper_note(source: Source) -> list[str]:
+    """Return a note about the prefix that is taken off all tensor names, if there is one."""
+    prefix = source.names.wrapper_prefix
+    if not prefix:
+        return []
+    return [f"the prefix {quote_name(prefix)} of all tensors is taken off"]
+
+
+def _report_unindexed(source: Source, located: LocatedCheckpoint) -> None:
+    """Note the tensors in the files that the index does not name. Raise PrepError for them if the access is strict."""
+    names = [entry.name for entry in source.extra_entries if entry.rule == UNINDEXED_RULE]
+    if not names:
+        return
+    noun = "tensor" if len(names) == 1 else "tensors"
+    verb = "is" if len(names) == 1 else "are"
+    count = f"{len(names):,} {noun} of {source.display_name}"
+    listed = join_names(names, max_names=MAX_UNINDEXED_NAMES)
+    if located.access.strict:
+        what = f"{count} {verb} not in its index"
+        option = Option("strict", True)
+        hint = text("without {} they are ignored, as in transformers", option)
+        raise PrepError(what, listed, hint)
+    located.access.note(f"{count} {verb} ignored: not in its index: {listed}")
 
 
 def _with_written_state(source: Source, located: LocatedCheckpoint) -> Source:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,12 +18,9 @@ from prepcli.errors import (
     Option,
     PrepError,
     text,
-    usage_error,
 )
-from prepcli.formats import safetensors
 from prepcli.formats.file_records import check_header
-from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, STATE_ITEM, Manifest
-from prepcli.formats.orbax import READABLE_SUFFIXES
+from prepcli.formats.manifest import NO_MANIFEST, STATE_ITEM, Manifest
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, quote_name, read_small_file
 from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.grids import StridedPlacement
@@ -45,6 +41,7 @@ from prepcli.planning.tensor_match import (
 from prepcli.planning.tensors import ITEM_BITS, cast_dtype
 from prepcli.planning.vocabulary import NO_VOCABULARY, Vocabulary, read_vocabulary
 from prepcli.remote.remote_files import RemoteBlob
+from prepcli.sources.side_files import SideFile
 from trainer.files.json_values import load_json
 from trainer.models.axis_map import ParsedAxisMap
 from trainer.models.json_types import HFConfig, JsonObject
@@ -53,11 +50,8 @@ from trainer.models.parameters import Family, parameter_rows
 CONFIG = "config.json"
 # In an init checkpoint: config, tokenizer and the other files of the model.
 HF_FOLDER = "hf"
-INDEX_FILES = (safetensors.INDEX_FILE, "pytorch_model.bin.index.json")
-# Small files of transformers' Trainer. A copy of the first in another step would have the wrong step number.
-TRAINER_STATE_FILE = "trainer_state.json"
+# A file of transformers' Trainer.
 SCHEDULER_FILE = "scheduler.pt"
-WEIGHT_SUFFIXES = {*READABLE_SUFFIXES, ".h5", ".gguf", ".onnx", ".ot", ".npz"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +180,14 @@ class Source:
         quantized: Records of the decoded weights with scales in `state_tensors`, by name.
         config_path: File that `config` was read from, or None.
         left_files: Side files of the model that are not copied, because no pattern selects them.
+        omitted: Descriptions of the subfolders and files of the model that are not copied, e.g. `onnx/ (weights)`.
         made_files: Small files with the content of metadata, such as the tokenizer of GGUF.
         is_locked: Whether a lock approves the files and the digests of the tensors. See `sources.locked`.
         wrapper: The model with further tensors around the parameters, if any.
         tower_tensors: Its other tensors, named `towers/TENSOR`: vision and audio parts, and multi-token prediction.
         training_record: Record of the training state in `state_tensors`, if another framework wrote it.
         tensor_map: The map that made the tensors from those of the files, if any.
+        notes: Lines for the user about how the files were read.
         remote_files: The files on a server behind the placeholders `files`. Empty for local files.
         dropped: Tensors that the user has dropped (`--drop`), by their names in the files.
     """
@@ -204,7 +200,7 @@ class Source:
     tensors: tuple[SourceTensor, ...]
     files: tuple[Path, ...]
     file_stamps: tuple[SourceFile, ...]
-    small_files: tuple[Path, ...]
+    small_files: tuple[SideFile, ...]
     manifest: Manifest | None
     tensor_file_names: tuple[str, ...] = ()
     state_tensors: tuple[SourceTensor, ...] = ()
@@ -214,13 +210,15 @@ class Source:
     quantization: Mapping[str, Any] = field(default_factory=dict)
     quantized: Mapping[str, QuantizedRecord] = field(default_factory=dict)
     config_path: Path | None = None
-    left_files: tuple[Path, ...] = ()
+    left_files: tuple[SideFile, ...] = ()
+    omitted: tuple[str, ...] = ()
     made_files: MadeFiles = NO_MADE_FILES
     is_locked: bool = False
     wrapper: Wrapper | None = None
     tower_tensors: tuple[SourceTensor, ...] = ()
     training_record: TrainingStateRecord | None = None
     tensor_map: TensorMap | None = None
+    notes: tuple[str, ...] = ()
     remote_files: tuple[RemoteBlob, ...] = ()
     dropped: tuple[DroppedTensor, ...] = ()
 
@@ -370,57 +368,6 @@ def read_json_object(path: Path, max_nbytes: int = MAX_CONFIG_NBYTES) -> JsonObj
     if not isinstance(document, dict):
         raise DamagedError(f"{path} is broken", "it is not a JSON object", BROKEN_CONFIG_HINT)
     return document
-
-
-def small_files(folder: Path, patterns: Sequence[str] = ()) -> tuple[Path, ...]:
-    """List the files of a model except config, weights and code: tokenizer, generation config, licence, ...
-
-    Args:
-        folder: Folder of the model.
-        patterns: Name patterns of further files.
-    """
-    return side_files(folder, patterns)[0]
-
-
-def side_files(
-    folder: Path, patterns: Sequence[str] = ()
-) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """List the files of a model except config, weights and the record of a training.
-
-    Args:
-        folder: Folder of the model.
-        patterns: Name patterns (`--copy`) of files to copy in any case.
-
-    Returns:
-        The files to copy, and the files to leave: code, and files in folders.
-
-    Raises:
-        UsageError: A pattern matches no file.
-    """
-    if not folder.is_dir():
-        return (), ()
-    skipped_names = {CONFIG, MANIFEST_FILE, TRAINER_STATE_FILE, *INDEX_FILES}
-    copied: list[Path] = []
-    left: list[Path] = []
-    unused = dict.fromkeys(patterns)
-    for path in sorted(folder.iterdir()):
-        is_weights = path.name in skipped_names or path.suffix in WEIGHT_SUFFIXES
-        if is_weights or path.name.startswith(".") or not path.is_file():
-            continue
-        matching = [pattern for pattern in patterns if fnmatchcase(path.name, pattern)]
-        for pattern in matching:
-            unused.pop(pattern, None)
-        # Code of a model is only copied on request: a folder that prep writes runs no code when it
-        # is loaded.
-        if matching or path.suffix != ".py":
-            copied.append(path)
-        else:
-            left.append(path)
-    if unused:
-        pattern = next(iter(unused))
-        what = text("{} matches no file of {}", Option("copy", pattern), folder)
-        raise usage_error(what, "it takes the name of a side file", "use a pattern such as `*.py`")
-    return tuple(copied), tuple(left)
 
 
 class WeightFileHeader(Protocol):

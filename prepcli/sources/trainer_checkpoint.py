@@ -34,9 +34,9 @@ from prepcli.sources.foreign_state import (
     decay_notes,
     one_count,
 )
+from prepcli.sources.side_files import TRAINER_STATE_FILE
 from prepcli.sources.source import (
     SCHEDULER_FILE,
-    TRAINER_STATE_FILE,
     Source,
     SourceTensor,
     read_json_object,

@@ -18,6 +18,7 @@ from prepcli.formats.safetensors_layout import (
 )
 from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
+from prepcli.sources.side_files import SideFile
 from prepcli.sources.source import CONFIG, Source, SourceTensor
 from prepcli.sources.symlinks import resolve_small_file
 from trainer.models.json_types import HFConfig, JsonObject
@@ -69,7 +70,7 @@ def lay_out_weight_files(
 
 
 def copied_files(
-    paths: Iterable[Path],
+    side_files: Iterable[SideFile],
     root: Path,
     *,
     manifest: Manifest | None = None,
@@ -78,7 +79,7 @@ def copied_files(
     """Return files to copy unchanged from a checkpoint.
 
     Args:
-        paths: The files.
+        side_files: The files.
         root: Folder of the checkpoint.
         manifest: Manifest in `root`, if any. Copies of listed files are compared with their records.
         path_prefix: Put before the names in the output.
@@ -87,15 +88,15 @@ def copied_files(
         PrepError: A file is a link that leaves the checkpoint.
     """
     files: list[SmallFile] = []
-    for path in paths:
-        real_path = resolve_small_file(path, root)
+    for side_file in side_files:
+        real_path = resolve_small_file(side_file.path, root)
         file_stat = real_path.stat()
         file = SmallFile(
-            path_prefix + path.name,
+            path_prefix + side_file.name,
             copied_from=str(real_path),
             # A resume compares the plans. A tokenizer that was edited in between has another stamp, so another plan.
             stamp=(file_stat.st_size, file_stat.st_mtime_ns),
-            xxh3=recorded_xxh3(path, root, manifest or NO_MANIFEST),
+            xxh3=recorded_xxh3(side_file.path, root, manifest or NO_MANIFEST),
         )
         files.append(file)
     return tuple(files)
@@ -161,7 +162,7 @@ def _config_file(
     path = source.config_path
     if path is None or not is_equal:
         return (SmallFile(path_prefix + CONFIG, json_bytes(config)),)
-    (copy,) = copied_files([path], source.root, manifest=source.manifest)
+    (copy,) = copied_files([SideFile.at_top(path)], source.root, manifest=source.manifest)
     return (replace(copy, path=path_prefix + CONFIG),)
 
 

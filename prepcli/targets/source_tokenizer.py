@@ -101,7 +101,7 @@ def open_tokenizer(source: Source) -> SourceTokenizer:
         if opened.is_sentencepiece:
             _check_settings(source, opened)
         return opened
-    names = [path.name for path in source.small_files]
+    names = [file.name for file in source.small_files]
     others = [
         name for name in names if name.endswith(SENTENCEPIECE_SUFFIX) or name in VOCABULARY_FILES
     ]

@@ -44,9 +44,10 @@ def read_side_file(source: Source, name: str) -> bytes | None:
         DamagedError: The content differs from its digest in the source's manifest.
         PrepError: The file cannot be read, or is a link to another folder.
     """
-    path = next((path for path in source.small_files if path.name == name), None)
-    if path is None:
+    side_file = next((file for file in source.small_files if file.name == name), None)
+    if side_file is None:
         return None
+    path = side_file.path
     real_path = resolve_small_file(path, source.root)
     try:
         data = read_regular_file(real_path, MAX_TOKENIZER_NBYTES)
@@ -61,7 +62,7 @@ def read_side_file(source: Source, name: str) -> bytes | None:
 
 def tokenizer_file(source: Source) -> str | None:
     """Return the name of the tokenizer: tokenizer.json or a SentencePiece model. None for a source without one."""
-    names = {path.name for path in source.small_files}
+    names = {file.name for file in source.small_files}
     # Readers prefer a tokenizer.json to a model.
     for name in (TOKENIZER_FILE, *SENTENCEPIECE_FILES):
         if name in names:

@@ -12,6 +12,7 @@ from prepcli.errors import Key, text, usage_error
 from prepcli.formats.manifest import read_manifest
 from prepcli.planning.plan import SmallFile
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
+from prepcli.sources.side_files import SideFile
 from prepcli.sources.source import HF_FOLDER, Source
 from prepcli.targets.hf_folder import copied_files
 from trainer.files.tokenizer_names import TOKENIZER_FILE
@@ -103,7 +104,7 @@ def adapter_tokenizer(source: Source) -> tuple[SmallFile, ...]:
     """
     names = (*TOKENIZERS, *TOKENIZER_SETTINGS)
     return copied_files(
-        [path for path in source.small_files if path.name in names],
+        [file for file in source.small_files if file.name in names],
         source.root,
         manifest=source.manifest,
     )
@@ -123,7 +124,7 @@ def with_adapter_tokenizer(files: tuple[SmallFile, ...], adapter: Path) -> tuple
         return files
     return (
         *(file for file in files if file.path not in names),
-        *copied_files(paths, adapter, manifest=manifest),
+        *copied_files(map(SideFile.at_top, paths), adapter, manifest=manifest),
     )
 
 
@@ -138,7 +139,7 @@ def _tokenizer_files(recipe: Recipe) -> tuple[SmallFile, ...]:
         return _copied_files(folder, (*TOKENIZERS, *TOKENIZER_SETTINGS))
     # The user names this file, so that a link may leave the folder.
     real_path = named.resolve()
-    (tokenizer,) = copied_files([real_path], real_path.parent)
+    (tokenizer,) = copied_files([SideFile.at_top(real_path)], real_path.parent)
     # Loaders find a tokenizer by its name: `my-bpe.model` becomes `tokenizer.model`, `my-bpe.json` `tokenizer.json`.
     name = (
         SENTENCEPIECE_TOKENIZER
@@ -150,7 +151,7 @@ def _tokenizer_files(recipe: Recipe) -> tuple[SmallFile, ...]:
 
 def _copied_files(folder: Path, names: Sequence[str]) -> tuple[SmallFile, ...]:
     paths = [folder / name for name in names if (folder / name).is_file()]
-    return copied_files(paths, folder, path_prefix=PATH_PREFIX)
+    return copied_files(map(SideFile.at_top, paths), folder, path_prefix=PATH_PREFIX)
 
 
 def _loaded_files(files: Sequence[SmallFile]) -> dict[str, SmallFile]:

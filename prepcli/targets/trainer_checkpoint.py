@@ -16,7 +16,8 @@ from prepcli.formats.torch_archive_write import encode_object
 from prepcli.formats.torch_pickle_write import SUPPORTED_DTYPES, PickledValue, StoredTensor
 from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
 from prepcli.sources.adam_state import AdamSettings, AdamState, moment_names
-from prepcli.sources.source import SCHEDULER_FILE, TRAINER_STATE_FILE
+from prepcli.sources.side_files import TRAINER_STATE_FILE
+from prepcli.sources.source import SCHEDULER_FILE
 from prepcli.targets.hf_folder import json_bytes
 from trainer.models.module_order import OptimizerGroups
 

@@ -47,7 +47,8 @@ from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.openers.peft_folder import open_adapter
 from prepcli.sources.openers.peft_settings import read_adapter_family
 from prepcli.sources.opening import open_source
-from prepcli.sources.source import CONFIG, HF_FOLDER, Source, read_config, small_files
+from prepcli.sources.side_files import find_side_files
+from prepcli.sources.source import CONFIG, HF_FOLDER, Source, read_config
 from prepcli.sources.source_hints import advise_conversion
 from prepcli.targets.hf_folder import copied_files, copied_small_files, output_config
 from prepcli.targets.tokenizer_files import tokenizer_folder, with_recipe_tokenizer
@@ -291,7 +292,7 @@ def _open_orbax_start(path: Path, recipe: Recipe, *, verify: bool) -> StartCheck
         return StartCheckpoint(reader, reader.folder, folder)
     manifest_folder = find_manifest_folder(reader.folder)
     files = copied_files(
-        small_files(folder),
+        find_side_files(folder).copied,
         manifest_folder,
         manifest=Manifest(reader.manifest),
         path_prefix=f"{HF_FOLDER}/",
@@ -438,8 +439,9 @@ def _is_written_by_prep(path: Path) -> bool:
 
 def checkpoint_tokenizer_folder(source: Source) -> Path:
     """Return the folder of the model's small files."""
-    if source.small_files:
-        return source.small_files[0].parent
+    for file in source.small_files:
+        if file.is_at_top:
+            return file.path.parent
     return source.root
 
 

@@ -7,6 +7,7 @@ import random
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -158,17 +159,32 @@ KINDS = {
     "bfloat16": "BFloat16",
     "bool": "Bool",
     "float64": "Double",
+    "uint8": "Byte",
 }
 
 
 def make_torch_file(arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return a PyTorch file with these tensors, each in its own storage."""
-    tensors, records = {}, {}
-    for number, (key, array) in enumerate(arrays.items()):
-        element_strides = [
-            step // array.itemsize for step in np.empty(array.shape, array.dtype).strides
-        ]
-        storage = encode_storage(str(number), f"torch.{KINDS[array.dtype.name]}Storage", array.size)
-        tensors[key] = encode_tensor(array.shape, element_strides, storage=storage)
-        records[f"data/{number}"] = array.tobytes()
-    return make_zip_file(make_pickle(encode_mapping(tensors)), records)
+    return make_checkpoint_file(arrays)
+
+
+def make_checkpoint_file(values: Mapping[str, Any]) -> bytes:
+    """Return a PyTorch file with a mapping of numbers, tensors (each in its own storage) and further mappings."""
+    records: dict[str, bytes] = {}
+    return make_zip_file(make_pickle(_encode_value(values, records)), records)
+
+
+def _encode_value(value: Any, records: dict[str, bytes]) -> bytes:
+    """Encode a value, and add the bytes of its storages to the records."""
+    if isinstance(value, int):
+        return encode_int(value)
+    if isinstance(value, Mapping):
+        return encode_mapping({key: _encode_value(item, records) for key, item in value.items()})
+    array = np.asarray(value)
+    number = str(len(records))
+    records[f"data/{number}"] = array.tobytes()
+    element_strides = [
+        step // array.itemsize for step in np.empty(array.shape, array.dtype).strides
+    ]
+    storage = encode_storage(number, f"torch.{KINDS[array.dtype.name]}Storage", array.size)
+    return encode_tensor(array.shape, element_strides, storage=storage)

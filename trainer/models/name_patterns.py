@@ -7,13 +7,17 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 
-def matching_patterns(name: str, prefix: str, patterns: Iterable[str]) -> list[str]:
+def matching_patterns(
+    name: str, prefix: str, patterns: Iterable[str], *, wrapper: str = ""
+) -> list[str]:
     """Return the patterns that match the whole name of a tensor, with or without the prefix of its family.
+
+    A pattern may also begin with the prefix that a wrapper of the model gave to all names, e.g. `_orig_mod.`.
 
     >>> matching_patterns("model.layers.1.k_scale", "model.", ["layers.*.k_scale", "model.*", "k_scale"])
     ['layers.*.k_scale', 'model.*']
     """
-    names = {name, name.removeprefix(prefix)}
+    names = {wrapper + name, name, name.removeprefix(prefix)}
     return [pattern for pattern in patterns if any(fnmatchcase(each, pattern) for each in names)]
 
 

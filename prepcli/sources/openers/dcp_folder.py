@@ -83,11 +83,14 @@ def open_dcp(
         tensors=tuple(recorded),
         files=folder.files,
         file_stamps=_written_stamps(folder, state) if manifest else _file_stamps(folder),
-        small_files=tuple(file for file in model.copied_files if file not in folder.files),
+        small_files=tuple(
+            file for file in model.side_files.copied if file.path not in folder.files
+        ),
         manifest=manifest,
         extra_entries=(*extra_entries, *_extra_entries(folder, state, others)),
         config_path=config_path,
-        left_files=model.left_files,
+        left_files=model.side_files.left,
+        omitted=model.side_files.omitted,
     )
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from prepcli.engine.blobs import Blob, ConcatenatedBlob, FileRange
 from prepcli.errors import GET_AGAIN_HINT, PrepError
 from prepcli.formats import safetensors
-from prepcli.formats.flax_folder import check_index, find_weight_files
+from prepcli.formats.flax_folder import find_weight_files, select_indexed
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.msgpack import MsgpackArray, MsgpackHeader, MsgpackKind, read_msgpack_header
-from prepcli.formats.shard_index import shard_name
+from prepcli.formats.shard_index import UnindexedTensor, shard_name
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.plan import DroppedTensor, SourceFile
@@ -22,19 +22,20 @@ from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.model_family import find_config_path, select_family
+from prepcli.sources.side_files import SideFile, find_side_files
 from prepcli.sources.source import (
     CONFIG,
     Source,
     SourceTensor,
     read_config,
     recorded_digests,
-    small_files,
 )
 from prepcli.sources.source_hints import FLAX_PARAMS, TRAIN_STATE_PARTS, SourceHints, split_part
 from prepcli.sources.tree_tensors import (
     StoredLeaf,
     verbatim_tensors,
 )
+from prepcli.sources.unindexed import unindexed_entries
 
 # Suffixes of a model's small files. The folder may have files of any name.
 SETTINGS_SUFFIXES = {
@@ -106,6 +107,7 @@ def _open_tree(
     # `trainstate_params::` asks for the parameters, so leaving the rest is no loss to report.
     if hints.part == "trainstate_params":
         extra_entries = ()
+    side_files = find_side_files((config_path or folder / CONFIG).parent)
     # The blobs are the files, then the arrays in several pieces. Without such arrays, placements refer to `files`.
     blobs = flax_files.blobs
     if len(blobs) == len(flax_files.files):
@@ -119,14 +121,15 @@ def _open_tree(
         tensors=tensors,
         files=flax_files.files,
         file_stamps=flax_files.stamps,
-        small_files=_settings_files((config_path or folder / CONFIG).parent),
+        small_files=_settings_files(side_files.copied, has_config=config_path is not None),
         manifest=manifest,
         tensor_file_names=tuple(
             flax_files.safetensors_file_name(_file_position(tensor)[0]) for tensor in tensors
         ),
         blobs=blobs,
-        extra_entries=extra_entries,
+        extra_entries=(*extra_entries, *unindexed_entries(flax_files.unindexed)),
         config_path=config_path,
+        omitted=side_files.omitted if config_path else (),
     )
 
 
@@ -141,9 +144,13 @@ def _with_recorded_digests(
     return tuple(recorded)
 
 
-def _settings_files(folder: Path) -> tuple[Path, ...]:
-    """List the small files of a model."""
-    return tuple(file for file in small_files(folder) if file.suffix in SETTINGS_SUFFIXES)
+def _settings_files(files: Iterable[SideFile], *, has_config: bool) -> tuple[SideFile, ...]:
+    """Return the small files of a model. The folder of a file without a config may have files of any kind."""
+    settings: list[SideFile] = []
+    for file in files:
+        if file.path.suffix in SETTINGS_SUFFIXES and (has_config or file.is_at_top):
+            settings.append(file)
+    return tuple(settings)
 
 
 def _extra_scalars(flax_files: FlaxFiles, tree: ForeignTree) -> Iterator[DroppedTensor]:
@@ -170,11 +177,13 @@ class FlaxFiles:
         documents: Header of each file.
         blobs: The files, then one blob with the concatenated pieces of each file with split arrays.
         blob_documents: For each blob, the number of its file in `documents`.
+        unindexed: Records of further arrays in the files, which the index does not name.
     """
 
     documents: tuple[MsgpackHeader, ...]
     blobs: tuple[Path | Blob, ...]
     blob_documents: tuple[int, ...]
+    unindexed: tuple[UnindexedTensor, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -236,8 +245,8 @@ class FlaxFiles:
 
 def read_flax_files(path: Path, kind: MsgpackKind) -> FlaxFiles:
     """Read the headers of all files of a checkpoint."""
-    documents = [read_msgpack_header(file, kind) for file in find_weight_files(path, kind)]
-    check_index(path, documents)
+    stored = [read_msgpack_header(file, kind) for file in find_weight_files(path, kind)]
+    documents, unindexed = select_indexed(path, stored)
     # Flax splits an array above 1 GiB into several msgpack values, each with a header of its own. The
     # payloads are joined in one blob, in which the array is contiguous.
     pieces_blobs: dict[int, Blob] = {}
@@ -247,7 +256,8 @@ def read_flax_files(path: Path, kind: MsgpackKind) -> FlaxFiles:
             pieces_blobs[number] = blob
     paths = [document.path for document in documents]
     blobs = (*paths, *pieces_blobs.values())
-    return FlaxFiles(tuple(documents), blobs, (*range(len(documents)), *pieces_blobs))
+    blob_documents = (*range(len(documents)), *pieces_blobs)
+    return FlaxFiles(tuple(documents), blobs, blob_documents, tuple(unindexed))
 
 
 def _join_split_arrays(document: MsgpackHeader) -> ConcatenatedBlob:

@@ -13,7 +13,6 @@ import numpy as np
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.formats.gguf import GgufArray, GgufHeader, GgufTensor, part_names, read_gguf_header
-from prepcli.formats.shard_index import download_again_hint
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import Contiguous, Locations
@@ -168,7 +167,7 @@ def _check_parts(headers: Sequence[GgufHeader], display_name: str) -> None:
             raise DamagedError(
                 f"{header.file_name} is not part {number + 1} of {len(headers)} of {display_name}",
                 f"the key `{SPLIT_KEY}` is {count!r:.40}, and `{SPLIT_NUMBER_KEY}` is {position!r:.40}",
-                download_again_hint(Path(header.file_name)),
+                GET_AGAIN_HINT,
             )
     expected = headers[0].metadata.get(SPLIT_TENSORS_KEY)
     num_tensors = sum(len(header.tensors) for header in headers)
@@ -176,7 +175,7 @@ def _check_parts(headers: Sequence[GgufHeader], display_name: str) -> None:
         raise DamagedError(
             f"{display_name} has {num_tensors:,} tensors",
             f"the key `{SPLIT_TENSORS_KEY}` is {expected!r:.40}",
-            download_again_hint(Path(headers[0].file_name)),
+            GET_AGAIN_HINT,
         )
 
 
@@ -189,7 +188,7 @@ def _all_tensors(headers: Sequence[GgufHeader]) -> tuple[GgufTensor, ...]:
                 raise DamagedError(
                     f"{header.file_name} has the tensor {quote_name(tensor.name)} of another part",
                     "each tensor is in one part",
-                    download_again_hint(Path(header.file_name)),
+                    GET_AGAIN_HINT,
                 )
             tensors[tensor.name] = tensor
     return tuple(tensors.values())
@@ -247,7 +246,7 @@ def _config_of_metadata(
             raise DamagedError(
                 f"{display_name} has a broken header",
                 f"the key `{prefix}.{key}` is not a number",
-                download_again_hint(Path(header.file_name)),
+                GET_AGAIN_HINT,
             )
         config[field] = _shortest_float(value)
         # llama.cpp writes 0 for a model without a window.
@@ -303,7 +302,7 @@ def _vocab_size(header: GgufHeader, display_name: str) -> int:
     raise DamagedError(
         f"{display_name} has no `token_embd.weight`",
         "it is the embedding, whose rows are the vocabulary",
-        download_again_hint(Path(header.file_name)),
+        GET_AGAIN_HINT,
     )
 
 
@@ -357,7 +356,7 @@ def _tensor_decoders(
                 raise DamagedError(
                     f"{quote_name(tensor.name)} has {shape[0]:,} experts",
                     f"at most {MAX_EXPERTS:,} are supported",
-                    download_again_hint(Path(header.file_name)),
+                    GET_AGAIN_HINT,
                 )
             hf_names = tuple(hf_name.format(layer=layer, expert=i) for i in range(shape[0]))
             yield _NamedDecoder(decoder, hf_names, shape[1:])

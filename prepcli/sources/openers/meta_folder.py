@@ -1,5 +1,7 @@
 """Opener for Meta's own LLaMA checkpoints: `params.json` and one file per model-parallel rank.
 
+Mistral's own checkpoints (`consolidated.safetensors`) have the same tensors in one file.
+
 Each file stores a slice of the rows or of the columns of each matrix, so a tensor is a tree leaf whose chunks are in
 different files. The rows of the query and key projections are permuted: Meta's rotary embedding pairs neighbouring
 dims, the order of Hugging Face pairs the two halves of a head.
@@ -15,11 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
-from prepcli.formats.meta_llama_config import is_small_llama_3_2, to_hf_config
+from prepcli.formats.meta_llama_config import (
+    is_dense_mistral,
+    is_small_llama_3_2,
+    mistral_to_hf_config,
+    to_hf_config,
+)
+from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.formats.safetensors_layout import split_into_shards
 from prepcli.formats.torch_files import (
     CONSOLIDATED_FILE,
     META_PARAMS_FILE,
+    MISTRAL_FILE,
     TorchHeader,
     TorchTensor,
     read_torch_header,
@@ -37,18 +46,20 @@ from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import detect_names
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.openers.torch_folder import assign_blobs, placement_of
+from prepcli.sources.side_files import find_side_files
 from prepcli.sources.source import (
     CONFIG,
     Source,
     SourceTensor,
     file_stamps,
     read_config,
-    small_files,
 )
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.axis_map import AxisMap, bind_row
 from trainer.models.families.llama import FAMILY
 from trainer.models.json_types import HFConfig
+from trainer.models.parameters import Family
+from trainer.models.registry import FAMILIES
 from trainer.models.row_text import parse_row
 from trainer.models.torchtitan_layouts import META_NAMES, TORCHTITAN_LAYOUT
 
@@ -59,6 +70,8 @@ META_SIDE_FILES = {META_PARAMS_FILE, "checklist.chk"}
 EMBEDDING = "tok_embeddings.weight"
 LM_HEAD = "output.weight"
 ROPE_FREQUENCIES = "rope.freqs"
+# Families whose models are published with Meta's names of tensors.
+NATIVE_FAMILIES = (FAMILY.name, "mistral")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,42 +133,48 @@ def open_meta(path: Path, display_name: str, hints: SourceHints) -> Source:
     """
     headers = _read_headers(path)
     config = _load_config(path, display_name, hints, headers)
-    sharded = _ShardedTensors(path, headers, config)
+    family = FAMILIES[str(config["model_type"])]
+    sharded = _ShardedTensors(path, headers, config, family)
     tensors = tuple(tensor for _, tensor in sorted(sharded.tensors(), key=lambda pair: pair[0]))
     entries = [
-        (_hf_name(tensor.name), tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors
+        (_hf_name(tensor.name, family), tensor.dtype, tensor.shape, tensor.nbytes)
+        for tensor in tensors
     ]
     file_names: list[str] = []
     for file_name, shard_entries in split_into_shards(entries, OUTPUT_SHARD_NBYTES):
         file_names += [file_name] * len(shard_entries)
+    side_files = find_side_files(path)
     return Source(
         display_name=display_name,
         root=path,
-        family=FAMILY,
+        family=family,
         config=config,
         names=detect_names(
-            FAMILY, config, full_names=[_hf_name(tensor.name) for tensor in tensors]
+            family, config, full_names=[_hf_name(tensor.name, family) for tensor in tensors]
         ),
         tensors=tensors,
         files=sharded.paths,
         file_stamps=file_stamps(headers),
-        small_files=tuple(file for file in small_files(path) if file.name not in META_SIDE_FILES),
+        small_files=tuple(f for f in side_files.copied if f.name not in META_SIDE_FILES),
         manifest=None,
         tensor_file_names=tuple(file_names),
         blobs=sharded.blobs,
+        omitted=side_files.omitted,
     )
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, family: Family) -> str:
     """Return the tensor name in a Hugging Face file. A tensor that only Meta has keeps its name."""
-    if name in (*FAMILY.unprefixed, ROPE_FREQUENCIES):
+    if name in (*family.unprefixed, ROPE_FREQUENCIES):
         return name
-    return FAMILY.prefix + name
+    return family.prefix + name
 
 
 def _read_headers(path: Path) -> list[TorchHeader]:
     """Read the header of each rank's file, in order. Raise PrepError if one is missing."""
     names = [name for name in list_folder(path) if CONSOLIDATED_FILE.fullmatch(name)]
+    if not names:
+        return [_read_mistral_header(path / MISTRAL_FILE)]
     expected = [f"consolidated.{number:02d}.pth" for number in range(len(names))]
     if missing := [name for name in expected if name not in names]:
         why = f"{path} has {len(names)} such files, up to {names[-1]}"
@@ -163,6 +182,17 @@ def _read_headers(path: Path) -> list[TorchHeader]:
             f"{missing[0]} is missing", why, "copy all files: each has a part of the model"
         )
     return [read_torch_header(path / name, number) for number, name in enumerate(names)]
+
+
+def _read_mistral_header(path: Path) -> TorchHeader:
+    """Read the header of Mistral's file."""
+    header = read_safetensors_header(path, 0)
+    tensors: list[TorchTensor] = []
+    for tensor in header.tensors:
+        tensors.append(TorchTensor(tensor.name, tensor.dtype, tensor.shape, 0, tensor.offset, None))
+    return TorchHeader(
+        header.file_name, header.size, header.mtime_ns, header.digest, tuple(tensors), ()
+    )
 
 
 # The config
@@ -174,8 +204,9 @@ def _load_config(
     """Read the user's config.json or the one in the folder. Convert params.json if there is none."""
     if hints.config_path is not None or (path / CONFIG).is_file():
         config = read_config(hints.resolve_config_path(path, display_name))
-        if config.get("model_type") != FAMILY.name:
-            why = f"its config.json says `{config.get('model_type')!s:.40}`, such files contain `{FAMILY.name}`"
+        model_type = config.get("model_type")
+        if model_type not in NATIVE_FAMILIES:
+            why = f"its config.json says `{model_type!s:.40}`, such files contain `{FAMILY.name}`"
             hint = text(
                 "{}: a folder with the {} of these weights", Option("config", "FOLDER"), CONFIG
             )
@@ -185,6 +216,8 @@ def _load_config(
     try:
         # Meta's files of LLaMA 3.2 1B and 3B store the head although it is the embedding.
         has_head = any(tensor.name == LM_HEAD for tensor in headers[0].tensors)
+        if is_dense_mistral(params):
+            return mistral_to_hf_config(params, _vocab_size(params, headers), not has_head)
         is_tied = is_small_llama_3_2(params) or not has_head
         return to_hf_config(params, _vocab_size(params, headers), is_tied)
     except ValueError as error:
@@ -241,8 +274,10 @@ def _vocab_size(document: Any, headers: Sequence[TorchHeader]) -> int:
 class _ShardedTensors:
     """Tensors of all files, grouped by Meta's names and mapped to Hugging Face tensors."""
 
-    def __init__(self, path: Path, headers: Sequence[TorchHeader], config: HFConfig) -> None:
-        sizes = FAMILY.sizes(config)
+    def __init__(
+        self, path: Path, headers: Sequence[TorchHeader], config: HFConfig, family: Family
+    ) -> None:
+        sizes = family.sizes(config)
         self._sizes = sizes | {"two": 2, "half": sizes["head_dim"] // 2}
         self._headers = headers
         self._axis_maps: dict[str, AxisMap] = {}

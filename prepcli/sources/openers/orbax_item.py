@@ -42,6 +42,7 @@ from prepcli.sources.openers.orbax_state import (
 )
 from prepcli.sources.openers.state_item import with_state_item
 from prepcli.sources.remote_blobs import with_remote_blobs
+from prepcli.sources.side_files import SideFile, find_side_files
 from prepcli.sources.source import (
     CONFIG,
     HF_FOLDER,
@@ -51,8 +52,6 @@ from prepcli.sources.source import (
     file_position,
     read_config,
     recorded_digests,
-    side_files,
-    small_files,
 )
 from prepcli.sources.source_hints import SourceHints
 from prepcli.sources.tree_tensors import (
@@ -125,7 +124,7 @@ def open_orbax(
     leaves, tower_leaves = split_tower_leaves(leaves, manifest)
     params, state = tensors_from_manifest(leaves, names, manifest, folder)
     towers = tower_tensors(tower_leaves, names, manifest)
-    copied_files, left_files = side_files(folder / HF_FOLDER, hints.copied_files)
+    side_files = find_side_files(folder / HF_FOLDER, hints.copied_files)
     config_path = folder / HF_FOLDER / CONFIG
     return Source(
         display_name=display_name,
@@ -136,13 +135,14 @@ def open_orbax(
         tensors=tuple(sorted(params, key=file_position)),
         files=_watched_files(item),
         file_stamps=_file_stamps(item, read_small_file(manifest_folder / MANIFEST_FILE)),
-        small_files=copied_files,
+        small_files=side_files.copied,
         manifest=manifest,
         state_tensors=tuple(sorted(state, key=file_position)),
         blobs=blobs,
         quantized=manifest.quantized,
         config_path=config_path if config_path.is_file() else None,
-        left_files=left_files,
+        left_files=side_files.left,
+        omitted=side_files.omitted,
         wrapper=_read_wrapper(config_path, config, manifest, has_towers=bool(towers)),
         tower_tensors=tuple(sorted(towers, key=file_position)),
     )
@@ -247,11 +247,12 @@ def _keeps_scales(hints: SourceHints, manifest: Manifest) -> bool:
     return hints.kept_scales == "all" and bool(manifest.scales)
 
 
-def _model_files(config_path: Path | None) -> tuple[Path, ...]:
+def _model_files(config_path: Path | None) -> tuple[SideFile, ...]:
     """Return the files of the model next to its config, e.g. those of the tokenizer."""
     if config_path is None:
         return ()
-    return tuple(file for file in small_files(config_path.parent) if file.name in MODEL_FILES)
+    files = find_side_files(config_path.parent).copied
+    return tuple(file for file in files if file.name in MODEL_FILES)
 
 
 def _match_trees(

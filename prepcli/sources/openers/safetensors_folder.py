@@ -20,6 +20,7 @@ from prepcli.sources.source import (
     recorded_digests,
 )
 from prepcli.sources.source_hints import SourceHints
+from prepcli.sources.unindexed import unindexed_entries
 
 
 def open_safetensors(
@@ -52,11 +53,13 @@ def open_safetensors(
         tensors=file_tensors(folder.tensors, model.names, records),
         files=tuple(path / header.file_name for header in folder.headers),
         file_stamps=file_stamps(folder.headers),
-        small_files=model.copied_files,
+        small_files=model.side_files.copied,
         manifest=manifest,
         tensor_file_names=tuple(folder.headers[tensor.file].file_name for tensor in folder.tensors),
+        extra_entries=unindexed_entries(folder.unindexed),
         config_path=config_path,
-        left_files=model.left_files,
+        left_files=model.side_files.left,
+        omitted=model.side_files.omitted,
     )
 
 

@@ -12,6 +12,7 @@ from prepcli.planning.plan import Contiguous, Strided
 from prepcli.sources.model_family import find_config_path, read_folder_model
 from prepcli.sources.source import Source, SourceTensor, file_stamps
 from prepcli.sources.source_hints import SourceHints
+from prepcli.sources.unindexed import unindexed_entries
 
 # Several tensors may be views of the same bytes. A file with more of them on one byte is refused, because each
 # such tensor opens the file once more.
@@ -52,15 +53,18 @@ def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
         tensors=tensors,
         files=folder.files,
         file_stamps=file_stamps(folder.headers),
-        small_files=model.copied_files,
+        small_files=model.side_files.copied,
         manifest=None,
         tensor_file_names=tuple(
             safetensors_file_name(folder.headers[tensor.file].file_name)
             for tensor in folder.tensors
         ),
         blobs=blobs,
+        extra_entries=unindexed_entries(folder.unindexed),
         config_path=config_path,
-        left_files=model.left_files,
+        notes=tuple(header.remark for header in folder.headers if header.remark),
+        left_files=model.side_files.left,
+        omitted=model.side_files.omitted,
     )
 
 

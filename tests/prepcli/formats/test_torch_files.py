@@ -309,7 +309,11 @@ FOLDERS = {
         None,
         "is in two files",
     ),
-    "an index of something else": ({"x.bin": A}, {"b": "x.bin"}, "name different tensors"),
+    "an index of something else": (
+        {"x.bin": A},
+        {"b": "x.bin"},
+        "lack tensors that the index names",
+    ),
     "an index that leads out": ({"x.bin": A}, {"a": "../x.bin"}, "is not a usable index"),
     "an index of other files": ({"x.bin": A}, {"a": "x.safetensors"}, "is not a usable index"),
     "two models": ({"a.bin": A, "b.pt": B}, None, "does not say which file the model is"),

@@ -112,8 +112,19 @@ STATES = {
         ),
         "in itself and `model`, which",
     ),
-    "a model under another name": (
-        make_pickle(encode_mapping({"ema": encode_mapping({"w": encode_tensor()})})),
+    "two models under other names": (
+        make_pickle(
+            encode_mapping(
+                {
+                    "ema": encode_mapping({"w": encode_tensor()}),
+                    "net": encode_mapping({"w": encode_tensor()}),
+                }
+            )
+        ),
+        "in `ema` and `net`, which",
+    ),
+    "vectors under another name": (
+        make_pickle(encode_mapping({"rng": encode_mapping({"cpu": encode_tensor((6,), (1,))})})),
         "it holds no tensors",
     ),
     "a name twice": (

@@ -29,6 +29,7 @@ GOOD = {
     "tokenizer.json": b"{}",
     "pytorch_model.bin": b"not wanted",
     "original/params.json": b"not wanted",
+    "original/consolidated.00.pth": b"not wanted",
     "README.md": b"not wanted",
 }
 CODES = save({"a.qweight": np.arange(3000, dtype=np.int32)})
@@ -344,19 +345,14 @@ def test_download_selects_other_formats_without_safetensors(run_locate: LocateRu
 def test_files_to_download_selects_one_format() -> None:
     small = ["config.json", "generation_config.json", "tokenizer_config.json", "merges.txt"]
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    others = [
-        "pytorch_model.bin",
-        "flax_model.msgpack",
-        "consolidated.safetensors",
-        "onnx/model.onnx",
-        "LICENSE",
-    ]
+    others = ["pytorch_model.bin", "flax_model.msgpack", "onnx/model.onnx", "LICENSE"]
     index = "model.safetensors.index.json"
     assert files_to_download([*small, *shards, index, *others]) == sorted([*small, *shards, index])
     assert files_to_download([*small, "model.safetensors", *others]) == sorted(
         [*small, "model.safetensors"]
     )
-    assert files_to_download([*small, *others]) == sorted([*small, "consolidated.safetensors"])
+    named = [*small, "weights.safetensors"]
+    assert files_to_download([*named, *others]) == sorted(named)
     assert files_to_download(["sub/config.json", "sub/model.safetensors"]) == []
     renamed = ["model-1.safetensors", "model-2.safetensors", index]
     assert files_to_download(renamed) == renamed
@@ -365,14 +361,12 @@ def test_files_to_download_selects_one_format() -> None:
         "pytorch_model-00002-of-00002.bin",
         "pytorch_model.bin.index.json",
     ]
-    assert files_to_download(
-        [*small, *bins, "training_args.bin", "optimizer.bin", "model.h5"]
-    ) == sorted([*small, *bins])
+    assert files_to_download([*small, *bins, "model.h5"]) == sorted([*small, *bins])
     assert files_to_download(["pytorch_model.bin", "consolidated.00.pth", "x.gguf"]) == [
         "pytorch_model.bin"
     ]
     flax = ["flax_model-00001-of-00001.msgpack", "flax_model.msgpack.index.json"]
-    assert files_to_download([*flax, "other.msgpack"]) == flax
+    assert files_to_download([*flax, "tf_model.h5"]) == flax
     assert files_to_download([*flax, "flax_model.msgpack"]) == ["flax_model.msgpack"]
     assert files_to_download(["consolidated.00.pth", "params.json", "checklist.chk"]) == [
         "consolidated.00.pth",

@@ -9,6 +9,7 @@ import pytest
 
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.tensor_match import TensorNames
+from prepcli.sources.side_files import SideFile
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.hf_folder import (
     copied_files,
@@ -79,7 +80,7 @@ def test_settings_have_config_and_extra_files(tmp_path: Path):
     tokenizer.write_text("{}")
     files = settings_files(
         {"vocab_size": 3, "é": "ü"},
-        extra_files=copied_files([tokenizer], tmp_path, path_prefix="hf/"),
+        extra_files=copied_files([SideFile.at_top(tokenizer)], tmp_path, path_prefix="hf/"),
         path_prefix="hf/",
     )
     by_path = {file.path: file for file in files}

@@ -11,7 +11,7 @@ from prepcli.cli.main import main
 from prepcli.errors import OK, STOPPED
 from prepcli.formats.run_steps import step_folder
 from prepcli.planning.plan import SmallFile
-from prepcli.sources.source import small_files
+from prepcli.sources.side_files import find_side_files
 from prepcli.targets.hf_folder import copied_files
 from prepcli.targets.tokenizer_files import with_recipe_tokenizer
 from tests.helpers.shared_steps import share_steps
@@ -53,7 +53,7 @@ def recipe(tmp_path: Path) -> Recipe:
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[SmallFile, ...]:
     folder = write_files(tmp_path / "model", MODEL_FILES)
-    return copied_files(small_files(folder), folder, path_prefix="hf/")
+    return copied_files(find_side_files(folder).copied, folder, path_prefix="hf/")
 
 
 def with_tokenizer(

@@ -1,0 +1,285 @@
+"""Side files of a model: tokenizer, templates, licence and all other files that are neither config, weights nor code.
+
+A conversion copies them unread. Files in subfolders keep their place, e.g. `additional_chat_templates/tool_use.jinja`.
+Folders are of any origin: hidden files, links to folders, weights, other checkpoints and large folders are left.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from prepcli.console.formatting import format_bytes
+from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.formats import flax_folder, safetensors, torch_files
+from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.formats.orbax import ITEM_MARKERS, READABLE_SUFFIXES, ZARRAY
+from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
+from prepcli.formats.torch_dcp import SUFFIX as DCP_SUFFIX
+from prepcli.formats.untrusted import list_folder
+from prepcli.formats.zarr import ZARR_JSON
+from prepcli.sources.source_hints import CONFIG
+
+INDEX_FILES = (safetensors.INDEX_FILE, torch_files.INDEX_FILE, flax_folder.INDEX_FILE)
+# A file of transformers' Trainer. A copy of it in another step would have the wrong step number.
+TRAINER_STATE_FILE = "trainer_state.json"
+WEIGHT_SUFFIXES = {*READABLE_SUFFIXES, ".h5", ".gguf", ".onnx", ".ot", ".npz"}
+CODE_SUFFIX = ".py"
+# Names at the top of a model's folder that a conversion writes itself, or that belong to a training.
+SKIPPED_NAMES = {CONFIG, MANIFEST_FILE, TRAINER_STATE_FILE, *INDEX_FILES}
+# Files that show that a subfolder is a checkpoint of its own, or a part of one.
+CHECKPOINT_MARKERS = {*ITEM_MARKERS, MANIFEST_FILE, DCP_METADATA_FILE, ZARRAY, ZARR_JSON}
+LOG_PREFIX = "events.out.tfevents."
+BYTECODE_FOLDER = "__pycache__"
+# Limits of the files in subfolders, of each folder at the top. Tokenizers have up to 33 MB.
+MAX_FILES = 1_000
+MAX_NBYTES = 256 << 20
+MAX_DEPTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SideFile:
+    """A side file.
+
+    Attributes:
+        path: Path of the file.
+        name: Path within the folder of the model, e.g. `1_Pooling/config.json`.
+    """
+
+    path: Path
+    name: str
+
+    @classmethod
+    def at_top(cls, path: Path) -> SideFile:
+        """Return a file at the top of a model's folder."""
+        return cls(path, path.name)
+
+    @property
+    def is_at_top(self) -> bool:
+        """Whether the file is not in a subfolder."""
+        return "/" not in self.name
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFile:
+    """A file of a listing: its path within the folder of the model, and its size."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedNames:
+    """Names of side files, and descriptions of the subfolders that are left, e.g. `onnx/ (weights)`."""
+
+    copied: tuple[str, ...]
+    left: tuple[str, ...]
+    omitted: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SideFiles:
+    """The side files of a model.
+
+    Attributes:
+        copied: Files to copy.
+        left: Files that are copied only on request: code.
+        omitted: Descriptions of subfolders that are not copied, e.g. `onnx/ (weights)`.
+    """
+
+    copied: tuple[SideFile, ...] = ()
+    left: tuple[SideFile, ...] = ()
+    omitted: tuple[str, ...] = ()
+
+
+NO_SIDE_FILES = SideFiles()
+
+
+def find_side_files(folder: Path, patterns: Sequence[str] = ()) -> SideFiles:
+    """List the files of a model except config, weights and the record of a training.
+
+    Args:
+        folder: Folder of the model.
+        patterns: Name patterns (`--copy`) of files to copy in any case.
+
+    Raises:
+        UsageError: A pattern matches no file.
+        PrepError: The folder cannot be read, or a pattern matches a file of a subfolder with too many files.
+    """
+    if not folder.is_dir():
+        return NO_SIDE_FILES
+    files: list[ListedFile] = []
+    omitted: list[str] = []
+    for name in list_folder(folder):
+        path = folder / name
+        if is_hidden(name) or not path.is_dir():
+            if path.is_file():
+                files.append(ListedFile(name, path.stat().st_size))
+            continue
+        if path.is_symlink():
+            omitted.append(f"{_printable(name)}/ (a link)")
+            continue
+        try:
+            nested = list(_walk(folder, name))
+            files += [ListedFile(f, entry.stat().st_size) for f, entry in nested if entry.is_file()]
+            omitted += [f"{_printable(f)}/ (a link)" for f, entry in nested if entry.is_dir()]
+        except OSError as error:
+            omitted.append(f"{_printable(name)}/ ({error.strerror})")
+    selected = select_side_files(files, patterns)
+    check_patterns(patterns, (*selected.copied, *selected.left), folder)
+    return SideFiles(
+        tuple(SideFile(folder / name, name) for name in selected.copied),
+        tuple(SideFile(folder / name, name) for name in selected.left),
+        (*omitted, *selected.omitted),
+    )
+
+
+def select_side_files(files: Iterable[ListedFile], patterns: Sequence[str] = ()) -> SelectedNames:
+    """Select the side files of a model from a listing of its folder, local or remote.
+
+    Raises:
+        PrepError: A pattern matches a file of a subfolder with too many files.
+    """
+    copied: list[str] = []
+    left: list[str] = []
+    by_folder: dict[str, list[ListedFile]] = {}
+    for file in sorted(files, key=lambda file: file.name):
+        folder, slash, _ = file.name.partition("/")
+        if is_hidden(file.name):
+            continue
+        if slash:
+            by_folder.setdefault(folder, []).append(file)
+        elif file.name not in SKIPPED_NAMES and not is_weight_file(file.name):
+            _sort_by_kind(file.name, patterns, copied, left)
+    omitted: list[str] = []
+    for folder, nested in by_folder.items():
+        reasons = _omitted_folders(folder, nested)
+        omitted += [f"{_printable(name)}/ ({reason})" for name, reason in reasons.items()]
+        for file in nested:
+            is_omitted = any(file.name.startswith(f"{name}/") for name in reasons)
+            if is_omitted and matches_any(file.name, patterns) and not is_weight_file(file.name):
+                _check_is_small(folder, nested, file, patterns)
+                copied.append(file.name)
+            elif not is_omitted:
+                _sort_by_kind(file.name, patterns, copied, left)
+    return SelectedNames(tuple(copied), tuple(left), tuple(omitted))
+
+
+def unread_weights(names: Iterable[str], read_names: Collection[str]) -> list[str]:
+    """Return the weight files at the top of a folder that are not read, except those of a training run."""
+    unread: list[str] = []
+    for name in names:
+        if "/" in name or is_hidden(name) or name in read_names:
+            continue
+        if is_weight_file(name) and not torch_files.is_training_file(name):
+            unread.append(f"{_printable(name)} (other weights)")
+    return unread
+
+
+def check_patterns(patterns: Sequence[str], names: Collection[str], folder: Path | str) -> None:
+    """Raise UsageError for a pattern that matches no side file."""
+    for pattern in patterns:
+        if not any(matches_any(name, [pattern]) for name in names):
+            what = text("{} matches no file of {}", Option("copy", pattern), folder)
+            why = "it takes names of side files, not of weights"
+            raise usage_error(what, why, "use a pattern such as `*.py` or `FOLDER/*`")
+
+
+def matches_any(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a file matches a pattern. `*` without a slash matches no file in a subfolder."""
+    if "/" in name:
+        patterns = [pattern for pattern in patterns if "/" in pattern]
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def is_weight_file(name: str) -> bool:
+    """Return whether a file has weights, by its name."""
+    return name.endswith((*WEIGHT_SUFFIXES, DCP_SUFFIX))
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a file or one of its folders is hidden, or is bytecode. No name leaves its folder by `..`."""
+    parts = name.split("/")
+    return "" in parts or any(part.startswith(".") or part == BYTECODE_FOLDER for part in parts)
+
+
+def _sort_by_kind(name: str, patterns: Sequence[str], copied: list[str], left: list[str]) -> None:
+    """Append a side file to the files to copy or to those left."""
+    # Code of a model is only copied on request: a folder that prep writes runs no code when it is loaded.
+    if name.endswith(CODE_SUFFIX) and not matches_any(name, patterns):
+        left.append(name)
+    else:
+        copied.append(name)
+
+
+def _omitted_folders(top: str, files: Sequence[ListedFile]) -> dict[str, str]:
+    """Return the subfolders that are not copied, with the reason. All files below them are left.
+
+    Args:
+        top: A folder at the top of the model's.
+        files: Files below it.
+    """
+    if len(files) > MAX_FILES:
+        return {top: f"more than {MAX_FILES:,} files"}
+    omitted: dict[str, str] = {}
+    for file in files:
+        folder, _, name = file.name.rpartition("/")
+        if is_weight_file(name) or name in CHECKPOINT_MARKERS:
+            omitted[folder] = "weights"
+        elif not file.name.isprintable():
+            omitted.setdefault(folder, "unprintable names")
+        elif name.startswith(LOG_PREFIX):
+            omitted.setdefault(folder, "logs")
+        elif file.name.count("/") > MAX_DEPTH:
+            omitted.setdefault(folder, f"more than {MAX_DEPTH} levels")
+    outer = {
+        folder: reason
+        for folder, reason in omitted.items()
+        if not any(folder.startswith(f"{other}/") for other in omitted)
+    }
+    nbytes = 0
+    for file in files:
+        if not any(file.name.startswith(f"{name}/") for name in outer):
+            nbytes += file.nbytes
+    if nbytes > MAX_NBYTES:
+        return {top: f"{format_bytes(nbytes)}, the limit is {format_bytes(MAX_NBYTES)}"}
+    return outer
+
+
+def _check_is_small(
+    folder: str, files: Sequence[ListedFile], file: ListedFile, patterns: Sequence[str]
+) -> None:
+    """Raise PrepError if a requested file is too large, or its folder has too many files to list."""
+    if len(files) <= MAX_FILES and file.nbytes <= MAX_NBYTES:
+        return
+    what = f"{file.name} is too large to copy: {format_bytes(file.nbytes)}"
+    if len(files) > MAX_FILES:
+        what = f"{folder}/ has more than {MAX_FILES:,} files"
+    option = Option("copy", next(p for p in patterns if matches_any(file.name, [p])))
+    raise PrepError(what, text("{} takes side files of a model", option), "copy it yourself")
+
+
+def _walk(folder: Path, top: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield the files below a subfolder, and the links to folders, with their names. At most MAX_FILES + 1 entries."""
+    num_entries = 0
+    waiting = [top]
+    while waiting:
+        parent = waiting.pop()
+        for entry in sorted(os.scandir(folder / parent), key=lambda entry: entry.name):
+            name = f"{parent}/{entry.name}"
+            if entry.is_dir(follow_symlinks=False):
+                if not is_hidden(entry.name):
+                    waiting.append(name)
+            else:
+                num_entries += 1
+                yield name, entry
+            if num_entries > MAX_FILES or len(waiting) > MAX_FILES:
+                return
+
+
+def _printable(name: str) -> str:
+    """Return a name for messages, with unprintable characters escaped."""
+    return name if name.isprintable() else ascii(name)[1:-1]
