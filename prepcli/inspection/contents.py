@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
 
-from prepcli.engine.blobs import Blob
 from prepcli.errors import PrepError
 from prepcli.formats import msgpack
 from prepcli.formats.codecs import CRC32C
-from prepcli.formats.manifest import NO_MANIFEST, Manifest, find_manifest_folder, read_manifest
+from prepcli.formats.manifest import NO_MANIFEST, find_manifest_folder, read_manifest
 from prepcli.formats.orbax import OrbaxNonArray, dotted_name, find_item, unravel_chunk_index
 from prepcli.formats.orbax_read import OrbaxItem, read_item
-from prepcli.formats.orbax_store import StoredRange, StoredValue
+from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.safetensors import read_safetensors_folder
 from prepcli.formats.torch_dcp import read_dcp_folder
 from prepcli.formats.torch_files import read_torch_folder
 from prepcli.formats.zarr import ChunkIndex
+from prepcli.inspection.checkpoint_contents import (
+    MAX_PATH_PARTS,
+    AdapterSummary,
+    CheckpointContents,
+    TensorEntry,
+)
 from prepcli.planning.plan import Contiguous, Locations, location_copies
 from prepcli.planning.tensors import FileTensor, array_bits, itemsize
-from prepcli.quantized.decoder import Decoder
 from prepcli.quantized.find_weights import QuantizedWeights
 from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.dequantized import (
@@ -56,122 +59,6 @@ from prepcli.sources.source import (
 from prepcli.sources.source_hints import NO_HINTS, SourceHints
 from prepcli.sources.unused_quantization import unused_quantization_note
 from trainer.models.json_types import HFConfig
-from trainer.models.parameters import VERBATIM, Family
-from trainer.models.registry import FAMILIES
-from trainer.models.text_part import TextPart
-
-MAX_PATH_PARTS = 32  # a hostile name may have millions of dots
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A stored tensor or leaf.
-
-    Attributes:
-        name: Dotted name.
-        path: Parts of the name, at most MAX_PATH_PARTS.
-        dtype: Stored dtype.
-        shape: Shape of the tensor.
-        chunk_shape: Shape of a chunk. Chunks at the edge may extend beyond the tensor.
-        chunks: Byte range of each chunk, in the checkpoint's byte sources.
-        encoded_first_chunk: The first chunk as stored, if `chunks` refer to decoded or strided bytes.
-        placement: Location of the tensor, if it is not stored in chunks.
-    """
-
-    name: str
-    path: tuple[str, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    chunk_shape: tuple[int, ...]
-    chunks: Mapping[ChunkIndex, StoredRange]
-    encoded_first_chunk: StoredValue | None = None
-    placement: Locations = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
-        return array_bits(self.dtype, self.shape) // 8
-
-    @property
-    def first_chunk(self) -> StoredRange | None:
-        """Byte range of the first chunk, or None if the chunk is inline in an index, or not stored."""
-        stored = self.encoded_first_chunk
-        if stored is None:
-            stored = next(iter(self.chunks.values()), None)
-        if isinstance(stored, StoredRange):
-            return stored
-        return None
-
-
-class AdapterSummary(TypedDict):
-    """Settings of an adapter, and the name of its base."""
-
-    rank: int
-    alpha: float
-    use_rslora: bool
-    scaling: float
-    base: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointContents:
-    """The stored tensors of a checkpoint and its metadata.
-
-    Attributes:
-        display_name: Name of the checkpoint in messages.
-        kind: Format.
-        folder: Folder or file.
-        entries: Tensors, in the order of the files.
-        files: Data files.
-        config: The model's config.json, empty if there is none. Of a multimodal model, the config of its text part.
-        manifest: The manifest that prep wrote, empty if there is none.
-        non_arrays: Descriptions of entries other than arrays.
-        blobs: Byte sources of the chunks, if these are not `files`.
-        codecs: Names of the compression codecs.
-        adapter: Settings of an adapter, None for a model.
-        decoders: Decoders of quantised weights.
-        text_part: The text part of a multimodal model in a Hugging Face folder.
-        wrapper_type: `model_type` of a multimodal model, else empty.
-    """
-
-    display_name: str
-    kind: Kind
-    folder: Path
-    entries: tuple[TensorEntry, ...]
-    files: tuple[Path, ...]
-    config: HFConfig
-    manifest: Manifest
-    non_arrays: tuple[str, ...] = ()
-    blobs: tuple[Path | Blob, ...] = ()
-    codecs: tuple[str, ...] = ()
-    adapter: AdapterSummary | None = None
-    decoders: tuple[Decoder, ...] = ()
-    text_part: TextPart | None = None
-    wrapper_type: str = ""
-
-    @property
-    def byte_sources(self) -> tuple[Path | Blob, ...]:
-        """Files and blobs, in the order of the file numbers of the chunks."""
-        return self.blobs or self.files
-
-    @property
-    def is_verbatim(self) -> bool:
-        """Whether prep wrote the checkpoint with the names of its source."""
-        return self.manifest.family == VERBATIM
-
-    @property
-    def family(self) -> Family | None:
-        """The model family. None if it is unknown, or if the names are kept as in the source."""
-        if self.is_verbatim:
-            return None
-        if self.text_part is not None:
-            return self.text_part.family
-        return FAMILIES.get(str(self.config.get("model_type")))
-
-    @property
-    def num_chunks(self) -> int:
-        """Number of stored chunks of all tensors."""
-        return sum(len(entry.chunks) for entry in self.entries)
 
 
 def read_contents(

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from prepcli.console.lists import join_names
 from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.inspection.contents import CheckpointContents, TensorEntry
+from prepcli.inspection.checkpoint_contents import CheckpointContents, TensorEntry
 from prepcli.planning.quantization_leaves import is_quantization_leaf
 from prepcli.planning.state_names import PARAMS, TOWERS
 from prepcli.planning.tensor_match import detect_names

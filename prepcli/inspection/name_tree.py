@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from prepcli.console.formatting import format_bytes
-from prepcli.inspection.contents import TensorEntry
+from prepcli.inspection.checkpoint_contents import TensorEntry
 
 # Without leading zeros: `int` and `str` must give the label back. 9 digits bound the conversion.
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")

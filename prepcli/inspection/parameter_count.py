@@ -6,7 +6,7 @@ import math
 import re
 
 from prepcli.errors import PrepError
-from prepcli.inspection.contents import CheckpointContents
+from prepcli.inspection.checkpoint_contents import CheckpointContents
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.state_names import PARAMS

@@ -11,7 +11,7 @@ import numpy as np
 from prepcli.engine.files import ByteArray, RunReader, allocate_buffer
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
-from prepcli.inspection.contents import TensorEntry
+from prepcli.inspection.checkpoint_contents import TensorEntry
 from prepcli.planning.plan import Contiguous, Locations, Stream
 from prepcli.planning.slabs import Slab, split_stream_evenly
 from prepcli.planning.strided_copies import StridedCopy

@@ -28,7 +28,7 @@ from prepcli.formats.manifest import (
     parse_manifest,
 )
 from prepcli.formats.untrusted import read_small_file
-from prepcli.operations.results import AcceptedChange, OldAndNew
+from prepcli.operations.verification_results import AcceptedChange, OldAndNew
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.sources.references import LocalPath, RunStep, parse_reference
 from prepcli.sources.source import CONFIG, HF_FOLDER, read_config

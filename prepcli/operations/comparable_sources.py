@@ -10,7 +10,7 @@ from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer
 from prepcli.errors import Command, PrepError, text
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.operations.results import LeftOutTensor
+from prepcli.operations.verification_results import LeftOutTensor
 from prepcli.planning.state_names import split_name
 from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.model_family import as_verbatim

@@ -10,7 +10,7 @@ from prepcli.errors import PrepError
 from prepcli.formats.file_records import record_file
 from prepcli.formats.manifest import NO_MANIFEST, XXH3_KEY
 from prepcli.formats.untrusted import read_small_file
-from prepcli.operations.results import SettingDifference
+from prepcli.operations.verification_results import SettingDifference
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
 from prepcli.sources.multimodal import TEXT_ONLY_RULE
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY

@@ -12,12 +12,8 @@ from typing import NotRequired, TypedDict, Unpack
 from prepcli.console.observer import Observer, SilentObserver
 from prepcli.engine.collector import collector_paused
 from prepcli.errors import Command, Option, PrepError, join_texts, text, usage_error
-from prepcli.inspection.contents import (
-    AdapterSummary,
-    CheckpointContents,
-    TensorEntry,
-    read_contents,
-)
+from prepcli.inspection.checkpoint_contents import AdapterSummary, CheckpointContents, TensorEntry
+from prepcli.inspection.contents import read_contents
 from prepcli.inspection.gguf_contents import read_gguf_contents
 from prepcli.inspection.logical_leaves import (
     LogicalLeaf,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer
-from prepcli.inspection.contents import CheckpointContents
+from prepcli.inspection.checkpoint_contents import CheckpointContents
 from prepcli.inspection.logical_leaves import logical_leaves
 from prepcli.operations.inspect import (
     SelectedTensors,

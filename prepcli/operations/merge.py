@@ -108,6 +108,13 @@ def merge(
     )
 
 
+def _unknown_orientation_error(adapter_path: Path, source: Source) -> PrepError:
+    """Return the error for an adapter of transposed weights and a base without a family."""
+    what = f"{source.display_name} is not supported as a base of {adapter_path}"
+    why = "fan_in_fan_out is true, and which weights of this architecture are transposed is unknown"
+    return PrepError(what, why, "PEFT's `merge_and_unload()` merges the adapter")
+
+
 def plan_merge(
     adapter_path: Path,
     source: Source,
@@ -148,9 +155,7 @@ def plan_merge(
     source = _with_towers(copy_options, source, access, check_digest=check_base)
     settings, adapter = _open_adapter(adapter_path, source)
     if source.family.is_verbatim and settings.fan_in_fan_out:
-        what = f"{source.display_name} is not supported as a base of {adapter_path}"
-        why = "fan_in_fan_out is true, and which weights of this architecture are transposed is unknown"
-        raise PrepError(what, why, "PEFT's `merge_and_unload()` merges the adapter")
+        raise _unknown_orientation_error(adapter_path, source)
     scale = settings.lora_config().scaling
     if check_base:
         _check_base(adapter_path, source)

@@ -9,7 +9,8 @@ from pathlib import Path
 from prepcli.console.observer import Observer
 from prepcli.errors import Key, Option, PrepError, text, usage_error
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
-from prepcli.inspection.contents import CheckpointContents, read_contents
+from prepcli.inspection.checkpoint_contents import CheckpointContents
+from prepcli.inspection.contents import read_contents
 from prepcli.inspection.mapped_contents import read_mapped_contents
 from prepcli.operations.recipe_files import find_recipe, recipes_folder, similar_recipe
 from prepcli.planning.map_file import TensorMap

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from prepcli.console.observer import Observer
 from prepcli.engine.blobs import open_blobs
 from prepcli.formats.again_hint import again_hint
-from prepcli.inspection.contents import CheckpointContents, TensorEntry
+from prepcli.inspection.checkpoint_contents import CheckpointContents, TensorEntry
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.remote.remote_files import MAX_IN_FLIGHT, RemoteBlob, without_read_ahead

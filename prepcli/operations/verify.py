@@ -21,7 +21,7 @@ from prepcli.engine.digest import digest_of_zeros
 from prepcli.engine.distance import Distance, measure_distance
 from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.formats.again_hint import again_hint
-from prepcli.formats.manifest import NO_MANIFEST, unwritten_manifest
+from prepcli.formats.manifest import unwritten_manifest
 from prepcli.operations.accept import accept_files
 from prepcli.operations.checksum_file import check_checksum_file
 from prepcli.operations.comparable_sources import check_contents, comparable_sources
@@ -34,31 +34,26 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.inspection_options import VerifyOptions
 from prepcli.operations.operation import public
-from prepcli.operations.results import (
-    LeftOutTensor,
-    TensorDifference,
-    TensorDistance,
-    Verification,
-)
 from prepcli.operations.source_line import source_line
+from prepcli.operations.verification_results import TensorDifference, TensorDistance, Verification
+from prepcli.operations.verified_model import (
+    VerifiedModel,
+    collect_model,
+    unpadded_rows,
+    unpadded_shape,
+    unused_tensors,
+)
 from prepcli.operations.verify_map import first_options, is_output, mapped_options
 from prepcli.option_spec import PathLike
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import Stream
-from prepcli.planning.tensor_match import (
-    DEFAULT_MATCH_OPTIONS,
-    TensorMatch,
-)
 from prepcli.restore.digest_checks import check_after_reading, stream_digests, tensor_digests
 from prepcli.restore.scaled_digests import stored_scale, written_stream
-from prepcli.sources.dropped_tensors import without_recorded_drops
 from prepcli.sources.locate import check_stream
-from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.references import default_checkpoint
-from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
+from prepcli.sources.source import Source, SourceTensor
 from prepcli.sources.source_hints import KeptScales
-from prepcli.sources.tensor_labels import TensorLabel, label_tensors
-from prepcli.targets.streams import vocab_tensor_names
+from prepcli.sources.tensor_labels import TensorLabel
 from trainer.models.boxes import Range
 
 HEADER_CHECKS = ("headers", "file sizes")  # checks of `quick` for one checkpoint
@@ -72,18 +67,6 @@ class Finding:
     label: TensorLabel
     text: str  # predicate for the message, such as `is not in MODEL`
     difference: Difference | None = None  # first differing value
-
-
-@dataclass(frozen=True, slots=True)
-class _VerifiedModel:
-    """Source with the tensors to verify."""
-
-    source: Source
-    match: TensorMatch
-    tensors: dict[str, SourceTensor]  # the tensors of the model and of its training state, by name
-    labels: dict[str, TensorLabel]  # names in messages
-    vocab_tensors: frozenset[str]  # names of the tensors with a vocabulary axis
-    true_vocab: int  # rows without padding
 
 
 @public
@@ -195,7 +178,7 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     if request.against is None:
         check_config_option(request.common, source)
         check_stream(request.common.stream, located)
-        return _verify_digests(_collect_model(source), request, observer)
+        return _verify_digests(collect_model(source), request, observer)
     mapped = mapped_options(_against_options(request), source.manifest)
     against_located, against_source = open_checkpoint(
         mapped, observer, allow_adapters=True, kept_scales=kept_scales
@@ -207,10 +190,10 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     check_checksum_file(against_source, against_located)
     settings = tuple(setting_differences(source, against_source))
     pair = comparable_sources(source, against_source, observer)
-    a = _collect_model(pair.source, pair.against)
-    b = _collect_model(pair.against, pair.source)
+    a = collect_model(pair.source, pair.against)
+    b = collect_model(pair.against, pair.source)
     result = _verify_pair(a, b, request, observer)
-    left_out = (*pair.left_out, *_unused_tensors(a, b), *_unused_tensors(b, a))
+    left_out = (*pair.left_out, *unused_tensors(a, b), *unused_tensors(b, a))
     is_equal = result.is_equal and not (request.strict and (settings or left_out))
     return replace(result, is_equal=is_equal, settings=settings, left_out=left_out)
 
@@ -232,59 +215,7 @@ def _against_options(request: _Request) -> CommonOptions:
     )
 
 
-def _collect_model(source: Source, other: Source | None = None) -> _VerifiedModel:
-    """Return the tensors to verify. Ignored tensors, such as buffers, are omitted.
-
-    Args:
-        source: The checkpoint.
-        other: The other checkpoint of a comparison. Tensors that `--drop` left out of it are ignored.
-    """
-    if source.family is ADAPTER_FAMILY:
-        return _collect_adapter(source)
-    if other is not None:
-        source = without_recorded_drops(source, other.manifest or NO_MANIFEST)
-    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
-    matched = [t for t in source.tensors if t.name in match.uses]
-    tensors = {t.name: t for t in (*matched, *source.tower_tensors, *source.state_tensors)}
-    vocab_tensors = frozenset(vocab_tensor_names(source, match))
-    return _VerifiedModel(
-        source,
-        match=match,
-        tensors=tensors,
-        labels=label_tensors(source, match.uses),
-        vocab_tensors=vocab_tensors,
-        true_vocab=source.vocabulary().true_size,
-    )
-
-
-def _unused_tensors(model: _VerifiedModel, other: _VerifiedModel) -> Iterator[LeftOutTensor]:
-    """Yield the tensors outside of the model, such as buffers, that the other checkpoint does not have."""
-    other_names = {tensor.name for tensor in other.source.tensors}
-    duplicates = {check.name for check in model.match.checks}
-    source = model.source
-    for tensor in model.match.dropped:
-        if tensor.name not in other_names | duplicates:
-            # Tensors that the source itself drops have their names in the file.
-            name = tensor.name
-            if tensor not in source.dropped:
-                name = source.names.display_name(name)
-            yield {"tensor": name, "checkpoint": source.display_name, "why": tensor.rule}
-
-
-def _collect_adapter(source: Source) -> _VerifiedModel:
-    """Return the tensors of an adapter. Their leaves and vocabulary are unknown without the base model."""
-    tensors = {tensor.name: tensor for tensor in source.tensors}
-    return _VerifiedModel(
-        source,
-        match=TensorMatch(uses={}, dropped=(), checks=(), is_tied=False),
-        tensors=tensors,
-        labels={name: TensorLabel("", name) for name in tensors},
-        vocab_tensors=frozenset(),
-        true_vocab=0,
-    )
-
-
-def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer) -> Verification:
+def _verify_digests(model: VerifiedModel, request: _Request, observer: Observer) -> Verification:
     """Compare with the digests of the manifest."""
     source = model.source
     tensors = [t for t in source.all_tensors if t.digests]
@@ -317,7 +248,7 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
 
 
 def _tie_findings(
-    model: _VerifiedModel, memory_nbytes: int, observer: Observer
+    model: VerifiedModel, memory_nbytes: int, observer: Observer
 ) -> Iterator[Finding]:
     """Yield tied heads with other values than the embedding, and other such duplicates."""
     tensors = {t.name: t for t in model.source.tensors}
@@ -338,7 +269,7 @@ def _tie_findings(
 
 
 def _verify_pair(
-    a: _VerifiedModel, b: _VerifiedModel, request: _Request, observer: Observer
+    a: VerifiedModel, b: VerifiedModel, request: _Request, observer: Observer
 ) -> Verification:
     """Compare two checkpoints of one family.
 
@@ -380,7 +311,7 @@ def _verify_pair(
 
 
 def _shape_findings(
-    a: _VerifiedModel, b: _VerifiedModel, *, has_tolerance: bool
+    a: VerifiedModel, b: VerifiedModel, *, has_tolerance: bool
 ) -> Iterator[Finding]:
     """Yield tensors missing in one checkpoint, and tensors of another dtype, shape or true vocabulary.
 
@@ -406,11 +337,6 @@ def _shape_findings(
                 )
 
 
-def _unpadded_rows(model: _VerifiedModel, tensor: SourceTensor) -> Range:
-    rows = tensor.shape[0] if tensor.shape else 1
-    return (0, model.true_vocab) if tensor.name in model.vocab_tensors else (0, rows)
-
-
 @dataclass(frozen=True, slots=True)
 class _ReadStreams:
     """Streams of a checkpoint, and the digests of their bytes."""
@@ -425,8 +351,8 @@ class _ReadStreams:
 
 
 def _value_findings(
-    a: _VerifiedModel,
-    b: _VerifiedModel,
+    a: VerifiedModel,
+    b: VerifiedModel,
     names: Sequence[str],
     *,
     memory_nbytes: int,
@@ -449,7 +375,7 @@ def _value_findings(
         for tensor in compared:
             scale = _missing_scale(model, other, tensor.name)
             streams.append(
-                written_stream(tensor, _unpadded_rows(model, tensor), tensor.dtype, scale)
+                written_stream(tensor, unpadded_rows(model, tensor), tensor.dtype, scale)
             )
         digests = stream_digests(
             model.source,
@@ -478,7 +404,7 @@ def _value_findings(
             read.check(memory_nbytes, observer.progress())
 
 
-def _missing_scale(model: _VerifiedModel, other: _VerifiedModel, name: str) -> LayoutScale | None:
+def _missing_scale(model: VerifiedModel, other: VerifiedModel, name: str) -> LayoutScale | None:
     """Return the scale of a tensor if only the other checkpoint stores it scaled, else None."""
     scale = stored_scale(other.source, name)
     if scale == stored_scale(model.source, name):
@@ -486,9 +412,9 @@ def _missing_scale(model: _VerifiedModel, other: _VerifiedModel, name: str) -> L
     return scale
 
 
-def _value_finding(a: _VerifiedModel, b: _VerifiedModel, name: str) -> Finding:
+def _value_finding(a: VerifiedModel, b: VerifiedModel, name: str) -> Finding:
     streams = [
-        _row_stream(model.tensors[name], _unpadded_rows(model, model.tensors[name]))
+        _row_stream(model.tensors[name], unpadded_rows(model, model.tensors[name]))
         for model in (a, b)
     ]
     difference = compare_streams(
@@ -501,8 +427,8 @@ def _value_finding(a: _VerifiedModel, b: _VerifiedModel, name: str) -> Finding:
 
 
 def _tensor_distances(
-    a: _VerifiedModel,
-    b: _VerifiedModel,
+    a: VerifiedModel,
+    b: VerifiedModel,
     names: Sequence[str],
     reads: Sequence[_ReadStreams],
     progress: Progress,
@@ -518,8 +444,8 @@ def _tensor_distances(
             open_blobs(b.source.byte_sources) as files_b,
         ):
             for name in names:
-                stream_a = _row_stream(a.tensors[name], _unpadded_rows(a, a.tensors[name]))
-                stream_b = _row_stream(b.tensors[name], _unpadded_rows(b, b.tensors[name]))
+                stream_a = _row_stream(a.tensors[name], unpadded_rows(a, a.tensors[name]))
+                stream_b = _row_stream(b.tensors[name], unpadded_rows(b, b.tensors[name]))
                 distance = measure_distance(files_a, stream_a, reader_b=files_b, stream_b=stream_b)
                 for read, stream, digest in zip(reads, (stream_a, stream_b), distance.digests):
                     read.streams.append(stream)
@@ -538,7 +464,7 @@ def _distance_fields(label: TensorLabel, distance: Distance) -> TensorDistance:
 
 
 def _padding_lines(
-    a: _VerifiedModel, b: _VerifiedModel, names: Sequence[str], *, memory_nbytes: int
+    a: VerifiedModel, b: VerifiedModel, names: Sequence[str], *, memory_nbytes: int
 ) -> Iterator[str]:
     """Describe the padding of the vocabulary in either checkpoint."""
     for name in names:
@@ -550,7 +476,7 @@ def _padding_lines(
                 yield f"same  {model.labels[name]} [0:{model.true_vocab}]; {rows}{' (zeros)' if is_zero else ''}"
 
 
-def _padding_is_zeros(model: _VerifiedModel, tensor: SourceTensor, memory_nbytes: int) -> bool:
+def _padding_is_zeros(model: VerifiedModel, tensor: SourceTensor, memory_nbytes: int) -> bool:
     rows = (model.true_vocab, tensor.shape[0])
     (digest,) = tensor_digests(
         model.source,
@@ -563,7 +489,7 @@ def _padding_is_zeros(model: _VerifiedModel, tensor: SourceTensor, memory_nbytes
     return digest == digest_of_zeros(_row_stream(tensor, rows).nbytes)
 
 
-def _padding_rows(*models: _VerifiedModel) -> int:
+def _padding_rows(*models: VerifiedModel) -> int:
     """Return the number of padding rows of the vocabulary's tensors."""
     return sum(
         model.tensors[name].shape[0] - model.true_vocab
@@ -577,13 +503,13 @@ def _row_stream(tensor: SourceTensor, rows: Range) -> Stream:
 
 
 def _make_verification(
-    model: _VerifiedModel, findings: Sequence[Finding], *, against: _VerifiedModel | None = None
+    model: VerifiedModel, findings: Sequence[Finding], *, against: VerifiedModel | None = None
 ) -> Verification:
     """Return the result of a comparison of values. Without `against` it covers padding."""
     padding_rows = 0 if against is None else _padding_rows(model, against)
     num_values = 0
     for tensor in model.tensors.values():
-        shape = tensor.shape if padding_rows == 0 else _unpadded_shape(model, tensor)
+        shape = tensor.shape if padding_rows == 0 else unpadded_shape(model, tensor)
         num_values += math.prod(shape)
     is_equal = not findings
     return Verification(
@@ -600,15 +526,10 @@ def _make_verification(
 
 
 def _quick_verification(
-    model: _VerifiedModel, checked: tuple[str, ...], *, against: _VerifiedModel | None = None
+    model: VerifiedModel, checked: tuple[str, ...], *, against: VerifiedModel | None = None
 ) -> Verification:
     """Return the result of a successful check without reading values."""
     return replace(_make_verification(model, (), against=against), values=None, checked=checked)
-
-
-def _unpadded_shape(model: _VerifiedModel, tensor: SourceTensor) -> tuple[int, ...]:
-    """Return the shape of a tensor without padding rows."""
-    return (_unpadded_rows(model, tensor)[1], *tensor.shape[1:])
 
 
 def _finding_fields(finding: Finding) -> TensorDifference:

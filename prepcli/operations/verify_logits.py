@@ -45,9 +45,9 @@ from prepcli.operations.open_params import open_params
 from prepcli.operations.operation import public
 from prepcli.operations.options import SourceOptions
 from prepcli.operations.prompts import read_prompts
-from prepcli.operations.results import LogitComparison, PromptComparison
 from prepcli.operations.source_line import source_line
 from prepcli.operations.token_ids import MAX_ID_DIGITS, split_token_ids
+from prepcli.operations.verification_results import LogitComparison, PromptComparison
 from prepcli.option_spec import PathLike
 from prepcli.restore.params import OpenedModel
 

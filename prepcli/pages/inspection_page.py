@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from prepcli.console.formatting import count_text, format_bytes
-from prepcli.inspection.contents import TensorEntry
+from prepcli.inspection.checkpoint_contents import TensorEntry
 from prepcli.inspection.logical_leaves import LogicalLeaf
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_rows
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map

@@ -14,11 +14,7 @@ from prepcli.console.tables import wrap_line
 from prepcli.console.ui import Cell, Report, Ui, format_table
 from prepcli.errors import PrepError
 from prepcli.formats.levanter import is_levanter_checkpoint
-from prepcli.inspection.contents import (
-    AdapterSummary,
-    CheckpointContents,
-    TensorEntry,
-)
+from prepcli.inspection.checkpoint_contents import AdapterSummary, CheckpointContents, TensorEntry
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_fields, tree_rows
 from prepcli.inspection.parameter_count import missing_parameter, nbytes_below
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map, summarize_sharding

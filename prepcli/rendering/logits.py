@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from prepcli.console.ui import Report, format_table
 from prepcli.errors import PrepError
-from prepcli.operations.results import LogitComparison
+from prepcli.operations.verification_results import LogitComparison
 
 HEADER = ("prompt", "KL mean", "KL max", "top 1", "top 5", "logits", "parts at")
 

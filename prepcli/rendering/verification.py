@@ -11,7 +11,11 @@ from prepcli.console.lists import MAX_NAMES
 from prepcli.console.observer import LEAVES
 from prepcli.console.ui import Report, Ui, format_table
 from prepcli.errors import Option, PrepError, text
-from prepcli.operations.results import SettingDifference, TensorDifference, Verification
+from prepcli.operations.verification_results import (
+    SettingDifference,
+    TensorDifference,
+    Verification,
+)
 from prepcli.sources.tensor_labels import TensorLabel
 
 # A template or a list of a setting may have any length.

@@ -93,9 +93,7 @@ def open_source(
             drop=drop,
         )
         source = _read_headers(located, hints)
-        _report_unindexed(source, located)
-        for note in (*source.notes, *_wrapper_note(source)):
-            located.access.note(note)
+        _report_reading(source, located)
         if layout is not None:
             _check_layout_is_used(source, located, layout, is_requested=hints.verbatim is True)
         if training_state:
@@ -255,12 +253,13 @@ def _with_omitted(source: Source, local_files: LocalFiles) -> Source:
     return replace(source, omitted=tuple(omitted))
 
 
-def _wrapper_note(source: Source) -> list[str]:
-    """Return a note about the prefix that is taken off all tensor names, if there is one."""
-    prefix = source.names.wrapper_prefix
-    if not prefix:
-        return []
-    return [f"the prefix {quote_name(prefix)} of all tensors is taken off"]
+def _report_reading(source: Source, located: LocatedCheckpoint) -> None:
+    """Note what is ignored and taken off of the files. Raise PrepError for ignored tensors if the access is strict."""
+    _report_unindexed(source, located)
+    for note in source.notes:
+        located.access.note(note)
+    if prefix := source.names.wrapper_prefix:
+        located.access.note(f"the prefix {quote_name(prefix)} of all tensors is taken off")
 
 
 def _report_unindexed(source: Source, located: LocatedCheckpoint) -> None:

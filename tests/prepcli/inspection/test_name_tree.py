@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.inspection.contents import TensorEntry
+from prepcli.inspection.checkpoint_contents import TensorEntry
 from prepcli.inspection.name_tree import TreeNode, build_tree, tree_fields, tree_rows
 
 

@@ -18,7 +18,8 @@ from prepcli.engine.files import ByteArray
 from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta
 from prepcli.formats.safetensors import DTYPE_CODES
 from prepcli.inspection import tensor_stats as module
-from prepcli.inspection.contents import CheckpointContents, TensorEntry, read_contents
+from prepcli.inspection.checkpoint_contents import CheckpointContents, TensorEntry
+from prepcli.inspection.contents import read_contents
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.planning.strided_copies import StridedCopy
 from prepcli.sources.locate import locate

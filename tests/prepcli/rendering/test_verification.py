@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from prepcli.console.observer import LEAVES, NORMAL
 from prepcli.console.ui import Ui
-from prepcli.operations.results import Verification
+from prepcli.operations.verification_results import Verification
 from prepcli.rendering.verification import verification_report
 
 EQUAL = Verification(

@@ -257,7 +257,7 @@ def with_scores(processor: Any, scores: dict[str, float]) -> Any:
 def test_independent_tokens_of_one_score_are_converted():
     processor = train()
     # No character ends one of these tokens and begins another.
-    scores = dict.fromkeys(("he", "ab", "ow", "ck"), 1.0)
+    scores: dict[str, float] = dict.fromkeys(("he", "ab", "ow", "ck"), 1.0)
     processor = with_scores(processor, scores)
     tokenizer = convert(processor)
     rng = np.random.default_rng(0)

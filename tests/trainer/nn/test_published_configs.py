@@ -18,6 +18,7 @@ from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import LIVE
 from trainer.models.errors import PrepError
+from trainer.models.json_types import JsonValue
 from trainer.models.registry import FAMILIES, family_of
 
 lazy_module("torch")
@@ -94,7 +95,7 @@ def test_published_config_has_the_plain_architecture(name: str):
 
 
 @pytest.mark.parametrize("pattern", ["", "LLX", "llg", None, 0, True, [4]])
-def test_invalid_window_patterns_are_errors(pattern: object):
+def test_invalid_window_patterns_are_errors(pattern: JsonValue):
     for config in (EXAONE4, EXAONE_MOE):
         with pytest.raises(PrepError, match="sliding_window_pattern"):
             family_of(config).arch_config(config | {"sliding_window_pattern": pattern})
