@@ -97,8 +97,11 @@ class TensorNames:
 
     def stored_name(self, bare: str) -> str:
         """Return a tensor's name as the source spells it."""
-        name = bare if bare in self.unprefixed_names else self.full_name(bare)
-        return self.wrapper_prefix + name
+        return self.wrapper_prefix + self.unwrapped_name(bare)
+
+    def unwrapped_name(self, bare: str) -> str:
+        """Return a tensor's name as the source spells it, without the prefix of a wrapper."""
+        return bare if bare in self.unprefixed_names else self.full_name(bare)
 
     def display_name(self, bare: str) -> str:
         """Return a tensor's name for messages: as the source spells it, with unprintable characters escaped."""

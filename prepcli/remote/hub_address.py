@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 RepoType = Literal["model", "dataset", "space"]
 
@@ -62,9 +62,11 @@ def parse_hub_address(text: str) -> HubAddress | None:
     if scheme == "hf":
         match = _FILE_SYSTEM.fullmatch(rest)
     elif scheme in ("http", "https"):
-        url = urlsplit(text)
-        if url.netloc in _HOSTS or url.netloc == urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc:
-            match = _PAGE.fullmatch(url.path.strip("/"))
+        # The address may be malformed: the text is any word of the user.
+        host, _, path = rest.partition("/")
+        endpoint = os.environ.get("HF_ENDPOINT", "").rpartition("//")[2].rstrip("/")
+        if host and host in {*_HOSTS, endpoint}:
+            match = _PAGE.fullmatch(path.partition("?")[0].strip("/"))
     if match is None:
         return None
     revision = match["revision"]

@@ -61,15 +61,14 @@ def split_towers(source: Source, drop: Sequence[str] = ()) -> Source:
         part = find_text_part(source.config, (tensor.name for tensor in source.tensors), drop)
         if part is None:
             return source
-        text_part = replace(
-            source, family=part.family, config=part.config, names=TensorNames(part.family)
-        )
+        names = TensorNames(part.family, wrapper_prefix=source.names.wrapper_prefix)
+        text_part = replace(source, family=part.family, config=part.config, names=names)
         return _with_parameters(source, text_part, part.names)
-    names = {tensor.name for tensor in source.tensors}
-    prediction = prediction_names(source.family, source.config, names)
+    stored = {tensor.name for tensor in source.tensors}
+    prediction = prediction_names(source.family, source.config, stored)
     if not prediction:
         return source
-    parameters = {source.names.stored_name(name) for name in names - prediction}
+    parameters = {source.names.unwrapped_name(name) for name in stored - prediction}
     return _with_parameters(source, source, parameters)
 
 
@@ -79,13 +78,13 @@ def _with_parameters(source: Source, model: Source, parameters: Collection[str])
     Args:
         source: The source.
         model: It has the family, the config and the names of the parameters.
-        parameters: Names of the parameters in the file.
+        parameters: Names of the parameters in the file, without the prefix of a wrapper.
     """
     kept: list[tuple[SourceTensor, str]] = []
     towers: list[tuple[SourceTensor, str]] = []
     file_names = source.tensor_file_names or ("",) * len(source.tensors)
     for tensor, file_name in zip(source.tensors, file_names, strict=True):
-        name = source.names.stored_name(tensor.name)
+        name = source.names.unwrapped_name(tensor.name)
         if name in parameters:
             kept.append((replace(tensor, name=model.names.bare_name(name)), file_name))
         else:
