@@ -32,6 +32,7 @@ from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import CONFIG, HF_FOLDER, Source, SourceTensor
 from trainer.models.boxes import Range
 from trainer.models.json_types import HFConfig
+from trainer.models.prediction import PREDICTION_FIELDS
 
 DTYPE_KEY = "dtype"
 # Its name before version 5 of transformers.
@@ -50,6 +51,7 @@ WRITTEN_CONFIG_KEYS: dict[str, set[str]] = {
     "--true-vocab": VOCABULARY_KEYS,
     "--dtype": {DTYPE_KEY},
     "--quantized": {QUANTIZATION_KEY},
+    "--text-only": {*PREDICTION_FIELDS},
 }
 # Keys that a recipe may change.
 RECIPE_CONFIG_KEYS = {

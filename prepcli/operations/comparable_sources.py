@@ -14,7 +14,7 @@ from prepcli.operations.verification_results import LeftOutTensor
 from prepcli.planning.state_names import split_name
 from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.model_family import as_verbatim
-from prepcli.sources.multimodal import TEXT_ONLY_RULE, towers_title
+from prepcli.sources.multimodal import TEXT_ONLY_RULE, towers_title, without_towers
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.sources.stored_forms import in_one_form, with_family
@@ -66,7 +66,7 @@ def comparable_sources(
     for one, other in ((source, against_source), (against_source, source)):
         towers = _left_out_towers(one, other, observer)
         left_out += towers
-        pair.append(replace(one, tower_tensors=()) if towers else one)
+        pair.append(without_towers(one) if towers else one)
     if source.family.name == against_source.family.name:
         pair = [*_with_equal_parameters(pair[0], pair[1])]
     return ComparableSources(pair[0], pair[1], tuple(left_out))

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from prepcli.console.observer import Observer
 from prepcli.engine.blobs import open_blobs
+from prepcli.engine.budget import MIN_MEMORY_NBYTES
 from prepcli.formats.again_hint import again_hint
 from prepcli.inspection.checkpoint_contents import CheckpointContents, TensorEntry
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
@@ -48,7 +49,14 @@ def check_values(
     tensors = source.all_tensors
     if names is not None:
         tensors = _named_tensors(source, names)
-    check_tensors(source, tensors, observer.progress(), again_hint(located.manifest))
+    check_tensors(
+        source,
+        tensors,
+        observer.progress(),
+        again_hint(located.manifest),
+        # `inspect` has no option for memory.
+        memory_nbytes=MIN_MEMORY_NBYTES,
+    )
 
 
 def _named_tensors(source: Source, names: Collection[str]) -> Sequence[SourceTensor]:

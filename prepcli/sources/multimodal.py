@@ -126,14 +126,21 @@ def towers_entry(source: Source) -> ManifestFields:
     return {TOWERS_KEY: entry}
 
 
+def without_towers(source: Source) -> Source:
+    """Return a source without its towers."""
+    file_names = source.tensor_file_names[: len(source.tensors)]
+    return replace(source, tower_tensors=(), tensor_file_names=file_names)
+
+
 def text_model(source: Source) -> Source:
     """Return the parameters of a source with towers as a separate model, as its class in transformers reads it.
 
     Its config states no multi-token prediction.
     """
     source = without_transposed_tensors(source)
-    family = FAMILIES[source.family.name]
     nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)
+    source = without_towers(source)
+    family = FAMILIES[source.family.name]
     # A training step has no towers to drop. The entry then states that the output is complete without them.
     dropped = DroppedTensor(TOWERS, nbytes, TEXT_ONLY_RULE)
     return replace(
@@ -141,12 +148,10 @@ def text_model(source: Source) -> Source:
         family=family,
         config=without_prediction(source.config),
         names=replace(source.names, family=family),
-        tensor_file_names=source.tensor_file_names[: len(source.tensors)],
         small_files=tuple(f for f in source.small_files if f.name not in PROCESSOR_FILES),
         extra_entries=(*source.extra_entries, dropped),
         config_path=None,
         wrapper=None,
-        tower_tensors=(),
     )
 
 

@@ -322,7 +322,7 @@ def test_scale_of_another_layout_is_not_accepted():
         manifest["tensors"][name]["digests"][0][2] = digest
         record = {"sqrt": 4, "significant": "", "digest": digest, "lost": 1}
         manifest["scales"] = {name: record}
-        manifest["leaves"] = {"a": {"shape": [1], "dtype": "float32"}}
+        manifest["leaves"] = {"a": {"shape": [1], "dtype": "float32", "chunk": [1]}}
     assert not prep.verify("out", "./model")
     chain = prep.verify_chain("out", allow_unproven=True)
     assert chain.broken_link is not None
