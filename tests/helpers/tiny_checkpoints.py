@@ -97,7 +97,7 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": DEEPSEEK | LATENT,
     "deepseek_v3": DEEPSEEK | LATENT,
     "glm4_moe": DEEPSEEK | {"num_key_value_heads": 2, "head_dim": 16},
-    "glm4_moe_lite": DEEPSEEK | LATENT | {"first_k_dense_replace": 0},
+    "glm4_moe_lite": DEEPSEEK | LATENT,
     "dots1": DEEPSEEK | {"num_key_value_heads": 2, "head_dim": 16},
     "ernie4_5_moe": SMALL | {
         "num_key_value_heads": 2, "moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 24,

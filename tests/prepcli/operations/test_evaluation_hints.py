@@ -46,7 +46,7 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["llama", "--data", "a.jsonl", "--set", "data.noise_density=0.3"],
             "`--set data.objective=span_corruption`",
         ),
-        (["llama", "--data", "a.jsonl", "--fields", "body"], "`--fields COLUMN`"),
+        (["llama", "--data", "a.jsonl", "--fields", "body"], "`--fields text`"),
         (["llama", "--data", "a.txt", "--fields", "body"], "`--type` sets the type of the files"),
         (["llama", "--data", "a.txt", "--type", "text", "--fields", "body"], "`--type json`"),
         (["llama", "--data", "a.txt", "--type", "foo"], "`--type text`"),
@@ -80,7 +80,7 @@ def test_each_of_several_errors_names_options(capsys: pytest.CaptureFixture[str]
 def test_hints_of_evaluate_name_its_arguments():
     with pytest.raises(prep.PrepError) as raised:
         prep.evaluate("llama", "a.jsonl", fields="body")
-    assert raised.value.hint == '`fields="COLUMN"`'
+    assert raised.value.hint == '`fields="text"`'
     with pytest.raises(prep.PrepError) as raised:
         prep.evaluate("t5", "a.jsonl", fields="[prompt], text")
     assert raised.value.hint == '`overrides="data.source_length=512"`'
