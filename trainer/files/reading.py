@@ -58,16 +58,18 @@ def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
 
 
 def read_file_or_pipe(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
-    """Read a small file that the user names, or a pipe, such as the `<(...)` of a shell.
+    """Read a small file that the user names, or the pipe of a shell's `<(...)`.
 
     Raises:
-        PrepError: The file or the content of the pipe is larger than `max_nbytes`, or the path is a folder, device or
-            socket.
+        PrepError: The file or the content of the pipe is larger than `max_nbytes`, or the path is a folder, device,
+            socket or named pipe.
         OSError: The system refuses to read it.
     """
-    if not path.is_fifo():
+    # A shell passes an open descriptor, e.g. /dev/fd/63. A named pipe without a writer would never open.
+    is_descriptor = os.path.realpath(path).startswith("/proc/")
+    if not (path.is_fifo() and is_descriptor):
         return read_regular_file(path, max_nbytes)
-    # The open and the read wait for the writer, as every reader of a pipe does.
+    # The read waits for the writer, as every reader of a pipe does.
     with path.open("rb") as pipe:
         content = pipe.read(max_nbytes + 1)
     if len(content) > max_nbytes:
