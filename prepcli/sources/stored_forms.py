@@ -135,6 +135,8 @@ def _views(
     """
     tensors = {tensor.name: tensor for tensor in stored}
     views: dict[str, SourceTensor] = {}
+    # The stored tensors that a view is made from. Their digests are checked in place of its own.
+    parts: dict[str, dict[str, SourceTensor]] = {}
     replaced: set[str] = set()
     for row in rows:
         for target, source_name, indices in row.pairs():
@@ -146,7 +148,15 @@ def _views(
             replaced.add(tensor.name)
             name = qualify(slot, target)
             placement = (*views[name].placement, location) if name in views else (location,)
-            views[name] = SourceTensor(name, tensor.dtype, row.target.source_shape, placement)
+            view_parts = parts.setdefault(name, {})
+            view_parts.update((part.name, part) for part in tensor.stored)
+            views[name] = SourceTensor(
+                name,
+                tensor.dtype,
+                row.target.source_shape,
+                placement,
+                made_from=tuple(view_parts.values()),
+            )
     kept = [tensor for tensor in stored if tensor.name not in replaced]
     return tuple(sorted((*kept, *views.values()), key=file_position))
 

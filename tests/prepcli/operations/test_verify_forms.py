@@ -93,6 +93,27 @@ def test_changed_element_of_an_expert_is_named(family: str):
         assert difference.get("count") == 1
 
 
+def test_equal_damage_in_two_forms_is_found():
+    """The values of both sides are equal, but one side is an output whose manifest has another digest."""
+    fused = write_forms("qwen3_moe")
+    run_ok("export", "fused-init", "--out", "exported")
+    name = next(name for name in fused if name.endswith("experts.gate_up_proj"))
+    changed = fused[name].copy()
+    changed[1, 1, 2] += 1
+    path = next(Path("exported").glob("*.safetensors"))
+    old, new = (values[1, :4].tobytes() for values in (fused[name], changed))
+    data = path.read_bytes()
+    assert data.count(old) == 1
+    path.write_bytes(data.replace(old, new))
+    tensors = fused | {name: changed}
+    write_checkpoint(Path("fused-changed"), GOLDEN["qwen3_moe"], tensors)
+    run_ok("save-init", "./fused-changed", "--no-verbatim", "--out", "changed-init")
+    run_ok("export", "changed-init", "--out", "exported-changed")
+    for other in ("./fused-changed", "exported-changed", "changed-init"):
+        with pytest.raises(prep.DamagedError, match="is damaged"):
+            prep.verify("exported", other)
+
+
 @pytest.mark.parametrize("is_equal", [True, False])
 def test_untied_output_equals_its_source(is_equal: bool):
     """The config ties the head, and the file has one: `--untie` keeps it as a parameter."""
