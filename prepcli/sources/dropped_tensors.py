@@ -69,10 +69,13 @@ def without_recorded_drops(source: Source, output: Manifest) -> Source:
     if not recorded:
         return source
     needed = _needed_names(source)
+    wrapper = source.names.wrapper_prefix
     dropped: dict[str, DroppedTensor] = {}
     for tensor in (*source.tensors, *source.tower_tensors):
         name = source.stored_name(tensor)
-        if tensor.name not in needed and not recorded.isdisjoint((name, tensor.name)):
+        # A verbatim output has the prefix of a wrapper in its names.
+        spellings = (name, tensor.name, wrapper + name)
+        if tensor.name not in needed and not recorded.isdisjoint(spellings):
             dropped[tensor.name] = DroppedTensor(name, tensor.nbytes, DROP_RULE)
     return _without(source, dropped)
 
