@@ -44,7 +44,7 @@ class ChatBuilder:
         self._settings = settings
         self._template = template
         self._renderer = _load_renderer(template)
-        self._bos_text = dict(template.special_tokens).get("bos_token", "")
+        self._bos_text = template.bos_text
         self.max_extra_token_id = largest_added_id(settings)
 
     def build(self, piece: DataPiece) -> Example:
