@@ -26,7 +26,7 @@ from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_towers
 from prepcli.sources.remote_blobs import with_remote_blobs
-from prepcli.sources.side_files import unread_weights
+from prepcli.sources.side_files import check_patterns, unread_weights
 from prepcli.sources.source import Source, check_headers
 from prepcli.sources.source_hints import CONFIG, KeptScales, SourceHints
 from prepcli.sources.unindexed import UNINDEXED_RULE
@@ -70,6 +70,7 @@ def open_source(
         drop: Patterns of tensors that may lie among those of a text part. They stay in the source.
 
     Raises:
+        UsageError: A pattern of `copied_files` matches no side file.
         PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim
             and excluded.
     """
@@ -93,6 +94,7 @@ def open_source(
             drop=drop,
         )
         source = _read_headers(located, hints)
+        check_patterns(copied_files, source.small_files, display_name)
         _report_reading(source, located)
         if layout is not None:
             _check_layout_is_used(source, located, layout, is_requested=hints.verbatim is True)
