@@ -39,12 +39,12 @@ def drop_tensors(source: Source, patterns: Sequence[str]) -> Source:
         if tensor.name in needed:
             continue
         name = source.stored_name(tensor)
-        effective = _matching(name, source, patterns)
+        effective = matching_drops(name, source, patterns)
         if effective:
             matching.update(effective)
             dropped[tensor.name] = DroppedTensor(name, tensor.nbytes, DROP_RULE)
     for name in unindexed_names(source.extra_entries):
-        matching.update(_matching(name, source, patterns))
+        matching.update(matching_drops(name, source, patterns))
     for pattern in patterns:
         if pattern not in matching:
             what = text("{} drops nothing of {}", Option("drop", pattern), source.display_name)
@@ -57,8 +57,8 @@ def drop_tensors(source: Source, patterns: Sequence[str]) -> Source:
     return _without(source, dropped)
 
 
-def _matching(name: str, source: Source, patterns: Sequence[str]) -> list[str]:
-    """Return the patterns that match the name of a tensor of a source."""
+def matching_drops(name: str, source: Source, patterns: Sequence[str]) -> list[str]:
+    """Return the patterns of `--drop` that match the name of a tensor of a source."""
     wrapper = source.names.wrapper_prefix
     return matching_patterns(name, source.family.prefix, patterns, wrapper=wrapper)
 
