@@ -161,3 +161,57 @@ def test_repeated_signal_at_the_exit_changes_nothing(number: signal.Signals, cod
     process.send_signal(number)
     _, err = process.communicate("\n", timeout=MAX_S)
     assert (process.returncode, err) == (code, "")
+
+
+# Ctrl-C in a call of Python: while a function is compiled, or between two batches.
+CALL_IN_PYTHON = """
+import os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import jax
+import prepcli as prep
+import trainer.training.evaluation as module
+
+compile_lowered, evaluate_batches = jax.stages.Lowered.compile, module.eval_batches
+
+def interrupt_compilation(lowered, *arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    assert has_returned.wait(120)
+    return compile_lowered(lowered, *arguments)
+
+def interrupt_batches(*arguments, **options):
+    for batch in evaluate_batches(*arguments, **options):
+        print("batch", flush=True)
+        yield batch
+        os.kill(os.getpid(), signal.SIGINT)
+
+has_returned = threading.Event()
+if sys.argv[2] == "compile":
+    jax.stages.Lowered.compile = interrupt_compilation
+else:
+    module.eval_batches = interrupt_batches
+try:
+    if sys.argv[1] == "generate":
+        prep.generate("tiny", tokens=[[1, 2]], max_new_tokens=2)
+    else:
+        prep.evaluate("tiny", "text.txt", seq_length=16, batch_size=1)
+except KeyboardInterrupt:
+    has_returned.set()
+    print("interrupted", flush=True)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "moment", "out"),
+    [
+        ("evaluate", "compile", "interrupted\n"),
+        ("evaluate", "batch", "batch\ninterrupted\n"),
+        ("generate", "compile", "interrupted\n"),
+    ],
+)
+def test_ctrl_c_ends_a_call_in_python(work_dir: Path, function: str, moment: str, out: str):
+    """The work ends with the call, and the process with its own exit code."""
+    words = [sys.executable, "-c", CALL_IN_PYTHON, function, moment]
+    process = subprocess.run(words, capture_output=True, text=True, timeout=MAX_S, check=False)
+    assert (process.returncode, process.stdout) == (3, out), process.stderr
+    assert not process.stderr
