@@ -381,6 +381,7 @@ def _load_harness_methods(
 ) -> HarnessMethods:
     """Load the parameters and the tokenizer, and prepare the evaluation step."""
     from trainer.data.tokenizer import load_tokenizer
+    from trainer.distributed.compiled_function import CompiledFunction
     from trainer.generation.decode import inference_dtype
     from trainer.nn.model_spec import ForwardConfig
     from trainer.training.evaluation import jit_fast_row_eval_step, jit_row_eval_step
@@ -396,7 +397,7 @@ def _load_harness_methods(
         params=opened.load(lambda path: inference_dtype(path, dtype)),
         opened=opened,
         forward_config=forward_config,
-        eval_step=jit_step(model, forward_config),
+        eval_step=CompiledFunction(jit_step(model, forward_config)),
         tokenizer=text_tokenizer,
         eos_ids=defaults.eos_token_ids,
         rules=defaults.rules,
