@@ -18,6 +18,7 @@ from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps
 from prepcli.sources.unindexed import unindexed_names
 from trainer.models.name_patterns import matching_patterns
+from trainer.models.prediction import prediction_names, without_prediction
 
 
 def drop_tensors(source: Source, patterns: Sequence[str]) -> Source:
@@ -93,7 +94,10 @@ def _needed_names(source: Source) -> set[str]:
 
 
 def _without(source: Source, dropped: dict[str, DroppedTensor]) -> Source:
-    """Return a source without tensors. Their files still belong to it."""
+    """Return a source without tensors. Their files still belong to it.
+
+    The config states no multi-token prediction if all of its tensors are dropped.
+    """
 
     def kept(tensors: tuple[SourceTensor, ...]) -> tuple[SourceTensor, ...]:
         return tuple(tensor for tensor in tensors if tensor.name not in dropped)
@@ -113,4 +117,14 @@ def _without(source: Source, dropped: dict[str, DroppedTensor]) -> Source:
     )
     if source.family.is_verbatim:
         return as_verbatim(rest)
+    if _has_prediction(source) and not _has_prediction(rest):
+        rest = replace(rest, config=without_prediction(source.config))
+    if not rest.tower_tensors and not rest.is_multimodal:
+        rest = replace(rest, wrapper=None)
     return rest
+
+
+def _has_prediction(source: Source) -> bool:
+    """Return whether a source of a family has tensors of multi-token prediction."""
+    names = [source.names.bare_name(source.file_name(tensor)) for tensor in source.tower_tensors]
+    return bool(prediction_names(source.family, source.config, names))
