@@ -493,6 +493,11 @@ def _mismatch_error(
         "wrong shape": mismatches.wrong_shape,
     }
     kinds = {title: tensors for title, tensors in titles.items() if tensors}
+    prefix = _partial_wrapper(mismatches.unexpected)
+    if prefix and mismatches.missing:
+        what = f"{source_name} does not match family {family.name}"
+        why = f"some names begin with `{prefix}`, the prefix of a wrapper, and others do not"
+        return PrepError(what, why, "save the tensors with the prefix on all names, or on none")
     if len(kinds) > 1:
         # Up to three lists, of three lines each at 80 columns.
         max_chars = MAX_CHARS // 2
@@ -523,6 +528,15 @@ def _mismatch_error(
         hint = _BIAS_HINT
     what = f"{count} {verb} not part of family {family.name}"
     return PrepError(what, join_names(tensors), hint)
+
+
+def _partial_wrapper(unexpected: Sequence[str]) -> str:
+    """Return the prefix of a known wrapper on unexpected names, e.g. `_orig_mod.`, or "" if none has one."""
+    for name in unexpected:
+        first = name.partition(".")[0]
+        if first in WRAPPERS:
+            return f"{first}."
+    return ""
 
 
 _MISMATCH_HINT = "check that config.json and the weights belong to the same model"

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from prepcli.cli.main import main
 from tests.helpers.quantized_folders import make_quantized
-from tests.helpers.run_cli import exported_tensors, run_ok
+from tests.helpers.run_cli import exported_tensors, run_failing, run_ok
 from tests.helpers.stored_tensors import write_safetensors
 from tests.helpers.tiny_checkpoints import LLAMA, assert_same, make_checkpoint, read_tensors
 from tests.helpers.towers import write_model
@@ -100,3 +100,16 @@ def test_drop_of_a_wrapped_multimodal_model(pattern: str) -> None:
     names = write_wrapped_model("model.language_model.layers.0.self_attn.k_scale")
     run_ok("save-init", "./w", "--drop", pattern, "--out", "init")
     assert exported_tensors("init").keys() == names
+
+
+def test_partly_wrapped_names_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = make_checkpoint(Path("m"), LLAMA)
+    Path("w").mkdir()
+    shutil.copy("m/config.json", "w")
+    prefixed: dict[str, np.ndarray] = {}
+    for name, value in tensors.items():
+        prefixed[name if name == "lm_head.weight" else PREFIX + name] = value
+    save_file(prefixed, "w/model.safetensors")
+    error = run_failing(capsys, 1, "save-init", "./w", "--out", "init")
+    assert "some names begin with `_orig_mod.`" in error
+    assert "config.json and the weights" not in error
