@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy as safetensors_numpy
 
 import prepcli as prep
 from prepcli.cli.main import main
@@ -91,6 +92,18 @@ def test_prediction_layers_return_in_an_export(name: str):
         run_ok("verify", checkpoint)
         run_ok("verify", checkpoint, "./m")
     assert dropped_names("hf") == []
+
+
+def test_prediction_layers_of_a_wrapped_model_have_no_prefix():
+    tensors = write_model(*CASES["qwen3_next"])
+    ignored = shutil.ignore_patterns("*.safetensors", "*.index.json")
+    shutil.copytree("m", "w", ignore=ignored)
+    wrapped = {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}
+    Path("w/model.safetensors").write_bytes(safetensors_numpy.save(wrapped))
+    run_ok("save-init", "./w", "--out", "init")
+    run_ok("export", "init", "--out", "hf")
+    check_tensors("hf", tensors)
+    run_ok("verify", "init", "./w")
 
 
 @pytest.mark.parametrize("name", slow_except(list(CASES), ["glm4_moe"]))
