@@ -7,6 +7,7 @@ towers.
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from prepcli.formats.manifest import Manifest
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.tensor_match import DROP_RULE, tensor_uses
 from prepcli.sources.model_family import as_verbatim
+from prepcli.sources.multimodal import split_towers
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps
 from prepcli.sources.unindexed import unindexed_names
 from trainer.models.name_patterns import matching_patterns
@@ -66,9 +68,10 @@ def matching_drops(name: str, source: Source, patterns: Sequence[str]) -> list[s
 
 def without_recorded_drops(source: Source, output: Manifest) -> Source:
     """Return a source without the tensors that the manifest of an output of it records as dropped by `--drop`."""
-    recorded = {entry.get("name") for entry in output.dropped if entry.get("rule") == DROP_RULE}
+    recorded = _recorded_names(output)
     if not recorded:
         return source
+    source = with_recorded_text_part(source, output)
     needed = _needed_names(source)
     wrapper = source.names.wrapper_prefix
     dropped: dict[str, DroppedTensor] = {}
@@ -79,6 +82,30 @@ def without_recorded_drops(source: Source, output: Manifest) -> Source:
         if tensor.name not in needed and not recorded.isdisjoint(spellings):
             dropped[tensor.name] = DroppedTensor(name, tensor.nbytes, DROP_RULE)
     return _without(source, dropped)
+
+
+def with_recorded_text_part(source: Source, output: Manifest) -> Source:
+    """Return a multimodal source with the text part that its output has, although it has further tensors.
+
+    A text part with tensors outside of its family is found only if `--drop` removes them. The manifest of the output
+    records their names. Any other source is returned unchanged.
+    """
+    recorded = _recorded_names(output)
+    if not recorded or not source.family.is_verbatim:
+        return source
+    wrapper = source.names.wrapper_prefix
+    patterns = [glob.escape(name.removeprefix(wrapper)) for name in sorted(recorded)]
+    return split_towers(source, patterns)
+
+
+def _recorded_names(output: Manifest) -> set[str]:
+    """Return the names of the tensors that a manifest records as dropped by `--drop`."""
+    names: set[str] = set()
+    for entry in output.dropped:
+        name = entry.get("name")
+        if entry.get("rule") == DROP_RULE and isinstance(name, str):
+            names.add(name)
+    return names
 
 
 def _needed_names(source: Source) -> set[str]:
@@ -113,7 +140,7 @@ def _without(source: Source, dropped: dict[str, DroppedTensor]) -> Source:
         tensors=kept(source.tensors),
         tower_tensors=kept(source.tower_tensors),
         tensor_file_names=tuple(file_names),
-        dropped=tuple(dropped.values()),
+        dropped=(*source.dropped, *dropped.values()),
     )
     if source.family.is_verbatim:
         return as_verbatim(rest)

@@ -21,7 +21,7 @@ from prepcli.sources.transposed_tensors import without_transposed_tensors
 from trainer.models.json_types import HFConfig
 from trainer.models.prediction import prediction_names, without_prediction
 from trainer.models.registry import FAMILIES
-from trainer.models.text_part import TextPart, read_text_part, uses_mrope
+from trainer.models.text_part import TextPart, read_text_part, text_section, uses_mrope
 
 # Formats of files with the names of transformers.
 MULTIMODAL_KINDS = ("safetensors", "torch", "dcp")
@@ -46,6 +46,22 @@ def find_text_part(
         return read_text_part(config, frozenset(names), drop)
     except PrepError:
         return None
+
+
+def text_part_fault(source: Source, drop: Sequence[str] = ()) -> str:
+    """Return why a multimodal checkpoint is read under the names in its files. Empty for any other source.
+
+    Args:
+        source: The opened source.
+        drop: Patterns of tensors that may lie among those of the text part.
+    """
+    if not source.family.is_verbatim or text_section(source.config) is None:
+        return ""
+    try:
+        read_text_part(source.config, {tensor.name for tensor in source.tensors}, drop)
+    except PrepError as error:
+        return str(error.why)
+    return ""
 
 
 def split_towers(source: Source, drop: Sequence[str] = ()) -> Source:
