@@ -27,7 +27,7 @@ from trainer.files.tokenizer_names import (
 from trainer.models.architecture import canonical_activation
 from trainer.models.json_types import HFConfig, JsonObject, JsonValue
 from trainer.models.parameters import Family
-from trainer.models.prediction import PREDICTION_FIELDS
+from trainer.models.prediction import EARLIER_RULES, PREDICTION_FIELDS
 from trainer.models.text_part import SHARED_FIELDS, TIED_FIELD, text_section
 from trainer.models.verbatim import verbatim_family
 
@@ -85,7 +85,8 @@ def _config_differences(source: Source, other: Source) -> Iterator[SettingDiffer
     rules = [entry.get("rule") for one in pair for entry in (one.manifest or NO_MANIFEST).dropped]
     has_verbatim = any(one.family.is_verbatim for one in pair)
     # A verbatim output has the config of its source, whatever `--drop` removed.
-    if TEXT_ONLY_RULE in rules or (has_verbatim and DROP_RULE in rules):
+    keeps_fields = not EARLIER_RULES.isdisjoint(rules) or (has_verbatim and DROP_RULE in rules)
+    if TEXT_ONLY_RULE in rules or keeps_fields:
         ignored.update(PREDICTION_FIELDS)
     has_multimodal = any(one.is_multimodal for one in pair)
     family = verbatim_family({}) if has_verbatim and has_multimodal else source.family

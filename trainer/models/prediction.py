@@ -22,6 +22,13 @@ LAYER_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers")
 # Fields with a number of layers or modules. 0 states that the files have none. The others are those of Qwen3.5 and
 # MiniMax-M2.
 PREDICTION_FIELDS = (*LAYER_FIELDS, "mtp_num_hidden_layers", "num_mtp_modules")
+# Rules under which versions of prep up to 0.1.0 recorded the tensors that they dropped. They kept the fields.
+EARLIER_RULES = frozenset(
+    {
+        "layer of multi-token prediction, which the model does not run",
+        "module of multi-token prediction, which the model does not run",
+    }
+)
 _MODULE = re.compile(r"mtp(_\w+)?\.")
 _LAYER = re.compile(r"layers\.([0-9]{1,9})\.")
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import prepcli as prep
 from prepcli.cli.main import main
+from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.stored_tensors import write_safetensors
+from tests.helpers.tiny_checkpoints import checkpoint_tensors, write_checkpoint
+from tests.helpers.tiny_configs import GOLDEN
 from tests.helpers.towers import write_model
 
 EXTRA = "model.language_model.layers.0.extra.weight"
@@ -77,3 +83,37 @@ def test_fallback_to_verbatim_names_the_reason(capsys: pytest.CaptureFixture[str
     assert main(["reshard", "m-init", "--mesh", "1,1,1", "--out", "again"]) == 0
     assert main(["save-init", "./m", "--drop", "*extra*", "--out", "dropped"]) == 0
     assert why not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "recorded", "kind"),
+    [
+        (
+            GOLDEN["glm4_moe"] | {"num_nextn_predict_layers": 1},
+            "model.layers.3.eh_proj.weight",
+            "model.layers.3.eh_proj.weight",
+            "layer",
+        ),
+        (GOLDEN["qwen3_next"], "mtp.fc.weight", "model.mtp.fc.weight", "module"),
+    ],
+    ids=["layer", "module"],
+)
+def test_verify_accepts_predictions_dropped_earlier(
+    config: dict[str, Any], name: str, recorded: str, kind: str
+):
+    """As version 0.1.0 recorded them in its manifest, with the fields of the config unchanged."""
+    tensors = checkpoint_tensors(config, "float32", tied=False, legacy=False)
+    write_checkpoint(Path("m"), config, tensors)
+    run_ok("save-init", "./m")
+    rule = f"{kind} of multi-token prediction, which the model does not run"
+    entry = {"name": recorded, "nbytes": 60, "rule": rule, "rows": None}
+    with changed_manifest(Path("m-init")) as manifest:
+        manifest["dropped"] = [entry]
+    tensors[name] = np.ones((3, 5), np.float32)
+    shutil.rmtree("m")
+    write_checkpoint(Path("m"), config, tensors)
+    for pair in (("m-init", "./m"), ("./m", "m-init")):
+        result = prep.verify(*pair)
+        assert result
+        assert not result.settings
+        assert [(one["tensor"], one["why"]) for one in result.left_out] == [(name, rule)]
