@@ -30,6 +30,8 @@ EARLIER_RULES = frozenset(
     }
 )
 _MODULE = re.compile(r"mtp(_\w+)?\.")
+# An embedding or a head of its own: `layers.61.embed_tokens.weight`, `layers.61.shared_head.head.weight`.
+_VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|lm_head|shared_head\.head)\.(weight|bias)")
 _LAYER = re.compile(r"layers\.([0-9]{1,9})\.")
 
 
@@ -51,6 +53,17 @@ def prediction_names(family: Family, config: HFConfig, names: Iterable[str]) -> 
         if _MODULE.match(name) or (layer and int(layer[1]) in layers):
             selected.add(name)
     return selected
+
+
+def is_prediction_vocabulary(name: str) -> bool:
+    """Return whether a tensor of multi-token prediction is an embedding or a head.
+
+    >>> is_prediction_vocabulary("layers.61.shared_head.head.weight")
+    True
+    >>> is_prediction_vocabulary("layers.61.shared_head.norm.weight")
+    False
+    """
+    return _VOCABULARY.fullmatch(name) is not None
 
 
 def without_prediction(config: HFConfig) -> JsonObject:
