@@ -68,6 +68,22 @@ def multimodal_wrapper_prefix(
     return find_wrapper_prefix(full_names, has_text_part)
 
 
+def text_part_fault(source: Source, drop: Sequence[str] = ()) -> str:
+    """Return why a multimodal checkpoint is read under the names in its files. Empty for any other source.
+
+    Args:
+        source: The opened source.
+        drop: Patterns of tensors that may lie among those of the text part.
+    """
+    if not source.family.is_verbatim or text_section(source.config) is None:
+        return ""
+    try:
+        read_text_part(source.config, {tensor.name for tensor in source.tensors}, drop)
+    except PrepError as error:
+        return str(error.why)
+    return ""
+
+
 def split_towers(source: Source, drop: Sequence[str] = ()) -> Source:
     """Return a source with the tensors of its family as parameters, and the other ones as towers.
 
