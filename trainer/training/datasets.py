@@ -44,7 +44,6 @@ from trainer.models.parameters import Family
 from trainer.recipe import Recipe
 from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
-from trainer.recipe.field_checks import check_source_length
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
 from trainer.training.source_datasets import (
@@ -445,7 +444,6 @@ def _check_encoder(data: Data, settings: ExampleSettings, name: str) -> None:
             Key("data.objective", SPAN_CORRUPTION),
         )
         raise usage_error(f"{name} has an encoder, but the data has no source column", why, hint)
-    check_source_length(data, has_encoder=True)
 
 
 def decoder_start_token_id(config: HFConfig, vocab: int) -> int:
