@@ -21,6 +21,7 @@ from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.span_corruption import SpanCorruptionDataset, SpanCorruptionTokenIds, sentinel_ids
 from trainer.data.store import MappedTokens
 from trainer.data.store_writer import make_cache
+from trainer.data.token_changes import RecordedTokens
 from trainer.data.token_shards import (
     complete_shards,
     is_complete,
@@ -89,6 +90,7 @@ def build_datasets(
     group: ProcessGroup | None = None,
     remote: RemoteFiles = NO_REMOTE_FILES,
     checks_digests: bool = True,
+    recorded: RecordedTokens | None = None,
     progress: Callable[[int, int, int], None],
     note: Callable[[str], None],
 ) -> Datasets:
@@ -107,6 +109,7 @@ def build_datasets(
         group: Processes of the job. None means one process.
         remote: Finds the data files of URLs.
         checks_digests: See `TokenizeConfig`.
+        recorded: See `TokenizeConfig`.
         progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
         note: Called with messages for the user.
 
@@ -127,6 +130,7 @@ def build_datasets(
             stop_ids=stop_ids,
             remote=remote,
             checks_digests=checks_digests,
+            recorded=recorded,
         ),
         tokenize=partial(tokenize_in_group, group=group or SingleProcess(), progress=progress),
     )
@@ -232,6 +236,7 @@ def _tokenize_config(
     stop_ids: tuple[int, ...],
     remote: RemoteFiles,
     checks_digests: bool = True,
+    recorded: RecordedTokens | None = None,
 ) -> TokenizeConfig:
     """Return how a recipe tokenizes its data."""
     tokenizer = Path(data.tokenizer or folders["tokenizer"])
@@ -260,6 +265,7 @@ def _tokenize_config(
         source=source,
         packing=data.packing,
         checks_digests=checks_digests,
+        recorded=recorded,
     )
 
 
