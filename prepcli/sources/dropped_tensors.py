@@ -98,8 +98,7 @@ def with_recorded_text_part(source: Source, output: Manifest) -> Source:
     recorded = _recorded_rules(output)
     if not recorded or not source.family.is_verbatim:
         return source
-    wrapper = source.names.wrapper_prefix
-    patterns = [glob.escape(name.removeprefix(wrapper)) for name in sorted(recorded)]
+    patterns = [glob.escape(name) for name in sorted(recorded)]
     return split_towers(source, patterns)
 
 

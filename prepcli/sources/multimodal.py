@@ -13,7 +13,8 @@ from prepcli.errors import PrepError
 from prepcli.formats.manifest import TOWERS_KEY
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import DroppedTensor
-from prepcli.planning.state_names import TOWERS, qualify
+from prepcli.planning.quantization_leaves import QUANTIZATION
+from prepcli.planning.state_names import TOWERS, qualify, split_name
 from prepcli.planning.tensor_match import TensorNames, find_wrapper_prefix
 from prepcli.sources.appended_files import append_files, shift_file_numbers
 from prepcli.sources.source import Source, SourceTensor, Wrapper
@@ -94,6 +95,10 @@ def split_towers(source: Source, drop: Sequence[str] = ()) -> Source:
         drop: Patterns of tensors that may lie among those of the text part.
     """
     if source.family.is_verbatim:
+        # The names of a verbatim output have the prefix. So have those of a model with a text part only with `drop`.
+        prefix = multimodal_wrapper_prefix(source.config, {t.name for t in source.tensors}, drop)
+        if prefix:
+            source = with_bare_names(source, replace(source.names, wrapper_prefix=prefix))
         wrapper = source.names.wrapper_prefix
         stored_names = (tensor.name for tensor in source.tensors)
         part = find_text_part(source.config, stored_names, drop, wrapper=wrapper)
@@ -108,6 +113,20 @@ def split_towers(source: Source, drop: Sequence[str] = ()) -> Source:
         return source
     parameters = {source.names.stored_name(name) for name in stored - prediction}
     return _with_parameters(source, source, parameters)
+
+
+def with_bare_names(source: Source, names: TensorNames) -> Source:
+    """Return a source with a naming scheme, and with the bare names of its tensors and of the scales of its weights."""
+    tensors = [replace(tensor, name=names.bare_name(tensor.name)) for tensor in source.tensors]
+    state_tensors: list[SourceTensor] = []
+    for tensor in source.state_tensors:
+        slot, name = split_name(tensor.name)
+        if slot == QUANTIZATION:
+            tensor = replace(
+                tensor, name=qualify(QUANTIZATION, name.removeprefix(names.wrapper_prefix))
+            )
+        state_tensors.append(tensor)
+    return replace(source, names=names, tensors=tuple(tensors), state_tensors=tuple(state_tensors))
 
 
 def _with_parameters(source: Source, model: Source, parameters: Collection[str]) -> Source:

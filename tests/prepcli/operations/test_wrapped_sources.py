@@ -100,6 +100,11 @@ def test_drop_of_a_wrapped_multimodal_model(pattern: str) -> None:
     names = write_wrapped_model("model.language_model.layers.0.self_attn.k_scale")
     run_ok("save-init", "./w", "--drop", pattern, "--out", "init")
     assert exported_tensors("init").keys() == names
+    run_ok("verify", "init", "./w")
+    run_ok("verify", "./w", "init")
+    run_ok("save-init", "./w", "--drop", pattern, "--verbatim", "--out", "verbatim")
+    run_ok("verify", "verbatim", "./w")
+    run_ok("verify", "verbatim", "init")
 
 
 def test_partly_wrapped_names_are_named(capsys: pytest.CaptureFixture[str]) -> None:
