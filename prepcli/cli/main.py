@@ -88,9 +88,7 @@ def _run_command(args: Sequence[str], ui: Ui) -> int:
                 code = command_group()(
                     args, prog_name="prep", standalone_mode=False, obj=tuple(args)
                 )
-        except SystemExit:
-            raise
-        except BaseException as error:
+        except (Exception, KeyboardInterrupt, Interrupted, Stopped) as error:
             is_reporting.set()
             return _report_error(error, args, ui)
         return code or OK
