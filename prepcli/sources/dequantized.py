@@ -22,6 +22,7 @@ from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray, Files
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.manifest_fields import QuantizedRecord
 from prepcli.planning.plan import Contiguous, Location
@@ -38,6 +39,7 @@ from prepcli.quantized.find_weights import (
     quantization_config_of_file,
     quantization_settings,
 )
+from prepcli.sources.dropped_tensors import without_recorded_drops
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.multimodal import split_towers
 from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
@@ -309,7 +311,9 @@ def _decode_to_dtype_of(source: Source, decoded: Source) -> Source:
     if decoded.quantized and is_stored and quantization_file(source.config, source.root):
         source = dequantize_source(source)
         if decoded.wrapper is not None:
-            source = split_towers(source)
+            # A text part is not found beside scales, nor beside tensors that the output dropped.
+            manifest = decoded.manifest or NO_MANIFEST
+            source = without_recorded_drops(split_towers(source), manifest)
     if not source.quantization or not decoded.tree_manifest:
         return source
     return cast_decoded(source, _parameter_dtype(source, decoded))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from prepcli.errors import PrepError
 from prepcli.formats.manifest import TOWERS_KEY
-from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.manifest_fields import ManifestFields, QuantizedRecord
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.quantization_leaves import QUANTIZATION
 from prepcli.planning.state_names import TOWERS, qualify, split_name
@@ -118,15 +118,24 @@ def split_towers(source: Source, drop: Sequence[str] = ()) -> Source:
 def with_bare_names(source: Source, names: TensorNames) -> Source:
     """Return a source with a naming scheme, and with the bare names of its tensors and of the scales of its weights."""
     tensors = [replace(tensor, name=names.bare_name(tensor.name)) for tensor in source.tensors]
+    prefix = names.wrapper_prefix
     state_tensors: list[SourceTensor] = []
     for tensor in source.state_tensors:
         slot, name = split_name(tensor.name)
         if slot == QUANTIZATION:
-            tensor = replace(
-                tensor, name=qualify(QUANTIZATION, name.removeprefix(names.wrapper_prefix))
-            )
+            tensor = replace(tensor, name=qualify(QUANTIZATION, name.removeprefix(prefix)))
         state_tensors.append(tensor)
-    return replace(source, names=names, tensors=tuple(tensors), state_tensors=tuple(state_tensors))
+    quantized: dict[str, QuantizedRecord] = {}
+    for name, record in source.quantized.items():
+        codes = record["codes"].removeprefix(prefix)
+        quantized[name.removeprefix(prefix)] = {**record, "codes": codes}
+    return replace(
+        source,
+        names=names,
+        tensors=tuple(tensors),
+        state_tensors=tuple(state_tensors),
+        quantized=quantized,
+    )
 
 
 def _with_parameters(source: Source, model: Source, parameters: Collection[str]) -> Source:

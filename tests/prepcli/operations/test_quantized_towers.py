@@ -92,6 +92,25 @@ def test_export_of_multimodal_model_has_quantised_bytes(model_type: str, options
     assert read_json("hf/config.json") == read_json("m/config.json")
 
 
+@pytest.mark.parametrize("extra", ["", "model.language_model.layers.0.self_attn.extra"])
+def test_decoded_wrapped_multimodal_model_verifies(extra: str):
+    stored, decoded = write_quantized("qwen3_vl")
+    prefixed = {f"_orig_mod.{name}": tensor for name, tensor in stored.items()}
+    drop: tuple[str, ...] = ()
+    if extra:
+        prefixed[f"_orig_mod.{extra}"] = ("F32", (3,), bytes(12))
+        drop = ("--drop", "*.extra")
+    write_safetensors(Path("m/model.safetensors"), prefixed)
+    run_ok("save-init", "./m", "--quantized", "dequantize", *drop)
+    assert read_json("m-init/prep-manifest.json")["family"] == "qwen3"
+    run_ok("export", "m-init", "--quantized", "dequantize", "--out", "values")
+    assert safetensors_bytes(Path("values")) == decoded
+    run_ok("verify", "m-init", "./m")
+    run_ok("verify", "./m", "m-init")
+    run_ok("save-init", "./m", "--quantized", "keep", *drop, "--out", "kept")
+    run_ok("verify", "kept", "./m")
+
+
 def test_text_only_export_of_decoded_model_writes_values():
     _, decoded = write_quantized("qwen3_vl")
     run_ok("save-init", "./m", "--quantized", "dequantize")
