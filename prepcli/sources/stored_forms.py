@@ -128,6 +128,10 @@ def _views(
 ) -> tuple[SourceTensor, ...]:
     """Return tensors with those of the rows in another form, in the order of their bytes in the files.
 
+    `map_tensors` also makes tensors from rows, for the map of a user. It has no training state, keeps no tensor without
+    a row, and raises an error where this function leaves the tensors as they are. Only this function reads leaves of
+    several parts: their chunks belong to both forms.
+
     Args:
         stored: The tensors.
         rows: Rows from their names to the names of the other form.

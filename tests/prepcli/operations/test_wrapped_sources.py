@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import prepcli as prep
 from prepcli.cli.main import main
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import exported_tensors, run_failing, run_ok
@@ -33,13 +34,13 @@ def wrap(prefix: str = PREFIX) -> None:
     save_file({prefix + name: value for name, value in tensors.items()}, "w/model.safetensors")
 
 
-def write_wrapped_model(extra: str = "") -> set[str]:
+def write_wrapped_model(extra: str = "", *, prefix: str = PREFIX) -> set[str]:
     """Write a multimodal model to `m`, and with a prefix and an extra tensor to `w`. Return its names."""
     tensors = write_model("qwen3_vl", Path("m"))
     shutil.copytree("m", "w")
-    prefixed = {PREFIX + name: tensor for name, tensor in tensors.items()}
+    prefixed = {prefix + name: tensor for name, tensor in tensors.items()}
     if extra:
-        prefixed[PREFIX + extra] = ("F32", (3,), bytes(12))
+        prefixed[prefix + extra] = ("F32", (3,), bytes(12))
     write_safetensors(Path("w/model.safetensors"), prefixed)
     return set(tensors)
 
@@ -105,6 +106,29 @@ def test_drop_of_a_wrapped_multimodal_model(pattern: str) -> None:
     run_ok("save-init", "./w", "--drop", pattern, "--verbatim", "--out", "verbatim")
     run_ok("verify", "verbatim", "./w")
     run_ok("verify", "verbatim", "init")
+
+
+@pytest.mark.parametrize("prefix", ["", PREFIX])
+def test_text_only_export_after_drop_verifies(prefix: str) -> None:
+    extra = "model.language_model.layers.0.self_attn.k_scale"
+    names = write_wrapped_model(extra, prefix=prefix)
+    run_ok("save-init", "./w", "--drop", "*.k_scale", "--out", "init")
+    run_ok("export", "init", "--text-only", "--out", "text")
+    text = "model.language_model."
+    expected = {
+        name.replace(text, "model.") for name in names if name.startswith((text, "lm_head."))
+    }
+    assert read_tensors(Path("text")).keys() == expected
+    run_ok("verify", "text", "./w")
+    run_ok("verify", "./w", "text")
+    links = prep.verify_chain("text").links
+    assert [link.status for link in links] == ["proven", "proven"]
+    assert links[0].proof.startswith("manifest, the text part, ")
+    path = Path("text/model.safetensors")
+    data = path.read_bytes()
+    path.write_bytes(data[:-4] + bytes(byte ^ 1 for byte in data[-4:]))
+    assert main(["verify", "text", "./w", "-q"]) == 1
+    assert main(["verify", "--chain", "text", "-q"]) == 1
 
 
 def test_partly_wrapped_names_are_named(capsys: pytest.CaptureFixture[str]) -> None:
