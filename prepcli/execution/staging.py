@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from prepcli.engine.files import io_error
-from prepcli.engine.journal import read_journal
+from prepcli.engine.journal import EMPTY_JOURNAL_STATE, read_journal
 from prepcli.engine.no_follow import check_not_symlink, read_no_follow
 from prepcli.engine.sync_files import sync_paths
 from prepcli.errors import RERUN_HINT, Option, OutputExistsError, PrepError, text, usage_error
@@ -115,7 +115,7 @@ class Staging:
         """Create or join the folder, lock it, and divide the streams among the processes.
 
         Args:
-            run_identity: Identity of the run. A folder of another run is an error.
+            run_identity: Identity of the run. A folder with durable bytes of another run is an error.
             restart: Delete the files of an earlier run, unless processes of the same run are running.
             share: Share of this process.
 
@@ -135,7 +135,7 @@ class Staging:
                         self.work / LOCK_FILE, self.folder, count=share.count
                     )
                     self._locks.append(fd)
-                    if restart and is_first and self._has_earlier_run():
+                    if is_first and self._is_replaceable(run_identity, restart):
                         self._delete_earlier_run()
                     earlier_identity = read_json_record(self.work / RUN_FILE)
                     self.is_new = earlier_identity is None
@@ -194,14 +194,7 @@ class Staging:
         """
         path = self.work / DIVISION_FILE
         count = self.share.count
-        earlier_count = 0
-        digests: dict[int, str] = {}
-        match read_json_record(path):
-            case {"count": int(recorded_count), "done": dict(done)} if recorded_count > 0 and all(
-                map(str.isdecimal, done)
-            ):
-                earlier_count = recorded_count
-                digests = {int(number): str(digest) for number, digest in done.items()}
+        earlier_count, digests = self._read_division()
         if earlier_count == count:
             return digests
         if earlier_count and not is_first:
@@ -221,6 +214,15 @@ class Staging:
             remove_path(journal_path)
         return digests
 
+    def _read_division(self) -> tuple[int, dict[int, str]]:
+        """Return the recorded number of processes, or 0 without a record, and the digests of streams durable before."""
+        match read_json_record(self.work / DIVISION_FILE):
+            case {"count": int(count), "done": dict(done)} if count > 0 and all(
+                map(str.isdecimal, done)
+            ):
+                return count, {int(number): str(digest) for number, digest in done.items()}
+        return 0, {}
+
     def _make_folders(self) -> None:
         for folder in (self.folder, self.work):
             check_not_symlink(folder)
@@ -238,8 +240,29 @@ class Staging:
             raise PrepError(f"{self.folder} exists", "prep did not create it", hint)
         self.work.mkdir(parents=True, exist_ok=True)
 
-    def _has_earlier_run(self) -> bool:
-        return (self.work / RUN_FILE).exists() or (self.work / DIVISION_FILE).exists()
+    def _is_replaceable(self, run_identity: Mapping[str, object], restart: bool) -> bool:
+        """Return whether to delete an earlier run: on request, or if it is another one without durable bytes.
+
+        A refused source or an early kill leaves a folder without durable bytes.
+        """
+        if restart:
+            return (self.work / RUN_FILE).exists() or (self.work / DIVISION_FILE).exists()
+        earlier_identity = read_json_record(self.work / RUN_FILE)
+        if earlier_identity is None or earlier_identity == run_identity:
+            return False
+        return not self._has_durable_bytes(str(earlier_identity.get("plan")))
+
+    def _has_durable_bytes(self, run_id: str) -> bool:
+        """Return whether a run has durable bytes. A journal that this version cannot read counts as durable."""
+        count, digests = self._read_division()
+        label = division_label(count or 1, digests)
+        for index in range(count or 1):
+            path = self.journal_path(index)
+            journal = read_journal(path, run_id, division=label)
+            is_unreadable = journal == EMPTY_JOURNAL_STATE and path.exists()
+            if journal.durable_nbytes or is_unreadable:
+                return True
+        return bool(digests)
 
     def _delete_earlier_run(self) -> None:
         """Delete the journals, records and data files of an earlier run.

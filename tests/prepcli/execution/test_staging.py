@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.engine.journal import Journal
 from prepcli.errors import USAGE, PrepError
 from prepcli.execution.failure_notes import FailureNotes
 from prepcli.execution.staging import (
@@ -22,6 +23,7 @@ from prepcli.execution.staging import (
     remove_work_folder,
 )
 from prepcli.execution.staging import RUN_FILE as RUN_FILE
+from prepcli.planning.shares import Share
 
 RUN: dict[str, object] = {"request": "prep x", "source": "a", "plan": "b", "prep": "1"}
 
@@ -113,6 +115,33 @@ def test_open_rejects_another_run_without_restart(
     assert (out.parent / "out.partial" / "d" / "data").exists()
     stage = open_stage(out, RUN | change, restart=True)
     assert not (stage.folder / "d").exists()
+
+
+@pytest.mark.parametrize("done_nbytes", [0, 4])
+def test_open_replaces_only_a_run_without_durable_bytes(out: Path, done_nbytes: int):
+    stage = open_stage(out)
+    (stage.folder / "data").write_text("lost")
+    journal = Journal(
+        stage.journal_path(0), "b", division=stage.division_label, session=stage.session
+    )
+    journal.record(done_nbytes, {})
+    journal.close()
+    stage.close()
+    second = Staging(out)
+    if done_nbytes:
+        with pytest.raises(PrepError, match="belongs to another run"):
+            second.open(RUN | {"plan": "c"}, restart=False)
+    else:
+        second.open(RUN | {"plan": "c"}, restart=False)
+    assert (stage.folder / "data").exists() == bool(done_nbytes)
+
+
+def test_open_rejects_another_run_that_is_running(out: Path):
+    running = Staging(out)
+    running.open(RUN, restart=False, share=Share(2, 0))
+    second = Staging(out)
+    with pytest.raises(PrepError, match="belongs to another run"):
+        second.open(RUN | {"plan": "c"}, restart=False, share=Share(2, 1))
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\0\0"])

@@ -210,6 +210,7 @@ def test_unfinished_run_of_other_request_needs_restart(capsys):
     Path("m-init.partial/.prep/run.json").write_text(
         json.dumps({"request": "prep save-init ./m --mesh 1,2,1"})
     )
+    Path("m-init.partial/.prep/journal.0").write_text("a journal of another version")
     code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: m-init.partial belongs to another run")
     assert "`prep save-init ./m --mesh 1,2,1`" in lines[1]

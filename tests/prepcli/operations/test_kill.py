@@ -25,6 +25,7 @@ from tests.helpers.killing import (
 )
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import MAX_S
+from tests.prepcli.operations.test_processes import durable_nbytes
 
 pytestmark = pytest.mark.waits
 
@@ -100,9 +101,8 @@ def test_source_change_between_runs_is_an_error(setup: KillSetup):
     shutil.copytree(setup.folder / "init", setup.folder / "edited")
     export = ["export", "edited", "--out", "edited-hf", "--memory", "32MiB"]
     process = start_prep(*export, cwd=setup.folder)
-    while (
-        process.poll() is None and not (setup.folder / "edited-hf.partial/.prep/run.json").exists()
-    ):
+    journal = setup.folder / "edited-hf.partial/.prep/journal.0"
+    while process.poll() is None and not durable_nbytes(journal):
         time.sleep(0.001)
     process.kill()
     process.wait(timeout=MAX_S)

@@ -11,10 +11,12 @@ import prepcli as prep
 from prepcli.errors import DamagedError
 from prepcli.restore import digest_checks
 from tests.helpers.foreign_names import STACKED_MAP
+from tests.helpers.fork_server import start_prep
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
+from tests.helpers.waiting import MAX_S
 from tests.prepcli.operations.test_damage import damage_parameter
 from tests.prepcli.operations.test_rot import flip_bit, tensor_byte_ranges
 
@@ -90,6 +92,40 @@ def test_mapping_refuses_a_flipped_bit(words: tuple[str, ...], capsys: pytest.Ca
     error = run_failing(capsys, 1, "save-init", "made", *words, "--out", "out")
     assert f"{Q_PROJ}.weight in made is damaged" in error
     assert not Path("out").exists()
+
+
+JOINT_LAUNCHES = {
+    "workers": [("--workers", "2")],
+    "processes": [("--processes", "2/0"), ("--processes", "2/1")],
+}
+
+
+@pytest.mark.parametrize("launch", slow_except(JOINT_LAUNCHES, ["processes"]))
+def test_refused_source_does_not_block_its_repair(launch: str, tmp_path: Path):
+    made = export_dense()
+    words = ("save-init", "made", "--map", str(MAP), "--out")
+    run_ok(*words, "whole")
+    # Every process finds a damaged tensor in its share.
+    damaged = stored_names(made, "model.layers")
+    for tensor in damaged:
+        flip_tensor(made, tensor)
+
+    def run_all(code: int) -> str:
+        processes = [
+            start_prep(*words, "out", *options, cwd=tmp_path) for options in JOINT_LAUNCHES[launch]
+        ]
+        errors = ""
+        for process in processes:
+            errors += process.communicate(timeout=MAX_S)[1].decode()
+            assert process.returncode == code, errors
+        return errors
+
+    assert run_all(1).count("in made is damaged") == len(JOINT_LAUNCHES[launch])
+    for tensor in damaged:
+        flip_tensor(made, tensor)
+    run_all(0)
+    run_ok("verify", "out", "whole")
+    assert not Path("out.partial").exists()
 
 
 def test_mapping_decoded_weights_refuses_a_flipped_bit(capsys: pytest.CaptureFixture[str]):
