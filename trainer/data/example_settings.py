@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trainer.data.chat_loss import DEFAULT_LOSS, LossRule
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.examples import Segment
 from trainer.models.json_types import JsonObject, JsonValue
 from trainer.recipe.field_grammar import Field, TextField, TokenField, parse_fields
+
+# Part of the identity of stores of conversations. Raise it when they give other tokens or weights.
+CHAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,10 @@ class ExampleSettings:
         has_encoder: Whether an encoder reads the fields in brackets.
         bos_id: The model's beginning-of-sequence token, or None.
         eos_id: The model's end-of-sequence token, or None.
+        joins_last_turns: Render each turn of the assistant as the template renders the last one.
+        loss: The turns of conversations with loss.
         stop_ids: All tokens that end a text when the model generates.
+        stop_texts: Their texts.
         prefix_ids: The tokens that the tokenizer puts before a text.
         add_bos: Put `bos_id` before each document, without loss. None puts `prefix_ids` there if the
             document begins with a text.
@@ -41,7 +48,10 @@ class ExampleSettings:
     has_encoder: bool = False
     bos_id: int | None = None
     eos_id: int | None = None
+    joins_last_turns: bool = False
+    loss: LossRule = DEFAULT_LOSS
     stop_ids: tuple[int, ...] = ()
+    stop_texts: tuple[str, ...] = ()
     prefix_ids: tuple[int, ...] = ()
     add_bos: bool | None = None
     add_eos: bool | None = None
@@ -81,6 +91,7 @@ class ExampleSettings:
             "prefix": self.source_prefix,
             "fields_from_example": self.fields_from_example,
             "chat": self.chat_template and self.chat_template.identity,
+            **self._chat_inputs(),
             **self._begin_inputs(),
             "prepend": self.prepend_text,
             "separator": [self.subfield_separator] if self.subfield_separator != " " else None,
@@ -111,6 +122,17 @@ class ExampleSettings:
         if len(ids) == 1:
             return {key: ids[0]}
         return {key: [*ids]}
+
+    def _chat_inputs(self) -> JsonObject:
+        """Return the settings of the text and the loss of conversations."""
+        if self.chat_template is None:
+            return {}
+        return {
+            "chat_version": CHAT_VERSION,
+            "loss": self.loss.identity_inputs(),
+            "last_turns": self.joins_last_turns or None,
+            "stops": [*self.stop_texts] or None,
+        }
 
     def _grammar_inputs(self) -> list[JsonValue] | None:
         """Return the other settings of the tokens of `data.fields`, or None.

@@ -82,9 +82,9 @@ class Seq2SeqDataset:
         """Return all tokens with loss of a pair's target, before truncation."""
         low, high = self._document_span(2 * (self.first_row + row) + 1)
         ids = np.array(self.tokens.ids[low:high], np.int32)
-        if self.tokens.weights is None:
+        if self.tokens.weight_codes is None:
             return ids
-        return ids[self.tokens.weights[low:high] > 0]
+        return ids[self.tokens.weight_codes[low:high] > 0]
 
     def _truncated_ids(self, document: int, max_length: int) -> npt.NDArray[np.int32]:
         """Return the ids of a document, cut to `max_length`. A cut document ends with `eos_id`."""
@@ -94,12 +94,12 @@ class Seq2SeqDataset:
             ids[-1] = self.eos_id
         return ids
 
-    def _target_weights(self, row: int, length: int) -> npt.NDArray[np.uint8] | int:
+    def _target_weights(self, row: int, length: int) -> npt.NDArray[np.float32] | int:
         """Return the loss weight of each token in a target with `length` tokens."""
-        if self.tokens.weights is None:
+        if self.tokens.weight_codes is None:
             return 1
         low, _ = self._document_span(2 * (self.first_row + row) + 1)
-        return self.tokens.weights[low : low + length]
+        return self.tokens.decode_weights(self.tokens.weight_codes[low : low + length])
 
     def _document_span(self, document: int) -> tuple[int, int]:
         """Return the start and end of a document in the store's tokens."""

@@ -179,7 +179,12 @@ def find_config_files(
     if not config.is_evaluation:
         for line in tokenizer.notes():
             note(line)
-    if config.examples.add_bos is None and config.examples.chat_template is None:
+    if config.examples.chat_template is not None:
+        # Templates may end a turn with the start of the next one.
+        tokens = [tokenizer.codec.token(token) for token in config.examples.stop_ids]
+        stop_texts = tuple(token for token in tokens if token)
+        config = replace(config, examples=replace(config.examples, stop_texts=stop_texts))
+    elif config.examples.add_bos is None:
         config = _with_prefix(config, tokenizer, note)
     return config, with_companions(found, file_type)
 
@@ -487,7 +492,7 @@ def _check_has_token(meta: store.StoreMeta) -> None:
 
 def _check_has_loss(tokens: store.MappedTokens) -> None:
     """Raise PrepError if no token of the data counts in the loss."""
-    if tokens.weights is not None and not tokens.weights.any():
+    if tokens.weight_codes is not None and not tokens.weight_codes.any():
         why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
         hint = text("set another {}", Key("data.fields"))
         raise PrepError("the data has no token to train on", why, hint)
@@ -500,8 +505,8 @@ def _dataset_summary(tokens: store.MappedTokens, config: TokenizeConfig) -> str:
     size = (
         f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents, 'document')}"
     )
-    if tokens.weights is not None:
-        size += f", {100 * tokens.weights.mean():.0f} % with loss"
+    if tokens.weight_codes is not None:
+        size += f", {100 * (tokens.weight_codes > 0).mean():.0f} % with loss"
     if not config.has_blocks:
         return size
     return f"{size}: {_block_summary(tokens)}"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
 from trainer.recipe.key_types import (
     STRICT,
     DataSources,
+    LossTurns,
     NonNegativeInt,
     Paths,
     PathText,
+    TemplateArguments,
     UnitInterval,
     if_absent,
 )
@@ -103,6 +105,39 @@ class Data(BaseModel):
         'completion". `chat`: the column `fields` ("messages" by default) has a list of messages, which the chat '
         "template of the tokenizer renders, with loss on the turns of the assistant",
         examples=["text"],
+    )
+    chat_template: Literal["training"] | PathText | None = Field(
+        default=None,
+        description='a Jinja file for `format` chat, instead of the tokenizer\'s template. `"training"`: the template '
+        "of the tokenizer, with each turn of the assistant as the template writes the last one. E.g. all turns show "
+        "their reasoning",
+        examples=["training"],
+        json_schema_extra=if_absent("the tokenizer's template"),
+    )
+    template_args: TemplateArguments | None = Field(
+        default=None,
+        description="variables of the chat template, such as `{ enable_thinking = false }`",
+        examples=[{"enable_thinking": False}],
+        json_schema_extra=if_absent("no variables"),
+    )
+    template_date: str | None = Field(
+        default=None,
+        pattern=r"^\d{4}-\d{2}-\d{2}$",
+        description="date that a chat template writes where it asks for the present one (`strftime_now`)",
+        examples=["2026-01-31"],
+        json_schema_extra=if_absent("no date"),
+    )
+    loss: LossTurns = Field(
+        default=("assistant",),
+        description="turns of conversations with loss: of the `assistant`, its `last` one, `all` text, or a list of "
+        "roles. In a message, a `weight` or `loss_weight` from 0 to 1 scales its loss, and `train`, `loss` or "
+        "`training` = false turns it off",
+        examples=["last"],
+    )
+    loss_reasoning: bool = Field(
+        default=True,
+        description="whether the reasoning before an answer has loss. If not, loss begins at the answer",
+        examples=[False],
     )
     fields: str | None = Field(
         default=None,

@@ -58,6 +58,19 @@ Patterns = Annotated[
     BeforeValidator(_as_tuple),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
+LossTurns = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    Field(min_length=1),
+    BeforeValidator(_as_tuple),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+            ]
+        }
+    ),
+]
 Prompts = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
     Field(min_length=1),
@@ -93,6 +106,7 @@ RatioRange = Annotated[
 ]
 
 
+TemplateArguments = Annotated[dict[str, Any], WithJsonSchema({"type": "object"})]
 ProfileSteps = Annotated[dict[str, Any], WithJsonSchema({"type": "object"})]
 
 

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from trainer.data.chat_template import ChatTemplate, load_chat_template
+from trainer.data.chat_loss import LossRule
+from trainer.data.chat_template import TRAINING, ChatTemplate, recipe_template
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.files import Note, io_error
@@ -282,13 +283,15 @@ def _example_settings(
     add_eos = data.add_eos
     is_chat = data.format == CHAT
     if is_chat:
-        chat_template = load_chat_template(tokenizer)
+        chat_template = recipe_template(data, tokenizer)
         # A template ends each turn itself, usually with the end token.
         add_eos = bool(add_eos)
     settings = ExampleSettings(
         fields=data.fields or "",
         fields_from_example=data.fields_from_example or "",
         chat_template=chat_template,
+        joins_last_turns=data.chat_template == TRAINING,
+        loss=LossRule(data.loss, data.loss_reasoning),
         has_encoder=model.arch_config.encoder is not None and data.objective != SPAN_CORRUPTION,
         bos_id=_special_id(model_config, "bos_token_id"),
         eos_id=_special_id(model_config, "eos_token_id"),

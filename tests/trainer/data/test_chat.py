@@ -217,27 +217,27 @@ def test_conversation_has_one_begin_token(tmp_path: Path):
 
 def test_tokens_that_overlap_a_span_have_loss():
     offsets = np.array([(0, 2), (2, 3), (3, 3), (3, 4), (3, 4), (4, 9)])
-    assert span_weights(offsets, [(2, 4)]).tolist() == [0, 1, 1, 1, 1, 0]
-    assert span_weights(offsets, [(1, 2), (8, 9)]).tolist() == [1, 0, 0, 0, 0, 1]
-    assert span_weights(offsets, [(4, 4)]).tolist() == [0] * 6
-    assert span_weights(np.zeros((0, 2), np.int64), [(0, 4)]).tolist() == []
+    assert span_weights(offsets, [(2, 4, 1.0)]).tolist() == [0, 1, 1, 1, 1, 0]
+    assert span_weights(offsets, [(1, 2, 1.0), (8, 9, 0.5)]).tolist() == [1, 0, 0, 0, 0, 0.5]
+    assert span_weights(offsets, [(4, 4, 1.0)]).tolist() == [0] * 6
+    assert span_weights(np.zeros((0, 2), np.int64), [(0, 4, 1.0)]).tolist() == []
 
 
-def test_template_that_depends_on_later_messages_needs_markers(tmp_path: Path):
+def test_template_that_leaves_out_a_message_is_an_error(tmp_path: Path):
     template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else '...' }}\n{% endfor %}"
     )
     folder = write_tokenizer(tmp_path, template)
     turns = make_messages([("user", "a"), ("assistant", "b"), ("user", "c")])
     with pytest.raises(
-        PrepError, match=r"a.jsonl:3: the turns of the assistant cannot be found"
+        PrepError, match=r"a.jsonl:3: the turns with loss cannot be found"
     ) as caught:
         encode_chat(folder, turns)
     assert (
         caught.value.why
-        == f"{folder}/tokenizer_config.json renders message 2 in another way with the messages after it"
+        == f"the text that {folder}/tokenizer_config.json renders does not show the content of message 2"
     )
-    assert "{% generation %}" in caught.value.hint
+    assert "chat_template.jinja" in caught.value.hint
 
 
 @pytest.mark.parametrize(

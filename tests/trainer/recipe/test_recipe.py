@@ -230,6 +230,7 @@ NAMES = st.from_regex(r"[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*", fullmatch=
 # Keys of a random start. They replace `model.path`.
 START_KEYS = ("model.init", "model.preset", "model.config")
 TEXT_LISTS = (
+    "data.loss",
     "data.path",
     "data.eval_path",
     "rules",
@@ -275,6 +276,8 @@ VALUES_BY_KEY = {
     "train.profile": st.fixed_dictionaries(
         {"start": st.integers(1, 99), "steps": st.integers(1, 9)}
     ),
+    "data.template_args": st.dictionaries(TEXTS, st.booleans() | st.integers(0, 9) | TEXTS),
+    "data.template_date": st.just("2026-01-31"),
     "log.tensorboard": st.booleans() | PATHS,
     "log.samples": TEXTS | st.lists(TEXTS, min_size=1, max_size=3),
     "log.wandb": st.fixed_dictionaries(

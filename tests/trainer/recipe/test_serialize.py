@@ -44,6 +44,7 @@ ADDED_KEYS = (
     *("always_start_with_bos", "max_examples", "at_start"),
     *("config", "split", "revision", "sources", "ids_dtype", "bad_lines", "eval_split"),
     *("lock", "max_document_bytes"),
+    *("chat_template", "template_args", "template_date", "data.loss", "loss_reasoning"),
     *("objective", "noise_density", "mean_noise_span_length", "param_dtype"),
     *("eval_every_epochs", "profile", "every_epochs", "milestones", "best", "export_every", "push"),
     *("checkpoint.dtype", "checkpoint.storage"),
@@ -99,6 +100,11 @@ ids_dtype = "uint16"                            # default
 bad_lines = 0                                   # default
 max_document_bytes = 67108864                   # default
 format = "text"                                 # default
+# chat_template: the tokenizer's template       # default
+# template_args: no variables                   # default
+# template_date: no date                        # default
+loss = "assistant"                              # default
+loss_reasoning = true                           # default
 fields = "[article], highlights"
 # fields_from_example: `fields`                 # default
 subfield_separator = " "                        # default
