@@ -69,7 +69,9 @@ TEXT_ARGUMENTS = """\
     {%- if m.role == 'user' %}{{ '<User>' + m.content }}
     {%- elif m.role == 'assistant' and m.content is none %}
         {{- '<Assistant>' }}
-        {%- for call in m.tool_calls %}{{ '<call>' + call.function.name + ' ' + call.function.arguments + '</call>' }}{% endfor %}
+        {%- for call in m.tool_calls %}
+            {{- '<call>' + call.function.name + ' ' + call.function.arguments + '</call>' }}
+        {%- endfor %}
         {{- '<eos>' }}
     {%- elif m.role == 'assistant' %}{{ '<Assistant>' + m.content.split('</think>')[-1] + '<eos>' }}
     {%- else %}{{ '<output>' + m.content + '</output>' }}

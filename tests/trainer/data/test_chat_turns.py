@@ -216,7 +216,7 @@ def test_error_names_the_line_of_invalid_parts(messages: list[dict[str, Any]], m
 
 def test_tools_must_be_a_list():
     with pytest.raises(
-        PrepError, match="a.jsonl:3: column `tools` is not a list - it is an object"
+        PrepError, match=r"a.jsonl:3: column `tools` is not a list - it is an object"
     ):
         build(LAST_REASONS, CHAT, {"name": "weather"})
 
