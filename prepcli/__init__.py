@@ -12,7 +12,8 @@ exported for annotations. Everything else is internal.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+# Not from `typing`, which imports for long: only after this module, Ctrl-C ends `prep` without a traceback.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from prepcli.console.observer import Observer

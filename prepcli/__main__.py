@@ -8,29 +8,38 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 
 def main() -> int:
     """Run the command of `sys.argv`, and return its exit code."""
-    _quit_on_interrupt()
+    _handle_interrupt(_quit)
     from prepcli.cli.main import main as run_command
 
     try:
-        return run_command()
+        code = run_command()
+        # The exit of the interpreter takes longer than some commands. Job managers repeat a signal within this time. It
+        # must not change the code.
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        if code:
+            # Its error is reported.
+            _handle_interrupt(lambda number, frame: os._exit(code))
+        else:
+            _handle_interrupt(_quit)
+        return code
     finally:
-        # The exit of the interpreter takes longer than some commands.
-        _quit_on_interrupt()
         # If a KeyboardInterrupt ended code that was made from a string, e.g. the methods of a dataclass, Python would
         # send SIGINT to itself in place of the exit code. The next string of code resets this.
         exec("")
 
 
-def _quit_on_interrupt() -> None:
+def _handle_interrupt(handler: Callable[[int, FrameType | None], None]) -> None:
     """Let Ctrl-C end the process at once: there is no work to keep or to clean up."""
     # Shells start background commands of scripts with Ctrl-C ignored.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _quit)
+        signal.signal(signal.SIGINT, handler)
 
 
 def _quit(number: int, frame: FrameType | None) -> None:

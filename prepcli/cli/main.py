@@ -6,7 +6,10 @@ import atexit
 import os
 import re
 import shlex
+import signal
 import sys
+import threading
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -24,11 +27,13 @@ from prepcli.console.stdio import (
 from prepcli.console.ui import Report, Ui, open_ui, stdout_error
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError, usage_error
 from prepcli.execution.signals import (
+    ANSWER_S,
+    STOP_SIGNALS,
     Interrupted,
     Stopped,
+    answer_signals,
     die_with_parent,
     exit_with_report,
-    interrupt_at_once,
     notes_of,
     raise_on_signal,
 )
@@ -72,34 +77,51 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _run_command(args: Sequence[str], ui: Ui) -> int:
     """Run a command, report an error or a stop signal, and return the exit code."""
-    try:
-        with (
-            interrupt_at_once(lambda _: ui.note("stopping; again to quit"), lambda: _quit(ui)),
-            raise_on_signal(),
-        ):
-            # A signal that was blocked until now arrives here.
-            die_with_parent()
-            code = command_group()(args, prog_name="prep", standalone_mode=False, obj=tuple(args))
-    except Stopped as stopped:
-        error = _stopped_error(
-            f"stopped by {stopped.signal_name}", args, STOPPED, notes_of(stopped)
-        )
-        atexit.register(exit_past_abandoned_calls, STOPPED)
-        return ui.finish(Report(error=error, process=process_of(stopped)))
-    except (KeyboardInterrupt, Interrupted) as error:
-        stop_error = _stopped_error("interrupted", args, INTERRUPTED, notes_of(error))
-        atexit.register(exit_past_abandoned_calls, INTERRUPTED)
-        return ui.finish(Report(error=stop_error, process=process_of(error)))
-    except Exception as error:
-        # If the help text was not delivered, this error is reported already.
-        if _flush_stdout(ui) != OK:
-            return FAILED
-        return ui.fail(_usage_error(error, ui.command, args) or _missing_folder_error() or error)
-    return code or OK
+    is_reporting = threading.Event()
+    with answer_signals(
+        lambda _: ui.note("stopping; again to quit"), lambda: _quit(ui, is_reporting)
+    ):
+        try:
+            with raise_on_signal((*STOP_SIGNALS, signal.SIGINT)):
+                # A signal that was blocked until now arrives here.
+                die_with_parent()
+                code = command_group()(
+                    args, prog_name="prep", standalone_mode=False, obj=tuple(args)
+                )
+        except SystemExit:
+            raise
+        except BaseException as error:
+            is_reporting.set()
+            return _report_error(error, args, ui)
+        return code or OK
 
 
-def _quit(ui: Ui) -> None:
+def _report_error(error: BaseException, args: Sequence[str], ui: Ui) -> int:
+    """Report why a command ended, and return the exit code."""
+    if isinstance(error, Stopped):
+        return _report_stop(error, f"stopped by {error.signal_name}", args, ui, code=STOPPED)
+    if isinstance(error, KeyboardInterrupt | Interrupted):
+        return _report_stop(error, "interrupted", args, ui, code=INTERRUPTED)
+    # If the help text was not delivered, this error is reported already.
+    if _flush_stdout(ui) != OK:
+        return FAILED
+    if isinstance(error, Exception):
+        error = _usage_error(error, ui.command, args) or _missing_folder_error() or error
+    return ui.fail(error)
+
+
+def _report_stop(stop: BaseException, what: str, args: Sequence[str], ui: Ui, *, code: int) -> int:
+    atexit.register(exit_past_abandoned_calls, code)
+    error = _stopped_error(what, args, code, notes_of(stop))
+    return ui.finish(Report(error=error, process=process_of(stop)))
+
+
+def _quit(ui: Ui, is_reporting: threading.Event) -> None:
     """Report a second Ctrl-C, and end the process."""
+    if is_reporting.is_set():
+        # The main thread prints the error of the process. It may wait for a full pipe.
+        time.sleep(ANSWER_S)
+        os._exit(INTERRUPTED)
     exit_with_report(lambda: ui.show_final_error(PrepError("interrupted", code=INTERRUPTED)))
 
 

@@ -5,7 +5,6 @@ A thread answers Ctrl-C while the main thread runs no Python code, and ends the 
 
 from __future__ import annotations
 
-import _thread
 import os
 import selectors
 import signal
@@ -13,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -24,6 +23,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PARENT_VARIABLE = "PREP_PARENT"
 # A command that does not react to its first signal within this time answers it, e.g. while it compiles.
 ANSWER_S = 1.0
+# Interrupts waits of the main thread. By default it is ignored, so that a late one does no harm.
+NUDGE = signal.SIGURG
+# Seconds between two nudges.
+NUDGE_S = 0.1
 # A process that cannot print its last report within this time ends without it.
 REPORT_S = 10.0
 # from <linux/prctl.h>
@@ -63,23 +66,80 @@ def notes_of(error: BaseException) -> list[str]:
     return list(getattr(error, "__notes__", ()))
 
 
-@contextmanager
-def raise_on_signal() -> Iterator[None]:
-    """Raise Stopped in the main thread at the first signal. A second signal ends the process at once.
+class _Stop:
+    """The first signal of the outermost block, which all nested blocks share.
 
-    Python drops an exception that a handler raises inside a destructor. Stopped is then raised at the end of the block.
+    Python drops an exception that a handler raises inside a destructor, and calls `sys.unraisablehook`. It is raised
+    again when the main thread is nudged.
+
+    Attributes:
+        name: Name of the signal that a handler has raised or remembered, empty before. Later signals change nothing.
+        dropped: Name of a signal that is to be raised at the next nudge.
+    """
+
+    def __init__(self, wake_thread: Callable[[], object]) -> None:
+        self.name = ""
+        self.dropped = ""
+        self._wake_thread = wake_thread
+        self._previous_hook = sys.unraisablehook
+
+    def raise_first(self, number: int, frame: FrameType | None) -> None:
+        """Raise the exception of a signal unless it is a later one. A handler."""
+        if not self.name and not self.dropped:
+            self._raise(signal.Signals(number).name, frame)
+
+    def raise_dropped(self, number: int, frame: FrameType | None) -> None:
+        """Raise a dropped exception again. The handler of nudges."""
+        if self.dropped:
+            self._raise(self.dropped, frame)
+
+    def keep_dropped(self, unraisable: Any) -> None:
+        """Note that the exception of a signal was dropped. A `sys.unraisablehook`."""
+        if not self.name or not isinstance(unraisable.exc_value, KeyboardInterrupt | Stopped):
+            self._previous_hook(unraisable)
+            return
+        self.dropped = self.name
+        self.name = ""
+        self._wake_thread()
+
+    def _raise(self, name: str, frame: FrameType | None) -> None:
+        if _is_inside(frame, _Stop.keep_dropped):
+            # Nothing catches an exception of the hook.
+            self.dropped = name
+            return
+        self.name = name
+        self.dropped = ""
+        raise_stop(name)
+
+
+# The stop of the outermost block. Empty outside of all blocks.
+_stops: list[_Stop] = []
+
+
+@contextmanager
+def raise_on_signal(numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
+    """Raise Stopped, or KeyboardInterrupt for SIGINT, in the main thread at the first signal.
+
+    Later signals change nothing until the end of the outermost block: job managers repeat them before they kill a
+    process. An exception that Python drops is raised at the end of the block at the latest.
     """
     received: list[str] = []
 
-    def stop(name: str) -> None:
-        received.append(name)
-        raise Stopped(name)
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not stop.name:
+            received.append(signal.Signals(number).name)
+        stop.raise_first(number, frame)
 
-    with _handle_first(STOP_SIGNALS, stop):
+    with ExitStack() as stack:
+        if not _stops:
+            stack.enter_context(_react_at_once())
+        stop = _stops[-1]
+        stack.enter_context(_handlers(dict.fromkeys(numbers, handle)))
         yield
-    # Python drops an exception raised in a destructor, so it is raised again here.
-    if received:
-        raise Stopped(received[0])
+        if received:
+            stop.name = received[0]
+            stop.dropped = ""
+            raise_stop(stop.name)
 
 
 @contextmanager
@@ -88,7 +148,7 @@ def remember_signal(
 ) -> Iterator[Callable[[], str]]:
     """Remember the first signal or Ctrl-C inside the context, and answer it at once.
 
-    Further SIGTERM and SIGUSR1 change nothing: job managers repeat them before they kill a process.
+    Later SIGTERM and SIGUSR1 change nothing until the end of the outermost block: see `raise_on_signal`.
 
     Args:
         answer: Called in a thread with the name of the first signal, also while the main thread runs no Python code.
@@ -98,122 +158,182 @@ def remember_signal(
         A function for the name of the signal, empty before it arrives.
     """
     received: list[str] = []
-    numbers = (*STOP_SIGNALS, signal.SIGINT)
 
     def remember(number: int, frame: FrameType | None) -> None:
-        received.append(signal.Signals(number).name)
+        if not received:
+            received.append(signal.Signals(number).name)
+            _stops[-1].name = received[0]
 
-    with _react_at_once(answer, quit_process), _handlers(dict.fromkeys(numbers, remember)):
+    with (
+        _react_at_once(answer, quit_process, answers_all=True),
+        _handlers(dict.fromkeys((*STOP_SIGNALS, signal.SIGINT), remember)),
+    ):
         yield lambda: received[0] if received else ""
 
 
 @contextmanager
-def interrupt_at_once(
+def answer_signals(
     answer: Callable[[str], None], quit_process: Callable[[], None]
 ) -> Iterator[None]:
-    """Raise KeyboardInterrupt at the first Ctrl-C, and quit at the second one.
+    """Answer the first signal that a block inside this one handles late or not, and let later ones change nothing.
 
-    Python drops an exception that a handler raises inside a destructor, and prints its traceback. It is raised again
-    after the destructor instead.
+    Outside of the blocks inside this one, a first signal has its earlier effect.
 
     Args:
         answer: Called in a thread with the name of the first signal if the main thread does not handle it in ANSWER_S.
         quit_process: Called in the thread at Ctrl-C after another signal. It ends the process.
     """
-    handled: list[str] = []
-    repeated: list[int] = []
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if handled:
-            return
-        handled.append(signal.Signals(number).name)
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not _stops[-1].name:
+            signal.signal(number, previous[signal.Signals(number)])
+            signal.raise_signal(number)
+
+    numbers = (*STOP_SIGNALS, signal.SIGINT)
+    previous = {number: signal.getsignal(number) for number in numbers}
+    with _react_at_once(answer, quit_process), _handlers(dict.fromkeys(numbers, handle)):
+        yield
+
+
+def raise_stop(name: str) -> NoReturn:
+    """Raise the exception of a signal: KeyboardInterrupt for SIGINT, and Stopped for another one."""
+    if name == signal.SIGINT.name:
         raise KeyboardInterrupt
-
-    def raise_again(unraisable: Any) -> None:
-        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
-            previous_hook(unraisable)
-            return
-        handled.clear()
-        repeated.append(signal.SIGINT)
-        # In a thread: here the handler would run inside of this hook.
-        _thread.start_new_thread(signal.pthread_kill, (main_id, signal.SIGINT))
-
-    main_id = threading.get_ident()
-    # Shells start background commands of scripts with Ctrl-C ignored.
-    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    previous_hook = sys.unraisablehook
-    sys.unraisablehook = raise_again
-    try:
-        with (
-            _react_at_once(
-                answer, quit_process, is_handled=lambda: bool(handled), repeated=repeated
-            ),
-            _handlers({} if is_ignored else {signal.SIGINT: interrupt}),
-        ):
-            yield
-    finally:
-        sys.unraisablehook = previous_hook
+    raise Stopped(name)
 
 
 @contextmanager
 def _react_at_once(
-    answer: Callable[[str], None],
-    quit_process: Callable[[], None],
+    answer: Callable[[str], None] = lambda name: None,
+    quit_process: Callable[[], None] = lambda: None,
     *,
-    is_handled: Callable[[], bool] | None = None,
-    repeated: list[int] | None = None,
+    answers_all: bool = False,
 ) -> Iterator[None]:
-    """React to signals in a thread: answer the first one, and quit at Ctrl-C after another one.
+    """React to signals in a thread: answer the first one, quit at Ctrl-C after it, and nudge the main thread.
 
     Python runs the handlers of signals between two bytecodes of the main thread, which XLA may keep for minutes. But
     its handler in C writes the number of each signal to the wakeup descriptor at once.
 
+    If the signal arrives in another thread, or just before the main thread waits for a lock, Python does not end the
+    wait. A nudge is a signal to the main thread. It ends the wait, and Python runs all handlers that are due.
+
     Args:
         answer: Called with the name of the first signal.
         quit_process: Ends the process.
-        is_handled: Returns whether the main thread has handled the first signal. It then needs no answer if it does so
-            within ANSWER_S seconds. None to answer in any case.
-        repeated: Numbers of signals that this process sends to itself again. They are removed and not counted.
+        answers_all: Answer the first signal at once. By default it needs no answer if the main thread handles it within
+            ANSWER_S.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
+    with ExitStack() as stack:
+        is_outermost = not _stops
+        if is_outermost:
+            stack.enter_context(_share_stop(lambda: writer.send(bytes([NUDGE]))))
+        thread = _ReactingThread(reader, _stops[-1], answer, quit_process, answers_all)
+        previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        thread.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(previous_fd)
+            writer.close()
+            # An answer that is being printed comes before all later messages, unless the terminal is stopped.
+            thread.join(ANSWER_S)
+            if thread.first and not is_outermost:
+                # For the thread of the block around this one, Ctrl-C is then a later signal.
+                os.write(previous_fd, bytes([signal.Signals[thread.first]]))
 
-    def react() -> None:
-        with reader, selectors.DefaultSelector() as selector:
-            selector.register(reader, selectors.EVENT_READ)
-            first = ""
-            # Seconds until the first signal is answered. None means never.
-            wait_s: float | None = None
+
+@contextmanager
+def _share_stop(wake_thread: Callable[[], object]) -> Iterator[None]:
+    """Share a stop with all blocks inside this one, and raise exceptions that Python drops again."""
+    stop = _Stop(wake_thread)
+    previous_hook = sys.unraisablehook
+    _stops.append(stop)
+    sys.unraisablehook = stop.keep_dropped
+    try:
+        with _handlers({NUDGE: stop.raise_dropped}):
+            yield
+    finally:
+        sys.unraisablehook = previous_hook
+        _stops.clear()
+
+
+class _ReactingThread(threading.Thread):
+    """Thread that reads the numbers of signals from a socket, until its other end is closed.
+
+    Attributes:
+        first: Name of the first signal. Empty before.
+    """
+
+    def __init__(
+        self,
+        reader: socket.socket,
+        stop: _Stop,
+        answer: Callable[[str], None],
+        quit_process: Callable[[], None],
+        answers_all: bool,
+    ) -> None:
+        super().__init__(name="prep-signals", daemon=True)
+        self.first = ""
+        self._reader = reader
+        self._stop_of_process = stop
+        self._answer = answer
+        self._quit_process = quit_process
+        self._answers_all = answers_all
+        self._is_answered = False
+
+    def run(self) -> None:
+        """React to signals. See `_react_at_once`."""
+        # Seconds until the main thread should have handled the first signal. None means never.
+        wait_s: float | None = None
+        with self._reader, selectors.DefaultSelector() as selector:
+            selector.register(self._reader, selectors.EVENT_READ)
             while True:
                 if not selector.select(wait_s):
-                    wait_s = None
-                    if is_handled is None or not is_handled():
-                        answer(first)
+                    wait_s = self._look_at_main_thread()
                     continue
-                data = reader.recv(1)
+                data = self._reader.recv(1)
                 if not data:
                     return
-                if data[0] not in (*STOP_SIGNALS, signal.SIGINT):
-                    continue
-                if repeated and data[0] in repeated:
-                    repeated.remove(data[0])
-                    continue
-                if first and data[0] == signal.SIGINT:
-                    quit_process()
-                if not first:
-                    first = signal.Signals(data[0]).name
-                    wait_s = 0.0 if is_handled is None else ANSWER_S
+                if data[0] == NUDGE and self._stop_of_process.dropped:
+                    wait_s = NUDGE_S
+                elif data[0] in (*STOP_SIGNALS, signal.SIGINT):
+                    if self.first and data[0] == signal.SIGINT:
+                        self._quit_process()
+                    if not self.first:
+                        self.first = signal.Signals(data[0]).name
+                        wait_s = 0.0 if self._answers_all else ANSWER_S
 
-    thread = threading.Thread(target=react, name="prep-signals", daemon=True)
-    previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(previous_fd)
-        writer.close()
-        # An answer that is being printed comes before all later messages, unless the terminal is stopped.
-        thread.join(ANSWER_S)
+    def _look_at_main_thread(self) -> float | None:
+        """Answer the first signal if it has no answer yet, and nudge the main thread if it has not handled it.
+
+        Return the seconds until the next look, and None if there is none.
+        """
+        stop = self._stop_of_process
+        if not self._is_answered and (self._answers_all or not (stop.name or stop.dropped)):
+            self._is_answered = True
+            self._answer(self.first)
+        if stop.name:
+            return None
+        signal.pthread_kill(_main_thread_id(), NUDGE)
+        return NUDGE_S
+
+
+def _main_thread_id() -> int:
+    main_id = threading.main_thread().ident
+    assert main_id is not None
+    return main_id
+
+
+def _is_inside(frame: FrameType | None, function: Callable[..., object]) -> bool:
+    """Return whether a frame is a call of a function, or a call inside of it."""
+    code = function.__code__
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def exit_with_report(report: Callable[[], int]) -> NoReturn:
@@ -253,27 +373,15 @@ def die_with_parent() -> None:
 
 
 @contextmanager
-def _handle_first(
-    signals: Sequence[signal.Signals], on_signal: Callable[[str], None]
-) -> Iterator[None]:
-    """Call `on_signal` with the name of the first signal, after restoring the default handlers."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        # Restored first, so that a second signal during `on_signal` ends the process.
-        for stop_signal in signals:
-            signal.signal(stop_signal, signal.SIG_DFL)
-        on_signal(signal.Signals(number).name)
-
-    with _handlers(dict.fromkeys(signals, handle)):
-        yield
-
-
-@contextmanager
 def _handlers(
     handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]],
 ) -> Iterator[None]:
-    """Install handlers of signals, and restore the earlier ones at the end."""
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    """Install handlers of signals, and restore the earlier ones at the end. An ignored Ctrl-C stays ignored."""
+    previous: dict[signal.Signals, Any] = {}
+    for number, handler in handlers.items():
+        # Shells start background commands of scripts with Ctrl-C ignored.
+        if number != signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
+            previous[number] = signal.signal(number, handler)
     try:
         yield
     finally:

@@ -200,8 +200,8 @@ def _find_state_dict(root: object) -> tuple[str, PickledMapping]:
         candidates = [("", root), *candidates]
     if not candidates:
         raise StateDictError("it holds no tensors by name")
-    # A training checkpoint may have an EMA copy next to the model. Which of them is meant is not
-    # guessed.
+    # A name in WRAPPERS comes before others, e.g. `model` beside an average under `ema`. Of two such names, or of two
+    # other ones, which one is meant is not guessed.
     if len(candidates) > 1:
         locations = [quote_name(key) for key, _ in candidates[:4]]
         if not candidates[0][0]:

@@ -52,6 +52,7 @@ WRITTEN_CONFIG_KEYS: dict[str, set[str]] = {
     "--dtype": {DTYPE_KEY},
     "--quantized": {QUANTIZATION_KEY},
     "--text-only": {*PREDICTION_FIELDS},
+    "--drop": {*PREDICTION_FIELDS},
 }
 # Keys that a recipe may change.
 RECIPE_CONFIG_KEYS = {

@@ -44,7 +44,6 @@ from prepcli.sources.folders import make_access
 from prepcli.sources.source import Source
 from prepcli.training_runs.observe import tokenize_progress
 from prepcli.training_runs.remote_data import DataFinder
-from trainer.files.worker_thread import run_abandonable
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -156,10 +155,7 @@ def _evaluate(
         mesh = opened.sharding.mesh
         started_s = time.monotonic()
         observer.note("compiling for the first batch")
-        # A compilation takes long, and handles no signal.
-        results = run_abandonable(
-            lambda: _compute_results(options, datasets, opened, loaded, observer)
-        )
+        results = _compute_results(options, datasets, opened, loaded, observer)
         compute_s = time.monotonic() - started_s
         score = partial(_score_source, options, source, opened, loaded=loaded, observer=observer)
         sources = {name: score(dataset, results[name]) for name, dataset in datasets.items()}

@@ -41,6 +41,7 @@ def load_model(
         recipe: Recipe of one of the sources. They differ only in their data.
         observer: Receives notes and warnings.
     """
+    from trainer.distributed.compiled_function import CompiledFunction
     from trainer.distributed.mesh_devices import device_kind
     from trainer.generation.decode import inference_dtype
     from trainer.nn.kernels.options import AttentionOptions
@@ -68,7 +69,8 @@ def load_model(
     observer.note("loading the parameters")
     params = opened.load(lambda path: inference_dtype(path, recipe.model.dtype))
     jit_step = jit_row_eval_step if options["reduction"] == "exact" else jit_eval_step
-    return LoadedModel(params, forward_config, jit_step(opened.model, forward_config), batch_size)
+    eval_step = CompiledFunction(jit_step(opened.model, forward_config))
+    return LoadedModel(params, forward_config, eval_step, batch_size)
 
 
 def _check_exact(opened: OpenedModel) -> None:

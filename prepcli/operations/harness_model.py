@@ -9,6 +9,7 @@ with prep.harness_model("gpt-neo-1.3B-init") as model:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -279,6 +280,8 @@ def harness_model(
     By default log likelihoods do not depend on the batch size or the mesh, and each device holds all parameters while
     it computes them.
 
+    A warning names the rules of the model's generation_config.json, and its fields that are not supported.
+
     Args:
         checkpoint: Folder, alias, hub id, URL, training run, or a step of one. It must be a decoder-only model.
         mesh: `dp,fsdp,mp` sizes or named axes. None: the first device.
@@ -315,7 +318,8 @@ def harness_model(
             open_params(located, source, mesh, verify=verify, observer=observer)
         )
         path = tokenizer_path(source, tokenizer, purpose="encode texts")
-        defaults = source_generation_defaults(source, opened.model.true_vocab_size)
+        vocab = opened.model.true_vocab_size
+        defaults = source_generation_defaults(source, vocab, note=warnings.warn)
         _check_model(opened, defaults.eos_token_ids)
         methods = _load_harness_methods(
             opened,
@@ -377,6 +381,7 @@ def _load_harness_methods(
 ) -> HarnessMethods:
     """Load the parameters and the tokenizer, and prepare the evaluation step."""
     from trainer.data.tokenizer import load_tokenizer
+    from trainer.distributed.compiled_function import CompiledFunction
     from trainer.generation.decode import inference_dtype
     from trainer.nn.model_spec import ForwardConfig
     from trainer.training.evaluation import jit_fast_row_eval_step, jit_row_eval_step
@@ -392,7 +397,7 @@ def _load_harness_methods(
         params=opened.load(lambda path: inference_dtype(path, dtype)),
         opened=opened,
         forward_config=forward_config,
-        eval_step=jit_step(model, forward_config),
+        eval_step=CompiledFunction(jit_step(model, forward_config)),
         tokenizer=text_tokenizer,
         eos_ids=defaults.eos_token_ids,
         rules=defaults.rules,

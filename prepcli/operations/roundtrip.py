@@ -249,7 +249,10 @@ class _Trip:
         _, verbatim = open_checkpoint(replace(self.common, verbatim=True), self.observer)
         stored_names = {tensor.name for tensor in verbatim.tensors}
         names = self.source.names
-        return all(names.stored_name(tensor.name) in stored_names for tensor in self.source.tensors)
+        for tensor in self.source.tensors:
+            if names.wrapper_prefix + names.stored_name(tensor.name) not in stored_names:
+                return False
+        return True
 
     def _convert(
         self, checkpoint: str, out: Path, step: _Step, *, is_first: bool, dry_run: bool = False

@@ -21,7 +21,7 @@ from prepcli.engine.digest import digest_of_zeros
 from prepcli.engine.distance import Distance, measure_distance
 from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.formats.again_hint import again_hint
-from prepcli.formats.manifest import unwritten_manifest
+from prepcli.formats.manifest import NO_MANIFEST, unwritten_manifest
 from prepcli.operations.accept import accept_files
 from prepcli.operations.checksum_file import check_checksum_file
 from prepcli.operations.comparable_sources import check_contents, comparable_sources
@@ -49,6 +49,7 @@ from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import Stream
 from prepcli.restore.digest_checks import check_after_reading, stream_digests, tensor_digests
 from prepcli.restore.scaled_digests import stored_scale, written_stream
+from prepcli.sources.dropped_tensors import without_recorded_drops
 from prepcli.sources.locate import check_stream
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source, SourceTensor
@@ -188,7 +189,13 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     check_contents(source, against_source)
     observer.note(source_line(against_source))
     check_checksum_file(against_source, against_located)
-    settings = tuple(setting_differences(source, against_source))
+    # An output without the dropped tensors of its source has a config without them.
+    settings = tuple(
+        setting_differences(
+            without_recorded_drops(source, against_source.manifest or NO_MANIFEST),
+            without_recorded_drops(against_source, source.manifest or NO_MANIFEST),
+        )
+    )
     pair = comparable_sources(source, against_source, observer)
     a = collect_model(pair.source, pair.against)
     b = collect_model(pair.against, pair.source)

@@ -96,16 +96,12 @@ class TensorNames:
         return self.family.prefix + bare
 
     def stored_name(self, bare: str) -> str:
-        """Return a tensor's name as the source spells it."""
-        return self.wrapper_prefix + self.unwrapped_name(bare)
-
-    def unwrapped_name(self, bare: str) -> str:
         """Return a tensor's name as the source spells it, without the prefix of a wrapper."""
         return bare if bare in self.unprefixed_names else self.full_name(bare)
 
     def display_name(self, bare: str) -> str:
         """Return a tensor's name for messages: as the source spells it, with unprintable characters escaped."""
-        name = self.stored_name(bare)
+        name = self.wrapper_prefix + self.stored_name(bare)
         return name if name.isprintable() else ascii(name)[1:-1]
 
     def bare_name(self, full: str) -> str:

@@ -8,33 +8,40 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
 
-RepoType = Literal["model", "dataset", "space"]
+RepoType = Literal["model", "dataset", "space", "page"]
 
 _HOSTS = {"huggingface.co", "www.huggingface.co", "hf.co"}
 _TYPES: dict[str | None, RepoType] = {None: "model", "datasets": "dataset", "spaces": "space"}
 _KIND = r"(?:(?P<kind>datasets|spaces)/)?"
 _OWNER = r"[A-Za-z0-9][\w.-]*"
-# A revision has no slash, except for the branches `refs/convert/NAME` that the hub makes.
+# A revision has no slash, except for the branches that the hub makes: of conversions and of pull requests.
+_HUB_BRANCH = r"refs/convert/[^/]+|refs/pr/\d+"
 _FILE_SYSTEM = re.compile(
-    rf"{_KIND}(?P<id>{_OWNER}/[\w.-]+?)(?:@(?P<revision>[^/@]+(?:/convert/[^/]+)?))?(?:/(?P<path>.+))?",
+    rf"{_KIND}(?P<id>{_OWNER}/[\w.-]+?)(?:@(?P<revision>{_HUB_BRANCH}|[^/@]+))?(?:/(?P<path>.+))?",
     re.ASCII,
 )
 # Models of the hub's first years have no owner, e.g. `gpt2`. A page quotes the slashes of a revision.
 _PAGE = re.compile(
     rf"{_KIND}(?P<id>{_OWNER}(?:/[\w.-]+)?)"
-    r"(?:/(?:tree|blob|resolve|raw|commit)/(?P<revision>[^/]+)(?:/(?P<path>.+))?"
+    rf"(?:/(?:tree|blob|resolve|raw|commit)/(?P<revision>{_HUB_BRANCH}|[^/]+)(?:/(?P<path>.+))?"
     r"|/(?:viewer|discussions|commits)(?:/.*)?)?",
     re.ASCII,
 )
+# First names of pages that belong to no repository, e.g. `papers/2302.13971`. No owner has such a name.
+_SITE_PAGES = {
+    *("api", "blog", "chat", "collections", "datasets", "docs", "enterprise", "join", "languages"),
+    *("learn", "login", "metrics", "models", "new", "organizations", "papers", "posts", "pricing"),
+    *("search", "settings", "spaces", "storage", "tasks"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class HubAddress:
-    """A repository on the hub, and a file or folder in it.
+    """A repository on the hub, and a file or folder in it, or another page of the hub.
 
     Attributes:
-        repo_type: Kind of repository.
-        hub_id: `OWNER/NAME`, or `NAME` of an old model.
+        repo_type: Kind of repository. "page" for a page that belongs to none.
+        hub_id: `OWNER/NAME`, or `NAME` of an old model. Of a page, its whole path.
         revision: Branch, tag or commit, if the address has one.
         path: File or folder in the repository. Empty if the address has none.
     """
@@ -49,7 +56,7 @@ def parse_hub_address(text: str) -> HubAddress | None:
     """Parse `https://HOST/OWNER/NAME/tree/REVISION/PATH` or `hf://OWNER/NAME@REVISION/PATH`.
 
     Addresses of datasets and spaces have `datasets/` or `spaces/` before the owner. HOST is the hub's, or the one of
-    HF_ENDPOINT.
+    HF_ENDPOINT. Its other pages, e.g. of a paper, have the type "page".
 
     >>> parse_hub_address("https://huggingface.co/datasets/owner/name")
     HubAddress(repo_type='dataset', hub_id='owner/name', revision=None, path='')
@@ -66,7 +73,11 @@ def parse_hub_address(text: str) -> HubAddress | None:
         host, _, path = rest.partition("/")
         endpoint = os.environ.get("HF_ENDPOINT", "").rpartition("//")[2].rstrip("/")
         if host and host in {*_HOSTS, endpoint}:
-            match = _PAGE.fullmatch(path.partition("?")[0].strip("/"))
+            page = path.partition("?")[0].partition("#")[0].strip("/")
+            match = _PAGE.fullmatch(page)
+            is_site_page = match is not None and match["id"].partition("/")[0] in _SITE_PAGES
+            if match is None or is_site_page:
+                return HubAddress(repo_type="page", hub_id=page, revision=None, path="")
     if match is None:
         return None
     revision = match["revision"]

@@ -34,7 +34,7 @@ from prepcli.formats.torch_files import (
     detect_torch_kind,
     select_model_files,
 )
-from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, parse_json
+from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, parse_json, read_bytes
 from prepcli.quantized.find_weights import QUANTIZATION_KEYS
 from prepcli.sources.folders import Folder, Kind, LocalFolder
 from prepcli.sources.source_hints import CONFIG
@@ -252,8 +252,11 @@ def detect_file(path: Path, display_name: str, *, allow_gguf: bool = False) -> K
     """Detect the format of a single local file: Flax or EasyLM, by its first bytes, or GGUF, by its name.
 
     Raises:
+        DamagedError: The file is a pointer of Git LFS.
         PrepError: The format is another one.
     """
+    # The open refuses a pointer, whatever its name. No byte is read.
+    read_bytes(path, nbytes=0)
     if (kind := sniff_msgpack_kind(path)) is not None:
         return kind
     verdict, selected_names = apply_rules([path.name])

@@ -18,6 +18,7 @@ from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps
 from prepcli.sources.unindexed import unindexed_names
 from trainer.models.name_patterns import matching_patterns
+from trainer.models.prediction import prediction_names, without_prediction
 
 
 def drop_tensors(source: Source, patterns: Sequence[str]) -> Source:
@@ -39,12 +40,12 @@ def drop_tensors(source: Source, patterns: Sequence[str]) -> Source:
         if tensor.name in needed:
             continue
         name = source.stored_name(tensor)
-        effective = _matching(name, source, patterns)
+        effective = matching_drops(name, source, patterns)
         if effective:
             matching.update(effective)
             dropped[tensor.name] = DroppedTensor(name, tensor.nbytes, DROP_RULE)
     for name in unindexed_names(source.extra_entries):
-        matching.update(_matching(name, source, patterns))
+        matching.update(matching_drops(name, source, patterns))
     for pattern in patterns:
         if pattern not in matching:
             what = text("{} drops nothing of {}", Option("drop", pattern), source.display_name)
@@ -57,8 +58,8 @@ def drop_tensors(source: Source, patterns: Sequence[str]) -> Source:
     return _without(source, dropped)
 
 
-def _matching(name: str, source: Source, patterns: Sequence[str]) -> list[str]:
-    """Return the patterns that match the name of a tensor of a source."""
+def matching_drops(name: str, source: Source, patterns: Sequence[str]) -> list[str]:
+    """Return the patterns of `--drop` that match the name of a tensor of a source."""
     wrapper = source.names.wrapper_prefix
     return matching_patterns(name, source.family.prefix, patterns, wrapper=wrapper)
 
@@ -69,10 +70,13 @@ def without_recorded_drops(source: Source, output: Manifest) -> Source:
     if not recorded:
         return source
     needed = _needed_names(source)
+    wrapper = source.names.wrapper_prefix
     dropped: dict[str, DroppedTensor] = {}
     for tensor in (*source.tensors, *source.tower_tensors):
         name = source.stored_name(tensor)
-        if tensor.name not in needed and not recorded.isdisjoint((name, tensor.name)):
+        # A verbatim output has the prefix of a wrapper in its names.
+        spellings = (name, tensor.name, wrapper + name)
+        if tensor.name not in needed and not recorded.isdisjoint(spellings):
             dropped[tensor.name] = DroppedTensor(name, tensor.nbytes, DROP_RULE)
     return _without(source, dropped)
 
@@ -90,7 +94,10 @@ def _needed_names(source: Source) -> set[str]:
 
 
 def _without(source: Source, dropped: dict[str, DroppedTensor]) -> Source:
-    """Return a source without tensors. Their files still belong to it."""
+    """Return a source without tensors. Their files still belong to it.
+
+    The config states no multi-token prediction if all of its tensors are dropped.
+    """
 
     def kept(tensors: tuple[SourceTensor, ...]) -> tuple[SourceTensor, ...]:
         return tuple(tensor for tensor in tensors if tensor.name not in dropped)
@@ -110,4 +117,14 @@ def _without(source: Source, dropped: dict[str, DroppedTensor]) -> Source:
     )
     if source.family.is_verbatim:
         return as_verbatim(rest)
+    if _has_prediction(source) and not _has_prediction(rest):
+        rest = replace(rest, config=without_prediction(source.config))
+    if not rest.tower_tensors and not rest.is_multimodal:
+        rest = replace(rest, wrapper=None)
     return rest
+
+
+def _has_prediction(source: Source) -> bool:
+    """Return whether a source of a family has tensors of multi-token prediction."""
+    names = [source.names.bare_name(source.file_name(tensor)) for tensor in source.tower_tensors]
+    return bool(prediction_names(source.family, source.config, names))

@@ -175,8 +175,8 @@ def _tensor_differences(source: Source, lock: Lock) -> Iterator[str]:
 def _stored_names(source: Source) -> dict[str, str]:
     """Return the name of each tensor in the files of a source, by its name in `source.all_tensors`."""
     names = source.display_names()
-    for tensor in source.tensors:
-        names[tensor.name] = source.names.stored_name(tensor.name)
+    for tensor in (*source.tensors, *source.tower_tensors):
+        names[tensor.name] = source.names.wrapper_prefix + source.stored_name(tensor)
     return names
 
 

@@ -68,7 +68,7 @@ def split_towers(source: Source, drop: Sequence[str] = ()) -> Source:
     prediction = prediction_names(source.family, source.config, stored)
     if not prediction:
         return source
-    parameters = {source.names.unwrapped_name(name) for name in stored - prediction}
+    parameters = {source.names.stored_name(name) for name in stored - prediction}
     return _with_parameters(source, source, parameters)
 
 
@@ -84,7 +84,7 @@ def _with_parameters(source: Source, model: Source, parameters: Collection[str])
     towers: list[tuple[SourceTensor, str]] = []
     file_names = source.tensor_file_names or ("",) * len(source.tensors)
     for tensor, file_name in zip(source.tensors, file_names, strict=True):
-        name = source.names.unwrapped_name(tensor.name)
+        name = source.names.stored_name(tensor.name)
         if name in parameters:
             kept.append((replace(tensor, name=model.names.bare_name(name)), file_name))
         else:

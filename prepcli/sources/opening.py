@@ -19,6 +19,7 @@ from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE_RULE
 from prepcli.remote.placeholders import SMALL_NBYTES
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
+from prepcli.sources.dropped_tensors import matching_drops
 from prepcli.sources.folders import LocalFiles
 from prepcli.sources.foreign_trees import NATIVE_LAYOUT
 from prepcli.sources.locate import LocatedCheckpoint
@@ -26,10 +27,10 @@ from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_towers
 from prepcli.sources.remote_blobs import with_remote_blobs
-from prepcli.sources.side_files import unread_weights
+from prepcli.sources.side_files import check_patterns, unread_weights
 from prepcli.sources.source import Source, check_headers
 from prepcli.sources.source_hints import CONFIG, KeptScales, SourceHints
-from prepcli.sources.unindexed import UNINDEXED_RULE
+from prepcli.sources.unindexed import UNINDEXED_RULE, unindexed_names
 from trainer.models.parameters import VERBATIM
 from trainer.models.registry import FAMILIES
 from trainer.models.suggest import did_you_mean
@@ -70,6 +71,7 @@ def open_source(
         drop: Patterns of tensors that may lie among those of a text part. They stay in the source.
 
     Raises:
+        UsageError: A pattern of `copied_files` matches no side file.
         PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim
             and excluded.
     """
@@ -93,7 +95,8 @@ def open_source(
             drop=drop,
         )
         source = _read_headers(located, hints)
-        _report_reading(source, located)
+        check_patterns(copied_files, source.small_files, display_name)
+        _report_reading(source, located, drop)
         if layout is not None:
             _check_layout_is_used(source, located, layout, is_requested=hints.verbatim is True)
         if training_state:
@@ -253,25 +256,35 @@ def _with_omitted(source: Source, local_files: LocalFiles) -> Source:
     return replace(source, omitted=tuple(omitted))
 
 
-def _report_reading(source: Source, located: LocatedCheckpoint) -> None:
+def _report_reading(source: Source, located: LocatedCheckpoint, drop: Sequence[str]) -> None:
     """Note what is ignored and taken off of the files. Raise PrepError for ignored tensors if the access is strict."""
-    _report_unindexed(source, located)
+    _report_unindexed(source, located, drop)
     for note in source.notes:
         located.access.note(note)
     if prefix := source.names.wrapper_prefix:
         located.access.note(f"the prefix {quote_name(prefix)} of all tensors is taken off")
 
 
-def _report_unindexed(source: Source, located: LocatedCheckpoint) -> None:
-    """Note the tensors in the files that the index does not name. Raise PrepError for them if the access is strict."""
-    names = [entry.name for entry in source.extra_entries if entry.rule == UNINDEXED_RULE]
+def _report_unindexed(source: Source, located: LocatedCheckpoint, drop: Sequence[str]) -> None:
+    """Note the tensors in the files that the index does not name.
+
+    Raises:
+        PrepError: The access is strict, and no pattern of `drop` matches one of them.
+    """
+    entries = [entry for entry in source.extra_entries if entry.rule == UNINDEXED_RULE]
+    refused: list[DroppedTensor] = []
+    if located.access.strict:
+        for entry, name in zip(entries, unindexed_names(entries), strict=True):
+            if not matching_drops(name, source, drop):
+                refused.append(entry)
+    names = [entry.name for entry in refused or entries]
     if not names:
         return
     noun = "tensor" if len(names) == 1 else "tensors"
     verb = "is" if len(names) == 1 else "are"
     count = f"{len(names):,} {noun} of {source.display_name}"
     listed = join_names(names, max_names=MAX_UNINDEXED_NAMES)
-    if located.access.strict:
+    if refused:
         what = f"{count} {verb} not in its index"
         option = Option("strict", True)
         hint = text("without {} they are ignored, as in transformers", option)

@@ -106,7 +106,6 @@ def find_side_files(folder: Path, patterns: Sequence[str] = ()) -> SideFiles:
         patterns: Name patterns (`--copy`) of files to copy in any case.
 
     Raises:
-        UsageError: A pattern matches no file.
         PrepError: The folder cannot be read, or a pattern matches a file of a subfolder with too many files.
     """
     if not folder.is_dir():
@@ -115,26 +114,39 @@ def find_side_files(folder: Path, patterns: Sequence[str] = ()) -> SideFiles:
     omitted: list[str] = []
     for name in list_folder(folder):
         path = folder / name
-        if is_hidden(name) or not path.is_dir():
-            if path.is_file():
-                files.append(ListedFile(name, path.stat().st_size))
+        if is_hidden(name):
             continue
-        if path.is_symlink():
-            omitted.append(f"{_printable(name)}/ (a link)")
+        if not path.is_dir() or path.is_symlink():
+            _add_entry(path, name, files, omitted)
             continue
         try:
             nested = list(_walk(folder, name))
-            files += [ListedFile(f, entry.stat().st_size) for f, entry in nested if entry.is_file()]
-            omitted += [f"{_printable(f)}/ (a link)" for f, entry in nested if entry.is_dir()]
         except OSError as error:
             omitted.append(f"{_printable(name)}/ ({error.strerror})")
+            continue
+        for nested_name, entry in nested:
+            _add_entry(Path(entry), nested_name, files, omitted)
     selected = select_side_files(files, patterns)
-    check_patterns(patterns, (*selected.copied, *selected.left), folder)
     return SideFiles(
         tuple(SideFile(folder / name, name) for name in selected.copied),
         tuple(SideFile(folder / name, name) for name in selected.left),
         (*omitted, *selected.omitted),
     )
+
+
+def _add_entry(path: Path, name: str, files: list[ListedFile], omitted: list[str]) -> None:
+    """Append an entry of a folder to the files, or the reason why it is not copied to `omitted`."""
+    if path.is_file():
+        files.append(ListedFile(name, path.stat().st_size))
+    elif path.is_dir():
+        omitted.append(f"{_printable(name)}/ (a link)")
+    elif is_hidden(name) or ("/" not in name and (name in SKIPPED_NAMES or is_weight_file(name))):
+        # The readers of the config and of the weights name these files.
+        return
+    elif path.exists():
+        omitted.append(f"{_printable(name)} (a pipe, a device or a socket)")
+    else:
+        omitted.append(f"{_printable(name)} (a broken link)")
 
 
 def select_side_files(files: Iterable[ListedFile], patterns: Sequence[str] = ()) -> SelectedNames:
@@ -179,11 +191,11 @@ def unread_weights(names: Iterable[str], read_names: Collection[str]) -> list[st
     return unread
 
 
-def check_patterns(patterns: Sequence[str], names: Collection[str], folder: Path | str) -> None:
-    """Raise UsageError for a pattern that matches no side file."""
+def check_patterns(patterns: Sequence[str], copied: Sequence[SideFile], display_name: str) -> None:
+    """Raise UsageError for a pattern that matches none of the side files that are copied."""
     for pattern in patterns:
-        if not any(matches_any(name, [pattern]) for name in names):
-            what = text("{} matches no file of {}", Option("copy", pattern), folder)
+        if not any(matches_any(file.name, [pattern]) for file in copied):
+            what = text("{} matches no file of {}", Option("copy", pattern), display_name)
             why = "it takes names of side files, not of weights"
             raise usage_error(what, why, "use a pattern such as `*.py` or `FOLDER/*`")
 

@@ -283,7 +283,7 @@ class Source:
         return self.names.full_name(tensor.name)
 
     def stored_name(self, tensor: SourceTensor) -> str:
-        """Return the name of a parameter or of a tower's tensor as the source spells it."""
+        """Return the name of a parameter or of a tower's tensor as `TensorNames.stored_name` spells it."""
         if tensor.name in self.names.unprefixed_names:
             return tensor.name
         return self.file_name(tensor)

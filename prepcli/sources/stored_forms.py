@@ -19,6 +19,7 @@ from prepcli.errors import PrepError
 from prepcli.planning.composed_locations import compose_location
 from prepcli.planning.map_rows import MapRow
 from prepcli.planning.plan import Location
+from prepcli.planning.quantization_leaves import QUANTIZATION
 from prepcli.planning.state_names import PARAMS, qualify, split_name
 from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, detect_names
@@ -79,11 +80,29 @@ def with_family(source: Source) -> Source:
     try:
         names = detect_names(family, source.config, full_names={t.name for t in source.tensors})
         tensors = tuple(replace(t, name=names.bare_name(t.name)) for t in source.tensors)
-        model = split_towers(replace(source, family=family, names=names, tensors=tensors))
+        model = replace(
+            source,
+            family=family,
+            names=names,
+            tensors=tensors,
+            state_tensors=_unwrapped_scales(source.state_tensors, names.wrapper_prefix),
+        )
+        model = split_towers(model)
         match_source_tensors(model, stored_axis_maps(model), DEFAULT_MATCH_OPTIONS)
     except PrepError:
         return source
     return model
+
+
+def _unwrapped_scales(tensors: Sequence[SourceTensor], prefix: str) -> tuple[SourceTensor, ...]:
+    """Return tensors of a state, with the scales of decoded weights under their names without a wrapper's prefix."""
+    unwrapped: list[SourceTensor] = []
+    for tensor in tensors:
+        slot, name = split_name(tensor.name)
+        if slot == QUANTIZATION:
+            tensor = replace(tensor, name=qualify(QUANTIZATION, name.removeprefix(prefix)))
+        unwrapped.append(tensor)
+    return tuple(unwrapped)
 
 
 def _bound_rows(source: Source, shapes: StoredShapes) -> list[AxisMap]:

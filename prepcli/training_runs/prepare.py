@@ -242,7 +242,13 @@ def _check_loop(prepared: PreparedRun, model: ModelSpec) -> None:
     if step:
         # A dry run must not write to the run's folder: a bucket's recipe is downloaded to a temporary folder.
         recipe_file = run.storage.fetch_file(RECIPE_FILE, create_placeholder_folder())
-        check_resumable(manifest, loop, changed=changed_keys(recipe_file, run.recipe), step=step)
+        check_resumable(
+            manifest,
+            loop,
+            changed=changed_keys(recipe_file, run.recipe),
+            step=step,
+            is_chat=run.recipe.data.format == "chat",
+        )
     elif run.recipe.model.training_state:
         check_continued_start(prepared.start, loop)
         for describe in (cast_warning, unread_warning):

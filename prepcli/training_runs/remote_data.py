@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import BinaryIO, cast
 
 from prepcli.console.formatting import format_bytes
@@ -20,14 +20,20 @@ from prepcli.remote.object_store import Bucket, parse_url
 from prepcli.remote.remote_files import ReadAheadCache, RemoteFile
 from prepcli.remote.remote_stream import RemoteStream
 from prepcli.sources.folders import Access
-from trainer.data.dataset_layout import README, matches, read_metadata, select_files
+from trainer.data.dataset_layout import (
+    MAX_README_NBYTES,
+    README,
+    matches,
+    read_metadata,
+    select_files,
+    select_folder_files,
+)
 from trainer.data.files import DataFile
-from trainer.data.remote_files import Selection
+from trainer.data.remote_files import GLOB_SIGNS, Selection
 from trainer.files.reading import open_regular_file
 
 HUB_HINT = "`hf://datasets/OWNER/NAME`, or `hf://datasets/OWNER/NAME/FILE`"
 SCHEMES = ("gs://", "s3://", "hf://")
-GLOB_SIGNS = re.compile(r"[*?]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +61,17 @@ class DataFinder:
         if url.startswith("hf://"):
             files = self._find_on_hub(url, accepts, selection)
         else:
-            files = list(self._find_in_bucket(url, accepts))
+            files = self._find_in_bucket(url, accepts, selection)
         if not files:
             why = "no object of that name, no data file in a folder of that name, and no match of it as a glob"
             hint = text("check the spelling; {} sets the type of files", Key("data.type"))
             raise PrepError(f"no data in `{url}`", why, hint)
         return files
 
-    def _find_in_bucket(self, url: str, accepts: Callable[[str], bool]) -> Iterator[DataFile]:
-        """Yield an object, or else the objects of a folder or a glob, sorted by name."""
+    def _find_in_bucket(
+        self, url: str, accepts: Callable[[str], bool], selection: Selection
+    ) -> list[DataFile]:
+        """Return an object, or else the data of a folder or a glob, sorted by name."""
         glob = GLOB_SIGNS.search(url)
         # List below the last folder before the first sign of a glob, e.g. `gs://b/a` of `gs://b/a/x-*`.
         literal = url.rstrip("/")
@@ -78,19 +86,22 @@ class DataFinder:
             folder = url
         bucket = Bucket(parse_url(folder), retry_policy=self.access.retry_policy)
         if not glob and not is_bucket and (file := bucket.find_file(name)) is not None:
-            yield _bucket_file(bucket, file)
-            return
+            return [_bucket_file(bucket, file)]
         if not glob and not is_bucket:
             bucket = replace(bucket, url=parse_url(url))
+        files: dict[str, DataFile] = {}
         for file in bucket.list_files():
-            is_visible = not any(part.startswith(".") for part in file.path.split("/"))
-            # A glob selects files by its pattern. In a folder, the type of the data selects them.
-            if glob:
-                is_selected = matches(file.path, pattern)
-            else:
-                is_selected = accepts(file.path)
-            if is_visible and is_selected:
-                yield _bucket_file(bucket, file)
+            if not any(part.startswith(".") for part in file.path.split("/")):
+                files[file.path] = _bucket_file(bucket, file)
+        # A glob selects files by its pattern. In a folder, the type of the data and the part of a dataset select them.
+        if glob:
+            names = [name for name in files if matches(name, pattern)]
+        else:
+            metadata = _bucket_metadata(files.get(README))
+            names = select_folder_files(
+                url, [*files], metadata, selection, accepts=accepts, note=self.note
+            )
+        return [files[name] for name in names]
 
     def _find_on_hub(
         self, url: str, accepts: Callable[[str], bool], selection: Selection
@@ -155,6 +166,16 @@ def _bucket_file(bucket: Bucket, file: RemoteFile) -> DataFile:
         return cast(BinaryIO, RemoteStream(file, ReadAheadCache(bucket)))
 
     return DataFile(f"{bucket.url}/{file.path}", file.size, file.digest, open_stream)
+
+
+def _bucket_metadata(readme: DataFile | None) -> Mapping[str, object]:
+    """Return the metadata of the README in a bucket. It is empty without a README."""
+    if readme is None:
+        return {}
+    with TemporaryDirectory() as folder, readme.open() as stream:
+        path = Path(folder, README)
+        path.write_bytes(stream.read(MAX_README_NBYTES + 1))
+        return read_metadata(path, str(readme.path))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ other functions are in the order of their calls.
 from __future__ import annotations
 
 import math
-import signal
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,12 @@ from prepcli.engine.machine import free_memory
 from prepcli.errors import Command, Key, Option, PrepError, UsageError, text
 from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule
 from prepcli.execution.joint_work import joint_work
-from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
+from prepcli.execution.signals import (
+    note_durable_work,
+    raise_on_signal,
+    raise_stop,
+    remember_signal,
+)
 from prepcli.execution.step_exports import StepExports
 from prepcli.formats.run_steps import EVAL_SEQUENCES, RECIPE_FILE
 from prepcli.planning.manifest_fields import ManifestFields
@@ -535,7 +539,7 @@ def _take_steps(
             result = training.run()
     if stop_signal() and not result.stop_reason and describe_missing_exports(run, loop.steps):
         # The signal came too late to stop the steps. It stops the exports and the push instead.
-        signal.raise_signal(signal.Signals[stop_signal()])
+        raise_stop(stop_signal())
     return result
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import pytest
 
+from trainer.distributed.compiled_function import CompiledFunction
 from trainer.generation import generator
-from trainer.generation.generator import _CompiledFunction as CompiledFunction
 from trainer.nn.model_spec import ForwardConfig
 from trainer.training import evaluation, loop
 from trainer.training.evaluation import jit_eval_step, jit_row_eval_step
@@ -88,7 +88,7 @@ class SharedFunction(CompiledFunction):
 def _compile_function(
     function: Callable[..., Any], keywords: Any, options: Any
 ) -> CompiledFunction:
-    return CompiledFunction(partial(function, **keywords), **options)
+    return CompiledFunction(jax.jit(partial(function, **keywords), **options))
 
 
 TRAIN_STEPS = SharedResults(SharedStep)
@@ -104,5 +104,5 @@ def share_steps() -> Iterator[None]:
         for module in (loop, evaluation):
             patch.setattr(module, "jit_eval_step", EVAL_STEPS)
         patch.setattr(evaluation, "jit_row_eval_step", ROW_EVAL_STEPS)
-        patch.setattr(generator, "_CompiledFunction", SharedFunction)
+        patch.setattr(generator, "_jit_function", SharedFunction)
         yield

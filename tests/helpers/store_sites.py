@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
@@ -36,6 +38,8 @@ if sys.argv[1] == "small-files":
 sys.exit(main())
 """
 OBJECT_NBYTES = 1 << 20
+MESH = ("--mesh", "1,2,2", "--pad-vocab", "8")
+WIDE: dict[str, Any] = {"vocab_size": 16384, "hidden_size": 512, "num_heads": 4, "num_layers": 1}
 
 
 @dataclass(frozen=True)
@@ -112,3 +116,18 @@ def open_site(
         patches.delenv(name)
     with use_objects(patches, objects) as store:
         yield StoreSite(store, folder, capsys)
+
+
+def wait_for_writes(store: FakeObjectStore, num_writes: int, running: list[ForkedProcess]) -> None:
+    """Wait until processes have written so many objects, or have ended."""
+    while len(store.received) < num_writes and any(p.poll() is None for p in running):
+        time.sleep(0.001)
+
+
+def stop_or_finish(process: ForkedProcess, *, kill: bool) -> dict[str, Any] | None:
+    """Kill a process, or wait for its end. Return its report, or None if it was killed."""
+    if kill:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        return None
+    return finish(process)

@@ -50,7 +50,7 @@ class ChatBuilder:
         self._renderer = ChatRenderer(template)
         self._forms = MessageForms(self._renderer)
         self._finder = TurnFinder(self._renderer)
-        self._bos_text = dict(template.special_tokens).get("bos_token", "")
+        self._bos_text = template.bos_text
         self.max_extra_token_id = largest_added_id(settings)
 
     def build(self, piece: DataPiece) -> Example:

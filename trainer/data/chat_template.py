@@ -50,6 +50,14 @@ class ChatTemplate:
     date: datetime.date | None = None
 
     @property
+    def bos_text(self) -> str:
+        """Text of the begin token that the template may write. Empty if it never writes one."""
+        text = dict(self.special_tokens).get("bos_token", "")
+        if "bos_token" in self.text or text in self.text:
+            return text
+        return ""
+
+    @property
     def identity(self) -> str:
         """Digest of the template and its variables."""
         inputs: list[Any] = [self.text, self.special_tokens]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from trainer.data.files import Note
 from trainer.data.remote_files import Selection
 from trainer.files.reading import read_regular_file
 from trainer.models.errors import Key, PrepError, text, usage_error
@@ -41,8 +42,12 @@ Splits = Mapping[str, Sequence[str]]  # split -> its files
 Item = TypeVar("Item")
 
 
-def read_metadata(readme: Path | None) -> Mapping[str, object]:
+def read_metadata(readme: Path | None, display_name: str = "") -> Mapping[str, object]:
     """Return the metadata at the top of a dataset's README. It is empty without a README.
+
+    Args:
+        readme: The README.
+        display_name: Its name in errors. Default: its path.
 
     Raises:
         PrepError: The metadata is not YAML.
@@ -55,7 +60,7 @@ def read_metadata(readme: Path | None) -> Mapping[str, object]:
         return (readme and metadata_load(readme)) or {}
     # The exception types belong to the YAML library of huggingface_hub.
     except Exception as error:
-        what = f"the metadata of {readme} is malformed"
+        what = f"the metadata of {display_name or readme} is malformed"
         why = str(error).partition("\n")[0]
         raise PrepError(what, why, NAME_FILES_HINT) from error
 
@@ -107,6 +112,39 @@ def select_files(
     return list(
         _choose_item(dataset, "split", selection.split_key, splits, selection.split, DEFAULT_SPLIT)
     )
+
+
+def select_folder_files(
+    folder: str,
+    names: Sequence[str],
+    metadata: Mapping[str, object],
+    selection: Selection,
+    *,
+    accepts: Callable[[str], bool],
+    note: Note,
+) -> list[str]:
+    """Return the data files of a folder on this machine or in a bucket: of a part of a dataset, or all of them.
+
+    Args:
+        folder: Name of the folder, for messages.
+        names: Its visible files.
+        metadata: Metadata of its README.
+        selection: Configuration and split.
+        accepts: Returns whether a file is data, by its name without folders.
+        note: Called with a message about a folder that is read with all its splits.
+
+    Raises:
+        UsageError: The dataset has no such configuration or split, or no default.
+    """
+    if is_dataset(metadata) or selection.config is not None or selection.split is not None:
+        return select_files(folder, names, metadata, selection, accepts=accepts)
+    data = [name for name in names if accepts(name.rpartition("/")[2])]
+    splits = splits_by_name(data)
+    if len(splits) > 1:
+        note(
+            f"{folder} has files of several splits ({', '.join(splits)}) and all are read: `data.split` selects one"
+        )
+    return data
 
 
 def _choose_item(

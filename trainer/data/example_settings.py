@@ -115,9 +115,9 @@ class ExampleSettings:
         ids = self.used_begin_ids
         if not ids:
             return {}
-        # In chats the template may put the token there.
+        # Earlier versions put the token also before a conversation whose template has put it there.
         key = "bos"
-        if self.chat_template is not None:
+        if self.chat_template is not None and self.chat_template.bos_text:
             key = "chat_bos"
         if len(ids) == 1:
             return {key: ids[0]}

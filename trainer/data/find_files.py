@@ -12,15 +12,20 @@ from typing import Any
 
 from trainer.data.dataset_layout import (
     README,
-    is_dataset,
     read_metadata,
-    select_files,
-    splits_by_name,
+    select_folder_files,
 )
 from trainer.data.files import DataFile, Note, io_error
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import Reader
-from trainer.data.remote_files import WHOLE, NoRemoteFiles, RemoteFiles, Selection, is_url
+from trainer.data.remote_files import (
+    GLOB_SIGNS,
+    WHOLE,
+    NoRemoteFiles,
+    RemoteFiles,
+    Selection,
+    is_url,
+)
 from trainer.files.json_values import load_json
 from trainer.files.reading import not_regular_error, read_regular_file, resolve_named_path
 from trainer.models.errors import Key, PrepError, Text, usage_error
@@ -113,8 +118,9 @@ def _check_selection(paths: Sequence[str], selection: Selection) -> None:
         return
     on_hub = any(path.startswith(HUB_SCHEME) for path in paths)
     folders = [match for path in paths for match in _expand_glob(path) if match.is_dir()]
-    has_splits = on_hub or any(not is_saved_part(folder) for folder in folders)
-    has_configs = on_hub or any(is_plain_folder(folder) for folder in folders)
+    is_remote = on_hub or any(_names_bucket_folder(path) for path in paths)
+    has_splits = is_remote or any(not is_saved_part(folder) for folder in folders)
+    has_configs = is_remote or any(is_plain_folder(folder) for folder in folders)
     parts = {
         "config": (selection.config, has_configs),
         selection.split_key: (selection.split, has_splits),
@@ -131,6 +137,13 @@ def _check_selection(paths: Sequence[str], selection: Selection) -> None:
                 why,
                 f"remove it, or `{HUB_SCHEME}datasets/OWNER/NAME`",
             )
+
+
+def _names_bucket_folder(path: str) -> bool:
+    """Return whether a path may be a folder in a bucket: no glob, and no name of a data file."""
+    if not is_url(path) or GLOB_SIGNS.search(path):
+        return False
+    return not _is_data_file(path.rpartition("/")[2], data_type="auto")
 
 
 def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileType:
@@ -194,19 +207,16 @@ def _folder_files(
     # Sorted as paths, so that `a/b.txt` comes before `a-b.txt`.
     files = sorted(file for file in _walk_visible(folder) if file.is_file())
     names = [file.relative_to(folder).as_posix() for file in files]
-    accepts = partial(_is_data_file, data_type=data_type)
     readme = folder / README
-    metadata = read_metadata(readme if readme.is_file() else None)
-    if is_dataset(metadata) or selection.config is not None or selection.split is not None:
-        selected = select_files(str(folder), names, metadata, selection, accepts=accepts)
-        return [folder / name for name in selected]
-    data = [name for name in names if accepts(os.path.basename(name))]
-    splits = splits_by_name(data)
-    if len(splits) > 1:
-        note(
-            f"{folder} has files of several splits ({', '.join(splits)}) and all are read: `data.split` selects one"
-        )
-    return [folder / name for name in data]
+    selected = select_folder_files(
+        str(folder),
+        names,
+        read_metadata(readme if readme.is_file() else None),
+        selection,
+        accepts=partial(_is_data_file, data_type=data_type),
+        note=note,
+    )
+    return [folder / name for name in selected]
 
 
 def _is_data_file(name: str, *, data_type: DataType) -> bool:

@@ -31,6 +31,8 @@ class Selection:
 
 
 WHOLE = Selection()
+# Signs of a glob in the URL of an object store.
+GLOB_SIGNS = re.compile(r"[*?]")
 
 
 class RemoteFiles(Protocol):

@@ -59,6 +59,8 @@ EXTRA_TOKENS_KEYS = ("additional_special_tokens", "extra_special_tokens")
 MAX_NAMES = 5
 # A text that is encoded to see the tokens around it.
 PROBE = "a"
+# Tokens that are tried if the tokenizer does not have the letter.
+MAX_PROBES = 1000
 
 # Parts of a long text that are encoded at once: one for every core.
 # Smallest part of the vocabulary that the tokenizer of a model has.
@@ -178,16 +180,28 @@ class TextTokenizer:
 
     def prefix_ids(self) -> tuple[int, ...]:
         """Return the ids that the tokenizer puts before a text, e.g. of `<s>`. Raise PrepError if it fails."""
-        # Most tokenizers add nothing, and some cannot encode the probe.
-        if not self.encode_prompt(""):
+        # Most tokenizers add nothing.
+        added = self.encode_prompt("")
+        if not added:
             return ()
-        (plain,) = self.encode([PROBE])
-        ids = self.encode_prompt(PROBE)
-        # E.g. `<s> a </s>` is [1, 5, 2], and `a` is [5]: the prefix is [1].
-        for start in range(len(ids) - len(plain) + 1):
-            if len(plain) and ids[start : start + len(plain)] == plain.tolist():
-                return tuple(ids[:start])
+        for probe in self._probes():
+            (plain,) = self.encode([probe])
+            # With the unknown token as `<s>`, `<s> a` is [0, 0], and the first 0 looks like the text.
+            if not len(plain) or not {*added}.isdisjoint(plain.tolist()):
+                continue
+            ids = self.encode_prompt(probe)
+            # E.g. `<s> a </s>` is [1, 5, 2], and `a` is [5]: the prefix is [1].
+            for start in range(len(ids) - len(plain) + 1):
+                if ids[start : start + len(plain)] == plain.tolist():
+                    return tuple(ids[:start])
         return ()
+
+    def _probes(self) -> Iterator[str]:
+        """Yield texts to encode, until one has no token that the tokenizer adds: a letter, then single tokens."""
+        yield PROBE
+        for token_id in range(min(self.max_id + 1, MAX_PROBES)):
+            if text := self.decode([token_id]):
+                yield text
 
     def decode(self, ids: Sequence[int], preceding_ids: Sequence[int] = ()) -> str:
         """Decode ids to text, without special tokens.

@@ -10,17 +10,23 @@ is written in C, and threads are started without `threading.Thread`: its `start`
 from __future__ import annotations
 
 import _thread
+import atexit
 import os
 import queue
 import sys
+import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
+
+from trainer.models.errors import INTERRUPTED
 
 ResultT = TypeVar("ResultT")
 
 # Python threads have the stack of the process limit, or 2 MiB if there is no limit, as on many clusters. Compilers
 # recurse deeper.
 COMPILER_STACK_NBYTES = 64 << 20
+# Seconds between two looks at the running calls
+ABANDONED_POLL_S = 0.05
 # Running calls of `run_abandonable`.
 _running: list[Callable[[], object]] = []
 
@@ -143,16 +149,33 @@ def run_abandonable(call: Callable[[], ResultT]) -> ResultT:
         _thread.start_new_thread(run, ())
     finally:
         _thread.stack_size(previous_nbytes)
-    error = ended.get()
+    try:
+        error = ended.get()
+    except BaseException:
+        atexit.unregister(_wait_for_abandoned_calls)
+        atexit.register(_wait_for_abandoned_calls)
+        raise
     if error is not None:
         raise error
     return results[0]
 
 
+def _wait_for_abandoned_calls() -> None:
+    """Wait at the exit of the interpreter until no call runs. At Ctrl-C, end the process instead.
+
+    The exit of the interpreter would destroy the objects of a compiler while it uses them.
+    """
+    try:
+        while _running:
+            time.sleep(ABANDONED_POLL_S)
+    except KeyboardInterrupt:
+        exit_now(INTERRUPTED)
+
+
 def exit_past_abandoned_calls(code: int) -> None:
     """End the process with a code if a call still runs that nobody waits for.
 
-    The exit of the interpreter would destroy the objects of a compiler while it uses them.
+    For a command, which has reported why it ends: its exit need not wait for the call.
     """
     if _running:
         exit_now(code)

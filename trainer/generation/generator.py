@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
+from trainer.distributed.compiled_function import CompiledFunction
 from trainer.distributed.sharding import ShardingContext
 from trainer.generation import decode
 from trainer.generation.decode import DecodeState, GenerationConfig, PromptBatch
@@ -36,33 +37,8 @@ MAX_STREAM_DELAY_S = 0.05
 InputT = TypeVar("InputT")
 
 
-class _CompiledFunction:
-    """A function of arrays, compiled once per combination of shapes, dtypes, shardings and static arguments.
-
-    Attributes:
-        compile_s: Seconds of compilation so far.
-    """
-
-    def __init__(self, function: Callable[..., Any], **jit_options: Any) -> None:
-        self._jitted = jax.jit(function, **jit_options)
-        self._executables: dict[Any, Callable[..., Any]] = {}
-        self.compile_s = 0.0
-
-    def __call__(self, *arrays: Any, **static: Any) -> Any:
-        leaves, structure = jax.tree.flatten(arrays)
-        # `compile` makes an executable for exactly these arguments. It rejects other shapes and shardings,
-        # where `jit` would silently compile again.
-        key = (
-            structure,
-            *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves),
-            *static.items(),
-        )
-        if key not in self._executables:
-            # Compile before the first call, to count its time without the execution.
-            started_at = time.monotonic()
-            self._executables[key] = self._jitted.lower(*arrays, **static).compile()
-            self.compile_s += time.monotonic() - started_at
-        return self._executables[key](*arrays)
+def _jit_function(function: partial[Any], **jit_options: Any) -> CompiledFunction:
+    return CompiledFunction(jax.jit(function, **jit_options))
 
 
 class Generator:
@@ -101,14 +77,10 @@ class Generator:
             "forward_config": forward_config,
             "generation_config": generation_config,
         }
-        self._encode_sources = _CompiledFunction(encode)
-        self._prefill = _CompiledFunction(
-            partial(decode.prefill, **options), static_argnames="count"
-        )
+        self._encode_sources = _jit_function(encode)
+        self._prefill = _jit_function(partial(decode.prefill, **options), static_argnames="count")
         # Argument 1 is the state. XLA then updates the KV cache in place instead of copying it.
-        self._decode_loop = _CompiledFunction(
-            partial(decode.decode_loop, **options), donate_argnums=1
-        )
+        self._decode_loop = _jit_function(partial(decode.decode_loop, **options), donate_argnums=1)
 
     def with_params(self, params: Tree) -> Generator:
         """Return a generator with other parameters and the same compiled functions."""

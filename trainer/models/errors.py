@@ -425,7 +425,9 @@ def _python_literal(value: object) -> str:
 
 
 def override_text(value: object) -> str:
-    """Return a value as `--set` takes it: like TOML, but texts without quotes."""
+    """Return a value as `--set` takes it: like TOML, but texts without quotes, and nothing for an absent key."""
+    if value is None:
+        return ""
     return value if isinstance(value, str) else _toml_literal(value)
 
 

@@ -45,7 +45,7 @@ from trainer.models.parameters import Family
 from trainer.recipe import Recipe
 from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
-from trainer.recipe.field_checks import check_packing, check_source_length
+from trainer.recipe.field_checks import check_source_length
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
 from trainer.training.source_datasets import (
@@ -236,7 +236,6 @@ def _tokenize_config(
     checks_digests: bool = True,
 ) -> TokenizeConfig:
     """Return how a recipe tokenizes its data."""
-    check_packing(data, has_encoder=model.arch_config.encoder is not None)
     tokenizer = Path(data.tokenizer or folders["tokenizer"])
     # A block of span corruption is longer than its target: only the noise goes there.
     seq_length = data.seq_length

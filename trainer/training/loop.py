@@ -121,6 +121,7 @@ class Loop:
         self.event_times = EventTimes()
         self.step_s: float | None = None
         self.compiled_step: CompiledStep | None = None
+        self.is_compiled = False
         (platform,) = {device.platform for device in state["step"].devices()}
         self.metrics_lag = CPU_METRICS_LAG if platform == "cpu" else METRICS_LAG
         self.eval_step = _jit_eval_step(config.setup)
@@ -134,6 +135,7 @@ class Loop:
         self.enter_phase("compile")
         # XLA compiles for minutes in one call, during which this thread could handle no signal.
         run_abandonable(self._compile)
+        self.is_compiled = True
 
     def _compile(self) -> None:
         config = self.config
@@ -158,7 +160,7 @@ class Loop:
             PrepError: Too many consecutive steps were skipped, because loss or gradients were not
                 finite or no token had a weight, or a checkpoint cannot be saved.
         """
-        if self.compiled_step is None:
+        if not self.is_compiled:
             self.compile()
         try:
             reason = self._take_steps()

@@ -97,7 +97,8 @@ def check_model(recipe: Recipe, model: CheckedModel) -> None:
         UsageError: `data.seq_length` exceeds the positions, `data.packing` does not fit an encoder, or
             `remat_policy` names the hidden units of experts.
     """
-    check_packing(recipe.data, has_encoder=model.arch_config.encoder is not None)
+    for _, data in split_sources(recipe.data):
+        check_packing(data, has_encoder=model.arch_config.encoder is not None)
     _check_seq_length(recipe.data, model.arch_config)
     saved = saved_activations(recipe.model.remat_policy, has_experts=True)
     if model.arch_config.experts_per_token and "mlp_hidden" in saved:

@@ -100,6 +100,7 @@ def check_resumable(
     *,
     changed: Mapping[str, tuple[Any, Any]],
     step: int,
+    is_chat: bool = False,
 ) -> None:
     """Check whether a run may resume from a checkpoint.
 
@@ -108,6 +109,7 @@ def check_resumable(
         config: The resuming run.
         changed: Recipe keys whose values differ, as (value when the run began, value now).
         step: Step of the checkpoint.
+        is_chat: Whether the data is conversations.
 
     Raises:
         PrepError: A key, the data, the batch size or the schedule changed that must not, or `step` is past the last
@@ -131,7 +133,14 @@ def check_resumable(
         after = config.manifest_fields.get(key)
         if before != after:
             why = f"{before}, now {after}"
-            if key == "data" and BOS_KEY in changed:
+            # Without true, conversations begin as their template says, and the key is not the cause.
+            has_other_begin = not is_chat or True in changed.get(BOS_KEY, ())
+            if key == "data" and is_chat and not has_other_begin:
+                why += (
+                    ". An earlier version read conversations in Parquet and Arrow files otherwise: "
+                    "with the same files, that version finishes the run"
+                )
+            if key == "data" and BOS_KEY in changed and has_other_begin:
                 # Runs of earlier versions have recorded false, the default then.
                 then = changed[BOS_KEY][0]
                 why = f"{BOS_KEY}: {_change_text(changed[BOS_KEY])} ({why})"

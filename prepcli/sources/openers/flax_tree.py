@@ -22,7 +22,7 @@ from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.model_family import find_config_path, select_family
-from prepcli.sources.side_files import SideFile, find_side_files
+from prepcli.sources.side_files import SideFile, find_side_files, matches_any
 from prepcli.sources.source import (
     CONFIG,
     Source,
@@ -107,7 +107,7 @@ def _open_tree(
     # `trainstate_params::` asks for the parameters, so leaving the rest is no loss to report.
     if hints.part == "trainstate_params":
         extra_entries = ()
-    side_files = find_side_files((config_path or folder / CONFIG).parent)
+    side_files = find_side_files((config_path or folder / CONFIG).parent, hints.copied_files)
     # The blobs are the files, then the arrays in several pieces. Without such arrays, placements refer to `files`.
     blobs = flax_files.blobs
     if len(blobs) == len(flax_files.files):
@@ -121,7 +121,7 @@ def _open_tree(
         tensors=tensors,
         files=flax_files.files,
         file_stamps=flax_files.stamps,
-        small_files=_settings_files(side_files.copied, has_config=config_path is not None),
+        small_files=_settings_files(side_files.copied, hints, has_config=config_path is not None),
         manifest=manifest,
         tensor_file_names=tuple(
             flax_files.safetensors_file_name(_file_position(tensor)[0]) for tensor in tensors
@@ -129,6 +129,7 @@ def _open_tree(
         blobs=blobs,
         extra_entries=(*extra_entries, *unindexed_entries(flax_files.unindexed)),
         config_path=config_path,
+        left_files=side_files.left if config_path else (),
         omitted=side_files.omitted if config_path else (),
     )
 
@@ -144,11 +145,17 @@ def _with_recorded_digests(
     return tuple(recorded)
 
 
-def _settings_files(files: Iterable[SideFile], *, has_config: bool) -> tuple[SideFile, ...]:
-    """Return the small files of a model. The folder of a file without a config may have files of any kind."""
+def _settings_files(
+    files: Iterable[SideFile], hints: SourceHints, *, has_config: bool
+) -> tuple[SideFile, ...]:
+    """Return the small files of a model, and the ones that the user asks for.
+
+    The folder of a file without a config may have files of any kind.
+    """
     settings: list[SideFile] = []
     for file in files:
-        if file.path.suffix in SETTINGS_SUFFIXES and (has_config or file.is_at_top):
+        is_setting = file.path.suffix in SETTINGS_SUFFIXES and (has_config or file.is_at_top)
+        if is_setting or matches_any(file.name, hints.copied_files):
             settings.append(file)
     return tuple(settings)
 

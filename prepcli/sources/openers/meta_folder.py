@@ -46,7 +46,7 @@ from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import detect_names
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.openers.torch_folder import assign_blobs, placement_of
-from prepcli.sources.side_files import find_side_files
+from prepcli.sources.side_files import SideFile, SideFiles, find_side_files, matches_any
 from prepcli.sources.source import (
     CONFIG,
     Source,
@@ -143,7 +143,7 @@ def open_meta(path: Path, display_name: str, hints: SourceHints) -> Source:
     file_names: list[str] = []
     for file_name, shard_entries in split_into_shards(entries, OUTPUT_SHARD_NBYTES):
         file_names += [file_name] * len(shard_entries)
-    side_files = find_side_files(path)
+    side_files = find_side_files(path, hints.copied_files)
     return Source(
         display_name=display_name,
         root=path,
@@ -155,12 +155,22 @@ def open_meta(path: Path, display_name: str, hints: SourceHints) -> Source:
         tensors=tensors,
         files=sharded.paths,
         file_stamps=file_stamps(headers),
-        small_files=tuple(f for f in side_files.copied if f.name not in META_SIDE_FILES),
+        small_files=_copied_files(side_files, hints),
         manifest=None,
         tensor_file_names=tuple(file_names),
         blobs=sharded.blobs,
+        left_files=side_files.left,
         omitted=side_files.omitted,
     )
+
+
+def _copied_files(side_files: SideFiles, hints: SourceHints) -> tuple[SideFile, ...]:
+    """Return the side files to copy: Meta's own ones describe other weights, and are copied on request."""
+    copied: list[SideFile] = []
+    for file in side_files.copied:
+        if file.name not in META_SIDE_FILES or matches_any(file.name, hints.copied_files):
+            copied.append(file)
+    return tuple(copied)
 
 
 def _hf_name(name: str, family: Family) -> str:

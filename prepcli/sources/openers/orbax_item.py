@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from prepcli.sources.openers.orbax_state import (
 )
 from prepcli.sources.openers.state_item import with_state_item
 from prepcli.sources.remote_blobs import with_remote_blobs
-from prepcli.sources.side_files import SideFile, find_side_files
+from prepcli.sources.side_files import SideFile, find_side_files, matches_any
 from prepcli.sources.source import (
     CONFIG,
     HF_FOLDER,
@@ -227,7 +227,7 @@ def _open_foreign_item(
         tensors=tuple(sorted(tensors, key=file_position)),
         files=_watched_files(item),
         file_stamps=_file_stamps(item, settings),
-        small_files=_model_files(config_path),
+        small_files=_model_files(config_path, hints.copied_files),
         manifest=manifest,
         blobs=blobs,
         extra_entries=extra_entries,
@@ -247,12 +247,15 @@ def _keeps_scales(hints: SourceHints, manifest: Manifest) -> bool:
     return hints.kept_scales == "all" and bool(manifest.scales)
 
 
-def _model_files(config_path: Path | None) -> tuple[SideFile, ...]:
-    """Return the files of the model next to its config, e.g. those of the tokenizer."""
+def _model_files(config_path: Path | None, patterns: Sequence[str]) -> tuple[SideFile, ...]:
+    """Return the files of the model next to its config, e.g. the tokenizer, and those that match a pattern."""
     if config_path is None:
         return ()
-    files = find_side_files(config_path.parent).copied
-    return tuple(file for file in files if file.name in MODEL_FILES)
+    model_files: list[SideFile] = []
+    for file in find_side_files(config_path.parent, patterns).copied:
+        if file.name in MODEL_FILES or matches_any(file.name, patterns):
+            model_files.append(file)
+    return tuple(model_files)
 
 
 def _match_trees(

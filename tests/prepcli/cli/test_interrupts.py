@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.errors import INTERRUPTED
+from prepcli.errors import INTERRUPTED, STOPPED
 from tests.helpers.fork_server import PREP, read_until, start_python
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import MAX_S, wait_until
@@ -99,9 +99,10 @@ PREP_IN_A_LONG_CALL = f"""
 import ctypes, signal, sys
 from pathlib import Path
 import prepcli.operations.evaluate as module
+from prepcli.execution.signals import NUDGE
 
 def wait(*arguments, **options):
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, NUDGE])
     Path("waiting").touch()
     ctypes.CDLL(None).pause()
 
@@ -118,3 +119,99 @@ def test_ctrl_c_in_a_long_call_is_answered_and_quits(tmp_path: Path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=MAX_S)
     assert (process.returncode, err.decode()) == (INTERRUPTED, "error: interrupted\n")
+
+
+# The exit of the interpreter waits for the second signal, as it may wait for the threads of libraries.
+PREP_WITH_LONG_EXIT = """
+import atexit, os, runpy, sys, time
+import prepcli.operations.models as module
+
+def wait(*arguments, **options):
+    atexit.register(wait_for_second_signal)
+    print("running", file=sys.stderr, flush=True)
+    while True:
+        time.sleep(0.1)
+
+def wait_for_second_signal():
+    print("exiting", file=sys.stderr, flush=True)
+    sys.stdin.readline()
+
+module.list_aliases = wait
+sys.argv[0] = "prep"
+runpy.run_module("prepcli", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "what"),
+    [(signal.SIGTERM, STOPPED, "stopped by SIGTERM"), (signal.SIGINT, INTERRUPTED, "interrupted")],
+)
+def test_repeated_signal_at_the_exit_changes_nothing(number: signal.Signals, code: int, what: str):
+    process = subprocess.Popen(
+        [sys.executable, "-c", PREP_WITH_LONG_EXIT, "models"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "running\n"
+    process.send_signal(number)
+    assert process.stderr.readline() == f"error: {what}\n"
+    assert process.stderr.readline() == "exiting\n"
+    process.send_signal(number)
+    _, err = process.communicate("\n", timeout=MAX_S)
+    assert (process.returncode, err) == (code, "")
+
+
+# Ctrl-C in a call of Python: while a function is compiled, or between two batches.
+CALL_IN_PYTHON = """
+import os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import jax
+import prepcli as prep
+import trainer.training.evaluation as module
+
+compile_lowered, evaluate_batches = jax.stages.Lowered.compile, module.eval_batches
+
+def interrupt_compilation(lowered, *arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    assert has_returned.wait(120)
+    return compile_lowered(lowered, *arguments)
+
+def interrupt_batches(*arguments, **options):
+    for batch in evaluate_batches(*arguments, **options):
+        print("batch", flush=True)
+        yield batch
+        os.kill(os.getpid(), signal.SIGINT)
+
+has_returned = threading.Event()
+if sys.argv[2] == "compile":
+    jax.stages.Lowered.compile = interrupt_compilation
+else:
+    module.eval_batches = interrupt_batches
+try:
+    if sys.argv[1] == "generate":
+        prep.generate("tiny", tokens=[[1, 2]], max_new_tokens=2)
+    else:
+        prep.evaluate("tiny", "text.txt", seq_length=16, batch_size=1)
+except KeyboardInterrupt:
+    has_returned.set()
+    print("interrupted", flush=True)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "moment", "out"),
+    [
+        ("evaluate", "compile", "interrupted\n"),
+        ("evaluate", "batch", "batch\ninterrupted\n"),
+        ("generate", "compile", "interrupted\n"),
+    ],
+)
+def test_ctrl_c_ends_a_call_in_python(work_dir: Path, function: str, moment: str, out: str):
+    """The work ends with the call, and the process with its own exit code."""
+    words = [sys.executable, "-c", CALL_IN_PYTHON, function, moment]
+    process = subprocess.run(words, capture_output=True, text=True, timeout=MAX_S, check=False)
+    assert (process.returncode, process.stdout) == (3, out), process.stderr
+    assert not process.stderr

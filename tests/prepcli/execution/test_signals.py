@@ -14,21 +14,38 @@ import pytest
 from prepcli.execution.signals import (
     STOP_SIGNALS,
     Stopped,
-    interrupt_at_once,
+    answer_signals,
     raise_on_signal,
     remember_signal,
 )
 from tests.helpers.waiting import MAX_S
 
-TWICE = """
-import os, signal
-from prepcli.execution.signals import raise_on_signal
-with raise_on_signal():
-    try:
+# A wait that a signal does not end: its exception is lost, or another thread receives the signal just before the wait.
+LOST_SIGNAL = """
+import os, queue, signal, sys, threading
+from prepcli.execution.signals import Stopped, raise_on_signal
+
+class Signals:
+    def __del__(self):
         os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        os.kill(os.getpid(), signal.SIGTERM)
-        print("still here")
+
+def wait_after_destructor():
+    Signals()
+    queue.SimpleQueue().get()
+
+def wait_in_thread_join():
+    # Blocked in the main thread only: the kernel gives the signal to the other one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    thread = threading.Thread(target=threading.Event().wait, daemon=True)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    thread.start()
+    thread.join()
+
+try:
+    with raise_on_signal():
+        globals()[sys.argv[1]]()
+except Stopped as stopped:
+    print(stopped.signal_name)
 """
 
 
@@ -56,14 +73,36 @@ def test_signal_handlers_are_restored() -> None:
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
-def test_second_signal_ends_the_process_at_once() -> None:
+def test_later_stop_signals_do_not_disturb_cleanup() -> None:
+    """Job managers repeat a signal before they kill a process."""
+    cleaned = []
+
+    def convert() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            cleaned.append("all")
+
+    with pytest.raises(Stopped) as stopped, raise_on_signal(), raise_on_signal():
+        convert()
+    assert cleaned == ["all"]
+    assert stopped.value.signal_name == "SIGTERM"
+
+
+@pytest.mark.parametrize("wait", ["wait_after_destructor", "wait_in_thread_join"])
+def test_lost_signal_ends_a_wait_of_the_main_thread(wait: str) -> None:
     process = subprocess.run(
-        [sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=MAX_S, check=False
+        [sys.executable, "-c", LOST_SIGNAL, wait],
+        capture_output=True,
+        text=True,
+        timeout=MAX_S,
+        check=False,
     )
-    assert (process.returncode, process.stdout) == (-signal.SIGTERM, "")
+    assert (process.stdout, process.stderr, process.returncode) == ("SIGTERM\n", "", 0)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_signal_in_a_destructor_is_raised_at_the_end() -> None:
     class Signals:
         def __del__(self) -> None:
@@ -115,9 +154,23 @@ def test_first_interrupt_raises_and_the_second_one_quits() -> None:
             os.kill(os.getpid(), signal.SIGINT)
             assert quits.wait(MAX_S)
 
-    with pytest.raises(KeyboardInterrupt), interrupt_at_once(lambda _: None, quits.set):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        answer_signals(lambda _: None, quits.set),
+        raise_on_signal([signal.SIGINT]),
+    ):
         convert()
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_after_a_remembered_signal_quits() -> None:
+    """The thread of the outer block knows the signal of the inner one."""
+    quits = threading.Event()
+    with answer_signals(lambda _: None, quits.set):
+        with remember_signal(lambda _: None, fail):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert quits.wait(MAX_S)
 
 
 def fail() -> None:

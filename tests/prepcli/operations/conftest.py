@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.planning import object_files
 from prepcli.remote import remote_files
 from tests.helpers.faults import FaultSources, make_sources
 from tests.helpers.killing import KillSetup, make_setup
 from tests.helpers.shared_steps import share_steps
-from tests.helpers.store_sites import StoreSite, make_home, open_site, read_files
+from tests.helpers.store_sites import OBJECT_NBYTES, StoreSite, make_home, open_site, read_files
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -60,3 +61,9 @@ def site(
     monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
     with open_site(home, tmp_path, monkeypatch, capsys) as site:
         yield site
+
+
+@pytest.fixture
+def small_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write small objects, so that a tiny model has many of them."""
+    monkeypatch.setattr(object_files, "OBJECT_NBYTES", OBJECT_NBYTES)

@@ -268,6 +268,18 @@ def open_without_harness(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> A
     return harness.harness_model(checkpoint, batch_size=3, max_length=MAX_LENGTH)
 
 
+def test_harness_model_warns_of_generation_fields(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "beams"
+    shutil.copytree(checkpoint, folder)
+    settings = {"eos_token_id": EOS, "num_beams": 4, "stop_strings": ["x"]}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    fields = "not supported in .*`num_beams`, `stop_strings`"
+    with pytest.warns(UserWarning, match=fields), open_without_harness(folder, monkeypatch):
+        pass
+
+
 @pytest.mark.parametrize(
     ("context", "continuation", "ids"),
     [

@@ -73,10 +73,19 @@ def test_pointer_in_place_of_one_shard_is_named(capsys: pytest.CaptureFixture[st
     check_error(capsys, "save-init", "./m", "--out", "init", file=shard.name)
 
 
-def test_pointer_in_place_of_a_gguf_file_is_named(capsys: pytest.CaptureFixture[str]):
-    Path("m.gguf").write_bytes(POINTER)
+@pytest.mark.parametrize(
+    "name",
+    slow_except(("x.gguf", "x.safetensors", "x.pt", "x.msgpack", "stream"), ("x.gguf", "x.pt")),
+)
+def test_pointer_in_place_of_a_single_file_is_named(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(name).write_bytes(POINTER)
+    check_error(capsys, "save-init", f"./{name}", "--out", "init", file=name)
     options = ("--quantized", "dequantize", "--out", "init")
-    check_error(capsys, "save-init", "./m.gguf", *options, file="m.gguf")
+    check_error(capsys, "save-init", f"./{name}", *options, file=name)
+    check_error(capsys, "inspect", f"./{name}", file=name)
+    check_error(capsys, "verify", f"./{name}", "./m", file=name)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])

@@ -160,6 +160,30 @@ def test_pad_vocab_keeps_prediction_layers():
     check_tensors("hf", tensors)
 
 
+@pytest.mark.parametrize(
+    ("command", "again"),
+    [("pad-vocab", ("pad-vocab", "--multiple", "1")), ("save-init", ("export",))],
+)
+def test_dropped_prediction_is_not_in_the_config(command: str, again: tuple[str, ...]):
+    config, names = CASES["glm4_moe"]
+    tensors = write_model(config, names)
+    run_ok(command, "./m", "--drop", f"{LAYER}*", "--out", "out")
+    run_ok(*again, "out", "--out", "hf")
+    assert read_config("hf")["num_nextn_predict_layers"] == 0
+    check_tensors("hf", {name: value for name, value in tensors.items() if name not in names})
+    run_ok("verify", "out", "./m")
+    assert not prep.verify("out", "./m").settings
+    run_ok("verify", "hf", "--chain")
+
+
+def test_partly_dropped_prediction_stays_in_the_config():
+    config, names = CASES["glm4_moe"]
+    write_model(config, names)
+    run_ok("save-init", "./m", "--drop", names[0])
+    run_ok("export", "m-init", "--out", "hf")
+    assert read_config("hf")["num_nextn_predict_layers"] == 1
+
+
 def test_layers_option_removes_prediction_layers():
     config, names = CASES["glm4_moe"]
     write_model(config, names)

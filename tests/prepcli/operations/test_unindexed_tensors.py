@@ -109,6 +109,19 @@ def test_strict_refuses_unindexed_tensors(capsys: pytest.CaptureFixture[str]) ->
     assert not Path("init").exists()
 
 
+def test_strict_accepts_unindexed_tensors_that_are_dropped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tensors = make_overlay(Path("m"))
+    command = ("save-init", "./m", "--strict", "--drop", "draft*")
+    error = run_failing(capsys, 1, *command, "--out", "init")
+    assert "1 tensor of ./m is not in its index\n  why: " in error
+    assert REPLACED in error
+    assert "draft.fc" not in error
+    run_ok(*command, "--drop", REPLACED, "--out", "init")
+    assert_same(exported_tensors("init"), tensors)
+
+
 def test_drop_may_name_an_unindexed_tensor() -> None:
     tensors = make_overlay(Path("m"))
     run_ok("save-init", "./m", "--drop", "draft*", "--out", "init")

@@ -88,7 +88,14 @@ def test_only_hub_names_have_a_revision(cwd: Path) -> None:
         ("https://huggingface.co/owner/n/tree/refs%2Fpr%2F1", HubRepo("owner/n", "n", "refs/pr/1")),
         ("https://mirror.test/owner/name", HubRepo("owner/name", "name")),
         ("https://huggingface.co/gpt2", HubRepo("openai-community/gpt2", "gpt2")),
+        ("https://huggingface.co/owner/n/tree/refs/pr/1", HubRepo("owner/n", "n", "refs/pr/1")),
         ("hf://owner/name@v1", HubRepo("owner/name", "name", "v1")),
+        ("hf://owner/name@refs/pr/3", HubRepo("owner/name", "name", "refs/pr/3")),
+        ("hf://owner/name@refs%2Fpr%2F3", HubRepo("owner/name", "name", "refs/pr/3")),
+        (
+            "hf://owner/name@refs/pr/3/m.gguf",
+            HubRepo("owner/name", "m", "refs/pr/3", "m.gguf"),
+        ),
         (
             "https://huggingface.co/owner/name/blob/main/m.Q8_0.gguf",
             HubRepo("owner/name", "m.Q8_0", "main", "m.Q8_0.gguf"),
@@ -131,6 +138,22 @@ def test_address_of_another_page_leads_to_the_model(
         parse_reference(address, "v2" if "@v1" in address else None)
     assert why in str(caught.value.why)
     assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        *("", "docs", "docs/transformers/index", "papers/2302.13971", "collections/owner/name-1a"),
+        *("spaces", "models", "blog/name", "owner/name/unknown/page", "models?search=name"),
+    ],
+)
+def test_page_of_the_hub_without_a_repository_is_named(cwd: Path, page: str) -> None:
+    address = f"https://huggingface.co/{page}"
+    with pytest.raises(UsageError) as caught:
+        parse_reference(address)
+    assert caught.value.what == f"`{address}` is not a model"
+    assert caught.value.why == "it is a page on the hub"
+    assert caught.value.hint == "name a model"
 
 
 def test_mistyped_run_is_not_looked_up_on_the_hub(cwd: Path) -> None:

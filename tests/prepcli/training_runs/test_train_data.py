@@ -20,7 +20,8 @@ from tests.helpers.fork_server import run_python
 from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from trainer.data.files import DataFile, check_not_empty
-from trainer.data.remote_files import WHOLE
+from trainer.data.find_files import find_data_files
+from trainer.data.remote_files import WHOLE, Selection
 from trainer.data.store import read_meta
 
 ROWS = [{"id": str(i), "text": f"the cat {i} sat on the mat"} for i in range(40)]
@@ -109,6 +110,38 @@ def test_digest_changes_with_the_object_content(store: FakeObjectStore):
     assert digest() == before
     store.objects["bucket/data/b.jsonl"] = LINES.replace(b"cat", b"hat")
     assert digest().digest != before.digest
+
+
+def find_in_bucket(selection: Selection, url: str = "gs://bucket/set") -> list[str]:
+    """Return the names of the files of a folder in a bucket that a selection has."""
+    files = find_data_files([url], "auto", selection, remote=FINDER)
+    return [str(file.path).removeprefix("gs://bucket/") for file in files]
+
+
+def test_split_selects_files_of_a_bucket_by_their_names(store: FakeObjectStore):
+    for name in ("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl", "notes.md"):
+        store.objects[f"bucket/set/{name}"] = LINES
+    notes: list[str] = []
+    finder = DataFinder(Access(), notes.append)
+    assert len(find_data_files(["gs://bucket/set"], "auto", remote=finder)) == 2
+    assert notes == [
+        "gs://bucket/set has files of several splits (test, train) and all are read: `data.split` selects one"
+    ]
+    assert find_in_bucket(Selection(split="test")) == ["set/test-00000-of-00001.jsonl"]
+    with pytest.raises(PrepError, match="has no split"):
+        find_in_bucket(Selection(split="dev"))
+    with pytest.raises(PrepError, match="no path of the data is a dataset"):
+        find_in_bucket(Selection(split="test"), "gs://bucket/set/test-00000-of-00001.jsonl")
+
+
+def test_readme_in_a_bucket_lists_the_files_of_a_split(store: FakeObjectStore):
+    for name, content in REPO.files.items():
+        store.objects[f"bucket/set/{name}"] = content
+    assert find_in_bucket(WHOLE) == ["set/x/a.jsonl", "set/x/b.jsonl"]
+    assert find_in_bucket(Selection(config="main")) == ["set/x/a.jsonl", "set/x/b.jsonl"]
+    store.objects["bucket/set/README.md"] = b"---\n{\n---\n"
+    with pytest.raises(PrepError, match=r"metadata of gs://bucket/set/README\.md is malformed"):
+        find_in_bucket(WHOLE)
 
 
 README = b"---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: x/*.jsonl\n---\n"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from trainer.data.column_hints import columns_hint
-from trainer.models.errors import Text
+from trainer.data.column_values import messages_value
+from trainer.data.readers.reader import Record
+from trainer.models.errors import PrepError, Text
 
 DEFAULT = Text("name the columns")
 
@@ -25,10 +27,24 @@ DEFAULT = Text("name the columns")
     ],
 )
 def test_columns_lead_to_the_keys_that_read_them(columns: list[str], hint: str):
-    assert columns_hint(columns, DEFAULT) == hint
+    assert columns_hint(dict.fromkeys(columns, "a"), DEFAULT) == hint
+
+
+KEYS = "`--set data.format=chat` `--set data.fields=conversations`"
 
 
 def test_conversations_need_two_keys():
-    hint = columns_hint(["conversations"], DEFAULT)
-    assert "`--set data.format=chat`" in hint
-    assert "`--set data.fields=conversations`" in hint
+    turns = [{"role": "user", "content": "a"}]
+    assert columns_hint({"conversations": turns}, DEFAULT) == KEYS
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_turns_of_sharegpt_are_renamed_first(column: str):
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    hint = columns_hint({column: turns}, DEFAULT)
+    assert hint.startswith("rename `from` to `role` and `value` to `content` in the data, ")
+    assert "then `--set data.format=chat`" in hint
+    record = Record({column: turns}, "rows.jsonl:1", 10)
+    with pytest.raises(PrepError, match="has no `role`") as caught:
+        messages_value(record, column)
+    assert caught.value.hint.startswith("rename `from` to `role`")

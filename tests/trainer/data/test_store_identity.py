@@ -92,6 +92,16 @@ def test_identity_ignores_settings_that_change_no_token(change: dict[str, Any]):
     assert identity(**JSON) == identity(**{**JSON, **change})
 
 
+def test_chat_identity_with_bos_of_earlier_versions_is_unchanged():
+    # Recorded by an earlier version, which put the token before each conversation.
+    recorded = "68c7cc4a37274198134201bfcc0408f9"
+    settings = {**JSON, "fields": "messages", "add_bos": True}
+    assert identity(**settings, chat_template=TEMPLATE) == recorded
+    writes_bos = replace(TEMPLATE, text="{{ bos_token }}{{ messages }}")
+    doubled = "f544d5cb77c1fd774c53de278ac8a160"
+    assert identity(**settings, chat_template=writes_bos) != doubled
+
+
 def test_identity_ignores_the_file_of_a_chat_template():
     assert identity(**JSON, chat_template=TEMPLATE) == identity(
         **JSON, chat_template=replace(TEMPLATE, file="other")

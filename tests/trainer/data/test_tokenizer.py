@@ -140,6 +140,16 @@ def test_prefix_ids_are_those_of_transformers(path: Path, template: str):
     assert list(prefix) == expected[: len(template.split("$A")[0].split())]
 
 
+@pytest.mark.parametrize(("template", "prefix"), [("<s> $A", (0,)), ("$A <s>", ())])
+def test_prefix_may_be_the_unknown_token(tmp_path: Path, template: str, prefix: tuple[int, ...]):
+    # The tokenizer has no letter: it encodes the first probe as the token that it adds.
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "w1": 1}, unk_token="<s>"))
+    tokenizer.post_processor = processors.TemplateProcessing(template, None, [("<s>", 0)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("a").ids == [0, 0]
+    assert load_tokenizer(tmp_path).prefix_ids() == prefix
+
+
 def test_special_tokens_of_the_settings_alone_are_named(path: Path):
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.add_special_tokens(["<a>"])

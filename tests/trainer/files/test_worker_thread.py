@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
 import sys
 import threading
 import time
@@ -8,7 +9,7 @@ import time
 import pytest
 
 from tests.helpers.interruptions import SimulatedSignal, run_interrupted
-from tests.helpers.waiting import wait_until
+from tests.helpers.waiting import MAX_S, wait_until
 from trainer.files.worker_thread import WorkerThread, run_in_threads, wait_for_threads
 
 
@@ -72,3 +73,39 @@ def test_interrupted_run_in_threads_waits_for_its_calls():
         assert not running, f"a call still runs after an exception at event {at}"
         assert all(isinstance(error, SimulatedSignal | None) for error in (*errors, ended.error))
     assert at > 20
+
+
+# Ctrl-C ends the wait for a call, which then runs at the exit of the interpreter.
+ABANDONED_CALL = """
+import os, signal, sys, threading
+from trainer.files.worker_thread import run_abandonable
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+may_end = threading.Event()
+
+def call():
+    os.kill(os.getpid(), signal.SIGINT)
+    may_end.wait()
+    print("the call has ended")
+
+try:
+    run_abandonable(call)
+except KeyboardInterrupt:
+    timer = threading.Timer(0.2, may_end.set)
+    timer.daemon = True
+    timer.start()
+    sys.exit(3)
+"""
+
+
+def test_exit_waits_for_an_abandoned_call():
+    """Otherwise the interpreter destroys what a compiler uses, and the process aborts."""
+    process = subprocess.run(
+        [sys.executable, "-c", ABANDONED_CALL],
+        capture_output=True,
+        text=True,
+        timeout=MAX_S,
+        check=False,
+    )
+    assert (process.returncode, process.stderr) == (3, "")
+    assert process.stdout == "the call has ended\n"

@@ -123,6 +123,11 @@ def test_with_texts_keeps_class_cause_notes_and_traceback():
             '`overrides="mesh=1,8,1"`',
         ),
         (
+            Key("data.add_bos", None, is_override=True),
+            "`--set data.add_bos=`",
+            '`overrides="data.add_bos="`',
+        ),
+        (
             Command("export", "./a b", Option("dtype", "float32")),
             "`prep export './a b' --dtype float32`",
             '`prep.export("./a b", dtype="float32")`',

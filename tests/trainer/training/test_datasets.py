@@ -132,8 +132,6 @@ def test_max_examples_limits_only_the_training_data(tmp_path: Path):
         (T5, {}, ["data.fields=prompt"], "t5 has an encoder, but the data has no source column", ""),
         (T5, {}, ["data.format=chat"], "the tokenizer in ", "looked for chat_template.jinja"),
         (T5, {}, ["data.prepend_text=x"], "`data.prepend_text` is 'x'", "t5 has an encoder"),
-        (T5, {}, ["data.packing=documents"], '`data.packing` is "documents"', "the model has an encoder"),
-        (LLAMA, {}, [*SPANS], '`data.objective` is "span_corruption"', "the model has no encoder"),
         (T5, {}, [*SPANS], "has no token <extra_id_0>", "and a sentinel token for each"),
         (
             *(LLAMA, {}, ["data.packing=none", "data.fields=<|1|>", "data.add_eos=false"]),

@@ -198,6 +198,26 @@ def test_run_that_lacks_an_evaluation_compiles_no_step(tmp_path: Path):
     assert run.store.steps() == [6]
 
 
+def test_missing_evaluation_is_compiled_once(tmp_path: Path):
+    run = StartedRun(tmp_path)
+    run.start(make_job(), stop=("evaluate 6", 1))
+    callbacks = StoppingCallbacks()
+    job = make_job()
+    loop = Loop(
+        job,
+        restore_state(run.store.open(6), job.setup),
+        store=run.store,
+        metrics=MetricsWriter(tmp_path / METRICS_FILE, 6),
+        callbacks=callbacks,
+        enter_phase=callbacks.enter_phase,
+        poll_stop_reason=runs.never_stop,
+        missing_events=MissingEvents(evaluation=True),
+    )
+    loop.compile()
+    loop.run()
+    assert callbacks.events.count("compile") == 1
+
+
 def test_evaluation_is_compiled_before_the_first_step(tmp_path: Path):
     """A later compilation could outlast the time between a stop signal and a kill."""
     job = make_job(eval_at_start=False)

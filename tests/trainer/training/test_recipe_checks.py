@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers.tiny_configs import LLAMA, MIXTRAL
+from tests.helpers.tiny_configs import LLAMA, MIXTRAL, T5
 from tests.trainer.training.test_preflight import RECIPE
 from trainer.models.errors import PrepError
 from trainer.planning.model_shapes import model_of_config
 from trainer.recipe import Recipe, load_recipe
 from trainer.training.recipe_checks import check_inputs, check_model
+
+SPANS = ["data.objective=span_corruption", "data.source_length=40"]
+MIXED_SPANS = [*SPANS, "data.path=", 'data.sources=[{name = "a", path = "train.txt"}]']
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +82,24 @@ def test_absent_inputs_of_a_plan_are_no_error():
     present = load_test_recipe("data.split=train", "data.tokenizer=nowhere")
     with pytest.raises(PrepError, match=r"`data\.split` is 'train'"):
         check_inputs(present, may_be_absent=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "what", "why"),
+    [
+        (T5, ["data.packing=documents"], '`data.packing` is "documents"', "has an encoder"),
+        (T5, ["data.packing=none"], '`data.packing` is "none"', "has an encoder"),
+        (LLAMA, SPANS, '`data.objective` is "span_corruption"', "has no encoder"),
+        (LLAMA, MIXED_SPANS, '`data.objective` is "span_corruption"', "has no encoder"),
+    ],
+)
+def test_check_model_rejects_packing_and_objective(
+    config: dict[str, Any], overrides: list[str], what: str, why: str
+):
+    with pytest.raises(PrepError) as caught:
+        check_model(load_test_recipe(*overrides), model_of_config(config))
+    assert caught.value.what == what
+    assert why in caught.value.why
 
 
 @pytest.mark.parametrize("policy", ["dots_saveable", '["mlp_output"]', '["mlp_hidden"]'])

@@ -66,6 +66,18 @@ def test_moved_data_may_have_another_path(key: str):
         check_resumable({"data": "other digest"}, job, changed={key: (("a",), ("b",))}, step=1)
 
 
+@pytest.mark.parametrize("then", [False, True])
+def test_begin_token_is_named_for_chats_only_if_it_was_added(then: bool):
+    job = make_job(make_setup(), manifest_fields={"data": "now"})
+    with pytest.raises(PrepError) as caught:
+        check_resumable(
+            {"data": "then"}, job, changed={"data.add_bos": (then, None)}, step=1, is_chat=True
+        )
+    assert ("`--set data.add_bos=true` keeps it" in caught.value.hint) == then
+    assert ("Parquet and Arrow" in caught.value.why) == (not then)
+    assert "data.add_bos=false" not in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("change", "is_allowed"),
     [

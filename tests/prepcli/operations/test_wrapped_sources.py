@@ -1,0 +1,73 @@
+"""Quantised, multimodal and verbatim models with the prefix of a wrapper on all names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.helpers.quantized_folders import make_quantized
+from tests.helpers.run_cli import run_ok
+from tests.helpers.stored_tensors import write_safetensors
+from tests.helpers.tiny_checkpoints import LLAMA, assert_same, make_checkpoint, read_tensors
+from tests.helpers.towers import write_model
+
+PREFIX = "_orig_mod."
+
+
+@pytest.fixture(autouse=True)
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def wrap(prefix: str = PREFIX) -> None:
+    """Write a folder `w` with the tensors of `m` under prefixed names in one file."""
+    shutil.copytree("m", "w", ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    tensors = read_tensors(Path("m"))
+    save_file({prefix + name: value for name, value in tensors.items()}, "w/model.safetensors")
+
+
+def write_wrapped_model() -> None:
+    """Write a multimodal model to `m`, and with a prefix on all names to `w`."""
+    tensors = write_model("qwen3_vl", Path("m"))
+    shutil.copytree("m", "w")
+    prefixed = {PREFIX + name: tensor for name, tensor in tensors.items()}
+    write_safetensors(Path("w/model.safetensors"), prefixed)
+
+
+def test_dequantized_wrapped_model_verifies() -> None:
+    values = make_quantized(Path("m"), "gptq")
+    wrap()
+    run_ok("save-init", "./w", "--quantized", "dequantize", "--out", "init")
+    run_ok("export", "init", "--quantized", "dequantize", "--out", "exported")
+    expected = {name: value.astype(ml_dtypes.bfloat16) for name, value in values.items()}
+    assert_same(read_tensors(Path("exported")), expected)
+    run_ok("verify", "init", "./w")
+    run_ok("verify", "init", "./m")
+
+
+def test_lock_of_a_wrapped_multimodal_model_has_file_names() -> None:
+    write_wrapped_model()
+    run_ok("lock", "./w", "--out", "w.lock")
+    locked = json.loads(Path("w.lock").read_text())["tensors"]
+    assert locked.keys() == load_file("w/model.safetensors").keys()
+    run_ok("save-init", "./w", "--lock", "w.lock", "--out", "init")
+
+
+def test_recorded_drop_of_a_wrapped_verbatim_output() -> None:
+    tensors = make_checkpoint(Path("m"), LLAMA)
+    Path("w").mkdir()
+    shutil.copy("m/config.json", "w")
+    prefixed = {PREFIX + name: value for name, value in tensors.items()}
+    prefixed[PREFIX + "head.weight"] = np.zeros(3, np.float32)
+    save_file(prefixed, "w/model.safetensors")
+    drop = ("--drop", "_orig_mod.head.*")
+    run_ok("save-init", "./w", "--verbatim", *drop, "--out", "verbatim")
+    run_ok("verify", "verbatim", "./w")
+    run_ok("save-init", "./w", *drop, "--out", "init")
+    run_ok("verify", "init", "./w")
