@@ -27,6 +27,7 @@ KEYS_BY_TABLE = {
         "mean_noise_span_length",
         "noise_density",
         "objective",
+        "overlong",
         "packing",
         "prepend_text",
         "revision",

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.encoded_batch import EncodedBatch
 from trainer.data.examples import Example, FileStart, LossSpan, ReadPosition, Segment, TokenIds
 from trainer.data.ignored_parts import NO_STOP_TOKEN, lacks_stop_token
+from trainer.data.overlong import OverlongRule, fit_documents
 from trainer.data.readers.text_file import TEXT_CHUNK_NBYTES
 from trainer.data.store_writer import TokenWriter
 from trainer.data.tokenizer import TextTokenizer
@@ -26,24 +27,6 @@ NO_IDS = np.array([], np.uint32)
 
 # Loss weight of a segment: one number for all tokens, or an array with one per token.
 Weights: TypeAlias = int | npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EncodedBatch:
-    """Tokens of consecutive examples.
-
-    Attributes:
-        ids: Token ids of all documents, one document after the other.
-        weights: Loss weight of each token as a target, 0 to 1, float32. None if all are 1.
-        ends: End of each complete document in `ids`. Tokens after the last end are the first part of a
-            document of the next batch.
-        ignored: Number of each ignored part of the examples, by name.
-    """
-
-    ids: TokenIds
-    weights: npt.NDArray[np.float32] | None
-    ends: npt.NDArray[np.int64]
-    ignored: Mapping[str, int]
 
 
 def batch_examples(examples: Iterable[Example]) -> Iterator[list[Example]]:
@@ -236,6 +219,7 @@ def fill_store(
     tokenizer: TextTokenizer,
     *,
     vocab: int,
+    overlong: OverlongRule,
     progress: Callable[[int, int], None],
 ) -> None:
     """Tokenize examples and append them to a store, in order and in bounded memory.
@@ -248,6 +232,7 @@ def fill_store(
         read: Reads the examples.
         tokenizer: Tokenizer of their texts.
         vocab: Size of the model's vocabulary without padding.
+        overlong: What becomes of documents longer than a sequence.
         progress: Called with the bytes and the tokens in the store: at the start, and after each
             batch.
 
@@ -259,7 +244,8 @@ def fill_store(
     examples = read(position.start, starts.append)
     missing = itertools.islice(examples, position.n_examples - position.start.n_examples, None)
     progress(position.nbytes, writer.n_tokens)
-    for batch, encoded in encode_batches(batch_examples(missing), tokenizer):
+    for batch, whole in encode_batches(batch_examples(missing), tokenizer):
+        encoded = fit_documents(whole, overlong)
         writer.append(encoded.ids, encoded.weights, ends=encoded.ends)
         writer.count_ignored(encoded.ignored)
         # Before the commit: no journal records tokens that the model does not have.

@@ -13,6 +13,8 @@ from trainer.data.examples import TokenIds
 TOOLS = "tools"
 HIDDEN_REASONING = "hidden_reasoning"
 NO_STOP_TOKEN = "no_stop_token"
+CUT_DOCUMENTS = "cut_documents"
+DROPPED_DOCUMENTS = "dropped_documents"
 
 TOOLS_COLUMN = "tools"
 
@@ -36,11 +38,15 @@ def describe_ignored(counts: Mapping[str, int]) -> Iterator[str]:
     texts = {
         TOOLS: "{} `tools` that the chat template does not show",
         HIDDEN_REASONING: '{} reasoning that the template leaves out: `data.chat_template = "training"` shows it',
+        CUT_DOCUMENTS: "{} cut to the length of a sequence",
+        DROPPED_DOCUMENTS: "{} dropped, because of more tokens than a sequence",
         NO_STOP_TOKEN: "{} no loss on a token that ends a text: the model does not learn to stop",
     }
     nouns = {
         TOOLS: ("conversation has", "conversations have"),
         HIDDEN_REASONING: ("turn of the assistant has", "turns of the assistant have"),
+        CUT_DOCUMENTS: ("document is", "documents are"),
+        DROPPED_DOCUMENTS: ("document is", "documents are"),
         NO_STOP_TOKEN: ("conversation has", "conversations have"),
     }
     for name, line in texts.items():

@@ -22,6 +22,7 @@ from trainer.data.fields import ExampleBuilder, compile_fields
 from trainer.data.files import DataFile, EmptyFileError, Note, check_not_empty, hash_file
 from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type, with_companions
 from trainer.data.ignored_parts import describe_ignored
+from trainer.data.overlong import OverlongRule
 from trainer.data.readers import READERS
 from trainer.data.records import RecordSettings, read_examples
 from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
@@ -34,8 +35,10 @@ from trainer.recipe.text_fields import (
     DEFAULT_FIELDS,
     DEFAULT_IDS_DTYPE,
     DEFAULT_MAX_DOCUMENT_NBYTES,
+    WHOLE_TOKENS,
     DataType,
     FileType,
+    Overlong,
     Packing,
 )
 
@@ -75,6 +78,7 @@ class TokenizeConfig:
         source: Name of the source in a mixture. Empty for the only source of a run.
         is_evaluation: Whether the data is for evaluation.
         packing: The recipe's `data.packing`. Ignored with an encoder.
+        overlong: What becomes of records longer than a sequence.
         checks_digests: Read all data files and tokens for their digests. If False, files with the
             sizes and times of an earlier call, and their tokens, are trusted.
     """
@@ -97,12 +101,18 @@ class TokenizeConfig:
     source: str = ""
     is_evaluation: bool = False
     packing: Packing = CONCATENATED
+    overlong: Overlong = WHOLE_TOKENS
     checks_digests: bool = True
 
     @property
     def has_blocks(self) -> bool:
         """Whether documents are concatenated and cut into blocks."""
         return self.packing == CONCATENATED
+
+    @property
+    def overlong_rule(self) -> OverlongRule:
+        """The rule for documents that are longer than a sequence."""
+        return OverlongRule(self.overlong, self.seq_length, self.examples.bos_id)
 
     @property
     def has_rows(self) -> bool:
@@ -252,6 +262,10 @@ def set_file_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig
     """
     if file_type in DEFAULT_FIELDS:
         return replace(config, type=file_type)
+    if config.overlong != WHOLE_TOKENS:
+        what = text("{}", Key("data.overlong", config.overlong))
+        why = f"files of type {file_type} have no records, whose tokens can be cut"
+        raise usage_error(what, why, "remove it")
     settings = config.examples
     if (
         settings.fields_from_example
@@ -362,6 +376,8 @@ def store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer_
     inputs |= settings.identity_inputs()
     if settings.chat_template is not None and config.type in TABLE_TYPES:
         inputs["row_values"] = ROW_VALUES_VERSION
+    if rule := config.overlong_rule.identity_inputs():
+        inputs["overlong"] = rule
     if config.max_examples:
         inputs["max_examples"] = config.max_examples
     if config.bad_lines:
@@ -422,7 +438,14 @@ def build_token_store(
             def report(nbytes: int, n_tokens: int) -> None:
                 progress(nbytes, total_nbytes, n_tokens)
 
-            fill_store(writer, read, tokenizer, vocab=config.vocab, progress=report)
+            fill_store(
+                writer,
+                read,
+                tokenizer,
+                vocab=config.vocab,
+                overlong=config.overlong_rule,
+                progress=report,
+            )
             if writer.position.nbytes < total_nbytes:
                 # The rest of the files is not read.
                 report(total_nbytes, writer.n_tokens)

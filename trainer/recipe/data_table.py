@@ -24,6 +24,7 @@ from trainer.recipe.text_fields import (
     DataType,
     IdsDtype,
     Objective,
+    Overlong,
     Packing,
 )
 
@@ -216,6 +217,13 @@ class Data(BaseModel):
         "sequence of its own, padded. With the last two, longer documents are cut. With an encoder, each pair of "
         "source and target is a sequence of its own",
         examples=["documents"],
+    )
+    overlong: Overlong = Field(
+        default="split",
+        description="what becomes of records with more tokens than a sequence. `split`: they are cut into several. "
+        "`truncate`: their end is cut off. `truncate_prompt`: the start of the text before the first token with loss "
+        "is cut off, and of the rest the end if it is too long alone. `drop`: they are left out",
+        examples=["truncate_prompt"],
     )
     objective: Objective = Field(
         default="next_token",

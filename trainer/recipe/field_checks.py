@@ -11,7 +11,13 @@ from trainer.recipe.formatting import format_value
 from trainer.recipe.problems import Problem, problem_if_raised
 from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
 from trainer.recipe.tables import Recipe, value_of
-from trainer.recipe.text_fields import CONCATENATED, DEFAULT_FIELDS, FORMAT_FIELDS, PLAIN
+from trainer.recipe.text_fields import (
+    CONCATENATED,
+    DEFAULT_FIELDS,
+    FORMAT_FIELDS,
+    PLAIN,
+    WHOLE_TOKENS,
+)
 
 SOURCE_KEYS = ("data.source_length", "data.source_prefix")
 NOISE_KEYS = ("data.noise_density", "data.mean_noise_span_length")
@@ -66,6 +72,11 @@ def check_packing(data: Data, *, has_encoder: bool) -> None:
             "the model has an encoder: each pair of a source and a target is a sequence of its own"
         )
         raise usage_error(f"`data.packing` is {format_value(data.packing)}", why, "remove it")
+    if data.overlong != WHOLE_TOKENS and (has_encoder or data.type not in DEFAULT_FIELDS):
+        why = "files of this type have no records, whose tokens can be cut"
+        if has_encoder:
+            why = "the model has an encoder: sources and targets are truncated"
+        raise usage_error(f"`data.overlong` is {format_value(data.overlong)}", why, "remove it")
     if data.objective == SPAN_CORRUPTION and not has_encoder:
         why = "the model has no encoder to read the text without the spans"
         raise usage_error(

@@ -23,5 +23,8 @@ Packing = Literal["concatenate", "documents", "none"]
 # The packing that gives sequences segment ids and positions.
 SEGMENTED: Packing = "documents"
 CONCATENATED: Packing = "concatenate"
+Overlong = Literal["split", "truncate", "truncate_prompt", "drop"]
+# The rule that keeps all tokens.
+WHOLE_TOKENS: Overlong = "split"
 Objective = Literal["next_token", "span_corruption"]
 FORMAT_FIELDS: Mapping[str, str] = {"prompt_completion": "[prompt], completion", "chat": "messages"}

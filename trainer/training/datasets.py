@@ -261,6 +261,7 @@ def _tokenize_config(
         remote=remote,
         source=source,
         packing=data.packing,
+        overlong=data.overlong,
         checks_digests=checks_digests,
     )
 

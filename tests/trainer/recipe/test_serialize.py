@@ -44,7 +44,7 @@ ADDED_KEYS = (
     *("always_start_with_bos", "max_examples", "at_start"),
     *("config", "split", "revision", "sources", "ids_dtype", "bad_lines", "eval_split"),
     *("lock", "max_document_bytes"),
-    *("chat_template", "template_args", "template_date", "data.loss", "loss_reasoning"),
+    *("chat_template", "template_args", "template_date", "data.loss", "loss_reasoning", "overlong"),
     *("objective", "noise_density", "mean_noise_span_length", "param_dtype"),
     *("eval_every_epochs", "profile", "every_epochs", "milestones", "best", "export_every", "push"),
     *("checkpoint.dtype", "checkpoint.storage"),
@@ -118,6 +118,7 @@ source_prefix = "summarize: "
 # tokenizer: the model's tokenizer              # default
 seq_length = 128
 packing = "concatenate"                         # default
+overlong = "split"                              # default
 objective = "next_token"                        # default
 noise_density = 0.15                            # default
 mean_noise_span_length = 3.0                    # default
