@@ -168,6 +168,9 @@ class TurnFinder:
         answer = start
         if Part.REASONING in shown:
             answer = view.answer_start(index)
+        if not start <= answer <= end:
+            why = f"{self._renderer.file} does not render the parts of message {index + 1} in their order"
+            raise _unknown_turns_error(view.conversation, why)
         hides_reasoning = Part.REASONING in view.made_parts(index) - shown
         return Turn(start, end, answer, hides_reasoning)
 
