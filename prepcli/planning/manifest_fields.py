@@ -126,6 +126,10 @@ class ScheduleRecord(TypedDict):
     end: NotRequired[float]
     initial: NotRequired[float]
     cooldown: NotRequired[int]
+    warmup_shape: NotRequired[str]
+    cooldown_shape: NotRequired[str]
+    cooldown_waves: NotRequired[float]
+    cycles: NotRequired[int]
 
 
 class TokenRecord(TypedDict):

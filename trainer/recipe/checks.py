@@ -28,12 +28,11 @@ from trainer.recipe.field_checks import chat_problems, field_problems
 from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.lora_table import Lora
 from trainer.recipe.problems import Problem, problem_if_raised
-from trainer.recipe.resolve import warmup_decay
+from trainer.recipe.resolve import MAX_INT32, warmup_decay
 from trainer.recipe.run_tables import Log
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
 
 # Steps and lengths are int32 on devices, and the optimizer's numbers are float32.
-MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = 3.4e38
 INT32_KEYS = (
     *(
@@ -45,6 +44,13 @@ INT32_KEYS = (
     ),
     *(f"model.{name}_chunk_size" for name in ("head", "ffn", "q", "k")),
 )
+# Keys that only one schedule has
+SCHEDULE_OF_KEY = {
+    "optimizer.cooldown_steps": "wsd",
+    "optimizer.cooldown_shape": "wsd",
+    "optimizer.cooldown_waves": "wsd",
+    "optimizer.cycles": "cosine_restarts",
+}
 PROFILE_KEY = "train.profile"
 PUSH_KEY = "checkpoint.push"
 REPOSITORY = re.compile(r"[^\s/@]+/[^\s/@]+(@[^\s@]+)?")
@@ -77,7 +83,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _evaluation_problems(recipe)
     yield from _sample_problems(recipe)
     yield from _schedule_problems(recipe)
-    yield from _cooldown_problems(recipe)
+    yield from _shape_problems(recipe)
     yield from _loss_scale_problems(recipe)
     for key in (f"optimizer.{name}" for name in PATTERN_KEYS):
         yield from problem_if_raised(
@@ -338,14 +344,24 @@ def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from problem_if_raised(lambda: warmup_decay(optimizer, n_steps), *warmup_keys)
 
 
-def _cooldown_problems(recipe: Recipe) -> Iterator[Problem]:
-    key = "optimizer.cooldown_steps"
-    schedule = recipe.optimizer.schedule
-    if recipe.optimizer.cooldown_steps is not None and schedule != "wsd":
-        hint = '`schedule = "wsd"` in [optimizer]'
-        yield Problem(
-            (key,), _key_value_text(recipe, key), f"`optimizer.schedule` is {schedule}", hint
-        )
+def _shape_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield keys of one schedule that another one has, or that `cosine_restarts` lacks."""
+    optimizer = recipe.optimizer
+    schedule = optimizer.schedule
+    for key, needed in SCHEDULE_OF_KEY.items():
+        if value_of(recipe, key) is not None and schedule != needed:
+            hint = f"`schedule = {format_value(needed)}` in [optimizer]"
+            why = f"`optimizer.schedule` is {schedule}"
+            yield Problem((key,), _key_value_text(recipe, key), why, hint)
+    key = "optimizer.cooldown_waves"
+    if optimizer.cooldown_waves and schedule == "wsd" and optimizer.cooldown_shape != "cosine":
+        why = f"`optimizer.cooldown_shape` is {optimizer.cooldown_shape or 'linear'}"
+        hint = '`cooldown_shape = "cosine"` in [optimizer]'
+        yield Problem((key,), _key_value_text(recipe, key), why, hint)
+    if schedule == "cosine_restarts" and optimizer.cycles is None:
+        key = "optimizer.schedule"
+        why = "the number of cosines is missing"
+        yield Problem((key,), _key_value_text(recipe, key), why, "`cycles = 4` in [optimizer]")
 
 
 def _loss_scale_problems(recipe: Recipe) -> Iterator[Problem]:

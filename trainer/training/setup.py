@@ -30,7 +30,7 @@ from trainer.planning.optimizer_state import check_patterns
 from trainer.planning.step_flops import count_step_flops
 from trainer.planning.step_inputs import ModelShapes, chunk_sizes, step_inputs, with_adapters
 from trainer.recipe import Recipe, batch_shape
-from trainer.recipe.checks import MAX_INT32
+from trainer.recipe.resolve import MAX_INT32
 from trainer.recipe.tables import Model
 from trainer.training.events import Interval
 from trainer.training.loop_config import LoopConfig

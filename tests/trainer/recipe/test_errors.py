@@ -108,8 +108,9 @@ FILES = {
     ),
     "misspelled value": (
         replaced("lr = 1e-3", 'lr = 1e-3\nschedule = "cosin"'),
-        'x.toml:12: `optimizer.schedule` is "cosin" - it takes "linear", "cosine", "constant", "wsd" or '
-        '"rsqrt": shape of the learning rate decay. `wsd`: constant, then linear in the last `cooldown_steps`. '
+        'x.toml:12: `optimizer.schedule` is "cosin" - it takes "linear", "cosine", "cosine_restarts", '
+        '"constant", "wsd" or "rsqrt": shape of the learning rate decay. `wsd`: constant, then a decay in the last '
+        "`cooldown_steps`. `cosine_restarts`: `cycles` cosines, each from `lr`. "
         "`rsqrt`: with the inverse square root of the step - did you mean `cosine`?",
     ),
     "neither of two types": (
@@ -194,6 +195,26 @@ FILES = {
         replaced("lr = 1e-3", "lr = 1e-3\ncooldown_steps = 2"),
         "x.toml:12: `optimizer.cooldown_steps` is 2 - `optimizer.schedule` is linear - "
         '`schedule = "wsd"` in [optimizer]',
+    ),
+    "shape of another schedule": (
+        replaced("lr = 1e-3", 'lr = 1e-3\nschedule = "cosine"\ncooldown_shape = "cosine"'),
+        'x.toml:13: `optimizer.cooldown_shape` is "cosine" - `optimizer.schedule` is cosine - '
+        '`schedule = "wsd"` in [optimizer]',
+    ),
+    "waves of a linear cooldown": (
+        replaced("lr = 1e-3", 'lr = 1e-3\nschedule = "wsd"\ncooldown_waves = 1.5'),
+        "x.toml:13: `optimizer.cooldown_waves` is 1.5 - `optimizer.cooldown_shape` is linear - "
+        '`cooldown_shape = "cosine"` in [optimizer]',
+    ),
+    "restarts without their number": (
+        replaced("lr = 1e-3", 'lr = 1e-3\nschedule = "cosine_restarts"'),
+        'x.toml:12: `optimizer.schedule` is "cosine_restarts" - the number of cosines is missing - '
+        "`cycles = 4` in [optimizer]",
+    ),
+    "cycles without restarts": (
+        replaced("lr = 1e-3", 'lr = 1e-3\nschedule = "cosine"\ncycles = 4'),
+        "x.toml:13: `optimizer.cycles` is 4 - `optimizer.schedule` is cosine - "
+        '`schedule = "cosine_restarts"` in [optimizer]',
     ),
     "source without a target": (
         replaced('type = "text"', 'type = "json"\nfields = "[a], [b]"'),

@@ -32,7 +32,11 @@ ADDED_KEYS = (
     "training_state",
     *(
         "init_lr",
+        "warmup_shape",
         "cooldown_steps",
+        "cooldown_shape",
+        "cooldown_waves",
+        "cycles",
         "decay_exclude",
         "decay_include",
         "freeze",
@@ -135,8 +139,12 @@ end_lr = 0.0                                    # default
 schedule = "linear"                             # default
 warmup_steps = 100
 # warmup_ratio: from `warmup_steps`, or 0       # default
+warmup_shape = "linear"                         # default
 # decay_steps: the run's steps                  # default
 # cooldown_steps: a tenth of the steps, for wsd # default
+# cooldown_shape: linear, for wsd               # default
+# cooldown_waves: 0.5, for a cosine             # default
+# cycles: needed by cosine_restarts             # default
 weight_decay = 0.0                              # default
 decay_embeddings = true                         # default
 decay_exclude = []                              # default
