@@ -381,7 +381,8 @@ class TrainingRun:
     Attributes:
         path: Folder of the run.
         step: Last saved step.
-        is_finished: Whether the recipe's last step was reached.
+        is_finished: Whether the run has ended, with the recipe's last step or by `eval.patience`. The details have the
+            `end_reason` of an early end.
         seconds: Duration of the call in seconds.
         details: All fields of `prep train --json`.
         error: Why the run stopped before its last step. None for a finished run.

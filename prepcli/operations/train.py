@@ -125,4 +125,6 @@ def _result_details(result: TrainResult) -> dict[str, object]:
         details |= {"memory": result.memory, "dry_run": True}
     elif result.error is None and result.pushed is not None:
         details["pushed"] = result.pushed
+    if result.end_reason:
+        details["end_reason"] = result.end_reason
     return details

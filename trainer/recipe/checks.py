@@ -29,7 +29,7 @@ from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.lora_table import Lora
 from trainer.recipe.problems import Problem, problem_if_raised
 from trainer.recipe.resolve import MAX_INT32, warmup_decay
-from trainer.recipe.run_tables import Log
+from trainer.recipe.run_tables import EVAL_METRICS, Log
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
 
 # Steps and lengths are int32 on devices, and the optimizer's numbers are float32.
@@ -81,6 +81,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _batch_problems(recipe)
     yield from _run_length_problems(recipe)
     yield from _evaluation_problems(recipe)
+    yield from _best_step_problems(recipe)
     yield from _sample_problems(recipe)
     yield from _schedule_problems(recipe)
     yield from _shape_problems(recipe)
@@ -317,6 +318,39 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem((key,), what, why, "`holdout = 0.05` in [data]")
 
 
+def _best_step_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of the keys that compare evaluations: the best step, and the early end of a run."""
+    table = recipe.checkpoint
+    train = recipe.train
+    for key in ("checkpoint.best", "eval.patience"):
+        if not value_of(recipe, key):
+            continue
+        if not has_eval_data(recipe.data):
+            why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
+            yield Problem((key,), _key_value_text(recipe, key), why, "`holdout = 0.05` in [data]")
+        elif not train.eval_every and train.eval_every_epochs is None:
+            why = "the run evaluates only after its last step"
+            yield Problem(
+                (key,), _key_value_text(recipe, key), why, "`eval_every = 500` in [train]"
+            )
+    key = "checkpoint.best_is"
+    if table.best is None and table.best_is is not None:
+        why = "`checkpoint.best` is not set"
+        hint = '`best = "eval_loss"` in [checkpoint]'
+        yield Problem((key,), _key_value_text(recipe, key), why, hint)
+        return
+    if table.best is None:
+        return
+    direction = EVAL_METRICS.get(table.best)
+    if direction is None and table.best_is is None:
+        why = "whether its lowest or its highest value is the best is missing"
+        hint = '`best_is = "highest"` or `best_is = "lowest"` in [checkpoint]'
+        yield Problem(("checkpoint.best",), _key_value_text(recipe, "checkpoint.best"), why, hint)
+    if direction is not None and table.best_is not in (None, direction):
+        why = f"the {direction} {table.best} is the best"
+        yield Problem((key,), _key_value_text(recipe, key), why, "remove it")
+
+
 def _sample_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield settings of samples that have no effect without prompts."""
     log = recipe.log
@@ -385,7 +419,6 @@ def _save_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of keys about saved, exported and pushed steps."""
     checkpoint = recipe.checkpoint
     train = recipe.train
-    data = recipe.data
     for key, step_key in EPOCH_KEYS.items():
         if value_of(recipe, key) is not None and value_of(recipe, step_key):
             what = f"{_key_value_text(recipe, key)} and {_key_value_text(recipe, step_key)}"
@@ -396,16 +429,6 @@ def _save_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             (key,), _key_value_text(recipe, key), why, "`optimizer_state = false` in [checkpoint]"
         )
-    if checkpoint.best is not None:
-        key = "checkpoint.best"
-        if not has_eval_data(data):
-            why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
-            yield Problem((key,), _key_value_text(recipe, key), why, "`holdout = 0.05` in [data]")
-        elif not train.eval_every and train.eval_every_epochs is None:
-            why = "the run evaluates only after its last step"
-            yield Problem(
-                (key,), _key_value_text(recipe, key), why, "`eval_every = 500` in [train]"
-            )
     if checkpoint.push is not None and not REPOSITORY.fullmatch(checkpoint.push):
         why = "it has the form OWNER/NAME or OWNER/NAME@BRANCH"
         hint = '`push = "me/llama-13b"` in [checkpoint]'

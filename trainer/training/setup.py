@@ -186,11 +186,12 @@ def build_loop_config(
 
 
 def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> StepFields:
-    """Return the manifest entry that tells which losses of saved steps are comparable.
+    """Return the manifest entries that tell which evaluations of saved steps are comparable.
 
     The data is fixed in a run.
     """
-    if recipe.checkpoint.best is None or datasets.evaluation is None:
+    is_recorded = recipe.checkpoint.best is not None or recipe.eval.patience
+    if not is_recorded or datasets.evaluation is None:
         return {}
     n_rows = datasets.evaluation.n_rows
     return {"eval_sequences": min(n_rows, recipe.eval.limit or n_rows)}

@@ -236,6 +236,41 @@ FILES = {
         "x.toml:14: `train.eval_every` is 5 - there is no evaluation data: neither `holdout` nor `eval_path` is "
         "set - `holdout = 0.05` in [data]",
     ),
+    "patience without evaluations": (
+        replaced("steps = 20", "steps = 20\n[eval]\npatience = 3"),
+        "x.toml:15: `eval.patience` is 3 - there is no evaluation data: neither `holdout` nor `eval_path` is "
+        "set - `holdout = 0.05` in [data]",
+    ),
+    "patience with one evaluation": (
+        replaced("seq_length = 8", "seq_length = 8\nholdout = 0.1") + "[eval]\npatience = 3\n",
+        "x.toml:16: `eval.patience` is 3 - the run evaluates only after its last step - "
+        "`eval_every = 500` in [train]",
+    ),
+    "negative patience": (
+        replaced("steps = 20", "steps = 20\n[eval]\npatience = -1"),
+        "x.toml:15: `eval.patience` is -1 - it takes an integer >= 0: evaluations in a row without a better "
+        "`checkpoint.best`, or `eval_loss`, after which the run ends early. `0`: it takes all steps - "
+        "`patience = 3`",
+    ),
+    "best value of an unknown metric": (
+        replaced("seq_length = 8", "seq_length = 8\nholdout = 0.1").replace(
+            "steps = 20", 'steps = 20\neval_every = 5\n[checkpoint]\nbest = "eval_bleu"'
+        ),
+        'x.toml:17: `checkpoint.best` is "eval_bleu" - whether its lowest or its highest value is the best is '
+        'missing - `best_is = "highest"` or `best_is = "lowest"` in [checkpoint]',
+    ),
+    "highest loss": (
+        replaced("seq_length = 8", "seq_length = 8\nholdout = 0.1").replace(
+            "steps = 20",
+            'steps = 20\neval_every = 5\n[checkpoint]\nbest = "eval_loss"\nbest_is = "highest"',
+        ),
+        'x.toml:18: `checkpoint.best_is` is "highest" - the lowest eval_loss is the best - remove it',
+    ),
+    "direction without a metric": (
+        replaced("steps = 20", 'steps = 20\n[checkpoint]\nbest_is = "highest"'),
+        'x.toml:15: `checkpoint.best_is` is "highest" - `checkpoint.best` is not set - '
+        '`best = "eval_loss"` in [checkpoint]',
+    ),
     "no batch size": (
         replaced("size = 4", "accumulate = 2"),
         "x.toml:8: `batch` does not set the sequences per step - none of `size`, `per_device` and `per_replica` is "

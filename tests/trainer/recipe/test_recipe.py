@@ -161,6 +161,7 @@ def test_examples_make_a_valid_recipe(tmp_path: Path):
     }
     conflicting |= {
         "optimizer.loss_scale",
+        "checkpoint.best_is",
         *SCHEDULE_OF_KEY,
         "lora.path",
         "model.training_state",
@@ -363,6 +364,8 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("lora.")} | {
         "checkpoint.best",
+        "checkpoint.best_is",
+        "eval.patience",
         *SAVE_KEYS,
     }
     excluded |= {"model.offload", "model.public_key", "model.training_state", *START_KEYS} | draw(

@@ -46,6 +46,7 @@ ADDED_KEYS = (
     ),
     *("format", "fields_from_example", "subfield_separator", "prepend_text", "add_bos", "add_eos"),
     *("always_start_with_bos", "max_examples", "at_start"),
+    *("patience", "best_is"),
     *("config", "split", "revision", "sources", "ids_dtype", "bad_lines", "eval_split"),
     *("lock", "max_document_bytes"),
     *("objective", "noise_density", "mean_noise_span_length", "param_dtype"),
@@ -184,6 +185,7 @@ max_skipped = 10                                # default
 [eval]
 limit = 1000
 # at_start: true with evaluations in [train]    # default
+patience = 0                                    # default
 
 [checkpoint]
 every = 1000
@@ -191,6 +193,7 @@ every = 1000
 keep = 2                                        # default
 milestones = 0                                  # default
 # best: evaluations save no checkpoint          # default
+# best_is: as fits `best`                       # default
 optimizer_state = true                          # default
 # dtype: `model.param_dtype`                    # default
 storage = "ocdbt"                               # default
