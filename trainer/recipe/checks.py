@@ -81,6 +81,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _batch_problems(recipe)
     yield from _run_length_problems(recipe)
     yield from _evaluation_problems(recipe)
+    yield from _stride_problems(recipe)
     yield from _best_step_problems(recipe)
     yield from _sample_problems(recipe)
     yield from _schedule_problems(recipe)
@@ -316,6 +317,18 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
             why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
             what = f"`{key}` is {format_value(value_of(recipe, key))}"
             yield Problem((key,), what, why, "`holdout = 0.05` in [data]")
+
+
+def _stride_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem if evaluation windows leave out tokens between them."""
+    key = "eval.stride"
+    stride = recipe.eval.stride
+    length = recipe.data.seq_length
+    if stride is not None and stride > length:
+        why = f"windows have {length} tokens (`data.seq_length`), so tokens between them would be left out"
+        yield Problem(
+            (key,), _key_value_text(recipe, key), why, f"`stride = {max(1, length // 2)}` in [eval]"
+        )
 
 
 def _best_step_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -43,6 +43,13 @@ class Eval(BaseModel):
         examples=[True],
         json_schema_extra=if_absent("true with evaluations in [train]"),
     )
+    stride: PositiveInt | None = Field(
+        default=None,
+        description="tokens between the starts of two windows of `data.seq_length` tokens. Each evaluated token counts "
+        "once, with at least `seq_length` - `stride` tokens before it",
+        examples=[512],
+        json_schema_extra=if_absent("sequences side by side"),
+    )
     patience: NonNegativeInt = Field(
         default=0,
         description="evaluations in a row without a better `checkpoint.best`, or `eval_loss`, after which the run ends "

@@ -55,6 +55,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         "eval.limit",
         "eval.at_start",
         "eval.patience",
+        "eval.stride",
         "checkpoint.every",
         "checkpoint.every_epochs",
         "checkpoint.keep",

@@ -140,6 +140,10 @@ def build_loop_config(
             many steps.
     """
     assert sharding.mesh is not None
+    if recipe.eval.stride is not None and datasets.evaluation is None:
+        why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
+        hint = text("{}", Key("data.holdout", 0.05, is_override=True))
+        raise usage_error(f"`eval.stride` is {recipe.eval.stride}", why, hint)
     check_patterns(recipe.optimizer, model.saved_leaves)
     shape = batch_shape(
         recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size
@@ -194,7 +198,10 @@ def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> StepFields:
     if not is_recorded or datasets.evaluation is None:
         return {}
     n_rows = datasets.evaluation.n_rows
-    return {"eval_sequences": min(n_rows, recipe.eval.limit or n_rows)}
+    fields: StepFields = {"eval_sequences": min(n_rows, recipe.eval.limit or n_rows)}
+    if recipe.eval.stride is not None:
+        fields["eval_stride"] = recipe.eval.stride
+    return fields
 
 
 def _make_interval(steps: int, epochs: float | None, order: RowOrder) -> Interval:

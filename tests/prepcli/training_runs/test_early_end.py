@@ -170,3 +170,41 @@ def test_metric_without_its_function_is_an_error(
     lines = error_lines(capsys, *words("run", *settings))
     assert lines[0].startswith('error: `checkpoint.best` is "eval_bleu"')
     assert "eval_loss, eval_perplexity, eval_accuracy" in "\n".join(lines)
+
+
+def test_dry_run_describes_schedule_windows_and_early_end(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    settings = (
+        *(
+            "train.eval_every=2",
+            "eval.patience=3",
+            "eval.stride=8",
+            "checkpoint.best=eval_accuracy",
+        ),
+        *("optimizer.schedule=cosine_restarts", "optimizer.cycles=2"),
+    )
+    assert main([*words("run", *settings), "--dry-run", "--progress", "lines"]) == OK
+    err = capsys.readouterr().err
+    assert (
+        "learning rate 0.01, linear warm-up from 0 in 2 steps, 2 cosines to 0 until step 12" in err
+    )
+    assert "windows with stride 8; the run ends after 3 without a better eval_accuracy" in err
+
+
+def test_windows_of_the_held_out_tokens_are_evaluated(work_dir: Path):
+    run_ok(*words("rows", "train.steps=2"))
+    run_ok(*words("windows", "train.steps=2", "eval.stride=8"))
+    rows, windows = evaluations("rows", "eval_tokens"), evaluations("windows", "eval_tokens")
+    # Each row of 16 tokens has 15 targets. Windows also predict its first token, and the rest of the text.
+    num_rows = rows[2] / 15
+    assert windows[2] >= num_rows * 16 - 1
+    assert windows[2] < (num_rows + 1) * 16
+    assert evaluations("windows")[2] != evaluations("rows")[2]
+
+
+def test_stride_without_evaluation_data_is_an_error(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    lines = error_lines(capsys, *words("run", "data.holdout=0", "eval.stride=8"))
+    assert "there is no evaluation data" in "\n".join(lines)

@@ -46,7 +46,7 @@ ADDED_KEYS = (
     ),
     *("format", "fields_from_example", "subfield_separator", "prepend_text", "add_bos", "add_eos"),
     *("always_start_with_bos", "max_examples", "at_start"),
-    *("patience", "best_is"),
+    *("patience", "stride", "best_is"),
     *("config", "split", "revision", "sources", "ids_dtype", "bad_lines", "eval_split"),
     *("lock", "max_document_bytes"),
     *("objective", "noise_density", "mean_noise_span_length", "param_dtype"),
@@ -185,6 +185,7 @@ max_skipped = 10                                # default
 [eval]
 limit = 1000
 # at_start: true with evaluations in [train]    # default
+# stride: sequences side by side                # default
 patience = 0                                    # default
 
 [checkpoint]
