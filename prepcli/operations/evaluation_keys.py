@@ -41,6 +41,7 @@ KEYS_BY_TABLE = {
         "tokenizer",
         "type",
     ),
+    "eval": ("stride",),
     "model": ("attention_kernel", "dtype", "head_chunk_size", "k_chunk_size", "q_chunk_size"),
 }
 EFFECTIVE_KEYS = frozenset(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from prepcli.errors import PrepError
+from prepcli.operations.html_table import HtmlTable
 from prepcli.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class Conversion(HtmlTable):
     """A finished output, or with `dry_run=True` the plan of one.
 
     Attributes:
@@ -50,7 +51,7 @@ class Conversion:
 
 
 @dataclass(frozen=True, slots=True)
-class LockedModel:
+class LockedModel(HtmlTable):
     """A written lock file.
 
     Attributes:
@@ -77,7 +78,7 @@ class LockedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class ChainLink:
+class ChainLink(HtmlTable):
     """An output and one of its sources.
 
     Attributes:
@@ -98,7 +99,7 @@ class ChainLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(HtmlTable):
     """The way of a model from its first checkpoint to an output. True in a condition if every link is proven.
 
     Attributes:
@@ -130,7 +131,7 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
-class MapSuggestion:
+class MapSuggestion(HtmlTable):
     """The rows of a suggested map. True in a condition if every tensor of both checkpoints has one.
 
     Attributes:
@@ -157,7 +158,7 @@ class MapSuggestion:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundtripWay:
+class RoundtripWay(HtmlTable):
     """A model after conversions and the way back.
 
     Attributes:
@@ -180,7 +181,7 @@ class RoundtripWay:
 
 
 @dataclass(frozen=True, slots=True)
-class Roundtrip:
+class Roundtrip(HtmlTable):
     """A certificate of conversions and their ways back. True in a condition if no way changed a bit.
 
     Attributes:
@@ -205,7 +206,7 @@ class Roundtrip:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSummary:
+class TensorSummary(HtmlTable):
     """A tensor or leaf as a checkpoint stores it.
 
     Attributes:
@@ -222,7 +223,7 @@ class TensorSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspection:
+class Inspection(HtmlTable):
     """The tensors of a checkpoint.
 
     Attributes:
@@ -240,7 +241,7 @@ class Inspection:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(HtmlTable):
     """Generated continuations.
 
     Attributes:
@@ -271,7 +272,7 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationScores:
+class EvaluationScores(HtmlTable):
     """Scores over the predicted tokens of data.
 
     Attributes:
@@ -321,7 +322,7 @@ class Evaluation(EvaluationScores):
 
 
 @dataclass(frozen=True, slots=True)
-class NewTokens:
+class NewTokens(HtmlTable):
     """The next tokens of a prompt.
 
     Attributes:
@@ -337,7 +338,7 @@ class NewTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizedData:
+class TokenizedData(HtmlTable):
     """The tokens of the training data or of the evaluation data of a recipe, or of one of its sources.
 
     Attributes:
@@ -358,7 +359,7 @@ class TokenizedData:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenization:
+class Tokenization(HtmlTable):
     """The tokens of a recipe after the work of a process.
 
     Attributes:
@@ -375,13 +376,14 @@ class Tokenization:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingRun:
+class TrainingRun(HtmlTable):
     """A finished or stopped training run.
 
     Attributes:
         path: Folder of the run.
         step: Last saved step.
-        is_finished: Whether the recipe's last step was reached.
+        is_finished: Whether the run has ended, with the recipe's last step or by `eval.patience`. The details have the
+            `end_reason` of an early end.
         seconds: Duration of the call in seconds.
         details: All fields of `prep train --json`.
         error: Why the run stopped before its last step. None for a finished run.
@@ -396,9 +398,23 @@ class TrainingRun:
     error: PrepError | None = None
     process: int | None = None
 
+    @property
+    def metrics(self) -> dict[str, list[Any]]:
+        """The log of the run as columns of equal length, e.g. for `pandas.DataFrame(run.metrics)`.
+
+        A row is a step, with the values of its evaluation. Missing values are None. Empty without a local log.
+        """
+        from trainer.training.metrics import METRICS_FILE, MetricsFile
+
+        rows: dict[object, dict[str, Any]] = {}
+        for line in MetricsFile(self.path / METRICS_FILE):
+            rows.setdefault(line["step"], {}).update(line)
+        names = dict.fromkeys(name for row in rows.values() for name in row)
+        return {name: [row.get(name) for row in rows.values()] for name in names}
+
 
 @dataclass(frozen=True, slots=True)
-class RunsReport:
+class RunsReport(HtmlTable):
     """The page of training runs.
 
     Attributes:
@@ -416,7 +432,7 @@ class RunsReport:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(HtmlTable):
     """The plan of a training step on one mesh.
 
     Attributes:

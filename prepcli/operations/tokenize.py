@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Unpack
 
 from prepcli.console.job_errors import label_errors
-from prepcli.console.observer import Observer, run_observer_of
+from prepcli.console.notebook import run_observer_of
+from prepcli.console.observer import Observer
 from prepcli.console.progress import Progress
 from prepcli.errors import Option, text, usage_error
 from prepcli.execution.output_urls import check_local_path

@@ -36,7 +36,7 @@ from trainer.models.mesh import Mesh, parse_mesh
 from trainer.models.slices import num_slices, parse_slice_counts
 from trainer.planning.step_inputs import has_segments, run_dropout
 from trainer.recipe import Recipe, batch_shape
-from trainer.recipe.checks import MAX_INT32
+from trainer.recipe.resolve import MAX_INT32
 from trainer.training.attention_choice import preferred_kernel
 from trainer.training.feed import column_shapes
 from trainer.training.manifest_model import model_from_manifest

@@ -36,6 +36,7 @@ from trainer.data.tokenize import (
     tokenize_files,
 )
 from trainer.data.tokenizer import load_tokenizer
+from trainer.data.windows import with_stride
 from trainer.distributed.hosts import folder_processes
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.models.architecture import ArchConfig
@@ -123,6 +124,7 @@ def build_datasets(
         model=model,
         model_config=model_config,
         seed=recipe.seed,
+        stride=recipe.eval.stride,
         make_config=partial(
             _tokenize_config,
             folders=folders,
@@ -143,6 +145,7 @@ def _build_source(
     model: DataModel,
     model_config: HFConfig,
     seed: int,
+    stride: int | None,
     make_config: Callable[[Data, str, DataModel, HFConfig], TokenizeConfig],
     tokenize: Callable[..., MappedTokens],
 ) -> Datasets:
@@ -165,13 +168,15 @@ def _build_source(
     if data.eval_paths is None:
         tokens = tokenize(config, note=note)
         train, evaluation = split_holdout(make_dataset(tokens), data.holdout)
+        if evaluation is not None:
+            evaluation = with_stride(evaluation, stride)
         return Datasets(train, evaluation, tokens.identity)
     # The evaluation files come first: they are usually small, so their errors show early.
     eval_tokens = tokenize(_eval_config(config, data), note=note)
     train_tokens = tokenize(config, note=note)
     return Datasets(
         train=make_dataset(train_tokens),
-        evaluation=make_dataset(eval_tokens),
+        evaluation=with_stride(make_dataset(eval_tokens), stride),
         identity=f"{train_tokens.identity} {eval_tokens.identity}",
     )
 

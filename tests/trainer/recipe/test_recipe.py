@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from trainer.models import mesh
 from trainer.models.errors import PrepError
 from trainer.recipe import batch_shape, load_recipe, recipe_to_toml, schema
+from trainer.recipe.checks import SCHEDULE_OF_KEY
 from trainer.recipe.docs_page import render_page
 from trainer.recipe.field_checks import COLUMN_KEYS, NOISE_KEYS
 from trainer.recipe.field_grammar import SIGNS
@@ -160,7 +161,8 @@ def test_examples_make_a_valid_recipe(tmp_path: Path):
     }
     conflicting |= {
         "optimizer.loss_scale",
-        "optimizer.cooldown_steps",
+        "checkpoint.best_is",
+        *SCHEDULE_OF_KEY,
         "lora.path",
         "model.training_state",
         "data.sources",
@@ -286,6 +288,16 @@ VALUES_BY_KEY = {
     ),
 }
 
+SCHEDULES_WITH_KEYS: list[dict[str, Any]] = [
+    {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": 1},
+    {
+        "optimizer.schedule": "wsd",
+        "optimizer.cooldown_shape": "cosine",
+        "optimizer.cooldown_waves": 1.5,
+    },
+    {"optimizer.schedule": "cosine_restarts", "optimizer.cycles": 1},
+]
+
 LORA_VALUES: list[dict[str, Any]] = [
     {},
     {"lora.path": "adapter", "lora.base_dtype": "bfloat16"},
@@ -347,7 +359,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
         *COLUMN_KEYS,
     }
     excluded |= {"log.sample_every", "log.sample_tokens"}
-    excluded |= {"optimizer.loss_scale", "optimizer.cooldown_steps", "eval.at_start"}
+    excluded |= {"optimizer.loss_scale", *SCHEDULE_OF_KEY, "eval.at_start"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {
         "train.steps",
         "train.epochs",
@@ -355,6 +367,8 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("lora.")} | {
         "checkpoint.best",
+        "checkpoint.best_is",
+        "eval.patience",
         *SAVE_KEYS,
     }
     excluded |= {"model.offload", "model.public_key", "model.training_state", *START_KEYS} | draw(
@@ -415,7 +429,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
         counts = {"log.sample_every": st.integers(0, 9), "log.sample_tokens": st.integers(1, 9)}
         values |= draw(st.fixed_dictionaries({}, optional=counts))
     if "optimizer.schedule" in values and draw(st.booleans()):
-        values |= {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": 1}
+        values |= draw(st.sampled_from(SCHEDULES_WITH_KEYS))
     values |= draw(st.sampled_from(LORA_VALUES))
     if "model.lock" in values:
         values |= draw(st.fixed_dictionaries({}, optional={"model.public_key": PATHS}))

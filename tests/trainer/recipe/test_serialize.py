@@ -32,7 +32,11 @@ ADDED_KEYS = (
     "training_state",
     *(
         "init_lr",
+        "warmup_shape",
         "cooldown_steps",
+        "cooldown_shape",
+        "cooldown_waves",
+        "cycles",
         "decay_exclude",
         "decay_include",
         "freeze",
@@ -42,6 +46,7 @@ ADDED_KEYS = (
     ),
     *("format", "fields_from_example", "subfield_separator", "prepend_text", "add_bos", "add_eos"),
     *("always_start_with_bos", "max_examples", "at_start"),
+    *("patience", "stride", "best_is"),
     *("config", "split", "revision", "sources", "ids_dtype", "bad_lines", "eval_split"),
     *("lock", "max_document_bytes"),
     *("chat_template", "template_args", "template_date", "data.loss", "loss_reasoning", "overlong"),
@@ -142,8 +147,12 @@ end_lr = 0.0                                    # default
 schedule = "linear"                             # default
 warmup_steps = 100
 # warmup_ratio: from `warmup_steps`, or 0       # default
+warmup_shape = "linear"                         # default
 # decay_steps: the run's steps                  # default
 # cooldown_steps: a tenth of the steps, for wsd # default
+# cooldown_shape: linear, for wsd               # default
+# cooldown_waves: 0.5, for a cosine             # default
+# cycles: needed by cosine_restarts             # default
 weight_decay = 0.0                              # default
 decay_embeddings = true                         # default
 decay_exclude = []                              # default
@@ -183,6 +192,8 @@ max_skipped = 10                                # default
 [eval]
 limit = 1000
 # at_start: true with evaluations in [train]    # default
+# stride: sequences side by side                # default
+patience = 0                                    # default
 
 [checkpoint]
 every = 1000
@@ -190,6 +201,7 @@ every = 1000
 keep = 2                                        # default
 milestones = 0                                  # default
 # best: evaluations save no checkpoint          # default
+# best_is: as fits `best`                       # default
 optimizer_state = true                          # default
 # dtype: `model.param_dtype`                    # default
 storage = "ocdbt"                               # default
