@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
@@ -14,13 +14,15 @@ from jinja2.runtime import Macro
 from trainer.data.chat_environment import ChatEnvironment
 from trainer.data.chat_template import ChatTemplate
 from trainer.models.errors import PrepError
-from trainer.models.json_types import JsonObject
+from trainer.models.json_types import JsonObject, JsonValue
 
 # Unicode noncharacters, which no text contains, around the parts of a rendered text that the
 # assistant generates.
 START_MARK = "\ufdd0"
 END_MARK = "\ufdd1"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Variables that each rendering sets.
+CONVERSATION_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -49,13 +51,22 @@ class ChatRenderer:
             raise PrepError(what, _error_text(error), "correct the template") from None
 
     def render(
-        self, messages: Sequence[JsonObject], place: str, *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[JsonObject],
+        place: str,
+        *,
+        tools: Sequence[JsonObject] | None = None,
+        template_args: Mapping[str, JsonValue] | None = None,
+        add_generation_prompt: bool = False,
     ) -> tuple[str, Spans | None]:
         """Render messages.
 
         Args:
             messages: The messages, in order.
             place: File and line, for error messages.
+            tools: JSON schemas of the tools that the assistant may call.
+            template_args: Further variables of the template, e.g. `{"enable_thinking": False}`. They
+                replace special tokens of the same name.
             add_generation_prompt: End with the text that starts a turn of the assistant.
 
         Returns:
@@ -63,10 +74,13 @@ class ChatRenderer:
             second value is None for a template without markers.
 
         Raises:
-            PrepError: The template fails or rejects the messages.
+            PrepError: The template fails or rejects the messages, or a variable of `template_args` is set
+                by each rendering.
         """
-        messages_text = json.dumps(messages, ensure_ascii=False)
-        if any(mark in messages_text for mark in (START_MARK, END_MARK)):
+        variables = {**self._special_tokens, **(template_args or {})}
+        _check_variables(variables)
+        given_text = json.dumps([messages, tools, template_args], ensure_ascii=False)
+        if any(mark in given_text for mark in (START_MARK, END_MARK)):
             raise PrepError(
                 f"{place}: a message is not text",
                 "it has U+FDD0 or U+FDD1, which are not characters",
@@ -74,12 +88,15 @@ class ChatRenderer:
             )
         # The limits grow with the messages: a template may repeat a long conversation, and a short
         # one gives no template a reason to make megabytes.
-        self._environment.limits.start(len(messages_text))
+        self._environment.limits.start(len(given_text))
         try:
             text = self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )  # fmt: skip
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
         except Exception as error:
             # A template is a program, which may raise any error.
             what = f"{place}: {self._file} cannot render the messages"
@@ -89,6 +106,17 @@ class ChatRenderer:
         if self._has_markers:
             return _split_marks(text)
         return text, None
+
+
+def _check_variables(variables: Mapping[str, JsonValue]) -> None:
+    """Raise PrepError for a variable of a template that each rendering sets."""
+    for name in CONVERSATION_VARIABLES:
+        if name in variables:
+            raise PrepError(
+                f"`{name}` is not a variable that can be passed to a chat template",
+                "each conversation sets it",
+                "remove it from the template variables",
+            )
 
 
 def _error_text(error: Exception) -> str:

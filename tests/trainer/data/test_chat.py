@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from trainer.data.chat_rendering import ChatRenderer
 from trainer.data.chat_template import load_chat_template
 from trainer.data.encode import EncodedBatch, encode_batch, span_weights
 from trainer.data.example_settings import ExampleSettings
@@ -328,3 +329,48 @@ def test_missing_or_invalid_template_is_reported(
 def test_template_has_no_clock_and_no_access_to_python(tmp_path: Path, text: str):
     with pytest.raises(PrepError, match=r"a.jsonl:3: .* cannot render the messages"):
         encode_chat(write_tokenizer(tmp_path, text), [])
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ '<tools>' + tools | tojson + '</tools>' }}{% endif %}"
+    "{% for message in messages %}{{ '<' + message.role + '>' + message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not enable_thinking %}"
+    "<no_think>{% endif %}{% endif %}{{ bos_token }}"
+)
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "add", "parameters": {"é": ["<", None, 1.5]}}}
+]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no_tools", "tools"])
+@pytest.mark.parametrize(
+    "template_args", [{}, {"enable_thinking": False}, {"bos_token": "<bos>"}], ids=str
+)
+def test_rendering_passes_tools_and_variables(
+    tmp_path: Path, tools: Any, template_args: dict[str, Any]
+):
+    transformers = pytest.importorskip("transformers")
+    folder = write_tokenizer(tmp_path, TOOL_TEMPLATE)
+    reference = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>"
+    )
+    messages = make_messages([("user", "Hello there")])
+    expected = reference.apply_chat_template(
+        messages,
+        tools=tools,
+        chat_template=TOOL_TEMPLATE,
+        tokenize=False,
+        add_generation_prompt=True,
+        **template_args,
+    )
+    renderer = ChatRenderer(load_chat_template(folder))
+    text, _ = renderer.render(
+        messages, "chat", tools=tools, template_args=template_args, add_generation_prompt=True
+    )
+    assert text == expected
+
+
+def test_rendering_refuses_variables_of_a_conversation(tmp_path: Path):
+    renderer = ChatRenderer(load_chat_template(write_tokenizer(tmp_path, TOOL_TEMPLATE)))
+    with pytest.raises(PrepError, match="`tools` is not a variable"):
+        renderer.render([], "chat", template_args={"tools": []})
