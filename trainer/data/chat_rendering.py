@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 
-from jinja2 import nodes
+from jinja2 import Template, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
@@ -21,6 +22,10 @@ from trainer.models.json_types import JsonObject, JsonValue
 START_MARK = "\ufdd0"
 END_MARK = "\ufdd1"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Names of the reasoning in a message. Templates read one of the first two.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+# `strftime` returns at most this many characters for each character of its format.
+MAX_DATE_GROWTH = 256
 # Variables that each rendering sets.
 CONVERSATION_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -28,13 +33,15 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class ChatRenderer:
-    """A compiled chat template.
+    """A compiled chat template."""
 
-    The time of day is not available to it: the ids of a conversation do not depend on the day.
-    """
-
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, template: ChatTemplate, *, now: datetime | None = None) -> None:
         """Compile a template.
+
+        Args:
+            template: The template.
+            now: The time that the template prints with `strftime_now`. None hides this function, so
+                that the ids of a conversation do not depend on the day.
 
         Raises:
             PrepError: The template is not valid Jinja.
@@ -42,13 +49,30 @@ class ChatRenderer:
         self._environment = ChatEnvironment([_GenerationBlocks, loopcontrols])
         self._file = template.file
         self._special_tokens = dict(template.special_tokens)
-        self._has_markers = GENERATION.search(template.text) is not None
+        if now is not None:
+            self._environment.globals["strftime_now"] = lambda form: self._format_time(now, form)
+        self._template = self._compile(template.text)
+        self._tool_template = self._template
+        if template.tool_text is not None:
+            self._tool_template = self._compile(template.tool_text)
+
+    def _compile(self, text: str) -> tuple[Template, bool]:
+        """Compile a template of the environment, and return whether it marks the assistant's text.
+
+        Raises:
+            PrepError: The text is not valid Jinja.
+        """
         try:
-            self._template = self._environment.compile_template(template.text)
+            return self._environment.compile_template(text), bool(GENERATION.search(text))
         except Exception as error:
             # Jinja and Python's compiler raise errors of many types.
-            what = f"{template.file} is not a valid chat template"
+            what = f"{self._file} is not a valid chat template"
             raise PrepError(what, _error_text(error), "correct the template") from None
+
+    def _format_time(self, now: datetime, form: str) -> str:
+        """Return a time as a template formats it."""
+        self._environment.limits.check(MAX_DATE_GROWTH * len(form))
+        return now.strftime(form)
 
     def render(
         self,
@@ -89,9 +113,12 @@ class ChatRenderer:
         # The limits grow with the messages: a template may repeat a long conversation, and a short
         # one gives no template a reason to make megabytes.
         self._environment.limits.start(len(given_text))
+        template, has_markers = self._template
+        if tools is not None:
+            template, has_markers = self._tool_template
         try:
-            text = self._template.render(
-                messages=messages,
+            text = template.render(
+                messages=[_with_reasoning_names(message) for message in messages],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -103,9 +130,17 @@ class ChatRenderer:
             raise PrepError(
                 what, _error_text(error), "correct the messages or the template"
             ) from None
-        if self._has_markers:
+        if has_markers:
             return _split_marks(text)
         return text, None
+
+
+def _with_reasoning_names(message: JsonObject) -> JsonObject:
+    """Return a message with its reasoning under the names that templates read, as transformers does."""
+    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _check_variables(variables: Mapping[str, JsonValue]) -> None:

@@ -15,6 +15,8 @@ from trainer.models.errors import PrepError
 from trainer.models.json_types import JsonValue
 
 TEMPLATE_FILE = "chat_template.jinja"
+# Template of conversations with tools, beside the one of all others. Else an entry `tool_use` of the config.
+TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 MAX_TEMPLATE_NBYTES = 4_000_000
@@ -29,16 +31,22 @@ class ChatTemplate:
         text: The template.
         special_tokens: Names and texts of special tokens, variables of the template such as
             `bos_token`.
+        tool_text: The template of conversations with tools. None if `text` renders these too.
     """
 
     file: str
     text: str
     special_tokens: tuple[tuple[str, str], ...]
+    tool_text: str | None = None
 
     @property
     def identity(self) -> str:
-        """Digest of the template and its variables."""
-        return xxhash.xxh3_128_hexdigest(json.dumps([self.text, self.special_tokens]).encode())
+        """Digest of the templates and their variables."""
+        parts: list[object] = [self.text, self.special_tokens]
+        # Stores of tokens record the digest. Without the second template it stays as it was.
+        if self.tool_text is not None:
+            parts.append(self.tool_text)
+        return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 
 
 def load_chat_template(tokenizer: Path) -> ChatTemplate:
@@ -48,7 +56,8 @@ def load_chat_template(tokenizer: Path) -> ChatTemplate:
         tokenizer: A tokenizer.json, or a folder that contains one.
 
     Returns:
-        The template in `chat_template.jinja`, else the default one in `tokenizer_config.json`.
+        The template in `chat_template.jinja`, else the default one in `tokenizer_config.json`, and the
+        template `tool_use` if there is one.
 
     Raises:
         PrepError: There is no template, or a file is invalid.
@@ -57,8 +66,10 @@ def load_chat_template(tokenizer: Path) -> ChatTemplate:
     config = read_settings(folder / CONFIG_FILE)
     file = folder / TEMPLATE_FILE
     text = read_text_file(file, MAX_TEMPLATE_NBYTES)
+    tool_text = read_text_file(folder / TOOL_TEMPLATE_FILE, MAX_TEMPLATE_NBYTES)
     if text is None:
-        text = _default_template(config.get("chat_template"))
+        text = _named_template(config.get("chat_template"), "default")
+        tool_text = tool_text or _named_template(config.get("chat_template"), "tool_use")
         file = folder / CONFIG_FILE
     if text is None:
         why = f"looked for {TEMPLATE_FILE}, and for `chat_template` in {CONFIG_FILE}"
@@ -67,7 +78,9 @@ def load_chat_template(tokenizer: Path) -> ChatTemplate:
             why,
             f"put a {TEMPLATE_FILE} into the folder",
         )
-    return ChatTemplate(str(file), text, load_special_tokens(tokenizer))
+    if tool_text == text:
+        tool_text = None
+    return ChatTemplate(str(file), text, load_special_tokens(tokenizer), tool_text)
 
 
 def load_special_tokens(tokenizer: Path) -> tuple[tuple[str, str], ...]:
@@ -84,12 +97,12 @@ def load_special_tokens(tokenizer: Path) -> tuple[tuple[str, str], ...]:
     return _special_tokens(read_settings(folder / SPECIAL_TOKENS_FILE) | config)
 
 
-def _default_template(value: Any) -> str | None:
-    """Return the template in a tokenizer's config: a text, or the one named `default` in a list."""
+def _named_template(value: Any, name: str) -> str | None:
+    """Return the template in a tokenizer's config: a text for any name, or the one of this name in a list."""
     if isinstance(value, list):
         entries = [entry for entry in cast(list[Any], value) if isinstance(entry, dict)]
         value = next(
-            (entry.get("template") for entry in entries if entry.get("name") == "default"), None
+            (entry.get("template") for entry in entries if entry.get("name") == name), None
         )
     if isinstance(value, str):
         return value

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -374,3 +375,53 @@ def test_rendering_refuses_variables_of_a_conversation(tmp_path: Path):
     renderer = ChatRenderer(load_chat_template(write_tokenizer(tmp_path, TOOL_TEMPLATE)))
     with pytest.raises(PrepError, match="`tools` is not a variable"):
         renderer.render([], "chat", template_args={"tools": []})
+
+
+def test_rendering_prints_the_given_time_only(tmp_path: Path):
+    template = (
+        "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}no date{% endif %}"
+    )
+    loaded = load_chat_template(write_tokenizer(tmp_path, template))
+    now = datetime(2026, 7, 4)
+    assert ChatRenderer(loaded, now=now).render([], "chat") == ("04 Jul 2026", None)
+    assert ChatRenderer(loaded).render([], "chat") == ("no date", None)
+
+
+def test_rendering_limits_the_size_of_a_time(tmp_path: Path):
+    template = "{{ strftime_now('%c' * 500000) }}"
+    renderer = ChatRenderer(
+        load_chat_template(write_tokenizer(tmp_path, template)), now=datetime(2026, 7, 4)
+    )
+    with pytest.raises(PrepError, match="cannot render"):
+        renderer.render([], "chat")
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_rendering_names_the_reasoning_as_transformers(tmp_path: Path, key: str):
+    transformers = pytest.importorskip("transformers")
+    template = "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{% endfor %}"
+    folder = write_tokenizer(tmp_path, template)
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    messages: Any = [{"role": "assistant", "content": "a", key: "think"}]
+    expected = reference.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert ChatRenderer(load_chat_template(folder)).render(messages, "chat")[0] == expected
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_conversations_with_tools_use_their_template(tmp_path: Path, is_file: bool):
+    default = "default {{ messages | length }}"
+    tool_use = "tools {{ tools | length }}"
+    templates = [
+        {"name": "default", "template": default},
+        {"name": "tool_use", "template": tool_use},
+    ]
+    folder = write_tokenizer(tmp_path, default)
+    if is_file:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "chat_template.jinja").write_text(default)
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
+    else:
+        write_tokenizer(tmp_path, cast(Any, templates))
+    renderer = ChatRenderer(load_chat_template(folder))
+    assert renderer.render([], "chat")[0] == "default 0"
+    assert renderer.render([], "chat", tools=TOOLS)[0] == "tools 1"
