@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from trainer.data.chat_template import ChatTemplate
@@ -43,7 +44,7 @@ class ChatBuilder:
     def __init__(self, settings: ExampleSettings, template: ChatTemplate) -> None:
         self._settings = settings
         self._template = template
-        self._renderer = _load_renderer(template)
+        self._renderer = load_renderer(template)
         self._bos_text = dict(template.special_tokens).get("bos_token", "")
         self.max_extra_token_id = largest_added_id(settings)
 
@@ -130,11 +131,15 @@ class ChatBuilder:
         return PrepError(what, why, MARKERS_HINT)
 
 
-def _load_renderer(template: ChatTemplate) -> ChatRenderer:
-    """Return a renderer of the template. Raise PrepError if jinja2 is not installed."""
+def load_renderer(template: ChatTemplate, *, now: datetime | None = None) -> ChatRenderer:
+    """Return a renderer of the template (see `ChatRenderer`).
+
+    Raises:
+        PrepError: jinja2 is not installed, or the template is not valid.
+    """
     try:
         from trainer.data.chat_rendering import ChatRenderer
     except ImportError:
         what = "cannot render chat templates"
         raise PrepError(what, "jinja2 is not installed", "`pip install 'prepcli[chat]'`") from None
-    return ChatRenderer(template)
+    return ChatRenderer(template, now=now)
