@@ -246,7 +246,7 @@ class Generation:
     Attributes:
         texts: Continuation of each prompt. None for a prompt given as ids without a tokenizer.
         tokens: Token ids of each continuation.
-        ended: Whether each continuation ends with an end token.
+        ended: Whether each continuation ends with an end token or a stop text.
         tokens_per_s: Tokens per second over all prompts, without compilation.
         prompts: Text of each prompt. None without a tokenizer.
         prompt_tokens: Token ids of each prompt.

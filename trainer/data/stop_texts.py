@@ -12,6 +12,9 @@ class StopFinder:
     """Finds the token with which the first stop text ends.
 
     A stop text may be spread over several tokens, also of the prompt, or be the text of a special token.
+
+    Attributes:
+        has_stopped: Whether a stop text has ended.
     """
 
     def __init__(
@@ -24,6 +27,7 @@ class StopFinder:
             tokenizer: Tokenizer of the tokens.
             preceding_ids: Token ids of the prompt.
         """
+        self.has_stopped = False
         codec = tokenizer.codec
         self._texts = tuple(stop_texts)
         # Decoding skips special tokens, such as `<|im_end|>`.
@@ -42,9 +46,12 @@ class StopFinder:
         # The decoder holds text back that may change, e.g. spaces at the end.
         text += self._decoder.finish()
         if token in self._ids:
-            return True
-        # A text of the prompt does not end the text: the stop text ends after the seen characters.
-        return any(stop in text[max(0, num_seen - len(stop) + 1) :] for stop in self._texts)
+            self.has_stopped = True
+        for stop in self._texts:
+            # A text of the prompt does not end the text: the stop text ends after the seen characters.
+            if stop in text[max(0, num_seen - len(stop) + 1) :]:
+                self.has_stopped = True
+        return self.has_stopped
 
     def _last_chars(self, text: str) -> str:
         return text[max(0, len(text) - self._kept_chars) :]
