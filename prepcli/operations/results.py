@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from prepcli.errors import PrepError
 from prepcli.operations.html_table import HtmlTable
 from prepcli.planning.plan import Plan
+from trainer.models.json_types import JsonObject
 
 if TYPE_CHECKING:
     # Every operation imports this module, and only plans and reports need these.
@@ -247,7 +248,7 @@ class Generation(HtmlTable):
     Attributes:
         texts: Continuation of each prompt. None for a prompt given as ids without a tokenizer.
         tokens: Token ids of each continuation.
-        ended: Whether each continuation ends with an end token.
+        ended: Whether each continuation ends with an end token or a stop text.
         tokens_per_s: Tokens per second over all prompts, without compilation.
         prompts: Text of each prompt. None without a tokenizer.
         prompt_tokens: Token ids of each prompt.
@@ -269,6 +270,25 @@ class Generation(HtmlTable):
     compile_seconds: float
     seconds: float
     process: int | None = None
+
+
+@dataclass(frozen=True)
+class ChatResult:
+    """A conversation with a model.
+
+    Attributes:
+        messages: Its messages, with the answers of the model.
+        num_tokens: Tokens of all answers, also of stopped ones and of those before a reset.
+        mesh: Mesh of the devices. None means one device.
+        dtype: Dtype of the computation.
+        seconds: Duration of the conversation in seconds.
+    """
+
+    messages: tuple[JsonObject, ...]
+    num_tokens: int
+    mesh: str | None
+    dtype: str
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,6 +190,7 @@ def build_sampler(
         max_new_tokens=recipe.log.sample_tokens,
         eos_token_ids=defaults.eos_token_ids,
         rules=defaults.rules,
+        stop_texts=defaults.stop_texts,
         decoder_start_id=decoder_start_id,
     )
 

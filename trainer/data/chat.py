@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.data.chat_loss import message_weight
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.column_values import check_columns, messages_value
+from trainer.data.column_values import check_columns, messages_value, tool_schemas
 from trainer.data.example_settings import (
     ExampleSettings,
     begin_segments,
@@ -19,9 +19,9 @@ from trainer.data.examples import Example, LossSpan, Segment
 from trainer.data.ignored_parts import HIDDEN_REASONING, TOOLS, TOOLS_COLUMN
 from trainer.data.readers.reader import DataPiece, Record
 from trainer.models.errors import PrepError
-from trainer.models.json_types import JsonValue
 
 if TYPE_CHECKING:
+    from trainer.data.chat_forms import MessageForms
     from trainer.data.chat_rendering import Conversation, Spans
     from trainer.data.chat_turns import Turn
 
@@ -37,18 +37,12 @@ class ChatBuilder:
     has_weights = True
 
     def __init__(self, settings: ExampleSettings, template: ChatTemplate) -> None:
-        try:
-            # They need jinja2, which is not always installed.
-            from trainer.data.chat_forms import MessageForms
-            from trainer.data.chat_rendering import ChatRenderer
-            from trainer.data.chat_turns import TurnFinder
-        except ImportError:
-            what = "cannot render chat templates"
-            hint = "`pip install 'prepcli[chat]'`"
-            raise PrepError(what, "jinja2 is not installed", hint) from None
         self._settings = settings
-        self._renderer = ChatRenderer(template)
-        self._forms = MessageForms(self._renderer)
+        self._forms = load_forms(template)
+        self._renderer = self._forms.renderer
+        # It needs jinja2, as the forms do.
+        from trainer.data.chat_turns import TurnFinder
+
         self._finder = TurnFinder(self._renderer)
         self._bos_text = template.bos_text
         self.max_extra_token_id = largest_added_id(settings)
@@ -64,7 +58,8 @@ class ChatBuilder:
         column = self._settings.fields
         check_columns(piece, [column])
         messages = messages_value(piece, column)
-        tools = _tools_value(piece)
+        place = f"{piece.place}: column `{TOOLS_COLUMN}`"
+        tools = tool_schemas(piece.values.get(TOOLS_COLUMN), place)
         conversation = self._forms.conversation(messages, tools, piece.place)
         ignored: Counter[str] = Counter()
         if tools and not self._renderer.takes_tools:
@@ -137,12 +132,19 @@ class ChatBuilder:
         return end + max((len(stop) for stop in stops if text.startswith(stop, end)), default=0)
 
 
-def _tools_value(record: Record) -> list[JsonValue] | None:
-    """Return the tools of a record, or None."""
-    from trainer.data.chat_forms import parse_json_column
+def load_forms(template: ChatTemplate) -> MessageForms:
+    """Return the forms of messages that a template takes, with its renderer.
 
-    value = record.values.get(TOOLS_COLUMN)
-    return parse_json_column(value, f"{record.place}: column `{TOOLS_COLUMN}`") or None
+    Raises:
+        PrepError: jinja2 is not installed, or the template is not valid.
+    """
+    try:
+        from trainer.data.chat_forms import MessageForms
+        from trainer.data.chat_rendering import ChatRenderer
+    except ImportError:
+        what = "cannot render chat templates"
+        raise PrepError(what, "jinja2 is not installed", "`pip install 'prepcli[chat]'`") from None
+    return MessageForms(ChatRenderer(template))
 
 
 def _intersect(spans: Sequence[LossSpan], generated: Spans) -> tuple[LossSpan, ...]:

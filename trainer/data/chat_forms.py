@@ -10,12 +10,11 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from trainer.data.chat_marks import ASSISTANT, NONCHARACTER, REASONING_KEYS, TOOL_CALLS
 from trainer.data.chat_rendering import ChatRenderer, Conversation
-from trainer.data.column_values import LINE_HINT
-from trainer.files.json_values import json_type_name, load_json
+from trainer.data.column_values import json_list, parse_json
+from trainer.files.json_values import json_type_name
 from trainer.models.errors import PrepError
 from trainer.models.json_types import JsonObject, JsonValue
 
@@ -46,10 +45,14 @@ class _CallForm:
 
 
 class MessageForms:
-    """Turns the messages of data sets into those that one template takes."""
+    """Turns the messages of data sets into those that one template takes.
+
+    Attributes:
+        renderer: The renderer of the template.
+    """
 
     def __init__(self, renderer: ChatRenderer) -> None:
-        self._renderer = renderer
+        self.renderer = renderer
 
     def conversation(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonValue] | None, place: str
@@ -73,7 +76,7 @@ class MessageForms:
 
     def _adapt(self, message: JsonObject, place: str) -> JsonObject:
         adapted = _with_reasoning_keys(message)
-        calls = parse_json_column(message.get(TOOL_CALLS), f"{place}: `{TOOL_CALLS}`")
+        calls = json_list(message.get(TOOL_CALLS), f"{place}: `{TOOL_CALLS}`", ARGUMENTS_HINT)
         if not calls:
             # Templates ask whether the key is defined.
             adapted.pop(TOOL_CALLS, None)
@@ -103,30 +106,11 @@ class MessageForms:
             "role": "tool", "tool_call_id": PROBE_ID, "name": PROBE_NAME, "content": "b",
         }  # fmt: skip
         try:
-            rendered, _ = self._renderer.render(Conversation([asked, answer, result], ""))
+            rendered, _ = self.renderer.render(Conversation([asked, answer, result], ""))
         except PrepError:
             return False
         has_all = all(word in rendered for word in PROBE_WORDS)
         return has_all and not any(trace in rendered for trace in BAD_TRACES)
-
-
-def parse_json_column(value: object, place: str) -> list[JsonValue]:
-    """Return a list that is stored as it is or as a JSON text. Empty for null, and for an empty text.
-
-    Args:
-        value: The value.
-        place: File, line and key, for error messages.
-
-    Raises:
-        PrepError: It is neither.
-    """
-    if isinstance(value, str) and value.strip():
-        value = _load_json(value, place)
-    if not value:
-        return []
-    if not isinstance(value, list):
-        raise PrepError(f"{place} is not a list", f"it is {json_type_name(value)}", LINE_HINT)
-    return cast(list[JsonValue], value)
 
 
 def _with_reasoning_keys(message: JsonObject) -> JsonObject:
@@ -161,7 +145,7 @@ def _adapt_arguments(function: JsonObject, form: _CallForm, place: str) -> JsonO
     if isinstance(arguments, str):
         parsed = {}
         if arguments.strip():
-            parsed = _load_json(arguments, f"{place}: the arguments of a tool call")
+            parsed = parse_json(arguments, f"{place}: the arguments of a tool call", ARGUMENTS_HINT)
     if not isinstance(parsed, dict):
         what = f"{place}: the arguments of a tool call are not an object"
         raise PrepError(what, f"they are {json_type_name(parsed)}", ARGUMENTS_HINT)
@@ -171,10 +155,3 @@ def _adapt_arguments(function: JsonObject, form: _CallForm, place: str) -> JsonO
         # As the model wrote it.
         return function
     return {**function, "arguments": json.dumps(parsed, ensure_ascii=False)}
-
-
-def _load_json(text: str, place: str) -> JsonValue:
-    try:
-        return load_json(text.encode())
-    except ValueError as error:
-        raise PrepError(f"{place} are no JSON", str(error)[:200], ARGUMENTS_HINT) from None

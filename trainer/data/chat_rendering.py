@@ -28,6 +28,8 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 # `strftime` returns at most this many characters for each character of its format.
 MAX_DATE_GROWTH = 256
+# Variables that each rendering sets.
+CONVERSATION_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 # The variable with the tools in a template.
 TOOLS_VARIABLE = re.compile(r"\btools\b")
 
@@ -90,6 +92,7 @@ class ChatRenderer:
             **dict(template.special_tokens),
             **json.loads(template.arguments),
         }
+        _check_variables(self._variables)
         texts = [template.text]
         if template.tool_text is not None:
             texts.append(template.tool_text)
@@ -147,6 +150,17 @@ class ChatRenderer:
             # Jinja and Python's compiler raise errors of many types.
             what = f"{self.file} is not a valid chat template"
             raise PrepError(what, _error_text(error), "correct the template") from None
+
+
+def _check_variables(variables: Mapping[str, JsonValue]) -> None:
+    """Raise PrepError for a variable of a template that each rendering sets."""
+    for name in CONVERSATION_VARIABLES:
+        if name in variables:
+            raise PrepError(
+                f"`{name}` is not a variable that can be passed to a chat template",
+                "each conversation sets it",
+                "remove it from the template variables",
+            )
 
 
 def _error_text(error: Exception) -> str:

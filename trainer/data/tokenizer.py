@@ -172,11 +172,23 @@ class TextTokenizer:
         check_normalizer_growth(self.growth, num_chars, str(self.path), hint)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode a prompt, with added special tokens. Raise PrepError if the tokenizer fails."""
+        """Encode a prompt, with added special tokens.
+
+        A begin token that the text spells out, as the text of a chat template does, is not added again.
+
+        Raises:
+            PrepError: The tokenizer fails.
+        """
         self._check_growth(len(text))
         hint = Text(Option("tokens", "1,2,3"), " needs none")
         with library_errors(f"{self.path} cannot encode a prompt", hint):
-            return self.codec.encode_prompt(text)
+            ids = self.codec.encode_prompt(text)
+            if len(ids) > 1 and ids[0] == ids[1]:
+                # E.g. `<s>a` is [1, 5], and the tokenizer makes [1, 1, 5, 2] of it.
+                (plain,) = self.codec.encode_batch([text])
+                if ids[1 : 1 + len(plain)] == plain:
+                    return ids[1:]
+        return ids
 
     def prefix_ids(self) -> tuple[int, ...]:
         """Return the ids that the tokenizer puts before a text, e.g. of `<s>`. Raise PrepError if it fails."""

@@ -88,8 +88,8 @@ class WindowDataset:
         # The weight of a position is that of its target, the token after it.
         weighted = arrays["weights"][first_target - start - 1 : length - 1]
         weighted[:] = 1
-        if self.tokens.weights is not None:
-            weighted[:] = self.tokens.weights[first_target:end]
+        if self.tokens.weight_codes is not None:
+            weighted[:] = self.tokens.decode_weights(self.tokens.weight_codes[first_target:end])
         if self.first_input is not None:
             arrays["tokens"][0] = self.first_input
 

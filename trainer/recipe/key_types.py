@@ -71,15 +71,28 @@ LossTurns = Annotated[
         }
     ),
 ]
+# A text, or the messages of a conversation.
+PromptValue = (
+    Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)]
+)
 Prompts = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...],
+    tuple[PromptValue, ...],
     Field(min_length=1),
     BeforeValidator(_as_tuple),
     WithJsonSchema(
         {
             "anyOf": [
                 {"type": "string"},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {
+                        "anyOf": [
+                            {"type": "string", "minLength": 1},
+                            {"type": "array", "items": {"type": "object"}, "minItems": 1},
+                        ]
+                    },
+                    "minItems": 1,
+                },
             ]
         }
     ),
