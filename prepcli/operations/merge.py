@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
+from prepcli.console.formatting import count_text
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.errors import Command, Option, PrepError, text, usage_error
@@ -42,6 +43,7 @@ from prepcli.sources.openers.peft_settings import (
     MATRIX_NAME,
     PeftSettings,
     check_settings,
+    check_tying,
     read_settings,
 )
 from prepcli.sources.source import Source, SourceTensor
@@ -153,23 +155,35 @@ def plan_merge(
     # An export removes the padding of the vocabulary. A merge changes only the tensors of the adapter.
     copy_options = with_defaults(ExportOptions, {"keep_padding": True})
     source = _with_towers(copy_options, source, access, check_digest=check_base)
-    settings, adapter = _open_adapter(adapter_path, source)
+    settings, adapter, scales = _open_adapter(adapter_path, source)
     if source.family.is_verbatim and settings.fan_in_fan_out:
         raise _unknown_orientation_error(adapter_path, source)
-    scale = settings.lora_config().scaling
+    if settings.target_parameters:
+        why = f"it has adapters of experts in one tensor: {settings.target_parameters[0]!r:.80}"
+        hint = "PEFT's `merge_and_unload()` merges the adapter"
+        raise PrepError(f"{adapter_path}: target_parameters is not supported by merge", why, hint)
     if check_base:
         _check_base(adapter_path, source)
     combined = _with_adapter(source, adapter)
-    matrices = _matrix_streams(combined.tensors[len(source.tensors) :], adapter_path)
+    adapter_tensors = combined.tensors[len(source.tensors) :]
+    whole, unused = _whole_tensors(adapter_tensors, settings, source, adapter_path)
+    matrices = _matrix_streams(
+        tuple(t for t in adapter_tensors if t.name not in {*whole, *unused}), adapter_path
+    )
     copy = plan_copy(copy_options, source, located)
     updates = dict(
-        _low_rank_updates(copy.plan, matrices, scale=scale, source=source, adapter=adapter)
+        _low_rank_updates(copy.plan, matrices, scales=scales, source=source, adapter=adapter)
     )
-    streams = tuple(_with_update(stream, updates.get(stream.name)) for stream in copy.plan.streams)
+    streams = tuple(
+        _with_whole(_with_update(stream, updates.get(stream.name)), whole.get(stream.name))
+        for stream in copy.plan.streams
+    )
+    if whole:
+        combined = _with_whole_digests(combined, whole, source)
     merged: MergedAdapter = {
         "adapter": str(adapter_path),
-        "scaling": scale,
-        "tensors": len(updates),
+        "scaling": settings.lora_config().scaling,
+        "tensors": len(updates) + len(whole),
     }
     # An adapter that PEFT wrote has no manifest.
     if adapter.manifest is not None and adapter.manifest.digest is not None:
@@ -187,7 +201,12 @@ def plan_merge(
     )
     base = settings.base_model_name_or_path
     origin = f" (trained with {base:.60})" if base else ""
-    change = f"{len(updates)} tensors change, scaled by {scale:g}"
+    scales = sorted({update.scale for update in updates.values()})
+    change = f"{len(updates)} tensors change, scaled by {' or '.join(f'{x:g}' for x in scales)}"
+    if whole:
+        change = (
+            f"{change}, and {count_text(len(whole), 'tensor')} of the adapter replaces the base's"
+        )
     return PlannedConversion(
         plan,
         f"{located.model_name}-merged",
@@ -214,10 +233,12 @@ def _with_towers(
         raise PrepError(error.what, error.why, hint) from error
 
 
-def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
+def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source, dict[str, float]]:
     """Read the settings and the header of an adapter.
 
-    Its tensors have the names of the base's modules, as far as the base has them.
+    Returns:
+        The settings, and the adapter. Its tensors have the names of the base's modules, as far as the base has them.
+        Then the factor of each module's product: the patterns of the settings are for the names in the adapter.
     """
     if not is_adapter(path):
         export_run = Command("export", "RUN", Option("out", "ADAPTER"))
@@ -235,6 +256,7 @@ def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
     # Renamed tensor -> name in the adapter, without the prefix.
     names: dict[str, str] = {}
     tensors: list[SourceTensor] = []
+    scales: dict[str, float] = {}
     for tensor in adapter.tensors:
         renamed = _name_in_base(tensor.name, source, modules)
         if renamed in names:
@@ -245,7 +267,11 @@ def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
             raise PrepError(f"{path} has two adapters of one tensor", why, hint)
         names[renamed] = tensor.name
         tensors.append(replace(tensor, name=renamed))
-    return settings, replace(adapter, tensors=tuple(tensors))
+        match = MATRIX_NAME.fullmatch(tensor.name)
+        renamed_match = MATRIX_NAME.fullmatch(renamed)
+        if match is not None and renamed_match is not None:
+            scales[renamed_match["module"]] = settings.scaling_of(match["module"])
+    return settings, replace(adapter, tensors=tuple(tensors)), scales
 
 
 def _weight_modules(source: Source) -> dict[str, str]:
@@ -288,9 +314,10 @@ def _name_in_base(name: str, source: Source, modules: Mapping[str, str]) -> str:
         modules: See `_weight_modules`.
     """
     match = MATRIX_NAME.fullmatch(name)
-    if match is None:
-        return name
-    module = match["module"]
+    # Another tensor may be the weight of a module that was trained as a whole.
+    module = name.rpartition(".")[0]
+    if match is not None:
+        module = match["module"]
     target = modules.get(module) or modules.get(_module_key(module, source))
     if target is None:
         return name
@@ -324,6 +351,72 @@ def _with_adapter(source: Source, adapter: Source) -> Source:
     return replace(append_files(source, adapter), tensors=(*source.tensors, *matrices))
 
 
+def _whole_tensors(
+    tensors: tuple[SourceTensor, ...], settings: PeftSettings, source: Source, adapter: Path
+) -> tuple[dict[str, SourceTensor], list[str]]:
+    """Return the tensors of modules that the adapter has whole copies of, by name, and the unused ones.
+
+    A tied head is unused: PEFT ties it to the embedding of the adapter again.
+
+    Raises:
+        PrepError: The base has no such tensor, or one of another shape, or the module is tied in the base alone.
+    """
+    is_tied = source.family.is_tied(source.config) or (
+        source.family.is_verbatim and bool(source.config.get("tie_word_embeddings"))
+    )
+    base_tensors = {tensor.name: tensor for tensor in source.tensors}
+    true_size = source.vocabulary().true_size
+    whole: dict[str, SourceTensor] = {}
+    unused: list[str] = []
+    for tensor in tensors:
+        if MATRIX_NAME.fullmatch(tensor.name) is not None:
+            continue
+        module = tensor.name.rpartition(".")[0]
+        is_tied_head = is_tied and tensor.name == source.family.tying.head_tensor
+        if not settings.saves_module(module) and not is_tied_head:
+            continue
+        if is_tied and (is_tied_head or tensor.name == source.family.tying.embedding_tensor):
+            check_tying(adapter, settings)
+        if is_tied_head and tensor.name not in base_tensors:
+            unused.append(tensor.name)
+            continue
+        base = base_tensors.get(tensor.name)
+        expected = base.shape if base is not None else ()
+        # The adapter has the rows of the vocabulary without the padding of the base.
+        shapes = {expected, (true_size, *expected[1:])}
+        if base is None or tensor.shape not in shapes or tensor.dtype not in FLOAT_DTYPES:
+            found = "no such tensor" if base is None else f"{base.dtype} {list(base.shape)}"
+            why = f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}, the base has {found}"
+            hint = "name the model that the adapter was trained with"
+            raise PrepError(f"{adapter} does not fit the base", why, hint)
+        whole[tensor.name] = tensor
+    return whole, unused
+
+
+def _with_whole(stream: Stream, tensor: SourceTensor | None) -> Stream:
+    """Return the stream of a tensor that reads its rows from the adapter. Rows of padding stay those of the base."""
+    if tensor is None or not (stream.writes and stream.reads) or stream.rows[0] >= tensor.shape[0]:
+        return stream
+    cast_to = "" if tensor.dtype == stream.written_dtype else stream.written_dtype
+    return replace(stream, dtype=tensor.dtype, reads=tensor.placement, cast_to=cast_to)
+
+
+def _with_whole_digests(
+    combined: Source, whole: Mapping[str, SourceTensor], source: Source
+) -> Source:
+    """Return the base and the adapter with the digests of the rows that the merge reads from each."""
+    base_names = {tensor.name for tensor in source.tensors}
+    tensors: list[SourceTensor] = []
+    for number, tensor in enumerate(combined.tensors):
+        if tensor.name not in whole or tensor.name not in base_names:
+            tensors.append(tensor)
+        elif number < len(source.tensors):
+            replacement = whole[tensor.name]
+            kept = [digest for digest in tensor.digests if digest[0] >= replacement.shape[0]]
+            tensors.append(replace(tensor, digests=(*replacement.digests, *kept)))
+    return replace(combined, tensors=tuple(tensors))
+
+
 def _matrix_streams(
     tensors: tuple[SourceTensor, ...], adapter: Path
 ) -> dict[str, dict[str, Stream]]:
@@ -332,7 +425,8 @@ def _matrix_streams(
     for tensor in tensors:
         match = MATRIX_NAME.fullmatch(tensor.name)
         if match is None or len(tensor.shape) != 2 or tensor.dtype not in FLOAT_DTYPES:
-            why = f"it is {tensor.dtype} {list(tensor.shape)}; only lora_A and lora_B of projections are supported"
+            supported = "only lora_A and lora_B of projections and modules_to_save are supported"
+            why = f"it is {tensor.dtype} {list(tensor.shape)}; {supported}"
             hint = "use a LoRA adapter"
             raise PrepError(f"{adapter}: {tensor.name} cannot be merged", why, hint)
         stream = Stream(
@@ -350,7 +444,7 @@ def _low_rank_updates(
     plan: Plan,
     matrices: Mapping[str, Mapping[str, Stream]],
     *,
-    scale: float,
+    scales: Mapping[str, float],
     source: Source,
     adapter: Source,
 ) -> Iterator[tuple[str, LowRankUpdate]]:
@@ -370,7 +464,7 @@ def _low_rank_updates(
         update = LowRankUpdate(
             pair["A"],
             pair["B"],
-            scale,
+            scales[module],
             is_transposed=any(name.fullmatch(module) for name in transposed),
             digests=(digests.get(pair["A"].name, ""), digests.get(pair["B"].name, "")),
         )

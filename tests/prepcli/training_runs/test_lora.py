@@ -22,7 +22,7 @@ from prepcli.inspection.run_record import ENVIRONMENT_FILE
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.training_folder import make_training_folder
-from trainer.models.lora import lora_from_manifest
+from trainer.models.lora_config import lora_from_manifest
 
 LORA = '\n[lora]\nrank = 4\ntargets = ["attn.q", "attn.v", "mlp.*"]\n'
 
