@@ -27,12 +27,13 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.export import plan_copy
 from prepcli.operations.export_towers import select_parts
+from prepcli.operations.merge_experts import expert_updates
 from prepcli.operations.operation import public
 from prepcli.operations.options import ExportOptions, MergeOptions
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line, with_defaults
 from prepcli.planning.manifest_fields import MergedAdapter
-from prepcli.planning.plan import LowRankUpdate, Plan, Stream
+from prepcli.planning.plan import ExpertUpdate, LowRankUpdate, Plan, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.restore.digest_checks import sample_digest
 from prepcli.sources.appended_files import append_files, shift_file_numbers
@@ -158,10 +159,6 @@ def plan_merge(
     settings, adapter, scales = _open_adapter(adapter_path, source)
     if source.family.is_verbatim and settings.fan_in_fan_out:
         raise _unknown_orientation_error(adapter_path, source)
-    if settings.target_parameters:
-        why = f"it has adapters of experts in one tensor: {settings.target_parameters[0]!r:.80}"
-        hint = "PEFT's `merge_and_unload()` merges the adapter"
-        raise PrepError(f"{adapter_path}: target_parameters is not supported by merge", why, hint)
     if check_base:
         _check_base(adapter_path, source)
     combined = _with_adapter(source, adapter)
@@ -172,7 +169,9 @@ def plan_merge(
     )
     copy = plan_copy(copy_options, source, located)
     updates = dict(
-        _low_rank_updates(copy.plan, matrices, scales=scales, source=source, adapter=adapter)
+        _low_rank_updates(
+            copy.plan, matrices, settings=settings, scales=scales, source=source, adapter=adapter
+        )
     )
     streams = tuple(
         _with_whole(_with_update(stream, updates.get(stream.name)), whole.get(stream.name))
@@ -444,6 +443,7 @@ def _low_rank_updates(
     plan: Plan,
     matrices: Mapping[str, Mapping[str, Stream]],
     *,
+    settings: PeftSettings,
     scales: Mapping[str, float],
     source: Source,
     adapter: Source,
@@ -460,7 +460,17 @@ def _low_rank_updates(
         if projection.is_transposed
     ]
     digests = {tensor.name: tensor.digests[0][2] for tensor in adapter.tensors if tensor.digests}
+    merged: set[str] = set()
+    if settings.target_parameters:
+        for module, name, update in expert_updates(settings, source, adapter, matrices, digests):
+            merged.add(module)
+            if name not in written:
+                continue
+            _check_shapes(written[name], update, adapter.root)
+            yield name, update
     for module, pair in matrices.items():
+        if module in merged:
+            continue
         update = LowRankUpdate(
             pair["A"],
             pair["B"],
@@ -482,7 +492,11 @@ def _check_shapes(target: Stream, update: LowRankUpdate, adapter: Path) -> None:
     # W + scale * B A with A [r, in] and B [out, r], e.g. [8, 2048] and [6144, 8] for W [6144, 2048]. A transposed
     # weight is [in, out] and adds (B A)^T.
     (rank_a, num_inputs), (num_outputs, rank_b) = update.a.shape, update.b.shape
+    if isinstance(update, ExpertUpdate):
+        num_outputs = update.outputs[1] - update.outputs[0]
     shape = (num_inputs, num_outputs) if update.is_transposed else (num_outputs, num_inputs)
+    if isinstance(update, ExpertUpdate) and update.expert is None:
+        shape = (update.num_experts, *shape)
     if rank_a != rank_b or target.shape != shape or target.dtype not in FLOAT_DTYPES:
         product = f"B {list(update.b.shape)} times A {list(update.a.shape)}"
         why = f"{target.name} is {target.dtype} {list(target.shape)}, the adapter has {product}"

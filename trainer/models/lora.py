@@ -478,6 +478,17 @@ def _numbered_path(projection: Projection, number: str) -> str:
     return f"{stack}.{number}.{projection.name}"
 
 
+def nested_module(module: str, projection: Projection, selected: Sequence[Projection]) -> str:
+    """Return the name of the module of PEFT with the matrices of a projection of experts.
+
+    Args:
+        module: Name of the module of the experts.
+        projection: The projection.
+        selected: All projections of experts with adapters.
+    """
+    return f"{module}.{_nesting(projection, selected)}".rstrip(".")
+
+
 def _nesting(projection: Projection, selected: Sequence[Projection]) -> str:
     """Return the modules of PEFT around the matrices of a parameter of experts.
 

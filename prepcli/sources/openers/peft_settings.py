@@ -143,6 +143,10 @@ class PeftSettings(BaseModel):
         targets = [target.rpartition(".")[0] for target in self.target_parameters or ()]
         return any(name == target or name.endswith(f".{target}") for target in targets)
 
+    def targets_parameter(self, name: str) -> bool:
+        """Return whether a parameter of experts has an adapter, by its name without the modules around the model."""
+        return any(f".{name}".endswith(f".{target}") for target in self.target_parameters or ())
+
     def saves_module(self, module: str) -> bool:
         """Return whether the adapter has a whole copy of a module."""
         return any(module.endswith(name) for name in self.modules_to_save or ())
@@ -211,11 +215,7 @@ def read_adapter_family(path: Path, family: Family, config: HFConfig) -> tuple[F
         names = [f"{layer}.{nesting}lora_A.weight" for nesting in ("", BASE_LAYER)]
         prefix = next((wrappers[name] for name in names if name in wrappers), None)
         if projection.has_experts:
-            is_target = any(
-                f".{projection.tensor}".endswith(f".{target}")
-                for target in settings.target_parameters or ()
-            )
-            if prefix is not None and is_target:
+            if prefix is not None and settings.targets_parameter(projection.tensor):
                 experts.setdefault(projection.name, prefix)
         elif prefix is not None:
             found.setdefault(projection.name, prefix)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from prepcli.cli.main import main
-from prepcli.errors import FAILED, OK
-from prepcli.formats.manifest import NO_MANIFEST, read_manifest
+from prepcli.errors import OK
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, LLAMA, make_checkpoint
@@ -28,7 +25,7 @@ transformers = lazy_module("transformers")
 peft = lazy_module("peft")
 
 LOGITS = {"atol": 2e-5, "rtol": 0}
-TIED = LLAMA | {"tie_word_embeddings": True}
+TIED = FAMILY_CONFIGS["gemma"]
 
 
 @dataclass(frozen=True)
