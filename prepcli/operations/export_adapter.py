@@ -14,6 +14,7 @@ from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, match_source_tensors, stored_axis_maps
+from prepcli.targets.flax_folder import with_tied_head
 from prepcli.targets.hf_folder import header_entries, json_bytes, lay_out_weight_files
 from prepcli.targets.streams import (
     TensorTarget,
@@ -57,6 +58,9 @@ def plan_adapter_export(
     """
     lora = lora_from_manifest(source.tree_manifest.fields)
     assert lora is not None
+    if lora.modules_to_save and source.tree_manifest.is_tied:
+        # PEFT saves a tied head as well, and does not load an adapter without it.
+        source = with_tied_head(source)
     match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
     tensors = [tensor.cast(dtype) for tensor in source.tensors]
     # Embeddings and head that were trained as a whole lose the padding of the vocabulary.
@@ -105,6 +109,7 @@ def plan_adapter_export(
         notes=(f"{located.model_name} -> adapter of PEFT, rank {lora.rank}",),
         fields={"layout": PEFT_LAYOUT, "format": "safetensors", "files": 1},
         next_command=f"prep merge {OUT_PLACEHOLDER} {shlex.quote(base_name)}",
+        source_view=source,
     )
 
 

@@ -32,6 +32,7 @@ from prepcli.formats.manifest import (
 )
 from prepcli.formats.orbax import find_item
 from prepcli.planning.manifest_fields import ManifestFields, OriginRecord
+from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabulary
 from prepcli.remote.object_store import is_url, parse_url
 from prepcli.remote.placeholders import rename_in_errors
 from prepcli.restore.digest_checks import sample_digest, towers_digest
@@ -492,8 +493,12 @@ def with_adapters(
         return replace(start, lora=table.new_adapters.manifest_entry())
     family = family_of(config)
     adapter = Path(table.path).expanduser()
-    adapter_family, lora = read_adapter_family(adapter, family, config)
-    reader = WeightsReader(open_adapter(adapter, adapter_family, config), verify=verify)
+    # Embeddings of the adapter have the rows of the vocabulary without the padding of the base.
+    vocabulary = read_vocabulary(config, family.sizes(config)["vocab"])
+    true_config = with_vocabulary(config, Vocabulary(vocabulary.true_size, vocabulary.true_size))
+    adapter_family, lora = read_adapter_family(adapter, family, true_config)
+    source = open_adapter(adapter, adapter_family, true_config)
+    reader = WeightsReader(source, vocab_multiple=vocabulary.stored_size, verify=verify)
     return replace(start, lora=lora.manifest_entry(), adapter_reader=reader)
 
 

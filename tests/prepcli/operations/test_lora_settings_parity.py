@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from prepcli.cli.main import main
-from prepcli.errors import OK
+from prepcli.errors import FAILED, OK
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, LLAMA, make_checkpoint
@@ -25,7 +26,6 @@ transformers = lazy_module("transformers")
 peft = lazy_module("peft")
 
 LOGITS = {"atol": 2e-5, "rtol": 0}
-TIED = FAMILY_CONFIGS["gemma"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ CASES = {
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
     ),
     "saved-tied": Case(
-        TIED,
+        FAMILY_CONFIGS["opt"],
         'rank = 4\nmodules_to_save = ["embed.tokens"]\n',
         {
             "target_modules": ["q_proj"],
@@ -163,3 +163,39 @@ def test_adapter_of_peft_is_the_same_in_prep(name: str):
     expected = torch_logits(make_peft_adapter(CASES[name]))
     np.testing.assert_allclose(our_logits("base", "adapter"), expected, atol=5e-5, rtol=2e-5)
     check_merge("base", "adapter")
+
+
+def test_adapter_of_peft_with_an_untied_embedding_is_an_error(
+    capsys: pytest.CaptureFixture[str],
+):
+    case = CASES["saved-tied"]
+    make_peft_adapter(Case(case.config, "", case.peft | {"ensure_weight_tying": False}))
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
+    error = capsys.readouterr().err
+    assert "modules_to_save without ensure_weight_tying is not supported" in error
+
+
+@pytest.mark.parametrize(
+    "name", slow_except(["patterns", "saved", "saved-tied", "experts"], ["saved"])
+)
+def test_adapter_of_peft_is_continued(name: str):
+    case = CASES[name]
+    make_training_folder(case.config)
+    settings = peft.LoraConfig(r=4, lora_alpha=6, **case.peft)
+    model = peft.get_peft_model(load_torch_model("tiny"), settings)
+    model.save_pretrained("adapter")
+    recipe = Path("recipe.toml")
+    # The vocabulary of `tiny-init` is padded, and that of the adapter is not.
+    recipe.write_text(f'{recipe.read_text()}\n[lora]\npath = "adapter"\n')
+    assert main(["train", "recipe.toml", "--set", "train.steps=4", "-q"]) == OK
+    assert main(["export", "runs/recipe", "--out", "next", "-q"]) == OK
+    first = load_file("adapter/adapter_model.safetensors")
+    second = load_file("next/adapter_model.safetensors")
+    assert second.keys() == first.keys()
+    for tensor, values in second.items():
+        assert values.shape == first[tensor].shape
+        assert not np.array_equal(values, first[tensor])
+    # Embeddings have moved from the values of the adapter by a few steps of Adam.
+    for tensor in first.keys() - {tensor for tensor in first if ".lora_" in tensor}:
+        assert np.abs(second[tensor] - first[tensor]).max() < 0.05
+    check_merge("tiny", "next")

@@ -64,10 +64,11 @@ def merge(model: ModelSpec, leaves: dict[str, Any]) -> Tree:
 
 def run(params: Tree, model: ModelSpec) -> jax.Array:
     """Compute the logits of two rows."""
+    tokens = TOKENS % model.true_vocab_size
     source = None
     if model.arch_config.encoder is not None:
-        source = transformer.encode(params, TOKENS, model, ForwardConfig())
-    return transformer.compute_logits(params, TOKENS, model, ForwardConfig(), source)[..., :31]
+        source = transformer.encode(params, tokens, model, ForwardConfig())
+    return transformer.compute_logits(params, tokens, model, ForwardConfig(), source)
 
 
 def outputs(params: Tree, model: ModelSpec) -> np.ndarray:
