@@ -28,13 +28,12 @@ from prepcli.targets.streams import (
 from prepcli.targets.tokenizer_files import adapter_tokenizer
 from trainer.models.json_types import JsonObject
 from trainer.models.lora import (
-    module_suffixes,
-    peft_patterns,
     saved_module_name,
     saved_modules,
     select_targets,
 )
 from trainer.models.lora_config import LoraConfig, lora_from_manifest
+from trainer.models.peft_names import module_suffixes, peft_patterns
 from trainer.models.registry import family_of
 
 PEFT_LAYOUT = "peft"

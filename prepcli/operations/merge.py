@@ -49,7 +49,8 @@ from prepcli.sources.openers.peft_settings import (
 )
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.tokenizer_files import with_adapter_tokenizer
-from trainer.models.lora import PEFT_PREFIX, WEIGHT, projections, split_wrappers
+from trainer.models.lora import PEFT_PREFIX, WEIGHT, projections
+from trainer.models.peft_names import split_wrappers
 
 # Module of older encoders of images between a tower and its layers.
 VISION_WRAPPER = "vision_model"

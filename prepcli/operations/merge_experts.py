@@ -19,8 +19,8 @@ from trainer.models.lora import (
     expert_projections,
     layer_names,
     nested_module,
-    split_wrappers,
 )
+from trainer.models.peft_names import split_wrappers
 
 # Streams of A and B of a module.
 Matrices = Mapping[str, Stream]

@@ -32,12 +32,12 @@ from trainer.models.lora import (
     lora_family,
     projections,
     saved_modules,
-    split_wrappers,
     with_named_patterns,
 )
 from trainer.models.lora_config import LoraConfig
 from trainer.models.module_patterns import find_pattern
 from trainer.models.parameters import Family
+from trainer.models.peft_names import split_wrappers
 from trainer.models.rows import split_row
 from trainer.models.text_part import with_prefixes
 

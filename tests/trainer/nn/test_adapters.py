@@ -38,6 +38,10 @@ def make_model(config: dict[str, Any], lora: LoraConfig) -> tuple[ModelSpec, dic
     assert model.adapters is not None
     leaves = flatten_tree(init_params(base, 0))
     random = np.random.default_rng(0)
+    for path, leaf in leaves.items():
+        # Other leaves would have no gradient behind a factor of zero, e.g. the rates of scores of Doge.
+        if not np.asarray(leaf).any():
+            leaves[path] = jnp.asarray(random.normal(0, 0.1, leaf.shape), leaf.dtype)
     for path, leaf in model.adapters.matrices.items():
         leaves[path] = jnp.asarray(random.normal(0, 0.2, leaf.shape), jnp.float32)
     return model, leaves
