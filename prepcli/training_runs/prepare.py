@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,9 @@ def prepare_run(
     recipe = run.recipe
     manifest, model = _start_model(recipe, start, sharding)
     dropout = run_dropout(recipe, manifest["config"])
+    if model.adapters is not None:
+        # The rate of adapters of a file is in their settings.
+        dropout = replace(dropout, adapters=model.adapters.config.dropout)
     kernel = choose_kernel(recipe, model, sharding, warn=run.observer.warn, dropout=dropout)
     processes_per_host = hosts.processes_per_host(run.group)
     memory = check_machine(

@@ -175,6 +175,8 @@ def dropout_text(dropout: DropoutConfig) -> str:
         rate = getattr(dropout, site)
         if rate:
             rates.append(f"{site} {rate:g}")
+    if dropout.adapters:
+        rates.append(f"adapters {dropout.adapters:g}")
     parts: list[str] = []
     if rates:
         parts.append(f"dropout {', '.join(rates)}")

@@ -203,7 +203,9 @@ def _lora_problems(recipe: Recipe) -> Iterator[Problem]:
     lora = recipe.lora
     default = Lora()
     changed: list[str] = []
-    for key in ("rank", "alpha", "targets", "use_rslora", "base_dtype"):
+    for key in Lora.model_fields:
+        if key == "path":
+            continue
         if getattr(lora, key) != getattr(default, key):
             changed.append(key)
     for key in changed:
@@ -216,6 +218,17 @@ def _lora_problems(recipe: Recipe) -> Iterator[Problem]:
                 why,
                 "remove it",
             )
+    if not lora.targets and not lora.target_parameters:
+        yield Problem(
+            ("lora.targets",), "`lora.targets` is []", "no projection has an adapter", "remove it"
+        )
+    if lora.dropout and lora.target_parameters:
+        yield Problem(
+            ("lora.dropout",),
+            f"`lora.dropout` is {lora.dropout:g}",
+            "`lora.target_parameters` is set, and PEFT has no dropout for experts in one tensor",
+            "remove one of them",
+        )
     if lora.is_enabled and recipe.model.is_random:
         why = "adapters are trained for a checkpoint, and `model.init` is random"
         yield Problem(

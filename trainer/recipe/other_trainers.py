@@ -227,7 +227,6 @@ PROJECTIONS_BY_MODULE: Mapping[str, Names] = {
     "gate_up_proj": ("mlp.gate", "mlp.up"),
     "fc_in": ("mlp.up",),
     "fc_out": ("mlp.down",),
-    "all-linear": ("attn.*", "mlp.*"),
 }
 
 

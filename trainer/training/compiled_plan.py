@@ -11,7 +11,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -190,7 +189,7 @@ def _lora_entry(recipe: Recipe) -> dict[str, Any]:
     lora = recipe.lora.new_adapters
     if lora is None:
         return {}
-    return {"lora": asdict(lora)}
+    return {"lora": lora.manifest_entry()}
 
 
 def _column_specs(recipe: Recipe) -> ColumnSpecs:

@@ -380,9 +380,8 @@ def test_generation_hints_name_commands_of_migration_pages(key: str, command: st
         ("lora.r", 8, "`rank = 8`"),
         ("lora.target_modules", ["q_proj", "v_proj"], '`targets = ["attn.q", "attn.v"]`'),
         ("lora.target_modules", ["c_attn"], '`targets = ["attn.q", "attn.k", "attn.v"]`'),
-        ("lora.target_modules", "all-linear", '`targets = ["attn.*", "mlp.*"]`'),
-        ("lora.dropout", 0.1, "dropout of adapters is not supported"),
-        ("lora.lora_dropout", 0.1, "dropout of adapters is not supported"),
+        ("lora.target_modules", "all-linear", '`targets = ["all-linear"]`'),
+        ("lora.lora_dropout", 0.1, "`dropout = 0.1`"),
         ("lora.use_dora", True, "DoRA is not supported"),
     ],
 )

@@ -154,6 +154,7 @@ def test_examples_make_a_valid_recipe(tmp_path: Path):
         "data.eval_path",
     }
     conflicting |= {
+        "lora.target_parameters",
         "data.source_length",
         "data.source_prefix",
         "data.fields_from_example",

@@ -30,6 +30,7 @@ ADDED_KEYS = (
     ),
     *("reduction", "reduction_shards", "init", "preset", "config", "overrides", "public_key"),
     "training_state",
+    *("target_parameters", "rank_pattern", "alpha_pattern", "modules_to_save"),
     *(
         "init_lr",
         "warmup_shape",
@@ -170,6 +171,11 @@ clip_norm = 1.0                                 # default
 rank = 0                                        # default
 # alpha: 2 x `rank`                             # default
 targets = ["attn.q", "attn.v"]                  # default
+target_parameters = []                          # default
+dropout = 0.0                                   # default
+rank_pattern = {}                               # default
+alpha_pattern = {}                              # default
+modules_to_save = []                            # default
 use_rslora = false                              # default
 # path: new adapters                            # default
 base_dtype = "stored"                           # default
