@@ -13,7 +13,9 @@ from trainer.models.json_types import JsonObject
 from trainer.models.manifest_fields import StepFields
 from trainer.recipe import Recipe
 from trainer.recipe.run_tables import EVAL_LOSS, EVAL_METRICS, Direction
-from trainer.training.evaluation import METRIC_PREFIX
+
+# Prefix of the names of the sums of `metric_fn` in an evaluation
+METRIC_PREFIX = "metric."
 
 
 @dataclass(frozen=True, slots=True)
