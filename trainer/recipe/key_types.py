@@ -71,10 +71,8 @@ LossTurns = Annotated[
         }
     ),
 ]
-# A text, or the messages of a conversation.
-PromptValue = (
-    Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)]
-)
+# A text, or a conversation with `messages` and optionally `tools`.
+PromptValue = Annotated[str, Field(min_length=1)] | dict[str, Any]
 Prompts = Annotated[
     tuple[PromptValue, ...],
     Field(min_length=1),
@@ -83,16 +81,8 @@ Prompts = Annotated[
         {
             "anyOf": [
                 {"type": "string"},
-                {
-                    "type": "array",
-                    "items": {
-                        "anyOf": [
-                            {"type": "string", "minLength": 1},
-                            {"type": "array", "items": {"type": "object"}, "minItems": 1},
-                        ]
-                    },
-                    "minItems": 1,
-                },
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                {"type": "array", "items": {"type": "object"}, "minItems": 1},
             ]
         }
     ),

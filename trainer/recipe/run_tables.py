@@ -151,9 +151,9 @@ class Log(BaseModel):
     samples: Prompts | None = Field(
         default=None,
         description="prompts to generate texts from during the run, with the most likely token at each position. A "
-        'prompt is a text, or a list of messages that the chat template renders: `[{role = "user", content = "Hi"}]`. '
-        "An encoder-decoder model reads them with its encoder. They are written to `samples.jsonl` in the run's "
-        "folder, and shown in its report",
+        'prompt is a text, or a conversation for the chat template: `{messages = [{role = "user", content = "Hi"}]}`, '
+        "optionally with `tools`. An encoder-decoder model reads them with its encoder. They are written to "
+        "`samples.jsonl` in the run's folder, and shown in its report",
         examples=[["Once upon a time"]],
         json_schema_extra=if_absent("no texts are generated"),
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from trainer.data.chat_prompts import Prompt, PromptEncoder, chat_prompt
+from trainer.data.chat_prompts import MESSAGES_KEY, TOOLS_KEY, Prompt, PromptEncoder, chat_prompt
 from trainer.data.stop_texts import StopFinder
 from trainer.data.tokenizer import TextTokenizer
 from trainer.distributed.sharding import ShardingContext
@@ -34,7 +34,7 @@ class Sampler:
 
     def __init__(
         self,
-        prompts: Sequence[str | Sequence[JsonObject]],
+        prompts: Sequence[str | JsonObject],
         tokenizer: TextTokenizer,
         model: ModelSpec,
         *,
@@ -49,8 +49,8 @@ class Sampler:
         """Encode the prompts, and check that the model can generate from them.
 
         Args:
-            prompts: The prompts, each a text or the messages of a conversation. An encoder-decoder model reads them
-                with its encoder.
+            prompts: The prompts, each a text, or a conversation with `messages` and optionally `tools`. An
+                encoder-decoder model reads them with its encoder.
             tokenizer: Tokenizer of the model.
             model: The model.
             sharding: Mesh and rules of the run.
@@ -162,11 +162,18 @@ class Sampler:
         return samples
 
 
-def _sample_prompt(prompt: str | Sequence[JsonObject]) -> Prompt:
-    """Return a prompt of the recipe: its text, or its conversation. Raise PrepError for invalid messages."""
+def _sample_prompt(prompt: str | JsonObject) -> Prompt:
+    """Return a prompt of the recipe: its text, or its conversation. Raise PrepError for an invalid one."""
     if isinstance(prompt, str):
         return prompt
-    return chat_prompt([*prompt], None, SAMPLES_KEY)
+    unknown = sorted(prompt.keys() - {MESSAGES_KEY, TOOLS_KEY})
+    if unknown or MESSAGES_KEY not in prompt:
+        raise PrepError(
+            "a conversation is invalid",
+            f"its keys are {', '.join(sorted(prompt)) or 'missing'}",
+            '`{messages = [{role = "user", content = "Hi"}]}`',
+        )
+    return chat_prompt(prompt[MESSAGES_KEY], prompt.get(TOOLS_KEY), SAMPLES_KEY)
 
 
 class _CompiledError(Exception):

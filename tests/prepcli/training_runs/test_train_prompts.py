@@ -160,10 +160,10 @@ def test_samples_of_a_run_may_be_conversations(
     Path("tiny/chat_template.jinja").write_text(TEMPLATE)
     rows = [json.dumps({"prompt": text_of(a), "completion": text_of(b)}) for a, b in make_pairs()]
     Path("prompts.jsonl").write_text("\n".join(rows))
-    samples = '[log]\nsample_tokens = 3\nsamples = [[{role = "user", content = "w7"}], "w9"]\n'
+    samples = '[log]\nsample_tokens = 3\nsamples = [{messages = [{role = "user", content = "w7"}]}, "w9"]\n'
     Path("recipe.toml").write_text(RECIPE.replace("steps = 6", "steps = 1") + samples)
     assert train_json(capsys)[0] == OK
     lines = Path("runs/recipe/samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["prompt"] for line in lines] == ["w3 w7 w5 w4 ", "w9"]
     # The saved recipe is read again.
-    assert train_json(capsys, "--set", "train.steps=2")[0] == OK
+    assert train_json(capsys)[0] == OK

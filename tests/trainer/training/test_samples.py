@@ -197,10 +197,16 @@ def test_sampler_renders_conversations(tokenizer: TextTokenizer):
     (tokenizer.path.parent / "chat_template.jinja").write_text(template)
     setup = runs.make_setup()
     params = init_params(setup.model, 0)
-    chat = [{"role": "user", "content": "w7"}]
+    chat = {"messages": [{"role": "user", "content": "w7"}]}
     samples = make_sampler(tokenizer, setup, prompts=(chat, "w2 w7 w5")).generate(params)
     assert [sample.prompt for sample in samples] == ["w2 w7 w5", "w2 w7 w5"]
     assert samples[0].text == samples[1].text
     first = samples[0].text.split()
     stopped = make_sampler(tokenizer, setup, prompts=(chat,), stop_texts=(first[1],))
     assert stopped.generate(params)[0].text.split() == first[:2]
+
+
+@pytest.mark.parametrize("chat", [{}, {"messages": []}, {"messages": [1]}, {"text": "w7"}], ids=str)
+def test_sampler_rejects_invalid_conversations(tokenizer: TextTokenizer, chat: dict[str, Any]):
+    with pytest.raises(PrepError, match=r"log\.samples"):
+        make_sampler(tokenizer, runs.make_setup(), prompts=(chat,))
