@@ -92,6 +92,8 @@ class CheckpointContents:
         decoders: Decoders of quantised weights.
         text_part: The text part of a multimodal model in a Hugging Face folder.
         wrapper_type: `model_type` of a multimodal model, else empty.
+        wrapper_prefix: Prefix that a wrapper gave to all names of a multimodal model, e.g. `_orig_mod.`. The names in
+            `entries` have it, those in `text_part` do not.
     """
 
     display_name: str
@@ -108,6 +110,7 @@ class CheckpointContents:
     decoders: tuple[Decoder, ...] = ()
     text_part: TextPart | None = None
     wrapper_type: str = ""
+    wrapper_prefix: str = ""
 
     @property
     def byte_sources(self) -> tuple[Path | Blob, ...]:

@@ -41,7 +41,11 @@ from prepcli.sources.dequantized import (
 )
 from prepcli.sources.folders import Kind
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.multimodal import MULTIMODAL_KINDS, find_text_part
+from prepcli.sources.multimodal import (
+    MULTIMODAL_KINDS,
+    find_text_part,
+    multimodal_wrapper_prefix,
+)
 from prepcli.sources.openers.dcp_folder import box_locations
 from prepcli.sources.openers.flax_tree import read_flax_files
 from prepcli.sources.openers.meta_folder import open_meta
@@ -107,11 +111,19 @@ def _with_text_part(contents: CheckpointContents) -> CheckpointContents:
         return replace(contents, wrapper_type=str(wrapper_type))
     if contents.kind not in MULTIMODAL_KINDS or contents.family or contents.is_verbatim:
         return contents
-    part = find_text_part(contents.config, (entry.name for entry in contents.entries))
+    full_names = [entry.name for entry in contents.entries]
+    prefix = multimodal_wrapper_prefix(contents.config, full_names)
+    part = find_text_part(contents.config, (name.removeprefix(prefix) for name in full_names))
     if part is None:
         return contents
     wrapper_type = str(contents.config.get("model_type"))
-    return replace(contents, config=part.config, text_part=part, wrapper_type=wrapper_type)
+    return replace(
+        contents,
+        config=part.config,
+        text_part=part,
+        wrapper_type=wrapper_type,
+        wrapper_prefix=prefix,
+    )
 
 
 def _with_decoders(contents: CheckpointContents) -> CheckpointContents:

@@ -127,6 +127,7 @@ def _other_leaf_name(contents: CheckpointContents, name: str) -> str:
         is_other = is_tower_leaf(name) or is_quantization_leaf(name)
         return name if is_other else ""
     part = contents.text_part
+    name = name.removeprefix(contents.wrapper_prefix)
     if part is None or _is_kept(contents) or name in part.names:
         return ""
     return f"{TOWERS}.{name}"

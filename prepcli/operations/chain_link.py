@@ -281,8 +281,10 @@ def _compare_names(
                 report.unproven.append(f"{display_name} rows {first}:{num_rows(tensor)}")
             continue
         slot, state_name = split_name(tensor.name)
-        # A state is recorded by its slots, e.g. `opt_state.0.mu`.
-        if dropped.isdisjoint({display_name, slot or state_name}):
+        # A state is recorded by its slots, e.g. `opt_state.0.mu`. Earlier versions gave modules of multi-token
+        # prediction the prefix of the family.
+        prefixed_name = source.family.prefix + display_name
+        if dropped.isdisjoint({display_name, slot or state_name, prefixed_name}):
             missing.append(display_name)
         else:
             num_dropped += 1

@@ -35,6 +35,7 @@ from prepcli.option_spec import with_defaults
 from prepcli.planning.manifest_fields import OriginRecord
 from prepcli.remote.object_store import is_url
 from prepcli.restore.digest_checks import num_rows, sample_digest, tensor_digests
+from prepcli.sources.dropped_tensors import with_recorded_text_part
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.locked import apply_lock
 from prepcli.sources.mapped import is_read_through_map
@@ -365,6 +366,8 @@ def _with_requested_parts(
 ) -> ChainCheckpoint:
     """Return a source with the requested parts: its text part alone, or its first layers."""
     options = requested_options(output.manifest)
+    if not output.source.family.is_verbatim:
+        source = replace(source, source=with_recorded_text_part(source.source, output.manifest))
     is_multimodal = source.source.wrapper is not None or source.manifest.towers is not None
     if "--text-only" in options and is_multimodal and not source.source.family.is_verbatim:
         report.proven.append("the text part")

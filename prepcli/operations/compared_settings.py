@@ -11,6 +11,7 @@ from prepcli.formats.file_records import record_file
 from prepcli.formats.manifest import NO_MANIFEST, XXH3_KEY
 from prepcli.formats.untrusted import read_small_file
 from prepcli.operations.verification_results import SettingDifference
+from prepcli.planning.tensor_match import DROP_RULE
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
 from prepcli.sources.multimodal import TEXT_ONLY_RULE
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
@@ -26,8 +27,9 @@ from trainer.files.tokenizer_names import (
 from trainer.models.architecture import canonical_activation
 from trainer.models.json_types import HFConfig, JsonObject, JsonValue
 from trainer.models.parameters import Family
-from trainer.models.prediction import PREDICTION_FIELDS
+from trainer.models.prediction import EARLIER_RULES, PREDICTION_FIELDS
 from trainer.models.text_part import SHARED_FIELDS, TIED_FIELD, text_section
+from trainer.models.verbatim import verbatim_family
 
 CONFIG = "config"
 TOKENIZER = "tokenizer"
@@ -77,21 +79,32 @@ def setting_differences(source: Source, other: Source) -> Iterator[SettingDiffer
 
 
 def _config_differences(source: Source, other: Source) -> Iterator[SettingDifference]:
-    config, other_config = (_with_plain_rope(one.config) for one in (source, other))
+    pair = (source, other)
+    config, other_config = (_with_plain_rope(one) for one in _configs_of_one_form(source, other))
     ignored = {*IGNORED_KEYS, *source.family.tying.untied_fields(source.config)}
-    rules = [
-        entry.get("rule")
-        for one in (source, other)
-        for entry in (one.manifest or NO_MANIFEST).dropped
-    ]
-    if TEXT_ONLY_RULE in rules:
+    rules = [entry.get("rule") for one in pair for entry in (one.manifest or NO_MANIFEST).dropped]
+    has_verbatim = any(one.family.is_verbatim for one in pair)
+    # A verbatim output has the config of its source, whatever `--drop` removed.
+    keeps_fields = not EARLIER_RULES.isdisjoint(rules) or (has_verbatim and DROP_RULE in rules)
+    if TEXT_ONLY_RULE in rules or keeps_fields:
         ignored.update(PREDICTION_FIELDS)
-    is_same = _same_model(source.family, config, other_config)
+    has_multimodal = any(one.is_multimodal for one in pair)
+    family = verbatim_family({}) if has_verbatim and has_multimodal else source.family
+    is_same = _same_model(family, config, other_config)
     yield from _differing_keys(CONFIG, config, other_config, ignored, is_same)
     if source.wrapper is None or other.wrapper is None or not source.is_multimodal:
         return
     parts = [_without_text_part(one.wrapper.config) for one in (source, other) if one.wrapper]
     yield from _differing_keys(CONFIG, parts[0], parts[1], IGNORED_KEYS)
+
+
+def _configs_of_one_form(source: Source, other: Source) -> list[HFConfig]:
+    """Return the configs of two checkpoints: the whole ones of multimodal models if one of them is verbatim."""
+    configs: list[HFConfig] = []
+    for one, compared in ((source, other), (other, source)):
+        is_whole = one.is_multimodal and compared.family.is_verbatim
+        configs.append(one.wrapper.config if one.wrapper and is_whole else one.config)
+    return configs
 
 
 def _without_text_part(config: HFConfig) -> JsonObject:

@@ -69,6 +69,7 @@ from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.dropped_tensors import drop_tensors
 from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
+from prepcli.sources.multimodal import text_part_fault
 from prepcli.sources.opening import has_unread_state, open_source
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source
@@ -313,6 +314,9 @@ def open_checkpoint(
         drop=common.drop,
     )
     check_verbatim(common.verbatim, source)
+    is_choice = verbatim is not None or source.manifest is not None
+    if not is_choice and (why := text_part_fault(source, common.drop)):
+        observer.note(f"{source.display_name} is read under the names in its files: {why}")
     note_missing_file_digests(source.display_name, source.manifest, observer)
     if has_unread_state(source):
         observer.warn(f"the training state of {source.display_name} is not read: it is on the hub")

@@ -15,7 +15,7 @@ from prepcli.operations.options import ExportOptions
 from prepcli.restore.digest_checks import towers_digest
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
-from prepcli.sources.multimodal import text_model, with_towers
+from prepcli.sources.multimodal import text_model, text_part_fault, with_towers
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import Source
 
@@ -52,7 +52,8 @@ def select_parts(
     towers = options["towers"]
     if options["text_only"]:
         if not has_towers:
-            raise no_effect_error(Option("text_only", True), source, NO_TOWERS)
+            why = text_part_fault(source) or NO_TOWERS
+            raise no_effect_error(Option("text_only", True), source, why)
         if towers is not None:
             why = text("{} leaves them out", Option("text_only", True))
             raise no_effect_error(Option("towers", str(towers)), source, why)

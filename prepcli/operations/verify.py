@@ -190,13 +190,10 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     observer.note(source_line(against_source))
     check_checksum_file(against_source, against_located)
     # An output without the dropped tensors of its source has a config without them.
-    settings = tuple(
-        setting_differences(
-            without_recorded_drops(source, against_source.manifest or NO_MANIFEST),
-            without_recorded_drops(against_source, source.manifest or NO_MANIFEST),
-        )
-    )
-    pair = comparable_sources(source, against_source, observer)
+    compared = without_recorded_drops(source, against_source.manifest or NO_MANIFEST)
+    against_source = without_recorded_drops(against_source, source.manifest or NO_MANIFEST)
+    settings = tuple(setting_differences(compared, against_source))
+    pair = comparable_sources(compared, against_source, observer)
     a = collect_model(pair.source, pair.against)
     b = collect_model(pair.against, pair.source)
     result = _verify_pair(a, b, request, observer)

@@ -167,16 +167,14 @@ class _Mismatches:
     has_biases: bool = False
 
 
-def find_wrapper_prefix(
-    full_names: Collection[str], has_model: Callable[[Collection[str]], bool]
-) -> str:
+def find_wrapper_prefix(full_names: Collection[str], has_model: Callable[[str], bool]) -> str:
     """Return the prefix that a wrapper of the model gave to all names, e.g. `_orig_mod.module.`, or an empty string.
 
     Compiled models add `_orig_mod.`, data-parallel ones `module.`, and other modules the name of their attribute.
 
     Args:
         full_names: The tensor names in the source.
-        has_model: Whether names without the prefix are those of a model. The shortest such prefix is taken, without
+        has_model: Whether the names without a prefix are those of a model. The shortest such prefix is taken, without
             the known wrappers.
     """
     if not full_names:
@@ -185,12 +183,12 @@ def find_wrapper_prefix(
     prefix = ""
     for part, last_part in zip(min(full_names).split(".")[:-1], max(full_names).split(".")[:-1]):
         is_known = part in WRAPPERS and part == last_part
-        if not is_known and has_model({name.removeprefix(prefix) for name in full_names}):
+        if not is_known and has_model(prefix):
             return prefix
         prefix += f"{part}."
         if part != last_part or prefix.count(".") > MAX_WRAPPERS:
             return ""
-    return prefix if has_model({name.removeprefix(prefix) for name in full_names}) else ""
+    return prefix if has_model(prefix) else ""
 
 
 def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str]) -> TensorNames:
@@ -209,7 +207,9 @@ def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str
     """
     wrapper_prefix = ""
     if not family.is_verbatim:
-        wrapper_prefix = find_wrapper_prefix(full_names, partial(_has_embedding, family))
+        wrapper_prefix = find_wrapper_prefix(
+            full_names, partial(_has_embedding, family, full_names)
+        )
     full_names = [name.removeprefix(wrapper_prefix) for name in full_names]
     bare_prefixed: set[str] = set()
     unprefixed: set[str] = set()
@@ -232,12 +232,19 @@ def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str
     return TensorNames(family, True, alias, unprefixed_names, wrapper_prefix=wrapper_prefix)
 
 
-def _has_embedding(family: Family, names: Collection[str]) -> bool:
-    """Return whether a family's embedding is among names in files, under its own name or that of a duplicate."""
+def _has_embedding(family: Family, full_names: Collection[str], wrapper_prefix: str) -> bool:
+    """Return whether a family's embedding is among names in files, under its own name or that of a duplicate.
+
+    Args:
+        family: The model family.
+        full_names: The names in files.
+        wrapper_prefix: Prefix of all names.
+    """
     tying = family.tying
     for bare_name in (tying.embedding_tensor, tying.head_tensor, *family.duplicates):
         prefix = family.head_prefix if bare_name in family.unprefixed else family.prefix
-        if bare_name in names or prefix + bare_name in names:
+        names = (wrapper_prefix + bare_name, wrapper_prefix + prefix + bare_name)
+        if any(name in full_names for name in names):
             return True
     return False
 
@@ -486,6 +493,11 @@ def _mismatch_error(
         "wrong shape": mismatches.wrong_shape,
     }
     kinds = {title: tensors for title, tensors in titles.items() if tensors}
+    prefix = _partial_wrapper(mismatches.unexpected)
+    if prefix and mismatches.missing:
+        what = f"{source_name} does not match family {family.name}"
+        why = f"some names begin with `{prefix}`, the prefix of a wrapper, and others do not"
+        return PrepError(what, why, "save the tensors with the prefix on all names, or on none")
     if len(kinds) > 1:
         # Up to three lists, of three lines each at 80 columns.
         max_chars = MAX_CHARS // 2
@@ -516,6 +528,15 @@ def _mismatch_error(
         hint = _BIAS_HINT
     what = f"{count} {verb} not part of family {family.name}"
     return PrepError(what, join_names(tensors), hint)
+
+
+def _partial_wrapper(unexpected: Sequence[str]) -> str:
+    """Return the prefix of a known wrapper on unexpected names, e.g. `_orig_mod.`, or "" if none has one."""
+    for name in unexpected:
+        first = name.partition(".")[0]
+        if first in WRAPPERS:
+            return f"{first}."
+    return ""
 
 
 _MISMATCH_HINT = "check that config.json and the weights belong to the same model"

@@ -7,6 +7,7 @@ towers.
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,10 +16,11 @@ from prepcli.formats.manifest import Manifest
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.tensor_match import DROP_RULE, tensor_uses
 from prepcli.sources.model_family import as_verbatim
+from prepcli.sources.multimodal import split_towers
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps
 from prepcli.sources.unindexed import unindexed_names
 from trainer.models.name_patterns import matching_patterns
-from trainer.models.prediction import prediction_names, without_prediction
+from trainer.models.prediction import EARLIER_RULES, prediction_names, without_prediction
 
 
 def drop_tensors(source: Source, patterns: Sequence[str]) -> Source:
@@ -65,20 +67,50 @@ def matching_drops(name: str, source: Source, patterns: Sequence[str]) -> list[s
 
 
 def without_recorded_drops(source: Source, output: Manifest) -> Source:
-    """Return a source without the tensors that the manifest of an output of it records as dropped by `--drop`."""
-    recorded = {entry.get("name") for entry in output.dropped if entry.get("rule") == DROP_RULE}
+    """Return a source without the tensors that the manifest of an output of it records as dropped.
+
+    They are those of `--drop`, and those of multi-token prediction in outputs of earlier versions.
+    """
+    recorded = _recorded_rules(output)
     if not recorded:
         return source
+    source = with_recorded_text_part(source, output)
     needed = _needed_names(source)
     wrapper = source.names.wrapper_prefix
     dropped: dict[str, DroppedTensor] = {}
     for tensor in (*source.tensors, *source.tower_tensors):
         name = source.stored_name(tensor)
-        # A verbatim output has the prefix of a wrapper in its names.
-        spellings = (name, tensor.name, wrapper + name)
-        if tensor.name not in needed and not recorded.isdisjoint(spellings):
-            dropped[tensor.name] = DroppedTensor(name, tensor.nbytes, DROP_RULE)
+        # A verbatim output has the prefix of a wrapper in its names. Earlier versions gave all names the prefix of the
+        # family.
+        spellings = (name, tensor.name, wrapper + name, source.family.prefix + name)
+        rules = [recorded[spelling] for spelling in spellings if spelling in recorded]
+        if rules and tensor.name not in needed:
+            dropped[tensor.name] = DroppedTensor(name, tensor.nbytes, rules[0])
     return _without(source, dropped)
+
+
+def with_recorded_text_part(source: Source, output: Manifest) -> Source:
+    """Return a multimodal source with the text part that its output has, although it has further tensors.
+
+    A text part with tensors outside of its family is found only if `--drop` removes them. The manifest of the output
+    records their names. Any other source is returned unchanged.
+    """
+    recorded = _recorded_rules(output)
+    if not recorded or not source.family.is_verbatim:
+        return source
+    wrapper = source.names.wrapper_prefix
+    patterns = [glob.escape(name.removeprefix(wrapper)) for name in sorted(recorded)]
+    return split_towers(source, patterns)
+
+
+def _recorded_rules(output: Manifest) -> dict[str, str]:
+    """Return the names of the tensors that a manifest records as dropped, each with its rule."""
+    recorded: dict[str, str] = {}
+    for entry in output.dropped:
+        name, rule = entry.get("name"), entry.get("rule")
+        if isinstance(name, str) and isinstance(rule, str) and rule in (DROP_RULE, *EARLIER_RULES):
+            recorded[name] = rule
+    return recorded
 
 
 def _needed_names(source: Source) -> set[str]:
@@ -113,7 +145,7 @@ def _without(source: Source, dropped: dict[str, DroppedTensor]) -> Source:
         tensors=kept(source.tensors),
         tower_tensors=kept(source.tower_tensors),
         tensor_file_names=tuple(file_names),
-        dropped=tuple(dropped.values()),
+        dropped=(*source.dropped, *dropped.values()),
     )
     if source.family.is_verbatim:
         return as_verbatim(rest)

@@ -12,8 +12,9 @@ from prepcli.formats.manifest import Manifest
 from prepcli.planning.manifest_fields import QuantizedRecord
 from prepcli.planning.plan import Contiguous, DroppedTensor, Strided
 from prepcli.planning.state_names import split_name
-from prepcli.planning.tensor_match import TensorNames, detect_names, find_wrapper_prefix
+from prepcli.planning.tensor_match import TensorNames, detect_names
 from prepcli.planning.tensors import itemsize
+from prepcli.sources.multimodal import multimodal_wrapper_prefix
 from prepcli.sources.side_files import SideFiles, find_side_files
 from prepcli.sources.source import Source, SourceTensor, read_config
 from prepcli.sources.source_hints import CONFIG, SourceHints
@@ -80,9 +81,11 @@ def read_folder_model(
     if config_path is not None:
         config = read_config(config_path)
     # Of a multimodal model, the family of the text part is selected by the names without the prefix.
-    prefix = _multimodal_wrapper_prefix(config, hints, tensors)
+    prefix = ""
+    if not hints.verbatim:
+        prefix = multimodal_wrapper_prefix(config, tensors.keys(), hints.drop)
     bare_tensors = {name.removeprefix(prefix): types for name, types in tensors.items()}
-    family = select_family(config, hints, bare_tensors, manifest)
+    family = select_family(config, hints, bare_tensors, manifest, wrapper=prefix)
     side_files = find_side_files(folder, hints.copied_files)
     names = detect_names(family, config, full_names=bare_tensors.keys())
     if prefix:
@@ -90,23 +93,13 @@ def read_folder_model(
     return FolderModel(config_path, config, family, names, side_files)
 
 
-def _multimodal_wrapper_prefix(config: HFConfig, hints: SourceHints, tensors: TensorTypes) -> str:
-    """Return the prefix that a wrapper gave to all names of a multimodal model. Empty for any other model."""
-    if hints.verbatim or text_section(config) is None or config.get("model_type") in FAMILIES:
-        return ""
-
-    def has_text_part(names: Collection[str]) -> bool:
-        try:
-            read_text_part(config, frozenset(names))
-        except PrepError:
-            return False
-        return True
-
-    return find_wrapper_prefix(tensors.keys(), has_text_part)
-
-
 def select_family(
-    config: HFConfig, hints: SourceHints, tensors: TensorTypes, manifest: Manifest | None = None
+    config: HFConfig,
+    hints: SourceHints,
+    tensors: TensorTypes,
+    manifest: Manifest | None = None,
+    *,
+    wrapper: str = "",
 ) -> Family:
     """Return the family of a checkpoint.
 
@@ -115,8 +108,9 @@ def select_family(
     Args:
         config: Content of its config.json. Empty without one.
         hints: Whether the verbatim family is required, allowed or excluded.
-        tensors: Dtype and shape of each tensor, by its name in the files.
+        tensors: Dtype and shape of each tensor, by its name in the files without the prefix of a wrapper.
         manifest: Manifest of a folder that prep wrote. The family that it records is used again.
+        wrapper: Prefix that a wrapper gave to all names of a multimodal model. Patterns of `--drop` may have it.
 
     Raises:
         PrepError: No family has the model_type and the verbatim family is excluded, or the text part of a multimodal
@@ -128,7 +122,7 @@ def select_family(
     if hints.verbatim or (hints.verbatim is None and (was_verbatim or is_unknown)):
         return verbatim_family(tensors)
     if is_unknown and text_section(config) is not None:
-        read_text_part(config, tensors.keys(), hints.drop)
+        read_text_part(config, tensors.keys(), hints.drop, wrapper=wrapper)
         return verbatim_family(tensors)
     return family_of(config)
 

@@ -14,14 +14,14 @@ from prepcli.formats.manifest import TOWERS_KEY
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import TOWERS, qualify
-from prepcli.planning.tensor_match import TensorNames
+from prepcli.planning.tensor_match import TensorNames, find_wrapper_prefix
 from prepcli.sources.appended_files import append_files, shift_file_numbers
 from prepcli.sources.source import Source, SourceTensor, Wrapper
 from prepcli.sources.transposed_tensors import without_transposed_tensors
 from trainer.models.json_types import HFConfig
 from trainer.models.prediction import prediction_names, without_prediction
 from trainer.models.registry import FAMILIES
-from trainer.models.text_part import TextPart, read_text_part, uses_mrope
+from trainer.models.text_part import TextPart, read_text_part, text_section, uses_mrope
 
 # Formats of files with the names of transformers.
 MULTIMODAL_KINDS = ("safetensors", "torch", "dcp")
@@ -36,16 +36,52 @@ PROCESSOR_FILES = (
 
 
 def find_text_part(
-    config: HFConfig, names: Iterable[str], drop: Sequence[str] = ()
+    config: HFConfig, names: Iterable[str], drop: Sequence[str] = (), *, wrapper: str = ""
 ) -> TextPart | None:
     """Return the text part of a multimodal checkpoint, or None if it has no supported one.
 
     See `read_text_part` for the arguments.
     """
     try:
-        return read_text_part(config, frozenset(names), drop)
+        return read_text_part(config, frozenset(names), drop, wrapper=wrapper)
     except PrepError:
         return None
+
+
+def multimodal_wrapper_prefix(
+    config: HFConfig, full_names: Collection[str], drop: Sequence[str] = ()
+) -> str:
+    """Return the prefix that a wrapper gave to all names of a multimodal model. Empty for any other model.
+
+    Args:
+        config: Content of its config.json.
+        full_names: Names of its tensors in the file.
+        drop: Patterns of tensors of the text part that its family need not have.
+    """
+    if text_section(config) is None or config.get("model_type") in FAMILIES:
+        return ""
+
+    def has_text_part(prefix: str) -> bool:
+        names = (name.removeprefix(prefix) for name in full_names)
+        return find_text_part(config, names, drop, wrapper=prefix) is not None
+
+    return find_wrapper_prefix(full_names, has_text_part)
+
+
+def text_part_fault(source: Source, drop: Sequence[str] = ()) -> str:
+    """Return why a multimodal checkpoint is read under the names in its files. Empty for any other source.
+
+    Args:
+        source: The opened source.
+        drop: Patterns of tensors that may lie among those of the text part.
+    """
+    if not source.family.is_verbatim or text_section(source.config) is None:
+        return ""
+    try:
+        read_text_part(source.config, {tensor.name for tensor in source.tensors}, drop)
+    except PrepError as error:
+        return str(error.why)
+    return ""
 
 
 def split_towers(source: Source, drop: Sequence[str] = ()) -> Source:
@@ -58,10 +94,12 @@ def split_towers(source: Source, drop: Sequence[str] = ()) -> Source:
         drop: Patterns of tensors that may lie among those of the text part.
     """
     if source.family.is_verbatim:
-        part = find_text_part(source.config, (tensor.name for tensor in source.tensors), drop)
+        wrapper = source.names.wrapper_prefix
+        stored_names = (tensor.name for tensor in source.tensors)
+        part = find_text_part(source.config, stored_names, drop, wrapper=wrapper)
         if part is None:
             return source
-        names = TensorNames(part.family, wrapper_prefix=source.names.wrapper_prefix)
+        names = TensorNames(part.family, wrapper_prefix=wrapper)
         text_part = replace(source, family=part.family, config=part.config, names=names)
         return _with_parameters(source, text_part, part.names)
     stored = {tensor.name for tensor in source.tensors}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from prepcli.errors import Key, PrepError, text
 from prepcli.execution.run_storage import TOKENS_FOLDER
@@ -37,6 +37,7 @@ from trainer.planning.training_plan import with_overrides
 from trainer.recipe import LoadedRecipe, Recipe, recipe_to_toml
 
 if TYPE_CHECKING:
+    from trainer.data.token_changes import RecordedTokens
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ModelSpec
     from trainer.training.samples import Sampler
@@ -86,8 +87,14 @@ def prepare_run(
         sharding=sharding,
         note=run.observer.note,
     )
+    changed = _check_changed_keys(run, start)
     datasets = _tokenize_data(
-        run, start, model, model_config=manifest["config"], scratch_dir=scratch_dir
+        run,
+        start,
+        model,
+        model_config=manifest["config"],
+        scratch_dir=scratch_dir,
+        recorded=_recorded_tokens(run, start, changed),
     )
     base_dtypes: Mapping[str, str] = {}
     if start.lora is not None:
@@ -116,7 +123,7 @@ def prepare_run(
     )
     # Another process may not see the run's folder.
     if run.is_first:
-        _check_loop(prepared, model)
+        _check_loop(prepared, model, changed)
     return prepared
 
 
@@ -205,6 +212,37 @@ def _manifest_fields(loaded: LoadedRecipe, sharding: ShardingContext) -> StepFie
     return {"recipe": text, ENVIRONMENT_KEY: rounding_environment(sharding)}
 
 
+def _check_changed_keys(run: Run, start: StartCheckpoint) -> dict[str, tuple[Any, Any]]:
+    """Return the changed recipe keys of a resumed run, after the check whether they may change.
+
+    Empty for a new run, and on other processes, which may not see the run's folder.
+    """
+    from trainer.training.resume import check_changed_keys
+
+    if not run.is_first or not start.resume_step:
+        return {}
+    # A dry run must not write to the run's folder: a bucket's recipe is downloaded to a temporary folder.
+    recipe_file = run.storage.fetch_file(RECIPE_FILE, create_placeholder_folder())
+    changed = changed_keys(recipe_file, run.recipe)
+    check_changed_keys(changed)
+    return changed
+
+
+def _recorded_tokens(
+    run: Run, start: StartCheckpoint, changed: Mapping[str, tuple[Any, Any]]
+) -> RecordedTokens | None:
+    """Return the tokens with which a resumed run began. None for a new run, and on other processes."""
+    from trainer.data.token_changes import BOS_KEY, RecordedTokens
+
+    if not run.is_first or not start.resume_step:
+        return None
+    add_bos = run.recipe.data.add_bos
+    if BOS_KEY in changed:
+        add_bos, _ = changed[BOS_KEY]
+    manifest = cast("Mapping[str, Any]", start.step_reader.manifest)
+    return RecordedTokens(tuple(manifest["data"].split()), add_bos)
+
+
 def _tokenize_data(
     run: Run,
     start: StartCheckpoint,
@@ -212,6 +250,7 @@ def _tokenize_data(
     *,
     model_config: HFConfig,
     scratch_dir: Path | None,
+    recorded: RecordedTokens | None,
 ) -> Datasets:
     """Tokenize the data with progress, or map the tokens of an earlier run."""
     from trainer.training.datasets import build_datasets
@@ -230,12 +269,15 @@ def _tokenize_data(
         ).eos_token_ids,
         group=run.group,
         remote=DataFinder(make_access(observer, offline=run.request.offline), observer.note),
+        recorded=recorded,
         progress=tokenize_progress(observer),
         note=observer.note,
     )
 
 
-def _check_loop(prepared: PreparedRun, model: ModelSpec) -> None:
+def _check_loop(
+    prepared: PreparedRun, model: ModelSpec, changed: Mapping[str, tuple[Any, Any]]
+) -> None:
     """Check whether the run may continue with this recipe, and print warnings about the recipe and the disk."""
     from trainer.training.preflight import run_warnings
     from trainer.training.resume import check_resumable
@@ -245,15 +287,7 @@ def _check_loop(prepared: PreparedRun, model: ModelSpec) -> None:
     step = prepared.step
     manifest = prepared.start.step_reader.manifest
     if step:
-        # A dry run must not write to the run's folder: a bucket's recipe is downloaded to a temporary folder.
-        recipe_file = run.storage.fetch_file(RECIPE_FILE, create_placeholder_folder())
-        check_resumable(
-            manifest,
-            loop,
-            changed=changed_keys(recipe_file, run.recipe),
-            step=step,
-            is_chat=run.recipe.data.format == "chat",
-        )
+        check_resumable(manifest, loop, changed=changed, step=step)
     elif run.recipe.model.training_state:
         check_continued_start(prepared.start, loop)
         for describe in (cast_warning, unread_warning):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from trainer.data.chat_loss import DEFAULT_LOSS, LossRule
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.examples import Segment
+from trainer.data.token_changes import TokenChange
 from trainer.models.json_types import JsonObject, JsonValue
 from trainer.recipe.field_grammar import Field, TextField, TokenField, parse_fields
 
@@ -81,18 +83,21 @@ class ExampleSettings:
         """The token put after each document, or None."""
         return None if self.add_eos is False else self.eos_id
 
-    def identity_inputs(self) -> JsonObject:
+    def identity_inputs(self, without: Collection[TokenChange] = ()) -> JsonObject:
         """Return the inputs of a store's identity except `fields` and `end_id`.
 
         Default values are not included, so the settings of version 0.1 still give the same
         identity.
+
+        Args:
+            without: Changes that an earlier version did not have.
         """
         inputs: JsonObject = {
             "prefix": self.source_prefix,
             "fields_from_example": self.fields_from_example,
             "chat": self.chat_template and self.chat_template.identity,
-            **self._chat_inputs(),
-            **self._begin_inputs(),
+            **self._chat_inputs(without),
+            **self._begin_inputs(without),
             "prepend": self.prepend_text,
             "separator": [self.subfield_separator] if self.subfield_separator != " " else None,
             "grammar": self._grammar_inputs(),
@@ -110,12 +115,13 @@ class ExampleSettings:
                 first_fields = [fields.items[0][0]]
         return max((self.begin_ids(field) for field in first_fields), key=len, default=())
 
-    def _begin_inputs(self) -> JsonObject:
+    def _begin_inputs(self, without: Collection[TokenChange]) -> JsonObject:
         """Return the input for the tokens put before documents: an id, or a list of several."""
+        if TokenChange.SINGLE_BOS in without and self.add_bos:
+            return {"bos": self.bos_id}
         ids = self.used_begin_ids
         if not ids:
             return {}
-        # Earlier versions put the token also before a conversation whose template has put it there.
         key = "bos"
         if self.chat_template is not None and self.chat_template.bos_text:
             key = "chat_bos"
@@ -123,9 +129,9 @@ class ExampleSettings:
             return {key: ids[0]}
         return {key: [*ids]}
 
-    def _chat_inputs(self) -> JsonObject:
+    def _chat_inputs(self, without: Collection[TokenChange]) -> JsonObject:
         """Return the settings of the text and the loss of conversations."""
-        if self.chat_template is None:
+        if self.chat_template is None or TokenChange.CHAT_RENDERING in without:
             return {}
         return {
             "chat_version": CHAT_VERSION,

@@ -36,6 +36,7 @@ from trainer.data.tokenize import (
     TokenizeConfig,
     TokenizeProgress,
     build_token_store,
+    checked_identity,
     find_config_files,
     hash_files,
     ids_dtype,
@@ -252,7 +253,7 @@ def _make_plan(
 ) -> ShardPlan:
     """Read all files for their digests, and return the plan of the first process to write one."""
     files = hash_files(found, note)
-    identity = store_identity(config, files, tokenizer.digest)
+    identity = checked_identity(config, files, tokenizer)
     settings = store_identity(config, (), tokenizer.digest)
     # These limits count the records of all files, so one process must read them in order.
     max_shards = MAX_SHARDS

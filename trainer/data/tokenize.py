@@ -6,7 +6,7 @@ Later runs use the store again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from trainer.data.records import RecordSettings, read_examples
 from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
 from trainer.data.seq2seq import count_truncated
 from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
+from trainer.data.token_changes import RecordedTokens, TokenChange
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import Key, PrepError, join_texts, text, usage_error
 from trainer.recipe.text_fields import (
@@ -81,6 +82,8 @@ class TokenizeConfig:
         overlong: What becomes of records longer than a sequence.
         checks_digests: Read all data files and tokens for their digests. If False, files with the
             sizes and times of an earlier call, and their tokens, are trusted.
+        recorded: The tokens with which a resumed run began. Others are an error, before they are made.
+            None if there is no such run.
     """
 
     type: DataType
@@ -103,6 +106,7 @@ class TokenizeConfig:
     packing: Packing = CONCATENATED
     overlong: Overlong = WHOLE_TOKENS
     checks_digests: bool = True
+    recorded: RecordedTokens | None = None
 
     @property
     def has_blocks(self) -> bool:
@@ -135,8 +139,8 @@ def tokenize_files(
             tokens.
 
     Raises:
-        PrepError: Files are missing, empty or invalid, the tokenizer does not fit the model, or the
-            tokens do not fill one block.
+        PrepError: Files are missing, empty or invalid, the tokenizer does not fit the model, the
+            tokens do not fill one block, or a resumed run began with others.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     config, found = find_config_files(config, tokenizer, note)
@@ -147,7 +151,7 @@ def tokenize_files(
         if recorded is not None and (config.cache / recorded).exists():
             return open_tokens(config, recorded, note=note)
     files = hash_files(found, note)
-    identity = store_identity(config, files, tokenizer.digest)
+    identity = checked_identity(config, files, tokenizer)
     folder = config.cache / identity
     meta = read_valid_meta(folder, note)
     if meta is not None:
@@ -355,10 +359,56 @@ def check_eos_id(config: TokenizeConfig) -> None:
         raise PrepError(f"eos_token_id {eos_id:,} is out of range", why, hint)
 
 
-def store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer_digest: str) -> str:
+def checked_identity(
+    config: TokenizeConfig, files: Sequence[DataFile], tokenizer: TextTokenizer
+) -> str:
+    """Return the identity of a store.
+
+    Raises:
+        PrepError: A resumed run began with other tokens.
+    """
+    identity = store_identity(config, files, tokenizer.digest)
+    recorded = config.recorded
+    if recorded is None or identity in recorded.identities:
+        return identity
+
+    def identify(add_bos: bool | None, without: Collection[TokenChange]) -> str:
+        begun = replace(config, examples=_examples_with_bos(config, files, tokenizer, add_bos))
+        return store_identity(begun, files, tokenizer.digest, without=without)
+
+    raise recorded.change_error(identity, config.examples.add_bos, identify)
+
+
+def _examples_with_bos(
+    config: TokenizeConfig,
+    files: Sequence[DataFile],
+    tokenizer: TextTokenizer,
+    add_bos: bool | None,
+) -> ExampleSettings:
+    """Return the settings of examples with another `data.add_bos`."""
+    prefix_ids: tuple[int, ...] = ()
+    has_ids = READERS[resolve_type(files, config.type)].has_ids
+    if config.examples.chat_template is None and not has_ids:
+        prefix_ids = tokenizer.prefix_ids()
+    return replace(config.examples, add_bos=add_bos, prefix_ids=prefix_ids)
+
+
+def store_identity(
+    config: TokenizeConfig,
+    files: Sequence[DataFile],
+    tokenizer_digest: str,
+    *,
+    without: Collection[TokenChange] = (),
+) -> str:
     """Return a digest of all inputs of the ids and weights.
 
     File paths and `seq_length` are not among them.
+
+    Args:
+        config: Settings of the tokens.
+        files: The files with their digests.
+        tokenizer_digest: Digest of the tokenizer.
+        without: Changes that an earlier version did not have.
     """
     settings = config.examples
     fields = settings.fields if config.type in DEFAULT_FIELDS else None
@@ -373,8 +423,9 @@ def store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer_
     # A setting is an input only if it differs from its default. Stores of earlier versions, which
     # did not have the setting, therefore keep their identity. The order of keys is part of the
     # digest.
-    inputs |= settings.identity_inputs()
-    if settings.chat_template is not None and config.type in TABLE_TYPES:
+    inputs |= settings.identity_inputs(without)
+    has_row_values = settings.chat_template is not None and config.type in TABLE_TYPES
+    if has_row_values and TokenChange.TABLE_ROWS not in without:
         inputs["row_values"] = ROW_VALUES_VERSION
     if rule := config.overlong_rule.identity_inputs():
         inputs["overlong"] = rule

@@ -22,7 +22,16 @@ LAYER_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers")
 # Fields with a number of layers or modules. 0 states that the files have none. The others are those of Qwen3.5 and
 # MiniMax-M2.
 PREDICTION_FIELDS = (*LAYER_FIELDS, "mtp_num_hidden_layers", "num_mtp_modules")
+# Rules under which versions of prep up to 0.1.0 recorded the tensors that they dropped. They kept the fields.
+EARLIER_RULES = frozenset(
+    {
+        "layer of multi-token prediction, which the model does not run",
+        "module of multi-token prediction, which the model does not run",
+    }
+)
 _MODULE = re.compile(r"mtp(_\w+)?\.")
+# An embedding or a head of its own: `layers.61.embed_tokens.weight`, `layers.61.shared_head.head.weight`.
+_VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|lm_head|shared_head\.head)\.(weight|bias)")
 _LAYER = re.compile(r"layers\.([0-9]{1,9})\.")
 
 
@@ -44,6 +53,17 @@ def prediction_names(family: Family, config: HFConfig, names: Iterable[str]) -> 
         if _MODULE.match(name) or (layer and int(layer[1]) in layers):
             selected.add(name)
     return selected
+
+
+def is_prediction_vocabulary(name: str) -> bool:
+    """Return whether a tensor of multi-token prediction is an embedding or a head.
+
+    >>> is_prediction_vocabulary("layers.61.shared_head.head.weight")
+    True
+    >>> is_prediction_vocabulary("layers.61.shared_head.norm.weight")
+    False
+    """
+    return _VOCABULARY.fullmatch(name) is not None
 
 
 def without_prediction(config: HFConfig) -> JsonObject:

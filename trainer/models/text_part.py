@@ -109,13 +109,16 @@ class TextPart:
     names: frozenset[str]
 
 
-def read_text_part(config: HFConfig, names: Collection[str], drop: Sequence[str] = ()) -> TextPart:
+def read_text_part(
+    config: HFConfig, names: Collection[str], drop: Sequence[str] = (), *, wrapper: str = ""
+) -> TextPart:
     """Return the text part of a multimodal checkpoint.
 
     Args:
         config: Content of its config.json.
-        names: Names of its tensors in the file.
+        names: Names of its tensors in the file, without the prefix of a wrapper.
         drop: Patterns of tensors of the text part that its family need not have.
+        wrapper: Prefix that a wrapper gave to all names in the file. Patterns may have it.
 
     Raises:
         PrepError: It has no text part with a supported family.
@@ -135,7 +138,8 @@ def read_text_part(config: HFConfig, names: Collection[str], drop: Sequence[str]
     text_config[TIED_FIELD] = is_tied
     text_config.setdefault("vocab_size", family.sizes(text_config)["vocab"])
     family = with_prefixes(family, prefix, head_prefix)
-    return TextPart(family, text_config, _text_names(config, family, text_config, names, drop))
+    text_names = _text_names(config, family, text_config, names, drop, wrapper=wrapper)
+    return TextPart(family, text_config, text_names)
 
 
 def with_prefixes(family: Family, prefix: str, head_prefix: str) -> Family:
@@ -362,6 +366,8 @@ def _text_names(
     text_config: HFConfig,
     names: Collection[str],
     drop: Sequence[str],
+    *,
+    wrapper: str,
 ) -> frozenset[str]:
     """Return the names of the text part's tensors in the file.
 
@@ -388,7 +394,7 @@ def _text_names(
         name
         for name in text_names - used - family.duplicates.keys()
         if not ignored.fullmatch(name)
-        and not matching_patterns(full_names[name], family.prefix, drop)
+        and not matching_patterns(full_names[name], family.prefix, drop, wrapper=wrapper)
     }
     if unexpected:
         why = f"{_first_names(family.prefix, unexpected)} is not part of family {family.name}"

@@ -35,7 +35,6 @@ from trainer.models.rules import Rules
 from trainer.planning.exact_reduction import reduction_shards, rows_per_device
 from trainer.planning.optimizer_state import state_leaves, trained_leaves
 from trainer.recipe import Recipe, batch_shape
-from trainer.recipe.field_checks import check_source_length
 from trainer.recipe.text_fields import SEGMENTED
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -88,9 +87,8 @@ def step_inputs(
     Raises:
         UsageError: The batch, or the tokens of a sequence, do not divide among the devices, the
             attention kernel of the recipe lacks a feature of the run or does not run on the
-            devices, or sources have no maximum length.
+            devices.
     """
-    check_source_length(recipe.data, has_encoder=model.arch_config.encoder is not None)
     check_token_split(recipe, num_sequence_shards(mesh, rules))
     n_replicas = num_batch_shards(mesh, rules)
     shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas)

@@ -126,3 +126,8 @@ def suggest(word: str, known: Collection[str]) -> str:
     """Return the known word closest to a misspelled one, or "" if none is close."""
     # difflib takes time in proportion to both lengths, and a key of a file may have megabytes.
     return next(iter(difflib.get_close_matches(word[:MAX_VALUE_CHARS], known, n=1)), "")
+
+
+def change_text(values: tuple[object, object]) -> str:
+    """Return the values of a key before and now as text, e.g. `false -> not set`."""
+    return " -> ".join("not set" if value is None else to_toml(value) for value in values)

@@ -22,6 +22,7 @@ from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.span_corruption import SpanCorruptionDataset, SpanCorruptionTokenIds, sentinel_ids
 from trainer.data.store import MappedTokens
 from trainer.data.store_writer import make_cache
+from trainer.data.token_changes import RecordedTokens
 from trainer.data.token_shards import (
     complete_shards,
     is_complete,
@@ -46,7 +47,6 @@ from trainer.models.parameters import Family
 from trainer.recipe import Recipe
 from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
-from trainer.recipe.field_checks import check_source_length
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
 from trainer.training.source_datasets import (
@@ -92,6 +92,7 @@ def build_datasets(
     group: ProcessGroup | None = None,
     remote: RemoteFiles = NO_REMOTE_FILES,
     checks_digests: bool = True,
+    recorded: RecordedTokens | None = None,
     progress: Callable[[int, int, int], None],
     note: Callable[[str], None],
 ) -> Datasets:
@@ -110,6 +111,7 @@ def build_datasets(
         group: Processes of the job. None means one process.
         remote: Finds the data files of URLs.
         checks_digests: See `TokenizeConfig`.
+        recorded: See `TokenizeConfig`.
         progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
         note: Called with messages for the user.
 
@@ -131,6 +133,7 @@ def build_datasets(
             stop_ids=stop_ids,
             remote=remote,
             checks_digests=checks_digests,
+            recorded=recorded,
         ),
         tokenize=partial(tokenize_in_group, group=group or SingleProcess(), progress=progress),
     )
@@ -239,6 +242,7 @@ def _tokenize_config(
     stop_ids: tuple[int, ...],
     remote: RemoteFiles,
     checks_digests: bool = True,
+    recorded: RecordedTokens | None = None,
 ) -> TokenizeConfig:
     """Return how a recipe tokenizes its data."""
     tokenizer = Path(data.tokenizer or folders["tokenizer"])
@@ -268,6 +272,7 @@ def _tokenize_config(
         packing=data.packing,
         overlong=data.overlong,
         checks_digests=checks_digests,
+        recorded=recorded,
     )
 
 
@@ -454,7 +459,6 @@ def _check_encoder(data: Data, settings: ExampleSettings, name: str) -> None:
             Key("data.objective", SPAN_CORRUPTION),
         )
         raise usage_error(f"{name} has an encoder, but the data has no source column", why, hint)
-    check_source_length(data, has_encoder=True)
 
 
 def decoder_start_token_id(config: HFConfig, vocab: int) -> int:

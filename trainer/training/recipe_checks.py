@@ -21,7 +21,7 @@ from trainer.models.remat import saved_activations
 from trainer.recipe import Recipe
 from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
-from trainer.recipe.field_checks import check_packing
+from trainer.recipe.field_checks import check_packing, check_source_length
 from trainer.recipe.text_fields import DataType
 from trainer.training.source_datasets import eval_selection, train_selection
 
@@ -94,11 +94,13 @@ def check_model(recipe: Recipe, model: CheckedModel) -> None:
     """Check a recipe against the architecture of its model.
 
     Raises:
-        UsageError: `data.seq_length` exceeds the positions, `data.packing` does not fit an encoder, or
-            `remat_policy` names the hidden units of experts.
+        UsageError: `data.seq_length` exceeds the positions, `data.packing` does not fit an encoder,
+            sources of an encoder have no maximum length, or `remat_policy` names the hidden units of experts.
     """
+    has_encoder = model.arch_config.encoder is not None
     for _, data in split_sources(recipe.data):
-        check_packing(data, has_encoder=model.arch_config.encoder is not None)
+        check_packing(data, has_encoder=has_encoder)
+        check_source_length(data, has_encoder=has_encoder)
     _check_seq_length(recipe.data, model.arch_config)
     saved = saved_activations(recipe.model.remat_policy, has_experts=True)
     if model.arch_config.experts_per_token and "mlp_hidden" in saved:

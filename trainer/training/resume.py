@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.models.errors import Key, Option, PrepError, text
+from trainer.data.token_changes import BOS_KEY, restart_hint
+from trainer.models.errors import Key, PrepError, text
 from trainer.recipe.data_sources import SOURCE_PATHS, SOURCES_KEY
-from trainer.recipe.formatting import to_toml
+from trainer.recipe.formatting import change_text
 from trainer.recipe.lr_schedule import changed_fields
 from trainer.training.loop_config import LoopConfig
 
-BOS_KEY = "data.add_bos"
 # Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
 # The mesh, the rules and the model keys below change results only within rounding. Steps and schedule keys are checked
 # through the learning rate schedule that they produce, batch keys through the batch size, and the paths of data and
@@ -97,13 +97,31 @@ FIXED_ON_RESUME = {
 }
 
 
+def check_changed_keys(changed: Mapping[str, tuple[Any, Any]]) -> None:
+    """Check whether a run may resume with changed recipe keys. The data is not read yet.
+
+    Args:
+        changed: Recipe keys whose values differ, as (value when the run began, value now).
+
+    Raises:
+        PrepError: A key changed that must not.
+    """
+    changes: list[str] = []
+    for key, values in sorted(changed.items()):
+        # The data is compared by content, so its files may move.
+        has_moved = key == SOURCES_KEY and _have_moved(*values)
+        if key not in CHANGEABLE_ON_RESUME and not has_moved:
+            changes.append(f"{key}: {change_text(values)}")
+    if changes:
+        raise PrepError("the run began with another recipe", ", ".join(changes), restart_hint())
+
+
 def check_resumable(
     manifest: Mapping[str, Any],
     config: LoopConfig,
     *,
     changed: Mapping[str, tuple[Any, Any]],
     step: int,
-    is_chat: bool = False,
 ) -> None:
     """Check whether a run may resume from a checkpoint.
 
@@ -112,42 +130,16 @@ def check_resumable(
         config: The resuming run.
         changed: Recipe keys whose values differ, as (value when the run began, value now).
         step: Step of the checkpoint.
-        is_chat: Whether the data is conversations.
 
     Raises:
-        PrepError: A key, the data, the batch size or the schedule changed that must not, or `step` is past the last
-            step.
+        PrepError: The data, the batch size or the schedule changed, or `step` is past the last step.
     """
-    changes: list[str] = []
-    for key, values in sorted(changed.items()):
-        # The data is compared by content below, so its files may move.
-        has_moved = key == SOURCES_KEY and _have_moved(*values)
-        if key not in CHANGEABLE_ON_RESUME and not has_moved:
-            changes.append(f"{key}: {_change_text(values)}")
-    hint = text(
-        "{} starts again from step 0; another {} keeps both runs",
-        Option("restart", True),
-        Key("name"),
-    )
-    if changes:
-        raise PrepError("the run began with another recipe", ", ".join(changes), hint)
+    hint = restart_hint()
     for key, label in FIXED_ON_RESUME.items():
         before = manifest.get(key)
         after = config.manifest_fields.get(key)
         if before != after:
             why = f"{before}, now {after}"
-            # Without true, conversations begin as their template says, and the key is not the cause.
-            has_other_begin = not is_chat or True in changed.get(BOS_KEY, ())
-            if key == "data" and is_chat and not has_other_begin:
-                why += (
-                    ". An earlier version read conversations in Parquet and Arrow files otherwise: "
-                    "with the same files, that version finishes the run"
-                )
-            if key == "data" and BOS_KEY in changed and has_other_begin:
-                # Runs of earlier versions have recorded false, the default then.
-                then = changed[BOS_KEY][0]
-                why = f"{BOS_KEY}: {_change_text(changed[BOS_KEY])} ({why})"
-                hint = text("{} keeps it; {}", Key(BOS_KEY, then, is_override=True), hint)
             raise PrepError(f"{label} has changed since the run began", why, hint)
     rates = changed_fields(manifest.get("rate", {}), config.manifest_fields.get("rate", {}))
     if rates:
@@ -170,8 +162,8 @@ def _schedule_change(
     causes: list[str] = []
     for key in SCHEDULE_KEYS:
         if key in changed:
-            causes.append(f"{key}: {_change_text(changed[key])}")
-    effects = ", ".join(f"{name} {_change_text(values)}" for name, values in rates.items())
+            causes.append(f"{key}: {change_text(changed[key])}")
+    effects = ", ".join(f"{name} {change_text(values)}" for name, values in rates.items())
     if not causes:
         return effects
     return f"{', '.join(causes)} (of the schedule: {effects})"
@@ -190,14 +182,3 @@ def _without_paths(sources: Sequence[Mapping[str, object]]) -> list[dict[str, ob
     for source in sources:
         kept.append({key: value for key, value in source.items() if key not in SOURCE_PATHS})
     return kept
-
-
-def _change_text(values: tuple[Any, Any]) -> str:
-    """Return the values of a key before and now as text."""
-    return " -> ".join(map(_value_text, values))
-
-
-def _value_text(value: object) -> str:
-    if value is None:
-        return "not set"
-    return to_toml(value)

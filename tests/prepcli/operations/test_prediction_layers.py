@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy as safetensors_numpy
 
 import prepcli as prep
 from prepcli.cli.main import main
@@ -93,6 +94,18 @@ def test_prediction_layers_return_in_an_export(name: str):
     assert dropped_names("hf") == []
 
 
+def test_prediction_layers_of_a_wrapped_model_have_no_prefix():
+    tensors = write_model(*CASES["qwen3_next"])
+    ignored = shutil.ignore_patterns("*.safetensors", "*.index.json")
+    shutil.copytree("m", "w", ignore=ignored)
+    wrapped = {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}
+    Path("w/model.safetensors").write_bytes(safetensors_numpy.save(wrapped))
+    run_ok("save-init", "./w", "--out", "init")
+    run_ok("export", "init", "--out", "hf")
+    check_tensors("hf", tensors)
+    run_ok("verify", "init", "./w")
+
+
 @pytest.mark.parametrize("name", slow_except(list(CASES), ["glm4_moe"]))
 def test_text_only_export_states_no_prediction(name: str, capsys: pytest.CaptureFixture[str]):
     config, names = CASES[name]
@@ -158,6 +171,27 @@ def test_pad_vocab_keeps_prediction_layers():
     run_ok("save-init", "./padded")
     run_ok("export", "m-padded-init", "--out", "hf")
     check_tensors("hf", tensors)
+
+
+@pytest.mark.parametrize(
+    "words", [("pad-vocab", "--multiple", "64"), ("save-init", "--pad-vocab", "64")]
+)
+def test_unpadded_prediction_vocabulary_is_a_warning(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
+    config, _ = CASES["glm4_moe"]
+    name = f"{LAYER}embed_tokens.weight"
+    tensors = write_model(config, (name,))
+    tensors[name] = np.zeros_like(tensors["model.embed_tokens.weight"])
+    shutil.rmtree("m")
+    write_checkpoint(Path("m"), config, tensors)
+    assert main([words[0], "./m", *words[1:], "--out", "padded"]) == 0
+    warning = f"multi-token prediction keeps its number of vocabulary rows: {name}"
+    hint = "`prep export MODEL --text-only` leaves it out"
+    assert f"{warning} ({hint})" in capsys.readouterr().err
+    assert main(["export", "./m", "--text-only", "--out", "text"]) == 0
+    assert main([words[0], "./text", *words[1:], "--out", "padded-text"]) == 0
+    assert warning not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from prepcli.cli.main import main
 from tests.helpers.quantized_folders import make_quantized
-from tests.helpers.run_cli import run_ok
+from tests.helpers.run_cli import exported_tensors, run_failing, run_ok
 from tests.helpers.stored_tensors import write_safetensors
 from tests.helpers.tiny_checkpoints import LLAMA, assert_same, make_checkpoint, read_tensors
 from tests.helpers.towers import write_model
@@ -32,12 +33,15 @@ def wrap(prefix: str = PREFIX) -> None:
     save_file({prefix + name: value for name, value in tensors.items()}, "w/model.safetensors")
 
 
-def write_wrapped_model() -> None:
-    """Write a multimodal model to `m`, and with a prefix on all names to `w`."""
+def write_wrapped_model(extra: str = "") -> set[str]:
+    """Write a multimodal model to `m`, and with a prefix and an extra tensor to `w`. Return its names."""
     tensors = write_model("qwen3_vl", Path("m"))
     shutil.copytree("m", "w")
     prefixed = {PREFIX + name: tensor for name, tensor in tensors.items()}
+    if extra:
+        prefixed[PREFIX + extra] = ("F32", (3,), bytes(12))
     write_safetensors(Path("w/model.safetensors"), prefixed)
+    return set(tensors)
 
 
 def test_dequantized_wrapped_model_verifies() -> None:
@@ -71,3 +75,41 @@ def test_recorded_drop_of_a_wrapped_verbatim_output() -> None:
     run_ok("verify", "verbatim", "./w")
     run_ok("save-init", "./w", *drop, "--out", "init")
     run_ok("verify", "init", "./w")
+
+
+def test_inspect_of_a_wrapped_multimodal_model(capsys: pytest.CaptureFixture[str]) -> None:
+    write_wrapped_model()
+    reports: list[str] = []
+    for folder in ("m", "w"):
+        assert main(["inspect", f"./{folder}"]) == 0
+        reports.append(capsys.readouterr().out)
+    assert "139,968" in reports[0]
+    assert "139,968" in reports[1]
+    assert "not the tensors" not in reports[1]
+    # A tensor of the towers has the same leaf.
+    tower = next(name for name in load_file("m/model.safetensors") if ".visual." in name)
+    drawings: list[str] = []
+    for folder in ("m", "w"):
+        run_ok("inspect", f"./{folder}", "--shards", f"towers.{tower}", "--mesh", "1,1,1")
+        drawings.append(capsys.readouterr().out.replace(f"./{folder}", ""))
+    assert drawings[0] == drawings[1]
+
+
+@pytest.mark.parametrize("pattern", ["*.k_scale", "_orig_mod.*.k_scale"])
+def test_drop_of_a_wrapped_multimodal_model(pattern: str) -> None:
+    names = write_wrapped_model("model.language_model.layers.0.self_attn.k_scale")
+    run_ok("save-init", "./w", "--drop", pattern, "--out", "init")
+    assert exported_tensors("init").keys() == names
+
+
+def test_partly_wrapped_names_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = make_checkpoint(Path("m"), LLAMA)
+    Path("w").mkdir()
+    shutil.copy("m/config.json", "w")
+    prefixed: dict[str, np.ndarray] = {}
+    for name, value in tensors.items():
+        prefixed[name if name == "lm_head.weight" else PREFIX + name] = value
+    save_file(prefixed, "w/model.safetensors")
+    error = run_failing(capsys, 1, "save-init", "./w", "--out", "init")
+    assert "some names begin with `_orig_mod.`" in error
+    assert "config.json and the weights" not in error

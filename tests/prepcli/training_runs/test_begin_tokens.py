@@ -89,8 +89,11 @@ def train(*overrides: str) -> list[str]:
 def test_stopped_run_without_the_token_says_how_to_resume(capsys: pytest.CaptureFixture[str]):
     # A run of an earlier version has recorded `add_bos = false`, the default then.
     assert main([*train("data.add_bos=false"), "--stop-after", "2", "-q"]) in (OK, 75)
+    stores = sorted(Path().rglob("tokens.bin"))
     error = run_failing(capsys, FAILED, *train())
     assert "data.add_bos: false -> not set" in error
+    # The data is not tokenized again before the refusal.
+    assert sorted(Path().rglob("tokens.bin")) == stores != []
     assert "`--set data.add_bos=false` keeps it" in error
     assert main([*train("data.add_bos=false"), "-q"]) == OK
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from trainer.data.chat_loss import LossRule
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.files import DataFile
+from trainer.data.token_changes import TokenChange
 from trainer.data.tokenize import TokenizeConfig, store_identity
 
 FILES = [DataFile(Path("a"), 10, "d1"), DataFile(Path("b"), 20, "d2")]
 
 
-def identity(**changes: Any) -> str:
-    """Return the identity of a store of FILES."""
+def identity(without: Collection[TokenChange] = (), **changes: Any) -> str:
+    """Return the identity of a store of FILES, without changes since an earlier version."""
     config = TokenizeConfig(
         type="text",
         paths=("a",),
@@ -30,7 +32,7 @@ def identity(**changes: Any) -> str:
         vocab=300,
         cache=Path("c"),
     )
-    return store_identity(change(config, **changes), FILES, "tokenizer")
+    return store_identity(change(config, **changes), FILES, "tokenizer", without=without)
 
 
 @pytest.mark.parametrize(
@@ -118,3 +120,20 @@ def test_identity_ignores_the_file_of_a_chat_template():
 def test_identity_has_the_document_limit_only_with_skipped_lines():
     assert identity(**JSON, max_document_nbytes=5) == identity(**JSON)
     assert identity(**JSON, max_document_nbytes=5, bad_lines=2) != identity(**JSON, bad_lines=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "recorded"),
+    [
+        ({"type": "parquet"}, "eafee558c91dd2e364aa0d2e44d7ca9e"),
+        ({"type": "parquet", "add_bos": True}, "a5e21b119fcaba5ecdbae54967950cd6"),
+        ({"type": "json", "add_bos": True}, "f544d5cb77c1fd774c53de278ac8a160"),
+    ],
+)
+def test_identity_without_changes_is_that_of_an_earlier_version(
+    changes: dict[str, Any], recorded: str
+):
+    writes_bos = replace(TEMPLATE, text="{{ bos_token }}{{ messages }}")
+    settings = {"bos_id": 3, "fields": "messages", "chat_template": writes_bos, **changes}
+    assert identity(**settings) != recorded
+    assert identity([*TokenChange], **settings) == recorded

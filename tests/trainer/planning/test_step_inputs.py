@@ -33,11 +33,9 @@ def llama(**changes: Any) -> ModelShapes:
     return model_of_config({**TINY, **changes}).shapes(MESH, DEFAULT_RULES)
 
 
-def test_sources_of_an_encoder_need_a_maximum_length(tmp_path: Path):
+def test_step_inputs_have_the_source_length_of_the_recipe(tmp_path: Path):
     model = model_of_config(T5).shapes(MESH, DEFAULT_RULES)
     pairs = ("data.type=json", "data.fields=[a], b", "batch.size=8")
-    with pytest.raises(PrepError, match=r"`data\.source_length` is missing"):
-        step_inputs(load_text(tmp_path, *pairs), model, mesh=MESH, rules=DEFAULT_RULES)
     recipe = load_text(tmp_path, *pairs, "data.source_length=24")
     assert step_inputs(recipe, model, mesh=MESH, rules=DEFAULT_RULES).source_length == 24
     assert (

@@ -128,7 +128,6 @@ def test_max_examples_limits_only_the_training_data(tmp_path: Path):
             *("`data.source_length` is 4", "llama has no encoder"),
         ),
         (LLAMA, {}, ["data.fields=<|304|>, prompt"], '`data.fields` is "<|304|>, prompt"', "<|304|> is not in the"),
-        (T5, {}, ["data.fields=[prompt], completion"], "`data.source_length` is missing", "the model has an encoder"),
         (T5, {}, ["data.fields=prompt"], "t5 has an encoder, but the data has no source column", ""),
         (T5, {}, ["data.format=chat"], "the tokenizer in ", "looked for chat_template.jinja"),
         (T5, {}, ["data.prepend_text=x"], "`data.prepend_text` is 'x'", "t5 has an encoder"),

@@ -15,7 +15,10 @@ from trainer.recipe import Recipe, load_recipe
 from trainer.training.recipe_checks import check_inputs, check_model
 
 SPANS = ["data.objective=span_corruption", "data.source_length=40"]
-MIXED_SPANS = [*SPANS, "data.path=", 'data.sources=[{name = "a", path = "train.txt"}]']
+MIXTURE = ["data.path=", 'data.sources=[{name = "a", path = "train.txt"}]']
+MIXED_SPANS = [*SPANS, *MIXTURE]
+PAIRS = ["data.type=json", "data.fields=[a], b"]
+MIXED_PAIRS = [*PAIRS, *MIXTURE]
 
 
 @pytest.fixture(autouse=True)
@@ -91,9 +94,11 @@ def test_absent_inputs_of_a_plan_are_no_error():
         (T5, ["data.packing=none"], '`data.packing` is "none"', "has an encoder"),
         (LLAMA, SPANS, '`data.objective` is "span_corruption"', "has no encoder"),
         (LLAMA, MIXED_SPANS, '`data.objective` is "span_corruption"', "has no encoder"),
+        (T5, PAIRS, "`data.source_length` is missing", "has an encoder"),
+        (T5, MIXED_PAIRS, "`data.source_length` is missing", "has an encoder"),
     ],
 )
-def test_check_model_rejects_packing_and_objective(
+def test_check_model_rejects_data_that_does_not_fit(
     config: dict[str, Any], overrides: list[str], what: str, why: str
 ):
     with pytest.raises(PrepError) as caught:

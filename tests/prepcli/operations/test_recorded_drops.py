@@ -1,0 +1,119 @@
+"""Outputs of `--drop` and `--verbatim`: compared with a source of another form."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import prepcli as prep
+from prepcli.cli.main import main
+from tests.helpers.manifests import changed_manifest
+from tests.helpers.run_cli import error_lines, run_ok
+from tests.helpers.stored_tensors import write_safetensors
+from tests.helpers.tiny_checkpoints import checkpoint_tensors, write_checkpoint
+from tests.helpers.tiny_configs import GOLDEN
+from tests.helpers.towers import write_model
+
+EXTRA = "model.language_model.layers.0.extra.weight"
+
+
+@pytest.fixture(autouse=True)
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write_model_with_extra_tensor() -> None:
+    """Write a multimodal model with a tensor outside of the family of its text part."""
+    tensors = write_model("qwen3_vl")
+    tensors[EXTRA] = ("F32", (2, 3), bytes(24))
+    write_safetensors(Path("m/model.safetensors"), tensors)
+
+
+def test_verify_of_verbatim_and_multimodal_has_equal_settings():
+    write_model("qwen3_vl")
+    run_ok("save-init", "./m", "--verbatim", "--out", "verbatim")
+    for pair in (("verbatim", "./m"), ("./m", "verbatim")):
+        result = prep.verify(*pair)
+        assert result
+        assert not result.settings
+    edited = json.loads(Path("m/config.json").read_text())
+    edited["text_config"]["rope_theta"] = 1.0
+    Path("m/config.json").write_text(json.dumps(edited))
+    (setting,) = prep.verify("verbatim", "./m").settings
+    assert setting["key"] == "text_config.rope_theta"
+
+
+@pytest.mark.parametrize(
+    "words", [("pad-vocab", "--multiple", "64"), ("save-init", "--no-verbatim")]
+)
+def test_verify_opens_the_source_with_recorded_drops(words: tuple[str, ...]):
+    write_model_with_extra_tensor()
+    run_ok(words[0], "./m", *words[1:], "--drop", "*extra*", "--out", "out")
+    for pair in (("out", "./m"), ("./m", "out")):
+        result = prep.verify(*pair)
+        assert result
+        assert not result.settings
+        assert [(entry["tensor"], entry["why"]) for entry in result.left_out] == [(EXTRA, "--drop")]
+    run_ok("verify", "out", "--chain")
+
+
+def test_verify_of_a_text_export_uses_recorded_drops():
+    write_model_with_extra_tensor()
+    run_ok("save-init", "./m", "--no-verbatim", "--drop", "*extra*")
+    run_ok("export", "m-init", "--text-only", "--out", "text")
+    result = prep.verify("text", "./m")
+    assert result
+    assert not result.settings
+
+
+def test_fallback_to_verbatim_names_the_reason(capsys: pytest.CaptureFixture[str]):
+    write_model_with_extra_tensor()
+    why = f"{EXTRA} is not part of family qwen3"
+    assert main(["save-init", "./m"]) == 0
+    err = capsys.readouterr().err
+    assert f"./m is read under the names in its files: {why}" in err.splitlines()
+    lines = error_lines(capsys, "export", "./m", "--text-only", "--out", "text")
+    assert lines[1] == f"  why: {why}"
+    assert main(["save-init", "./m", "--verbatim", "--out", "verbatim"]) == 0
+    assert main(["reshard", "m-init", "--mesh", "1,1,1", "--out", "again"]) == 0
+    assert main(["save-init", "./m", "--drop", "*extra*", "--out", "dropped"]) == 0
+    assert why not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "recorded", "kind"),
+    [
+        (
+            GOLDEN["glm4_moe"] | {"num_nextn_predict_layers": 1},
+            "model.layers.3.eh_proj.weight",
+            "model.layers.3.eh_proj.weight",
+            "layer",
+        ),
+        (GOLDEN["qwen3_next"], "mtp.fc.weight", "model.mtp.fc.weight", "module"),
+    ],
+    ids=["layer", "module"],
+)
+def test_verify_accepts_predictions_dropped_earlier(
+    config: dict[str, Any], name: str, recorded: str, kind: str
+):
+    """As version 0.1.0 recorded them in its manifest, with the fields of the config unchanged."""
+    tensors = checkpoint_tensors(config, "float32", tied=False, legacy=False)
+    write_checkpoint(Path("m"), config, tensors)
+    run_ok("save-init", "./m")
+    rule = f"{kind} of multi-token prediction, which the model does not run"
+    entry = {"name": recorded, "nbytes": 60, "rule": rule, "rows": None}
+    with changed_manifest(Path("m-init")) as manifest:
+        manifest["dropped"] = [entry]
+    tensors[name] = np.ones((3, 5), np.float32)
+    shutil.rmtree("m")
+    write_checkpoint(Path("m"), config, tensors)
+    for pair in (("m-init", "./m"), ("./m", "m-init")):
+        result = prep.verify(*pair)
+        assert result
+        assert not result.settings
+        assert [(one["tensor"], one["why"]) for one in result.left_out] == [(name, rule)]

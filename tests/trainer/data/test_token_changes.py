@@ -1,0 +1,124 @@
+"""A resumed run with other tokens is refused before they are made, and the error names the cause."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.corpus import EOS, change, make_config, write_json
+from trainer.data.chat_template import ChatTemplate
+from trainer.data.token_changes import RecordedTokens, TokenChange
+from trainer.data.token_shards import tokenize_share
+from trainer.data.tokenize import TokenizeConfig, hash_files, store_identity, tokenize_files
+from trainer.data.tokenizer import load_tokenizer
+from trainer.models.errors import PrepError
+
+BOS = 1
+MESSAGES = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+TEMPLATE = ChatTemplate(
+    "chat_template.jinja",
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{% generation %}<|end|>{% endgeneration %}{% endfor %}",
+    (("bos_token", "<|end|>"),),
+)
+VERSION_HINT = "the earlier version finishes the run; `--restart` starts again from step 0"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TokenizeConfig:
+    """Return settings of text documents."""
+    file = write_json(tmp_path / "a.jsonl", ["the cat sat"] * 9)
+    return make_config(tmp_path, file, type="json", bos_id=BOS)
+
+
+def chat_config(folder: Path, suffix: str = ".jsonl") -> TokenizeConfig:
+    """Return settings of conversations in a file of a type."""
+    path = folder / f"chats{suffix}"
+    if suffix == ".jsonl":
+        path.write_text("\n".join([json.dumps({"messages": MESSAGES})] * 9))
+    else:
+        pa = pytest.importorskip("pyarrow")
+        pq = pytest.importorskip("pyarrow.parquet")
+        pq.write_table(pa.table({"messages": [MESSAGES] * 9}), path)
+    config = make_config(folder, path, type="auto", fields="messages", bos_id=BOS)
+    return change(config, chat_template=TEMPLATE, eos_id=EOS, add_eos=False, seq_length=4)
+
+
+def refusal(config: TokenizeConfig, recorded: str, add_bos: bool | None) -> PrepError:
+    """Return the error of a run that began with other tokens. No token is made."""
+    resumed = replace(config, recorded=RecordedTokens((recorded, "another store"), add_bos))
+
+    def fail(*_: Any) -> None:
+        pytest.fail("tokens were made")
+
+    with pytest.raises(PrepError) as caught:
+        tokenize_files(resumed, progress=fail, note=lambda line: None)
+    # Several processes make a plan first.
+    with pytest.raises(PrepError) as shared:
+        tokenize_share(resumed, 0, 2, progress=fail, note=lambda line: None)
+    assert str(shared.value) == str(caught.value)
+    assert not [path for path in config.cache.iterdir() if path.is_dir()]
+    assert caught.value.what == "the data has changed since the run began"
+    return caught.value
+
+
+def recorded_identity(config: TokenizeConfig, *without: TokenChange) -> str:
+    """Return the identity of the tokens that a version without some changes makes."""
+    files = hash_files([*map(Path, config.paths)], lambda line: None)
+    typed = replace(
+        config, type=Path(config.paths[0]).suffix.removeprefix(".").replace("jsonl", "json")
+    )
+    return store_identity(typed, files, load_tokenizer(config.tokenizer).digest, without=without)
+
+
+def test_tokens_of_other_files_are_refused_before_they_are_made(config: TokenizeConfig):
+    error = refusal(config, "recorded", add_bos=None)
+    assert error.why.startswith("recorded another store, now ")
+    assert error.hint.startswith("`--restart` starts again")
+
+
+def test_recorded_tokens_are_made_again(config: TokenizeConfig):
+    recorded = RecordedTokens((recorded_identity(config),), None)
+    resumed = replace(config, recorded=recorded)
+    tokens = tokenize_files(resumed, progress=lambda *_: None, note=lambda line: None)
+    assert tokens.identity == recorded.identities[0]
+
+
+@pytest.mark.parametrize("then", [True, pytest.param(None, marks=pytest.mark.slow)])
+def test_changed_begin_token_is_named(config: TokenizeConfig, then: bool | None):
+    begun = recorded_identity(change(config, add_bos=then))
+    error = refusal(change(config, add_bos=not then), begun, add_bos=then)
+    value = "true" if then else ""
+    assert error.why.startswith("data.add_bos: ")
+    assert error.hint.startswith(f"`--set data.add_bos={value}` keeps it; `--restart`")
+
+
+def test_begin_token_is_not_the_cause_for_chats_without_it(tmp_path: Path):
+    # An earlier version recorded `data.add_bos = false`, the default then.
+    pytest.importorskip("jinja2")
+    error = refusal(chat_config(tmp_path), "recorded", add_bos=False)
+    assert "data.add_bos" not in f"{error.why} {error.hint}"
+
+
+def test_second_begin_token_of_an_earlier_version_is_named(tmp_path: Path):
+    config = change(chat_config(tmp_path), add_bos=True)
+    begun = recorded_identity(config, TokenChange.SINGLE_BOS)
+    error = refusal(config, begun, add_bos=True)
+    assert error.why == TokenChange.SINGLE_BOS.value
+    assert error.hint.startswith(VERSION_HINT)
+
+
+def test_rows_of_tables_of_an_earlier_version_are_named(tmp_path: Path):
+    config = chat_config(tmp_path, ".parquet")
+    begun = recorded_identity(config, TokenChange.TABLE_ROWS)
+    error = refusal(config, begun, add_bos=False)
+    assert error.why == TokenChange.TABLE_ROWS.value
+    assert error.hint.startswith(VERSION_HINT)
+    both = recorded_identity(change(config, add_bos=True), *TokenChange)
+    error = refusal(config, both, add_bos=True)
+    causes = ", and ".join(cause.value for cause in TokenChange)
+    assert error.why == f"data.add_bos: true -> not set, and {causes}"
