@@ -340,4 +340,5 @@ def _encoding_error(error: UnicodeDecodeError) -> PrepError:
 
 def _quit(observer: ChatObserver) -> None:
     """Report a second Ctrl-C, and end the process."""
-    exit_with_report(lambda: observer.show_final_error(PrepError("interrupted", code=INTERRUPTED)))
+    error = PrepError("interrupted", hint="start the chat again", code=INTERRUPTED)
+    exit_with_report(lambda: observer.show_final_error(error))

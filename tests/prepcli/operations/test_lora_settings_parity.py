@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -106,8 +107,9 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def our_logits(base: str, adapter: str) -> np.ndarray:
     """Compute the logits of a model with an adapter with prep."""
     model, params = load_ours(base, adapter)
+    tokens = jnp.asarray(TOKENS)
     return np.asarray(
-        jax.jit(lambda p: transformer.compute_logits(p, TOKENS, model, ForwardConfig()))(params)
+        jax.jit(lambda p: transformer.compute_logits(p, tokens, model, ForwardConfig()))(params)
     )
 
 
@@ -161,7 +163,7 @@ def make_peft_adapter(case: Case) -> Any:
 @pytest.mark.parametrize("name", slow_except(list(CASES), DEFAULT_CASES))
 def test_adapter_of_peft_is_the_same_in_prep(name: str):
     expected = torch_logits(make_peft_adapter(CASES[name]))
-    np.testing.assert_allclose(our_logits("base", "adapter"), expected, atol=5e-5, rtol=2e-5)
+    np.testing.assert_allclose(our_logits("base", "adapter"), expected, **LOGITS)
     check_merge("base", "adapter")
 
 
