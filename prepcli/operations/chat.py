@@ -17,7 +17,6 @@ from prepcli.console.formatting import count_text
 from prepcli.console.jax_logs import silence_jax
 from prepcli.console.observer import RunObserver
 from prepcli.errors import (
-    INTERRUPTED,
     TERMINAL,
     Option,
     PrepError,
@@ -25,12 +24,7 @@ from prepcli.errors import (
     text,
     usage_error,
 )
-from prepcli.execution.signals import (
-    Stopped,
-    exit_with_report,
-    interrupt_at_once,
-    remember_signal,
-)
+from prepcli.execution.signals import handle_interrupts
 from prepcli.operations.compute_options import GenerateOptions
 from prepcli.operations.conflicts import reject_without
 from prepcli.operations.conversion import common_options
@@ -108,26 +102,30 @@ class _Chat:
 
         Raises:
             PrepError: The chat template rejects the messages, or they exceed the positions of the model.
-            Stopped: A signal other than Ctrl-C arrived.
+            KeyboardInterrupt: Ctrl-C arrived twice.
         """
         messages: list[JsonObject] = [*self.messages, {"role": "user", "content": line}]
         pieces: list[str] = []
-        with remember_signal(lambda _: None, lambda: _quit(self.observer)) as signal_name:
-            with self._open_answer() as write:
+        is_interrupted = False
 
-                def show(piece: str) -> None:
-                    pieces.append(piece)
-                    write(piece)
-                    if signal_name():
-                        raise _AnswerStoppedError
+        def interrupt() -> None:
+            nonlocal is_interrupted
+            if is_interrupted:
+                raise KeyboardInterrupt
+            is_interrupted = True
 
-                try:
-                    self._generate(messages, show)
-                except _AnswerStoppedError:
-                    self.observer.note("stopped")
-            received = signal_name()
-        if received not in ("", "SIGINT"):
-            raise Stopped(received)
+        with handle_interrupts(interrupt), self._open_answer() as write:
+
+            def show(piece: str) -> None:
+                pieces.append(piece)
+                write(piece)
+                if is_interrupted:
+                    raise _AnswerStoppedError
+
+            try:
+                self._generate(messages, show)
+            except _AnswerStoppedError:
+                self.observer.note("stopped")
         if pieces:
             self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
@@ -299,12 +297,12 @@ def _read_turn(observer: ChatObserver, *, is_terminal: bool) -> str | None:
     """
     if not is_terminal:
         return _read_line()
-    try:
-        with interrupt_at_once(lambda _: None, lambda: _quit(observer)):
+    with handle_interrupts(_interrupt):
+        try:
             return _read_line_from_terminal()
-    except KeyboardInterrupt:
-        observer.note(f"\n{INTRODUCTION}")
-    return _read_line_from_terminal()
+        except KeyboardInterrupt:
+            observer.note(f"\n{INTRODUCTION}")
+        return _read_line_from_terminal()
 
 
 def _read_line_from_terminal() -> str | None:
@@ -338,7 +336,5 @@ def _encoding_error(error: UnicodeDecodeError) -> PrepError:
     return PrepError("standard input is not UTF-8 text", str(error), "convert it to UTF-8")
 
 
-def _quit(observer: ChatObserver) -> None:
-    """Report a second Ctrl-C, and end the process."""
-    error = PrepError("interrupted", hint="start the chat again", code=INTERRUPTED)
-    exit_with_report(lambda: observer.show_final_error(error))
+def _interrupt() -> None:
+    raise KeyboardInterrupt

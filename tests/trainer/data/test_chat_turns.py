@@ -203,7 +203,7 @@ def test_messages_have_their_loss_weight(keys: dict[str, Any], expected: str):
     [
         ([assistant("a", weight=2)], "`weight` of a message is 2 - a number from 0 to 1"),
         ([assistant("a", train="no")], "`train` of a message is a string"),
-        ([assistant(tool_calls=[call("{")])], "the arguments of a tool call are no JSON"),
+        ([assistant(tool_calls=[call("{")])], "the arguments of a tool call: not JSON"),
         ([assistant(tool_calls=[call([1])])], "the arguments of a tool call are not an object"),
         ([assistant(tool_calls=["x"])], "a tool call is not an object"),
         ([user("a"), assistant("b\ufdd5")], "a message is not text"),

@@ -281,6 +281,7 @@ VALUES_BY_KEY = {
     ),
     "data.template_args": st.dictionaries(TEXTS, st.booleans() | st.integers(0, 9) | TEXTS),
     "data.template_date": st.just("2026-01-31"),
+    "eval.stride": st.integers(1, 2),
     "log.tensorboard": st.booleans() | PATHS,
     "log.samples": TEXTS | st.lists(TEXTS, min_size=1, max_size=3),
     "log.wandb": st.fixed_dictionaries(
