@@ -25,8 +25,8 @@ from trainer.data.ignored_parts import describe_ignored
 from trainer.data.readers import READERS
 from trainer.data.records import RecordSettings, read_examples
 from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
-from trainer.data.seq2seq import count_truncated
 from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
+from trainer.data.token_samples import count_samples
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import Key, PrepError, join_texts, text, usage_error
 from trainer.recipe.text_fields import (
@@ -519,12 +519,12 @@ def _block_summary(tokens: store.MappedTokens) -> str:
 
 
 def _seq2seq_summary(tokens: store.MappedTokens, source_length: int) -> str:
-    n_sources, n_targets = count_truncated(tokens, source_length)
-    size = (
-        f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents // 2, 'pair')}"
+    counts = count_samples(tokens, source_length=source_length, has_blocks=False)
+    size = f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(counts.samples, 'pair')}"
+    sources = f"{_count_text(counts.cut_sources, 'source')} of more than {source_length:,}"
+    targets = (
+        f"{_count_text(counts.cut_targets, 'target')} of more than {tokens.seq_length:,} tokens"
     )
-    sources = f"{_count_text(n_sources, 'source')} of more than {source_length:,}"
-    targets = f"{_count_text(n_targets, 'target')} of more than {tokens.seq_length:,} tokens"
     return f"{size}: {sources}, {targets} are cut"
 
 
