@@ -105,6 +105,11 @@ class TokenizeConfig:
         return self.packing == CONCATENATED
 
     @property
+    def encoder_length(self) -> int:
+        """Maximum tokens of a source. 0 without an encoder."""
+        return self.source_length if self.examples.has_encoder else 0
+
+    @property
     def has_rows(self) -> bool:
         """Whether documents are arranged in rows."""
         return not self.has_blocks and not self.examples.has_encoder
