@@ -73,11 +73,18 @@ def sample_texts(sample: TokenSample) -> Iterator[tuple[str, Sequence[SamplePart
         yield "", sample.parts
 
 
+def weight_groups(parts: Sequence[SamplePart]) -> Iterator[tuple[float, list[SamplePart]]]:
+    """Yield each loss weight with the consecutive parts that have it."""
+    for weight, group in itertools.groupby(parts, lambda part: part.weight):
+        yield weight, list(group)
+
+
 def marked_text(parts: Sequence[SamplePart]) -> str:
     """Return the text of a sample with marks around its parts with loss, e.g. `Hi? ⟦Yes⟧ ⟦0.5:no⟧`."""
     pieces: list[str] = []
-    for weight, group in itertools.groupby(parts, lambda part: part.weight):
-        text = "".join(map(_part_text, group))
+    for weight, group in weight_groups(parts):
+        # A bracket in the data is not a mark.
+        text = "".join(escape_marks(part_text(part)) for part in group)
         pieces.append(_marked_by_weight(text, weight))
     return "".join(pieces)
 
@@ -89,21 +96,18 @@ def part_text(part: SamplePart) -> str:
     return printable(part.text).replace("\n", f"{NEWLINE}\n")
 
 
-def _part_text(part: SamplePart) -> str:
-    # A bracket in the data is not a mark.
-    return escape_marks(part_text(part))
+def part_ids(part: SamplePart) -> str:
+    """Return the ids of a part as text."""
+    if part.omitted:
+        return "…"
+    return " ".join(map(str, part.ids))
 
 
 def _marked_ids(parts: Sequence[SamplePart]) -> str:
     """Return the ids of a sample with the marks of its text, e.g. `1 7 ⟦8 2⟧`."""
     pieces: list[str] = []
-    for weight, group in itertools.groupby(parts, lambda part: part.weight):
-        words: list[str] = []
-        for part in group:
-            words += map(str, part.ids)
-            if part.omitted:
-                words.append("…")
-        pieces.append(_marked_by_weight(" ".join(words), weight))
+    for weight, group in weight_groups(parts):
+        pieces.append(_marked_by_weight(" ".join(map(part_ids, group)), weight))
     return " ".join(pieces)
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from prepcli.inspection.sample_text import (
     COUNT_HEADER,
     count_cells,
+    part_ids,
     part_text,
     sample_texts,
     sample_title,
+    weight_groups,
 )
 from prepcli.pages.html_page import html_table, write_html_page
 from trainer.data.token_samples import SampleCounts, SamplePart, TokenSample
@@ -69,23 +71,21 @@ def _sample_elements(sample: TokenSample) -> Iterator[str]:
     for label, parts in sample_texts(sample):
         if label:
             yield f"<h3>{label}</h3>"
+        texts: list[str] = []
+        ids: list[str] = []
+        for weight, group in weight_groups(parts):
+            texts.append(_marked_element("".join(map(_part_element, group)), weight))
+            ids.append(_marked_element(" ".join(map(part_ids, group)), weight))
         # HTML ignores a newline after <pre>, so that a text may begin with one.
-        yield f"<pre>\n{''.join(map(_part_element, parts))}</pre>"
-        ids = " ".join(_ids_text(part) for part in parts)
-        yield f"<details><summary>token ids</summary><p>{ids}</p></details>"
+        yield f"<pre>\n{''.join(texts)}</pre>"
+        yield f"<details><summary>token ids</summary><p>{' '.join(ids)}</p></details>"
 
 
 def _part_element(part: SamplePart) -> str:
     text = escape(part_text(part))
     if part.is_special:
-        text = f'<span class="special">{text}</span>'
-    return _marked_element(text, part.weight)
-
-
-def _ids_text(part: SamplePart) -> str:
-    if part.omitted:
-        return "…"
-    return _marked_element(" ".join(map(str, part.ids)), part.weight)
+        return f'<span class="special">{text}</span>'
+    return text
 
 
 def _marked_element(text: str, weight: float) -> str:
