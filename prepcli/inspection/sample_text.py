@@ -9,7 +9,7 @@ from prepcli.console.escaping import escape_marks, marked, printable, printable_
 from prepcli.console.formatting import count_text
 from prepcli.console.tables import wrap_line
 from prepcli.console.ui import Cell, format_table
-from trainer.data.token_samples import SampleCounts, SamplePart, TokenSample
+from trainer.models.data_samples import SampleCounts, SamplePart, TokenSample
 
 COUNT_HEADER = (
     *("data", "samples", "tokens", "with loss"),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     # Every operation imports this module, and only plans and reports need these.
     from prepcli.pages.plan_rows import CompiledStep
     from prepcli.pages.report_page import RunSummary
-    from trainer.data.token_samples import SampleCounts, TokenSample
+    from trainer.models.data_samples import SampleCounts, TokenSample
     from trainer.planning.memory_changes import MemoryChange
     from trainer.planning.training_plan import KindEstimate, TrainingPlan
 

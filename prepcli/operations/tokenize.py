@@ -26,16 +26,11 @@ from prepcli.pages.samples_page import write_samples_page
 from prepcli.training_runs.observe import tokenize_progress
 from prepcli.training_runs.recipe_data import open_token_configs
 from trainer.data.token_formats import check_exportable, export_tokens
-from trainer.data.token_samples import (
-    SampleCounts,
-    SamplePart,
-    TokenSample,
-    count_samples,
-    read_samples,
-)
+from trainer.data.token_samples import count_samples, read_samples
 from trainer.data.token_shards import ShardedTokens, tokenize_share
 from trainer.data.tokenize import TokenizeConfig
 from trainer.data.tokenizer import load_tokenizer
+from trainer.models.data_samples import SampleCounts, SamplePart, TokenSample
 from trainer.recipe import load_recipe
 
 __all__ = ["SampleCounts", "SamplePart", "TokenSample", "tokenize_shard"]

@@ -16,7 +16,7 @@ from prepcli.inspection.sample_text import (
     weight_groups,
 )
 from prepcli.pages.html_page import html_table, write_html_page
-from trainer.data.token_samples import SampleCounts, SamplePart, TokenSample
+from trainer.models.data_samples import SampleCounts, SamplePart, TokenSample
 
 STYLE = """
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px }
