@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     # Every operation imports this module, and only plans and reports need these.
     from prepcli.pages.plan_rows import CompiledStep
     from prepcli.pages.report_page import RunSummary
+    from trainer.models.data_samples import SampleCounts, TokenSample
     from trainer.planning.memory_changes import MemoryChange
     from trainer.planning.training_plan import KindEstimate, TrainingPlan
 
@@ -368,6 +369,9 @@ class TokenizedData(HtmlTable):
         missing_shards: Number of shards that other processes have not made yet.
         tokens: Number of tokens, or None if shards are missing.
         documents: Number of documents, or None if shards are missing.
+        counts: Counts of its samples, if `show` is given. In a job, one process has them: the one that completed the
+            tokens, or process 0 if they were complete before.
+        samples: The first samples, where `counts` are. Evaluation data has none.
     """
 
     name: str
@@ -376,6 +380,8 @@ class TokenizedData(HtmlTable):
     missing_shards: int
     tokens: int | None
     documents: int | None
+    counts: SampleCounts | None = None
+    samples: tuple[TokenSample, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prepcli.console.formatting import count_text, format_bytes
+from prepcli.inspection.sample_text import counts_table, sample_line
 from prepcli.training_runs.run import PreparedRun
 from trainer.models.architecture import ArchConfig
 from trainer.models.attention_kernels import KernelChoice
@@ -25,7 +27,13 @@ if TYPE_CHECKING:
     from trainer.nn.kernels.options import AttentionOptions
     from trainer.nn.model_spec import ModelSpec
     from trainer.training.loop_config import LoopConfig
+    from trainer.training.source_datasets import TokenStore
     from trainer.training.step import StepSetup
+
+# Characters of the first sample: 7 lines of 80 with its label.
+MAX_SAMPLE_CHARS = 540
+# Tokens of the first sample.
+SAMPLE_TOKENS = (256, 128, 64, 32, 16, 8)
 
 
 def run_summary_lines(prepared: PreparedRun) -> Iterator[str]:
@@ -47,6 +55,8 @@ def run_summary_lines(prepared: PreparedRun) -> Iterator[str]:
         n_rows = loop.evaluation.n_rows
         limit = prepared.run.recipe.eval.limit or n_rows
         yield _evaluation_line(prepared.run.recipe, min(n_rows, limit))
+    if prepared.run.is_first:
+        yield from _data_lines(prepared)
     if prepared.step:
         yield f"resuming at step {prepared.step}"
 
@@ -80,6 +90,53 @@ def _evaluation_line(recipe: Recipe, n_rows: int) -> str:
     if recipe.eval.patience:
         metric = recipe.checkpoint.best or EVAL_LOSS
         line += f"; the run ends after {recipe.eval.patience} without a better {metric}"
+    return line
+
+
+def _data_lines(prepared: PreparedRun) -> Iterator[str]:
+    """Yield the counts of the training data, and its first sample with its tokens with loss marked.
+
+    Data without loss weights has none: the line of its tokens says all.
+    """
+    from trainer.data.token_samples import count_samples
+    from trainer.training.source_datasets import token_stores
+
+    stores = token_stores(prepared.loop.train)
+    weighted = [part for part in stores.values() if part.tokens.weight_codes is not None]
+    if not weighted:
+        return
+    counts = {
+        name: count_samples(
+            part.tokens, source_length=part.source_length, has_blocks=part.has_blocks
+        )
+        for name, part in stores.items()
+    }
+    yield from counts_table(counts, None).split("\n")
+    data = prepared.run.recipe.data
+    folder = prepared.start.tokenizer_folder
+    sample = _short_sample(weighted[0], Path(data.tokenizer or folder))
+    if sample:
+        yield f"first sample: {sample}"
+
+
+def _short_sample(store: TokenStore, tokenizer_path: Path) -> str:
+    """Return the first sample of a store in a few lines, as many tokens of both of its ends as fit."""
+    from trainer.data.token_samples import read_samples
+    from trainer.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(tokenizer_path)
+    line = ""
+    for max_tokens in SAMPLE_TOKENS:
+        for sample in read_samples(
+            store.tokens,
+            tokenizer,
+            1,
+            source_length=store.source_length,
+            max_tokens=max_tokens,
+        ):
+            line = sample_line(sample)
+        if len(line) <= MAX_SAMPLE_CHARS:
+            break
     return line
 
 

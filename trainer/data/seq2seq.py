@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.document_packing import BLOCK_DOCUMENTS
 from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, check_rows, packed_columns
-from trainer.data.store import MappedTokens, document_end_blocks
+from trainer.data.store import MappedTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +128,3 @@ def seq2seq_columns(source_length: int, seq_length: int) -> ColumnSpecs:
         "present": (source_length, np.dtype(np.bool_)),
         **packed_columns(seq_length),
     }
-
-
-def count_truncated(tokens: MappedTokens, source_length: int) -> tuple[int, int]:
-    """Return the numbers of sources and of targets to be truncated."""
-    n_sources = n_targets = block_start = 0
-    for ends in document_end_blocks(tokens, BLOCK_DOCUMENTS):
-        # Blocks have an even number of documents: each begins with a source.
-        lengths = np.diff(ends, prepend=block_start)
-        n_sources += int((lengths[::2] > source_length).sum())
-        n_targets += int((lengths[1::2] > tokens.seq_length).sum())
-        block_start = int(ends[-1])
-    return n_sources, n_targets

@@ -26,9 +26,16 @@ from trainer.data.overlong import OverlongRule
 from trainer.data.readers import READERS
 from trainer.data.records import RecordSettings, read_examples
 from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
-from trainer.data.seq2seq import count_truncated
+from trainer.data.store_checks import (
+    check_has_block,
+    check_has_loss,
+    check_has_source_target_pair,
+    check_has_token,
+    count_text,
+)
 from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
 from trainer.data.token_changes import RecordedTokens, TokenChange
+from trainer.data.token_samples import count_samples
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import Key, PrepError, join_texts, text, usage_error
 from trainer.recipe.text_fields import (
@@ -117,6 +124,11 @@ class TokenizeConfig:
     def overlong_rule(self) -> OverlongRule:
         """The rule for documents that are longer than a sequence."""
         return OverlongRule(self.overlong, self.seq_length, self.examples.bos_id)
+
+    @property
+    def encoder_length(self) -> int:
+        """Maximum tokens of a source. 0 without an encoder."""
+        return self.source_length if self.examples.has_encoder else 0
 
     @property
     def has_rows(self) -> bool:
@@ -335,13 +347,13 @@ def _map_token_store(
     if remark := tokenizer.smaller_vocabulary_note(config.vocab):
         note(remark)
     if config.examples.has_encoder:
-        _check_has_source_target_pair(meta)
+        check_has_source_target_pair(meta)
     elif config.has_blocks:
-        _check_has_block(meta, config.seq_length)
+        check_has_block(meta, config.seq_length)
     else:
-        _check_has_token(meta)
+        check_has_token(meta)
     tokens = store.map_tokens(folder, meta, config.seq_length)
-    _check_has_loss(tokens)
+    check_has_loss(tokens)
     note(_dataset_summary(tokens, config))
     for line in describe_ignored(meta.ignored):
         note(line)
@@ -482,7 +494,7 @@ def build_token_store(
         def fill(writer: TokenWriter) -> None:
             if writer.n_tokens:
                 note(
-                    f"continuing after {_count_text(writer.n_tokens, 'token')} of an interrupted run"
+                    f"continuing after {count_text(writer.n_tokens, 'token')} of an interrupted run"
                 )
             total_nbytes = sum(file.nbytes for file in files)
 
@@ -533,52 +545,11 @@ def read_valid_meta(
         return None
 
 
-def _check_has_source_target_pair(meta: store.StoreMeta) -> None:
-    """Raise PrepError if the data of an encoder-decoder model is empty."""
-    if not meta.n_tokens:
-        raise PrepError(
-            "the data has no source-target pair",
-            "all lines are blank, or all their texts are empty",
-            text("set another {}", Key("data.path")),
-        )
-
-
-def _check_has_block(meta: store.StoreMeta, seq_length: int) -> None:
-    """Raise PrepError if the data is shorter than one block."""
-    if meta.n_tokens < seq_length:
-        size = (
-            f"{_count_text(meta.n_tokens, 'token')} in {_count_text(meta.n_documents, 'document')}"
-        )
-        hint = "add more text"
-        if meta.n_tokens > 1:
-            hint = text("{}, or {}", hint, Key("data.seq_length", meta.n_tokens, is_override=True))
-        raise PrepError(
-            "the data is shorter than one block", f"{size}, a block has {seq_length:,}", hint
-        )
-
-
-def _check_has_token(meta: store.StoreMeta) -> None:
-    """Raise PrepError if the data has no token."""
-    if not meta.n_tokens:
-        hint = text("set another {}", Key("data.path"))
-        raise PrepError("the data has no token", "all its documents are empty", hint)
-
-
-def _check_has_loss(tokens: store.MappedTokens) -> None:
-    """Raise PrepError if no token of the data counts in the loss."""
-    if tokens.weight_codes is not None and not tokens.weight_codes.any():
-        why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
-        hint = text("set another {}", Key("data.fields"))
-        raise PrepError("the data has no token to train on", why, hint)
-
-
 def _dataset_summary(tokens: store.MappedTokens, config: TokenizeConfig) -> str:
     """Return the sizes of a store in one line."""
     if config.examples.has_encoder:
         return _seq2seq_summary(tokens, config.source_length)
-    size = (
-        f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents, 'document')}"
-    )
+    size = f"{count_text(tokens.n_tokens, 'token')} in {count_text(tokens.n_documents, 'document')}"
     if tokens.weight_codes is not None:
         size += f", {100 * (tokens.weight_codes > 0).mean():.0f} % with loss"
     if not config.has_blocks:
@@ -588,22 +559,15 @@ def _dataset_summary(tokens: store.MappedTokens, config: TokenizeConfig) -> str:
 
 def _block_summary(tokens: store.MappedTokens) -> str:
     n_dropped = tokens.n_tokens % tokens.seq_length
-    blocks = f"{_count_text(tokens.n_blocks, 'block')} of {tokens.seq_length:,}"
-    return f"{blocks}, {_count_text(n_dropped, 'token')} left over and dropped"
+    blocks = f"{count_text(tokens.n_blocks, 'block')} of {tokens.seq_length:,}"
+    return f"{blocks}, {count_text(n_dropped, 'token')} left over and dropped"
 
 
 def _seq2seq_summary(tokens: store.MappedTokens, source_length: int) -> str:
-    n_sources, n_targets = count_truncated(tokens, source_length)
-    size = (
-        f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents // 2, 'pair')}"
+    counts = count_samples(tokens, source_length=source_length, has_blocks=False)
+    size = f"{count_text(tokens.n_tokens, 'token')} in {count_text(counts.samples, 'pair')}"
+    sources = f"{count_text(counts.cut_sources, 'source')} of more than {source_length:,}"
+    targets = (
+        f"{count_text(counts.cut_targets, 'target')} of more than {tokens.seq_length:,} tokens"
     )
-    sources = f"{_count_text(n_sources, 'source')} of more than {source_length:,}"
-    targets = f"{_count_text(n_targets, 'target')} of more than {tokens.seq_length:,} tokens"
     return f"{size}: {sources}, {targets} are cut"
-
-
-def _count_text(number: int, noun: str) -> str:
-    """Return a number with its noun, e.g. `1 token` or `2 tokens`."""
-    if number == 1:
-        return f"{number:,} {noun}"
-    return f"{number:,} {noun}s"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -236,6 +236,15 @@ class TextTokenizer:
             # The preceding ids end within a character, so their text is not a prefix of the whole
             # text.
             return self.codec.decode(list(ids))
+
+    def special_ids(self, ids: Collection[int]) -> set[int]:
+        """Return the ids of special tokens among `ids`, and the ids that the tokenizer does not have."""
+        known = {token_id for token_id in ids if self.codec.token(token_id) is not None}
+        return {*ids} - known | self.codec.special_ids(known)
+
+    def spelling(self, token_id: int) -> str:
+        """Return the spelling of a token, e.g. `<s>`, or `<|9|>` for an id that the tokenizer does not have."""
+        return self.codec.token(token_id) or f"<|{token_id}|>"
 
     def check_in_vocab(self, token_id: int, vocab_size: int) -> None:
         """Raise PrepError unless an id is below the model's vocabulary size without padding."""

@@ -23,27 +23,22 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.models.axis_map import LAYER_ATOMS, LAYERS, bind_row, number_tensors
-from trainer.models.errors import GET_AGAIN_HINT, PrepError, usage_error
-from trainer.models.lora_config import LoraConfig, lora_from_manifest
+from trainer.models.errors import PrepError, usage_error
+from trainer.models.lora_config import LoraConfig
 from trainer.models.module_patterns import find_pattern
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import (
     EMBEDDING_PATH_PARTS,
-    VERBATIM,
     Family,
     HFConfig,
     Parameter,
     active_parameters,
 )
-from trainer.models.registry import family_of
 from trainer.models.row_text import parse_row
 from trainer.models.rows import atoms_in, split_dims, split_row
 from trainer.models.suggest import suggest
-from trainer.models.text_part import with_prefixes
-from trainer.models.verbatim import recorded_family
 
 RANK_ATOM = "lora_rank"
 # Last path parts of the leaves.
@@ -61,32 +56,6 @@ BASE_LAYER = "base_layer."
 # First path parts of the modules that can be trained as a whole.
 EMBED = "embed"
 HEAD = "head"
-
-
-def manifest_family(manifest: Mapping[str, Any]) -> Family:
-    """Return the family of a checkpoint's parameters: of the model, of its adapters, or of verbatim tensors."""
-    if manifest.get("family") == VERBATIM:
-        return recorded_family(manifest)
-    config = manifest["config"]
-    lora = lora_from_manifest(manifest)
-    family = family_of(config)
-    # Adapters have the names of the text model alone.
-    if lora is not None:
-        return lora_family(family, config, lora)
-    if towers := manifest.get("towers"):
-        return with_prefixes(
-            family, _read_prefix(towers, "prefix"), _read_prefix(towers, "head_prefix")
-        )
-    return family
-
-
-def _read_prefix(towers: Mapping[str, Any], key: str) -> str:
-    """Return a prefix of tensor names in a manifest."""
-    prefix = towers.get(key)
-    if not isinstance(prefix, str):
-        why = f"`towers` has the {key} {prefix!r:.60}"
-        raise PrepError("the manifest is invalid", why, GET_AGAIN_HINT)
-    return prefix
 
 
 @dataclass(frozen=True, slots=True)
