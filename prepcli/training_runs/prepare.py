@@ -34,6 +34,7 @@ from trainer.planning.model_shapes import model_of_manifest
 from trainer.planning.step_inputs import run_dropout
 from trainer.planning.training_plan import with_overrides
 from trainer.recipe import LoadedRecipe, Recipe, recipe_to_toml
+from trainer.recipe.text_fields import CHAT_FORMATS
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
@@ -247,7 +248,7 @@ def _check_loop(prepared: PreparedRun, model: ModelSpec) -> None:
             loop,
             changed=changed_keys(recipe_file, run.recipe),
             step=step,
-            is_chat=run.recipe.data.format == "chat",
+            is_chat=run.recipe.data.format in CHAT_FORMATS,
         )
     elif run.recipe.model.training_state:
         check_continued_start(prepared.start, loop)

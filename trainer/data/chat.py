@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from trainer.data.chat_loss import message_weight
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.column_values import check_columns, messages_value
 from trainer.data.example_settings import (
     ExampleSettings,
     begin_segments,
@@ -16,10 +15,9 @@ from trainer.data.example_settings import (
     token_segment,
 )
 from trainer.data.examples import Example, LossSpan, Segment
-from trainer.data.ignored_parts import HIDDEN_REASONING, TOOLS, TOOLS_COLUMN
+from trainer.data.ignored_parts import HIDDEN_REASONING, TOOLS
 from trainer.data.readers.reader import DataPiece, Record
 from trainer.models.errors import PrepError
-from trainer.models.json_types import JsonValue
 
 if TYPE_CHECKING:
     from trainer.data.chat_rendering import Conversation, Spans
@@ -42,11 +40,14 @@ class ChatBuilder:
             from trainer.data.chat_forms import MessageForms
             from trainer.data.chat_rendering import ChatRenderer
             from trainer.data.chat_turns import TurnFinder
+            from trainer.data.conversations import message_reader, tools_value
         except ImportError:
             what = "cannot render chat templates"
             hint = "`pip install 'prepcli[chat]'`"
             raise PrepError(what, "jinja2 is not installed", hint) from None
         self._settings = settings
+        self._messages = message_reader(settings.chat_format, settings.fields)
+        self._tools = tools_value
         self._renderer = ChatRenderer(template)
         self._forms = MessageForms(self._renderer)
         self._finder = TurnFinder(self._renderer)
@@ -61,10 +62,8 @@ class ChatBuilder:
                 cannot be found.
         """
         assert isinstance(piece, Record)
-        column = self._settings.fields
-        check_columns(piece, [column])
-        messages = messages_value(piece, column)
-        tools = _tools_value(piece)
+        messages = self._messages(piece)
+        tools = self._tools(piece)
         conversation = self._forms.conversation(messages, tools, piece.place)
         ignored: Counter[str] = Counter()
         if tools and not self._renderer.takes_tools:
@@ -135,14 +134,6 @@ class ChatBuilder:
         if any(stop in text[start:end] for stop in stops):
             return end
         return end + max((len(stop) for stop in stops if text.startswith(stop, end)), default=0)
-
-
-def _tools_value(record: Record) -> list[JsonValue] | None:
-    """Return the tools of a record, or None."""
-    from trainer.data.chat_forms import parse_json_column
-
-    value = record.values.get(TOOLS_COLUMN)
-    return parse_json_column(value, f"{record.place}: column `{TOOLS_COLUMN}`") or None
 
 
 def _intersect(spans: Sequence[LossSpan], generated: Spans) -> tuple[LossSpan, ...]:

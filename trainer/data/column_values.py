@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.column_hints import columns_hint, turns_hint
+from trainer.data.column_shapes import columns_hint
 from trainer.data.examples import TokenIds
 from trainer.data.readers.reader import Record
 from trainer.files.json_values import json_type_name
@@ -125,7 +125,9 @@ def messages_value(record: Record, column: str) -> list[JsonObject]:
     for number, message in enumerate(cast(list[JsonValue], value), start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             why = f"message {number} is {json_type_name(message)}, or has no `role`"
-            hint = turns_hint(value) or '`{"role": "user", "content": "..."}`'
+            hint = columns_hint(
+                {column: cast(object, value)}, Text('`{"role": "user", "content": "..."}`')
+            )
             raise PrepError(f"{place} is not a list of messages", why, hint)
         # Arrow tables have every key in every message, with null for the absent ones. Templates ask
         # whether a key is defined, so null keys are left out.

@@ -48,6 +48,8 @@ from trainer.recipe.data_table import Data
 from trainer.recipe.field_checks import check_source_length
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
+from trainer.recipe.text_fields import CHAT_FORMATS
+from trainer.training.data_shape import find_data_shape
 from trainer.training.source_datasets import (
     Datasets,
     build_mixture,
@@ -58,7 +60,6 @@ from trainer.training.source_datasets import (
 # Names of exchanges between processes.
 MISSING_TOKENS = "tokens are missing"
 TOKEN_SHARDS = "token shards"
-CHAT = "chat"
 CONFIG_HINT = "correct the config.json of the source checkpoint, and convert it again"
 
 
@@ -130,6 +131,7 @@ def build_datasets(
             remote=remote,
             checks_digests=checks_digests,
         ),
+        find_shape=partial(find_data_shape, remote=remote, group=group or SingleProcess()),
         tokenize=partial(tokenize_in_group, group=group or SingleProcess(), progress=progress),
     )
     return build_mixture(recipe.data, build, note=note)
@@ -144,9 +146,11 @@ def _build_source(
     model_config: HFConfig,
     seed: int,
     make_config: Callable[[Data, str, DataModel, HFConfig], TokenizeConfig],
+    find_shape: Callable[..., Data],
     tokenize: Callable[..., MappedTokens],
 ) -> Datasets:
     """Return the datasets of one source."""
+    data = find_shape(data, note=note)
     config = make_config(data, source, model, model_config)
     make_dataset = partial(
         _build_dataset,
@@ -184,6 +188,7 @@ def tokenize_configs(
     folders: Mapping[str, Path],
     stop_ids: tuple[int, ...] = (),
     remote: RemoteFiles = NO_REMOTE_FILES,
+    note: Note = lambda text: None,
 ) -> Iterator[tuple[str, TokenizeConfig]]:
     """Yield the name and the config of each token store of a recipe, in the order of `build_datasets`.
 
@@ -198,6 +203,7 @@ def tokenize_configs(
         if source is not None:
             source_name = source.name
             prefix = f"{source_name}-"
+        data = find_data_shape(data, remote=remote, note=note)
         config = _tokenize_config(
             data,
             source_name,
@@ -280,7 +286,7 @@ def _example_settings(
     """
     chat_template: ChatTemplate | None = None
     add_eos = data.add_eos
-    is_chat = data.format == CHAT
+    is_chat = data.format in CHAT_FORMATS
     if is_chat:
         chat_template = recipe_template(data, tokenizer)
         # A template ends each turn itself, usually with the end token.
@@ -289,6 +295,7 @@ def _example_settings(
         fields=data.fields or "",
         fields_from_example=data.fields_from_example or "",
         chat_template=chat_template,
+        chat_format=data.format if is_chat else "chat",
         joins_last_turns=data.chat_template == TRAINING,
         loss=LossRule(data.loss, data.loss_reasoning),
         has_encoder=model.arch_config.encoder is not None and data.objective != SPAN_CORRUPTION,
@@ -432,7 +439,11 @@ def _check_encoder(data: Data, settings: ExampleSettings, name: str) -> None:
     for key, is_set, hint in (
         ("always_start_with_bos", data.always_start_with_bos, "remove it"),
         ("prepend_text", bool(data.prepend_text), text("{}", Key("data.source_prefix"))),
-        ("format", data.format == CHAT, "remove it"),
+        (
+            "format",
+            data.format in CHAT_FORMATS,
+            text("{}", Key("data.fields", "[article], summary")),
+        ),
     ):
         if is_set:
             what = f"`data.{key}` is {getattr(data, key)!r:.60}"
