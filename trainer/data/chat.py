@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.data.chat_loss import message_weight
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.column_values import check_columns, messages_value, tool_schemas
+from trainer.data.conversations import message_reader, tools_value
 from trainer.data.example_settings import (
     ExampleSettings,
     begin_segments,
@@ -16,7 +16,7 @@ from trainer.data.example_settings import (
     token_segment,
 )
 from trainer.data.examples import Example, LossSpan, Segment
-from trainer.data.ignored_parts import HIDDEN_REASONING, TOOLS, TOOLS_COLUMN
+from trainer.data.ignored_parts import HIDDEN_REASONING, TOOLS
 from trainer.data.readers.reader import DataPiece, Record
 from trainer.models.errors import PrepError
 
@@ -38,6 +38,7 @@ class ChatBuilder:
 
     def __init__(self, settings: ExampleSettings, template: ChatTemplate) -> None:
         self._settings = settings
+        self._messages = message_reader(settings.chat_format, settings.fields)
         self._forms = load_forms(template)
         self._renderer = self._forms.renderer
         # It needs jinja2, as the forms do.
@@ -55,11 +56,8 @@ class ChatBuilder:
                 cannot be found.
         """
         assert isinstance(piece, Record)
-        column = self._settings.fields
-        check_columns(piece, [column])
-        messages = messages_value(piece, column)
-        place = f"{piece.place}: column `{TOOLS_COLUMN}`"
-        tools = tool_schemas(piece.values.get(TOOLS_COLUMN), place)
+        messages = self._messages(piece)
+        tools = tools_value(piece)
         conversation = self._forms.conversation(messages, tools, piece.place)
         ignored: Counter[str] = Counter()
         if tools and not self._renderer.takes_tools:

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.column_hints import columns_hint, turns_hint
+from trainer.data.column_shapes import columns_hint
 from trainer.data.examples import TokenIds
 from trainer.data.readers.reader import Record
 from trainer.files.json_values import json_type_name, load_json
@@ -126,7 +126,9 @@ def messages_value(record: Record, column: str) -> list[JsonObject]:
     for number, message in enumerate(cast(list[JsonValue], value), start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             why = f"message {number} is {json_type_name(message)}, or has no `role`"
-            hint = turns_hint(value) or '`{"role": "user", "content": "..."}`'
+            hint = columns_hint(
+                {column: cast(object, value)}, Text('`{"role": "user", "content": "..."}`')
+            )
             raise PrepError(f"{place} is not a list of messages", why, hint)
         # Arrow tables have every key in every message, with null for the absent ones. Templates ask
         # whether a key is defined, so null keys are left out.
@@ -147,7 +149,14 @@ def tool_schemas(value: object, place: str) -> list[JsonObject] | None:
     tools = json_list(value, place, TOOLS_HINT)
     if not all(isinstance(tool, dict) for tool in tools):
         raise PrepError(f"{place} is not a list of JSON schemas", "it has other values", TOOLS_HINT)
-    return cast(list[JsonObject], tools) or None
+    return [_with_type(tool) for tool in cast(list[JsonObject], tools)] or None
+
+
+def _with_type(tool: JsonObject) -> JsonObject:
+    """Return the schema of a tool. It may be the function alone, as LLaMA-Factory writes it."""
+    if "name" in tool and "function" not in tool and "type" not in tool:
+        return {"type": "function", "function": tool}
+    return tool
 
 
 def json_list(value: object, place: str, hint: str) -> list[JsonValue]:

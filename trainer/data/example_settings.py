@@ -13,6 +13,7 @@ from trainer.data.examples import Segment
 from trainer.data.token_changes import TokenChange
 from trainer.models.json_types import JsonObject, JsonValue
 from trainer.recipe.field_grammar import Field, TextField, TokenField, parse_fields
+from trainer.recipe.text_fields import DataFormat
 
 # Part of the identity of stores of conversations. Raise it when they give other tokens or weights.
 CHAT_VERSION = 1
@@ -27,6 +28,7 @@ class ExampleSettings:
             without columns.
         fields_from_example: Column with the fields of each record, instead of `fields`.
         chat_template: Template of the messages in the column `fields`. None for other data.
+        chat_format: Form of the conversations in the columns `fields`.
         has_encoder: Whether an encoder reads the fields in brackets.
         bos_id: The model's beginning-of-sequence token, or None.
         eos_id: The model's end-of-sequence token, or None.
@@ -47,6 +49,7 @@ class ExampleSettings:
     fields: str = ""
     fields_from_example: str = ""
     chat_template: ChatTemplate | None = None
+    chat_format: DataFormat = "chat"
     has_encoder: bool = False
     bos_id: int | None = None
     eos_id: int | None = None
@@ -135,6 +138,7 @@ class ExampleSettings:
             return {}
         return {
             "chat_version": CHAT_VERSION,
+            "chat_format": self.chat_format if self.chat_format != "chat" else None,
             "loss": self.loss.identity_inputs(),
             "last_turns": self.joins_last_turns or None,
             "stops": [*self.stop_texts] or None,

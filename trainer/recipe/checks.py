@@ -261,7 +261,7 @@ def _dataset_problems(recipe: Recipe) -> Iterator[Problem]:
     if data.sources is None:
         yield from field_problems(recipe)
         # With several sources only some may be chats: checked per source below.
-        yield from chat_problems(recipe)
+        yield from chat_problems(data)
         return
     problems = list(problem_if_raised(lambda: parse_sources(data), SOURCES_KEY))
     yield from problems or _source_field_problems(recipe)

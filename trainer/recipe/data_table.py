@@ -18,6 +18,8 @@ from trainer.recipe.key_types import (
     if_absent,
 )
 from trainer.recipe.text_fields import (
+    AUTO,
+    DEFAULT_FIELDS,
     DEFAULT_IDS_DTYPE,
     DEFAULT_MAX_DOCUMENT_NBYTES,
     DataFormat,
@@ -101,10 +103,13 @@ class Data(BaseModel):
         examples=[256 << 20],
     )
     format: DataFormat = Field(
-        default="text",
-        description='`text`: columns of texts or token ids. `prompt_completion`: text with the `fields` "[prompt], '
-        'completion". `chat`: the column `fields` ("messages" by default) has a list of messages, which the chat '
-        "template of the tokenizer renders, with loss on the turns of the assistant",
+        default="auto",
+        description="`text`: columns of texts or token ids. `prompt_completion`, `prompt_response`, "
+        '`question_answer`: text with `fields` such as "[prompt], completion". The chat template of the tokenizer '
+        "renders the others, with loss on the turns of the assistant. `chat`: the column `fields` has a list of "
+        'messages, and "[prompt], completion" takes the messages of both columns. `sharegpt`: turns with `from` and '
+        "`value`. `alpaca`: an instruction, its input and the output. `auto`: as the columns of the first record "
+        "tell, unless `fields` names columns",
         examples=["text"],
     )
     chat_template: Literal["training"] | PathText | None = Field(
@@ -147,7 +152,7 @@ class Data(BaseModel):
         "fields in brackets. Without an encoder they have no loss. `a+b` joins texts, `<|bos|>`, `<|eos|>` and "
         "`<|ID|>` are tokens, and `{column}` has token ids (a list, or base64 of little-endian int32)",
         examples=["text"],
-        json_schema_extra=if_absent('"text", if the files have columns'),
+        json_schema_extra=if_absent("the columns that `format` tells"),
     )
     fields_from_example: str | None = Field(
         default=None,
@@ -267,6 +272,12 @@ class Data(BaseModel):
     shuffle: bool = Field(
         default=True, description="shuffle the sequences in each epoch", examples=[True]
     )
+
+    @property
+    def has_auto_shape(self) -> bool:
+        """Whether the columns of the first record decide about `format` and `fields`."""
+        is_named = self.fields is not None or self.fields_from_example is not None
+        return self.format == AUTO and self.type in DEFAULT_FIELDS and not is_named
 
     @property
     def eval_paths(self) -> Paths | None:

@@ -98,9 +98,13 @@ def test_default_fields_depend_on_the_format(small: Path, data_format: str, fiel
     assert load_recipe(small, [*overrides, "data.fields=other"]).recipe.data.fields == "other"
 
 
-def test_fields_of_json_default_to_text(small: Path):
-    loaded = load_recipe(small, ["data.type=json"])
-    assert (loaded.recipe.data.fields, loaded.origins["data.fields"]) == ("text", "default")
+def test_fields_of_json_are_found_unless_named(small: Path):
+    data = load_recipe(small, ["data.type=json"]).recipe.data
+    assert (data.format, data.fields) == ("auto", None)
+    data = load_recipe(small, ["data.type=json", "data.format=text"]).recipe.data
+    assert (data.format, data.fields) == ("text", "text")
+    data = load_recipe(small, ["data.type=json", "data.fields=body"]).recipe.data
+    assert (data.format, data.fields) == ("text", "body")
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ ADDED_TABLES = ("loss", "log", "lora")
 # Text now -> the text in the digests, and the recipes with this text.
 CHANGED_DEFAULTS = {
     "# head_chunk_size: chosen for the devices": ("head_chunk_size = 512", {*DIGESTS}),
-    '# fields: "text", if the files have columns': (
+    "# fields: the columns that `format` tells": (
         '# fields: "text" for json',
         {"gpt-neo-1.3b.toml"},
     ),
