@@ -27,7 +27,7 @@ import numpy as np
 
 import prepcli as prep
 from bench.evidence import log
-from prepcli.console.observer import run_observer_of
+from prepcli.console.notebook import run_observer_of
 from prepcli.training_runs.recipe_data import open_datasets
 from tests.helpers.training_folder import RECIPE, make_training_folder
 from trainer.data.batches import BatchDigest, Batches

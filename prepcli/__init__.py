@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from prepcli.operations.suggest_map import suggest_map
     from prepcli.operations.suggestion_options import SuggestMapOptions
     from prepcli.operations.token_options import AddTokensOptions, RemoveTokensOptions
-    from prepcli.operations.tokenize import tokenize_shard
+    from prepcli.operations.tokenize import SampleCounts, SamplePart, TokenSample, tokenize_shard
     from prepcli.operations.towers_options import TowersOptions
     from prepcli.operations.train import train
     from prepcli.operations.training_state_options import TrainingStateOptions
@@ -160,6 +160,8 @@ __all__ = [
     "RoundtripOptions",
     "RoundtripWay",
     "RunsReport",
+    "SampleCounts",
+    "SamplePart",
     "SaveInitOptions",
     "SettingDifference",
     "SourceOptions",
@@ -169,6 +171,7 @@ __all__ = [
     "TensorDifference",
     "TensorDistance",
     "TensorSummary",
+    "TokenSample",
     "Tokenization",
     "TokenizedData",
     "TowersOptions",
@@ -296,7 +299,7 @@ _MODULES = {
     "prepcli.operations.suggest_map": ("suggest_map",),
     "prepcli.operations.save_init": ("reshard", "save_init"),
     "prepcli.operations.save_params": ("save_params",),
-    "prepcli.operations.tokenize": ("tokenize_shard",),
+    "prepcli.operations.tokenize": ("SampleCounts", "SamplePart", "TokenSample", "tokenize_shard"),
     "prepcli.operations.train": ("train",),
     "prepcli.operations.verify": ("verify",),
     "prepcli.operations.verify_logits": ("verify_logits",),

@@ -14,6 +14,7 @@ import typer
 from prepcli.cli.operation_parameters import Omit
 from prepcli.cli.option_groups import OutputOptions, expand_option_groups
 from prepcli.cli.options import ProgressOption, complete_recipe
+from prepcli.console.observer import LEAVES
 from prepcli.operations.data_options import DataOptions, TokenizeArguments
 from prepcli.operations.sharing_options import SharingOptions
 
@@ -43,6 +44,7 @@ def tokenize(
 
     Examples:
       prep tokenize recipe.toml
+      prep tokenize recipe.toml --show 3
       prep tokenize recipe.toml --processes 4/0
       prep tokenize recipe.toml --format megatron --out tokens
     """
@@ -55,4 +57,4 @@ def tokenize(
     result = tokenize_shard(
         recipe, share.index, of=share.count, **arguments, progress=ui, **options
     )
-    return ui.finish(tokenization_report(result))
+    return ui.finish(tokenization_report(result, ui.columns, shows_ids=ui.level >= LEAVES))

@@ -31,6 +31,21 @@ class SchemaOptions(TypedDict):
     ]
 
 
+class ChatOptions(TypedDict):
+    """The options of a conversation in the terminal, in place of prompts."""
+
+    chat: Annotated[
+        bool,
+        OptionSpec(
+            None, "Answer turns from the terminal or a pipe.", "", default=False, position=3
+        ),
+    ]
+    system: Annotated[
+        str | None,
+        OptionSpec("TEXT", "Begin the chat with this message of the system.", "", position=4),
+    ]
+
+
 @expand_option_groups
 def train(
     recipe: Annotated[
@@ -82,6 +97,7 @@ def generate(
     *,
     arguments: GenerateArguments,
     options: Annotated[GenerateOptions, Omit("stream", "memory")],
+    chat_options: ChatOptions,
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
@@ -91,10 +107,22 @@ def generate(
       prep generate gpt-neo-1.3B-init --prompt 'Once upon a time'
       prep generate runs/llama-13b --step 2000 --prompts prompts.jsonl --json
       prep generate llama-13b-init --mesh 1,1,8 --prompt Hi --temperature 0.8
+      prep generate qwen3-8b --chat --system 'Answer in one sentence.'
     """
+    from prepcli.operations.chat import chat, check_chat_options
     from prepcli.operations.generate import generate as run
-    from prepcli.rendering.generation import generation_report
+    from prepcli.rendering.generation import chat_report, generation_report
 
     ui = output_options.open_console("generate", progress)
+    check_chat_options(**chat_options, has_prompts=any(arguments.values()))
+    if chat_options["chat"]:
+        conversation = chat(
+            checkpoint,
+            system=chat_options["system"],
+            observer=ui,
+            shows_answers=not output_options.json,
+            options=options,
+        )
+        return ui.finish(chat_report(conversation))
     result = run(checkpoint, **arguments, progress=ui, **options)
     return ui.finish(generation_report(result))

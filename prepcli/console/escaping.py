@@ -8,6 +8,10 @@ from unicodedata import category
 # Newline, tab, and the zero-width joiners of letters.
 UNESCAPED = "\n\t\u200c\u200d"
 
+# Marks around a part of a text. `escape_marks` escapes them in the text itself.
+MARK_START = "⟦"
+MARK_END = "⟧"
+
 _UNUSUAL = re.compile(r"[^ -~\n\t]")  # only these characters are inspected one by one
 
 
@@ -22,6 +26,18 @@ def printable(text: str) -> str:
 def printable_line(text: str) -> str:
     """Return a text as one line, with line breaks and tabs escaped, too."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def marked(text: str) -> str:
+    """Return a text with marks around it."""
+    return f"{MARK_START}{text}{MARK_END}"
+
+
+def escape_marks(text: str) -> str:
+    """Return a text with its brackets escaped that look like marks."""
+    for mark in (MARK_START, MARK_END):
+        text = text.replace(mark, ascii(mark)[1:-1])
+    return text
 
 
 def _escape_char(char: str) -> str:

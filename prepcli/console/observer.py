@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from prepcli.console.live_block import LiveBlock
+from prepcli.console.live_block import Block
 from prepcli.console.progress import NullProgress, Progress
 from prepcli.errors import PrepError
 
@@ -83,7 +83,7 @@ class RunObserver(Observer, Protocol):
         """
         ...
 
-    def open_live_block(self) -> LiveBlock | None:
+    def open_live_block(self) -> Block | None:
         """Return lines to redraw in place, or None if the output is for a log."""
         ...
 
@@ -146,7 +146,7 @@ class OneProcessObserver:
         """Return this observer: every process of a job has its own observer."""
         return self
 
-    def open_live_block(self) -> LiveBlock | None:
+    def open_live_block(self) -> Block | None:
         """Return None: there is no terminal."""
         return None
 
@@ -183,10 +183,3 @@ def observer_of(progress: Progress | Observer | None) -> Observer:
     if isinstance(progress, Observer):
         return progress
     return SilentObserver(progress or NullProgress())
-
-
-def run_observer_of(progress: Progress | Observer | None) -> RunObserver:
-    """Return the RunObserver for the argument `progress` of an operation."""
-    if isinstance(progress, RunObserver):
-        return progress
-    return OneProcessObserver(observer_of(progress))

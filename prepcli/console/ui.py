@@ -18,7 +18,7 @@ from importlib import metadata
 from typing import TextIO, cast
 
 from prepcli.console.bounded_text import bounded_error, bounded_lines
-from prepcli.console.escaping import printable, printable_line
+from prepcli.console.escaping import MARK_END, MARK_START, printable, printable_line
 from prepcli.console.job_errors import process_of
 from prepcli.console.live_block import LiveBlock
 from prepcli.console.observer import NORMAL, QUIET, SLABS
@@ -32,6 +32,9 @@ Cell = str | int
 
 # Control sequence of terminals (DECTCEM). rich hides the cursor while a live block is open.
 SHOW_CURSOR = "\x1b[?25h"
+# Control sequences of a marked part: bold and green, and the end of both.
+MARKED = "\x1b[1;32m"
+PLAIN = "\x1b[0m"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class Report:
         error: The error, if there is one.
         process: Index of this process in a job of several, or None. Process 0 prints the result.
         is_script: Whether `text` is run by another program, which needs its exact bytes.
+        has_marks: Whether `text` has marked parts (`escaping.marked`). A terminal shows them in color.
     """
 
     text: str = ""
@@ -56,6 +60,7 @@ class Report:
     error: PrepError | None = None
     process: int | None = None
     is_script: bool = False
+    has_marks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +203,8 @@ class Ui:
             text = ""
         else:
             text = printable(report.text)
+            if report.has_marks and _supports_color(self.out):
+                text = text.replace(MARK_START, MARKED).replace(MARK_END, PLAIN)
         is_exact = report.is_script and not self.as_json and not self.out.isatty()
         unwritten = None
         if is_exact:

@@ -18,7 +18,7 @@ from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.engine.scales import StreamScale
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.errors import GET_AGAIN_HINT, DamagedError
-from prepcli.planning.plan import Stream
+from prepcli.planning.plan import ExpertUpdate, Stream
 from trainer.models.boxes import Range, split_merged_range
 
 # Values per step. The arrays of a step fit a core's cache.
@@ -70,14 +70,21 @@ class StreamUpdate(ValueTransform):
         b = _read_matrix(update.b, source, update.digests[1])
         # W' = W + scale * B A (LoRA, Hu et al. 2021), with A [rank, in] and B [out, rank]. A transposed
         # tensor W [in, out] gets scale * A^T B^T.
-        # left: [rows, rank], right: [rank, columns]
+        # One matrix per expert, or one: a: [experts, rank, in], b: [experts, out, rank]
+        if isinstance(update, ExpertUpdate):
+            a, b = _matrices_of_experts(a, b, update)
+        else:
+            a = a[None]
+            b = b[None]
+        # left: [experts, rows, rank], right: [experts, rank, columns]
         self._left = b
         self._right = a
         if update.is_transposed:
-            self._left = a.T
-            self._right = b.T
+            self._left = a.swapaxes(1, 2)
+            self._right = b.swapaxes(1, 2)
         self._scale = np.float32(update.scale)
-        self._shape = stream.shape
+        # A stack of matrices [experts, rows, columns] is one matrix with the rows of all experts.
+        self._shape = (math.prod(stream.shape[:-1]), stream.shape[-1])
         self._next_value = stream.byte_range[0] // self._source.itemsize
 
     def _change_values(self, values: np.ndarray, out: np.ndarray) -> None:
@@ -96,15 +103,34 @@ class StreamUpdate(ValueTransform):
         """Compute a block of scale * left @ right."""
         # One outer product per step instead of a matmul, which sums in an order that depends on the
         # block's shape and the library.
-        left = self._left[slice(*rows)]
-        right = self._right[:, slice(*columns)]
-        total = np.zeros((len(left), right.shape[1]), np.float32)
-        term = np.empty_like(total)
-        for number in range(len(right)):
-            np.multiply(left[:, number : number + 1], right[number], out=term)
-            total += term
+        num_rows = self._left.shape[1]
+        total = np.zeros((rows[1] - rows[0], columns[1] - columns[0]), np.float32)
+        # E.g. rows 6 to 11 of experts with 4 rows each: rows 2 to 4 of expert 1, and rows 0 to 3 of expert 2.
+        for expert in range(rows[0] // num_rows, -(-rows[1] // num_rows)):
+            start = max(rows[0], expert * num_rows)
+            stop = min(rows[1], (expert + 1) * num_rows)
+            left = self._left[expert, start - expert * num_rows : stop - expert * num_rows]
+            right = self._right[expert, :, slice(*columns)]
+            part = total[start - rows[0] : stop - rows[0]]
+            term = np.empty_like(part)
+            for number in range(len(right)):
+                np.multiply(left[:, number : number + 1], right[number], out=term)
+                part += term
         total *= self._scale
         return total
+
+
+def _matrices_of_experts(
+    a: np.ndarray, b: np.ndarray, update: ExpertUpdate
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the matrices [experts, rank, in] and [experts, out, rank] of an update, of all experts or of one."""
+    a = a.reshape(update.num_experts, -1, a.shape[1])
+    b = b[slice(*update.outputs)]
+    b = b.reshape(len(b), -1, update.num_experts).transpose(2, 0, 1)
+    if update.expert is not None:
+        experts = slice(update.expert, update.expert + 1)
+        return a[experts], b[experts]
+    return a, b
 
 
 def _matrix_blocks(value_range: Range, shape: Sequence[int]) -> Iterator[tuple[Range, Range]]:

@@ -31,7 +31,7 @@ from prepcli.formats.manifest import (
     find_manifest_folder,
     read_manifest,
 )
-from prepcli.formats.run_steps import EvalLoss, best_steps, manifest_loss
+from prepcli.formats.run_steps import ScoreGroup, StepScore, best_steps, manifest_score
 from prepcli.planning.manifest_fields import PREP_KEYS, ManifestFields
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.tensors import itemsize
@@ -55,7 +55,7 @@ class KeepRule:
     Attributes:
         newest: Number of steps to keep, the newest ones.
         milestones: Keep all multiples of this number. 0 keeps no milestones.
-        best: Keep the step with the lowest loss in its manifest, for each number of evaluated sequences.
+        best: Keep the step with the best evaluation in its manifest, for each metric and number of sequences.
     """
 
     newest: int | Literal["all"] = "all"
@@ -73,8 +73,8 @@ class CheckpointManager:
     - One save is in progress at a time. The next one waits for it, and raises its error.
     - A step is visible to readers only when all its files are durable and checked. In a run of several processes it is
       visible for all or for none.
-    - After a save, old steps are removed: all but the `newest` ones, the milestones, the step with the lowest
-      evaluation loss, and steps whose export has not ended. A step is removed after the new one is durable, so that a
+    - After a save, old steps are removed: all but the `newest` ones, the milestones, the step with the best
+      evaluation, and steps whose export has not ended. A step is removed after the new one is durable, so that a
       kill at any time leaves a step to resume from.
     - An existing step is never overwritten.
 
@@ -125,7 +125,7 @@ class CheckpointManager:
         self._extra_files()
         self._storage = FolderStorage(storage) if isinstance(storage, Path) else storage
         self._keep = keep if isinstance(keep, KeepRule) else KeepRule(keep)
-        self._losses = StepLosses(self._read_manifest)
+        self._scores = StepScores(self._read_manifest)
         self._exports = exports
         self._layout: tuple[Mapping[str, LeafSpec], Plan] | None = None
         self._group = group
@@ -317,22 +317,21 @@ class CheckpointManager:
         in_use = self._exports.in_use() if self._exports is not None else ()
         # The new step is durable here. A kill between two removals leaves more steps than the rule keeps. The next save
         # removes them.
-        for step in removable_steps(self.steps(), self._keep, self._losses, in_use):
+        for step in removable_steps(self.steps(), self._keep, self._scores, in_use):
             self._storage.remove_step(step)
 
     def _read_manifest(self, step: int) -> Manifest:
         with self._storage.open_step(step, verify=False) as reader:
             return Manifest(reader.manifest)
 
-    def best_eval_loss(self, num_sequences: int | None) -> float:
-        """Return the lowest evaluation loss of the saved steps, or infinity if none has a loss.
+    def lowest_cost(self, group: ScoreGroup) -> float:
+        """Return the lowest cost of the saved steps, or infinity if none has one.
 
         Args:
-            num_sequences: Number of evaluated sequences. Losses over another number are ignored, because they cannot be
-                compared.
+            group: The metric and the evaluated sequences. Other steps are ignored, because they cannot be compared.
         """
-        best = self._losses.best_steps(self.steps()).get(num_sequences)
-        return math.inf if best is None else self._losses.losses[best].value
+        best = self._scores.best_steps(self.steps()).get(group)
+        return math.inf if best is None else self._scores.scores[best].cost
 
     def _plan_step(
         self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, object]
@@ -370,35 +369,35 @@ class CheckpointManager:
 
 
 @dataclass(slots=True)
-class StepLosses:
-    """Losses in the manifests of steps. Each manifest is read once.
+class StepScores:
+    """Evaluations in the manifests of steps. Each manifest is read once.
 
     Attributes:
         read_manifest: Reads the manifest of a step.
-        losses: Losses of the steps read so far.
+        scores: Evaluations of the steps read so far.
     """
 
     read_manifest: Callable[[int], Manifest]
-    losses: dict[int, EvalLoss] = field(default_factory=dict)
+    scores: dict[int, StepScore] = field(default_factory=dict)
 
-    def best_steps(self, steps: Sequence[int]) -> dict[int | None, int]:
-        """Return the best step per number of evaluated sequences. See `run_steps.best_steps`."""
+    def best_steps(self, steps: Sequence[int]) -> dict[ScoreGroup, int]:
+        """Return the best step of each group. See `run_steps.best_steps`."""
         for step in steps:
-            # A saved step is never overwritten, so a loss that was read once stays valid.
-            if step not in self.losses:
-                self.losses[step] = manifest_loss(self.read_manifest(step))
-        return best_steps({step: self.losses[step] for step in steps})
+            # A saved step is never overwritten, so a value that was read once stays valid.
+            if step not in self.scores:
+                self.scores[step] = manifest_score(self.read_manifest(step))
+        return best_steps({step: self.scores[step] for step in steps})
 
 
 def removable_steps(
-    steps: Sequence[int], rule: KeepRule, losses: StepLosses, in_use: Collection[int] = ()
+    steps: Sequence[int], rule: KeepRule, scores: StepScores, in_use: Collection[int] = ()
 ) -> list[int]:
     """Return the steps to remove, e.g. [10, 20] of [10, 20, 30] with `KeepRule(newest=1)`.
 
     Args:
         steps: All steps, ascending.
         rule: The steps to keep.
-        losses: Losses of the steps.
+        scores: Evaluations of the steps.
         in_use: Further steps to keep for now.
     """
     if rule.newest == "all":
@@ -413,7 +412,7 @@ def removable_steps(
     # Manifests are read only if a step may be removed.
     kept = set(in_use)
     if rule.best and old:
-        kept.update(losses.best_steps(steps).values())
+        kept.update(scores.best_steps(steps).values())
     return [step for step in old if step not in kept]
 
 

@@ -195,6 +195,22 @@ def answer_signals(
         yield
 
 
+@contextmanager
+def handle_interrupts(handle: Callable[[], None]) -> Iterator[None]:
+    """Call a function at each Ctrl-C, for a command that goes on after one. Blocks around this one do not see them.
+
+    Args:
+        handle: Called in the main thread. It may raise KeyboardInterrupt.
+    """
+    # Otherwise the thread of a block around this one would count them, and quit at the second one.
+    previous_fd = signal.set_wakeup_fd(-1)
+    try:
+        with _handlers({signal.SIGINT: lambda number, frame: handle()}):
+            yield
+    finally:
+        signal.set_wakeup_fd(previous_fd)
+
+
 def raise_stop(name: str) -> NoReturn:
     """Raise the exception of a signal: KeyboardInterrupt for SIGINT, and Stopped for another one."""
     if name == signal.SIGINT.name:

@@ -25,7 +25,9 @@ from prepcli.formats.untrusted import unreadable_error
 
 # Keys of a step's manifest.
 EVAL_LOSS = "eval_loss"
+EVAL_METRIC = "eval_metric"
 EVAL_SEQUENCES = "eval_sequences"
+EVAL_STRIDE = "eval_stride"
 # Files of each run, from its first start on.
 RECIPE_FILE = "recipe.toml"
 ENVIRONMENT_FILE = "environment.json"
@@ -65,57 +67,84 @@ def _is_step(folder: Path) -> bool:
     return (folder / MANIFEST_FILE).is_file() and (folder / STATE_ITEM / METADATA_FILE).is_file()
 
 
+# Name of a metric, number of evaluated sequences, and stride: only values of equal groups are compared.
+ScoreGroup = tuple[str, int | None, int | None]
+
+
 @dataclass(frozen=True, slots=True)
-class EvalLoss:
-    """Loss of a step's evaluation, as its manifest has it.
+class StepScore:
+    """The evaluation of a step that selects the best step, as its manifest has it.
 
     Attributes:
-        value: Mean loss of a token. Infinite without an evaluation.
-        sequences: Number of sequences of the evaluation. None if it is not recorded.
+        cost: The value of the metric, negated if the highest one is the best. Infinite without an evaluation.
+        group: The metric and the evaluated sequences.
     """
 
-    value: float
-    sequences: int | None
+    cost: float
+    group: ScoreGroup
 
 
-def manifest_loss(manifest: Manifest) -> EvalLoss:
-    """Return the loss of a step's manifest."""
-    loss = manifest.fields.get(EVAL_LOSS)
-    sequences = manifest.fields.get(EVAL_SEQUENCES)
-    if isinstance(loss, int | float) and math.isfinite(loss):
-        value = float(loss)
-    else:
-        value = math.inf
-    return EvalLoss(value, sequences if isinstance(sequences, int) else None)
+def manifest_score(manifest: Manifest) -> StepScore:
+    """Return the evaluation in a step's manifest: of its loss, or of another metric."""
+    fields = manifest.fields
+    name: object = EVAL_LOSS
+    value = fields.get(EVAL_LOSS)
+    sign = 1.0
+    metric = fields.get(EVAL_METRIC)
+    if isinstance(metric, dict):
+        name = metric.get("name")
+        value = metric.get("value")
+        if metric.get("best_is") == "highest":
+            sign = -1.0
+    cost = math.inf
+    if isinstance(value, int | float) and math.isfinite(value):
+        cost = sign * value
+    return StepScore(cost, score_group(name, fields))
+
+
+def score_group(metric: object, fields: Mapping[str, object]) -> ScoreGroup:
+    """Return the group of a metric's values.
+
+    Args:
+        metric: Name of the metric.
+        fields: Fields of a manifest. They may be malformed.
+    """
+    # A list or an object of a malformed manifest cannot be a key of a dict.
+    return str(metric), _int_or_none(fields, EVAL_SEQUENCES), _int_or_none(fields, EVAL_STRIDE)
+
+
+def _int_or_none(fields: Mapping[str, object], key: str) -> int | None:
+    value = fields.get(key)
+    if isinstance(value, int):
+        return value
+    return None
 
 
 def best_step(run: Path) -> int | None:
-    """Return the step of a run with the lowest loss. None if no step has one.
+    """Return the best step of a run. None if no step has an evaluation.
 
-    Losses over different numbers of sequences are not compared: only steps evaluated on as many sequences as the newest
-    one count.
+    Only the steps with the metric and the sequences of the newest evaluation are compared.
     """
-    losses = {
-        step: manifest_loss(read_manifest(step_folder(run, step)) or NO_MANIFEST)
+    scores = {
+        step: manifest_score(read_manifest(step_folder(run, step)) or NO_MANIFEST)
         for step in saved_steps(run)
     }
     # A loss of 100 sequences and one of 1,000 are not comparable: `eval.limit` may have changed.
-    newest = max((step for step, loss in losses.items() if math.isfinite(loss.value)), default=None)
+    newest = max((step for step, score in scores.items() if score.cost < math.inf), default=None)
     if newest is None:
         return None
-    return best_steps(losses)[losses[newest].sequences]
+    return best_steps(scores)[scores[newest].group]
 
 
-def best_steps(losses: Mapping[int, EvalLoss]) -> dict[int | None, int]:
-    """Return the step with the lowest loss, the first of equal ones, for each number of evaluated sequences."""
-    best: dict[int | None, int] = {}
-    for step, loss in sorted(losses.items()):
-        if loss.sequences in best:
-            lowest = losses[best[loss.sequences]].value
-        else:
-            lowest = math.inf
-        if loss.value < lowest:
-            best[loss.sequences] = step
+def best_steps(scores: Mapping[int, StepScore]) -> dict[ScoreGroup, int]:
+    """Return the step with the lowest cost, the first of equal ones, for each group."""
+    best: dict[ScoreGroup, int] = {}
+    for step, score in sorted(scores.items()):
+        lowest = math.inf
+        if score.group in best:
+            lowest = scores[best[score.group]].cost
+        if score.cost < lowest:
+            best[score.group] = step
     return best
 
 

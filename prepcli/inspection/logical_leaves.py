@@ -20,7 +20,7 @@ from prepcli.sources.model_family import select_family
 from prepcli.sources.source_hints import SourceHints
 from prepcli.targets.orbax_item import is_tower_leaf
 from trainer.models.axis_map import SizedAxis, bind_row
-from trainer.models.lora import manifest_family
+from trainer.models.manifest_family import manifest_family
 from trainer.models.parameters import Family, parameter_rows
 from trainer.models.rule_text import with_default_preset
 from trainer.models.suggest import did_you_mean

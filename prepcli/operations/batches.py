@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.console.observer import Observer, run_observer_of
+from prepcli.console.notebook import run_observer_of
+from prepcli.console.observer import Observer
 from prepcli.console.progress import Progress
 from prepcli.execution.output_urls import check_local_path
 from prepcli.operations.data_options import DataOptions

@@ -5,7 +5,7 @@ This module imports no NumPy, jax or huggingface_hub: every start of `prep` read
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypedDict
 
 from prepcli.operations.evaluation_keys import KEYS_TEXT
@@ -198,8 +198,9 @@ class GenerateOptions(SourceOptions, total=False):
         PathLike | None,
         OptionSpec(
             "FILE",
-            "Read one prompt per line (.jsonl: key `prompt` or `text`). - is stdin.",
-            'File with one more prompt per line (.jsonl: key `prompt` or `text`). "-" is stdin.',
+            "Read one prompt per line (.jsonl: key `prompt`, `text` or `messages`). - is stdin.",
+            "File with one more prompt per line (.jsonl: key `prompt` or `text`, or `messages` and"
+            ' `tools` of a conversation). "-" is stdin.',
             flag="--prompts",
             cli_type=str,
             position=1,
@@ -247,6 +248,50 @@ class GenerateOptions(SourceOptions, total=False):
             "Sample from the top probability mass P.",
             "Sample from the smallest set of tokens with this probability. Default: 1.",
             default=1.0,
+        ),
+    ]
+    min_p: Annotated[
+        float,
+        OptionSpec(
+            "P",
+            "Sample from tokens with at least P times the highest probability.",
+            "Sample from the tokens with at least this part of the highest probability. Default: 0, all.",
+            default=0.0,
+        ),
+    ]
+    repetition_penalty: Annotated[
+        float | None,
+        OptionSpec(
+            "X",
+            "Divide the logits of earlier tokens by X. Default: the model's.",
+            "Divisor of the positive logits, and factor of the negative logits, of earlier tokens. Default: the"
+            " model's.",
+        ),
+    ]
+    stop: Annotated[
+        str | Sequence[str],
+        OptionSpec(
+            "TEXT",
+            "End a continuation at TEXT. Repeatable.",
+            "One or more texts that end a continuation. They are part of it.",
+            default=(),
+        ),
+    ]
+    tools: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE",
+            "Give conversations the tools of FILE, a JSON list of schemas.",
+            "JSON file with a list of schemas of tools, for conversations without tools of their own.",
+        ),
+    ]
+    template_args: Annotated[
+        str | Mapping[str, object] | None,
+        OptionSpec(
+            "JSON",
+            """Set variables of the chat template, e.g. '{"enable_thinking": false}'.""",
+            'Variables of the chat template, such as `{"enable_thinking": False}`, or their JSON text.',
+            cli_type=str,
         ),
     ]
     seed: Annotated[

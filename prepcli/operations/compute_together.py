@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from prepcli.console.jax_logs import silence_jax
 from prepcli.console.job_errors import label_errors
-from prepcli.console.observer import Observer, run_observer_of
+from prepcli.console.notebook import run_observer_of
+from prepcli.console.observer import Observer
 from prepcli.console.progress import Progress
 from prepcli.training_runs.processes import run_together
 from trainer.models.process_address import ProcessSettings, process_address

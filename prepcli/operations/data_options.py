@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal, TypedDict
 
 from prepcli.operations.compute_options import TrainOptions
-from prepcli.option_spec import OptionSpec, PathLike, option_specs
+from prepcli.option_spec import NonNegativeInt, OptionSpec, PathLike, option_specs
 
 _TRAIN = option_specs(TrainOptions)
 
@@ -37,6 +37,24 @@ class TokenizeArguments(TypedDict, total=False):
             'Format of the tokens: "prep", "megatron" (.idx and .bin) or "parquet".',
             default="prep",
             position=3,
+        ),
+    ]
+    show: Annotated[
+        NonNegativeInt | None,
+        OptionSpec(
+            "N",
+            "Show the first N samples of each source, with their tokens with loss marked, and a table of all samples.",
+            "Number of samples of each source to read as text, with the counts of all samples. Default: neither.",
+            position=4,
+        ),
+    ]
+    html: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE",
+            "Write a page with the samples and the table of --show.",
+            "File of a page with the samples and the counts of `show`. Default: none.",
+            position=5,
         ),
     ]
 

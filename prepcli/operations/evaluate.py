@@ -285,13 +285,14 @@ def _open_dataset(
     observer: Observer,
 ) -> Dataset:
     """Tokenize a source of data. Raise PrepError if it is invalid or does not fit the model."""
+    from trainer.data.windows import with_stride
     from trainer.training.datasets import build_datasets
 
     folders = {
         "tokenizer": tokenizer_path(source, options["tokenizer"], purpose="encode the data"),
         "cache": Path(options["cache"] or scratch_dir),
     }
-    return build_datasets(
+    datasets = build_datasets(
         recipe,
         opened.model,
         model_config=opened.reader.manifest["config"],
@@ -300,4 +301,5 @@ def _open_dataset(
         remote=remote,
         progress=tokenize_progress(observer),
         note=observer.note,
-    ).train
+    )
+    return with_stride(datasets.train, recipe.eval.stride)

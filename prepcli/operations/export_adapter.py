@@ -14,17 +14,26 @@ from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, match_source_tensors, stored_axis_maps
+from prepcli.targets.flax_folder import with_tied_head
 from prepcli.targets.hf_folder import header_entries, json_bytes, lay_out_weight_files
 from prepcli.targets.streams import (
     TensorTarget,
     VocabResize,
     build_streams,
+    dropped_padding,
     dropped_state,
     output_rows,
+    vocab_tensor_names,
 )
 from prepcli.targets.tokenizer_files import adapter_tokenizer
 from trainer.models.json_types import JsonObject
-from trainer.models.lora import LoraConfig, lora_from_manifest, module_suffixes, select_targets
+from trainer.models.lora import (
+    saved_module_name,
+    saved_modules,
+    select_targets,
+)
+from trainer.models.lora_config import LoraConfig, lora_from_manifest
+from trainer.models.peft_names import module_suffixes, peft_patterns
 from trainer.models.registry import family_of
 
 PEFT_LAYOUT = "peft"
@@ -48,10 +57,15 @@ def plan_adapter_export(
     """
     lora = lora_from_manifest(source.tree_manifest.fields)
     assert lora is not None
-    match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
+    if lora.modules_to_save and source.tree_manifest.is_tied:
+        # PEFT saves a tied head as well, and does not load an adapter without it.
+        source = with_tied_head(source)
+    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
     tensors = [tensor.cast(dtype) for tensor in source.tensors]
-    # LoRA targets projections and no embeddings, so no matrix of an adapter has a vocabulary axis.
-    row_counts = output_rows(tensors, (), vocab_size=0)
+    # Embeddings and head that were trained as a whole lose the padding of the vocabulary.
+    vocabulary = source.vocabulary()
+    resize = VocabResize(vocabulary, vocab_tensor_names(source, match), Fill("zeros"))
+    row_counts = output_rows(tensors, resize.tensors, vocab_size=vocabulary.true_size)
     entries = header_entries(source, tensors, rows=row_counts)
     files, locations, _ = lay_out_weight_files([(ADAPTER_FILE, entries, None)])
     targets = {
@@ -66,15 +80,16 @@ def plan_adapter_export(
         request=format_command_line("export", source.display_name, ExportOptions, {"dtype": dtype}),
         source_name=source.display_name,
         source_files=source.file_stamps,
-        streams=build_streams(
-            source, targets, resize=VocabResize(source.vocabulary(), (), Fill("zeros"))
-        ),
+        streams=build_streams(source, targets, resize=resize),
         files=files,
         small_files=(
             SmallFile(ADAPTER_CONFIG, json_bytes(_peft_settings(source, lora))),
             *adapter_tokenizer(source),
         ),
-        dropped=tuple(dropped_state(source)),
+        dropped=(
+            *dropped_padding(source, targets, resize=resize),
+            *dropped_state(source),
+        ),
         settings={
             **adapter_fields(manifest),
             "name": located.model_name,
@@ -93,6 +108,7 @@ def plan_adapter_export(
         notes=(f"{located.model_name} -> adapter of PEFT, rank {lora.rank}",),
         fields={"layout": PEFT_LAYOUT, "format": "safetensors", "files": 1},
         next_command=f"prep merge {OUT_PLACEHOLDER} {shlex.quote(base_name)}",
+        source_view=source,
     )
 
 
@@ -101,19 +117,28 @@ def _peft_settings(source: Source, lora: LoraConfig) -> JsonObject:
     family = family_of(source.config)
     config = source.config
     has_encoder = family.arch_config(config).encoder is not None
+    patterns = peft_patterns(family, config, lora)
+    # PEFT compares the name of a module with the end of its own, e.g. `lm_head`.
+    paths = [path for name in lora.modules_to_save for path in saved_modules(family, config)[name]]
+    saved = list(dict.fromkeys(saved_module_name(family, path) for path in paths))
+    is_tied = source.tree_manifest.is_tied
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_2_SEQ_LM" if has_encoder else "CAUSAL_LM",
         "base_model_name_or_path": _base_name(source.tree_manifest),
         "r": lora.rank,
-        # PEFT declares lora_alpha as int and writes 16, not 16.0.
-        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_alpha": _number(lora.alpha),
+        "lora_dropout": lora.dropout,
         "use_rslora": lora.use_rslora,
         "use_dora": False,
         "bias": "none",
         "target_modules": [*module_suffixes(family, config, lora)],
-        "modules_to_save": None,
+        "target_parameters": [*patterns.target_parameters] or None,
+        "rank_pattern": {**patterns.rank_pattern},
+        "alpha_pattern": {name: _number(alpha) for name, alpha in patterns.alpha_pattern.items()},
+        "modules_to_save": [*saved] or None,
+        # With this setting PEFT keeps a trained embedding tied to the head.
+        "ensure_weight_tying": is_tied and bool(saved),
         # GPT-2 stores its weights as [in, out]. With this flag PEFT transposes its update B A, which is [out, in].
         "fan_in_fan_out": any(
             p.is_transposed for p in select_targets(family, config, lora.targets)
@@ -122,6 +147,13 @@ def _peft_settings(source: Source, lora: LoraConfig) -> JsonObject:
         # PEFT writes True in every saved adapter, and sets it again from `is_trainable` when it loads one.
         "inference_mode": True,
     }
+
+
+def _number(value: float) -> float:
+    """Return a whole number as int. PEFT declares `lora_alpha` as int and writes 16, not 16.0."""
+    if value.is_integer():
+        return int(value)
+    return value
 
 
 def _base_name(manifest: Manifest) -> str:

@@ -117,7 +117,7 @@ class HarnessMethods:
         windows: list[ScoreRequest] = []
         counts: list[int] = []
         for request in requests:
-            ids = self._encode_text(request.args[0])
+            ids = self.tokenizer.encode_prompt(request.args[0])
             text_windows = list(rolling_requests(ids, self.prefix_id, self.max_length))
             windows += text_windows
             counts.append(len(text_windows))
@@ -157,8 +157,8 @@ class HarnessMethods:
         continuation = context[len(stripped) :] + continuation
         if stripped:
             # Tokens may span the border, so the whole text is encoded at once.
-            prefix = self._encode_text(stripped)
-            whole = self._encode_text(stripped + continuation)
+            prefix = self.tokenizer.encode_prompt(stripped)
+            whole = self.tokenizer.encode_prompt(stripped + continuation)
         else:
             prefix = [self.prefix_id]
             whole = self.tokenizer.encode([continuation])[0].tolist()
@@ -174,14 +174,6 @@ class HarnessMethods:
                 "use a text that is not empty",
             )
         return ScoreRequest(whole[-(self.max_length + 1) :], num_scored)
-
-    def _encode_text(self, text: str) -> list[int]:
-        """Encode a text with the special tokens that the tokenizer adds, as the harness's model `hf` does."""
-        ids = self.tokenizer.encode_prompt(text)
-        if ids[:2] == [self.prefix_id] * 2:
-            # A text rendered by a chat template spells out its first token, which is not added again.
-            return self.tokenizer.encode([text])[0].tolist()
-        return ids
 
     def _score_requests(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         from trainer.training.scoring import score_sequences
@@ -228,7 +220,7 @@ class HarnessMethods:
             )
         max_context = self.max_length - config.max_new_tokens
         prompts = [
-            (self._encode_text(request.args[0]) or [self.prefix_id])[-max_context:]
+            (self.tokenizer.encode_prompt(request.args[0]) or [self.prefix_id])[-max_context:]
             for request in requests
         ]
         outputs = self.generators[config].generate(

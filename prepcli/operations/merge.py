@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
+from prepcli.console.formatting import count_text
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.errors import Command, Option, PrepError, text, usage_error
@@ -26,12 +27,13 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.export import plan_copy
 from prepcli.operations.export_towers import select_parts
+from prepcli.operations.merge_experts import expert_updates
 from prepcli.operations.operation import public
 from prepcli.operations.options import ExportOptions, MergeOptions
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line, with_defaults
 from prepcli.planning.manifest_fields import MergedAdapter
-from prepcli.planning.plan import LowRankUpdate, Plan, Stream
+from prepcli.planning.plan import ExpertUpdate, LowRankUpdate, Plan, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.restore.digest_checks import sample_digest
 from prepcli.sources.appended_files import append_files, shift_file_numbers
@@ -42,11 +44,13 @@ from prepcli.sources.openers.peft_settings import (
     MATRIX_NAME,
     PeftSettings,
     check_settings,
+    check_tying,
     read_settings,
 )
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.tokenizer_files import with_adapter_tokenizer
-from trainer.models.lora import PEFT_PREFIX, WEIGHT, projections, split_wrappers
+from trainer.models.lora import PEFT_PREFIX, WEIGHT, projections
+from trainer.models.peft_names import split_wrappers
 
 # Module of older encoders of images between a tower and its layers.
 VISION_WRAPPER = "vision_model"
@@ -153,23 +157,33 @@ def plan_merge(
     # An export removes the padding of the vocabulary. A merge changes only the tensors of the adapter.
     copy_options = with_defaults(ExportOptions, {"keep_padding": True})
     source = _with_towers(copy_options, source, access, check_digest=check_base)
-    settings, adapter = _open_adapter(adapter_path, source)
+    settings, adapter, scales = _open_adapter(adapter_path, source)
     if source.family.is_verbatim and settings.fan_in_fan_out:
         raise _unknown_orientation_error(adapter_path, source)
-    scale = settings.lora_config().scaling
     if check_base:
         _check_base(adapter_path, source)
     combined = _with_adapter(source, adapter)
-    matrices = _matrix_streams(combined.tensors[len(source.tensors) :], adapter_path)
+    adapter_tensors = combined.tensors[len(source.tensors) :]
+    whole, unused = _whole_tensors(adapter_tensors, settings, source, adapter_path)
+    matrices = _matrix_streams(
+        tuple(t for t in adapter_tensors if t.name not in {*whole, *unused}), adapter_path
+    )
     copy = plan_copy(copy_options, source, located)
     updates = dict(
-        _low_rank_updates(copy.plan, matrices, scale=scale, source=source, adapter=adapter)
+        _low_rank_updates(
+            copy.plan, matrices, settings=settings, scales=scales, source=source, adapter=adapter
+        )
     )
-    streams = tuple(_with_update(stream, updates.get(stream.name)) for stream in copy.plan.streams)
+    streams = tuple(
+        _with_whole(_with_update(stream, updates.get(stream.name)), whole.get(stream.name))
+        for stream in copy.plan.streams
+    )
+    if whole:
+        combined = _with_whole_digests(combined, whole, source)
     merged: MergedAdapter = {
         "adapter": str(adapter_path),
-        "scaling": scale,
-        "tensors": len(updates),
+        "scaling": settings.lora_config().scaling,
+        "tensors": len(updates) + len(whole),
     }
     # An adapter that PEFT wrote has no manifest.
     if adapter.manifest is not None and adapter.manifest.digest is not None:
@@ -187,7 +201,12 @@ def plan_merge(
     )
     base = settings.base_model_name_or_path
     origin = f" (trained with {base:.60})" if base else ""
-    change = f"{len(updates)} tensors change, scaled by {scale:g}"
+    scales = sorted({update.scale for update in updates.values()})
+    change = f"{len(updates)} tensors change, scaled by {' or '.join(f'{x:g}' for x in scales)}"
+    if whole:
+        change = (
+            f"{change}, and {count_text(len(whole), 'tensor')} of the adapter replaces the base's"
+        )
     return PlannedConversion(
         plan,
         f"{located.model_name}-merged",
@@ -214,10 +233,12 @@ def _with_towers(
         raise PrepError(error.what, error.why, hint) from error
 
 
-def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
+def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source, dict[str, float]]:
     """Read the settings and the header of an adapter.
 
-    Its tensors have the names of the base's modules, as far as the base has them.
+    Returns:
+        The settings, and the adapter. Its tensors have the names of the base's modules, as far as the base has them.
+        Then the factor of each module's product: the patterns of the settings are for the names in the adapter.
     """
     if not is_adapter(path):
         export_run = Command("export", "RUN", Option("out", "ADAPTER"))
@@ -235,6 +256,7 @@ def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
     # Renamed tensor -> name in the adapter, without the prefix.
     names: dict[str, str] = {}
     tensors: list[SourceTensor] = []
+    scales: dict[str, float] = {}
     for tensor in adapter.tensors:
         renamed = _name_in_base(tensor.name, source, modules)
         if renamed in names:
@@ -245,7 +267,11 @@ def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
             raise PrepError(f"{path} has two adapters of one tensor", why, hint)
         names[renamed] = tensor.name
         tensors.append(replace(tensor, name=renamed))
-    return settings, replace(adapter, tensors=tuple(tensors))
+        match = MATRIX_NAME.fullmatch(tensor.name)
+        renamed_match = MATRIX_NAME.fullmatch(renamed)
+        if match is not None and renamed_match is not None:
+            scales[renamed_match["module"]] = settings.scaling_of(match["module"])
+    return settings, replace(adapter, tensors=tuple(tensors)), scales
 
 
 def _weight_modules(source: Source) -> dict[str, str]:
@@ -288,9 +314,10 @@ def _name_in_base(name: str, source: Source, modules: Mapping[str, str]) -> str:
         modules: See `_weight_modules`.
     """
     match = MATRIX_NAME.fullmatch(name)
-    if match is None:
-        return name
-    module = match["module"]
+    # Another tensor may be the weight of a module that was trained as a whole.
+    module = name.rpartition(".")[0]
+    if match is not None:
+        module = match["module"]
     target = modules.get(module) or modules.get(_module_key(module, source))
     if target is None:
         return name
@@ -324,6 +351,72 @@ def _with_adapter(source: Source, adapter: Source) -> Source:
     return replace(append_files(source, adapter), tensors=(*source.tensors, *matrices))
 
 
+def _whole_tensors(
+    tensors: tuple[SourceTensor, ...], settings: PeftSettings, source: Source, adapter: Path
+) -> tuple[dict[str, SourceTensor], list[str]]:
+    """Return the tensors of modules that the adapter has whole copies of, by name, and the unused ones.
+
+    A tied head is unused: PEFT ties it to the embedding of the adapter again.
+
+    Raises:
+        PrepError: The base has no such tensor, or one of another shape, or the module is tied in the base alone.
+    """
+    is_tied = source.family.is_tied(source.config) or (
+        source.family.is_verbatim and bool(source.config.get("tie_word_embeddings"))
+    )
+    base_tensors = {tensor.name: tensor for tensor in source.tensors}
+    true_size = source.vocabulary().true_size
+    whole: dict[str, SourceTensor] = {}
+    unused: list[str] = []
+    for tensor in tensors:
+        if MATRIX_NAME.fullmatch(tensor.name) is not None:
+            continue
+        module = tensor.name.rpartition(".")[0]
+        is_tied_head = is_tied and tensor.name == source.family.tying.head_tensor
+        if not settings.saves_module(module) and not is_tied_head:
+            continue
+        if is_tied and (is_tied_head or tensor.name == source.family.tying.embedding_tensor):
+            check_tying(adapter, settings)
+        if is_tied_head and tensor.name not in base_tensors:
+            unused.append(tensor.name)
+            continue
+        base = base_tensors.get(tensor.name)
+        expected = base.shape if base is not None else ()
+        # The adapter has the rows of the vocabulary without the padding of the base.
+        shapes = {expected, (true_size, *expected[1:])}
+        if base is None or tensor.shape not in shapes or tensor.dtype not in FLOAT_DTYPES:
+            found = "no such tensor" if base is None else f"{base.dtype} {list(base.shape)}"
+            why = f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}, the base has {found}"
+            hint = "name the model that the adapter was trained with"
+            raise PrepError(f"{adapter} does not fit the base", why, hint)
+        whole[tensor.name] = tensor
+    return whole, unused
+
+
+def _with_whole(stream: Stream, tensor: SourceTensor | None) -> Stream:
+    """Return the stream of a tensor that reads its rows from the adapter. Rows of padding stay those of the base."""
+    if tensor is None or not (stream.writes and stream.reads) or stream.rows[0] >= tensor.shape[0]:
+        return stream
+    cast_to = "" if tensor.dtype == stream.written_dtype else stream.written_dtype
+    return replace(stream, dtype=tensor.dtype, reads=tensor.placement, cast_to=cast_to)
+
+
+def _with_whole_digests(
+    combined: Source, whole: Mapping[str, SourceTensor], source: Source
+) -> Source:
+    """Return the base and the adapter with the digests of the rows that the merge reads from each."""
+    base_names = {tensor.name for tensor in source.tensors}
+    tensors: list[SourceTensor] = []
+    for number, tensor in enumerate(combined.tensors):
+        if tensor.name not in whole or tensor.name not in base_names:
+            tensors.append(tensor)
+        elif number < len(source.tensors):
+            replacement = whole[tensor.name]
+            kept = [digest for digest in tensor.digests if digest[0] >= replacement.shape[0]]
+            tensors.append(replace(tensor, digests=(*replacement.digests, *kept)))
+    return replace(combined, tensors=tuple(tensors))
+
+
 def _matrix_streams(
     tensors: tuple[SourceTensor, ...], adapter: Path
 ) -> dict[str, dict[str, Stream]]:
@@ -332,7 +425,8 @@ def _matrix_streams(
     for tensor in tensors:
         match = MATRIX_NAME.fullmatch(tensor.name)
         if match is None or len(tensor.shape) != 2 or tensor.dtype not in FLOAT_DTYPES:
-            why = f"it is {tensor.dtype} {list(tensor.shape)}; only lora_A and lora_B of projections are supported"
+            supported = "only lora_A and lora_B of projections and modules_to_save are supported"
+            why = f"it is {tensor.dtype} {list(tensor.shape)}; {supported}"
             hint = "use a LoRA adapter"
             raise PrepError(f"{adapter}: {tensor.name} cannot be merged", why, hint)
         stream = Stream(
@@ -350,7 +444,8 @@ def _low_rank_updates(
     plan: Plan,
     matrices: Mapping[str, Mapping[str, Stream]],
     *,
-    scale: float,
+    settings: PeftSettings,
+    scales: Mapping[str, float],
     source: Source,
     adapter: Source,
 ) -> Iterator[tuple[str, LowRankUpdate]]:
@@ -366,11 +461,21 @@ def _low_rank_updates(
         if projection.is_transposed
     ]
     digests = {tensor.name: tensor.digests[0][2] for tensor in adapter.tensors if tensor.digests}
+    merged: set[str] = set()
+    if settings.target_parameters:
+        for module, name, update in expert_updates(settings, source, adapter, matrices, digests):
+            merged.add(module)
+            if name not in written:
+                continue
+            _check_shapes(written[name], update, adapter.root)
+            yield name, update
     for module, pair in matrices.items():
+        if module in merged:
+            continue
         update = LowRankUpdate(
             pair["A"],
             pair["B"],
-            scale,
+            scales[module],
             is_transposed=any(name.fullmatch(module) for name in transposed),
             digests=(digests.get(pair["A"].name, ""), digests.get(pair["B"].name, "")),
         )
@@ -388,7 +493,11 @@ def _check_shapes(target: Stream, update: LowRankUpdate, adapter: Path) -> None:
     # W + scale * B A with A [r, in] and B [out, r], e.g. [8, 2048] and [6144, 8] for W [6144, 2048]. A transposed
     # weight is [in, out] and adds (B A)^T.
     (rank_a, num_inputs), (num_outputs, rank_b) = update.a.shape, update.b.shape
+    if isinstance(update, ExpertUpdate):
+        num_outputs = update.outputs[1] - update.outputs[0]
     shape = (num_inputs, num_outputs) if update.is_transposed else (num_outputs, num_inputs)
+    if isinstance(update, ExpertUpdate) and update.expert is None:
+        shape = (update.num_experts, *shape)
     if rank_a != rank_b or target.shape != shape or target.dtype not in FLOAT_DTYPES:
         product = f"B {list(update.b.shape)} times A {list(update.a.shape)}"
         why = f"{target.name} is {target.dtype} {list(target.shape)}, the adapter has {product}"

@@ -5,19 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError
 from trainer.files.json_values import load_json
 from trainer.files.reading import read_file_or_pipe
 
+if TYPE_CHECKING:
+    from trainer.data.chat_prompts import Prompt
+
 STDIN = "-"
 MAX_PROMPTS_NBYTES = 1_000_000_000
-PROMPT_KEYS = ("prompt", "text")  # keys of a .jsonl line, in order of precedence
+PROMPT_KEYS = ("prompt", "text")  # keys of a .jsonl line with a text, in order of precedence
+# Keys of a .jsonl line with a conversation, in order of precedence.
+CHAT_KEYS = ("messages", "prompt")
 
 
-def read_prompts(file_name: str) -> Iterator[str]:
-    """Yield the prompts of a text or .jsonl file, one per line.
+def read_prompts(file_name: str) -> Iterator[Prompt]:
+    """Yield the prompts of a text or .jsonl file, one per line. A line of .jsonl may be a conversation.
 
     Raise PrepError for an invalid file or line.
     """
@@ -52,7 +58,7 @@ def _read_text(file_name: str) -> str:
     return text
 
 
-def _prompt_from_json(file_name: str, line_number: int, line: str) -> str:
+def _prompt_from_json(file_name: str, line_number: int, line: str) -> Prompt:
     try:
         value = load_json(line.encode())
     except ValueError as error:
@@ -65,8 +71,13 @@ def _prompt_from_json(file_name: str, line_number: int, line: str) -> str:
         for key in PROMPT_KEYS:
             if isinstance(value.get(key), str):
                 return value[key]
+        for key in CHAT_KEYS:
+            if isinstance(value.get(key), list):
+                from trainer.data.chat_prompts import chat_prompt
+
+                return chat_prompt(value[key], value.get("tools"), f"{file_name}:{line_number}")
     raise PrepError(
         f"line {line_number} of {file_name} has no prompt",
-        f"it must be an object with a string `{PROMPT_KEYS[0]}` or `{PROMPT_KEYS[1]}`",
+        f"it must be an object with a string `{PROMPT_KEYS[0]}` or `{PROMPT_KEYS[1]}`, or a list `{CHAT_KEYS[0]}`",
         """`{"prompt": "TEXT"}`""",
     )

@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from prepcli.errors import PrepError
+from prepcli.operations.html_table import HtmlTable
 from prepcli.planning.plan import Plan
+from trainer.models.json_types import JsonObject
 
 if TYPE_CHECKING:
     # Every operation imports this module, and only plans and reports need these.
     from prepcli.pages.plan_rows import CompiledStep
     from prepcli.pages.report_page import RunSummary
+    from trainer.models.data_samples import SampleCounts, TokenSample
     from trainer.planning.memory_changes import MemoryChange
     from trainer.planning.training_plan import KindEstimate, TrainingPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class Conversion(HtmlTable):
     """A finished output, or with `dry_run=True` the plan of one.
 
     Attributes:
@@ -50,7 +53,7 @@ class Conversion:
 
 
 @dataclass(frozen=True, slots=True)
-class LockedModel:
+class LockedModel(HtmlTable):
     """A written lock file.
 
     Attributes:
@@ -77,7 +80,7 @@ class LockedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class ChainLink:
+class ChainLink(HtmlTable):
     """An output and one of its sources.
 
     Attributes:
@@ -98,7 +101,7 @@ class ChainLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(HtmlTable):
     """The way of a model from its first checkpoint to an output. True in a condition if every link is proven.
 
     Attributes:
@@ -130,7 +133,7 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
-class MapSuggestion:
+class MapSuggestion(HtmlTable):
     """The rows of a suggested map. True in a condition if every tensor of both checkpoints has one.
 
     Attributes:
@@ -157,7 +160,7 @@ class MapSuggestion:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundtripWay:
+class RoundtripWay(HtmlTable):
     """A model after conversions and the way back.
 
     Attributes:
@@ -180,7 +183,7 @@ class RoundtripWay:
 
 
 @dataclass(frozen=True, slots=True)
-class Roundtrip:
+class Roundtrip(HtmlTable):
     """A certificate of conversions and their ways back. True in a condition if no way changed a bit.
 
     Attributes:
@@ -205,7 +208,7 @@ class Roundtrip:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSummary:
+class TensorSummary(HtmlTable):
     """A tensor or leaf as a checkpoint stores it.
 
     Attributes:
@@ -222,7 +225,7 @@ class TensorSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspection:
+class Inspection(HtmlTable):
     """The tensors of a checkpoint.
 
     Attributes:
@@ -240,13 +243,13 @@ class Inspection:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(HtmlTable):
     """Generated continuations.
 
     Attributes:
         texts: Continuation of each prompt. None for a prompt given as ids without a tokenizer.
         tokens: Token ids of each continuation.
-        ended: Whether each continuation ends with an end token.
+        ended: Whether each continuation ends with an end token or a stop text.
         tokens_per_s: Tokens per second over all prompts, without compilation.
         prompts: Text of each prompt. None without a tokenizer.
         prompt_tokens: Token ids of each prompt.
@@ -270,8 +273,27 @@ class Generation:
     process: int | None = None
 
 
+@dataclass(frozen=True)
+class ChatResult:
+    """A conversation with a model.
+
+    Attributes:
+        messages: Its messages, with the answers of the model.
+        num_tokens: Tokens of all answers, also of stopped ones and of those before a reset.
+        mesh: Mesh of the devices. None means one device.
+        dtype: Dtype of the computation.
+        seconds: Duration of the conversation in seconds.
+    """
+
+    messages: tuple[JsonObject, ...]
+    num_tokens: int
+    mesh: str | None
+    dtype: str
+    seconds: float
+
+
 @dataclass(frozen=True, kw_only=True)
-class EvaluationScores:
+class EvaluationScores(HtmlTable):
     """Scores over the predicted tokens of data.
 
     Attributes:
@@ -321,7 +343,7 @@ class Evaluation(EvaluationScores):
 
 
 @dataclass(frozen=True, slots=True)
-class NewTokens:
+class NewTokens(HtmlTable):
     """The next tokens of a prompt.
 
     Attributes:
@@ -337,7 +359,7 @@ class NewTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizedData:
+class TokenizedData(HtmlTable):
     """The tokens of the training data or of the evaluation data of a recipe, or of one of its sources.
 
     Attributes:
@@ -347,6 +369,9 @@ class TokenizedData:
         missing_shards: Number of shards that other processes have not made yet.
         tokens: Number of tokens, or None if shards are missing.
         documents: Number of documents, or None if shards are missing.
+        counts: Counts of its samples, if `show` is given. In a job, one process has them: the one that completed the
+            tokens, or process 0 if they were complete before.
+        samples: The first samples, where `counts` are. Evaluation data has none.
     """
 
     name: str
@@ -355,10 +380,12 @@ class TokenizedData:
     missing_shards: int
     tokens: int | None
     documents: int | None
+    counts: SampleCounts | None = None
+    samples: tuple[TokenSample, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenization:
+class Tokenization(HtmlTable):
     """The tokens of a recipe after the work of a process.
 
     Attributes:
@@ -375,13 +402,14 @@ class Tokenization:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingRun:
+class TrainingRun(HtmlTable):
     """A finished or stopped training run.
 
     Attributes:
         path: Folder of the run.
         step: Last saved step.
-        is_finished: Whether the recipe's last step was reached.
+        is_finished: Whether the run has ended, with the recipe's last step or by `eval.patience`. The details have the
+            `end_reason` of an early end.
         seconds: Duration of the call in seconds.
         details: All fields of `prep train --json`.
         error: Why the run stopped before its last step. None for a finished run.
@@ -396,9 +424,23 @@ class TrainingRun:
     error: PrepError | None = None
     process: int | None = None
 
+    @property
+    def metrics(self) -> dict[str, list[Any]]:
+        """The log of the run as columns of equal length, e.g. for `pandas.DataFrame(run.metrics)`.
+
+        A row is a step, with the values of its evaluation. Missing values are None. Empty without a local log.
+        """
+        from trainer.training.metrics import METRICS_FILE, MetricsFile
+
+        rows: dict[object, dict[str, Any]] = {}
+        for line in MetricsFile(self.path / METRICS_FILE):
+            rows.setdefault(line["step"], {}).update(line)
+        names = dict.fromkeys(name for row in rows.values() for name in row)
+        return {name: [row.get(name) for row in rows.values()] for name in names}
+
 
 @dataclass(frozen=True, slots=True)
-class RunsReport:
+class RunsReport(HtmlTable):
     """The page of training runs.
 
     Attributes:
@@ -416,7 +458,7 @@ class RunsReport:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(HtmlTable):
     """The plan of a training step on one mesh.
 
     Attributes:

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
 from prepcli.console.job_errors import label_errors
-from prepcli.console.observer import Observer, run_observer_of
+from prepcli.console.notebook import run_observer_of
+from prepcli.console.observer import Observer
 from prepcli.console.progress import Progress
 from prepcli.errors import Option, text, usage_error
 from prepcli.execution.output_urls import check_local_path
@@ -20,11 +22,19 @@ from prepcli.operations.operation import public
 from prepcli.operations.recipe_files import find_training_recipe
 from prepcli.operations.results import Tokenization, TokenizedData
 from prepcli.option_spec import NonNegativeInt, PathLike, PositiveInt, as_tuple
+from prepcli.pages.html_page import check_page_path
+from prepcli.pages.samples_page import write_samples_page
 from prepcli.training_runs.observe import tokenize_progress
 from prepcli.training_runs.recipe_data import open_token_configs
 from trainer.data.token_formats import check_exportable, export_tokens
+from trainer.data.token_samples import count_samples, read_samples
 from trainer.data.token_shards import ShardedTokens, tokenize_share
+from trainer.data.tokenize import TokenizeConfig
+from trainer.data.tokenizer import load_tokenizer
+from trainer.models.data_samples import SampleCounts, SamplePart, TokenSample
 from trainer.recipe import load_recipe
+
+__all__ = ["SampleCounts", "SamplePart", "TokenSample", "tokenize_shard"]
 
 
 @public
@@ -35,6 +45,8 @@ def tokenize_shard(
     of: PositiveInt = 1,
     out: PathLike | None = None,
     format: TokenFormat = "prep",
+    show: NonNegativeInt | None = None,
+    html: PathLike | None = None,
     progress: Progress | Observer | None = None,
     **options: Unpack[DataOptions],
 ) -> Tokenization:
@@ -55,11 +67,13 @@ def tokenize_shard(
         out: Folder of the run. With another format, the folder of its files (required).
         format: "megatron" writes `train.idx` and `train.bin` for Megatron-LM. "parquet" writes `train.parquet`, with a
             list of `input_ids` per document. `validation` has the evaluation data, and the names of sources come first.
+        show: Number of samples of each source to read as text, with the counts of all samples. Default: neither.
+        html: File of a page with the samples and the counts of `show`. Default: none.
         progress: Receives the bytes tokenized. Default: none. See `Progress`.
         **options: See `DataOptions`.
 
     Returns:
-        The tokens, or the number of missing shards.
+        The tokens, or the number of missing shards. With `show`, also the samples of the training data.
 
     Raises:
         UsageError: An argument or a key of the recipe is invalid.
@@ -72,6 +86,11 @@ def tokenize_shard(
         hint = text("{}", Option("out", "FOLDER"))
         why = "its files need a folder"
         raise usage_error(text("{} needs {}", Option("format", format), Option("out")), why, hint)
+    if html is not None:
+        if show is None:
+            what = text("{} needs {}", Option("html"), Option("show"))
+            raise usage_error(what, "the page has the samples", text("{}", Option("show", "3")))
+        check_page_path(Path(html))
     index = process if of > 1 else None
     observer = run_observer_of(progress).for_process(index)
     loaded = load_recipe(find_training_recipe(Path(recipe)), as_tuple(options["overrides"])).recipe
@@ -93,7 +112,15 @@ def tokenize_shard(
                 config, process, of, progress=tokenize_progress(observer), note=observer.note
             )
             path = _write_format(tokens, name, target, format)
-            data.append(_describe(name, tokens, path))
+            part = _describe(name, tokens, path)
+            if show is not None and tokens.is_described:
+                part = _with_samples(part, tokens, config, show)
+            data.append(part)
+        if html is not None and any(part.counts for part in data):
+            counts = {part.name: part.counts for part in data if part.counts is not None}
+            samples = {part.name: part.samples for part in data}
+            write_samples_page(Path(html), str(recipe), counts, samples)
+            observer.note(f"wrote {html}")
     return Tokenization(
         is_complete=all(part.path is not None for part in data),
         data=tuple(data),
@@ -126,3 +153,20 @@ def _describe(name: str, tokens: ShardedTokens, path: Path | None) -> TokenizedD
         tokens=n_tokens,
         documents=n_documents,
     )
+
+
+def _with_samples(
+    part: TokenizedData, tokens: ShardedTokens, config: TokenizeConfig, n_samples: int
+) -> TokenizedData:
+    """Return the description of a store with its counts, and with the first samples of training data."""
+    assert tokens.tokens is not None
+    counts = count_samples(
+        tokens.tokens, source_length=config.encoder_length, has_blocks=config.has_blocks
+    )
+    samples: tuple[TokenSample, ...] = ()
+    if not config.is_evaluation:
+        tokenizer = load_tokenizer(config.tokenizer)
+        samples = tuple(
+            read_samples(tokens.tokens, tokenizer, n_samples, source_length=config.encoder_length)
+        )
+    return replace(part, counts=counts, samples=samples)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Unpack
+from typing import Literal, Unpack
 
 from prepcli.console.jax_logs import silence_jax
-from prepcli.console.observer import Observer, SilentCommandObserver, run_observer_of
+from prepcli.console.notebook import run_observer_of
+from prepcli.console.observer import Observer, SilentCommandObserver
 from prepcli.console.progress import Progress
 from prepcli.operations.compute_options import TrainOptions
 from prepcli.operations.export import export
@@ -33,7 +34,7 @@ def train(
     dry_run: bool = False,
     loss_fn: TokenLoss | None = None,
     metric_fn: TokenMetrics | None = None,
-    progress: Progress | Observer | None = None,
+    progress: Progress | Observer | Literal["notebook"] | None = None,
     **options: Unpack[TrainOptions],
 ) -> TrainingRun:
     """Train from a recipe, or resume a run that was stopped.
@@ -54,7 +55,8 @@ def train(
         loss_fn: Loss of each token. Default: the cross entropy. A run resumes with a function of the same name. Not
             supported with `train.reduction = "exact"` and the keys of `[loss]`.
         metric_fn: Values of each token to evaluate. Not supported with `train.reduction = "exact"`.
-        progress: Receives the bytes downloaded, checked or tokenized. Default: none. See `Progress`.
+        progress: Receives the bytes downloaded, checked or tokenized. Default: none. See `Progress`. "notebook" shows
+            the run in the output of a notebook's cell.
         **options: See `TrainOptions`.
 
     Returns:
@@ -125,4 +127,6 @@ def _result_details(result: TrainResult) -> dict[str, object]:
         details |= {"memory": result.memory, "dry_run": True}
     elif result.error is None and result.pushed is not None:
         details["pushed"] = result.pushed
+    if result.end_reason:
+        details["end_reason"] = result.end_reason
     return details

@@ -238,7 +238,7 @@ def _read_prompts(file: str) -> Prompts:
     """Return the prompts of a file of comma-separated token ids, one prompt per line."""
     prompts: dict[str, Sequence[int]] = {}
     for number, line in enumerate(read_prompts(file), start=1):
-        ids = split_token_ids(line)
+        ids = split_token_ids(line) if isinstance(line, str) else None
         if ids is None:
             why = f"prompt {number} is {line!r:.60}"
             hint = f"write comma-separated token ids of at most {MAX_ID_DIGITS} digits, one prompt per line"

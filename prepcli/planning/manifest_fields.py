@@ -126,6 +126,10 @@ class ScheduleRecord(TypedDict):
     end: NotRequired[float]
     initial: NotRequired[float]
     cooldown: NotRequired[int]
+    warmup_shape: NotRequired[str]
+    cooldown_shape: NotRequired[str]
+    cooldown_waves: NotRequired[float]
+    cycles: NotRequired[int]
 
 
 class TokenRecord(TypedDict):
@@ -239,9 +243,13 @@ class ManifestFields(PrepFields, total=False):
     stacked: Mapping[str, Sequence[Sequence[int]]]
     merged: Annotated[MergedAdapter, CHECKED_BY_READER]
     added_tokens: AddedTokensRecord
-    # Loss of a step, and the number of sequences that it was computed on. Their reader checks the types.
+    # Loss or another metric of a step, and the sequences that it was computed on. Their reader checks the types.
     eval_loss: object
+    eval_metric: object
     eval_sequences: object
+    eval_stride: object
+    # Evaluations of a run that may end early.
+    patience: object
     training_state: TrainingStateRecord
     # Of a training step: the text of its recipe, the schedule of its learning rate, and what rounding depends on.
     recipe: str

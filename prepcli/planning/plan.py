@@ -92,6 +92,24 @@ class LowRankUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertUpdate(LowRankUpdate):
+    """An update of the projections of experts.
+
+    A is [experts * rank, in] with the ranks of an expert next to each other. B is [out, rank * experts] with the
+    experts of a rank next to each other (PEFT).
+
+    Attributes:
+        num_experts: Number of experts.
+        expert: The expert of the stream's tensor. None if the tensor is [experts, out, in] or its transpose.
+        outputs: Rows of B for the tensor.
+    """
+
+    num_experts: int = 1
+    expert: int | None = None
+    outputs: Range = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Stream:
     """Consecutive rows of a tensor, moved in order. Each stream has one digest.
 

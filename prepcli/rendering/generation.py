@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prepcli.console.ui import Report
-from prepcli.operations.results import Generation
+from prepcli.operations.results import ChatResult, Generation
 from prepcli.operations.token_ids import format_token_ids
 
 
@@ -23,3 +23,14 @@ def generation_report(generation: Generation) -> Report:
         "compile_seconds": round(generation.compile_seconds, 3),
     }
     return Report("\n".join(lines), fields, process=generation.process)
+
+
+def chat_report(result: ChatResult) -> Report:
+    """Return the JSON object of a conversation. Its text was printed answer by answer."""
+    fields = {
+        "mesh": result.mesh,
+        "dtype": result.dtype,
+        "messages": result.messages,
+        "tokens": result.num_tokens,
+    }
+    return Report("", fields)

@@ -276,7 +276,7 @@ def _read_settings(source: Source, table: AdamWTable | None, step: int) -> AdamS
         return AdamSettings(**record["optimizer"])
     if table is None:
         return None
-    from trainer.recipe.rate_at_step import rate_at_step
+    from trainer.recipe.lr_schedule import rate_at_step
 
     schedule = fields["rate"]
     return AdamSettings(

@@ -15,22 +15,17 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 # Fields that change the tokens of transformers' greedy search, and are not supported, with the values that have no
 # effect.
 UNSUPPORTED_FIELDS: Mapping[str, tuple[JsonValue, ...]] = {
-    "bad_words_ids": (None, []),
     "constraints": (None, []),
     "diversity_penalty": (None, 0.0),
     "dola_layers": (None,),
     "encoder_no_repeat_ngram_size": (None, 0),
     "encoder_repetition_penalty": (None, 1.0),
-    "exponential_decay_length_penalty": (None,),
     "force_words_ids": (None, []),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
     "guidance_scale": (None, 1.0),
+    "max_time": (None,),
     "num_beams": (None, 1),
     "penalty_alpha": (None, 0.0),
-    "remove_invalid_values": (None, False),
-    "sequence_bias": (None, {}, []),
-    "stop_strings": (None, []),
+    "token_healing": (None, False),
     "watermarking_config": (None,),
 }
 
@@ -42,11 +37,13 @@ class GenerationDefaults:
     Attributes:
         eos_token_ids: Tokens that end a text.
         rules: Rules that change which token is chosen.
+        stop_texts: Texts that end a text.
         notes: Lines for the user about the rules, and about fields that are not supported.
     """
 
     eos_token_ids: tuple[int, ...]
     rules: TokenRules
+    stop_texts: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -80,11 +77,13 @@ def generation_defaults(
         name = GENERATION_CONFIG_FILE
         values = read_config(generation_config)
         eos = values.get("eos_token_id", eos)
-    rules = _parse_rules(values, name, vocab)
-    notes = tuple(_rule_notes(values, rules, name))
     if not isinstance(eos, list):
         eos = [eos]
-    return GenerationDefaults(_known_ids(eos, vocab), rules, notes)
+    eos_ids = _known_ids(eos, vocab)
+    rules = _parse_rules(values, name, vocab, eos_ids)
+    stop_texts = _stop_texts(values, name)
+    notes = tuple(_rule_notes(values, rules, stop_texts, name))
+    return GenerationDefaults(eos_ids, rules, stop_texts, notes)
 
 
 def _known_ids(listed: Sequence[object], vocab: int) -> tuple[int, ...]:
@@ -93,7 +92,9 @@ def _known_ids(listed: Sequence[object], vocab: int) -> tuple[int, ...]:
     return tuple(token for token in listed if type(token) is int and 0 <= token < vocab)
 
 
-def _parse_rules(values: Mapping[str, JsonValue], name: str, vocab: int) -> TokenRules:
+def _parse_rules(
+    values: Mapping[str, JsonValue], name: str, vocab: int, eos_ids: tuple[int, ...]
+) -> TokenRules:
     """Return the rules of a file. Raise PrepError if one is invalid."""
     penalty = values.get("repetition_penalty")
     if penalty is None:
@@ -111,7 +112,101 @@ def _parse_rules(values: Mapping[str, JsonValue], name: str, vocab: int) -> Toke
         min_new_tokens=_count(values, "min_new_tokens", name),
         suppress_tokens=_token_list(values, "suppress_tokens", name, vocab=vocab),
         begin_suppress_tokens=_token_list(values, "begin_suppress_tokens", name, vocab=vocab),
+        sequence_bias=_sequence_bias(values, name, vocab),
+        bad_words_ids=_bad_words(values, name, vocab, eos_ids),
+        forced_bos_token_id=next(
+            iter(_forced_ids(values, "forced_bos_token_id", name, vocab)), None
+        ),
+        forced_eos_token_id=_forced_ids(values, "forced_eos_token_id", name, vocab),
+        exponential_decay_length_penalty=_length_penalty(values, name),
+        remove_invalid_values=values.get("remove_invalid_values") is True,
     )
+
+
+def _sequence(value: JsonValue, vocab: int) -> tuple[int, ...] | None:
+    """Return a sequence of token ids, or None for another value."""
+    if not isinstance(value, list) or not value:
+        return None
+    ids = _known_ids(value, vocab)
+    if len(ids) != len(value):
+        return None
+    return ids
+
+
+def _sequence_bias(
+    values: Mapping[str, JsonValue], name: str, vocab: int
+) -> tuple[tuple[tuple[int, ...], float], ...]:
+    """Return the sequences of `sequence_bias`, a list such as `[[[5, 6], -2.0]]`."""
+    listed = values.get("sequence_bias")
+    # An empty dict is how transformers writes none.
+    if not listed:
+        return ()
+    biases: list[tuple[tuple[int, ...], float]] = []
+    for entry in listed if isinstance(listed, list) else [None]:
+        ids = None
+        bias = None
+        if isinstance(entry, list) and len(entry) == 2:
+            ids = _sequence(entry[0], vocab)
+            bias = entry[1]
+        if ids is None or not isinstance(bias, int | float) or isinstance(bias, bool):
+            raise _field_error("sequence_bias", listed, name)
+        biases.append((ids, float(bias)))
+    return tuple(biases)
+
+
+def _bad_words(
+    values: Mapping[str, JsonValue], name: str, vocab: int, eos_ids: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the sequences of `bad_words_ids`. As in transformers, an end token alone is not one."""
+    listed = values.get("bad_words_ids")
+    if not listed:
+        return ()
+    words: list[tuple[int, ...]] = []
+    for entry in listed if isinstance(listed, list) else [None]:
+        ids = _sequence(entry, vocab)
+        if ids is None:
+            raise _field_error("bad_words_ids", listed, name)
+        if not (len(ids) == 1 and ids[0] in eos_ids):
+            words.append(ids)
+    return tuple(words)
+
+
+def _forced_ids(
+    values: Mapping[str, JsonValue], key: str, name: str, vocab: int
+) -> tuple[int, ...]:
+    """Return the token, or the tokens, of a field."""
+    value = values.get(key)
+    if value is None:
+        return ()
+    ids = _sequence(value if isinstance(value, list) else [value], vocab)
+    if ids is None:
+        raise _field_error(key, value, name)
+    return ids
+
+
+def _length_penalty(values: Mapping[str, JsonValue], name: str) -> tuple[int, float] | None:
+    """Return the start and the factor of `exponential_decay_length_penalty`."""
+    key = "exponential_decay_length_penalty"
+    value = values.get(key)
+    if value is None:
+        return None
+    if isinstance(value, list) and len(value) == 2:
+        start, factor = value
+        if type(start) is int and start >= 0 and isinstance(factor, int | float):
+            return start, float(factor)
+    raise _field_error(key, value, name)
+
+
+def _stop_texts(values: Mapping[str, JsonValue], name: str) -> tuple[str, ...]:
+    """Return the texts of `stop_strings`: a text, or a list of texts."""
+    value = values.get("stop_strings")
+    if value is None:
+        return ()
+    listed = value if isinstance(value, list) else [value]
+    texts = tuple(text for text in listed if isinstance(text, str) and text)
+    if len(texts) != len(listed):
+        raise _field_error("stop_strings", value, name)
+    return texts
 
 
 def _count(values: Mapping[str, JsonValue], key: str, name: str) -> int:
@@ -141,13 +236,17 @@ def _field_error(key: str, value: JsonValue, name: str) -> PrepError:
     return PrepError(f"{name} is invalid", why, "correct it, or remove the field")
 
 
-def _rule_notes(values: Mapping[str, JsonValue], rules: TokenRules, name: str) -> Iterator[str]:
+def _rule_notes(
+    values: Mapping[str, JsonValue], rules: TokenRules, stop_texts: Sequence[str], name: str
+) -> Iterator[str]:
     """Yield a line about the rules that change tokens, and one about the fields that are not supported."""
     used: list[str] = []
     for field in fields(TokenRules):
         value = getattr(rules, field.name)
         if value != getattr(NO_RULES, field.name):
-            used.append(f"{field.name} {value}")
+            used.append(f"{field.name} {value!s:.60}")
+    if stop_texts:
+        used.append(f"stop_strings {list(stop_texts)!s:.60}")
     if used:
         yield f"by {name}, tokens are chosen with {', '.join(used)}"
     unused: list[str] = []

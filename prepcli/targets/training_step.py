@@ -26,7 +26,7 @@ from prepcli.targets.streams import VocabResize, vocab_tensor_names
 from trainer.models.checkpoint_store import LeafSpec
 from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES
 from trainer.models.json_types import HFConfig
-from trainer.models.lora import manifest_family
+from trainer.models.manifest_family import manifest_family
 from trainer.models.mesh import parse_mesh
 from trainer.models.rule_text import merge_rules
 

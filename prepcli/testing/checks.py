@@ -53,8 +53,8 @@ from trainer.models.param_tree import flatten_tree, unflatten_tree
 from trainer.models.registry import family_of
 from trainer.nn import transformer as models
 from trainer.nn.model_spec import ForwardConfig
+from trainer.recipe.lr_schedule import LRSchedule
 from trainer.training.optimizers.adamw import AdamW
-from trainer.training.optimizers.lr_schedule import LRSchedule
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.optimizers.weight_decay import WeightDecay
 from trainer.training.step import StepSetup, init_train_state, train_step

@@ -66,7 +66,7 @@ def describe_missing_exports(run: Run, last_step: int) -> str:
 
     Args:
         run: The run.
-        last_step: Last step of the recipe.
+        last_step: Last step of the run.
 
     Returns:
         For example `not exported: step 20 and step 40; not pushed to me/model`. Empty before the
@@ -124,10 +124,10 @@ def push_last_step(run: Run, result: TrainResult) -> TrainResult:
     if repository is None or not run.is_first or result.error is not None:
         return result
     # The folder stays in the run. If the upload fails, the next start uploads it without a new export.
-    out = _export_folder(run, result.steps)
+    out = _export_folder(run, result.step)
     _make_parent(out)
-    run.observer.note(f"pushing step {result.steps} to {repository}")
-    pushed = run.exporter.push(run.storage.step_name(result.steps), out, repository)
+    run.observer.note(f"pushing step {result.step} to {repository}")
+    pushed = run.exporter.push(run.storage.step_name(result.step), out, repository)
     run.observer.note(f"pushed to {pushed['commit']}")
     return replace(result, pushed=pushed)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+import json
+from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prepcli.engine.files import io_error
 from prepcli.errors import Key, text, usage_error
@@ -16,6 +17,7 @@ from prepcli.training_runs.storage import store_at_end, write_run_file
 
 if TYPE_CHECKING:
     from trainer.recipe.run_tables import Log
+    from trainer.training.best_metric import Patience
     from trainer.training.events import MissingEvents
     from trainer.training.loop_config import LoopConfig
     from trainer.training.metrics import LogKey, MetricsLog
@@ -50,13 +52,16 @@ def check_logs(log: Log, storage: RunStorage) -> None:
         import_wandb()
 
 
-def find_missing_events(run: Run, loop: LoopConfig, step: int) -> MissingEvents:
+def find_missing_events(
+    run: Run, loop: LoopConfig, step: int, *, ends_early: bool = False
+) -> MissingEvents:
     """Return the events of a saved step that were stopped or killed before their end, as process 0 sees the logs.
 
     Args:
         run: The run.
         loop: Configuration of the training loop.
         step: Step to continue after. 0 means a new run, in which no event is missing.
+        ends_early: Whether the run has ended early with this step.
 
     Raises:
         PrepError: A log cannot be read.
@@ -72,16 +77,51 @@ def find_missing_events(run: Run, loop: LoopConfig, step: int) -> MissingEvents:
         # The parameters of a finished run may be saved in a form that cannot be loaded for training. A run without its
         # log was moved without it. In both cases no event is repeated.
         is_loadable = run.recipe.checkpoint.optimizer_state and loop.saved_dtype is None
-        if metrics.exists() and (step < loop.steps or is_loadable):
+        is_finished = ends_early or step == loop.steps
+        if metrics.exists() and (is_loadable or not is_finished):
             missing = MissingEvents(
                 loop.is_evaluation_due(step) and not num_logged_events(metrics, step),
-                max(0, loop.num_samples_due(step) - num_logged_events(samples, step)),
+                max(
+                    0,
+                    loop.num_samples_due(step, ends_early=ends_early)
+                    - num_logged_events(samples, step),
+                ),
             )
     # All processes evaluate and sample together, or none.
     words = run.group.broadcast(
         "missing events", f"{int(missing.evaluation)} {missing.num_samples}"
     ).split()
     return MissingEvents(bool(int(words[0])), int(words[1]))
+
+
+def find_patience(run: Run, loop: LoopConfig, manifest: Mapping[str, Any], step: int) -> Patience:
+    """Return the evaluations up to a saved step that count for `eval.patience`, as process 0 sees them.
+
+    Args:
+        run: The run.
+        loop: Configuration of the training loop.
+        manifest: Manifest of the step.
+        step: Step to continue after. 0 means a new run.
+
+    Raises:
+        PrepError: A log cannot be read.
+    """
+    from trainer.training.best_metric import NO_EVALUATIONS, Patience
+    from trainer.training.metrics import METRICS_FILE, logged_evaluation
+
+    if not step or not run.recipe.eval.patience:
+        return NO_EVALUATIONS
+    metric = loop.best_metric
+    recorded = Patience.of_manifest(manifest, loop.manifest_fields, metric.name)
+    patience = recorded or NO_EVALUATIONS
+    if run.is_first and recorded is not None and recorded.last_step != step:
+        # A signal had stopped the evaluation of this step, and a later start has repeated it without a save.
+        _make_folder(run)
+        line = logged_evaluation(run.storage.fetch_file(METRICS_FILE, run.folder), step)
+        if line is not None:
+            patience = patience.after(step, metric.cost(line))
+    words = run.group.broadcast("patience", json.dumps(patience.to_json()))
+    return Patience.from_json(json.loads(words))
 
 
 @contextmanager

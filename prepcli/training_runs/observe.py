@@ -16,7 +16,7 @@ from prepcli.console.formatting import (
     format_time_left,
     format_token_rate,
 )
-from prepcli.console.live_block import LiveBlock
+from prepcli.console.live_block import Block
 from prepcli.console.observer import Observer
 from prepcli.console.pacing import PacedNotes, ticking
 from prepcli.console.progress import REDRAW_INTERVAL_S, Clock
@@ -149,7 +149,7 @@ class LiveDisplay:
     The thread of `ticking` draws too, so that the clock advances while the main thread compiles.
     """
 
-    def __init__(self, block: LiveBlock, status: RunStatus, clock: Clock = time.monotonic) -> None:
+    def __init__(self, block: Block, status: RunStatus, clock: Clock = time.monotonic) -> None:
         self.block = block
         self.status = status
         self.clock = clock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -65,6 +66,9 @@ def prepare_run(
     recipe = run.recipe
     manifest, model = _start_model(recipe, start, sharding)
     dropout = run_dropout(recipe, manifest["config"])
+    if model.adapters is not None:
+        # The rate of adapters of a file is in their settings.
+        dropout = replace(dropout, adapters=model.adapters.config.dropout)
     kernel = choose_kernel(recipe, model, sharding, warn=run.observer.warn, dropout=dropout)
     processes_per_host = hosts.processes_per_host(run.group)
     memory = check_machine(
@@ -197,6 +201,7 @@ def build_sampler(
         max_new_tokens=recipe.log.sample_tokens,
         eos_token_ids=defaults.eos_token_ids,
         rules=defaults.rules,
+        stop_texts=defaults.stop_texts,
         decoder_start_id=decoder_start_id,
     )
 

@@ -110,6 +110,7 @@ def open_token_configs(
         folders={"tokenizer": opened.tokenizer_folder, "cache": tokens_folder(recipe, out)},
         stop_ids=opened.stop_ids,
         remote=remote,
+        note=observer.note,
     )
     return dict(configs)
 

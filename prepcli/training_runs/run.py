@@ -149,7 +149,8 @@ class TrainResult:
         metrics: Last values of the logged metrics. Empty if no step was taken.
         memory: Memory estimate of a dry run in bytes. None without a dry run.
         pushed: Repository, revision and commit of the upload of the last step. None without one.
-        error: Why the run stopped before its last step. None if it is finished.
+        end_reason: Why the run ended before the recipe's last step, by `eval.patience`. Empty if it did not.
+        error: Why the run was stopped before its end. None if it is finished.
         process: Index of this process in a job of several. None in a run of one process.
     """
 
@@ -163,5 +164,6 @@ class TrainResult:
     metrics: Mapping[str, object] = field(default_factory=dict[str, object])
     memory: Mapping[str, int | None] | None = None
     pushed: Mapping[str, str] | None = None
+    end_reason: str = ""
     error: PrepError | None = None
     process: int | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from prepcli.formats.manifest import (
 )
 from prepcli.formats.orbax import find_item
 from prepcli.planning.manifest_fields import ManifestFields, OriginRecord
+from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabulary
 from prepcli.remote.object_store import is_url, parse_url
 from prepcli.remote.placeholders import rename_in_errors
 from prepcli.restore.digest_checks import sample_digest, towers_digest
@@ -55,7 +56,7 @@ from prepcli.targets.tokenizer_files import tokenizer_folder, with_recipe_tokeni
 from prepcli.targets.training_step import StartModel
 from prepcli.training_runs.random_start import RandomReader, random_config, random_start
 from trainer.models.json_types import HFConfig, JsonObject
-from trainer.models.lora import lora_from_manifest
+from trainer.models.lora_config import lora_from_manifest
 from trainer.models.parameters import VERBATIM
 from trainer.models.registry import family_of
 from trainer.models.rule_text import merge_rules
@@ -484,17 +485,21 @@ def with_adapters(
         return replace(
             start,
             resume_step=int(reader.manifest["step"]),
-            lora=asdict(lora),
+            lora=lora.manifest_entry(),
             adapter_reader=reader,
         )
     if table.path is None:
         assert table.new_adapters is not None
-        return replace(start, lora=asdict(table.new_adapters))
+        return replace(start, lora=table.new_adapters.manifest_entry())
     family = family_of(config)
     adapter = Path(table.path).expanduser()
-    adapter_family, lora = read_adapter_family(adapter, family, config)
-    reader = WeightsReader(open_adapter(adapter, adapter_family, config), verify=verify)
-    return replace(start, lora=asdict(lora), adapter_reader=reader)
+    # Embeddings of the adapter have the rows of the vocabulary without the padding of the base.
+    vocabulary = read_vocabulary(config, family.sizes(config)["vocab"])
+    true_config = with_vocabulary(config, Vocabulary(vocabulary.true_size, vocabulary.true_size))
+    adapter_family, lora = read_adapter_family(adapter, family, true_config)
+    source = open_adapter(adapter, adapter_family, true_config)
+    reader = WeightsReader(source, vocab_multiple=vocabulary.stored_size, verify=verify)
+    return replace(start, lora=lora.manifest_entry(), adapter_reader=reader)
 
 
 def choose_base_dtypes(start: StartCheckpoint, model: ModelSpec, base_dtype: str) -> dict[str, str]:

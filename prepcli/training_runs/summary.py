@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prepcli.console.formatting import count_text, format_bytes
+from prepcli.inspection.sample_text import counts_table, sample_line
 from prepcli.training_runs.run import PreparedRun
 from trainer.models.architecture import ArchConfig
 from trainer.models.attention_kernels import KernelChoice
@@ -16,12 +18,22 @@ from trainer.models.dropout_config import DROPOUT_SITES, DropoutConfig
 from trainer.models.manifest_fields import CastCounts
 from trainer.models.rope_config import Rope
 from trainer.models.rule_text import rule_texts
+from trainer.recipe import Recipe
+from trainer.recipe.lr_schedule import LRSchedule
+from trainer.recipe.resolve import OPEN_SCHEDULES
+from trainer.recipe.run_tables import EVAL_LOSS
 
 if TYPE_CHECKING:
     from trainer.nn.kernels.options import AttentionOptions
     from trainer.nn.model_spec import ModelSpec
     from trainer.training.loop_config import LoopConfig
+    from trainer.training.source_datasets import TokenStore
     from trainer.training.step import StepSetup
+
+# Characters of the first sample: 7 lines of 80 with its label.
+MAX_SAMPLE_CHARS = 540
+# Tokens of the first sample.
+SAMPLE_TOKENS = (256, 128, 64, 32, 16, 8)
 
 
 def run_summary_lines(prepared: PreparedRun) -> Iterator[str]:
@@ -38,12 +50,94 @@ def run_summary_lines(prepared: PreparedRun) -> Iterator[str]:
             yield text
     yield attention_text(prepared.kernel, setup.forward_config.attention_options)
     yield _batch_text(loop)
+    yield _schedule_text(setup.optimizer.lr_schedule)
     if loop.evaluation is not None:
         n_rows = loop.evaluation.n_rows
         limit = prepared.run.recipe.eval.limit or n_rows
-        yield f"evaluation on {min(n_rows, limit):,} sequences"
+        yield _evaluation_line(prepared.run.recipe, min(n_rows, limit))
+    if prepared.run.is_first:
+        yield from _data_lines(prepared)
     if prepared.step:
         yield f"resuming at step {prepared.step}"
+
+
+def _schedule_text(schedule: LRSchedule) -> str:
+    """Return the learning rate at the start, after warm-up and at the end as text."""
+    parts = [f"learning rate {schedule.peak:g}"]
+    if schedule.warmup:
+        parts.append(
+            f"{schedule.warmup_shape} warm-up from {schedule.initial:g} in {schedule.warmup:,} steps"
+        )
+    if schedule.kind in OPEN_SCHEDULES:
+        parts.append(schedule.kind)
+    elif schedule.kind == "wsd":
+        parts.append(
+            f"constant, {schedule.cooldown_shape} to {schedule.end:g} in the last"
+            f" {schedule.cooldown:,} steps before step {schedule.decay:,}"
+        )
+    elif schedule.kind == "cosine_restarts":
+        parts.append(f"{schedule.cycles} cosines to {schedule.end:g} until step {schedule.decay:,}")
+    else:
+        parts.append(f"{schedule.kind} to {schedule.end:g} at step {schedule.decay:,}")
+    return ", ".join(parts)
+
+
+def _evaluation_line(recipe: Recipe, n_rows: int) -> str:
+    """Return the size of an evaluation, its windows, and the early end of the run as text."""
+    line = f"evaluation on {n_rows:,} sequences"
+    if recipe.eval.stride is not None:
+        line = f"evaluation on {n_rows:,} windows with stride {recipe.eval.stride:,}"
+    if recipe.eval.patience:
+        metric = recipe.checkpoint.best or EVAL_LOSS
+        line += f"; the run ends after {recipe.eval.patience} without a better {metric}"
+    return line
+
+
+def _data_lines(prepared: PreparedRun) -> Iterator[str]:
+    """Yield the counts of the training data, and its first sample with its tokens with loss marked.
+
+    Data without loss weights has none: the line of its tokens says all.
+    """
+    from trainer.data.token_samples import count_samples
+    from trainer.training.source_datasets import token_stores
+
+    stores = token_stores(prepared.loop.train)
+    weighted = [part for part in stores.values() if part.tokens.weight_codes is not None]
+    if not weighted:
+        return
+    counts = {
+        name: count_samples(
+            part.tokens, source_length=part.source_length, has_blocks=part.has_blocks
+        )
+        for name, part in stores.items()
+    }
+    yield from counts_table(counts, None).split("\n")
+    data = prepared.run.recipe.data
+    folder = prepared.start.tokenizer_folder
+    sample = _short_sample(weighted[0], Path(data.tokenizer or folder))
+    if sample:
+        yield f"first sample: {sample}"
+
+
+def _short_sample(store: TokenStore, tokenizer_path: Path) -> str:
+    """Return the first sample of a store in a few lines, as many tokens of both of its ends as fit."""
+    from trainer.data.token_samples import read_samples
+    from trainer.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(tokenizer_path)
+    line = ""
+    for max_tokens in SAMPLE_TOKENS:
+        for sample in read_samples(
+            store.tokens,
+            tokenizer,
+            1,
+            source_length=store.source_length,
+            max_tokens=max_tokens,
+        ):
+            line = sample_line(sample)
+        if len(line) <= MAX_SAMPLE_CHARS:
+            break
+    return line
 
 
 def _mesh_lines(setup: StepSetup) -> Iterator[str]:
@@ -138,6 +232,8 @@ def dropout_text(dropout: DropoutConfig) -> str:
         rate = getattr(dropout, site)
         if rate:
             rates.append(f"{site} {rate:g}")
+    if dropout.adapters:
+        rates.append(f"adapters {dropout.adapters:g}")
     parts: list[str] = []
     if rates:
         parts.append(f"dropout {', '.join(rates)}")

@@ -27,7 +27,7 @@ from prepcli.execution.signals import (
     remember_signal,
 )
 from prepcli.execution.step_exports import StepExports
-from prepcli.formats.run_steps import EVAL_SEQUENCES, RECIPE_FILE
+from prepcli.formats.run_steps import RECIPE_FILE, score_group
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.sources.folders import make_access
 from prepcli.training_runs.checks import check_config
@@ -44,6 +44,7 @@ from prepcli.training_runs.export import (
 from prepcli.training_runs.metrics import (
     check_logs,
     find_missing_events,
+    find_patience,
     open_metrics,
     open_sample_log,
 )
@@ -82,6 +83,7 @@ from trainer.recipe import LoadedRecipe, recipe_to_toml
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
+    from trainer.training.best_metric import Patience
     from trainer.training.events import MissingEvents
     from trainer.training.loop import LoopResult
     from trainer.training.profiling import StepProfiler
@@ -190,9 +192,20 @@ def _train_locked(run: Run) -> TrainResult:
             prepared = _open_and_prepare(run, stack)
             if run.request.dry_run:
                 return _make_result(prepared, prepared.step, memory=prepared.memory)
-            missing_events = find_missing_events(run, prepared.loop, prepared.step)
-            if prepared.step == prepared.loop.steps and not missing_events:
-                return _make_exports_and_push(prepared)
+            patience = find_patience(
+                run, prepared.loop, prepared.start.step_reader.manifest, prepared.step
+            )
+            end_reason = ""
+            if prepared.step < prepared.loop.steps:
+                end_reason = patience.end_reason(
+                    run.recipe.eval.patience, prepared.loop.best_metric
+                )
+            missing_events = find_missing_events(
+                run, prepared.loop, prepared.step, ends_early=bool(end_reason)
+            )
+            is_finished = bool(end_reason) or prepared.step == prepared.loop.steps
+            if is_finished and not missing_events:
+                return _make_exports_and_push(prepared, end_reason)
             if prepared.step:
                 # Only now it is known whether the run is finished: a finished run without a repository needs no check.
                 check_repository(run.recipe.checkpoint, run.group, run.observer)
@@ -209,7 +222,12 @@ def _train_locked(run: Run) -> TrainResult:
             with _open_checkpoints(prepared, exports) as checkpoints:
                 _begin_writing(prepared, checkpoints, exports)
                 end = _take_steps(
-                    prepared, state, checkpoints, display=display, missing_events=missing_events
+                    prepared,
+                    state,
+                    checkpoints,
+                    display=display,
+                    missing_events=missing_events,
+                    patience=patience,
                 )
                 if exports is not None and end.stop_reason:
                     exports.abandon()
@@ -217,7 +235,11 @@ def _train_locked(run: Run) -> TrainResult:
             if end.stop_reason:
                 error = stopped_error(prepared, end)
                 return _make_result(prepared, end.step, metrics=end.metrics, error=error)
-            return push_last_step(run, _make_result(prepared, end.step, metrics=end.metrics))
+            _note_early_end(prepared, end.end_reason, end.step)
+            result = _make_result(
+                prepared, end.step, metrics=end.metrics, end_reason=end.end_reason
+            )
+            return push_last_step(run, result)
 
 
 def _open_and_prepare(run: Run, stack: ExitStack) -> PreparedRun:
@@ -340,12 +362,21 @@ def _last_step(run: Run) -> int:
     return int(run.group.broadcast("last step", str(last_step)))
 
 
-def _make_exports_and_push(prepared: PreparedRun) -> TrainResult:
+def _make_exports_and_push(prepared: PreparedRun, end_reason: str) -> TrainResult:
     """Make the missing exports and the missing push of a finished run, and return its result."""
     run = prepared.run
-    with note_durable_work(lambda: describe_missing_exports(run, prepared.loop.steps)):
+    _note_early_end(prepared, end_reason, prepared.step)
+    with note_durable_work(lambda: describe_missing_exports(run, prepared.step)):
         make_missing_exports(run)
-        return push_last_step(run, _make_result(prepared, prepared.step))
+        return push_last_step(run, _make_result(prepared, prepared.step, end_reason=end_reason))
+
+
+def _note_early_end(prepared: PreparedRun, end_reason: str, step: int) -> None:
+    """Tell the user why a run ended before its last step, if it did."""
+    if end_reason:
+        prepared.run.observer.note(
+            f"ended early at step {step}/{prepared.loop.steps}: {end_reason}"
+        )
 
 
 def _load_state(prepared: PreparedRun) -> tuple[PreparedRun, TrainState]:
@@ -499,6 +530,7 @@ def _take_steps(
     *,
     display: RunDisplay,
     missing_events: MissingEvents,
+    patience: Patience,
 ) -> LoopResult:
     """Take the remaining steps of a run, after the missing events of its start step."""
     from trainer.training.loop import Loop
@@ -524,7 +556,8 @@ def _take_steps(
             callbacks=display,
             poll_stop_reason=lambda: stop_signal(),
             enter_phase=enter_phase,
-            best_eval_loss=_best_eval_loss(prepared, checkpoints),
+            lowest_cost=_lowest_cost(prepared, checkpoints),
+            patience=patience,
             missing_events=missing_events,
             profiler=_make_profiler(run),
             warn=run.observer.warn,
@@ -537,26 +570,27 @@ def _take_steps(
             lambda: quit_run(run),
         ) as stop_signal:
             result = training.run()
-    if stop_signal() and not result.stop_reason and describe_missing_exports(run, loop.steps):
+    if stop_signal() and not result.stop_reason and describe_missing_exports(run, result.step):
         # The signal came too late to stop the steps. It stops the exports and the push instead.
         raise_stop(stop_signal())
     return result
 
 
-def _best_eval_loss(prepared: PreparedRun, checkpoints: CheckpointManager) -> float:
-    """Return the lowest comparable loss of a saved step, as process 0 sees the run.
+def _lowest_cost(prepared: PreparedRun, checkpoints: CheckpointManager) -> float:
+    """Return the lowest comparable cost of a saved step, as process 0 sees the run. See `BestMetric`.
 
     The result is infinite without a saved step.
     """
     run = prepared.run
     if not prepared.loop.saves_best:
         return math.inf
-    best = math.inf
+    lowest = math.inf
     if run.is_first:
-        best = checkpoints.best_eval_loss(prepared.loop.manifest_fields.get(EVAL_SEQUENCES))
-    # `repr` of a float is exact: all processes compare later losses with the same value, and so
+        metric = prepared.loop.best_metric
+        lowest = checkpoints.lowest_cost(score_group(metric.name, prepared.loop.manifest_fields))
+    # `repr` of a float is exact: all processes compare later values with the same one, and so
     # save the same steps.
-    return float(run.group.broadcast("best loss", repr(best)))
+    return float(run.group.broadcast("lowest cost", repr(lowest)))
 
 
 def _make_profiler(run: Run) -> StepProfiler | None:

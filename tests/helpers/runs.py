@@ -24,6 +24,7 @@ from trainer.models.registry import FAMILIES
 from trainer.models.rule_text import merge_rules
 from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import ForwardConfig, build_model
+from trainer.recipe.lr_schedule import LRSchedule
 from trainer.recipe.run_tables import Checkpoint, Eval, Log
 from trainer.recipe.tables import Recipe, Train
 from trainer.training.evaluation import EvaluationResult
@@ -31,7 +32,6 @@ from trainer.training.loading import round_params
 from trainer.training.log_lines import StepLine, evaluation_line
 from trainer.training.loop_config import LoopConfig
 from trainer.training.optimizers.adamw import AdamW
-from trainer.training.optimizers.lr_schedule import LRSchedule
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.optimizers.weight_decay import WeightDecay
 from trainer.training.samples import Sample

@@ -1,32 +1,29 @@
-"""Build training examples of conversations: only tokens of assistant turns count in the loss."""
+"""Build training examples of conversations: only tokens of chosen turns count in the loss."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from trainer.data.chat_loss import message_weight
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.column_values import check_columns, messages_value
+from trainer.data.conversations import message_reader, tools_value
 from trainer.data.example_settings import (
     ExampleSettings,
     begin_segments,
     largest_added_id,
     token_segment,
 )
-from trainer.data.examples import Example, Segment
-from trainer.data.ignored_parts import ignored_parts
+from trainer.data.examples import Example, LossSpan, Segment
+from trainer.data.ignored_parts import HIDDEN_REASONING, TOOLS
 from trainer.data.readers.reader import DataPiece, Record
 from trainer.models.errors import PrepError
-from trainer.models.json_types import JsonObject
 
 if TYPE_CHECKING:
-    from trainer.data.chat_rendering import ChatRenderer
-
-ASSISTANT = "assistant"
-MARKERS_HINT = (
-    "put `{% generation %}` and `{% endgeneration %}` around the assistant's text in the template"
-)
-
-Spans = tuple[tuple[int, int], ...]
+    from trainer.data.chat_forms import MessageForms
+    from trainer.data.chat_rendering import Conversation, Spans
+    from trainer.data.chat_turns import Turn
 
 
 class ChatBuilder:
@@ -34,16 +31,20 @@ class ChatBuilder:
 
     A chat template renders the whole conversation as one text, and the text is tokenized at once.
     Text between the markers `{% generation %}` and `{% endgeneration %}` of the template counts in
-    the loss. Without markers, the conversation is rendered up to each assistant turn, with and
-    without the turn, and the difference counts.
+    the loss. Without markers, the turns are found by the texts of their messages.
     """
 
     has_weights = True
 
     def __init__(self, settings: ExampleSettings, template: ChatTemplate) -> None:
         self._settings = settings
-        self._template = template
-        self._renderer = _load_renderer(template)
+        self._messages = message_reader(settings.chat_format, settings.fields)
+        self._forms = load_forms(template)
+        self._renderer = self._forms.renderer
+        # It needs jinja2, as the forms do.
+        from trainer.data.chat_turns import TurnFinder
+
+        self._finder = TurnFinder(self._renderer)
         self._bos_text = template.bos_text
         self.max_extra_token_id = largest_added_id(settings)
 
@@ -51,16 +52,18 @@ class ChatBuilder:
         """Return the example of a record.
 
         Raises:
-            PrepError: The record has no messages, the template rejects them, or the turns of the
-                assistant cannot be found.
+            PrepError: The record has no messages, the template rejects them, or the turns with loss
+                cannot be found.
         """
         assert isinstance(piece, Record)
-        column = self._settings.fields
-        check_columns(piece, [column])
-        messages = messages_value(piece, column)
-        text, spans = self._renderer.render(messages, piece.place)
-        if spans is None:
-            spans = self._spans_by_prefix(messages, text, piece.place)
+        messages = self._messages(piece)
+        tools = tools_value(piece)
+        conversation = self._forms.conversation(messages, tools, piece.place)
+        ignored: Counter[str] = Counter()
+        if tools and not self._renderer.takes_tools:
+            ignored[TOOLS] = 1
+        text, spans, n_hidden = self._render(conversation)
+        ignored[HIDDEN_REASONING] = n_hidden
         begin: tuple[Segment, ...] = ()
         # Most templates write the begin token themselves.
         if not (self._bos_text and text.startswith(self._bos_text)):
@@ -69,72 +72,84 @@ class ChatBuilder:
         return Example(
             (*begin, Segment(text, loss_spans=spans), *end),
             piece.nbytes,
-            ignored=tuple(ignored_parts(piece.values, messages)),
+            ignored=tuple(ignored.elements()),
             stop_ids=self._settings.stop_ids,
         )
 
-    def _spans_by_prefix(self, messages: list[JsonObject], text: str, place: str) -> Spans:
-        """Return start and end of each assistant turn.
+    def _render(self, conversation: Conversation) -> tuple[str, tuple[LossSpan, ...], int]:
+        """Return the text of a conversation, its parts with loss, and how many turns hide their reasoning."""
+        rule = self._settings.loss
+        weights = {
+            index: message_weight(conversation.messages[index], conversation.place)
+            for index in rule.select(conversation.messages)
+        }
+        if self._settings.joins_last_turns:
+            text, turns = self._finder.join_last_turns(conversation)
+            return text, self._spans(text, turns, weights), 0
+        text, generated = self._renderer.render(conversation)
+        is_uniform = all(weight == 1 for weight in weights.values())
+        if generated is not None and rule.is_default and is_uniform:
+            return text, tuple((start, end, 1.0) for start, end in generated), 0
+        if rule.roles is None:
+            return text, self._all_spans(conversation, text, weights), 0
+        indices = [index for index, weight in weights.items() if weight]
+        turns = self._finder.find(conversation, text, indices)
+        spans = self._spans(text, turns, weights)
+        if generated is not None:
+            spans = _intersect(spans, generated)
+        return text, spans, sum(turn.hides_reasoning for turn in turns.values())
 
-        The conversation is rendered up to each of them.
-        """
-        # A conversation of n messages is rendered up to n times, so the time is quadratic. The limits
-        # of the template hold for each rendering.
-        spans: list[tuple[int, int]] = []
-        for number, message in enumerate(messages, start=1):
-            if message["role"] == ASSISTANT:
-                spans.append(self._turn_span(messages[:number], text, place))
+    def _all_spans(
+        self, conversation: Conversation, text: str, weights: Mapping[int, float]
+    ) -> tuple[LossSpan, ...]:
+        """Return the spans of a text that all has loss, but for messages with another weight."""
+        other = {index: weight for index, weight in weights.items() if weight != 1}
+        turns = self._finder.find(conversation, text, other)
+        return ((0, len(text), 1.0), *self._spans(text, turns, other))
+
+    def _spans(
+        self, text: str, turns: Mapping[int, Turn], weights: Mapping[int, float]
+    ) -> tuple[LossSpan, ...]:
+        """Return the spans of turns that have weights."""
+        spans: list[LossSpan] = []
+        for index, turn in turns.items():
+            if index not in weights:
+                continue
+            start = turn.start if self._settings.loss.has_reasoning else turn.answer
+            spans.append((start, self._stop_end(text, start, turn.end), weights[index]))
         return tuple(spans)
 
-    def _turn_span(self, messages: list[JsonObject], text: str, place: str) -> tuple[int, int]:
-        """Return start and end of the text added by the last message to the messages before it."""
-        start = ""
-        if len(messages) == 1:
-            start = self._turn_start(place)
-        if start:
-            return self._first_turn_span(messages, text, place, start=start)
-        # E.g. messages [user "Hi", assistant "Hello"] of a template `<role>text</s>`: before is
-        # `<user>Hi</s><assistant>`, after is `<user>Hi</s><assistant>Hello</s>`. The span is
-        # `Hello</s>`: the prompt of the turn has no loss, its end token has.
-        before, _ = self._renderer.render(messages[:-1], place, add_generation_prompt=True)
-        after, _ = self._renderer.render(messages, place)
-        if not (after.startswith(before) and text.startswith(after)):
-            raise self._unknown_turn_error(len(messages), place)
-        return len(before), len(after)
+    def _stop_end(self, text: str, start: int, end: int) -> int:
+        """Return the end of a turn, with the token that ends it if the template writes that with the next turn.
 
-    def _first_turn_span(
-        self, messages: list[JsonObject], text: str, place: str, *, start: str
-    ) -> tuple[int, int]:
-        """Return start and end of a turn of the assistant that begins the conversation."""
-        # Many templates cannot render a conversation without messages, or put a system prompt before the first
-        # message. The start of a turn is therefore the text that a template puts after a user's turn.
-        # E.g. `<system>Be kind</s><assistant>Hello</s>` with the start `<assistant>` has the span `Hello</s>`.
-        after, _ = self._renderer.render(messages, place)
-        position = after.find(start)
-        if position < 0 or not text.startswith(after):
-            raise self._unknown_turn_error(1, place)
-        return position + len(start), len(after)
-
-    def _turn_start(self, place: str) -> str:
-        """Return the text at the start of a turn of the assistant, or "" if the template has none."""
-        user: list[JsonObject] = [{"role": "user", "content": "a"}]
-        plain, _ = self._renderer.render(user, place)
-        prompt, _ = self._renderer.render(user, place, add_generation_prompt=True)
-        if prompt.startswith(plain):
-            return prompt[len(plain) :]
-        return ""
-
-    def _unknown_turn_error(self, number: int, place: str) -> PrepError:
-        what = f"{place}: the turns of the assistant cannot be found"
-        why = f"{self._template.file} renders message {number} in another way with the messages after it"
-        return PrepError(what, why, MARKERS_HINT)
+        E.g. GLM ends an answer with the `<|user|>` that begins the next turn.
+        """
+        stops = self._settings.stop_texts
+        if any(stop in text[start:end] for stop in stops):
+            return end
+        return end + max((len(stop) for stop in stops if text.startswith(stop, end)), default=0)
 
 
-def _load_renderer(template: ChatTemplate) -> ChatRenderer:
-    """Return a renderer of the template. Raise PrepError if jinja2 is not installed."""
+def load_forms(template: ChatTemplate) -> MessageForms:
+    """Return the forms of messages that a template takes, with its renderer.
+
+    Raises:
+        PrepError: jinja2 is not installed, or the template is not valid.
+    """
     try:
+        from trainer.data.chat_forms import MessageForms
         from trainer.data.chat_rendering import ChatRenderer
     except ImportError:
         what = "cannot render chat templates"
         raise PrepError(what, "jinja2 is not installed", "`pip install 'prepcli[chat]'`") from None
-    return ChatRenderer(template)
+    return MessageForms(ChatRenderer(template))
+
+
+def _intersect(spans: Sequence[LossSpan], generated: Spans) -> tuple[LossSpan, ...]:
+    """Return the parts of spans that the template marks as generated."""
+    return tuple(
+        (max(start, first), min(end, last), weight)
+        for start, end, weight in spans
+        for first, last in generated
+        if max(start, first) < min(end, last)
+    )

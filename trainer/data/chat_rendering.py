@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
+import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from jinja2 import nodes
+from jinja2 import Template, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 
 from trainer.data.chat_environment import ChatEnvironment
+from trainer.data.chat_marks import ASSISTANT
 from trainer.data.chat_template import ChatTemplate
-from trainer.models.errors import PrepError
-from trainer.models.json_types import JsonObject
+from trainer.models.errors import Key, PrepError, Text, text
+from trainer.models.json_types import JsonObject, JsonValue
 
 # Unicode noncharacters, which no text contains, around the parts of a rendered text that the
 # assistant generates.
@@ -22,13 +26,54 @@ START_MARK = "\ufdd0"
 END_MARK = "\ufdd1"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
+# `strftime` returns at most this many characters for each character of its format.
+MAX_DATE_GROWTH = 256
+# Variables that each rendering sets.
+CONVERSATION_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+# The variable with the tools in a template.
+TOOLS_VARIABLE = re.compile(r"\btools\b")
+
 Spans = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The inputs of a rendering.
+
+    Attributes:
+        messages: The messages, in order.
+        place: File and line, for error messages.
+        tools: Schemas of the tools that the model may call. None without any.
+    """
+
+    messages: Sequence[JsonObject]
+    place: str
+    tools: Sequence[JsonValue] | None = None
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of the messages and tools as JSON."""
+        return len(json.dumps([self.messages, self.tools], ensure_ascii=False))
+
+    @property
+    def assistant_indices(self) -> list[int]:
+        """Indices of the messages of the assistant."""
+        return [i for i, message in enumerate(self.messages) if message["role"] == ASSISTANT]
+
+    def until(self, index: int) -> Conversation:
+        """Return the conversation up to a message, with this message."""
+        return replace(self, messages=self.messages[: index + 1])
 
 
 class ChatRenderer:
     """A compiled chat template.
 
-    The time of day is not available to it: the ids of a conversation do not depend on the day.
+    The time of day is not available to it: the ids of a conversation do not depend on the day. The recipe may
+    give it a fixed date.
+
+    Attributes:
+        file: File of the template.
+        takes_tools: Whether the template uses the tools of a conversation.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -38,24 +83,31 @@ class ChatRenderer:
             PrepError: The template is not valid Jinja.
         """
         self._environment = ChatEnvironment([_GenerationBlocks, loopcontrols])
-        self._file = template.file
-        self._special_tokens = dict(template.special_tokens)
-        self._has_markers = GENERATION.search(template.text) is not None
-        try:
-            self._template = self._environment.compile_template(template.text)
-        except Exception as error:
-            # Jinja and Python's compiler raise errors of many types.
-            what = f"{template.file} is not a valid chat template"
-            raise PrepError(what, _error_text(error), "correct the template") from None
+        if template.date:
+            self._environment.globals["strftime_now"] = functools.partial(
+                self._format_date, template.date
+            )
+        self.file = template.file
+        self._variables: Mapping[str, JsonValue] = {
+            **dict(template.special_tokens),
+            **json.loads(template.arguments),
+        }
+        _check_variables(self._variables)
+        texts = [template.text]
+        if template.tool_text is not None:
+            texts.append(template.tool_text)
+        self.takes_tools = any(TOOLS_VARIABLE.search(text) for text in texts)
+        self._templates = [
+            (self._compile(text), GENERATION.search(text) is not None) for text in texts
+        ]
 
     def render(
-        self, messages: Sequence[JsonObject], place: str, *, add_generation_prompt: bool = False
+        self, conversation: Conversation, *, add_generation_prompt: bool = False
     ) -> tuple[str, Spans | None]:
-        """Render messages.
+        """Render a conversation.
 
         Args:
-            messages: The messages, in order.
-            place: File and line, for error messages.
+            conversation: The conversation. Its texts are without U+FDD0 and U+FDD1.
             add_generation_prompt: End with the text that starts a turn of the assistant.
 
         Returns:
@@ -65,30 +117,50 @@ class ChatRenderer:
         Raises:
             PrepError: The template fails or rejects the messages.
         """
-        messages_text = json.dumps(messages, ensure_ascii=False)
-        if any(mark in messages_text for mark in (START_MARK, END_MARK)):
-            raise PrepError(
-                f"{place}: a message is not text",
-                "it has U+FDD0 or U+FDD1, which are not characters",
-                "remove them",
-            )
+        template, has_markers = self._templates[0 if conversation.tools is None else -1]
         # The limits grow with the messages: a template may repeat a long conversation, and a short
         # one gives no template a reason to make megabytes.
-        self._environment.limits.start(len(messages_text))
+        self._environment.limits.start(conversation.num_chars)
+        variables = {
+            **self._variables,
+            "messages": conversation.messages,
+            "tools": conversation.tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            text = self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )  # fmt: skip
+            rendered = template.render(variables)
         except Exception as error:
             # A template is a program, which may raise any error.
-            what = f"{place}: {self._file} cannot render the messages"
+            what = f"{conversation.place}: {self.file} cannot render the messages"
+            raise PrepError(what, _error_text(error), _error_hint(error)) from None
+        if has_markers:
+            return _split_marks(rendered)
+        return rendered, None
+
+    def _format_date(self, date: datetime.date, form: str) -> str:
+        """Return a date as a template formats it."""
+        self._environment.limits.check(MAX_DATE_GROWTH * len(form))
+        return date.strftime(form)
+
+    def _compile(self, text: str) -> Template:
+        try:
+            return self._environment.compile_template(text)
+        except Exception as error:
+            # Jinja and Python's compiler raise errors of many types.
+            what = f"{self.file} is not a valid chat template"
+            raise PrepError(what, _error_text(error), "correct the template") from None
+
+
+def _check_variables(variables: Mapping[str, JsonValue]) -> None:
+    """Raise PrepError for a variable of a template that each rendering sets."""
+    for name in CONVERSATION_VARIABLES:
+        if name in variables:
             raise PrepError(
-                what, _error_text(error), "correct the messages or the template"
-            ) from None
-        if self._has_markers:
-            return _split_marks(text)
-        return text, None
+                f"`{name}` is not a variable that can be passed to a chat template",
+                "each conversation sets it",
+                "remove it from the template variables",
+            )
 
 
 def _error_text(error: Exception) -> str:
@@ -98,6 +170,16 @@ def _error_text(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return "it is nested too deeply, or needs too much memory"
     return f"{str(error) or type(error).__name__:.300}"
+
+
+def _error_hint(error: Exception) -> Text | str:
+    """Return the hint for an error of a template."""
+    if "strftime_now" in str(error):
+        return text(
+            "{} is the date that it writes",
+            Key("data.template_date", "2026-01-31", is_override=True),
+        )
+    return "correct the messages or the template"
 
 
 def _split_marks(text: str) -> tuple[str, Spans]:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import xxhash
 
 from trainer.data.tokenizer import read_settings, read_text_file
-from trainer.models.errors import PrepError
+from trainer.models.errors import Key, PrepError, text, usage_error
 from trainer.models.json_types import JsonValue
+from trainer.recipe.data_table import Data
 
 TEMPLATE_FILE = "chat_template.jinja"
+# Names of the template without and with tools, in a tokenizer with several.
+DEFAULT_NAME = "default"
+TOOL_NAME = "tool_use"
+TOOL_TEMPLATE_FILE = f"additional_chat_templates/{TOOL_NAME}.jinja"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+# Value of `data.chat_template` for the template of the tokenizer, with each turn as the last one.
+TRAINING = "training"
 MAX_TEMPLATE_NBYTES = 4_000_000
 
 
@@ -29,11 +37,17 @@ class ChatTemplate:
         text: The template.
         special_tokens: Names and texts of special tokens, variables of the template such as
             `bos_token`.
+        tool_text: Template of conversations with tools. None if `text` is for all.
+        arguments: Other variables of the template, a JSON object.
+        date: Date that `strftime_now` writes. None makes that an error.
     """
 
     file: str
     text: str
     special_tokens: tuple[tuple[str, str], ...]
+    tool_text: str | None = None
+    arguments: str = "{}"
+    date: datetime.date | None = None
 
     @property
     def bos_text(self) -> str:
@@ -46,7 +60,12 @@ class ChatTemplate:
     @property
     def identity(self) -> str:
         """Digest of the template and its variables."""
-        return xxhash.xxh3_128_hexdigest(json.dumps([self.text, self.special_tokens]).encode())
+        inputs: list[Any] = [self.text, self.special_tokens]
+        others = [self.tool_text, json.loads(self.arguments), self.date and self.date.isoformat()]
+        # Templates without these values keep the digest of earlier versions.
+        if any(others):
+            inputs += others
+        return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
 def load_chat_template(tokenizer: Path) -> ChatTemplate:
@@ -56,7 +75,8 @@ def load_chat_template(tokenizer: Path) -> ChatTemplate:
         tokenizer: A tokenizer.json, or a folder that contains one.
 
     Returns:
-        The template in `chat_template.jinja`, else the default one in `tokenizer_config.json`.
+        The template in `chat_template.jinja`, else the default one in `tokenizer_config.json`. With it the
+        template of conversations with tools, if the tokenizer has one.
 
     Raises:
         PrepError: There is no template, or a file is invalid.
@@ -65,8 +85,12 @@ def load_chat_template(tokenizer: Path) -> ChatTemplate:
     config = read_settings(folder / CONFIG_FILE)
     file = folder / TEMPLATE_FILE
     text = read_text_file(file, MAX_TEMPLATE_NBYTES)
+    tool_text = read_text_file(folder / TOOL_TEMPLATE_FILE, MAX_TEMPLATE_NBYTES)
     if text is None:
-        text = _default_template(config.get("chat_template"))
+        text = _named_template(config.get("chat_template"), DEFAULT_NAME)
+        tool_text = tool_text or _named_template(config.get("chat_template"), TOOL_NAME)
+        if tool_text == text:
+            tool_text = None
         file = folder / CONFIG_FILE
     if text is None:
         why = f"looked for {TEMPLATE_FILE}, and for `chat_template` in {CONFIG_FILE}"
@@ -75,7 +99,39 @@ def load_chat_template(tokenizer: Path) -> ChatTemplate:
             why,
             f"put a {TEMPLATE_FILE} into the folder",
         )
-    return ChatTemplate(str(file), text, load_special_tokens(tokenizer))
+    return ChatTemplate(str(file), text, load_special_tokens(tokenizer), tool_text)
+
+
+def recipe_template(data: Data, tokenizer: Path) -> ChatTemplate:
+    """Load the chat template of a recipe's data.
+
+    Args:
+        data: The table `[data]`.
+        tokenizer: A tokenizer.json, or a folder that contains one.
+
+    Raises:
+        PrepError: There is no template, or a file is invalid.
+        UsageError: The date of the recipe does not exist.
+    """
+    if data.chat_template in (None, TRAINING):
+        template = load_chat_template(tokenizer)
+    else:
+        template_text = read_text_file(Path(data.chat_template), MAX_TEMPLATE_NBYTES)
+        if template_text is None:
+            key = Key("data.chat_template", data.chat_template)
+            raise usage_error(
+                text("{}: there is no such file", key), "", f'a Jinja file, or "{TRAINING}"'
+            )
+        special_tokens = load_special_tokens(tokenizer)
+        template = ChatTemplate(data.chat_template, template_text, special_tokens)
+    date: datetime.date | None = None
+    if data.template_date is not None:
+        try:
+            date = datetime.date.fromisoformat(data.template_date)
+        except ValueError as error:
+            what = text("{}", Key("data.template_date", data.template_date))
+            raise usage_error(what, str(error), "year-month-day") from None
+    return replace(template, arguments=json.dumps(data.template_args or {}), date=date)
 
 
 def load_special_tokens(tokenizer: Path) -> tuple[tuple[str, str], ...]:
@@ -92,12 +148,12 @@ def load_special_tokens(tokenizer: Path) -> tuple[tuple[str, str], ...]:
     return _special_tokens(read_settings(folder / SPECIAL_TOKENS_FILE) | config)
 
 
-def _default_template(value: Any) -> str | None:
-    """Return the template in a tokenizer's config: a text, or the one named `default` in a list."""
+def _named_template(value: Any, name: str) -> str | None:
+    """Return the template in a tokenizer's config: a text, or the one of a name in a list."""
     if isinstance(value, list):
         entries = [entry for entry in cast(list[Any], value) if isinstance(entry, dict)]
         value = next(
-            (entry.get("template") for entry in entries if entry.get("name") == "default"), None
+            (entry.get("template") for entry in entries if entry.get("name") == name), None
         )
     if isinstance(value, str):
         return value

@@ -5,7 +5,7 @@ Their errors and their memory are handled by `trainer.files.tokenizer_safety`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,6 +59,10 @@ class Codec(Protocol):
         """Return the id of a token, or None if the tokenizer does not have it."""
         ...
 
+    def special_ids(self, ids: Collection[int]) -> set[int]:
+        """Return the ids of special tokens among known ids. `decode` omits them."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FastCodec:
@@ -98,6 +102,11 @@ class FastCodec:
     def token_id(self, token: str) -> int | None:
         """Return the id of a token."""
         return self.tokenizer.token_to_id(token)
+
+    def special_ids(self, ids: Collection[int]) -> set[int]:
+        """Return the ids of special added tokens among `ids`."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {token_id for token_id in ids if token_id in added and added[token_id].special}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +168,10 @@ class SentencePieceCodec:
             return None
         return token_id
 
+    def special_ids(self, ids: Collection[int]) -> set[int]:
+        """Return the ids of control symbols among `ids`."""
+        return {token_id for token_id in ids if self.processor.is_control(token_id)}
+
 
 @dataclass(frozen=True, slots=True)
 class TransformersCodec:
@@ -205,6 +218,10 @@ class TransformersCodec:
     def token_id(self, token: str) -> int | None:
         """Return the id of a token."""
         return self.tokenizer.get_vocab().get(token)
+
+    def special_ids(self, ids: Collection[int]) -> set[int]:
+        """Return the ids of special tokens among `ids`."""
+        return {*ids} & {*self.tokenizer.all_special_ids}
 
 
 def sentencepiece_codec(

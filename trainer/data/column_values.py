@@ -9,15 +9,16 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.column_hints import columns_hint, turns_hint
+from trainer.data.column_shapes import columns_hint
 from trainer.data.examples import TokenIds
 from trainer.data.readers.reader import Record
-from trainer.files.json_values import json_type_name
+from trainer.files.json_values import json_type_name, load_json
 from trainer.models.errors import Key, PrepError, Text
 from trainer.models.json_types import JsonObject, JsonValue
 
 LINE_HINT = "fix or remove the line"
 COLUMN_HINT = Text(Key("data.fields", "COLUMN", is_override=True))
+TOOLS_HINT = '`[{"type": "function", "function": {"name": "..."}}]`'
 IDS_HINT = "pass a list of token ids, or base64 of little-endian int32 values"
 
 
@@ -125,12 +126,65 @@ def messages_value(record: Record, column: str) -> list[JsonObject]:
     for number, message in enumerate(cast(list[JsonValue], value), start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             why = f"message {number} is {json_type_name(message)}, or has no `role`"
-            hint = turns_hint(value) or '`{"role": "user", "content": "..."}`'
+            hint = columns_hint(
+                {column: cast(object, value)}, Text('`{"role": "user", "content": "..."}`')
+            )
             raise PrepError(f"{place} is not a list of messages", why, hint)
         # Arrow tables have every key in every message, with null for the absent ones. Templates ask
         # whether a key is defined, so null keys are left out.
         messages.append({key: item for key, item in message.items() if item is not None})
     return messages
+
+
+def tool_schemas(value: object, place: str) -> list[JsonObject] | None:
+    """Return JSON schemas of tools from a list, or from its JSON text. None without tools.
+
+    Args:
+        value: The value.
+        place: File, line and column, for error messages.
+
+    Raises:
+        PrepError: The value is not a list of objects.
+    """
+    tools = json_list(value, place, TOOLS_HINT)
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise PrepError(f"{place} is not a list of JSON schemas", "it has other values", TOOLS_HINT)
+    return [_with_type(tool) for tool in cast(list[JsonObject], tools)] or None
+
+
+def _with_type(tool: JsonObject) -> JsonObject:
+    """Return the schema of a tool. It may be the function alone, as LLaMA-Factory writes it."""
+    if "name" in tool and "function" not in tool and "type" not in tool:
+        return {"type": "function", "function": tool}
+    return tool
+
+
+def json_list(value: object, place: str, hint: str) -> list[JsonValue]:
+    """Return a list that is stored as it is or as a JSON text. Empty for null, and for an empty text.
+
+    Args:
+        value: The value.
+        place: File, line and key, for error messages.
+        hint: How the value should be.
+
+    Raises:
+        PrepError: It is neither.
+    """
+    if isinstance(value, str) and value.strip():
+        value = parse_json(value, place, hint)
+    if not value:
+        return []
+    if not isinstance(value, list):
+        raise PrepError(f"{place} is not a list", f"it is {json_type_name(value)}", hint)
+    return cast(list[JsonValue], value)
+
+
+def parse_json(text: str, place: str, hint: str) -> JsonValue:
+    """Return the value of a JSON text. Raise PrepError if it is none."""
+    try:
+        return load_json(text.encode())
+    except ValueError as error:
+        raise PrepError(f"{place}: not JSON", str(error)[:200], hint) from None
 
 
 def _is_encodable(text: str) -> bool:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.examples import Example, FileStart, ReadPosition, Segment, TokenIds
+from trainer.data.encoded_batch import EncodedBatch
+from trainer.data.examples import Example, FileStart, LossSpan, ReadPosition, Segment, TokenIds
 from trainer.data.ignored_parts import NO_STOP_TOKEN, lacks_stop_token
+from trainer.data.overlong import OverlongRule, fit_documents
 from trainer.data.readers.text_file import TEXT_CHUNK_NBYTES
 from trainer.data.store_writer import TokenWriter
 from trainer.data.tokenizer import TextTokenizer
@@ -25,25 +26,7 @@ ENCODE_BATCH_NBYTES = TEXT_CHUNK_NBYTES * min(max(os.cpu_count() or 1, 4), 64)
 NO_IDS = np.array([], np.uint32)
 
 # Loss weight of a segment: one number for all tokens, or an array with one per token.
-Weights: TypeAlias = int | npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EncodedBatch:
-    """Tokens of consecutive examples.
-
-    Attributes:
-        ids: Token ids of all documents, one document after the other.
-        weights: Loss weight of each token as a target, 0 or 1, uint8. None if all are 1.
-        ends: End of each complete document in `ids`. Tokens after the last end are the first part of a
-            document of the next batch.
-        ignored: Number of each ignored part of the examples, by name.
-    """
-
-    ids: TokenIds
-    weights: npt.NDArray[np.uint8] | None
-    ends: npt.NDArray[np.int64]
-    ignored: Mapping[str, int]
+Weights: TypeAlias = int | npt.NDArray[np.float32]
 
 
 def batch_examples(examples: Iterable[Example]) -> Iterator[list[Example]]:
@@ -101,7 +84,7 @@ def encode_batch(batch: Sequence[Example], tokenizer: TextTokenizer) -> EncodedB
 def _count_ignored(
     batch: Sequence[Example],
     ids: TokenIds,
-    weights: npt.NDArray[np.uint8] | None,
+    weights: npt.NDArray[np.float32] | None,
     ends: npt.NDArray[np.int64],
 ) -> dict[str, int]:
     """Return the number of each ignored part of examples, by name. The arguments are as in `EncodedBatch`."""
@@ -142,34 +125,35 @@ def _texts_of_segments(segments: Sequence[Segment], *, with_spans: bool) -> list
 
 
 def span_weights(
-    offsets: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]
-) -> npt.NDArray[np.uint8]:
+    offsets: npt.NDArray[np.int64], spans: Sequence[LossSpan]
+) -> npt.NDArray[np.float32]:
     """Return the loss weight of each token of a text.
 
     Args:
         offsets: Start and end of each token in the text, in characters [T, 2].
-        spans: Start and end of each part of the text with loss. Overlapping tokens have weight
-            1, and all tokens between the first and the last of them.
+        spans: The parts of the text with loss. Overlapping tokens have their weight, and all tokens
+            between the first and the last of them.
     """
-    weights = np.zeros(len(offsets), np.uint8)
+    weights = np.zeros(len(offsets), np.float32)
     starts = offsets[:, 0]
     ends = offsets[:, 1]
-    for start, end in spans:
-        # The last condition leaves out tokens without characters. E.g. a span (3, 8) and tokens (0,
-        # 4), (4, 4), (4, 9): the first and the third overlap it, and the second is between them.
-        overlapping = np.flatnonzero((ends > start) & (starts < end) & (ends > starts))
+    for start, end, weight in spans:
+        # Starts and ends ascend. E.g. a span (3, 8) and tokens (0, 4), (4, 4), (4, 9): the first and the third
+        # overlap it, and the second, without characters, is between them.
+        first, last = np.searchsorted(ends, start, "right"), np.searchsorted(starts, end, "left")
+        overlapping = first + np.flatnonzero(ends[first:last] > starts[first:last])
         if len(overlapping):
-            weights[overlapping[0] : overlapping[-1] + 1] = 1
+            weights[overlapping[0] : overlapping[-1] + 1] = weight
     return weights
 
 
 def _join_weights(
     weights: Sequence[Weights], lengths: npt.NDArray[np.int64]
-) -> npt.NDArray[np.uint8] | None:
+) -> npt.NDArray[np.float32] | None:
     """Return the loss weight of each token of segments, or None if all are 1."""
     if all(isinstance(value, int) and value for value in weights):
         return None
-    joined = np.empty(lengths.sum(), np.uint8)
+    joined = np.empty(lengths.sum(), np.float32)
     ends = np.cumsum(lengths).tolist()
     starts = [0, *ends]
     for start, end, value in zip(starts, ends, weights):
@@ -235,6 +219,7 @@ def fill_store(
     tokenizer: TextTokenizer,
     *,
     vocab: int,
+    overlong: OverlongRule,
     progress: Callable[[int, int], None],
 ) -> None:
     """Tokenize examples and append them to a store, in order and in bounded memory.
@@ -247,6 +232,7 @@ def fill_store(
         read: Reads the examples.
         tokenizer: Tokenizer of their texts.
         vocab: Size of the model's vocabulary without padding.
+        overlong: What becomes of documents longer than a sequence.
         progress: Called with the bytes and the tokens in the store: at the start, and after each
             batch.
 
@@ -258,7 +244,8 @@ def fill_store(
     examples = read(position.start, starts.append)
     missing = itertools.islice(examples, position.n_examples - position.start.n_examples, None)
     progress(position.nbytes, writer.n_tokens)
-    for batch, encoded in encode_batches(batch_examples(missing), tokenizer):
+    for batch, whole in encode_batches(batch_examples(missing), tokenizer):
+        encoded = fit_documents(whole, overlong)
         writer.append(encoded.ids, encoded.weights, ends=encoded.ends)
         writer.count_ignored(encoded.ignored)
         # Before the commit: no journal records tokens that the model does not have.

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trainer.data.chat_loss import DEFAULT_LOSS, LossRule
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.examples import Segment
 from trainer.data.token_changes import TokenChange
 from trainer.models.json_types import JsonObject, JsonValue
 from trainer.recipe.field_grammar import Field, TextField, TokenField, parse_fields
+from trainer.recipe.text_fields import DataFormat
+
+# Part of the identity of stores of conversations. Raise it when they give other tokens or weights.
+CHAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +28,14 @@ class ExampleSettings:
             without columns.
         fields_from_example: Column with the fields of each record, instead of `fields`.
         chat_template: Template of the messages in the column `fields`. None for other data.
+        chat_format: Form of the conversations in the columns `fields`.
         has_encoder: Whether an encoder reads the fields in brackets.
         bos_id: The model's beginning-of-sequence token, or None.
         eos_id: The model's end-of-sequence token, or None.
+        joins_last_turns: Render each turn of the assistant as the template renders the last one.
+        loss: The turns of conversations with loss.
         stop_ids: All tokens that end a text when the model generates.
+        stop_texts: Their texts.
         prefix_ids: The tokens that the tokenizer puts before a text.
         add_bos: Put `bos_id` before each document, without loss. None puts `prefix_ids` there if the
             document begins with a text.
@@ -40,10 +49,14 @@ class ExampleSettings:
     fields: str = ""
     fields_from_example: str = ""
     chat_template: ChatTemplate | None = None
+    chat_format: DataFormat = "chat"
     has_encoder: bool = False
     bos_id: int | None = None
     eos_id: int | None = None
+    joins_last_turns: bool = False
+    loss: LossRule = DEFAULT_LOSS
     stop_ids: tuple[int, ...] = ()
+    stop_texts: tuple[str, ...] = ()
     prefix_ids: tuple[int, ...] = ()
     add_bos: bool | None = None
     add_eos: bool | None = None
@@ -86,6 +99,7 @@ class ExampleSettings:
             "prefix": self.source_prefix,
             "fields_from_example": self.fields_from_example,
             "chat": self.chat_template and self.chat_template.identity,
+            **self._chat_inputs(without),
             **self._begin_inputs(without),
             "prepend": self.prepend_text,
             "separator": [self.subfield_separator] if self.subfield_separator != " " else None,
@@ -117,6 +131,18 @@ class ExampleSettings:
         if len(ids) == 1:
             return {key: ids[0]}
         return {key: [*ids]}
+
+    def _chat_inputs(self, without: Collection[TokenChange]) -> JsonObject:
+        """Return the settings of the text and the loss of conversations."""
+        if self.chat_template is None or TokenChange.CHAT_RENDERING in without:
+            return {}
+        return {
+            "chat_version": CHAT_VERSION,
+            "chat_format": self.chat_format if self.chat_format != "chat" else None,
+            "loss": self.loss.identity_inputs(),
+            "last_turns": self.joins_last_turns or None,
+            "stops": [*self.stop_texts] or None,
+        }
 
     def _grammar_inputs(self) -> list[JsonValue] | None:
         """Return the other settings of the tokens of `data.fields`, or None.

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 TokenIds: TypeAlias = npt.NDArray[np.uint32]
+# Start and end of a part of a text, in characters, and the loss weight of its tokens.
+LossSpan: TypeAlias = tuple[int, int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +21,13 @@ class Segment:
     Attributes:
         content: A text, or token ids to store unchanged.
         weight: Loss weight of its tokens as targets, 0 or 1.
-        loss_spans: Start and end, in characters, of the parts of a text with loss. Their tokens
-            have weight 1 and all other tokens weight 0. None if `weight` is the weight of all
-            tokens.
+        loss_spans: The parts of a text with loss. Other tokens have weight 0. Where parts overlap,
+            the later one counts. None if `weight` is the weight of all tokens.
     """
 
     content: str | TokenIds
     weight: int = 1
-    loss_spans: tuple[tuple[int, int], ...] | None = None
+    loss_spans: tuple[LossSpan, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,41 +8,19 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.examples import TokenIds
-from trainer.models.json_types import JsonObject
 
 # Names of the parts, in the order of their notes. Stores record them.
 TOOLS = "tools"
-UNTRAINED_TURNS = "untrained_turns"
+HIDDEN_REASONING = "hidden_reasoning"
 NO_STOP_TOKEN = "no_stop_token"
+CUT_DOCUMENTS = "cut_documents"
+DROPPED_DOCUMENTS = "dropped_documents"
 
 TOOLS_COLUMN = "tools"
-# Keys of a message that turn off its loss with false, in the formats of several trainers. Also `weight`, with 0.
-TRAIN_KEYS = ("train", "loss", "training")
-
-
-def ignored_parts(values: Mapping[str, object], messages: Sequence[JsonObject]) -> Iterator[str]:
-    """Yield the name of each part of a conversation that its tokens do not show.
-
-    Args:
-        values: Columns of the record.
-        messages: Its messages.
-    """
-    if values.get(TOOLS_COLUMN):
-        yield TOOLS
-    for message in messages:
-        if message["role"] == "assistant" and _is_untrained(message):
-            yield UNTRAINED_TURNS
-
-
-def _is_untrained(message: JsonObject) -> bool:
-    """Return whether a message is marked to have no loss."""
-    weight = message.get("weight")
-    has_no_weight = isinstance(weight, int | float) and weight == 0
-    return has_no_weight or any(message.get(key) is False for key in TRAIN_KEYS)
 
 
 def lacks_stop_token(
-    ids: TokenIds, weights: npt.NDArray[np.uint8], stop_ids: Sequence[int]
+    ids: TokenIds, weights: npt.NDArray[np.float32], stop_ids: Sequence[int]
 ) -> bool:
     """Return whether tokens have loss, but none of them ends a text when a model generates.
 
@@ -58,13 +36,17 @@ def lacks_stop_token(
 def describe_ignored(counts: Mapping[str, int]) -> Iterator[str]:
     """Yield a line about each ignored part of a store."""
     texts = {
-        TOOLS: "{} `tools`: the chat template does not get them, so the text does not show them",
-        UNTRAINED_TURNS: "{} marked to have no loss (by `weight`, `train`, `loss` or `training`), and have loss",
+        TOOLS: "{} `tools` that the chat template does not show",
+        HIDDEN_REASONING: '{} reasoning that the template leaves out: `data.chat_template = "training"` shows it',
+        CUT_DOCUMENTS: "{} cut to the length of a sequence",
+        DROPPED_DOCUMENTS: "{} dropped, because of more tokens than a sequence",
         NO_STOP_TOKEN: "{} no loss on a token that ends a text: the model does not learn to stop",
     }
     nouns = {
         TOOLS: ("conversation has", "conversations have"),
-        UNTRAINED_TURNS: ("turn of the assistant is", "turns of the assistant are"),
+        HIDDEN_REASONING: ("turn of the assistant has", "turns of the assistant have"),
+        CUT_DOCUMENTS: ("document is", "documents are"),
+        DROPPED_DOCUMENTS: ("document is", "documents are"),
         NO_STOP_TOKEN: ("conversation has", "conversations have"),
     }
     for name, line in texts.items():

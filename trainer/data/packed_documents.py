@@ -84,10 +84,11 @@ class DocumentDataset:
             arrays["tokens"][low:high] = self.tokens.ids[start : start + length]
             arrays["targets"][low : high - 1] = self.tokens.ids[stored]
             # The last token of a piece has no target, so targets and weights end one place earlier.
-            if self.tokens.weights is None:
+            if self.tokens.weight_codes is None:
                 arrays["weights"][low : high - 1] = 1
             else:
-                arrays["weights"][low : high - 1] = self.tokens.weights[stored]
+                codes = self.tokens.weight_codes[stored]
+                arrays["weights"][low : high - 1] = self.tokens.decode_weights(codes)
             arrays["segment_ids"][low:high] = segment
             arrays["positions"][low:high] = np.arange(length)
             if self.first_input is not None:

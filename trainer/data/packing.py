@@ -108,12 +108,13 @@ class PackedDataset:
         if self.first_input is not None:
             tokens[indices >= 0, 0] = self.first_input
         weights = np.zeros(tokens.shape, np.float32)
-        stored = self.tokens.weights
+        stored = self.tokens.weight_codes
         # The weight of a position is the stored weight of its target, which is the token after it.
         if stored is None:
             weights[indices >= 0, :-1] = 1
         else:
-            weights[indices >= 0, :-1] = self._read_blocks(stored, indices)[:, 1:]
+            codes = self._read_blocks(stored, indices)[:, 1:]
+            weights[indices >= 0, :-1] = self.tokens.decode_weights(codes)
         return {"tokens": tokens, "targets": targets, "weights": weights}
 
     def _read_blocks(

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.document_packing import BLOCK_DOCUMENTS
 from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, check_rows, packed_columns
-from trainer.data.store import MappedTokens, document_end_blocks
+from trainer.data.store import MappedTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +81,9 @@ class Seq2SeqDataset:
         """Return all tokens with loss of a pair's target, before truncation."""
         low, high = self._document_span(2 * (self.first_row + row) + 1)
         ids = np.array(self.tokens.ids[low:high], np.int32)
-        if self.tokens.weights is None:
+        if self.tokens.weight_codes is None:
             return ids
-        return ids[self.tokens.weights[low:high] > 0]
+        return ids[self.tokens.weight_codes[low:high] > 0]
 
     def _truncated_ids(self, document: int, max_length: int) -> npt.NDArray[np.int32]:
         """Return the ids of a document, cut to `max_length`. A cut document ends with `eos_id`."""
@@ -94,12 +93,12 @@ class Seq2SeqDataset:
             ids[-1] = self.eos_id
         return ids
 
-    def _target_weights(self, row: int, length: int) -> npt.NDArray[np.uint8] | int:
+    def _target_weights(self, row: int, length: int) -> npt.NDArray[np.float32] | int:
         """Return the loss weight of each token in a target with `length` tokens."""
-        if self.tokens.weights is None:
+        if self.tokens.weight_codes is None:
             return 1
         low, _ = self._document_span(2 * (self.first_row + row) + 1)
-        return self.tokens.weights[low : low + length]
+        return self.tokens.decode_weights(self.tokens.weight_codes[low : low + length])
 
     def _document_span(self, document: int) -> tuple[int, int]:
         """Return the start and end of a document in the store's tokens."""
@@ -129,15 +128,3 @@ def seq2seq_columns(source_length: int, seq_length: int) -> ColumnSpecs:
         "present": (source_length, np.dtype(np.bool_)),
         **packed_columns(seq_length),
     }
-
-
-def count_truncated(tokens: MappedTokens, source_length: int) -> tuple[int, int]:
-    """Return the numbers of sources and of targets to be truncated."""
-    n_sources = n_targets = block_start = 0
-    for ends in document_end_blocks(tokens, BLOCK_DOCUMENTS):
-        # Blocks have an even number of documents: each begins with a source.
-        lengths = np.diff(ends, prepend=block_start)
-        n_sources += int((lengths[::2] > source_length).sum())
-        n_targets += int((lengths[1::2] > tokens.seq_length).sum())
-        block_start = int(ends[-1])
-    return n_sources, n_targets

@@ -4,14 +4,14 @@ The folder has its final name only if it is complete on disk.
 
 - `tokens.bin`: ids of all documents, concatenated (uint16 or uint32, little-endian).
 - `documents.bin`: end of each document in `tokens.bin`, in tokens (uint64, little-endian).
-- `weights.bin`: loss weight of each token as a target, 0 or 1 (uint8). Only in stores where some
-  weights are 0.
+- `weights.bin`: loss weight of each token as a target, as its index in `StoreMeta.loss_weights`
+  (uint8). Only in stores where some weights are 0.
 - `meta.json`: `StoreMeta`, with the XXH3-128 digests of the other files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from mmap import mmap
 from pathlib import Path
@@ -31,6 +31,9 @@ TOKENS_FILE = "tokens.bin"
 DOCUMENTS_FILE = "documents.bin"
 WEIGHTS_FILE = "weights.bin"
 META_FILE = "meta.json"
+# The loss weights of most stores, and the first ones of each.
+LOSS_WEIGHTS = (0.0, 1.0)
+MAX_LOSS_WEIGHTS = 256
 # uint64, because a store may have more than 2^32 tokens.
 DOCUMENT_END_DTYPE = np.dtype("<u8")
 DIGEST_READ_NBYTES = 4 << 20
@@ -55,6 +58,7 @@ class StoreMeta:
         digests: XXH3-128 by file name. Empty in stores of earlier versions.
         ignored: Number of each part of conversations that the tokens do not show, by name. Empty in stores
             of earlier versions.
+        loss_weights: The different loss weights of its tokens, 0 and 1 first.
     """
 
     identity: str
@@ -64,6 +68,7 @@ class StoreMeta:
     max_id: int
     digests: Mapping[str, str] = field(default_factory=dict)
     ignored: Mapping[str, int] = field(default_factory=dict)
+    loss_weights: Sequence[float] = LOSS_WEIGHTS
 
     @property
     def has_weights(self) -> bool:
@@ -80,16 +85,19 @@ class MappedTokens:
         ends: [n_documents] uint64, end of each document in `ids`.
         identity: Identity of the store.
         seq_length: Tokens of a block, or maximum tokens of a target.
-        weights: [n_tokens] uint8, loss weight of each token as a target, 0 or 1. None if all are 1.
+        weight_codes: [n_tokens] uint8, index in `loss_weights` of the weight of each token as a target. 0
+            is a weight of 0. None if all weights are 1.
         rows: Rows of whole documents. None if documents are concatenated.
+        loss_weights: The loss weights.
     """
 
     ids: npt.NDArray[np.unsignedinteger[Any]]
     ends: npt.NDArray[np.uint64]
     identity: str
     seq_length: int
-    weights: npt.NDArray[np.uint8] | None = None
+    weight_codes: npt.NDArray[np.uint8] | None = None
     rows: DocumentRows | None = None
+    loss_weights: Sequence[float] = LOSS_WEIGHTS
 
     @property
     def n_tokens(self) -> int:
@@ -105,6 +113,10 @@ class MappedTokens:
     def n_blocks(self) -> int:
         """Number of complete blocks."""
         return self.n_tokens // self.seq_length
+
+    def decode_weights(self, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+        """Return the loss weights of codes, in an array of the same shape."""
+        return np.array(self.loss_weights, np.float32)[codes]
 
 
 def document_end_blocks(tokens: MappedTokens, n_documents: int) -> Iterator[npt.NDArray[np.int64]]:
@@ -198,7 +210,7 @@ def file_digest(path: Path) -> str:
 def _parse_meta(folder: Path, data: bytes) -> StoreMeta:
     """Return the metadata of a store. Raise DamagedStoreError if it is invalid."""
     try:
-        values = {"digests": {}, "ignored": {}} | load_json(data)
+        values = {"digests": {}, "ignored": {}, "loss_weights": [*LOSS_WEIGHTS]} | load_json(data)
         meta = StoreMeta(**{key.name: values[key.name] for key in fields(StoreMeta)})
         numbers = (meta.n_tokens, meta.n_documents, meta.max_id)
         is_valid = meta.dtype in ("uint16", "uint32") and all(
@@ -206,6 +218,7 @@ def _parse_meta(folder: Path, data: bytes) -> StoreMeta:
         )
         is_valid &= isinstance(meta.digests, dict) and {*meta.digests} in DIGEST_NAMES
         is_valid &= all(type(count) is int for count in meta.ignored.values())
+        is_valid &= _are_loss_weights(meta.loss_weights)
     except (ValueError, TypeError, KeyError, AttributeError):
         raise _damaged_store_error(folder, f"{META_FILE} is malformed") from None
     if not is_valid or meta.identity != folder.name:
@@ -213,6 +226,16 @@ def _parse_meta(folder: Path, data: bytes) -> StoreMeta:
             folder, f"{META_FILE} has invalid values or belongs to another store"
         )
     return meta
+
+
+def _are_loss_weights(values: Any) -> bool:
+    """Return whether a value is a list of loss weights that begins with 0 and 1."""
+    return (
+        isinstance(values, list)
+        and tuple(values[:2]) == LOSS_WEIGHTS
+        and len(values) <= MAX_LOSS_WEIGHTS
+        and all(type(weight) is float and 0 <= weight <= 1 for weight in values)
+    )
 
 
 class DamagedStoreError(PrepError):
@@ -233,11 +256,16 @@ def map_tokens(folder: Path, meta: StoreMeta, seq_length: int) -> MappedTokens:
     # share them, and the system may drop them at any time. The digests were checked on opening.
     ids = _map_array(folder / TOKENS_FILE, little_endian(meta.dtype), meta.n_tokens)
     ends = _map_array(folder / DOCUMENTS_FILE, DOCUMENT_END_DTYPE, meta.n_documents)
-    weights = None
+    codes = None
     if meta.has_weights:
-        weights = _map_array(folder / WEIGHTS_FILE, np.dtype(np.uint8), meta.n_tokens)
+        codes = _map_array(folder / WEIGHTS_FILE, np.dtype(np.uint8), meta.n_tokens)
     return MappedTokens(
-        ids=ids, ends=ends, identity=meta.identity, seq_length=seq_length, weights=weights
+        ids=ids,
+        ends=ends,
+        identity=meta.identity,
+        seq_length=seq_length,
+        weight_codes=codes,
+        loss_weights=meta.loss_weights,
     )
 
 

@@ -31,6 +31,8 @@ from trainer.data.partial_folders import (
 from trainer.data.store import (
     DOCUMENT_END_DTYPE,
     DOCUMENTS_FILE,
+    LOSS_WEIGHTS,
+    MAX_LOSS_WEIGHTS,
     META_FILE,
     TOKENS_FILE,
     WEIGHTS_FILE,
@@ -49,6 +51,7 @@ from trainer.data.store_journal import (
     restore_files,
 )
 from trainer.files.writing import fsync_path
+from trainer.models.errors import PrepError
 
 LOCK_FILE = "lock"
 # Tokens or documents that are copied together.
@@ -100,6 +103,7 @@ class TokenWriter:
         self.n_documents = meta.n_documents
         self.max_id = meta.max_id
         self.ignored = dict(meta.ignored)
+        self._loss_weights = [*meta.loss_weights]
 
     def count_ignored(self, counts: Mapping[str, int]) -> None:
         """Add the ignored parts of appended conversations."""
@@ -109,7 +113,7 @@ class TokenWriter:
     def append(
         self,
         ids: TokenIds,
-        weights: npt.NDArray[np.uint8] | None = None,
+        weights: npt.NDArray[np.float32] | None = None,
         *,
         ends: npt.ArrayLike = (),
     ) -> None:
@@ -117,15 +121,18 @@ class TokenWriter:
 
         Args:
             ids: The ids.
-            weights: Loss weight of each as a target, 0 or 1. None if all are 1.
+            weights: Loss weight of each as a target, 0 to 1. None if all are 1.
             ends: End of each complete document in `ids`. E.g. ids [5, 2, 7] with the ends [2] complete a
                 document, and begin the next one.
+
+        Raises:
+            PrepError: The store has too many different loss weights.
         """
         self._files[TOKENS_FILE].write(ids.astype(little_endian(self.dtype)).tobytes())
         if WEIGHTS_FILE in self._files:
             if weights is None:
-                weights = np.ones(len(ids), np.uint8)
-            self._files[WEIGHTS_FILE].write(weights.tobytes())
+                weights = np.ones(len(ids), np.float32)
+            self._files[WEIGHTS_FILE].write(self._encode_weights(weights).tobytes())
         else:
             assert weights is None
         # Ids after the last end belong to no document yet, so a store that is cut off between two parts
@@ -154,14 +161,29 @@ class TokenWriter:
         for low in range(first_token, tokens.n_tokens, COPY_TOKENS):
             part = slice(low, low + COPY_TOKENS)
             self._files[TOKENS_FILE].write(tokens.ids[part].tobytes())
-            if tokens.weights is not None:
-                self._files[WEIGHTS_FILE].write(tokens.weights[part].tobytes())
+            if tokens.weight_codes is not None:
+                weights = tokens.decode_weights(tokens.weight_codes[part])
+                self._files[WEIGHTS_FILE].write(self._encode_weights(weights).tobytes())
         for low in range(first_document, tokens.n_documents, COPY_TOKENS):
             ends = tokens.ends[low : low + COPY_TOKENS] + shift
             self._files[DOCUMENTS_FILE].write(ends.astype(DOCUMENT_END_DTYPE).tobytes())
         self.n_tokens += tokens.n_tokens - first_token
         self.n_documents += tokens.n_documents - first_document
         self.max_id = max(self.max_id, max_id)
+
+    def _encode_weights(self, weights: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+        """Return the index of each weight in the store's weights. New ones are added in order."""
+        values, firsts, inverse = np.unique(weights, return_index=True, return_inverse=True)
+        codes = np.empty(len(values), np.uint8)
+        for number in np.argsort(firsts):
+            weight = float(values[number])
+            if weight not in self._loss_weights:
+                if len(self._loss_weights) == MAX_LOSS_WEIGHTS:
+                    why = f"a dataset may have {MAX_LOSS_WEIGHTS} different ones"
+                    raise PrepError("the data has too many loss weights", why, "round them")
+                self._loss_weights.append(weight)
+            codes[number] = self._loss_weights.index(weight)
+        return codes[inverse]
 
     def commit(self, position: ReadPosition) -> None:
         """Set the position after the appended examples, and save the state about once per second.
@@ -189,6 +211,7 @@ class TokenWriter:
             max_id=self.max_id,
             digests={name: file.digest() for name, file in self._files.items()},
             ignored=dict(sorted(self.ignored.items())),
+            loss_weights=[*self._loss_weights],
         )
 
 
@@ -426,8 +449,11 @@ def _write_store(
     # The files are synced before the folder gets its final name, and the folder itself last, so
     # that the names of the files in it are durable too.
     values = asdict(writer.meta())
+    # Stores without these values have the metadata of earlier versions.
     if not values["ignored"]:
         del values["ignored"]
+    if values["loss_weights"] == [*LOSS_WEIGHTS]:
+        del values["loss_weights"]
     (folder / META_FILE).write_text(json.dumps(values, indent=1) + "\n")
     for path in (*(folder / name for name in names), folder / META_FILE, folder):
         fsync_path(path)

@@ -22,6 +22,7 @@ class TokenChange(Enum):
     """
 
     TABLE_ROWS = "conversations in Parquet and Arrow files are read in another way since then"
+    CHAT_RENDERING = "conversations are rendered in another way since then"
     SINGLE_BOS = "a document that has the begin token gets no second one since then"
 
 

@@ -25,6 +25,7 @@ from trainer.data.readers.megatron_file import (
     ids_path,
 )
 from trainer.data.store import (
+    LOSS_WEIGHTS,
     TOKENS_FILE,
     MappedTokens,
     StoreMeta,
@@ -214,6 +215,8 @@ def _parquet_schema(meta: StoreMeta) -> Schema:
         columns[IDS_COLUMN] = pa.list_(pa.int64())
     if meta.has_weights:
         columns[WEIGHTS_COLUMN] = pa.list_(pa.uint8())
+        if len(meta.loss_weights) > len(LOSS_WEIGHTS):
+            columns[WEIGHTS_COLUMN] = pa.list_(pa.float32())
     return pa.schema(columns, metadata={IDENTITY_KEY: meta.identity.encode()})
 
 
@@ -239,9 +242,9 @@ def _record_batches(tokens: MappedTokens, schema: Schema) -> Iterator[RecordBatc
     for ends in _row_groups(tokens):
         part = slice(first, int(ends[-1]))
         offsets = pa.array(np.concatenate([[0], ends - first]), pa.int32())
-        values = {IDS_COLUMN: tokens.ids[part]}
-        if tokens.weights is not None:
-            values[WEIGHTS_COLUMN] = tokens.weights[part]
+        values: dict[str, npt.NDArray[Any]] = {IDS_COLUMN: tokens.ids[part]}
+        if tokens.weight_codes is not None:
+            values[WEIGHTS_COLUMN] = tokens.decode_weights(tokens.weight_codes[part])
         columns: list[Any] = []
         for field in schema:
             array = pa.array(np.asarray(values[field.name]), type=field.type.value_type)

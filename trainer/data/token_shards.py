@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.data import store
@@ -60,6 +60,8 @@ class ShardedTokens:
         n_missing: Number of shards left to other processes.
         meta: Metadata of the store. None if shards are missing.
         tokens: The mapped store. None if shards are missing.
+        is_described: Whether this process describes the store to the user: the one that completed it, or process
+            0 if it was complete before.
     """
 
     folder: Path
@@ -67,6 +69,7 @@ class ShardedTokens:
     n_missing: int
     meta: store.StoreMeta | None = None
     tokens: store.MappedTokens | None = None
+    is_described: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,7 @@ def tokenize_share(
         tokens = tokenize_files(config, progress=progress, note=note)
         folder = config.cache / tokens.identity
         meta = store.read_meta(folder, checks_digests=False)
-        return ShardedTokens(folder, 1, 0, meta, tokens)
+        return ShardedTokens(folder, 1, 0, meta, tokens, is_described=True)
     return _make_share(open_shards(config, note), process, of, progress=progress, note=note)
 
 
@@ -159,9 +162,13 @@ def _make_share(
     job: ShardJob, process: int, of: int, *, progress: TokenizeProgress, note: Note
 ) -> ShardedTokens:
     """Make the shards of a process, and the store if it has all shards."""
-    if not is_complete(job):
+    was_complete = is_complete(job)
+    if not was_complete:
         make_shards(job, process, of, progress=progress, note=note)
-    return complete_shards(job, progress=progress, note=note)
+    made = complete_shards(job, progress=progress, note=note)
+    # An only shard is the store, and process 0 makes it.
+    has_made_first = process == 0 and (was_complete or job.plan.n_shards == 1)
+    return replace(made, is_described=made.is_described or has_made_first)
 
 
 def is_complete(job: ShardJob) -> bool:
@@ -189,8 +196,9 @@ def complete_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) ->
         meta = build_token_store(
             job.store_folder, job.config, job.files, job.tokenizer, progress=progress, note=note
         )
+    is_merged = False
     if meta is None:
-        meta = _merge_shards(job, progress=progress, note=note)
+        meta, is_merged = _merge_shards(job, progress=progress, note=note)
     _remove_plan(job.folder)
     # Errors of the whole data, such as too few tokens, are those of one process.
     tokens = map_new_tokens(job.store_folder, meta, job.config, job.tokenizer, note)
@@ -198,7 +206,7 @@ def complete_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) ->
         # Other stamps are of files that another process has tokenized before a change, or of copies.
         key = record_key(job.config, job.tokenizer)
         write_record(job.config.cache, key, job.stamps, job.plan.identity)
-    return ShardedTokens(job.store_folder, n_shards, 0, meta, tokens)
+    return ShardedTokens(job.store_folder, n_shards, 0, meta, tokens, is_described=is_merged)
 
 
 def _plan_folder(config: TokenizeConfig) -> Path:
@@ -331,13 +339,18 @@ def _make_shard(
         return meta
 
 
-def _merge_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) -> store.StoreMeta:
-    """Append the stores of all shards to the final store."""
+def _merge_shards(
+    job: ShardJob, *, progress: TokenizeProgress, note: Note
+) -> tuple[store.StoreMeta, bool]:
+    """Append the stores of all shards to the final store.
+
+    The second result is False if another process has done it in the meantime.
+    """
     builder = compile_fields(job.config.examples, vocab=job.config.vocab)
     with lock_cache(job.config.cache, note):
         meta = read_valid_meta(job.store_folder)
         if meta is not None:
-            return meta
+            return meta, False
         # A damaged shard is made again here.
         metas = [
             _make_shard(job, shard, progress=progress, note=note)
@@ -349,7 +362,7 @@ def _merge_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) -> s
 
         dtype = ids_dtype(job.config, job.tokenizer, builder)
         build_store(job.store_folder, dtype, fill, has_weights=builder.has_weights)
-        return store.read_meta(job.store_folder, checks_digests=False)
+        return store.read_meta(job.store_folder, checks_digests=False), True
 
 
 def _append_shards(writer: TokenWriter, job: ShardJob, metas: Sequence[store.StoreMeta]) -> None:

@@ -22,12 +22,20 @@ from trainer.data.fields import ExampleBuilder, compile_fields
 from trainer.data.files import DataFile, EmptyFileError, Note, check_not_empty, hash_file
 from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type, with_companions
 from trainer.data.ignored_parts import describe_ignored
+from trainer.data.overlong import OverlongRule
 from trainer.data.readers import READERS
 from trainer.data.records import RecordSettings, read_examples
 from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
-from trainer.data.seq2seq import count_truncated
+from trainer.data.store_checks import (
+    check_has_block,
+    check_has_loss,
+    check_has_source_target_pair,
+    check_has_token,
+    count_text,
+)
 from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
 from trainer.data.token_changes import RecordedTokens, TokenChange
+from trainer.data.token_samples import count_samples
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import Key, PrepError, join_texts, text, usage_error
 from trainer.recipe.text_fields import (
@@ -35,8 +43,10 @@ from trainer.recipe.text_fields import (
     DEFAULT_FIELDS,
     DEFAULT_IDS_DTYPE,
     DEFAULT_MAX_DOCUMENT_NBYTES,
+    WHOLE_TOKENS,
     DataType,
     FileType,
+    Overlong,
     Packing,
 )
 
@@ -76,6 +86,7 @@ class TokenizeConfig:
         source: Name of the source in a mixture. Empty for the only source of a run.
         is_evaluation: Whether the data is for evaluation.
         packing: The recipe's `data.packing`. Ignored with an encoder.
+        overlong: What becomes of records longer than a sequence.
         checks_digests: Read all data files and tokens for their digests. If False, files with the
             sizes and times of an earlier call, and their tokens, are trusted.
         recorded: The tokens with which a resumed run began. Others are an error, before they are made.
@@ -100,6 +111,7 @@ class TokenizeConfig:
     source: str = ""
     is_evaluation: bool = False
     packing: Packing = CONCATENATED
+    overlong: Overlong = WHOLE_TOKENS
     checks_digests: bool = True
     recorded: RecordedTokens | None = None
 
@@ -107,6 +119,16 @@ class TokenizeConfig:
     def has_blocks(self) -> bool:
         """Whether documents are concatenated and cut into blocks."""
         return self.packing == CONCATENATED
+
+    @property
+    def overlong_rule(self) -> OverlongRule:
+        """The rule for documents that are longer than a sequence."""
+        return OverlongRule(self.overlong, self.seq_length, self.examples.bos_id)
+
+    @property
+    def encoder_length(self) -> int:
+        """Maximum tokens of a source. 0 without an encoder."""
+        return self.source_length if self.examples.has_encoder else 0
 
     @property
     def has_rows(self) -> bool:
@@ -183,7 +205,12 @@ def find_config_files(
     if not config.is_evaluation:
         for line in tokenizer.notes():
             note(line)
-    if config.examples.add_bos is None and config.examples.chat_template is None:
+    if config.examples.chat_template is not None:
+        # Templates may end a turn with the start of the next one.
+        tokens = [tokenizer.codec.token(token) for token in config.examples.stop_ids]
+        stop_texts = tuple(token for token in tokens if token)
+        config = replace(config, examples=replace(config.examples, stop_texts=stop_texts))
+    elif config.examples.add_bos is None:
         config = _with_prefix(config, tokenizer, note)
     return config, with_companions(found, file_type)
 
@@ -251,6 +278,10 @@ def set_file_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig
     """
     if file_type in DEFAULT_FIELDS:
         return replace(config, type=file_type)
+    if config.overlong != WHOLE_TOKENS:
+        what = text("{}", Key("data.overlong", config.overlong))
+        why = f"files of type {file_type} have no records, whose tokens can be cut"
+        raise usage_error(what, why, "remove it")
     settings = config.examples
     if (
         settings.fields_from_example
@@ -316,13 +347,13 @@ def _map_token_store(
     if remark := tokenizer.smaller_vocabulary_note(config.vocab):
         note(remark)
     if config.examples.has_encoder:
-        _check_has_source_target_pair(meta)
+        check_has_source_target_pair(meta)
     elif config.has_blocks:
-        _check_has_block(meta, config.seq_length)
+        check_has_block(meta, config.seq_length)
     else:
-        _check_has_token(meta)
+        check_has_token(meta)
     tokens = store.map_tokens(folder, meta, config.seq_length)
-    _check_has_loss(tokens)
+    check_has_loss(tokens)
     note(_dataset_summary(tokens, config))
     for line in describe_ignored(meta.ignored):
         note(line)
@@ -408,6 +439,8 @@ def store_identity(
     has_row_values = settings.chat_template is not None and config.type in TABLE_TYPES
     if has_row_values and TokenChange.TABLE_ROWS not in without:
         inputs["row_values"] = ROW_VALUES_VERSION
+    if rule := config.overlong_rule.identity_inputs():
+        inputs["overlong"] = rule
     if config.max_examples:
         inputs["max_examples"] = config.max_examples
     if config.bad_lines:
@@ -461,14 +494,21 @@ def build_token_store(
         def fill(writer: TokenWriter) -> None:
             if writer.n_tokens:
                 note(
-                    f"continuing after {_count_text(writer.n_tokens, 'token')} of an interrupted run"
+                    f"continuing after {count_text(writer.n_tokens, 'token')} of an interrupted run"
                 )
             total_nbytes = sum(file.nbytes for file in files)
 
             def report(nbytes: int, n_tokens: int) -> None:
                 progress(nbytes, total_nbytes, n_tokens)
 
-            fill_store(writer, read, tokenizer, vocab=config.vocab, progress=report)
+            fill_store(
+                writer,
+                read,
+                tokenizer,
+                vocab=config.vocab,
+                overlong=config.overlong_rule,
+                progress=report,
+            )
             if writer.position.nbytes < total_nbytes:
                 # The rest of the files is not read.
                 report(total_nbytes, writer.n_tokens)
@@ -505,54 +545,13 @@ def read_valid_meta(
         return None
 
 
-def _check_has_source_target_pair(meta: store.StoreMeta) -> None:
-    """Raise PrepError if the data of an encoder-decoder model is empty."""
-    if not meta.n_tokens:
-        raise PrepError(
-            "the data has no source-target pair",
-            "all lines are blank, or all their texts are empty",
-            text("set another {}", Key("data.path")),
-        )
-
-
-def _check_has_block(meta: store.StoreMeta, seq_length: int) -> None:
-    """Raise PrepError if the data is shorter than one block."""
-    if meta.n_tokens < seq_length:
-        size = (
-            f"{_count_text(meta.n_tokens, 'token')} in {_count_text(meta.n_documents, 'document')}"
-        )
-        hint = "add more text"
-        if meta.n_tokens > 1:
-            hint = text("{}, or {}", hint, Key("data.seq_length", meta.n_tokens, is_override=True))
-        raise PrepError(
-            "the data is shorter than one block", f"{size}, a block has {seq_length:,}", hint
-        )
-
-
-def _check_has_token(meta: store.StoreMeta) -> None:
-    """Raise PrepError if the data has no token."""
-    if not meta.n_tokens:
-        hint = text("set another {}", Key("data.path"))
-        raise PrepError("the data has no token", "all its documents are empty", hint)
-
-
-def _check_has_loss(tokens: store.MappedTokens) -> None:
-    """Raise PrepError if no token of the data counts in the loss."""
-    if tokens.weights is not None and not tokens.weights.any():
-        why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
-        hint = text("set another {}", Key("data.fields"))
-        raise PrepError("the data has no token to train on", why, hint)
-
-
 def _dataset_summary(tokens: store.MappedTokens, config: TokenizeConfig) -> str:
     """Return the sizes of a store in one line."""
     if config.examples.has_encoder:
         return _seq2seq_summary(tokens, config.source_length)
-    size = (
-        f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents, 'document')}"
-    )
-    if tokens.weights is not None:
-        size += f", {100 * tokens.weights.mean():.0f} % with loss"
+    size = f"{count_text(tokens.n_tokens, 'token')} in {count_text(tokens.n_documents, 'document')}"
+    if tokens.weight_codes is not None:
+        size += f", {100 * (tokens.weight_codes > 0).mean():.0f} % with loss"
     if not config.has_blocks:
         return size
     return f"{size}: {_block_summary(tokens)}"
@@ -560,22 +559,15 @@ def _dataset_summary(tokens: store.MappedTokens, config: TokenizeConfig) -> str:
 
 def _block_summary(tokens: store.MappedTokens) -> str:
     n_dropped = tokens.n_tokens % tokens.seq_length
-    blocks = f"{_count_text(tokens.n_blocks, 'block')} of {tokens.seq_length:,}"
-    return f"{blocks}, {_count_text(n_dropped, 'token')} left over and dropped"
+    blocks = f"{count_text(tokens.n_blocks, 'block')} of {tokens.seq_length:,}"
+    return f"{blocks}, {count_text(n_dropped, 'token')} left over and dropped"
 
 
 def _seq2seq_summary(tokens: store.MappedTokens, source_length: int) -> str:
-    n_sources, n_targets = count_truncated(tokens, source_length)
-    size = (
-        f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents // 2, 'pair')}"
+    counts = count_samples(tokens, source_length=source_length, has_blocks=False)
+    size = f"{count_text(tokens.n_tokens, 'token')} in {count_text(counts.samples, 'pair')}"
+    sources = f"{count_text(counts.cut_sources, 'source')} of more than {source_length:,}"
+    targets = (
+        f"{count_text(counts.cut_targets, 'target')} of more than {tokens.seq_length:,} tokens"
     )
-    sources = f"{_count_text(n_sources, 'source')} of more than {source_length:,}"
-    targets = f"{_count_text(n_targets, 'target')} of more than {tokens.seq_length:,} tokens"
     return f"{size}: {sources}, {targets} are cut"
-
-
-def _count_text(number: int, noun: str) -> str:
-    """Return a number with its noun, e.g. `1 token` or `2 tokens`."""
-    if number == 1:
-        return f"{number:,} {noun}"
-    return f"{number:,} {noun}s"

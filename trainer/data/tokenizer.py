@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -172,11 +172,23 @@ class TextTokenizer:
         check_normalizer_growth(self.growth, num_chars, str(self.path), hint)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode a prompt, with added special tokens. Raise PrepError if the tokenizer fails."""
+        """Encode a prompt, with added special tokens.
+
+        A begin token that the text spells out, as the text of a chat template does, is not added again.
+
+        Raises:
+            PrepError: The tokenizer fails.
+        """
         self._check_growth(len(text))
         hint = Text(Option("tokens", "1,2,3"), " needs none")
         with library_errors(f"{self.path} cannot encode a prompt", hint):
-            return self.codec.encode_prompt(text)
+            ids = self.codec.encode_prompt(text)
+            if len(ids) > 1 and ids[0] == ids[1]:
+                # E.g. `<s>a` is [1, 5], and the tokenizer makes [1, 1, 5, 2] of it.
+                (plain,) = self.codec.encode_batch([text])
+                if ids[1 : 1 + len(plain)] == plain:
+                    return ids[1:]
+        return ids
 
     def prefix_ids(self) -> tuple[int, ...]:
         """Return the ids that the tokenizer puts before a text, e.g. of `<s>`. Raise PrepError if it fails."""
@@ -224,6 +236,15 @@ class TextTokenizer:
             # The preceding ids end within a character, so their text is not a prefix of the whole
             # text.
             return self.codec.decode(list(ids))
+
+    def special_ids(self, ids: Collection[int]) -> set[int]:
+        """Return the ids of special tokens among `ids`, and the ids that the tokenizer does not have."""
+        known = {token_id for token_id in ids if self.codec.token(token_id) is not None}
+        return {*ids} - known | self.codec.special_ids(known)
+
+    def spelling(self, token_id: int) -> str:
+        """Return the spelling of a token, e.g. `<s>`, or `<|9|>` for an id that the tokenizer does not have."""
+        return self.codec.token(token_id) or f"<|{token_id}|>"
 
     def check_in_vocab(self, token_id: int, vocab_size: int) -> None:
         """Raise PrepError unless an id is below the model's vocabulary size without padding."""

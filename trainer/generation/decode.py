@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from trainer.generation.sampling import Sampling, sample_tokens
-from trainer.generation.token_rules import apply_token_rules
+from trainer.generation.token_rules import DecodedTokens, apply_token_rules
 from trainer.models.architecture import FULL_ATTENTION
 from trainer.models.attention_kernels import MAX_DENSE_LENGTH
 from trainer.models.errors import Option, text, usage_error
@@ -321,11 +321,9 @@ def _decode_and_sample(
     step = kv_cache.length - batch.first_new_slot
     logits = apply_token_rules(
         logits,
-        batch.tokens,
-        start_slots=start_slots,
-        length=kv_cache.length,
-        step=step,
+        DecodedTokens(batch.tokens, start_slots, kv_cache.length, step),
         eos_token_ids=generation_config.eos_token_ids,
+        max_new_tokens=generation_config.max_new_tokens,
         rules=generation_config.rules,
     )
     sampled = sample_tokens(logits, batch.row_numbers, step, generation_config.sampling)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,6 +25,8 @@ from trainer.models.param_tree import Tree
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 
 TokenSequence = Sequence[int]
+# Takes the next token of a row, and returns whether a stop text ends with it.
+EndsWithStop = Callable[[int], bool]
 # Prompt slots are rounded up to it, so that batches of similar length share one executable.
 SLOT_MULTIPLE = 64
 # Positions are int32. Kernels subtract -2^30 from them (`tiles.FAR`), and the result must fit.
@@ -107,6 +110,9 @@ class Generator:
         *,
         first_row: int = 0,
         min_rows: int = 0,
+        min_slots: int = 0,
+        max_new_tokens: int | None = None,
+        ends_with_stop: Sequence[EndsWithStop] | None = None,
         on_progress: Callable[[int], None] = lambda tokens: None,
         on_tokens: Callable[[list[list[int]]], None] | None = None,
     ) -> list[list[int]]:
@@ -117,25 +123,33 @@ class Generator:
             sources: Token ids of each prompt's source, for a model with an encoder.
             first_row: Number of the first row. The sampled tokens of a row depend on its number.
             min_rows: Minimum number of rows to compute. A smaller last batch then reuses the compiled functions.
+            min_slots: Minimum number of prompt slots to compute. A longer prompt then reuses the compiled functions.
+            max_new_tokens: Maximum number of new tokens per row, if it is less than the one of the options.
+            ends_with_stop: For each prompt, a function that takes its next token and returns whether a stop text ends
+                with it. The token is then the last one of the prompt.
             on_progress: Called with the number of new tokens per row so far.
             on_tokens: Called during decoding with the next tokens of each prompt. Fewer tokens are then decoded at a
                 time, so that they arrive soon. In a job of several processes, all of them pass it or none.
 
         Returns:
-            The new tokens of each prompt, up to and including the first end token.
+            The new tokens of each prompt, up to and including the first end token or the end of a stop text.
 
         Raises:
             UsageError: A prompt is empty or has an unknown token, or the new tokens exceed the model's positions.
         """
-        check_prompts(prompts, sources, model=self.model, generation_config=self.generation_config)
-        max_new_tokens = self.generation_config.max_new_tokens
-        slots = _round_up(max(map(len, prompts)), SLOT_MULTIPLE)
+        generation_config = self.generation_config
+        num_slots = generation_config.max_new_tokens
+        if max_new_tokens is None:
+            max_new_tokens = num_slots
+        limited = replace(generation_config, max_new_tokens=min(max_new_tokens, num_slots))
+        check_prompts(prompts, sources, model=self.model, generation_config=limited)
+        slots = _round_up(max(min_slots, *map(len, prompts)), SLOT_MULTIPLE)
         rows = _round_up(
             max(min_rows, len(prompts)), self.forward_config.sharding.data_parallel_size
         )
         sharding = self.forward_config.sharding
         batch = _replicate_arrays(
-            _make_prompt_batch(prompts, slots, rows, max_new_tokens, first_row), sharding
+            _make_prompt_batch(prompts, slots, rows, num_slots, first_row), sharding
         )
         if sources is not None:
             encoder_inputs = _replicate_arrays(_pad_sources(sources, rows), sharding)
@@ -143,12 +157,14 @@ class Generator:
                 encoder_output=self._encode_sources(self.params, *encoder_inputs)
             )
         state = self._prefill(self.params, batch, count=slots)
-        output = _OutputRows(len(prompts), slots, self.generation_config.eos_token_ids)
+        output = _OutputRows(len(prompts), slots, generation_config.eos_token_ids, ends_with_stop)
 
         def report_progress() -> None:
             on_progress(_num_new_tokens(state, slots))
             if on_tokens is not None:
                 on_tokens(output.fetch(state, sharding))
+            elif ends_with_stop is not None:
+                output.fetch(state, sharding)
 
         is_paced = on_tokens is not None and _shared_sharding(sharding) is None
         choose_num_steps = _steps_between_checks
@@ -158,13 +174,13 @@ class Generator:
         # The prefill samples the token of slot `slots`, so 3 new tokens in slots 64 to 66 need 2 more steps.
         stops = _decode_stops(
             slots,
-            slots + max_new_tokens - 1,
+            slots + limited.max_new_tokens - 1,
             self._recompute_slots(prompts, slots),
             choose_num_steps,
         )
         for slot, is_recomputed in stops:
             report_progress()
-            if bool(state.batch.is_finished.all()):
+            if bool(state.batch.is_finished.all()) or output.all_ended:
                 break
             if is_recomputed:
                 batch = state.batch
@@ -203,14 +219,27 @@ class _OutputRows:
     """The new tokens of each prompt, fetched from the devices.
 
     Attributes:
-        rows: The tokens so far, up to and including the first end token.
+        rows: The tokens so far, up to and including the first end token or the end of a stop text.
     """
 
-    def __init__(self, num_prompts: int, first_slot: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        num_prompts: int,
+        first_slot: int,
+        eos_token_ids: Sequence[int],
+        ends_with_stop: Sequence[EndsWithStop] | None,
+    ) -> None:
         """Create an empty row per prompt. Slot `first_slot` has the first new token."""
         self.rows: list[list[int]] = [[] for _ in range(num_prompts)]
+        self._has_ended = [False] * num_prompts
         self._next_slot = first_slot
         self._eos_token_ids = eos_token_ids
+        self._ends_with_stop = ends_with_stop
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether all rows have ended, as far as their tokens have been fetched."""
+        return all(self._has_ended)
 
     def fetch(self, state: DecodeState, sharding: ShardingContext) -> list[list[int]]:
         """Append the tokens since the last call to `rows`, and return only these tokens, one list per prompt."""
@@ -220,14 +249,18 @@ class _OutputRows:
             : len(self.rows), self._next_slot : stop
         ]
         self._next_slot = stop
-        return [self._extend(row, new.tolist()) for row, new in zip(self.rows, tokens)]
+        return [self._extend(number, new.tolist()) for number, new in enumerate(tokens)]
 
-    def _extend(self, row: list[int], tokens: list[int]) -> list[int]:
-        """Add tokens to a row, unless it has ended, and return the added tokens."""
-        if row and row[-1] in self._eos_token_ids:
-            return []
-        added = _truncate_after_eos(tokens, self._eos_token_ids)
-        row += added
+    def _extend(self, number: int, tokens: list[int]) -> list[int]:
+        """Add tokens to a row until it ends, and return the added tokens."""
+        added: list[int] = []
+        for token in tokens:
+            if self._has_ended[number]:
+                break
+            added.append(token)
+            is_stop = self._ends_with_stop is not None and self._ends_with_stop[number](token)
+            self._has_ended[number] = is_stop or token in self._eos_token_ids
+        self.rows[number] += added
         return added
 
 
@@ -417,9 +450,3 @@ def _num_new_tokens(state: DecodeState, slots: int) -> int:
 def _round_up(count: int, multiple: int) -> int:
     """Round up to a multiple."""
     return -(-count // multiple) * multiple
-
-
-def _truncate_after_eos(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
-    """Cut after the first end token."""
-    end = next((i for i, token in enumerate(tokens) if token in eos_token_ids), len(tokens))
-    return tokens[: end + 1]

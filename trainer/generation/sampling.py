@@ -1,4 +1,4 @@
-"""Sampling of the next token from logits: greedy, or with temperature, top-k and top-p.
+"""Sampling of the next token from logits: greedy, or with temperature, top-k, top-p and min-p.
 
 Axes: B rows of the batch, V true vocabulary.
 """
@@ -30,6 +30,7 @@ class Sampling:
         top_k: Sample from the k most likely tokens. 0 means all.
         top_p: Sample from the most likely tokens with a total probability of p. 1 means all.
         seed: Seed of the random key.
+        min_p: Sample from the tokens with at least this part of the highest probability. 0 means all.
 
     Raises:
         UsageError: A value is out of range.
@@ -39,6 +40,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the ranges of all values."""
@@ -58,6 +60,11 @@ class Sampling:
             why = "it must be above 0 and at most 1, where 1 takes all tokens"
             raise usage_error(
                 f"top_p {self.top_p:g} is out of range", why, text("{}", Option("top_p", 1))
+            )
+        if not 0 <= self.min_p <= 1:
+            why = "it must be at least 0, where 0 takes all tokens, and at most 1"
+            raise usage_error(
+                f"min_p {self.min_p:g} is out of range", why, text("{}", Option("min_p", 0))
             )
         if not 0 <= self.seed <= MAX_SEED:
             raise usage_error(
@@ -94,7 +101,7 @@ def sample_tokens(logits: Array, row_numbers: Array, step: Array, sampling: Samp
 
 
 def warp_logits(logits: Array, sampling: Sampling) -> Array:
-    """Apply temperature, then top-k, then top-p, in the order of transformers' logits warpers.
+    """Apply temperature, then top-k, top-p and min-p, in the order of transformers' logits warpers.
 
     Top-k keeps all ties with the k-th token. Top-p keeps the token that reaches p.
 
@@ -113,6 +120,10 @@ def warp_logits(logits: Array, sampling: Sampling) -> Array:
         scores = jnp.where(scores < kth_score, -jnp.inf, scores)
     if sampling.top_p < 1:
         scores = jax.vmap(lambda row: _top_p_filter(row, sampling.top_p))(scores)
+    if sampling.min_p > 0:
+        probabilities = jax.nn.softmax(scores)
+        least = sampling.min_p * probabilities.max(-1, keepdims=True)
+        scores = jnp.where(probabilities < least, -jnp.inf, scores)
     return scores
 
 

@@ -5,35 +5,54 @@ Axes: B rows of the batch, S slots of tokens, V true vocabulary.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from trainer.models.token_rules import TokenRules
 
 
+class DecodedTokens(NamedTuple):
+    """The tokens before the next one.
+
+    Attributes:
+        tokens: int32 [B, S], the prompts and the text so far.
+        start_slots: int32 [B], the slot of each row's first token.
+        length: int32 [], the slot of the new token.
+        step: int32 [], the number of the new token.
+    """
+
+    tokens: Array
+    start_slots: Array
+    length: Array
+    step: Array
+
+
 def apply_token_rules(
     logits: Array,
-    tokens: Array,
+    decoded: DecodedTokens,
     *,
-    start_slots: Array,
-    length: Array,
-    step: Array,
     eos_token_ids: tuple[int, ...],
+    max_new_tokens: int,
     rules: TokenRules,
 ) -> Array:
     """Return the logits after the rules, in the order of transformers.
 
     Args:
         logits: float32 [B, V].
-        tokens: int32 [B, S], the prompts and the text so far.
-        start_slots: int32 [B], the slot of each row's first token.
-        length: int32 [], the slot of the new token.
-        step: int32 [], the number of the new token.
+        decoded: The tokens before the new one.
         eos_token_ids: Tokens that end a row.
+        max_new_tokens: Maximum number of new tokens.
         rules: The rules.
     """
+    tokens, start_slots, length, step = decoded
     slots = jnp.arange(tokens.shape[1])
     is_token = (slots >= start_slots[:, None]) & (slots < length)
+    logits = _add_sequence_bias(logits, decoded, rules.sequence_bias)
     if rules.repetition_penalty != 1.0:
         penalized = jnp.where(
             logits < 0, logits * rules.repetition_penalty, logits / rules.repetition_penalty
@@ -42,16 +61,68 @@ def apply_token_rules(
     if rules.no_repeat_ngram_size:
         ends = _repeated_ends(tokens, is_token, length, rules.no_repeat_ngram_size)
         logits = jnp.where(_tokens_in_vocabulary(logits, tokens, ends), -jnp.inf, logits)
+    bad_words = [(ids, -math.inf) for ids in rules.bad_words_ids]
+    logits = _add_sequence_bias(logits, decoded, bad_words)
+    is_eos = _listed_tokens(logits, eos_token_ids)
     if rules.min_length or rules.min_new_tokens:
         is_short = (length - start_slots < rules.min_length) | (step < rules.min_new_tokens)
-        is_eos = _listed_tokens(logits, eos_token_ids)
         logits = jnp.where(is_short[:, None] & is_eos, -jnp.inf, logits)
+    if rules.forced_bos_token_id is not None:
+        is_second = length - start_slots == 1
+        logits = _force_tokens(logits, is_second, (rules.forced_bos_token_id,))
+    if rules.forced_eos_token_id:
+        is_last = jnp.broadcast_to(step == max_new_tokens - 1, logits.shape[:1])
+        logits = _force_tokens(logits, is_last, rules.forced_eos_token_id)
+    if rules.remove_invalid_values:
+        logits = jnp.nan_to_num(logits)
+    if rules.exponential_decay_length_penalty is not None:
+        start, factor = rules.exponential_decay_length_penalty
+        # E.g. start 10 and factor 1.1: the 13th new token, number 12, adds |logit| * (1.1^2 - 1).
+        growth = jnp.where(step > start, factor ** (step - start).astype(jnp.float32) - 1, 0.0)
+        logits = jnp.where(is_eos, logits + jnp.abs(logits) * growth, logits)
     if rules.suppress_tokens:
         logits = jnp.where(_listed_tokens(logits, rules.suppress_tokens), -jnp.inf, logits)
     if rules.begin_suppress_tokens:
-        is_suppressed = (step == 0) & _listed_tokens(logits, rules.begin_suppress_tokens)
+        # The forced token after a prompt of one token is not the begin of the text.
+        first_step = jnp.zeros_like(start_slots)
+        if rules.forced_bos_token_id is not None:
+            first_step = (length - step - start_slots == 1).astype(jnp.int32)
+        is_begin = (step == first_step)[:, None]
+        is_suppressed = is_begin & _listed_tokens(logits, rules.begin_suppress_tokens)
         logits = jnp.where(is_suppressed, -jnp.inf, logits)
     return logits
+
+
+def _add_sequence_bias(
+    logits: Array, decoded: DecodedTokens, biases: Sequence[tuple[tuple[int, ...], float]]
+) -> Array:
+    """Add a bias to the last token of each sequence where the tokens before it are the others."""
+    if not biases:
+        return logits
+    longest = max(len(ids) for ids, _ in biases) - 1
+    prefixes = np.zeros((len(biases), longest), np.int32)
+    is_compared = np.zeros((len(biases), longest), bool)
+    for number, (ids, _) in enumerate(biases):
+        # Right-aligned: the last column is the token before the new one.
+        prefixes[number, longest - len(ids) + 1 :] = ids[:-1]
+        is_compared[number, longest - len(ids) + 1 :] = True
+    matches = jnp.ones((logits.shape[0], len(biases)), bool)
+    for column in range(longest):
+        slot = decoded.length - longest + column
+        # Clipped, because a slice would move a start before the first slot, e.g. of a short prompt.
+        token = lax.dynamic_slice_in_dim(decoded.tokens, jnp.maximum(slot, 0), 1, axis=1)
+        is_token = (slot >= decoded.start_slots)[:, None]
+        is_equal = is_token & (token == prefixes[:, column])
+        matches &= is_equal | ~is_compared[:, column]
+    last = jnp.array([ids[-1] for ids, _ in biases], jnp.int32)
+    added = jnp.where(matches, jnp.array([bias for _, bias in biases], jnp.float32), 0.0)
+    return logits.at[:, last].add(added)
+
+
+def _force_tokens(logits: Array, is_forced: Array, token_ids: tuple[int, ...]) -> Array:
+    """Return logits that leave only the listed tokens in the rows [B] to force."""
+    forced = jnp.where(_listed_tokens(logits, token_ids), 0.0, -jnp.inf)
+    return jnp.where(is_forced[:, None], forced, logits)
 
 
 def _tokens_in_vocabulary(logits: Array, tokens: Array, is_selected: Array) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TypeGuard
 
 from trainer.models.errors import invalid_config_error, usage_error
@@ -27,21 +27,25 @@ class DropoutConfig:
         embedding: Rate of dropout of the input of the first layer.
         fcm_ratio: Smallest and largest fraction of the keys that forgetful causal masking hides in
             a row.
+        adapters: Rate of dropout of the inputs of adapters.
     """
 
     attention: float = 0.0
     residual: float = 0.0
     embedding: float = 0.0
     fcm_ratio: tuple[float, float] = (0.0, 0.0)
+    adapters: float = 0.0
 
     @property
     def is_active(self) -> bool:
         """Whether training needs random numbers."""
-        return any((self.attention, self.residual, self.embedding, *self.fcm_ratio))
+        rates = (self.attention, self.residual, self.embedding, self.adapters)
+        return any((*rates, *self.fcm_ratio))
 
 
 NO_DROPOUT = DropoutConfig()
-DROPOUT_SITES = tuple(field.name for field in fields(DropoutConfig) if field.name != "fcm_ratio")
+# Sites of `model.dropout`. Adapters have a rate of their own, and `fcm_ratio` is a range.
+DROPOUT_SITES = ("attention", "residual", "embedding")
 
 
 @dataclass(frozen=True, slots=True)

@@ -325,6 +325,14 @@ class PrepError(Exception):
     def __str__(self) -> str:
         return self.message.render(PYTHON)
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows instead of a traceback."""
+        lines = [f"{type(self).__name__}: {render_text(self.what, PYTHON)}"]
+        for label, part in (("why", self.why), ("hint", self.hint)):
+            if part:
+                lines.append(f"{label:>5}: {render_text(part, PYTHON)}")
+        return lines
+
     def with_texts(
         self, *, what: str | None = None, why: str | None = None, hint: str | None = None
     ) -> Self:

@@ -23,6 +23,9 @@ class StepFields(TypedDict, total=False):
         loss_fn: Name of a user's loss.
         eval_sequences: Sequences of an evaluation. Losses over other sequences are not comparable.
         eval_loss: Loss of the evaluation after the step.
+        eval_metric: Name and value of another metric of the evaluation, and whether the lowest or the highest is best.
+        eval_stride: Tokens between two windows of an evaluation. Absent for sequences side by side.
+        patience: Evaluations so far, for `eval.patience`. See `Patience`.
         param_cast: Counts of the cast to the dtype of the saved parameters.
         base: Name and digests of the frozen parameters of a run with adapters.
     """
@@ -35,5 +38,8 @@ class StepFields(TypedDict, total=False):
     loss_fn: str
     eval_sequences: int
     eval_loss: float
+    eval_metric: Mapping[str, JsonValue]
+    eval_stride: int
+    patience: Mapping[str, JsonValue]
     param_cast: CastCounts
     base: Mapping[str, str]

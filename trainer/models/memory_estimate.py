@@ -135,7 +135,11 @@ class MemoryEstimate:
 
 def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
     """Estimate the memory of a training step on one device by the formula in this module's docstring."""
-    num_stored = sum(inputs.local_leaf_size(leaf) for leaf in inputs.leaves.values())
+    # Parameters that are trained as a whole, next to adapters, are among both.
+    stored = {**inputs.leaves}
+    for path in inputs.adapters or {}:
+        stored.pop(path, None)
+    num_stored = sum(inputs.local_leaf_size(leaf) for leaf in stored.values())
     num_adapters = sum(inputs.local_leaf_size(leaf) for leaf in (inputs.adapters or {}).values())
     num_trained = sum(inputs.local_leaf_size(leaf) for leaf in inputs.trained_leaves.values())
     stacks = list(layer_stacks(inputs))

@@ -84,8 +84,8 @@ class MemoryInputs:
         frozen: Paths of the parameters that are not trained.
         plans_for_cpu: Whether the devices are CPUs, for which XLA fuses less and gathers weights
             later than for accelerators.
-        adapters: Adapters by path, if only they are trained. They are not in `leaves`. None to
-            train all parameters.
+        adapters: Adapters by path, and the parameters of `leaves` that are trained as a whole, if only they are
+            trained. None to train all parameters.
         stored_itemsize: Bytes per element of the parameters in `leaves`.
         adapter_itemsize: Bytes per element of the adapters.
     """

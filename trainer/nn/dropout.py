@@ -46,6 +46,7 @@ class DropoutSite(IntEnum):
     EMBEDDING = 5
     FORGOTTEN_KEYS = 6
     FORGOTTEN_RATIO = 7
+    ADAPTERS = 8
 
 
 @partial(
@@ -121,6 +122,16 @@ class LayerDropout:
         """Drop elements of the output [B, T, D] of attention or MLP."""
         return _drop_features(x, self._site_keys(site), self.positions, self.config.residual)
 
+    def adapter_keys(self, number: int, positions: Array) -> RandomKey:
+        """Return the key of each token [B, T] of the input of an adapter.
+
+        Args:
+            number: Number of the adapted module in a layer.
+            positions: Position of each token, int32 [T], or [B, T] if rows differ.
+        """
+        module_keys = derive_key(self._site_keys(DropoutSite.ADAPTERS), number)
+        return derive_key(module_keys.reshape(-1, 1), positions)
+
     def _site_keys(self, site: DropoutSite) -> RandomKey:
         return RandomKey(*(words[site] for words in self.row_keys))
 
@@ -145,7 +156,7 @@ class Dropout:
 
     def layer_keys(self, num_layers: int) -> RandomKey | None:
         """Return the key of each layer, site and row [num_layers, SITES_PER_LAYER, B]. None if layers need none."""
-        if not (self.config.attention or self.config.residual):
+        if not (self.config.attention or self.config.residual or self.config.adapters):
             return None
         # Site s of layer l has the number 16 l + s, e.g. the MLP residual (4) of layer 2 has
         # 2 * 16 + 4 = 36.

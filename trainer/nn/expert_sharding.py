@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from trainer.distributed.sharding import ShardingContext
+from trainer.models.lora import LORA_A, LORA_B, RANK_ATOM
 from trainer.models.mesh import MeshAxes
 
 UP = "up.weight"
@@ -26,10 +27,16 @@ EXPERT_DIMS: Mapping[str, tuple[str, ...]] = {
     UP: ("experts", "mlp", "embed"),
     "up.bias": ("experts", "mlp"),
     "down.weight": ("experts", "embed", "mlp"),
+    f"gate.{LORA_A}": ("experts", RANK_ATOM, "embed"),
+    f"gate.{LORA_B}": ("experts", "mlp", RANK_ATOM),
+    f"up.{LORA_A}": ("experts", RANK_ATOM, "embed"),
+    f"up.{LORA_B}": ("experts", "mlp", RANK_ATOM),
+    f"down.{LORA_A}": ("experts", RANK_ATOM, "mlp"),
+    f"down.{LORA_B}": ("experts", "embed", RANK_ATOM),
 }
 
-# Leaves of EXPERT_DIMS by path, e.g. `up.weight` [E, F, D], or without E for one expert. Biases are
-# optional.
+# Leaves of EXPERT_DIMS by path, e.g. `up.weight` [E, F, D], or without E for one expert. Biases and
+# adapters are optional.
 Experts = Mapping[str, Array]
 
 
@@ -117,12 +124,14 @@ class ExpertSharding:
         )
 
     def sum_gradients(self, gradients: Experts) -> Experts:
-        """Sum the gradients of all experts over the axes that split tokens only."""
+        """Sum the gradients of all experts over the axes that split tokens, or hidden units, and not the leaf."""
         sums = dict(gradients)
         for path, gradient in gradients.items():
-            # `scatter_gradient` has summed over the axes that split the leaf.
+            # `scatter_gradient` has summed over the axes that split the leaf. A matrix of an adapter without hidden
+            # units has a part of its gradient on each device that has a part of these units.
             used = {*chain(*self.weight_axes[path])}
-            axes = tuple(axis for axis in self.token_axes if axis not in used)
+            parts = self.token_axes + self._partial_sum_axes
+            axes = tuple(axis for axis in parts if axis not in used)
             sums[path] = lax.psum(gradient, axes) if axes else gradient
         return sums
 

@@ -14,7 +14,7 @@ from jax import Array
 
 from trainer.models.architecture import ArchConfig
 from trainer.models.leaf_matrices import DECAY_RATES
-from trainer.models.lora import LORA_B
+from trainer.models.lora import LORA_B, num_features
 from trainer.models.mixer_config import InitialSteps, Mixer
 from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
 from trainer.nn.model_spec import ModelSpec
@@ -151,12 +151,12 @@ def init_adapters(model: ModelSpec, seed: int) -> Tree:
         seed: Seed of the random key.
 
     Returns:
-        Nested dict of float32 arrays.
+        Nested dict of float32 arrays, without the parameters that are trained as a whole.
     """
     assert model.adapters is not None
     key = jax.random.key(seed)
     return unflatten_tree(
-        {path: _init_adapter(leaf, key) for path, leaf in model.adapters.leaves.items()}
+        {path: _init_adapter(leaf, key) for path, leaf in model.adapters.matrices.items()}
     )
 
 
@@ -165,7 +165,7 @@ def _init_adapter(leaf: ParamLeaf, key: Array) -> Array:
         return jnp.zeros(leaf.shape, jnp.float32)
 
     def sample(layer_key: Array, shape: tuple[int, ...]) -> Array:
-        bound = math.prod(shape[1:]) ** -0.5
+        bound = num_features(leaf) ** -0.5
         return jax.random.uniform(layer_key, shape, minval=-bound, maxval=bound)
 
     return _random_leaf(leaf, key, sample)

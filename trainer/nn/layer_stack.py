@@ -21,6 +21,7 @@ from jax import Array, lax
 from trainer.models.architecture import ArchConfig, LayerKind
 from trainer.models.axis_map import LAYERS
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
+from trainer.nn.adapter_dropout import with_adapter_dropout
 from trainer.nn.block import BLOCKS
 from trainer.nn.context import (
     LAYER_DROPOUT_KEYS,
@@ -144,6 +145,9 @@ def run_layer(
     x, kv_cache = carry
     block = BLOCKS[context.arch_config.block_type]
     layer_context = context.for_layer(kind, weights, kv_cache)
+    if context.model.adapters is not None:
+        sites = context.model.adapters.dropout_sites
+        weights = with_adapter_dropout(weights, layer_context, sites)
     return block(x, cast(BlockWeights, weights), layer_context)
 
 

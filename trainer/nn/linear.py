@@ -1,6 +1,6 @@
 """Linear projection with an optional low-rank update (LoRA, arXiv:2106.09685) and an optional bias.
 
-y = W x + scaling * B (A x) + b, where A or B holds the scaling already
+y = W x + scaling * B (A x) + b, where A or B holds the scaling already. With dropout A multiplies dropout(x)
 
 Axes: B rows of the batch, T tokens.
 """
@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from trainer.models.lora import LORA_A, LORA_B
 
+# Entry of the weights with the random masks of the input of an adapter, an `AdapterDropout`.
+LORA_DROPOUT = "lora_dropout"
 
-def linear(x: Array, weights: Mapping[str, Array], *, num_devices: int = 1) -> Array:
+
+def linear(x: Array, weights: Mapping[str, Any], *, num_devices: int = 1) -> Array:
     """Multiply by a weight, and add its low-rank update and its bias, if it has them.
 
     Args:
         x: Input [B, T, *in].
         weights: `weight` [*out, *in], and optionally `bias` [*out], and `lora_a` [rank, *in] with `lora_b`
-            [*out, rank], one of them scaled.
+            [*out, rank], one of them scaled, and LORA_DROPOUT with the random masks of x.
         num_devices: Devices of the mesh. On one, rows and tokens are merged into one axis, because XLA on CPUs would
             copy the output's gradient to merge them.
 
@@ -31,9 +35,11 @@ def linear(x: Array, weights: Mapping[str, Array], *, num_devices: int = 1) -> A
     """
     out = _multiply(x, weights["weight"], num_devices)
     if LORA_B in weights:
-        out = out + _multiply(
-            _multiply(x, weights[LORA_A], num_devices), weights[LORA_B], num_devices
-        )
+        adapter_input = x
+        if LORA_DROPOUT in weights:
+            adapter_input = weights[LORA_DROPOUT].apply(x)
+        hidden = _multiply(adapter_input, weights[LORA_A], num_devices)
+        out = out + _multiply(hidden, weights[LORA_B], num_devices)
     if "bias" in weights:
         out = out + weights["bias"]
     return out

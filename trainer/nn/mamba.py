@@ -80,7 +80,7 @@ def _select(v: Array, weights: Projections, context: LayerContext) -> dict[str, 
             if f"{name}_norm" in weights:
                 output = norm(output, weights[f"{name}_norm"], context.arch_config)
             selected[name] = output
-        steps = {"weight": weights["dt_up"]["weight"]}
+        steps = {name: leaf for name, leaf in weights["dt_up"].items() if name != "bias"}
         dt = linear(selected.pop("dt_down"), steps, num_devices=num_devices)
         # In bfloat16 the bias would round most steps to the same number.
         selected["dt"] = nn.softplus(dt.astype(jnp.float32) + weights["dt_up"]["bias"])

@@ -16,7 +16,8 @@ from trainer.models.errors import (
     text,
     usage_error,
 )
-from trainer.models.lora import Adapters, LoraConfig, build_adapters
+from trainer.models.lora import Adapters, build_adapters
+from trainer.models.lora_config import LoraConfig
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import Family, HFConfig, true_vocab_size
 from trainer.models.remat import OFFLOAD_NONE, REMAT_NONE, RematPolicy, check_remat
@@ -123,7 +124,9 @@ def build_model(
     arch_config = family.arch_config(config)
     leaves = param_leaves(family, config, is_tied, scan=scan, scan_axis=scan_axis)
     adapters = (
-        build_adapters(family, config, lora, scan=scan, scan_axis=scan_axis) if lora else None
+        build_adapters(family, config, lora, is_tied=is_tied, scan=scan, scan_axis=scan_axis)
+        if lora
+        else None
     )
     return ModelSpec(
         family=family,

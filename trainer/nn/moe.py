@@ -22,7 +22,8 @@ from trainer.models.architecture import ArchConfig
 from trainer.models.param_tree import flatten_tree
 from trainer.nn.expert_blocks import Routing, experts_gradients, run_experts
 from trainer.nn.expert_sharding import Experts, ExpertSharding, expert_sharding
-from trainer.nn.layer_weights import Leaves, MoeWeights
+from trainer.nn.layer_weights import MoeWeights
+from trainer.nn.linear import linear
 from trainer.nn.mlp import mlp
 from trainer.nn.router import route
 
@@ -64,7 +65,11 @@ def moe_mlp(
         output = output + _mix_biases(routing, down_bias).astype(x.dtype)
     if "shared" in weights:
         shared = mlp(x, weights["shared"], arch_config=arch_config, sharding=sharding)
-        output = output + _gate_shared(x, shared, weights.get("shared_gate"))
+        gate = weights.get("shared_gate")
+        if gate is not None:
+            scores = linear(x, gate, num_devices=sharding.num_devices)
+            shared = nn.sigmoid(scores)[..., None] * shared
+        output = output + shared
     return output
 
 
@@ -75,13 +80,6 @@ def _mix_biases(routing: Routing, biases: Array) -> Array:
     one_hot = nn.one_hot(routing.experts, len(biases))
     weights = (routing.weights[..., None] * one_hot).sum(-2)
     return jnp.einsum("btn,nd->btd", weights, biases, preferred_element_type=jnp.float32)
-
-
-def _gate_shared(x: Array, output: Array, gate: Leaves | None) -> Array:
-    """Multiply the output [B, T, D] of the shared experts by their gate, if they have one."""
-    if gate is None:
-        return output
-    return nn.sigmoid(jnp.einsum("btd,d->bt", x, gate["weight"]))[..., None] * output
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trainer.models.chunk_sizes import chunk_length
+from trainer.nn.adapter_dropout import AdapterDropout
 from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks, unpad_tokens
 
 TokenFunction = Callable[[Any, Any, Any], Any]
@@ -37,8 +38,8 @@ def over_token_chunks(
     Args:
         function: Computes (x, weights, constants) of a chunk -> tree of arrays [B, C, ...], each
             token by itself. x and constants are trees of arrays [B or 1, C, ...], weights is a tree
-            of arrays that all tokens share. Constants have no gradients. The function must not
-            refer to other arrays.
+            of arrays that all tokens share, and of `AdapterDropout` with a key per token. Constants have no
+            gradients. The function must not refer to other arrays.
         num_tokens: T.
         chunk_size: Tokens of a device per row of a chunk. -1 means all. T need not be a multiple.
         num_shards: Number of shards of T on the mesh. Each chunk has tokens of every shard.
@@ -61,10 +62,28 @@ def over_token_chunks(
 
     def run_chunks(x: Any, weights: Any, constants: Any) -> Any:
         chunks = jax.tree.map(split, x)
-        outputs = _map_chunks(function, chunks, weights, jax.tree.map(split, constants))
+        # The keys of dropout belong to tokens, as constants do.
+        leaves, structure = jax.tree.flatten(weights, is_leaf=_is_dropout)
+        shared = [None if _is_dropout(leaf) else leaf for leaf in leaves]
+        dropouts = [leaf if _is_dropout(leaf) else None for leaf in leaves]
+
+        def run_chunk(chunk: Any, shared: Any, chunk_constants: Any) -> Any:
+            constants, dropouts = chunk_constants
+            merged = [
+                leaf if dropout is None else dropout
+                for leaf, dropout in zip(shared, dropouts, strict=True)
+            ]
+            return function(chunk, structure.unflatten(merged), constants)
+
+        chunk_constants = jax.tree.map(split, (constants, dropouts))
+        outputs = _map_chunks(run_chunk, chunks, shared, chunk_constants)
         return jax.tree.map(join, outputs)
 
     return run_chunks
+
+
+def _is_dropout(leaf: Any) -> bool:
+    return isinstance(leaf, AdapterDropout)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

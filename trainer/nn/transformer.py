@@ -17,7 +17,6 @@ from trainer.distributed.sharding import UNSPLIT
 from trainer.distributed.zigzag_order import order_tokens
 from trainer.models.axis_map import LAYERS
 from trainer.models.errors import PrepError, usage_error
-from trainer.models.lora import LORA_A
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import DECODER, ENCODER
 from trainer.models.rope_config import Rope
@@ -295,12 +294,9 @@ def scale_adapters(leaves: Mapping[str, Array], model: ModelSpec) -> dict[str, A
     """Return leaves by path, with the matrices A of adapters scaled in float32."""
     if model.adapters is None:
         return {**leaves}
-    scaling = model.adapters.config.scaling
-    paths = model.adapters.leaves
     scaled = {**leaves}
-    for path in paths:
-        if path.endswith(LORA_A):
-            scaled[path] = leaves[path].astype(jnp.float32) * scaling
+    for path, scaling in model.adapters.scalings.items():
+        scaled[path] = leaves[path].astype(jnp.float32) * scaling
     return scaled
 
 

@@ -208,14 +208,17 @@ def has_segments(recipe: Recipe) -> bool:
 def run_dropout(recipe: Recipe, config: HFConfig) -> DropoutConfig:
     """Return the rates of dropout and forgetful causal masking of a run, given the model's config.json.
 
+    The rate of adapters of a file is not known here.
+
     Raises:
         PrepError: The recipe takes the rates of the config, and one is invalid.
     """
     fields = family_of(config).dropout_fields
     model = recipe.model
-    return resolve_dropout(
+    dropout = resolve_dropout(
         model.dropout, fcm_ratio=model.fcm_ratio, config=config, dropout_fields=fields
     )
+    return replace(dropout, adapters=recipe.lora.dropout)
 
 
 def longest_sequence(recipe: Recipe) -> int:

@@ -129,7 +129,7 @@ def plan_training(
         dropout=run_dropout(recipe, model.config),
     )
     if recipe.lora.is_enabled:
-        adapters = _new_adapters(recipe, model)
+        adapters = _new_adapters(recipe, model, mesh, rules)
         itemsize = _frozen_itemsize(recipe, model)
         inputs = with_adapters(inputs, recipe, adapters, stored_itemsize=itemsize)
     return TrainingPlan(
@@ -144,14 +144,23 @@ def plan_training(
     )
 
 
-def _new_adapters(recipe: Recipe, model: PlannedModel) -> Mapping[str, ParamLeaf]:
+def _new_adapters(
+    recipe: Recipe, model: PlannedModel, mesh: Mesh, rules: Rules
+) -> Mapping[str, ParamLeaf]:
     """Return the new adapters of a recipe. Adapters of a file are not counted: they take little memory."""
     lora = recipe.lora.new_adapters
     family = family_of(model.config)
     if lora is None:
         return {}
+    # Embeddings that are trained as a whole have the padding of the vocabulary.
+    config = model.manifest(mesh, rules)["config"]
     return build_adapters(
-        family, model.config, lora, scan=model.scan, scan_axis=model.scan_axis
+        family,
+        config,
+        lora,
+        is_tied=model.is_tied,
+        scan=model.scan,
+        scan_axis=model.scan_axis,
     ).leaves
 
 

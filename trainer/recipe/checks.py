@@ -28,12 +28,11 @@ from trainer.recipe.field_checks import chat_problems, field_problems
 from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.lora_table import Lora
 from trainer.recipe.problems import Problem, problem_if_raised
-from trainer.recipe.resolve import warmup_decay
-from trainer.recipe.run_tables import Log
+from trainer.recipe.resolve import MAX_INT32, warmup_decay
+from trainer.recipe.run_tables import EVAL_METRICS, Log
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
 
 # Steps and lengths are int32 on devices, and the optimizer's numbers are float32.
-MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = 3.4e38
 INT32_KEYS = (
     *(
@@ -45,6 +44,13 @@ INT32_KEYS = (
     ),
     *(f"model.{name}_chunk_size" for name in ("head", "ffn", "q", "k")),
 )
+# Keys that only one schedule has
+SCHEDULE_OF_KEY = {
+    "optimizer.cooldown_steps": "wsd",
+    "optimizer.cooldown_shape": "wsd",
+    "optimizer.cooldown_waves": "wsd",
+    "optimizer.cycles": "cosine_restarts",
+}
 PROFILE_KEY = "train.profile"
 PUSH_KEY = "checkpoint.push"
 REPOSITORY = re.compile(r"[^\s/@]+/[^\s/@]+(@[^\s@]+)?")
@@ -75,9 +81,11 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _batch_problems(recipe)
     yield from _run_length_problems(recipe)
     yield from _evaluation_problems(recipe)
+    yield from _stride_problems(recipe)
+    yield from _best_step_problems(recipe)
     yield from _sample_problems(recipe)
     yield from _schedule_problems(recipe)
-    yield from _cooldown_problems(recipe)
+    yield from _shape_problems(recipe)
     yield from _loss_scale_problems(recipe)
     for key in (f"optimizer.{name}" for name in PATTERN_KEYS):
         yield from problem_if_raised(
@@ -195,7 +203,9 @@ def _lora_problems(recipe: Recipe) -> Iterator[Problem]:
     lora = recipe.lora
     default = Lora()
     changed: list[str] = []
-    for key in ("rank", "alpha", "targets", "use_rslora", "base_dtype"):
+    for key in Lora.model_fields:
+        if key == "path":
+            continue
         if getattr(lora, key) != getattr(default, key):
             changed.append(key)
     for key in changed:
@@ -208,6 +218,17 @@ def _lora_problems(recipe: Recipe) -> Iterator[Problem]:
                 why,
                 "remove it",
             )
+    if not lora.targets and not lora.target_parameters:
+        yield Problem(
+            ("lora.targets",), "`lora.targets` is []", "no projection has an adapter", "remove it"
+        )
+    if lora.dropout and lora.target_parameters:
+        yield Problem(
+            ("lora.dropout",),
+            f"`lora.dropout` is {lora.dropout:g}",
+            "`lora.target_parameters` is set, and PEFT has no dropout for experts in one tensor",
+            "remove one of them",
+        )
     if lora.is_enabled and recipe.model.is_random:
         why = "adapters are trained for a checkpoint, and `model.init` is random"
         yield Problem(
@@ -240,7 +261,7 @@ def _dataset_problems(recipe: Recipe) -> Iterator[Problem]:
     if data.sources is None:
         yield from field_problems(recipe)
         # With several sources only some may be chats: checked per source below.
-        yield from chat_problems(recipe)
+        yield from chat_problems(data)
         return
     problems = list(problem_if_raised(lambda: parse_sources(data), SOURCES_KEY))
     yield from problems or _source_field_problems(recipe)
@@ -311,6 +332,51 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem((key,), what, why, "`holdout = 0.05` in [data]")
 
 
+def _stride_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem if evaluation windows leave out tokens between them."""
+    key = "eval.stride"
+    stride = recipe.eval.stride
+    length = recipe.data.seq_length
+    if stride is not None and stride > length:
+        why = f"windows have {length} tokens (`data.seq_length`), so tokens between them would be left out"
+        yield Problem(
+            (key,), _key_value_text(recipe, key), why, f"`stride = {max(1, length // 2)}` in [eval]"
+        )
+
+
+def _best_step_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of the keys that compare evaluations: the best step, and the early end of a run."""
+    table = recipe.checkpoint
+    train = recipe.train
+    for key in ("checkpoint.best", "eval.patience"):
+        if not value_of(recipe, key):
+            continue
+        if not has_eval_data(recipe.data):
+            why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
+            yield Problem((key,), _key_value_text(recipe, key), why, "`holdout = 0.05` in [data]")
+        elif not train.eval_every and train.eval_every_epochs is None:
+            why = "the run evaluates only after its last step"
+            yield Problem(
+                (key,), _key_value_text(recipe, key), why, "`eval_every = 500` in [train]"
+            )
+    key = "checkpoint.best_is"
+    if table.best is None and table.best_is is not None:
+        why = "`checkpoint.best` is not set"
+        hint = '`best = "eval_loss"` in [checkpoint]'
+        yield Problem((key,), _key_value_text(recipe, key), why, hint)
+        return
+    if table.best is None:
+        return
+    direction = EVAL_METRICS.get(table.best)
+    if direction is None and table.best_is is None:
+        why = "whether its lowest or its highest value is the best is missing"
+        hint = '`best_is = "highest"` or `best_is = "lowest"` in [checkpoint]'
+        yield Problem(("checkpoint.best",), _key_value_text(recipe, "checkpoint.best"), why, hint)
+    if direction is not None and table.best_is not in (None, direction):
+        why = f"the {direction} {table.best} is the best"
+        yield Problem((key,), _key_value_text(recipe, key), why, "remove it")
+
+
 def _sample_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield settings of samples that have no effect without prompts."""
     log = recipe.log
@@ -338,14 +404,24 @@ def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from problem_if_raised(lambda: warmup_decay(optimizer, n_steps), *warmup_keys)
 
 
-def _cooldown_problems(recipe: Recipe) -> Iterator[Problem]:
-    key = "optimizer.cooldown_steps"
-    schedule = recipe.optimizer.schedule
-    if recipe.optimizer.cooldown_steps is not None and schedule != "wsd":
-        hint = '`schedule = "wsd"` in [optimizer]'
-        yield Problem(
-            (key,), _key_value_text(recipe, key), f"`optimizer.schedule` is {schedule}", hint
-        )
+def _shape_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield keys of one schedule that another one has, or that `cosine_restarts` lacks."""
+    optimizer = recipe.optimizer
+    schedule = optimizer.schedule
+    for key, needed in SCHEDULE_OF_KEY.items():
+        if value_of(recipe, key) is not None and schedule != needed:
+            hint = f"`schedule = {format_value(needed)}` in [optimizer]"
+            why = f"`optimizer.schedule` is {schedule}"
+            yield Problem((key,), _key_value_text(recipe, key), why, hint)
+    key = "optimizer.cooldown_waves"
+    if optimizer.cooldown_waves and schedule == "wsd" and optimizer.cooldown_shape != "cosine":
+        why = f"`optimizer.cooldown_shape` is {optimizer.cooldown_shape or 'linear'}"
+        hint = '`cooldown_shape = "cosine"` in [optimizer]'
+        yield Problem((key,), _key_value_text(recipe, key), why, hint)
+    if schedule == "cosine_restarts" and optimizer.cycles is None:
+        key = "optimizer.schedule"
+        why = "the number of cosines is missing"
+        yield Problem((key,), _key_value_text(recipe, key), why, "`cycles = 4` in [optimizer]")
 
 
 def _loss_scale_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -369,7 +445,6 @@ def _save_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of keys about saved, exported and pushed steps."""
     checkpoint = recipe.checkpoint
     train = recipe.train
-    data = recipe.data
     for key, step_key in EPOCH_KEYS.items():
         if value_of(recipe, key) is not None and value_of(recipe, step_key):
             what = f"{_key_value_text(recipe, key)} and {_key_value_text(recipe, step_key)}"
@@ -380,16 +455,6 @@ def _save_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             (key,), _key_value_text(recipe, key), why, "`optimizer_state = false` in [checkpoint]"
         )
-    if checkpoint.best is not None:
-        key = "checkpoint.best"
-        if not has_eval_data(data):
-            why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
-            yield Problem((key,), _key_value_text(recipe, key), why, "`holdout = 0.05` in [data]")
-        elif not train.eval_every and train.eval_every_epochs is None:
-            why = "the run evaluates only after its last step"
-            yield Problem(
-                (key,), _key_value_text(recipe, key), why, "`eval_every = 500` in [train]"
-            )
     if checkpoint.push is not None and not REPOSITORY.fullmatch(checkpoint.push):
         why = "it has the form OWNER/NAME or OWNER/NAME@BRANCH"
         hint = '`push = "me/llama-13b"` in [checkpoint]'

@@ -12,7 +12,14 @@ from trainer.recipe.data_table import Data
 from trainer.recipe.formatting import describe_type, example_value, format_value, suggest
 from trainer.recipe.key_schema import KeySchema
 from trainer.recipe.key_types import STRICT, NonNegativeInt, Paths, PositiveFloat, if_absent
-from trainer.recipe.text_fields import DEFAULT_FIELDS, FORMAT_FIELDS, DataFormat, DataType, IdsDtype
+from trainer.recipe.text_fields import (
+    AUTO,
+    DEFAULT_FIELDS,
+    FORMAT_FIELDS,
+    DataFormat,
+    DataType,
+    IdsDtype,
+)
 
 SOURCES_KEY = "data.sources"
 EVAL_KEYS = ("eval_path", "eval_split")
@@ -115,11 +122,26 @@ def source_data(data: Data, source: DataSource) -> Data:
         from_example = data.fields_from_example
         fields = data.fields
         if from_example is None:
-            fields = FORMAT_FIELDS.get(source.format or "", fields or DEFAULT_FIELDS[data_type])
+            fields = _source_fields(source.format, fields, DEFAULT_FIELDS[data_type])
     columns = {"fields": fields, "fields_from_example": from_example}
     # Keys of the source have priority over the columns of `[data]`. `model_copy` validates nothing,
     # and both models are valid.
     return data.model_copy(update={**columns, **keys, "sources": None})
+
+
+def _source_fields(data_format: DataFormat | None, fields: str | None, default: str) -> str | None:
+    """Return the columns of a source that names none. None if those of its first record decide.
+
+    Args:
+        data_format: Format of the source. None for the one of `[data]`.
+        fields: Columns of `[data]`.
+        default: Columns of the type of the source.
+    """
+    if data_format is None:
+        return fields
+    if data_format == AUTO:
+        return None
+    return FORMAT_FIELDS.get(data_format, fields or default)
 
 
 def has_eval_data(data: Data) -> bool:

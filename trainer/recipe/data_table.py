@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
 from trainer.recipe.key_types import (
     STRICT,
     DataSources,
+    LossTurns,
     NonNegativeInt,
     Paths,
     PathText,
+    TemplateArguments,
     UnitInterval,
     if_absent,
 )
 from trainer.recipe.text_fields import (
+    AUTO,
+    DEFAULT_FIELDS,
     DEFAULT_IDS_DTYPE,
     DEFAULT_MAX_DOCUMENT_NBYTES,
     DataFormat,
     DataType,
     IdsDtype,
     Objective,
+    Overlong,
     Packing,
 )
 
@@ -98,11 +103,47 @@ class Data(BaseModel):
         examples=[256 << 20],
     )
     format: DataFormat = Field(
-        default="text",
-        description='`text`: columns of texts or token ids. `prompt_completion`: text with the `fields` "[prompt], '
-        'completion". `chat`: the column `fields` ("messages" by default) has a list of messages, which the chat '
-        "template of the tokenizer renders, with loss on the turns of the assistant",
+        default="auto",
+        description="`text`: columns of texts or token ids. `prompt_completion`, `prompt_response`, "
+        '`question_answer`: text with `fields` such as "[prompt], completion". The chat template of the tokenizer '
+        "renders the others, with loss on the turns of the assistant. `chat`: the column `fields` has a list of "
+        'messages, and "[prompt], completion" takes the messages of both columns. `sharegpt`: turns with `from` and '
+        "`value`. `alpaca`: an instruction, its input and the output. `auto`: as the columns of the first record "
+        "tell, unless `fields` names columns",
         examples=["text"],
+    )
+    chat_template: Literal["training"] | PathText | None = Field(
+        default=None,
+        description='a Jinja file for `format` chat, instead of the tokenizer\'s template. `"training"`: the template '
+        "of the tokenizer, with each turn of the assistant as the template writes the last one. E.g. all turns show "
+        "their reasoning",
+        examples=["training"],
+        json_schema_extra=if_absent("the tokenizer's template"),
+    )
+    template_args: TemplateArguments | None = Field(
+        default=None,
+        description="variables of the chat template, such as `{ enable_thinking = false }`",
+        examples=[{"enable_thinking": False}],
+        json_schema_extra=if_absent("no variables"),
+    )
+    template_date: str | None = Field(
+        default=None,
+        pattern=r"^\d{4}-\d{2}-\d{2}$",
+        description="date that a chat template writes where it asks for the present one (`strftime_now`)",
+        examples=["2026-01-31"],
+        json_schema_extra=if_absent("no date"),
+    )
+    loss: LossTurns = Field(
+        default=("assistant",),
+        description="turns of conversations with loss: of the `assistant`, its `last` one, `all` text, or a list of "
+        "roles. In a message, a `weight` or `loss_weight` from 0 to 1 scales its loss, and `train`, `loss` or "
+        "`training` = false turns it off",
+        examples=["last"],
+    )
+    loss_reasoning: bool = Field(
+        default=True,
+        description="whether the reasoning before an answer has loss. If not, loss begins at the answer",
+        examples=[False],
     )
     fields: str | None = Field(
         default=None,
@@ -111,7 +152,7 @@ class Data(BaseModel):
         "fields in brackets. Without an encoder they have no loss. `a+b` joins texts, `<|bos|>`, `<|eos|>` and "
         "`<|ID|>` are tokens, and `{column}` has token ids (a list, or base64 of little-endian int32)",
         examples=["text"],
-        json_schema_extra=if_absent('"text", if the files have columns'),
+        json_schema_extra=if_absent("the columns that `format` tells"),
     )
     fields_from_example: str | None = Field(
         default=None,
@@ -182,6 +223,13 @@ class Data(BaseModel):
         "source and target is a sequence of its own",
         examples=["documents"],
     )
+    overlong: Overlong = Field(
+        default="split",
+        description="what becomes of records with more tokens than a sequence. `split`: they are cut into several. "
+        "`truncate`: their end is cut off. `truncate_prompt`: the start of the text before the first token with loss "
+        "is cut off, and of the rest the end if it is too long alone. `drop`: they are left out",
+        examples=["truncate_prompt"],
+    )
     objective: Objective = Field(
         default="next_token",
         description="`next_token`: predict each token from those before it, and from the source. `span_corruption`: "
@@ -224,6 +272,12 @@ class Data(BaseModel):
     shuffle: bool = Field(
         default=True, description="shuffle the sequences in each epoch", examples=[True]
     )
+
+    @property
+    def has_auto_shape(self) -> bool:
+        """Whether the columns of the first record decide about `format` and `fields`."""
+        is_named = self.fields is not None or self.fields_from_example is not None
+        return self.format == AUTO and self.type in DEFAULT_FIELDS and not is_named
 
     @property
     def eval_paths(self) -> Paths | None:

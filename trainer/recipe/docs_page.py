@@ -55,17 +55,35 @@ The sizes change results by rounding only. `prep plan` assumes accelerators.
 
 ## The learning rate
 
-The learning rate rises linearly from `init_lr` for `warmup_steps`, then decays to `end_lr`, which it reaches at step
+The learning rate rises from `init_lr` for `warmup_steps`, then decays to `end_lr`, which it reaches at step
 `decay_steps`, and stays there. Steps count from 0 and include warm-up.
 
 | `schedule` | after warm-up |
 |---|---|
 | `linear`, `cosine` | decays to `end_lr` |
 | `constant` | stays at `lr`. `end_lr` and `decay_steps` have no effect |
-| `wsd` | stays at `lr`, then decays linearly to `end_lr` in the last `cooldown_steps` before `decay_steps` |
+| `cosine_restarts` | decays to `end_lr` in each of `cycles` cosines of equal length, which begin at `lr` |
+| `wsd` | stays at `lr`, then decays to `end_lr` in the last `cooldown_steps` before `decay_steps` |
 | `rsqrt` | `lr` * sqrt(`warmup_steps` / step). `end_lr` and `decay_steps` have no effect |
 
 With `rsqrt`, `init_lr = lr` keeps the rate constant in warm-up, as T5 does.
+
+Two schedules of transformers have other names for the same parameters:
+
+| `get_cosine_with_hard_restarts_schedule_with_warmup` | `schedule = "cosine_restarts"` |
+|---|---|
+| `num_warmup_steps` | `warmup_steps` |
+| `num_training_steps` | `decay_steps`, or the run's steps |
+| `num_cycles` | `cycles` |
+
+| `get_wsd_schedule` | `schedule = "wsd"` |
+|---|---|
+| `num_warmup_steps`, `warmup_type` | `warmup_steps`, `warmup_shape` |
+| `num_training_steps` | `decay_steps`, or the run's steps |
+| `num_stable_steps` | `decay_steps` - `warmup_steps` - `cooldown_steps` |
+| `num_decay_steps`, `decay_type` (default: `cosine`) | `cooldown_steps`, `cooldown_shape` (default: `linear`) |
+| `num_cycles` | `cooldown_waves` |
+| `min_lr_ratio` | `init_lr` and `end_lr`, each `min_lr_ratio` * `lr` |
 """
 
 OPTIMIZERS = """

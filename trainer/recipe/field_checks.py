@@ -11,7 +11,15 @@ from trainer.recipe.formatting import format_value
 from trainer.recipe.problems import Problem, problem_if_raised
 from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
 from trainer.recipe.tables import Recipe, value_of
-from trainer.recipe.text_fields import CONCATENATED, DEFAULT_FIELDS, FORMAT_FIELDS, PLAIN
+from trainer.recipe.text_fields import (
+    AUTO,
+    CHAT_FORMATS,
+    CONCATENATED,
+    DEFAULT_FIELDS,
+    FORMAT_FIELDS,
+    PLAIN,
+    WHOLE_TOKENS,
+)
 
 SOURCE_KEYS = ("data.source_length", "data.source_prefix")
 NOISE_KEYS = ("data.noise_density", "data.mean_noise_span_length")
@@ -25,15 +33,15 @@ def field_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from _column_problems(recipe)
     else:
         yield from _list_problems(recipe)
-    yield from _source_problems(recipe)
+    if not recipe.data.has_auto_shape:
+        yield from _source_problems(recipe)
     yield from _objective_problems(recipe)
 
 
-def chat_problems(recipe: Recipe) -> Iterator[Problem]:
+def chat_problems(data: Data) -> Iterator[Problem]:
     """Yield keys about the texts of columns for conversations, which a chat template renders."""
-    data = recipe.data
     if (
-        data.format != "chat"
+        data.format not in CHAT_FORMATS
         or data.type not in DEFAULT_FIELDS
         or data.fields_from_example is not None
     ):
@@ -41,11 +49,11 @@ def chat_problems(recipe: Recipe) -> Iterator[Problem]:
     for key in TEXT_KEYS:
         # A default counts as absent, even if it is written: the complete recipe that a run keeps
         # has all keys, and must load without errors.
-        if value_of(recipe, key) != type(data).model_fields[key.removeprefix("data.")].default:
-            what = f"`{key}` is {format_value(value_of(recipe, key))}"
-            yield Problem(
-                (key,), what, "`data.format` is chat, and its template makes the text", "remove it"
-            )
+        name = key.removeprefix("data.")
+        value = getattr(data, name)
+        if value != type(data).model_fields[name].default:
+            why = f"`data.format` is {data.format}, and its template makes the text"
+            yield Problem((key,), f"`{key}` is {format_value(value)}", why, "remove it")
 
 
 def check_source_length(data: Data, *, has_encoder: bool) -> None:
@@ -66,6 +74,11 @@ def check_packing(data: Data, *, has_encoder: bool) -> None:
             "the model has an encoder: each pair of a source and a target is a sequence of its own"
         )
         raise usage_error(f"`data.packing` is {format_value(data.packing)}", why, "remove it")
+    if data.overlong != WHOLE_TOKENS and (has_encoder or data.type not in DEFAULT_FIELDS):
+        why = "files of this type have no records, whose tokens can be cut"
+        if has_encoder:
+            why = "the model has an encoder: sources and targets are truncated"
+        raise usage_error(f"`data.overlong` is {format_value(data.overlong)}", why, "remove it")
     if data.objective == SPAN_CORRUPTION and not has_encoder:
         why = "the model has no encoder to read the text without the spans"
         raise usage_error(
@@ -82,7 +95,8 @@ def _column_problems(recipe: Recipe) -> Iterator[Problem]:
         key: type(data).model_fields[key.removeprefix("data.")].default for key in COLUMN_KEYS
     }
     for key, default in defaults.items():
-        if value_of(recipe, key) != default:
+        # The recipes that earlier versions kept with a run have the format `text` for all types.
+        if value_of(recipe, key) not in (default, PLAIN):
             use = "names a column" if key.startswith("data.fields") else "is for columns"
             why = f"it {use} of json objects, but `data.type` is {data.type}"
             yield Problem(
@@ -108,7 +122,7 @@ def _list_problems(recipe: Recipe) -> Iterator[Problem]:
                     why,
                     "remove one of them",
                 )
-    elif data.format != "chat":
+    elif data.format not in CHAT_FORMATS and not data.has_auto_shape:
         yield from problem_if_raised(lambda: parse_fields(data.fields or ""), "data.fields")
 
 
@@ -118,7 +132,7 @@ def _source_problems(recipe: Recipe) -> Iterator[Problem]:
     if data.fields_from_example is not None:
         return
     try:
-        has_columns = data.type in DEFAULT_FIELDS and data.format != "chat"
+        has_columns = data.type in DEFAULT_FIELDS and data.format not in CHAT_FORMATS
         has_source = has_columns and bool(parse_fields(data.fields or "").source)
     except PrepError:
         # Reported by _list_problems.
@@ -146,7 +160,7 @@ def _objective_problems(recipe: Recipe) -> Iterator[Problem]:
         lambda: recipe_span_sizes(data), "data.source_length", "data.seq_length", *NOISE_KEYS
     )
     is_set = {
-        "data.format": data.format != PLAIN,
+        "data.format": data.format not in (AUTO, PLAIN),
         "data.fields": data.fields is not None and "[" in data.fields,
         "data.fields_from_example": data.fields_from_example is not None,
         "data.packing": data.packing != "concatenate",

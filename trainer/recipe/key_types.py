@@ -58,7 +58,7 @@ Patterns = Annotated[
     BeforeValidator(_as_tuple),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
-Prompts = Annotated[
+LossTurns = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
     Field(min_length=1),
     BeforeValidator(_as_tuple),
@@ -67,6 +67,22 @@ Prompts = Annotated[
             "anyOf": [
                 {"type": "string"},
                 {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+            ]
+        }
+    ),
+]
+# A text, or a conversation with `messages` and optionally `tools`.
+PromptValue = Annotated[str, Field(min_length=1)] | dict[str, Any]
+Prompts = Annotated[
+    tuple[PromptValue, ...],
+    Field(min_length=1),
+    BeforeValidator(_as_tuple),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                {"type": "array", "items": {"type": "object"}, "minItems": 1},
             ]
         }
     ),
@@ -93,6 +109,7 @@ RatioRange = Annotated[
 ]
 
 
+TemplateArguments = Annotated[dict[str, Any], WithJsonSchema({"type": "object"})]
 ProfileSteps = Annotated[dict[str, Any], WithJsonSchema({"type": "object"})]
 
 

@@ -25,8 +25,9 @@ from trainer.recipe.key_schema import KeySchema, alternatives
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
 from trainer.recipe.problems import Diagnostic, Problem, diagnostics_error
 from trainer.recipe.raw_recipe import RawRecipe, apply_overrides, read_recipe
+from trainer.recipe.span_corruption import SPAN_CORRUPTION
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES, Recipe, is_path
-from trainer.recipe.text_fields import DEFAULT_FIELDS, FORMAT_FIELDS
+from trainer.recipe.text_fields import AUTO, DEFAULT_FIELDS, FORMAT_FIELDS, PLAIN
 from trainer.recipe.toml_values import TomlTable, TomlValue
 from trainer.recipe.unknown_keys import find_unknown_keys, guess_key, is_known, unknown_key_hint
 
@@ -202,17 +203,16 @@ def _with_dependent_defaults(raw: RawRecipe) -> dict[str, object]:
     defaults: dict[str, object] = {}
     if raw.has(SOURCES_KEY):
         defaults["path"] = None
+    names_columns = raw.has("data.fields") or raw.has("data.fields_from_example")
     data_type = data.get("type", Data.model_fields["type"].default)
-    if (
-        isinstance(data_type, str)
-        and data_type in DEFAULT_FIELDS
-        and not raw.has("data.fields_from_example")
-    ):
-        # The default columns depend on the type, and on the format, e.g. `messages` for chats.
-        defaults["fields"] = DEFAULT_FIELDS[data_type]
-        if raw.has("data.format"):
-            columns = FORMAT_FIELDS.get(str(raw.get("data.format")))
-            defaults["fields"] = columns or defaults["fields"]
+    has_columns = isinstance(data_type, str) and data_type in DEFAULT_FIELDS
+    if names_columns or not has_columns or data.get("objective") == SPAN_CORRUPTION:
+        # A recipe that names columns is taken at its word. Span corruption reads plain text only.
+        defaults["format"] = PLAIN
+    data_format = data.get("format", defaults.get("format", AUTO))
+    if has_columns and not raw.has("data.fields_from_example") and data_format != AUTO:
+        # The default columns depend on the format, e.g. `messages` for chats.
+        defaults["fields"] = FORMAT_FIELDS.get(str(data_format), DEFAULT_FIELDS[str(data_type)])
     tables["data"] = defaults | data
     return tables
 

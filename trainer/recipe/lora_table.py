@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from trainer.models.lora import DEFAULT_TARGETS, LoraConfig
+from trainer.models.lora_config import DEFAULT_TARGETS, LoraConfig
 from trainer.recipe.key_types import (
     STRICT,
     NonNegativeInt,
     PathText,
     PositiveFloat,
+    PositiveInt,
     RuleTexts,
+    UnitInterval,
     if_absent,
 )
 
@@ -37,12 +39,41 @@ class Lora(BaseModel):
         examples=[32],
         json_schema_extra=if_absent("2 x `rank`"),
     )
-    targets: Annotated[RuleTexts, Field(min_length=1)] = Field(
+    targets: RuleTexts = Field(
         default=DEFAULT_TARGETS,
         description="projections with an adapter, as patterns: `attn.q`, `attn.k`, `attn.v`, `attn.o`, `cross.*`, "
         "`mlp.gate`, `mlp.up`, `mlp.down`. Those that the checkpoint stores in one tensor are adapted together. "
-        "In latent attention (DeepSeek) `attn.q` is `attn.q_up`, and `attn.k` and `attn.v` are `attn.kv_up`",
-        examples=[["attn.*", "mlp.*"]],
+        "In latent attention (DeepSeek) `attn.q` is `attn.q_up`, and `attn.k` and `attn.v` are `attn.kv_up`. "
+        "`all-linear`: all projections of the layers, without experts and head, as in PEFT",
+        examples=[["attn.*", "mlp.*"], "all-linear"],
+    )
+    target_parameters: RuleTexts = Field(
+        default=(),
+        description="projections of experts with an adapter for each expert, as patterns: `mlp.gate`, `mlp.up`, "
+        "`mlp.down`. PEFT has this key for experts in one tensor",
+        examples=[["mlp.*"]],
+    )
+    dropout: UnitInterval = Field(
+        default=0.0,
+        description="fraction of the input of each adapter to drop in training. Evaluation drops none",
+        examples=[0.05],
+    )
+    rank_pattern: dict[str, PositiveInt] = Field(
+        default={},
+        description="rank of some adapters in place of `rank`, by a regular expression. An adapter has the rank of the "
+        "first key that is the end of its name, as in PEFT: `attn.q`, or the PyTorch module's `q_proj`",
+        examples=[{"mlp.down": 32}],
+    )
+    alpha_pattern: dict[str, PositiveFloat] = Field(
+        default={},
+        description="alpha of some adapters in place of `alpha`, by a regular expression as in `rank_pattern`",
+        examples=[{"mlp.down": 64}],
+    )
+    modules_to_save: RuleTexts = Field(
+        default=(),
+        description="embeddings and head that are trained as a whole: `embed.tokens`, `embed.positions`, `head`. A "
+        "tied head is trained with `embed.tokens`",
+        examples=[["embed.tokens", "head"]],
     )
     use_rslora: bool = Field(
         default=False,
@@ -72,4 +103,14 @@ class Lora(BaseModel):
         if not self.rank:
             return None
         alpha = self.alpha or float(ALPHA_PER_RANK * self.rank)
-        return LoraConfig(self.rank, alpha, targets=self.targets, use_rslora=self.use_rslora)
+        return LoraConfig(
+            self.rank,
+            alpha,
+            targets=self.targets,
+            use_rslora=self.use_rslora,
+            dropout=self.dropout,
+            rank_pattern=self.rank_pattern,
+            alpha_pattern=self.alpha_pattern,
+            modules_to_save=self.modules_to_save,
+            target_parameters=self.target_parameters,
+        )

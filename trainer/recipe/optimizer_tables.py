@@ -30,6 +30,10 @@ PALM_WARMUP_STEPS = 10_000
 # The `lr` of palm at which its learning rate is 1 / sqrt(step).
 PALM_REFERENCE_LR = 0.01
 
+ScheduleKind = Literal["linear", "cosine", "cosine_restarts", "constant", "wsd", "rsqrt"]
+# Shapes of a rise or a fall of the learning rate
+RampShape = Literal["linear", "cosine", "1-sqrt"]
+
 ClipNorm = Annotated[
     NonNegativeFloat,
     Field(description="maximum global norm of the gradients. `0`: no clipping", examples=[1.0]),
@@ -86,10 +90,10 @@ class OptimizerTable(BaseModel):
         description="learning rate at the end of the decay. `constant` does not use it",
         examples=[2e-6],
     )
-    schedule: Literal["linear", "cosine", "constant", "wsd", "rsqrt"] = Field(
+    schedule: ScheduleKind = Field(
         default="linear",
-        description="shape of the learning rate decay. `wsd`: constant, then linear in the last `cooldown_steps`. "
-        "`rsqrt`: with the inverse square root of the step",
+        description="shape of the learning rate decay. `wsd`: constant, then a decay in the last `cooldown_steps`. "
+        "`cosine_restarts`: `cycles` cosines, each from `lr`. `rsqrt`: with the inverse square root of the step",
         examples=["cosine"],
     )
     warmup_steps: NonNegativeInt | None = Field(
@@ -104,6 +108,11 @@ class OptimizerTable(BaseModel):
         examples=[0.03],
         json_schema_extra=if_absent("from `warmup_steps`, or 0"),
     )
+    warmup_shape: RampShape = Field(
+        default="linear",
+        description="shape of the rise in warm-up. `1-sqrt`: 1 - sqrt(1 - progress)",
+        examples=["cosine"],
+    )
     decay_steps: PositiveInt | None = Field(
         default=None,
         description="step at which `end_lr` is reached, counted from 0, warm-up included",
@@ -115,6 +124,24 @@ class OptimizerTable(BaseModel):
         description="steps of the decay of wsd, which ends at `decay_steps`",
         examples=[1000],
         json_schema_extra=if_absent("a tenth of the steps, for wsd"),
+    )
+    cooldown_shape: RampShape | None = Field(
+        default=None,
+        description="shape of the decay of wsd. `1-sqrt`: 1 - sqrt(progress)",
+        examples=["1-sqrt"],
+        json_schema_extra=if_absent("linear, for wsd"),
+    )
+    cooldown_waves: PositiveFloat | None = Field(
+        default=None,
+        description='waves of the decay of wsd with `cooldown_shape = "cosine"`. `0.5`: one fall',
+        examples=[0.5],
+        json_schema_extra=if_absent("0.5, for a cosine"),
+    )
+    cycles: PositiveInt | None = Field(
+        default=None,
+        description="cosines of cosine_restarts between the end of warm-up and `decay_steps`, of equal length",
+        examples=[4],
+        json_schema_extra=if_absent("needed by cosine_restarts"),
     )
     weight_decay: NonNegativeFloat = Field(
         default=0.0,
@@ -260,9 +287,7 @@ class PalmTable(OptimizerTable):
     lr: PositiveFloat = Field(
         default=PALM_REFERENCE_LR, description="learning rate, relative to 0.01"
     )
-    schedule: Literal["linear", "cosine", "constant", "wsd", "rsqrt"] = Field(
-        default="rsqrt", description="shape of the learning rate decay"
-    )
+    schedule: ScheduleKind = Field(default="rsqrt", description="shape of the learning rate decay")
     warmup_steps: NonNegativeInt | None = Field(
         default=None,
         description="steps with the first learning rate",

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from trainer.models.decimal_text import parse_decimal
+from trainer.recipe.run_tables import EVAL_LOSS, EVAL_METRICS
 
 DATA_FILE = Path(__file__).with_suffix(".toml")
 CHECKED = ConfigDict(extra="forbid", frozen=True)
@@ -226,7 +227,6 @@ PROJECTIONS_BY_MODULE: Mapping[str, Names] = {
     "gate_up_proj": ("mlp.gate", "mlp.up"),
     "fc_in": ("mlp.up",),
     "fc_out": ("mlp.down",),
-    "all-linear": ("attn.*", "mlp.*"),
 }
 
 
@@ -276,9 +276,14 @@ def _best_loss(value: Any) -> str:
     if value in (False, "false", "False"):
         return ValueAdvice("remove it: the best step is not kept by default")
     is_switch = value in (True, "true", "True")
-    if is_switch or "loss" in str(value):
-        return "eval_loss"
-    return ValueAdvice("`checkpoint.best` compares eval_loss only")
+    name = f"eval_{str(value).removeprefix('eval_')}"
+    if name in EVAL_METRICS:
+        return name
+    if is_switch or "loss" in name:
+        return EVAL_LOSS
+    return ValueAdvice(
+        f"`checkpoint.best` takes {', '.join(EVAL_METRICS)}, or `eval_NAME` of a `metric_fn`"
+    )
 
 
 def _repository(value: Any) -> Any:

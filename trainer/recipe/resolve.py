@@ -8,6 +8,8 @@ from trainer.models.errors import Key, Text, text, usage_error
 from trainer.recipe.optimizer_tables import PALM_WARMUP_STEPS, OptimizerTable, PalmTable
 from trainer.recipe.tables import Batch
 
+# The largest number of a step
+MAX_INT32 = 2**31 - 1
 # Schedules that never end.
 OPEN_SCHEDULES = ("constant", "rsqrt")
 # Length of the decay of wsd, as a fraction of the steps until its end.
@@ -126,7 +128,7 @@ def warmup_decay(optimizer: OptimizerTable, n_steps: int) -> WarmupDecay:
         n_steps: Steps of the run.
 
     Raises:
-        UsageError: The decay would end before the warm-up does.
+        UsageError: The decay would end before the warm-up does, or has more cycles than steps.
     """
     warmup_steps = _warmup_steps(optimizer, n_steps)
     decay_steps = optimizer.decay_steps or n_steps
@@ -145,6 +147,8 @@ def warmup_decay(optimizer: OptimizerTable, n_steps: int) -> WarmupDecay:
             f"warm-up takes the first {warmup_steps} steps, and {end}, warm-up included",
             text("use fewer warm-up steps, or {}", _set_hint("optimizer.schedule", "constant")),
         )
+    if optimizer.schedule == "cosine_restarts":
+        _check_cycles(optimizer.cycles or 1, decay_steps - warmup_steps)
     if optimizer.schedule != "wsd":
         return WarmupDecay(warmup_steps, decay_steps)
     cooldown_steps = optimizer.cooldown_steps or max(1, round(decay_steps * DEFAULT_COOLDOWN))
@@ -153,6 +157,16 @@ def warmup_decay(optimizer: OptimizerTable, n_steps: int) -> WarmupDecay:
         hint = _set_hint("optimizer.cooldown_steps", decay_steps - warmup_steps)
         raise usage_error("warm-up and decay of `wsd` overlap", why, hint)
     return WarmupDecay(warmup_steps, decay_steps, cooldown_steps)
+
+
+def _check_cycles(cycles: int, n_steps: int) -> None:
+    """Raise UsageError if a decay of this many steps cannot have as many cycles."""
+    # The step multiplies its number by the cycles in int32.
+    maximum = min(n_steps, MAX_INT32 // n_steps)
+    if cycles > maximum:
+        what = f"`optimizer.cycles` is {cycles:,}"
+        why = f"the decay takes {n_steps:,} steps, for which the maximum is {maximum:,}"
+        raise usage_error(what, why, _set_hint("optimizer.cycles", maximum))
 
 
 def _warmup_steps(optimizer: OptimizerTable, n_steps: int) -> int:

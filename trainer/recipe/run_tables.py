@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -18,9 +19,18 @@ from trainer.recipe.key_types import (
     if_absent,
 )
 
+Direction = Literal["lowest", "highest"]
+EVAL_LOSS = "eval_loss"
+# The values of each evaluation that can select a step, and which of them is the best.
+EVAL_METRICS: Mapping[str, Direction] = {
+    EVAL_LOSS: "lowest",
+    "eval_perplexity": "lowest",
+    "eval_accuracy": "highest",
+}
+
 
 class Eval(BaseModel):
-    """The amount of data that an evaluation uses, and whether there is one before the first step."""
+    """The data of an evaluation, whether there is one before the first step, and whether they end a run."""
 
     model_config = STRICT
 
@@ -32,6 +42,19 @@ class Eval(BaseModel):
         description="evaluate before the first step of the run",
         examples=[True],
         json_schema_extra=if_absent("true with evaluations in [train]"),
+    )
+    stride: PositiveInt | None = Field(
+        default=None,
+        description="tokens between the starts of two windows of `data.seq_length` tokens. Each evaluated token counts "
+        "once, with at least `seq_length` - `stride` tokens before it",
+        examples=[512],
+        json_schema_extra=if_absent("sequences side by side"),
+    )
+    patience: NonNegativeInt = Field(
+        default=0,
+        description="evaluations in a row without a better `checkpoint.best`, or `eval_loss`, after which the run ends "
+        "early. `0`: it takes all steps",
+        examples=[3],
     )
 
 
@@ -59,11 +82,18 @@ class Checkpoint(BaseModel):
         description="steps between two checkpoints that are never removed. `0`: none",
         examples=[10000],
     )
-    best: Literal["eval_loss"] | None = Field(
+    best: Annotated[str, Field(pattern=r"^eval_\w+$")] | None = Field(
         default=None,
-        description="save each step whose evaluation has the lowest loss so far, and keep the best one",
+        description="save each step whose evaluation has the best value so far, and keep the best one: `eval_loss`, "
+        "`eval_perplexity`, `eval_accuracy`, or `eval_NAME` of a `metric_fn`",
         examples=["eval_loss"],
         json_schema_extra=if_absent("evaluations save no checkpoint"),
+    )
+    best_is: Direction | None = Field(
+        default=None,
+        description="the best value of a `metric_fn` in `best`",
+        examples=["highest"],
+        json_schema_extra=if_absent("as fits `best`"),
     )
     optimizer_state: bool = Field(
         default=True,
@@ -120,9 +150,10 @@ class Log(BaseModel):
     )
     samples: Prompts | None = Field(
         default=None,
-        description="prompts to generate texts from during the run, with the most likely token at each position. An "
-        "encoder-decoder model reads them with its encoder. They are written to `samples.jsonl` in the run's folder, "
-        "and shown in its report",
+        description="prompts to generate texts from during the run, with the most likely token at each position. A "
+        'prompt is a text, or a conversation for the chat template: `{messages = [{role = "user", content = "Hi"}]}`, '
+        "optionally with `tools`. An encoder-decoder model reads them with its encoder. They are written to "
+        "`samples.jsonl` in the run's folder, and shown in its report",
         examples=[["Once upon a time"]],
         json_schema_extra=if_absent("no texts are generated"),
     )

@@ -47,6 +47,9 @@ def _toml_lines(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[str]:
 def _value_text(key: str, value: Any) -> str:
     """Return a value as TOML. A list of one text becomes the text if the key accepts it."""
     is_one_text = (
-        isinstance(value, tuple) and len(value) == 1 and is_accepted(value[0], KEY_SCHEMAS[key])
+        isinstance(value, tuple)
+        and len(value) == 1
+        and isinstance(value[0], str)
+        and is_accepted(value[0], KEY_SCHEMAS[key])
     )
     return to_toml(value[0] if is_one_text else value)

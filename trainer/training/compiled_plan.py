@@ -11,7 +11,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -36,7 +35,7 @@ from trainer.models.mesh import Mesh, parse_mesh
 from trainer.models.slices import num_slices, parse_slice_counts
 from trainer.planning.step_inputs import has_segments, run_dropout
 from trainer.recipe import Recipe, batch_shape
-from trainer.recipe.checks import MAX_INT32
+from trainer.recipe.resolve import MAX_INT32
 from trainer.training.attention_choice import preferred_kernel
 from trainer.training.feed import column_shapes
 from trainer.training.manifest_model import model_from_manifest
@@ -190,7 +189,7 @@ def _lora_entry(recipe: Recipe) -> dict[str, Any]:
     lora = recipe.lora.new_adapters
     if lora is None:
         return {}
-    return {"lora": asdict(lora)}
+    return {"lora": lora.manifest_entry()}
 
 
 def _column_specs(recipe: Recipe) -> ColumnSpecs:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from trainer.data.chat_template import ChatTemplate, load_chat_template
+from trainer.data.chat_loss import LossRule
+from trainer.data.chat_template import TRAINING, ChatTemplate, recipe_template
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
-from trainer.data.files import Note, io_error
+from trainer.data.files import Note
 from trainer.data.find_files import NO_REMOTE_FILES
 from trainer.data.packed_documents import DocumentDataset, document_dataset
 from trainer.data.packing import Dataset, PackedDataset, split_holdout
@@ -20,23 +20,12 @@ from trainer.data.remote_files import RemoteFiles
 from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.span_corruption import SpanCorruptionDataset, SpanCorruptionTokenIds, sentinel_ids
 from trainer.data.store import MappedTokens
-from trainer.data.store_writer import make_cache
 from trainer.data.token_changes import RecordedTokens
-from trainer.data.token_shards import (
-    complete_shards,
-    is_complete,
-    make_shards,
-    open_shards,
-    tokenize_alone,
-)
 from trainer.data.tokenize import (
     TokenizeConfig,
-    TokenizeProgress,
-    open_tokens,
-    tokenize_files,
 )
 from trainer.data.tokenizer import load_tokenizer
-from trainer.distributed.hosts import folder_processes
+from trainer.data.windows import with_stride
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.models.architecture import ArchConfig
 from trainer.models.errors import Key, PrepError, text, usage_error
@@ -47,6 +36,9 @@ from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
+from trainer.recipe.text_fields import CHAT_FORMATS
+from trainer.training.data_shape import find_data_shape
+from trainer.training.group_tokens import tokenize_in_group
 from trainer.training.source_datasets import (
     Datasets,
     build_mixture,
@@ -54,10 +46,6 @@ from trainer.training.source_datasets import (
     train_selection,
 )
 
-# Names of exchanges between processes.
-MISSING_TOKENS = "tokens are missing"
-TOKEN_SHARDS = "token shards"
-CHAT = "chat"
 CONFIG_HINT = "correct the config.json of the source checkpoint, and convert it again"
 
 
@@ -124,6 +112,7 @@ def build_datasets(
         model=model,
         model_config=model_config,
         seed=recipe.seed,
+        stride=recipe.eval.stride,
         make_config=partial(
             _tokenize_config,
             folders=folders,
@@ -132,6 +121,7 @@ def build_datasets(
             checks_digests=checks_digests,
             recorded=recorded,
         ),
+        find_shape=partial(find_data_shape, remote=remote, group=group or SingleProcess()),
         tokenize=partial(tokenize_in_group, group=group or SingleProcess(), progress=progress),
     )
     return build_mixture(recipe.data, build, note=note)
@@ -145,10 +135,13 @@ def _build_source(
     model: DataModel,
     model_config: HFConfig,
     seed: int,
+    stride: int | None,
     make_config: Callable[[Data, str, DataModel, HFConfig], TokenizeConfig],
+    find_shape: Callable[..., Data],
     tokenize: Callable[..., MappedTokens],
 ) -> Datasets:
     """Return the datasets of one source."""
+    data = find_shape(data, note=note)
     config = make_config(data, source, model, model_config)
     make_dataset = partial(
         _build_dataset,
@@ -167,13 +160,15 @@ def _build_source(
     if data.eval_paths is None:
         tokens = tokenize(config, note=note)
         train, evaluation = split_holdout(make_dataset(tokens), data.holdout)
+        if evaluation is not None:
+            evaluation = with_stride(evaluation, stride)
         return Datasets(train, evaluation, tokens.identity)
     # The evaluation files come first: they are usually small, so their errors show early.
     eval_tokens = tokenize(_eval_config(config, data), note=note)
     train_tokens = tokenize(config, note=note)
     return Datasets(
         train=make_dataset(train_tokens),
-        evaluation=make_dataset(eval_tokens),
+        evaluation=with_stride(make_dataset(eval_tokens), stride),
         identity=f"{train_tokens.identity} {eval_tokens.identity}",
     )
 
@@ -186,6 +181,7 @@ def tokenize_configs(
     folders: Mapping[str, Path],
     stop_ids: tuple[int, ...] = (),
     remote: RemoteFiles = NO_REMOTE_FILES,
+    note: Note = lambda text: None,
 ) -> Iterator[tuple[str, TokenizeConfig]]:
     """Yield the name and the config of each token store of a recipe, in the order of `build_datasets`.
 
@@ -200,6 +196,7 @@ def tokenize_configs(
         if source is not None:
             source_name = source.name
             prefix = f"{source_name}-"
+        data = find_data_shape(data, remote=remote, note=note)
         config = _tokenize_config(
             data,
             source_name,
@@ -264,6 +261,7 @@ def _tokenize_config(
         remote=remote,
         source=source,
         packing=data.packing,
+        overlong=data.overlong,
         checks_digests=checks_digests,
         recorded=recorded,
     )
@@ -284,15 +282,18 @@ def _example_settings(
     """
     chat_template: ChatTemplate | None = None
     add_eos = data.add_eos
-    is_chat = data.format == CHAT
+    is_chat = data.format in CHAT_FORMATS
     if is_chat:
-        chat_template = load_chat_template(tokenizer)
+        chat_template = recipe_template(data, tokenizer)
         # A template ends each turn itself, usually with the end token.
         add_eos = bool(add_eos)
     settings = ExampleSettings(
         fields=data.fields or "",
         fields_from_example=data.fields_from_example or "",
         chat_template=chat_template,
+        chat_format=data.format if is_chat else "chat",
+        joins_last_turns=data.chat_template == TRAINING,
+        loss=LossRule(data.loss, data.loss_reasoning),
         has_encoder=model.arch_config.encoder is not None and data.objective != SPAN_CORRUPTION,
         bos_id=_special_id(model_config, "bos_token_id"),
         eos_id=_special_id(model_config, "eos_token_id"),
@@ -434,7 +435,11 @@ def _check_encoder(data: Data, settings: ExampleSettings, name: str) -> None:
     for key, is_set, hint in (
         ("always_start_with_bos", data.always_start_with_bos, "remove it"),
         ("prepend_text", bool(data.prepend_text), text("{}", Key("data.source_prefix"))),
-        ("format", data.format == CHAT, "remove it"),
+        (
+            "format",
+            data.format in CHAT_FORMATS,
+            text("{}", Key("data.fields", "[article], summary")),
+        ),
     ):
         if is_set:
             what = f"`data.{key}` is {getattr(data, key)!r:.60}"
@@ -489,104 +494,3 @@ def _special_id(config: HFConfig, key: str) -> int | None:
     if isinstance(value, int):
         return value
     return None
-
-
-def tokenize_in_group(
-    config: TokenizeConfig, group: ProcessGroup, *, progress: TokenizeProgress, note: Note
-) -> MappedTokens:
-    """Return the tokens of the configured files.
-
-    All processes call it together. If the hosts share the cache, the first process of each host
-    makes a share of the tokens. Otherwise process 0 makes them, and the first process of each host
-    without the cache of process 0. All other processes wait, then open the tokens without reading
-    the data files. With a scratch folder, each process makes the tokens that are missing in the
-    cache.
-
-    Args:
-        config: Files, tokenizer and cache.
-        group: The processes of the job.
-        progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
-        note: Called with messages for the user.
-
-    Raises:
-        PrepError: The tokens cannot be made, or the hosts have different data files.
-    """
-    if config.scratch_dir is not None:
-        return tokenize_files(config, progress=progress, note=note)
-    if group.count == 1:
-        return tokenize_alone(config, progress=progress, note=note)
-    if group.index == 0:
-        _make_cache(config)
-    tokens = None
-    processes = folder_processes(config.cache, group)
-    if processes.is_shared and len(processes.host_leaders) > 1:
-        tokens = _tokenize_on_hosts(
-            config, group, processes.host_leaders, progress=progress, note=note
-        )
-    elif group.index in processes.writers:
-        tokens = tokenize_files(config, progress=progress, note=note)
-    # Process 0 waits here until all tokens are complete. Other processes wait in the broadcast below.
-    identities = group.gather("tokens", tokens.identity if tokens else "")
-    if group.index == 0:
-        _check_equal(identities)
-    identity = group.broadcast("identity of the tokens", tokens.identity if tokens else "")
-    return tokens or open_tokens(config, identity, note=note)
-
-
-def _tokenize_on_hosts(
-    config: TokenizeConfig,
-    group: ProcessGroup,
-    leaders: Sequence[int],
-    *,
-    progress: TokenizeProgress,
-    note: Note,
-) -> MappedTokens | None:
-    """Return the tokens on process 0, and None elsewhere. The first process of each host makes a share."""
-    if group.index > 0:
-        has_work = group.broadcast(MISSING_TOKENS, "") == str(True)
-        if has_work and group.index in leaders:
-            # A host without the data files makes no share. Process 0 makes what is missing in the
-            # end, and reports the error of invalid data.
-            with suppress(PrepError):
-                job = open_shards(config, note)
-                share = leaders.index(group.index)
-                make_shards(job, share, len(leaders), progress=progress, note=note)
-        group.barrier(TOKEN_SHARDS)
-        return None
-    # Process 0 reads all files for their digests. The others find its plan.
-    job = open_shards(config, note)
-    has_work = not is_complete(job)
-    group.broadcast(MISSING_TOKENS, str(has_work))
-    if has_work:
-        make_shards(job, 0, len(leaders), progress=progress, note=note)
-    group.barrier(TOKEN_SHARDS)
-    if has_work:
-        make_shards(job, 0, 1, progress=progress, note=note)
-    return complete_shards(job, progress=progress, note=note).tokens
-
-
-def _make_cache(config: TokenizeConfig) -> None:
-    try:
-        make_cache(config.cache)
-    except OSError as error:
-        raise io_error(config.cache, error) from error
-
-
-def _check_equal(identities: Sequence[str]) -> None:
-    """Raise PrepError if two hosts made different tokens.
-
-    Args:
-        identities: Identity of the tokens by process. Empty for a process that made none.
-    """
-    other = next(
-        (index for index, identity in enumerate(identities) if identity not in ("", identities[0])),
-        None,
-    )
-    if other is not None:
-        what = f"the data of process {other} differs from the data of process 0"
-        why = f"its tokens are {identities[other]}, process 0 has {identities[0]}"
-        raise PrepError(
-            what,
-            why,
-            "use the same files in `data.path` on all hosts, or put them on a shared file system",
-        )

@@ -19,11 +19,10 @@ from trainer.models.param_tree import Tree
 from trainer.nn import transformer
 from trainer.nn.loss_terms import LossSums, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
+from trainer.training.best_metric import METRIC_PREFIX
 from trainer.training.exact_reduction import ExactReduction, compiler_options
 from trainer.training.feed import TokenBatch, load_batch
 
-# Prefix of the names of the sums of `metric_fn`.
-METRIC_PREFIX = "metric."
 # Names of the values of each evaluation. `metric_fn` must use other names.
 RESERVED_NAMES = ("loss", "perplexity", "accuracy", "tokens")
 # exp(700) is finite in float64.

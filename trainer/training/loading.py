@@ -84,14 +84,12 @@ def init_state(
         lambda params: _without_params(init_train_state(params, setup)),
         out_shardings=_without_params(shardings),
     )
-    trained_reader = adapters
-    if setup.model.adapters is None:
-        trained_reader = reader
-    loader: RoundingLoader | None = None
-    if trained_reader is not None:
-        loader = RoundingLoader(make_loader(trained_reader))
-    params = _initial_params(reader, setup, loader, shapes["params"])
-    if loader is not None and (counts := loader.counts())["values"]:
+    # The base has the first values of parameters that are trained as a whole, next to new adapters.
+    loader = RoundingLoader(make_loader(adapters or reader))
+    params = _initial_params(
+        reader, setup, loader, is_new=adapters is None, shapes=shapes["params"]
+    )
+    if (counts := loader.counts())["values"]:
         on_rounding(counts)
     state: TrainState = init_rest(params)
     state["params"] = params
@@ -109,9 +107,22 @@ def random_state(setup: StepSetup, seed: int) -> TrainState:
 
 
 def _initial_params(
-    reader: CheckpointReader, setup: StepSetup, trained_loader: RoundingLoader | None, shapes: Tree
+    reader: CheckpointReader,
+    setup: StepSetup,
+    trained_loader: RoundingLoader,
+    *,
+    is_new: bool,
+    shapes: Tree,
 ) -> Tree:
-    """Load the parameters, and load or initialize the adapters."""
+    """Load the parameters, and load or initialize the adapters.
+
+    Args:
+        reader: The checkpoint of the frozen parameters.
+        setup: The static parts of the step.
+        trained_loader: Loader of the trained parameters.
+        is_new: Whether the model's adapters, if it has any, are initialized.
+        shapes: Shapes of all parameters, with their shardings.
+    """
     model = setup.model
     sharding = setup.sharding
     dtype_of = setup.param_dtype_of
@@ -119,16 +130,20 @@ def _initial_params(
     base: Tree = {}
     if frozen:
         base = load_leaves(make_loader(reader), frozen, sharding=sharding, dtype_of=dtype_of)
-    if trained_loader is not None:
-        trained = load_leaves(
-            trained_loader, model.saved_leaves, sharding=sharding, dtype_of=dtype_of
-        )
-    else:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.trained_params(shapes))
+    loaded = dict(model.saved_leaves)
+    trained: Tree = {}
+    if model.adapters is not None and is_new:
+        matrices = model.adapters.matrices
+        loaded = {path: leaf for path, leaf in loaded.items() if path not in matrices}
+        flat_shapes = flatten_tree(shapes)
+        shardings = unflatten_tree({path: flat_shapes[path].sharding for path in matrices})
         init = jax.jit(
             lambda: round_params(init_adapters(model, setup.seed), setup), out_shardings=shardings
         )
         trained = init()
+    if loaded:
+        leaves = load_leaves(trained_loader, loaded, sharding=sharding, dtype_of=dtype_of)
+        trained = setup.with_trained_params(trained, leaves)
     return setup.with_trained_params(base, trained)
 
 

@@ -19,6 +19,7 @@ from trainer.files.worker_thread import run_abandonable
 from trainer.models.checkpoint_store import CheckpointStore, PendingSave
 from trainer.models.errors import Option, PrepError, text
 from trainer.models.manifest_fields import StepFields
+from trainer.training.best_metric import NO_EVALUATIONS, Patience, check_metric_name
 from trainer.training.callbacks import Callbacks
 from trainer.training.checkpoint import host_leaves
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
@@ -45,17 +46,19 @@ CompiledStep = Callable[..., tuple[TrainState, dict[str, Array]]]
 
 @dataclass(frozen=True, slots=True)
 class LoopResult:
-    """The last step of a run, and the reason of an early stop.
+    """The last step of a run, and the reason of a stop or of an early end.
 
     Attributes:
         step: The last step taken.
         metrics: Last values of the logged metrics, the last samples, and the seconds of the compilation.
-        stop_reason: Why the run stopped early. Empty if all steps were taken.
+        stop_reason: Why the run was stopped before its end. Empty if it is finished.
+        end_reason: Why the run ended before its last step, by `eval.patience`. Empty if it did not.
     """
 
     step: int
     metrics: Mapping[str, object]
     stop_reason: str = ""
+    end_reason: str = ""
 
 
 class Loop:
@@ -75,7 +78,8 @@ class Loop:
         callbacks: Callbacks,
         poll_stop_reason: Callable[[], str],
         enter_phase: Callable[[str], None] = lambda _: None,
-        best_eval_loss: float = math.inf,
+        lowest_cost: float = math.inf,
+        patience: Patience = NO_EVALUATIONS,
         missing_events: MissingEvents = NO_MISSING_EVENTS,
         profiler: StepProfiler | None = None,
         warn: Callable[[str], None] = lambda _: None,
@@ -93,7 +97,8 @@ class Loop:
                 processes.
             enter_phase: Called with the name of each phase, such as `compile`,
                 `step 12` or `save 12`.
-            best_eval_loss: Lowest loss in the manifest of a saved step.
+            lowest_cost: Lowest cost of the evaluations of saved steps. See `BestMetric`.
+            patience: The evaluations up to the start step.
             missing_events: Events of a start step that was saved, and stopped or killed before its events had ended.
             profiler: Records some of the steps.
             warn: Called with a message if parameters cannot be cast for a checkpoint.
@@ -108,10 +113,11 @@ class Loop:
         self.enter_phase = enter_phase
         self.profiler = profiler
         self.warn = warn
-        self.best_eval_loss = best_eval_loss
+        self.lowest_cost = lowest_cost
+        self.patience = patience
         self.missing_events = missing_events
-        # Loss of the last evaluation by its step, so that no later step is saved with it.
-        self.eval_losses: dict[int, float] = {}
+        # Cost of the last evaluation by its step, so that no later step is saved with it.
+        self.eval_costs: dict[int, float] = {}
         self.step = int(state["step"])
         self.start_step = self.last_saved_step = self.step
         self.pending_save: tuple[int, PendingSave] | None = None
@@ -147,7 +153,8 @@ class Loop:
                 config.evaluation.n_rows, config.eval_batch_size, limit=config.recipe.eval.limit
             )
             batch = load_batch(config.evaluation, next(batches), config.setup.sharding)
-            jax.block_until_ready(self.eval_step(self.state["params"], batch))
+            sums = jax.block_until_ready(self.eval_step(self.state["params"], batch))
+            check_metric_name(config.best_metric, sums)
         if config.sampler is not None and config.recipe.log.sample_every:
             config.sampler.compile(self.state["params"])
 
@@ -169,7 +176,10 @@ class Loop:
                 self.profiler.stop()
         self._save()
         self._wait_for_save()
-        return LoopResult(self.step, self.last_metrics, reason)
+        end_reason = ""
+        if not reason:
+            end_reason = self._end_reason()
+        return LoopResult(self.step, self.last_metrics, reason, end_reason)
 
     def _take_steps(self) -> str:
         """Take the remaining steps, and return the reason of an early stop."""
@@ -177,7 +187,7 @@ class Loop:
         reason = ""
         has_all_events = self._run_start_events()
         self.timer.resume()
-        while self.step < config.steps and not (reason := self._stop_reason()):
+        while not self._has_ended() and not (reason := self._stop_reason()):
             assert self.compiled_step is not None
             self.enter_phase(f"step {self.step + 1}")
             if self.profiler is not None:
@@ -204,6 +214,16 @@ class Loop:
             # A signal has stopped the events of this step, which may be the last one.
             reason = self.stop_signals.reason()
         return reason
+
+    def _has_ended(self) -> bool:
+        """Return whether this is the last step of the run."""
+        return self.step >= self.config.steps or bool(self._end_reason())
+
+    def _end_reason(self) -> str:
+        """Return why the run ends before its last step, or an empty text."""
+        if self.step >= self.config.steps:
+            return ""
+        return self.patience.end_reason(self.config.recipe.eval.patience, self.config.best_metric)
 
     def _stop_reason(self) -> str:
         """Return why the run stops after this step, or an empty text."""
@@ -257,15 +277,16 @@ class Loop:
         is_evaluation_due = config.is_evaluation_due(self.step)
         is_save_due = config.is_save_due(self.step)
         try:
-            # Saved first: a process may be killed during the evaluation. Only the manifest of a step that may become
-            # the best one needs its loss. A signal during this evaluation saves the step without it.
-            if is_save_due and not (is_evaluation_due and config.saves_best):
+            # Saved first: a process may be killed during the evaluation. Only a manifest that records the evaluation
+            # needs it. A signal during this evaluation saves the step without it.
+            if is_save_due and not (is_evaluation_due and config.records_evaluations):
                 self._save()
             if is_evaluation_due:
                 self._evaluate()
-            if is_save_due or self._is_best():
+            ends_early = bool(self._end_reason())
+            if is_save_due or ends_early or self._is_best():
                 self._save()
-            self._log_samples(config.num_samples_due(self.step))
+            self._log_samples(config.num_samples_due(self.step, ends_early=ends_early))
         except EventStoppedError:
             return False
         return True
@@ -282,9 +303,9 @@ class Loop:
             self._wait_for_save()
 
     def _is_best(self) -> bool:
-        """Return whether this step was evaluated and should be saved for its loss, the lowest so far."""
-        eval_loss = self.eval_losses.get(self.step, math.inf)
-        return self.config.saves_best and eval_loss < self.best_eval_loss
+        """Return whether this step was evaluated and should be saved for its evaluation, the best so far."""
+        cost = self.eval_costs.get(self.step, math.inf)
+        return self.config.saves_best and cost < self.lowest_cost
 
     def _drain_metrics(self, lag: int) -> None:
         """Fetch and log the metrics of all steps but the last `lag`.
@@ -351,7 +372,9 @@ class Loop:
                 on_progress=self._report_progress,
             )
             line = evaluation_line(self.step, result)
-            self.eval_losses = {self.step: result.mean_loss}
+            cost = config.best_metric.cost(line)
+            self.eval_costs = {self.step: cost}
+            self.patience = self.patience.after(self.step, cost)
             self.metrics.write(line)
             self.last_metrics |= {key: line[key] for key in RESULT_EVAL_METRICS}
         self.callbacks.on_evaluate(self.step, result)
@@ -430,10 +453,13 @@ class Loop:
         `param_cast` is absent if a value is too large for `saved_dtype`.
         """
         fields = self.config.manifest_fields.copy()
-        eval_loss = self.eval_losses.get(self.step, math.nan)
-        if self.config.saves_best and math.isfinite(eval_loss):
-            fields["eval_loss"] = eval_loss
-            self.best_eval_loss = min(self.best_eval_loss, eval_loss)
+        metric = self.config.best_metric
+        cost = self.eval_costs.get(self.step, math.inf)
+        if self.config.saves_best and math.isfinite(cost):
+            fields |= metric.manifest_fields(cost)
+            self.lowest_cost = min(self.lowest_cost, cost)
+        if self.config.recipe.eval.patience:
+            fields["patience"] = {"metric": metric.name, **self.patience.to_json()}
         if self.config.saved_dtype is not None:
             frozen = self.config.setup.model.base_paths
             try:

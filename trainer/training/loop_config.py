@@ -9,6 +9,7 @@ from trainer.data.order import RowOrder, num_eval_batches
 from trainer.data.packing import Dataset
 from trainer.models.manifest_fields import StepFields
 from trainer.recipe import Recipe
+from trainer.training.best_metric import BestMetric, best_metric
 from trainer.training.events import Interval, is_due, num_due
 from trainer.training.samples import Sampler
 from trainer.training.step import StepSetup
@@ -63,6 +64,11 @@ class LoopConfig:
         table = self.recipe.checkpoint
         return (self.save_every, table.milestones, table.export_every)
 
+    @property
+    def best_metric(self) -> BestMetric:
+        """The value of evaluations that selects the best step."""
+        return best_metric(self.recipe)
+
     def is_evaluation_due(self, step: int) -> bool:
         """Return whether the parameters are evaluated after a step, or before the first one."""
         if self.evaluation is None:
@@ -71,10 +77,16 @@ class LoopConfig:
             return self.evaluates_at_start
         return step == self.steps or is_due(step, self.eval_every)
 
-    def num_samples_due(self, step: int) -> int:
-        """Return the number of texts that are generated after a step, or before the first one."""
+    def num_samples_due(self, step: int, *, ends_early: bool = False) -> int:
+        """Return the number of texts that are generated after a step, or before the first one.
+
+        Args:
+            step: The step.
+            ends_early: Whether it is the last step of a run that ends early.
+        """
         every = self.recipe.log.sample_every
-        is_sampled = step == self.steps or is_due(step, every) or (step == 0 and bool(every))
+        is_last = ends_early or step == self.steps
+        is_sampled = is_last or is_due(step, every) or (step == 0 and bool(every))
         if self.sampler is None or not is_sampled:
             return 0
         return len(self.sampler.prompts)
@@ -85,8 +97,13 @@ class LoopConfig:
 
     @property
     def saves_best(self) -> bool:
-        """Whether each step with the lowest evaluation loss so far is saved, with the loss in its manifest."""
+        """Whether each step with the best evaluation so far is saved, with its value in the manifest."""
         return self.recipe.checkpoint.best is not None
+
+    @property
+    def records_evaluations(self) -> bool:
+        """Whether the manifest of a step has its evaluation, so that a step is saved after it."""
+        return self.saves_best or self.recipe.eval.patience > 0
 
     @property
     def saved_dtype(self) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.errors import Command, Option, PrepError, text, usage_error
-from trainer.models.lora import lora_from_manifest
+from trainer.models.lora_config import lora_from_manifest
 from trainer.models.registry import family_of
 from trainer.models.rule_text import merge_rules
 from trainer.models.rules import Rules, check_leaf_rules

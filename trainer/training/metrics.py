@@ -184,6 +184,18 @@ def num_logged_events(path: Path, step: int) -> int:
     return count
 
 
+def logged_evaluation(path: Path, step: int) -> JsonObject | None:
+    """Return the line of a step's evaluation, or None if the file has none.
+
+    Raises:
+        PrepError: The file cannot be read.
+    """
+    for line in MetricsFile(path):
+        if line_step(line) == step and f"{EVAL_PREFIX}loss" in line:
+            return line
+    return None
+
+
 class MetricsLog(Protocol):
     """Receiver of the log lines of a run."""
 

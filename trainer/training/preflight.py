@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.lora import RANK_ATOM, Adapters
-from trainer.models.param_tree import ParamLeaf
+from trainer.models.lora import Adapters, num_features, rank_axis
 from trainer.models.remat import OFFLOAD_NONE
 from trainer.planning.exact_reduction import reduction_shards
 from trainer.planning.step_inputs import check_token_split
@@ -82,16 +80,12 @@ def run_warnings(recipe: Recipe, config: LoopConfig, *, last_step: int = 0) -> I
 
 def _rank_warnings(adapters: Adapters) -> Iterator[str]:
     """Yield a warning if the rank of adapters is larger than the smallest dimension of a projection."""
-    rank = adapters.config.rank
-    size, path = min((_num_features(leaf), leaf.path) for leaf in adapters.leaves.values())
-    if rank > size:
+    sizes: list[tuple[int, int, str]] = []
+    for leaf in adapters.matrices.values():
+        size = num_features(leaf)
+        sizes.append((size - leaf.shape[rank_axis(leaf)], size, leaf.path))
+    spare, size, path = min(sizes)
+    if spare < 0:
         target = path.rpartition(".")[0]
-        yield f"`lora.rank` is {rank:,}, but `{target}` has a dimension of {size:,}: a higher rank learns nothing more"
-
-
-def _num_features(leaf: ParamLeaf) -> int:
-    """Return the input features of an adapter's A, or the output features of its B."""
-    axes = (
-        n for n, dim in enumerate(leaf.dims) if n != leaf.stack_axis and dim[:1] != (RANK_ATOM,)
-    )
-    return math.prod(leaf.shape[n] for n in axes)
+        what = f"`lora.rank` is {size - spare:,}, but `{target}` has a dimension of {size:,}"
+        yield f"{what}: a higher rank learns nothing more"

@@ -9,8 +9,8 @@ from trainer.data.token_changes import BOS_KEY, restart_hint
 from trainer.models.errors import Key, PrepError, text
 from trainer.recipe.data_sources import SOURCE_PATHS, SOURCES_KEY
 from trainer.recipe.formatting import change_text
+from trainer.recipe.lr_schedule import changed_fields
 from trainer.training.loop_config import LoopConfig
-from trainer.training.optimizers.lr_schedule import changed_fields
 
 # Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
 # The mesh, the rules and the model keys below change results only within rounding. Steps and schedule keys are checked
@@ -54,11 +54,14 @@ CHANGEABLE_ON_RESUME = frozenset(
         "train.max_skipped",
         "eval.limit",
         "eval.at_start",
+        "eval.patience",
+        "eval.stride",
         "checkpoint.every",
         "checkpoint.every_epochs",
         "checkpoint.keep",
         "checkpoint.milestones",
         "checkpoint.best",
+        "checkpoint.best_is",
         "checkpoint.optimizer_state",
         "checkpoint.dtype",
         "checkpoint.storage",

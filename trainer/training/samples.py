@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from trainer.data.chat_prompts import MESSAGES_KEY, TOOLS_KEY, Prompt, PromptEncoder, chat_prompt
+from trainer.data.stop_texts import StopFinder
 from trainer.data.tokenizer import TextTokenizer
 from trainer.distributed.sharding import ShardingContext
 from trainer.generation.decode import GenerationConfig
 from trainer.generation.generator import Generator, check_prompts, max_fitting_new_tokens
 from trainer.models.errors import Key, PrepError, text, usage_error
+from trainer.models.json_types import JsonObject
 from trainer.models.param_tree import Tree
 from trainer.models.token_rules import NO_RULES, TokenRules
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
@@ -31,7 +34,7 @@ class Sampler:
 
     def __init__(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[str | JsonObject],
         tokenizer: TextTokenizer,
         model: ModelSpec,
         *,
@@ -41,11 +44,13 @@ class Sampler:
         eos_token_ids: tuple[int, ...],
         decoder_start_id: int | None,
         rules: TokenRules = NO_RULES,
+        stop_texts: tuple[str, ...] = (),
     ) -> None:
         """Encode the prompts, and check that the model can generate from them.
 
         Args:
-            prompts: The prompts. An encoder-decoder model reads them with its encoder.
+            prompts: The prompts, each a text, or a conversation with `messages` and optionally `tools`. An
+                encoder-decoder model reads them with its encoder.
             tokenizer: Tokenizer of the model.
             model: The model.
             sharding: Mesh and rules of the run.
@@ -55,6 +60,7 @@ class Sampler:
             eos_token_ids: Tokens that end a text.
             decoder_start_id: First token of the decoder. None if the model has no encoder.
             rules: Rules of the model that change which token is chosen.
+            stop_texts: Texts that end a generated text.
 
         Raises:
             UsageError: The mesh splits tokens, a prompt has no tokens or too many, or a token is
@@ -68,10 +74,13 @@ class Sampler:
                 why,
                 f"remove `{SAMPLES_KEY}`",
             )
-        self.prompts = tuple(prompts)
         self._tokenizer = tokenizer
+        self._stop_texts = stop_texts
+        encoder = PromptEncoder(tokenizer)
         with _recipe_keys_in_errors():
-            ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
+            encoded = [encoder.encode(_sample_prompt(prompt)) for prompt in prompts]
+        self.prompts = tuple(prompt.text for prompt in encoded)
+        ids = [prompt.ids for prompt in encoded]
         self._has_encoder = decoder_start_id is not None
         # With an encoder the prompts are sources, and each target begins with the start token.
         self._ids = ids
@@ -135,15 +144,36 @@ class Sampler:
         """
         generator = self._generator.with_params(params)
         on_progress(0)
-        outputs = generator.generate(self._ids, self._sources, on_progress=on_progress)
+        # A target does not continue the text of its source.
+        preceding: Sequence[list[int]] = self._ids
+        if self._has_encoder:
+            preceding = [[] for _ in self._ids]
+        stop_finders = None
+        if self._stop_texts:
+            stop_finders = [
+                StopFinder(self._stop_texts, self._tokenizer, prefix) for prefix in preceding
+            ]
+        outputs = generator.generate(
+            self._ids, self._sources, ends_with_stop=stop_finders, on_progress=on_progress
+        )
         samples: list[Sample] = []
-        for prompt, prompt_ids, ids in zip(self.prompts, self._ids, outputs, strict=True):
-            # A target does not continue the text of its source.
-            preceding_ids = prompt_ids
-            if self._has_encoder:
-                preceding_ids = []
+        for prompt, preceding_ids, ids in zip(self.prompts, preceding, outputs, strict=True):
             samples.append(Sample(prompt, self._tokenizer.decode(ids, preceding_ids)))
         return samples
+
+
+def _sample_prompt(prompt: str | JsonObject) -> Prompt:
+    """Return a prompt of the recipe: its text, or its conversation. Raise PrepError for an invalid one."""
+    if isinstance(prompt, str):
+        return prompt
+    unknown = sorted(prompt.keys() - {MESSAGES_KEY, TOOLS_KEY})
+    if unknown or MESSAGES_KEY not in prompt:
+        raise PrepError(
+            "a conversation is invalid",
+            f"its keys are {', '.join(sorted(prompt)) or 'missing'}",
+            '`{messages = [{role = "user", content = "Hi"}]}`',
+        )
+    return chat_prompt(prompt[MESSAGES_KEY], prompt.get(TOOLS_KEY), SAMPLES_KEY)
 
 
 class _CompiledError(Exception):

@@ -30,7 +30,7 @@ from trainer.planning.optimizer_state import check_patterns
 from trainer.planning.step_flops import count_step_flops
 from trainer.planning.step_inputs import ModelShapes, chunk_sizes, step_inputs, with_adapters
 from trainer.recipe import Recipe, batch_shape
-from trainer.recipe.checks import MAX_INT32
+from trainer.recipe.resolve import MAX_INT32
 from trainer.recipe.tables import Model
 from trainer.training.events import Interval
 from trainer.training.loop_config import LoopConfig
@@ -140,6 +140,10 @@ def build_loop_config(
             many steps.
     """
     assert sharding.mesh is not None
+    if recipe.eval.stride is not None and datasets.evaluation is None:
+        why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
+        hint = text("{}", Key("data.holdout", 0.05, is_override=True))
+        raise usage_error(f"`eval.stride` is {recipe.eval.stride}", why, hint)
     check_patterns(recipe.optimizer, model.saved_leaves)
     shape = batch_shape(
         recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size
@@ -186,14 +190,18 @@ def build_loop_config(
 
 
 def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> StepFields:
-    """Return the manifest entry that tells which losses of saved steps are comparable.
+    """Return the manifest entries that tell which evaluations of saved steps are comparable.
 
     The data is fixed in a run.
     """
-    if recipe.checkpoint.best is None or datasets.evaluation is None:
+    is_recorded = recipe.checkpoint.best is not None or recipe.eval.patience
+    if not is_recorded or datasets.evaluation is None:
         return {}
     n_rows = datasets.evaluation.n_rows
-    return {"eval_sequences": min(n_rows, recipe.eval.limit or n_rows)}
+    fields: StepFields = {"eval_sequences": min(n_rows, recipe.eval.limit or n_rows)}
+    if recipe.eval.stride is not None:
+        fields["eval_stride"] = recipe.eval.stride
+    return fields
 
 
 def _make_interval(steps: int, epochs: float | None, order: RowOrder) -> Interval:

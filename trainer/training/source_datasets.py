@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from trainer.data.files import Note
 from trainer.data.order import MixedOrder, RowOrder, SampleOrder, mix_by_weight
-from trainer.data.packing import ConcatenatedDataset, Dataset
+from trainer.data.packed_documents import DocumentDataset
+from trainer.data.packing import ConcatenatedDataset, Dataset, PackedDataset
 from trainer.data.remote_files import Selection
+from trainer.data.seq2seq import Seq2SeqDataset
+from trainer.data.store import MappedTokens
 from trainer.models.errors import PrepError, text
 from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
@@ -37,6 +40,36 @@ class Datasets:
 # Builds the datasets of one source from its data table, which has no sources itself. The second
 # argument is the name of the source in a mixture, or empty.
 BuildSource: TypeAlias = Callable[[Data, str, Note], Datasets]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStore:
+    """The token store of a dataset, and how its documents become rows.
+
+    Attributes:
+        tokens: The store.
+        source_length: Maximum tokens of a source. 0 without an encoder.
+        has_blocks: Whether documents are concatenated and cut into blocks.
+    """
+
+    tokens: MappedTokens
+    source_length: int
+    has_blocks: bool
+
+
+def token_stores(train: Dataset) -> dict[str, TokenStore]:
+    """Return the token store of each source by name, `train` without a mixture. Span corruption has none."""
+    parts: Mapping[str, Dataset] = {"train": train}
+    if isinstance(train, ConcatenatedDataset):
+        parts = train.parts
+    stores: dict[str, TokenStore] = {}
+    for name, part in parts.items():
+        if isinstance(part, Seq2SeqDataset):
+            stores[name] = TokenStore(part.tokens, part.source_length, has_blocks=False)
+        elif isinstance(part, PackedDataset | DocumentDataset):
+            has_blocks = isinstance(part, PackedDataset)
+            stores[name] = TokenStore(part.tokens, 0, has_blocks=has_blocks)
+    return stores
 
 
 def train_selection(data: Data) -> Selection:

@@ -9,6 +9,7 @@ from typing import Any
 from trainer.models.errors import Key, text, usage_error
 from trainer.models.manifest_fields import StepFields
 from trainer.recipe import Recipe
+from trainer.training.best_metric import best_metric, check_metric_name
 
 TokenLoss = Callable[[Any, Any], Any]  # (logits [B, C, V], targets [B, C]) -> losses [B, C]
 TokenMetrics = Callable[
@@ -42,8 +43,11 @@ class TokenFunctions:
         """Check that a recipe can be computed with these functions.
 
         Raises:
-            UsageError: The recipe has terms of the cross entropy, or sums in a fixed order.
+            UsageError: The recipe has terms of the cross entropy, sums in a fixed order, or a metric without
+                `metric_fn`.
         """
+        if self.metric_fn is None:
+            check_metric_name(best_metric(recipe), ())
         names = [name for name in ("loss_fn", "metric_fn") if getattr(self, name) is not None]
         if names and recipe.train.reduction == "exact":
             why = f"the order of sums in `{names[0]}` is not fixed"

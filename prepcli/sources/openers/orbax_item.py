@@ -64,7 +64,7 @@ from prepcli.sources.tree_tensors import (
 from prepcli.sources.unscaled_arrays import UnscaledArray
 from trainer.models.boxes import strides
 from trainer.models.json_types import HFConfig
-from trainer.models.lora import manifest_family
+from trainer.models.manifest_family import manifest_family
 from trainer.models.parameters import Family
 
 # The default limit of open files of a process is 1,024 on Linux and 256 on macOS.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,13 +24,21 @@ from prepcli.sources.openers.peft_folder import is_adapter, read_checked_header
 from prepcli.sources.source import read_config
 from trainer.models.json_types import HFConfig
 from trainer.models.lora import (
+    BASE_LAYER,
+    HEAD,
     PEFT_PREFIX,
-    LoraConfig,
+    expert_projections,
+    layer_names,
     lora_family,
     projections,
-    split_wrappers,
+    saved_modules,
+    with_named_patterns,
 )
+from trainer.models.lora_config import LoraConfig
+from trainer.models.module_patterns import find_pattern
 from trainer.models.parameters import Family
+from trainer.models.peft_names import split_wrappers
+from trainer.models.rows import split_row
 from trainer.models.text_part import with_prefixes
 
 MATRIX_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
@@ -42,13 +51,9 @@ PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "use_dora": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": ([], None),
     "layers_to_transform": ([], None),
     "layer_replication": ([], None),
     "trainable_token_indices": ([], {}, None),
-    "target_parameters": ([], None),
     "lora_bias": (False, None),
     "use_qalora": (False, None),
     "use_bdlora": (False, None),
@@ -74,7 +79,15 @@ def _false_if_null(value: object) -> object:
     return value
 
 
+def _empty_if_null(value: object) -> object:
+    if value is None:
+        return {}
+    return value
+
+
 Flag = Annotated[bool, BeforeValidator(_false_if_null)]
+Rank = Annotated[int, Field(ge=1, le=MAX_RANK)]
+Alpha = Annotated[float, Field(gt=0)]
 # A regular expression, or ends of module names.
 ModuleNames = str | list[str] | None
 
@@ -84,17 +97,59 @@ class PeftSettings(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
-    r: int = Field(ge=1, le=MAX_RANK)
-    lora_alpha: float = Field(gt=0)
+    r: Rank
+    lora_alpha: Alpha
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     use_rslora: Flag = False
     fan_in_fan_out: Flag = False
     base_model_name_or_path: str | None = None
     target_modules: ModuleNames = None
     exclude_modules: ModuleNames = None
+    rank_pattern: Annotated[dict[str, Rank], BeforeValidator(_empty_if_null)] = Field(
+        default_factory=dict[str, int]
+    )
+    alpha_pattern: Annotated[dict[str, Alpha], BeforeValidator(_empty_if_null)] = Field(
+        default_factory=dict[str, float]
+    )
+    modules_to_save: list[str] | None = None
+    ensure_weight_tying: Flag = False
+    target_parameters: list[str] | None = None
 
     def lora_config(self, targets: tuple[str, ...] = ()) -> LoraConfig:
         """Return the rank and scale of the adapter, with the logical names of its targets."""
-        return LoraConfig(self.r, self.lora_alpha, targets=targets, use_rslora=self.use_rslora)
+        return LoraConfig(
+            self.r,
+            self.lora_alpha,
+            targets=targets,
+            use_rslora=self.use_rslora,
+            dropout=self.lora_dropout,
+            rank_pattern=self.rank_pattern,
+            alpha_pattern=self.alpha_pattern,
+        )
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module, by its name in the class that was trained."""
+        return self.rank_pattern.get(find_pattern(self.rank_pattern, [module]) or "", self.r)
+
+    def scaling_of(self, module: str) -> float:
+        """Return the factor of the product of a module's matrices."""
+        alpha_key = find_pattern(self.alpha_pattern, [module])
+        alpha = self.alpha_pattern.get(alpha_key or "", self.lora_alpha)
+        return self.lora_config().scaling_of(self.rank_of(module), alpha)
+
+    def has_parameters_of(self, module: str) -> bool:
+        """Return whether a module with matrices is one around parameters of experts."""
+        name = module.replace(f".{BASE_LAYER}", ".").removesuffix(f".{BASE_LAYER}"[:-1])
+        targets = [target.rpartition(".")[0] for target in self.target_parameters or ()]
+        return any(name == target or name.endswith(f".{target}") for target in targets)
+
+    def targets_parameter(self, name: str) -> bool:
+        """Return whether a parameter of experts has an adapter, by its name without the modules around the model."""
+        return any(f".{name}".endswith(f".{target}") for target in self.target_parameters or ())
+
+    def saves_module(self, module: str) -> bool:
+        """Return whether the adapter has a whole copy of a module."""
+        return any(module.endswith(name) for name in self.modules_to_save or ())
 
 
 def read_settings(folder: Path) -> PeftSettings:
@@ -123,7 +178,10 @@ def read_settings(folder: Path) -> PeftSettings:
         settings = PeftSettings.model_validate(content)
     except ValidationError as error:
         raise _invalid_error(path, _describe_faults(error)) from None
-    _check_scale(path, settings)
+    _check_scale(path, settings, settings.lora_config().scaling)
+    if settings.target_parameters and settings.lora_dropout:
+        why = f"lora_dropout is {settings.lora_dropout:g}, and PEFT has no dropout for target_parameters"
+        raise _invalid_error(path, why)
     return settings
 
 
@@ -151,21 +209,85 @@ def read_adapter_family(path: Path, family: Family, config: HFConfig) -> tuple[F
         wrappers[name] = prefix
     # A dict drops repeated names and keeps their order.
     found: dict[str, str] = {}  # logical name -> prefix
-    for projection in projections(family, config):
-        module = projection.module.replace(f"{{{projection.stack}}}", "0")
-        prefix = wrappers.get(f"{module}.lora_A.weight")
-        if prefix is not None:
+    experts: dict[str, str] = {}
+    for projection in (*projections(family, config), *expert_projections(family, config)):
+        layer = next(layer_names(projection.module, projection.stack, family, config))
+        names = [f"{layer}.{nesting}lora_A.weight" for nesting in ("", BASE_LAYER)]
+        prefix = next((wrappers[name] for name in names if name in wrappers), None)
+        if projection.has_experts:
+            if prefix is not None and settings.targets_parameter(projection.tensor):
+                experts.setdefault(projection.name, prefix)
+        elif prefix is not None:
             found.setdefault(projection.name, prefix)
-    if not found:
+    if not found and not experts:
         why = f"none of its tensors is an adapter of a projection of {family.name}"
         raise PrepError(
             f"{path} does not fit the model",
             why,
             "name the model that the adapter was trained with",
         )
-    lora = settings.lora_config(tuple(found))
-    prefix = next(iter(found.values()))
-    return lora_family(with_prefixes(family, prefix, family.head_prefix), config, lora), lora
+    prefix = next(iter((found | experts).values()))
+    head_prefix = _head_prefix(header.tensors, family)
+    class_family = with_prefixes(family, prefix, head_prefix)
+    lora = replace(
+        settings.lora_config(tuple(found)),
+        target_parameters=tuple(experts),
+        modules_to_save=_saved_modules(path, settings, header.tensors, class_family, config),
+    )
+    lora = with_named_patterns(class_family, config, lora)
+    return lora_family(class_family, config, lora), lora
+
+
+def _head_prefix(tensors: Iterable[FileTensor], family: Family) -> str:
+    """Return the modules around the head in the class that was trained."""
+    for tensor in tensors:
+        name = tensor.name.removeprefix(PEFT_PREFIX)
+        prefix, rest = split_wrappers(name, family)
+        if rest in family.unprefixed:
+            return prefix
+    return family.head_prefix
+
+
+def _saved_modules(
+    path: Path,
+    settings: PeftSettings,
+    tensors: Iterable[FileTensor],
+    family: Family,
+    config: HFConfig,
+) -> tuple[str, ...]:
+    """Return the names of the modules that the adapter has whole copies of.
+
+    Raises:
+        PrepError: A module is neither an embedding nor the head, or is tied in the model and not in the adapter.
+    """
+    names = {tensor.name.removeprefix(PEFT_PREFIX) for tensor in tensors}
+    saved: list[str] = []
+    known: set[str] = set()
+    for module, paths in saved_modules(family, config).items():
+        bare = [split_row(family.parameters[item].row)[1] for item in paths]
+        full = {
+            (family.head_prefix if name in family.unprefixed else family.prefix) + name
+            for name in bare
+        }
+        if full & names:
+            saved.append(module)
+            known |= full
+    others = sorted(name for name in names - known if ".lora_" not in name)
+    if others:
+        why = f"it has {others[0]:.200}; only embeddings and head are supported"
+        raise PrepError(f"{path}: modules_to_save is not supported for this module", why, "")
+    if saved and family.is_tied(config):
+        check_tying(path, settings)
+        saved = [module for module in saved if module != HEAD]
+    return tuple(saved)
+
+
+def check_tying(path: Path, settings: PeftSettings) -> None:
+    """Raise PrepError if an adapter of a model with a tied head has a trained embedding that is not tied."""
+    if not settings.ensure_weight_tying:
+        what = f"{path}: modules_to_save without ensure_weight_tying is not supported"
+        why = "the head of the model is its token embedding, and PEFT trained one of them alone"
+        raise PrepError(what, why, "PEFT's `merge_and_unload()` writes a model with both")
 
 
 def check_settings(folder: Path, settings: PeftSettings, tensors: Iterable[FileTensor]) -> None:
@@ -180,21 +302,33 @@ def check_settings(folder: Path, settings: PeftSettings, tensors: Iterable[FileT
         PrepError: The rank differs, or the settings do not select a module with tensors.
     """
     path = folder / ADAPTER_CONFIG
+    tensors = list(tensors)
+    modules = [tensor.name.rpartition(".")[0] for tensor in tensors]
+    for name in settings.modules_to_save or ():
+        if not any(module.endswith(name) for module in modules):
+            what = f"{path} does not belong to the tensors next to it"
+            why = f"modules_to_save has {name!r:.80}, and no tensor is of such a module"
+            raise PrepError(what, why, "get or export the adapter again")
     for tensor in tensors:
         match = MATRIX_NAME.fullmatch(tensor.name)
         if match is None or len(tensor.shape) != 2:
             continue
+        module = match["module"].removeprefix(PEFT_PREFIX)
+        if settings.has_parameters_of(module):
+            continue
         rank = tensor.shape[RANK_DIMS[match["matrix"]]]
-        if rank != settings.r:
+        expected = settings.rank_of(module)
+        if rank != expected:
             shape = list(tensor.shape)
-            r_text = _value_text(settings.r)
-            why = f"r is {r_text}, but {tensor.name} is {shape}, which has the rank {rank}"
+            r_text = _value_text(expected)
+            key = "r" if find_pattern(settings.rank_pattern, [module]) is None else "rank_pattern"
+            why = f"{key} is {r_text}, but {tensor.name} is {shape}, which has the rank {rank}"
             raise PrepError(
                 f"{path} does not belong to the tensors next to it",
                 why,
                 "get or export the adapter again",
             )
-        module = match["module"].removeprefix(PEFT_PREFIX)
+        _check_scale(path, settings, settings.scaling_of(module))
         if not _selects_module(settings.target_modules, module, if_unset=True):
             raise _not_selected_error(path, module, "target_modules does not list it")
         if _selects_module(settings.exclude_modules, module, if_unset=False):
@@ -218,9 +352,8 @@ def _not_selected_error(path: Path, module: str, why: str) -> PrepError:
     )
 
 
-def _check_scale(path: Path, settings: PeftSettings) -> None:
-    """Raise PrepError if the LoRA scale, e.g. `lora_alpha / r`, is infinite or 0 in float32."""
-    scale = settings.lora_config().scaling
+def _check_scale(path: Path, settings: PeftSettings, scale: float) -> None:
+    """Raise PrepError if a LoRA scale, e.g. `lora_alpha / r`, is infinite or 0 in float32."""
     with np.errstate(all="ignore"):
         rounded = np.float32(scale)
     if not np.isfinite(rounded) or rounded == 0:

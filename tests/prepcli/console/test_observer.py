@@ -6,6 +6,7 @@ import io
 
 import pytest
 
+from prepcli.console.notebook import run_observer_of
 from prepcli.console.observer import (
     CommandObserver,
     OneProcessObserver,
@@ -14,7 +15,6 @@ from prepcli.console.observer import (
     SilentCommandObserver,
     SilentObserver,
     StreamObserver,
-    run_observer_of,
 )
 from prepcli.console.ui import Ui
 from prepcli.errors import STOPPED, PrepError

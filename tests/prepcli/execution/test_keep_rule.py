@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.execution.checkpoint_manager import KeepRule, StepLosses, removable_steps
+from prepcli.execution.checkpoint_manager import KeepRule, StepScores, removable_steps
 from prepcli.formats.manifest import Manifest
 
 LOSSES = {10: 3.0, 20: 1.5, 30: None, 40: 2.0, 50: 1.5}
 
 
-def step_losses(losses: Mapping[int, float | None]) -> StepLosses:
+def step_scores(losses: Mapping[int, float | None]) -> StepScores:
     def read_manifest(step: int) -> Manifest:
         return Manifest({} if losses[step] is None else {"eval_loss": losses[step]})
 
-    return StepLosses(read_manifest)
+    return StepScores(read_manifest)
 
 
 @pytest.mark.parametrize(
@@ -35,23 +35,23 @@ def step_losses(losses: Mapping[int, float | None]) -> StepLosses:
     ],
 )
 def test_steps_outside_the_rule_are_removable(rule: KeepRule, removed: list[int]):
-    assert removable_steps([*LOSSES], rule, step_losses(LOSSES)) == removed
+    assert removable_steps([*LOSSES], rule, step_scores(LOSSES)) == removed
 
 
 def test_steps_in_use_are_not_removable():
-    assert removable_steps([1, 2, 3], KeepRule(1), step_losses({}), in_use=[1]) == [2]
+    assert removable_steps([1, 2, 3], KeepRule(1), step_scores({}), in_use=[1]) == [2]
 
 
 def test_manifests_are_read_only_for_the_best_step():
-    losses = StepLosses(read_manifest=lambda step: pytest.fail("read"))
+    losses = StepScores(read_manifest=lambda step: pytest.fail("read"))
     assert removable_steps([1, 2, 3], KeepRule(1, milestones=2), losses) == [1]
     assert removable_steps([1], KeepRule(1, best=True), losses) == []
 
 
 @pytest.mark.parametrize("loss", [None, math.nan, math.inf, "1.0"])
 def test_steps_without_a_finite_loss_are_not_the_best(loss: Any):
-    assert step_losses({1: loss}).best_steps([1]) == {}
-    assert step_losses({1: loss, 2: 5.0}).best_steps([1, 2]) == {None: 2}
+    assert step_scores({1: loss}).best_steps([1]) == {}
+    assert step_scores({1: loss, 2: 5.0}).best_steps([1, 2]) == {("eval_loss", None, None): 2}
 
 
 def test_best_step_of_each_number_of_sequences_remains():
@@ -69,9 +69,12 @@ def test_best_step_of_each_number_of_sequences_remains():
         loss, sequences = evaluations[step]
         return Manifest({"eval_loss": loss, "eval_sequences": sequences})
 
-    losses = StepLosses(read_manifest)
+    losses = StepScores(read_manifest)
     assert removable_steps([*evaluations], KeepRule(1, best=True), losses) == [10, 30, 50]
-    assert losses.best_steps([*evaluations]) == {4: 20, 9: 40}
+    assert losses.best_steps([*evaluations]) == {
+        ("eval_loss", 4, None): 20,
+        ("eval_loss", 9, None): 40,
+    }
 
 
 @given(
@@ -84,7 +87,7 @@ def test_newest_milestones_and_best_always_remain(
     losses: dict[int, float | None], newest: int, milestones: int, best: bool
 ):
     steps = sorted(losses)
-    removed = removable_steps(steps, KeepRule(newest, milestones, best), step_losses(losses))
+    removed = removable_steps(steps, KeepRule(newest, milestones, best), step_scores(losses))
     remaining = [step for step in steps if step not in removed]
     assert remaining[-newest:] == steps[-newest:]
     assert all(step in remaining for step in steps if milestones and step % milestones == 0)

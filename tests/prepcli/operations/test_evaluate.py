@@ -189,6 +189,46 @@ def test_perplexity_equals_transformers(work_dir: Path, capsys: pytest.CaptureFi
     assert report["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
 
 
+@pytest.mark.parametrize("stride", [5, LENGTH])
+def test_strided_perplexity_equals_transformers(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], stride: int
+):
+    """The loop of the page "Perplexity of fixed-length models", with the exact number of targets per window."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    overrides = ("--set", f"eval.stride={stride}", "--set", "data.add_eos=false")
+    report = eval_json(capsys, "tiny", "--data", "a.txt", *overrides)
+    model = transformers.AutoModelForCausalLM.from_pretrained("tiny", dtype=torch.float32)
+    ids = torch.tensor([[int(word[1:]) for word in Path("a.txt").read_text().split()]])
+    count = ids.shape[1]
+    nll_sum, num_targets, previous_end = 0.0, 0, 0
+    for begin in range(0, count, stride):
+        end = min(begin + LENGTH, count)
+        targets = ids[:, begin:end].clone()
+        targets[:, : previous_end - begin] = -100
+        window_targets = int((targets[:, 1:] != -100).sum())
+        with torch.no_grad():
+            loss = model(ids[:, begin:end], labels=targets).loss.double().item()
+        nll_sum += loss * window_targets
+        num_targets += window_targets
+        previous_end = end
+        if end == count:
+            break
+    assert report["tokens"] == num_targets
+    assert report["loss"] == pytest.approx(nll_sum / num_targets, abs=1e-5)
+    assert report["perplexity"] == pytest.approx(math.exp(nll_sum / num_targets), rel=1e-5)
+
+
+def test_stride_longer_than_a_window_is_an_error(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ("eval", "tiny", "--data", "a.txt", "--seq-length", str(LENGTH), "--set")
+    lines = error_lines(capsys, *words, "eval.stride=17")
+    assert "tokens between them would be left out" in "\n".join(lines)
+    whole = error_lines(capsys, *words, "eval.stride=4", "--set", "data.packing=documents")
+    assert "windows need concatenated texts" in "\n".join(whole)
+
+
 def make_pairs(num_tokens: int, num_pairs: int = 4) -> list[dict[str, str]]:
     """Write a T5 model, and return pairs whose targets are what the model generates for their sources."""
     # Without an end token, a text ends only at its limit.

@@ -150,8 +150,10 @@ def test_second_merge_of_another_adapter_is_another_request():
     ("settings", "message"),
     [
         ({"use_dora": True}, "use_dora = True is not supported"),
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is 8, but base_model.model.model.layers.0"),
+        ({"rank_pattern": {"(?i)q_proj": 8}}, "is not supported"),
+        ({"alpha_pattern": {"q_proj": -1}}, "alpha_pattern is -1, it should be greater than 0"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save has 'lm_head', and no tensor"),
         ({"peft_type": "IA3"}, "peft_type"),
         ({"r": "16"}, "r is '16', it should be a valid integer"),
         (

@@ -27,6 +27,14 @@ RULES: dict[str, dict[str, Any]] = {
     "min_length": {"min_length": 9},
     "min_new_tokens": {"min_length": 9, "min_new_tokens": 3},
     "suppressed": {"suppress_tokens": [3, 8, 11], "begin_suppress_tokens": [1, 2]},
+    "bad_words": {"bad_words_ids": []},
+    "bias": {"sequence_bias": []},
+    "forced": {
+        "forced_bos_token_id": 12,
+        "begin_suppress_tokens": [1, 2],
+        "forced_eos_token_id": [13],
+    },
+    "decay": {"exponential_decay_length_penalty": [3, 40.0]},
 }
 
 
@@ -54,7 +62,9 @@ def transformers_tokens(**options: Any) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("name", slow_except(RULES, ["ngrams", "min_new_tokens"]))
+@pytest.mark.parametrize(
+    "name", slow_except(RULES, ["ngrams", "min_new_tokens", "bad_words", "bias", "forced"])
+)
 def test_greedy_tokens_are_those_of_transformers(name: str):
     write_rules()
     first = prep.generate("tiny", tokens=PROMPTS, max_new_tokens=NEW_TOKENS).tokens
@@ -64,6 +74,10 @@ def test_greedy_tokens_are_those_of_transformers(name: str):
         ends = sorted({first[0][0], first[1][0]})
         rules = {**rules, "eos_token_id": ends}
         rules |= {"begin_suppress_tokens": ends} if name == "suppressed" else {}
+    if name == "bad_words":
+        rules = {"bad_words_ids": [[first[0][0]], [PROMPTS[1][0], first[1][0]], [EOS]]}
+    if name == "bias":
+        rules = {"sequence_bias": [[[*PROMPTS[0][-2:], first[0][0]], -9.0], [[first[1][1]], -2.5]]}
     write_rules(**rules)
     expected = transformers_tokens()
     generated = prep.generate("tiny", tokens=PROMPTS, max_new_tokens=NEW_TOKENS)
@@ -77,17 +91,27 @@ def test_rules_of_config_json_hold_without_the_file():
 
 
 def test_unsupported_fields_are_named(capsys: pytest.CaptureFixture[str]):
-    write_rules(num_beams=4, bad_words_ids=[[1]], num_return_sequences=1, repetition_penalty=1.2)
+    write_rules(num_beams=4, guidance_scale=1.5, num_return_sequences=1, repetition_penalty=1.2)
     assert main(["generate", "tiny", "--tokens", "5,6", "--max-new-tokens", "2"]) == OK
     log = " ".join(capsys.readouterr().err.split())
     assert "by generation_config.json, tokens are chosen with repetition_penalty 1.2" in log
     assert "not supported in generation_config.json" in log
-    assert "other tokens: `bad_words_ids`, `num_beams`" in log
+    assert "other tokens: `guidance_scale`, `num_beams`" in log
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("repetition_penalty", 0), ("min_length", -1), ("suppress_tokens", 3)],
+    [
+        ("repetition_penalty", 0),
+        ("min_length", -1),
+        ("suppress_tokens", 3),
+        ("bad_words_ids", [[]]),
+        ("bad_words_ids", [[1, 9999]]),
+        ("sequence_bias", [[[1], "high"]]),
+        ("forced_eos_token_id", 9999),
+        ("exponential_decay_length_penalty", [1]),
+        ("stop_strings", [""]),
+    ],
 )
 def test_invalid_field_is_an_error(field: str, value: Any):
     write_rules(**{field: value})

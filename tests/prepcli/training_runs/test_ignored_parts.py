@@ -25,9 +25,9 @@ TEMPLATE = """\
 """
 TOOLS = [{"type": "function", "function": {"name": "sum"}}]
 NOTES = {
-    "tools": "2 conversations have `tools`: the chat template does not get them",
-    "weight": "3 turns of the assistant are marked to have no loss",
-    "stop": "12 conversations have no loss on a token that ends a text",
+    "tools": "2 conversations have `tools` that the chat template does not show",
+    "reasoning": "1 turn of the assistant has reasoning that the template leaves out",
+    "stop": "10 conversations have no loss on a token that ends a text",
 }
 
 
@@ -51,7 +51,10 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make_training_folder()
     rows: list[dict[str, Any]] = [
-        {"messages": [turn("user", weight=0), turn("assistant")], "tools": TOOLS},
+        {
+            "messages": [turn("user", weight=0), turn("assistant", reasoning_content="w1")],
+            "tools": TOOLS,
+        },
         {"messages": [turn("user"), turn("assistant", weight=0), turn("assistant", weight=1)]},
         {"messages": [turn("user"), turn("assistant", train=False)], "tools": TOOLS},
         {"messages": [turn("user"), turn("assistant", loss=False), turn("user")], "tools": None},
@@ -95,4 +98,4 @@ def test_stop_token_with_loss_is_no_note():
     write_template(EOS)
     notes = Notes()
     prep.batches("recipe.toml", progress=notes)
-    assert count_notes("\n".join(notes.lines)) == {"tools": 1, "weight": 1, "stop": 0}
+    assert count_notes("\n".join(notes.lines)) == {"tools": 1, "reasoning": 1, "stop": 0}

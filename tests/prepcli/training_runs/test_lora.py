@@ -22,7 +22,7 @@ from prepcli.inspection.run_record import ENVIRONMENT_FILE
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.training_folder import make_training_folder
-from trainer.models.lora import lora_from_manifest
+from trainer.models.lora_config import lora_from_manifest
 
 LORA = '\n[lora]\nrank = 4\ntargets = ["attn.q", "attn.v", "mlp.*"]\n'
 
@@ -337,3 +337,54 @@ def test_full_run_does_not_resume_with_adapters(work_dir: Path, capsys: pytest.C
     assert main(["train", "recipe.toml", *options, "--stop-after", "2", "-q"]) == STOPPED
     assert main(["train", "recipe.toml", "-q"]) == FAILED
     assert "runs/recipe began without adapters" in capsys.readouterr().err
+
+
+def test_stopped_run_with_dropout_resumes_exactly(work_dir: Path):
+    recipe = Path("recipe.toml")
+    settings = (
+        'dropout = 0.3\nmodules_to_save = ["embed.tokens"]\nrank_pattern = {"mlp.down" = 2}\n'
+    )
+    recipe.write_text(f"{recipe.read_text()}{settings}")
+    words = ("train", "recipe.toml", "-q")
+    assert main([*words, "--out", "whole"]) == OK
+    assert main([*words, "--out", "parts", "--stop-after", "2"]) == STOPPED
+    assert main([*words, "--out", "parts"]) == OK
+    whole, parts = (read_leaves(Path(run) / "3") for run in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert "params.embed.tokens" in whole
+    assert whole["params.layers.mlp.down.lora_a"].shape[1] == 2
+    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+    assert main([*words, "--out", "none", "--set", "lora.dropout=0.0"]) == OK
+    none = read_leaves(Path("none/3"))
+    assert not np.array_equal(none["params.embed.tokens"], whole["params.embed.tokens"])
+
+
+def test_dry_run_counts_modules_trained_as_a_whole(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    memory: list[dict[str, int]] = []
+    for modules in ("[]", "['embed.tokens', 'head']"):
+        words = ["--set", f"lora.modules_to_save={modules}", "--set", "lora.dropout=0.1"]
+        assert main(["train", "recipe.toml", *words, "--dry-run", "--json"]) == OK
+        memory.append(json.loads(capsys.readouterr().out)["memory"])
+    # Embedding and head [136, 32] on 8 devices: two moments of 4 bytes on each shard.
+    assert memory[1]["moments"] - memory[0]["moments"] == 2 * 136 * 32 // 8 * 8
+    assert memory[1]["parameters"] == memory[0]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lora.modules_to_save=['embed_tokens']"], "did you mean `embed.tokens`?"),
+        (["lora.modules_to_save=['norm']"], "unknown module 'norm' in `lora.modules_to_save`"),
+        (["lora.rank_pattern={'attn.z' = 2}"], "it matches none of the adapters: attn.q"),
+        (["lora.rank_pattern={'layers.0.attn.q' = 2}"], "settings by layer are not supported"),
+        (["lora.target_parameters=['mlp.up']"], "llama has no experts in one tensor"),
+    ],
+)
+def test_invalid_settings_of_peft_are_errors(
+    work_dir: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    options = [word for value in words for word in ("--set", value)]
+    assert main(["train", "recipe.toml", *options, "-q"]) == USAGE
+    assert message in capsys.readouterr().err

@@ -18,7 +18,7 @@ import pytest
 from prepcli.errors import OK
 from prepcli.execution.run_storage import TOKENS_FOLDER
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, read_manifest
-from prepcli.formats.run_steps import best_step, manifest_loss, saved_steps
+from prepcli.formats.run_steps import best_step, manifest_score, saved_steps
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import hub_environment
 from tests.helpers.push_server import TOKEN, serve_push_hub
@@ -116,12 +116,13 @@ def test_losses_of_other_numbers_of_sequences_are_not_compared(
     assert saved_steps(Path("run")) == sorted({first, second, 12})
     assert best_step(Path("run")) == second
     first_loss, second_loss = (
-        manifest_loss(read_manifest(Path("run", str(step))) or NO_MANIFEST)
+        manifest_score(read_manifest(Path("run", str(step))) or NO_MANIFEST)
         for step in (first, second)
     )
-    assert first_loss.sequences == 2
-    assert second_loss.sequences is not None
-    assert second_loss.sequences > 2
+    assert first_loss.group == ("eval_loss", 2, None)
+    _, sequences, _ = second_loss.group
+    assert sequences is not None
+    assert sequences > 2
 
 
 @pytest.mark.slow

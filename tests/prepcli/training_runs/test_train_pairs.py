@@ -219,3 +219,25 @@ def test_invalid_decoder_start_token_is_an_error(
 ):
     change_init_config(decoder_start_token_id=start, pad_token_id=padding)
     assert train_refusal(capsys)[1:] == ("config.json has no valid decoder_start_token_id", why)
+
+
+def test_tokenize_shows_source_and_target(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    pairs = make_pairs()
+    sources = [f"w5 {pair['first']} {pair['second']}" for pair in pairs]
+    capsys.readouterr()
+    assert main(["tokenize", "recipe.toml", "--show", "2"]) == OK
+    out = capsys.readouterr().out
+    blocks = out.split("\n\n")
+    for block, pair, source in zip(blocks[:2], pairs, sources):
+        # The end token of the model is w1.
+        lines = ["source:", f"{source} w1", "target:", f"⟦{pair['sum']} w1⟧"]
+        assert block.splitlines()[1:] == lines
+    source_lengths = [len(source.split()) + 1 for source in sources]
+    target_lengths = [len(pair["sum"].split()) + 1 for pair in pairs]
+    is_cut = [a > 9 or b > 6 for a, b in zip(source_lengths, target_lengths)]
+    excess = [max(a - 9, 0) + max(b - 6, 0) for a, b in zip(source_lengths, target_lengths)]
+    row = blocks[2].splitlines()[1].replace(",", "").split()
+    total = sum(source_lengths) + sum(target_lengths)
+    longest = max(source_lengths + target_lengths)
+    expected = [len(pairs), total, sum(target_lengths), sum(is_cut), sum(excess), longest, 0]
+    assert row == ["train", *map(str, expected)]

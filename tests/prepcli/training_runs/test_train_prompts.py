@@ -149,3 +149,21 @@ def test_step_without_loss_is_null_in_the_log(work_dir: Path, capsys: pytest.Cap
     first, second = map(json.loads, metrics.read_text().splitlines())
     assert (first["loss"], first["accuracy"], first["skipped"]) == (None, None, 1)
     assert second["loss"] > 0
+
+
+def test_samples_of_a_run_may_be_conversations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(Path("tiny"), LLAMA)
+    write_tokenizer(Path("tiny"))
+    Path("tiny/chat_template.jinja").write_text(TEMPLATE)
+    rows = [json.dumps({"prompt": text_of(a), "completion": text_of(b)}) for a, b in make_pairs()]
+    Path("prompts.jsonl").write_text("\n".join(rows))
+    samples = '[log]\nsample_tokens = 3\nsamples = [{messages = [{role = "user", content = "w7"}]}, "w9"]\n'
+    Path("recipe.toml").write_text(RECIPE.replace("steps = 6", "steps = 1") + samples)
+    assert train_json(capsys)[0] == OK
+    lines = Path("runs/recipe/samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == ["w3 w7 w5 w4 ", "w9"]
+    # The saved recipe is read again.
+    assert train_json(capsys)[0] == OK

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from trainer.data.chat import load_forms
 from trainer.data.chat_template import load_chat_template
 from trainer.data.encode import EncodedBatch, encode_batch, span_weights
 from trainer.data.example_settings import ExampleSettings
@@ -217,27 +220,27 @@ def test_conversation_has_one_begin_token(tmp_path: Path):
 
 def test_tokens_that_overlap_a_span_have_loss():
     offsets = np.array([(0, 2), (2, 3), (3, 3), (3, 4), (3, 4), (4, 9)])
-    assert span_weights(offsets, [(2, 4)]).tolist() == [0, 1, 1, 1, 1, 0]
-    assert span_weights(offsets, [(1, 2), (8, 9)]).tolist() == [1, 0, 0, 0, 0, 1]
-    assert span_weights(offsets, [(4, 4)]).tolist() == [0] * 6
-    assert span_weights(np.zeros((0, 2), np.int64), [(0, 4)]).tolist() == []
+    assert span_weights(offsets, [(2, 4, 1.0)]).tolist() == [0, 1, 1, 1, 1, 0]
+    assert span_weights(offsets, [(1, 2, 1.0), (8, 9, 0.5)]).tolist() == [1, 0, 0, 0, 0, 0.5]
+    assert span_weights(offsets, [(4, 4, 1.0)]).tolist() == [0] * 6
+    assert span_weights(np.zeros((0, 2), np.int64), [(0, 4, 1.0)]).tolist() == []
 
 
-def test_template_that_depends_on_later_messages_needs_markers(tmp_path: Path):
+def test_template_that_leaves_out_a_message_is_an_error(tmp_path: Path):
     template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else '...' }}\n{% endfor %}"
     )
     folder = write_tokenizer(tmp_path, template)
     turns = make_messages([("user", "a"), ("assistant", "b"), ("user", "c")])
     with pytest.raises(
-        PrepError, match=r"a.jsonl:3: the turns of the assistant cannot be found"
+        PrepError, match=r"a.jsonl:3: the turns with loss cannot be found"
     ) as caught:
         encode_chat(folder, turns)
     assert (
         caught.value.why
-        == f"{folder}/tokenizer_config.json renders message 2 in another way with the messages after it"
+        == f"the text that {folder}/tokenizer_config.json renders does not show the content of message 2"
     )
-    assert "{% generation %}" in caught.value.hint
+    assert "chat_template.jinja" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -328,3 +331,108 @@ def test_missing_or_invalid_template_is_reported(
 def test_template_has_no_clock_and_no_access_to_python(tmp_path: Path, text: str):
     with pytest.raises(PrepError, match=r"a.jsonl:3: .* cannot render the messages"):
         encode_chat(write_tokenizer(tmp_path, text), [])
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ '<tools>' + tools | tojson + '</tools>' }}{% endif %}"
+    "{% for message in messages %}{{ '<' + message.role + '>' + message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not enable_thinking %}"
+    "<no_think>{% endif %}{% endif %}{{ bos_token }}"
+)
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "add", "parameters": {"é": ["<", None, 1.5]}}}
+]
+
+
+def render(
+    folder: Path,
+    messages: Any,
+    tools: Any = None,
+    template_args: dict[str, Any] | None = None,
+    *,
+    date: datetime | None = None,
+    add_generation_prompt: bool = False,
+) -> str:
+    """Return the text of a conversation."""
+    arguments = json.dumps(template_args or {})
+    template = replace(load_chat_template(folder), arguments=arguments, date=date)
+    forms = load_forms(template)
+    conversation = forms.conversation(messages, tools, "chat")
+    return forms.renderer.render(conversation, add_generation_prompt=add_generation_prompt)[0]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no_tools", "tools"])
+@pytest.mark.parametrize(
+    "template_args", [{}, {"enable_thinking": False}, {"bos_token": "<bos>"}], ids=str
+)
+def test_rendering_passes_tools_and_variables(
+    tmp_path: Path, tools: Any, template_args: dict[str, Any]
+):
+    transformers = pytest.importorskip("transformers")
+    folder = write_tokenizer(tmp_path, TOOL_TEMPLATE)
+    reference = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>"
+    )
+    messages = make_messages([("user", "Hello there")])
+    expected = reference.apply_chat_template(
+        messages,
+        tools=tools,
+        chat_template=TOOL_TEMPLATE,
+        tokenize=False,
+        add_generation_prompt=True,
+        **template_args,
+    )
+    text = render(folder, messages, tools, template_args, add_generation_prompt=True)
+    assert text == expected
+
+
+def test_rendering_refuses_variables_of_a_conversation(tmp_path: Path):
+    folder = write_tokenizer(tmp_path, TOOL_TEMPLATE)
+    with pytest.raises(PrepError, match="`tools` is not a variable"):
+        render(folder, [], template_args={"tools": []})
+
+
+def test_rendering_prints_the_given_time_only(tmp_path: Path):
+    template = (
+        "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}no date{% endif %}"
+    )
+    folder = write_tokenizer(tmp_path, template)
+    assert render(folder, [], date=datetime(2026, 7, 4)) == "04 Jul 2026"
+    assert render(folder, []) == "no date"
+
+
+def test_rendering_limits_the_size_of_a_time(tmp_path: Path):
+    template = "{{ strftime_now('%c' * 500000) }}"
+    folder = write_tokenizer(tmp_path, template)
+    with pytest.raises(PrepError, match="cannot render"):
+        render(folder, [], date=datetime(2026, 7, 4))
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_rendering_names_the_reasoning_as_transformers(tmp_path: Path, key: str):
+    transformers = pytest.importorskip("transformers")
+    template = "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{% endfor %}"
+    folder = write_tokenizer(tmp_path, template)
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    messages: Any = [{"role": "assistant", "content": "a", key: "think"}]
+    expected = reference.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert render(folder, messages) == expected
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_conversations_with_tools_use_their_template(tmp_path: Path, is_file: bool):
+    default = "default {{ messages | length }}"
+    tool_use = "tools {{ tools | length }}"
+    templates = [
+        {"name": "default", "template": default},
+        {"name": "tool_use", "template": tool_use},
+    ]
+    folder = write_tokenizer(tmp_path, default)
+    if is_file:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "chat_template.jinja").write_text(default)
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
+    else:
+        write_tokenizer(tmp_path, cast(Any, templates))
+    assert render(folder, []) == "default 0"
+    assert render(folder, [], TOOLS) == "tools 1"

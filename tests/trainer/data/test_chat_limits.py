@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer.data.chat_rendering import ChatRenderer
+from trainer.data.chat_rendering import ChatRenderer, Conversation
 from trainer.data.chat_template import ChatTemplate, load_chat_template
 from trainer.models.errors import PrepError
 
@@ -25,7 +25,8 @@ MAX_MEMORY_NBYTES = 400_000_000
 def render(template: str, messages: list[dict[str, Any]] | None = None) -> str:
     """Render messages with a template."""
     renderer = ChatRenderer(ChatTemplate("chat_template.jinja", template, ()))
-    return renderer.render(MESSAGES if messages is None else messages, "a.jsonl:3")[0]
+    conversation = Conversation(MESSAGES if messages is None else messages, "a.jsonl:3")
+    return renderer.render(conversation)[0]
 
 
 LOOP_10 = "{% for a in range(10) %}"
@@ -190,7 +191,7 @@ def test_equal_messages_have_equal_texts():
 
 def test_each_rendering_has_its_own_limit():
     renderer = ChatRenderer(ChatTemplate("t", "{% for i in range(99999) %}{% endfor %}x", ()))
-    assert [renderer.render(MESSAGES, "p")[0] for _ in range(30)] == ["x"] * 30
+    assert [renderer.render(Conversation(MESSAGES, "p"))[0] for _ in range(30)] == ["x"] * 30
 
 
 @pytest.mark.parametrize(

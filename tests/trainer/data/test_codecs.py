@@ -246,3 +246,14 @@ def test_code_beside_a_tokenizer_is_not_run(tmp_path: Path):
     with pytest.raises(PrepError, match="transformers cannot read the tokenizer"):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_sentencepiece_special_ids_are_control_symbols(tmp_path: Path, kind: str):
+    processor = library(kind)
+    tokenizer = load_tokenizer(write_model(tmp_path, kind))
+    ids = range(tokenizer.max_id + 3)
+    controls = {token for token in ids[:-2] if processor.is_control(token)}
+    assert controls
+    assert tokenizer.special_ids([*ids]) == controls | {*ids[-2:]}
+    assert tokenizer.spelling(max(controls)) == processor.id_to_piece(max(controls))

@@ -17,7 +17,7 @@ from trainer.data.document_rows import DTYPES, make_rows, read_rows
 from trainer.data.partial_folders import unowned_partial_name
 from trainer.data.store import MappedTokens, read_meta
 from trainer.data.tokenize import TokenizeConfig, open_tokens, tokenize_files
-from trainer.training.datasets import tokenize_in_group
+from trainer.training.group_tokens import tokenize_in_group
 
 PACKINGS = ("documents", "none")
 

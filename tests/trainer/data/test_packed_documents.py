@@ -25,17 +25,17 @@ def make_dataset(
     """Return all rows of documents, with random loss weights."""
     tokens = make_tokens(documents, seq_length)
     weights = np.random.default_rng(seed).integers(0, 2, tokens.n_tokens).astype(np.uint8)
-    return document_dataset(replace(tokens, weights=weights), packing)
+    return document_dataset(replace(tokens, weight_codes=weights), packing)
 
 
 def expected_pieces(dataset: DocumentDataset) -> list[list[tuple[int, int, int]]]:
     """Return token, target and weight of the tokens of each piece of a document, from the store."""
     tokens, pieces, low = dataset.tokens, [], 0
-    assert tokens.weights is not None
+    assert tokens.weight_codes is not None
     for end in tokens.ends.tolist():
         for start in range(low, end, dataset.seq_length):
             stop = min(end, start + dataset.seq_length)
-            ids, weights = tokens.ids[start:stop].tolist(), tokens.weights[start:stop].tolist()
+            ids, weights = tokens.ids[start:stop].tolist(), tokens.weight_codes[start:stop].tolist()
             pieces.append([*zip(ids, [*ids[1:], 0], [*weights[1:], 0])])
         low = end
     return pieces

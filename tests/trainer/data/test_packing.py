@@ -66,7 +66,7 @@ def test_position_has_the_loss_weight_of_its_target(
     stored: list[tuple[int, int]], seq_length: int, data: st.DataObject
 ):
     ids, weights = zip(*stored)
-    tokens = replace(make_tokens([[*ids]], seq_length), weights=np.array(weights, np.uint8))
+    tokens = replace(make_tokens([[*ids]], seq_length), weight_codes=np.array(weights, np.uint8))
     rows = data.draw(st.lists(st.integers(-1, tokens.n_blocks - 1), max_size=5))
     batch = PackedDataset(tokens, first_row=0, n_rows=tokens.n_blocks).get_batch(rows)
     assert batch["weights"].dtype == np.float32

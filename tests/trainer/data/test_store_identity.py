@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.corpus import change
+from trainer.data.chat_loss import LossRule
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.files import DataFile
@@ -80,6 +82,13 @@ VARIANTS: list[dict[str, Any]] = [
     {**JSON, "chat_template": TEMPLATE},
     {**JSON, "chat_template": replace(TEMPLATE, text="{{ messages[0] }}")},
     {**JSON, "chat_template": replace(TEMPLATE, special_tokens=())},
+    {**JSON, "chat_template": replace(TEMPLATE, tool_text="{{ tools }}")},
+    {**JSON, "chat_template": replace(TEMPLATE, arguments='{"a": 1}')},
+    {**JSON, "chat_template": replace(TEMPLATE, date=datetime.date(2026, 1, 31))},
+    {**JSON, "chat_template": TEMPLATE, "joins_last_turns": True},
+    {**JSON, "chat_template": TEMPLATE, "loss": LossRule(("last",))},
+    {**JSON, "chat_template": TEMPLATE, "loss": LossRule(has_reasoning=False)},
+    {**JSON, "chat_template": TEMPLATE, "stop_texts": ("</s>",)},
 ]
 
 
@@ -94,14 +103,12 @@ def test_identity_ignores_settings_that_change_no_token(change: dict[str, Any]):
     assert identity(**JSON) == identity(**{**JSON, **change})
 
 
-def test_chat_identity_with_bos_of_earlier_versions_is_unchanged():
-    # Recorded by an earlier version, which put the token before each conversation.
-    recorded = "68c7cc4a37274198134201bfcc0408f9"
-    settings = {**JSON, "fields": "messages", "add_bos": True}
-    assert identity(**settings, chat_template=TEMPLATE) == recorded
+def test_chat_identity_has_the_begin_token_only_if_the_template_lacks_it():
+    settings = {**JSON, "fields": "messages", "chat_template": TEMPLATE}
+    assert identity(**settings, add_bos=True) != identity(**settings)
     writes_bos = replace(TEMPLATE, text="{{ bos_token }}{{ messages }}")
-    doubled = "f544d5cb77c1fd774c53de278ac8a160"
-    assert identity(**settings, chat_template=writes_bos) != doubled
+    doubled = {**settings, "chat_template": writes_bos}
+    assert identity(**doubled, add_bos=True) != identity(**settings, add_bos=True)
 
 
 def test_identity_ignores_the_file_of_a_chat_template():

@@ -41,7 +41,7 @@ def test_store_keeps_loss_weights(tmp_path: Path):
     build_store(tmp_path / NAME, "uint16", fill_weights, has_weights=True)
     meta = store.read_meta(tmp_path / NAME)
     assert meta.digests["weights.bin"] == xxhash.xxh3_128_hexdigest(b"\0\1\0\1\1")
-    weights = store.map_tokens(tmp_path / NAME, meta, 2).weights
+    weights = store.map_tokens(tmp_path / NAME, meta, 2).weight_codes
     assert weights is not None
     assert weights.tolist() == [0, 1, 0, 1, 1]
 
@@ -56,7 +56,9 @@ def test_store_without_weights_has_the_files_of_earlier_versions(tmp_path: Path)
     meta = json.loads((tmp_path / NAME / "meta.json").read_text())
     assert [*meta] == ["identity", "dtype", "n_tokens", "n_documents", "max_id", "digests"]
     assert [*meta["digests"]] == ["tokens.bin", "documents.bin"]
-    assert store.map_tokens(tmp_path / NAME, store.read_meta(tmp_path / NAME), 2).weights is None
+    assert (
+        store.map_tokens(tmp_path / NAME, store.read_meta(tmp_path / NAME), 2).weight_codes is None
+    )
 
 
 def test_failed_build_leaves_nothing(tmp_path: Path):

@@ -356,8 +356,8 @@ def test_tokens_in_brackets_have_no_loss(tmp_path: Path):
     for ids, a, b in (([7, 8], "the cat", "the hat"), ([], "cat", "the mat")):
         expected += [(token_id, 0) for token_id in (1, *ids, 9, *encode(config.tokenizer, a))]
         expected += [(token_id, 1) for token_id in (*encode(config.tokenizer, b), EOS)]
-    assert tokens.weights is not None
-    assert list(zip(tokens.ids.tolist(), tokens.weights.tolist())) == expected
+    assert tokens.weight_codes is not None
+    assert list(zip(tokens.ids.tolist(), tokens.weight_codes.tolist())) == expected
     share = 100 * sum(weight for _, weight in expected) / len(expected)
     assert f" in 2 documents, {share:.0f} % with loss: " in notes[-1]
 

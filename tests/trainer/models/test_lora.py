@@ -11,16 +11,14 @@ from tests.helpers.tiny_configs import GOLDEN
 from trainer.models.axis_map import bind_row
 from trainer.models.errors import PrepError, UsageError
 from trainer.models.lora import (
-    DEFAULT_TARGETS,
-    LoraConfig,
     build_adapters,
     lora_family,
-    lora_from_manifest,
-    module_suffixes,
     projections,
     select_targets,
 )
+from trainer.models.lora_config import DEFAULT_TARGETS, LoraConfig, lora_from_manifest
 from trainer.models.parameters import parameter_rows
+from trainer.models.peft_names import module_suffixes
 from trainer.models.registry import FAMILIES
 
 LORA = LoraConfig(4, 8.0)

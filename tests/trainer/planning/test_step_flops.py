@@ -10,7 +10,8 @@ import pytest
 from bench.model_configs import MODEL_CONFIGS
 from tests.helpers.later_configs import LATER_FAMILIES
 from tests.trainer.models.test_memory_estimate import make_inputs
-from trainer.models.lora import LoraConfig, build_adapters
+from trainer.models.lora import build_adapters
+from trainer.models.lora_config import LoraConfig
 from trainer.models.memory_inputs import NO_SCORES
 from trainer.models.registry import FAMILIES
 from trainer.planning.step_flops import StepFlops, count_step_flops

@@ -59,7 +59,7 @@ def test_sources_inherit_keys_of_the_data_table(tmp_path: Path):
     assert (first.path, first.type, first.fields, first.bad_lines) == (
         ("/home/me/wiki.jsonl",),
         "auto",
-        "text",
+        None,
         3,
     )
     assert (second.path, second.type, second.bad_lines) == (("/data/a.csv", "b.csv"), "csv", 0)
@@ -74,7 +74,7 @@ def test_sources_without_columns_have_no_fields(tmp_path: Path):
     assert [part.fields for _, part in split_sources(data)] == [None, "messages"]
     pairs = TWO.replace('format = "chat"', 'fields = "[a], b"')
     data = load(tmp_path, pairs).recipe.data
-    assert [part.fields for _, part in split_sources(data)] == ["text", "[a], b"]
+    assert [part.fields for _, part in split_sources(data)] == [None, "[a], b"]
 
 
 def test_data_with_a_path_is_one_source(tmp_path: Path):

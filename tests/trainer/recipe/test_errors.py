@@ -108,8 +108,9 @@ FILES = {
     ),
     "misspelled value": (
         replaced("lr = 1e-3", 'lr = 1e-3\nschedule = "cosin"'),
-        'x.toml:12: `optimizer.schedule` is "cosin" - it takes "linear", "cosine", "constant", "wsd" or '
-        '"rsqrt": shape of the learning rate decay. `wsd`: constant, then linear in the last `cooldown_steps`. '
+        'x.toml:12: `optimizer.schedule` is "cosin" - it takes "linear", "cosine", "cosine_restarts", '
+        '"constant", "wsd" or "rsqrt": shape of the learning rate decay. `wsd`: constant, then a decay in the last '
+        "`cooldown_steps`. `cosine_restarts`: `cycles` cosines, each from `lr`. "
         "`rsqrt`: with the inverse square root of the step - did you mean `cosine`?",
     ),
     "neither of two types": (
@@ -195,6 +196,26 @@ FILES = {
         "x.toml:12: `optimizer.cooldown_steps` is 2 - `optimizer.schedule` is linear - "
         '`schedule = "wsd"` in [optimizer]',
     ),
+    "shape of another schedule": (
+        replaced("lr = 1e-3", 'lr = 1e-3\nschedule = "cosine"\ncooldown_shape = "cosine"'),
+        'x.toml:13: `optimizer.cooldown_shape` is "cosine" - `optimizer.schedule` is cosine - '
+        '`schedule = "wsd"` in [optimizer]',
+    ),
+    "waves of a linear cooldown": (
+        replaced("lr = 1e-3", 'lr = 1e-3\nschedule = "wsd"\ncooldown_waves = 1.5'),
+        "x.toml:13: `optimizer.cooldown_waves` is 1.5 - `optimizer.cooldown_shape` is linear - "
+        '`cooldown_shape = "cosine"` in [optimizer]',
+    ),
+    "restarts without their number": (
+        replaced("lr = 1e-3", 'lr = 1e-3\nschedule = "cosine_restarts"'),
+        'x.toml:12: `optimizer.schedule` is "cosine_restarts" - the number of cosines is missing - '
+        "`cycles = 4` in [optimizer]",
+    ),
+    "cycles without restarts": (
+        replaced("lr = 1e-3", 'lr = 1e-3\nschedule = "cosine"\ncycles = 4'),
+        "x.toml:13: `optimizer.cycles` is 4 - `optimizer.schedule` is cosine - "
+        '`schedule = "cosine_restarts"` in [optimizer]',
+    ),
     "source without a target": (
         replaced('type = "text"', 'type = "json"\nfields = "[a], [b]"'),
         'x.toml:6: `data.fields` is "[a], [b]" - all fields are in brackets, so no token would '
@@ -214,6 +235,41 @@ FILES = {
         replaced("steps = 20", "steps = 20\neval_every = 5"),
         "x.toml:14: `train.eval_every` is 5 - there is no evaluation data: neither `holdout` nor `eval_path` is "
         "set - `holdout = 0.05` in [data]",
+    ),
+    "patience without evaluations": (
+        replaced("steps = 20", "steps = 20\n[eval]\npatience = 3"),
+        "x.toml:15: `eval.patience` is 3 - there is no evaluation data: neither `holdout` nor `eval_path` is "
+        "set - `holdout = 0.05` in [data]",
+    ),
+    "patience with one evaluation": (
+        replaced("seq_length = 8", "seq_length = 8\nholdout = 0.1") + "[eval]\npatience = 3\n",
+        "x.toml:16: `eval.patience` is 3 - the run evaluates only after its last step - "
+        "`eval_every = 500` in [train]",
+    ),
+    "negative patience": (
+        replaced("steps = 20", "steps = 20\n[eval]\npatience = -1"),
+        "x.toml:15: `eval.patience` is -1 - it takes an integer >= 0: evaluations in a row without a better "
+        "`checkpoint.best`, or `eval_loss`, after which the run ends early. `0`: it takes all steps - "
+        "`patience = 3`",
+    ),
+    "best value of an unknown metric": (
+        replaced("seq_length = 8", "seq_length = 8\nholdout = 0.1").replace(
+            "steps = 20", 'steps = 20\neval_every = 5\n[checkpoint]\nbest = "eval_bleu"'
+        ),
+        'x.toml:17: `checkpoint.best` is "eval_bleu" - whether its lowest or its highest value is the best is '
+        'missing - `best_is = "highest"` or `best_is = "lowest"` in [checkpoint]',
+    ),
+    "highest loss": (
+        replaced("seq_length = 8", "seq_length = 8\nholdout = 0.1").replace(
+            "steps = 20",
+            'steps = 20\neval_every = 5\n[checkpoint]\nbest = "eval_loss"\nbest_is = "highest"',
+        ),
+        'x.toml:18: `checkpoint.best_is` is "highest" - the lowest eval_loss is the best - remove it',
+    ),
+    "direction without a metric": (
+        replaced("steps = 20", 'steps = 20\n[checkpoint]\nbest_is = "highest"'),
+        'x.toml:15: `checkpoint.best_is` is "highest" - `checkpoint.best` is not set - '
+        '`best = "eval_loss"` in [checkpoint]',
     ),
     "no batch size": (
         replaced("size = 4", "accumulate = 2"),

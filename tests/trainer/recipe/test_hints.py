@@ -287,6 +287,7 @@ def test_option_of_another_trainer_gives_hint(option: str, value: str, hint: str
     [
         ("load_best_model_at_end=true", "checkpoint.best", "eval_loss"),
         ("metric_for_best_model=eval_loss", "checkpoint.best", "eval_loss"),
+        ("metric_for_best_model=accuracy", "checkpoint.best", "eval_accuracy"),
         ("push_to_hub=true", "checkpoint.push", "OWNER/NAME"),
         ("save_bf16=true", "checkpoint.dtype", "bfloat16"),
         ("float_dtype=bf16", "checkpoint.dtype", "bfloat16"),
@@ -309,7 +310,7 @@ def test_translated_values_are_valid_overrides(setting: str, key: str, expected:
     "setting",
     [
         "load_best_model_at_end=false",
-        "metric_for_best_model=accuracy",
+        "metric_for_best_model=bleu",
         "push_to_hub=false",
         "profile_steps=0",
     ],
@@ -317,7 +318,7 @@ def test_translated_values_are_valid_overrides(setting: str, key: str, expected:
 def test_values_without_replacement_give_advice(setting: str):
     text = str(error_of(GOOD, setting))
     assert "`--set " not in text.partition(" - ")[2]
-    assert "remove it" in text or "eval_loss only" in text
+    assert "remove it" in text or "or `eval_NAME` of a `metric_fn`" in text
 
 
 def test_override_hints_are_valid_overrides():
@@ -379,9 +380,8 @@ def test_generation_hints_name_commands_of_migration_pages(key: str, command: st
         ("lora.r", 8, "`rank = 8`"),
         ("lora.target_modules", ["q_proj", "v_proj"], '`targets = ["attn.q", "attn.v"]`'),
         ("lora.target_modules", ["c_attn"], '`targets = ["attn.q", "attn.k", "attn.v"]`'),
-        ("lora.target_modules", "all-linear", '`targets = ["attn.*", "mlp.*"]`'),
-        ("lora.dropout", 0.1, "dropout of adapters is not supported"),
-        ("lora.lora_dropout", 0.1, "dropout of adapters is not supported"),
+        ("lora.target_modules", "all-linear", '`targets = ["all-linear"]`'),
+        ("lora.lora_dropout", 0.1, "`dropout = 0.1`"),
         ("lora.use_dora", True, "DoRA is not supported"),
     ],
 )

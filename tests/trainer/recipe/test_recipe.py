@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from trainer.models import mesh
 from trainer.models.errors import PrepError
 from trainer.recipe import batch_shape, load_recipe, recipe_to_toml, schema
+from trainer.recipe.checks import SCHEDULE_OF_KEY
 from trainer.recipe.docs_page import render_page
 from trainer.recipe.field_checks import COLUMN_KEYS, NOISE_KEYS
 from trainer.recipe.field_grammar import SIGNS
@@ -97,9 +98,13 @@ def test_default_fields_depend_on_the_format(small: Path, data_format: str, fiel
     assert load_recipe(small, [*overrides, "data.fields=other"]).recipe.data.fields == "other"
 
 
-def test_fields_of_json_default_to_text(small: Path):
-    loaded = load_recipe(small, ["data.type=json"])
-    assert (loaded.recipe.data.fields, loaded.origins["data.fields"]) == ("text", "default")
+def test_fields_of_json_are_found_unless_named(small: Path):
+    data = load_recipe(small, ["data.type=json"]).recipe.data
+    assert (data.format, data.fields) == ("auto", None)
+    data = load_recipe(small, ["data.type=json", "data.format=text"]).recipe.data
+    assert (data.format, data.fields) == ("text", "text")
+    data = load_recipe(small, ["data.type=json", "data.fields=body"]).recipe.data
+    assert (data.format, data.fields) == ("text", "body")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +158,7 @@ def test_examples_make_a_valid_recipe(tmp_path: Path):
         "data.eval_path",
     }
     conflicting |= {
+        "lora.target_parameters",
         "data.source_length",
         "data.source_prefix",
         "data.fields_from_example",
@@ -160,7 +166,8 @@ def test_examples_make_a_valid_recipe(tmp_path: Path):
     }
     conflicting |= {
         "optimizer.loss_scale",
-        "optimizer.cooldown_steps",
+        "checkpoint.best_is",
+        *SCHEDULE_OF_KEY,
         "lora.path",
         "model.training_state",
         "data.sources",
@@ -230,6 +237,7 @@ NAMES = st.from_regex(r"[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*", fullmatch=
 # Keys of a random start. They replace `model.path`.
 START_KEYS = ("model.init", "model.preset", "model.config")
 TEXT_LISTS = (
+    "data.loss",
     "data.path",
     "data.eval_path",
     "rules",
@@ -275,6 +283,9 @@ VALUES_BY_KEY = {
     "train.profile": st.fixed_dictionaries(
         {"start": st.integers(1, 99), "steps": st.integers(1, 9)}
     ),
+    "data.template_args": st.dictionaries(TEXTS, st.booleans() | st.integers(0, 9) | TEXTS),
+    "data.template_date": st.just("2026-01-31"),
+    "eval.stride": st.integers(1, 2),
     "log.tensorboard": st.booleans() | PATHS,
     "log.samples": TEXTS | st.lists(TEXTS, min_size=1, max_size=3),
     "log.wandb": st.fixed_dictionaries(
@@ -282,6 +293,16 @@ VALUES_BY_KEY = {
         optional={"entity": TEXTS, "tags": st.lists(TEXTS), "offline": st.booleans()},
     ),
 }
+
+SCHEDULES_WITH_KEYS: list[dict[str, Any]] = [
+    {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": 1},
+    {
+        "optimizer.schedule": "wsd",
+        "optimizer.cooldown_shape": "cosine",
+        "optimizer.cooldown_waves": 1.5,
+    },
+    {"optimizer.schedule": "cosine_restarts", "optimizer.cycles": 1},
+]
 
 LORA_VALUES: list[dict[str, Any]] = [
     {},
@@ -344,7 +365,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
         *COLUMN_KEYS,
     }
     excluded |= {"log.sample_every", "log.sample_tokens"}
-    excluded |= {"optimizer.loss_scale", "optimizer.cooldown_steps", "eval.at_start"}
+    excluded |= {"optimizer.loss_scale", *SCHEDULE_OF_KEY, "eval.at_start"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {
         "train.steps",
         "train.epochs",
@@ -352,6 +373,8 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("lora.")} | {
         "checkpoint.best",
+        "checkpoint.best_is",
+        "eval.patience",
         *SAVE_KEYS,
     }
     excluded |= {"model.offload", "model.public_key", "model.training_state", *START_KEYS} | draw(
@@ -412,7 +435,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
         counts = {"log.sample_every": st.integers(0, 9), "log.sample_tokens": st.integers(1, 9)}
         values |= draw(st.fixed_dictionaries({}, optional=counts))
     if "optimizer.schedule" in values and draw(st.booleans()):
-        values |= {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": 1}
+        values |= draw(st.sampled_from(SCHEDULES_WITH_KEYS))
     values |= draw(st.sampled_from(LORA_VALUES))
     if "model.lock" in values:
         values |= draw(st.fixed_dictionaries({}, optional={"model.public_key": PATHS}))

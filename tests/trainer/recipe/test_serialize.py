@@ -30,9 +30,14 @@ ADDED_KEYS = (
     ),
     *("reduction", "reduction_shards", "init", "preset", "config", "overrides", "public_key"),
     "training_state",
+    *("target_parameters", "rank_pattern", "alpha_pattern", "modules_to_save"),
     *(
         "init_lr",
+        "warmup_shape",
         "cooldown_steps",
+        "cooldown_shape",
+        "cooldown_waves",
+        "cycles",
         "decay_exclude",
         "decay_include",
         "freeze",
@@ -42,8 +47,10 @@ ADDED_KEYS = (
     ),
     *("format", "fields_from_example", "subfield_separator", "prepend_text", "add_bos", "add_eos"),
     *("always_start_with_bos", "max_examples", "at_start"),
+    *("patience", "stride", "best_is"),
     *("config", "split", "revision", "sources", "ids_dtype", "bad_lines", "eval_split"),
     *("lock", "max_document_bytes"),
+    *("chat_template", "template_args", "template_date", "data.loss", "loss_reasoning", "overlong"),
     *("objective", "noise_density", "mean_noise_span_length", "param_dtype"),
     *("eval_every_epochs", "profile", "every_epochs", "milestones", "best", "export_every", "push"),
     *("checkpoint.dtype", "checkpoint.storage"),
@@ -52,7 +59,7 @@ ADDED_TABLES = ("loss", "log", "lora")
 # Text now -> the text in the digests, and the recipes with this text.
 CHANGED_DEFAULTS = {
     "# head_chunk_size: chosen for the devices": ("head_chunk_size = 512", {*DIGESTS}),
-    '# fields: "text", if the files have columns': (
+    "# fields: the columns that `format` tells": (
         '# fields: "text" for json',
         {"gpt-neo-1.3b.toml"},
     ),
@@ -99,6 +106,11 @@ ids_dtype = "uint16"                            # default
 bad_lines = 0                                   # default
 max_document_bytes = 67108864                   # default
 format = "text"                                 # default
+# chat_template: the tokenizer's template       # default
+# template_args: no variables                   # default
+# template_date: no date                        # default
+loss = "assistant"                              # default
+loss_reasoning = true                           # default
 fields = "[article], highlights"
 # fields_from_example: `fields`                 # default
 subfield_separator = " "                        # default
@@ -112,6 +124,7 @@ source_prefix = "summarize: "
 # tokenizer: the model's tokenizer              # default
 seq_length = 128
 packing = "concatenate"                         # default
+overlong = "split"                              # default
 objective = "next_token"                        # default
 noise_density = 0.15                            # default
 mean_noise_span_length = 3.0                    # default
@@ -135,8 +148,12 @@ end_lr = 0.0                                    # default
 schedule = "linear"                             # default
 warmup_steps = 100
 # warmup_ratio: from `warmup_steps`, or 0       # default
+warmup_shape = "linear"                         # default
 # decay_steps: the run's steps                  # default
 # cooldown_steps: a tenth of the steps, for wsd # default
+# cooldown_shape: linear, for wsd               # default
+# cooldown_waves: 0.5, for a cosine             # default
+# cycles: needed by cosine_restarts             # default
 weight_decay = 0.0                              # default
 decay_embeddings = true                         # default
 decay_exclude = []                              # default
@@ -154,6 +171,11 @@ clip_norm = 1.0                                 # default
 rank = 0                                        # default
 # alpha: 2 x `rank`                             # default
 targets = ["attn.q", "attn.v"]                  # default
+target_parameters = []                          # default
+dropout = 0.0                                   # default
+rank_pattern = {}                               # default
+alpha_pattern = {}                              # default
+modules_to_save = []                            # default
 use_rslora = false                              # default
 # path: new adapters                            # default
 base_dtype = "stored"                           # default
@@ -176,6 +198,8 @@ max_skipped = 10                                # default
 [eval]
 limit = 1000
 # at_start: true with evaluations in [train]    # default
+# stride: sequences side by side                # default
+patience = 0                                    # default
 
 [checkpoint]
 every = 1000
@@ -183,6 +207,7 @@ every = 1000
 keep = 2                                        # default
 milestones = 0                                  # default
 # best: evaluations save no checkpoint          # default
+# best_is: as fits `best`                       # default
 optimizer_state = true                          # default
 # dtype: `model.param_dtype`                    # default
 storage = "ocdbt"                               # default

@@ -86,7 +86,7 @@ def test_loop_saves_each_step_with_a_lower_loss(tmp_path: Path):
 
 
 def test_resumed_loop_saves_only_below_the_best_loss(tmp_path: Path):
-    store, _ = run_loop(tmp_path, options={"best_eval_loss": 0.0}, eval_every=2, saves_best=True)
+    store, _ = run_loop(tmp_path, options={"lowest_cost": 0.0}, eval_every=2, saves_best=True)
     assert store.steps() == [12]
 
 

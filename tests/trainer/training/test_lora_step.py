@@ -14,7 +14,7 @@ import pytest
 from tests.helpers import runs
 from tests.helpers.optimizers import compile_step
 from tests.helpers.slow_cases import slow_except
-from trainer.models.lora import LoraConfig
+from trainer.models.lora_config import LoraConfig
 from trainer.models.param_tree import flatten_tree, unflatten_tree
 from trainer.models.registry import FAMILIES
 from trainer.nn import transformer

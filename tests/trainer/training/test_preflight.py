@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.runs import LLAMA, make_job, make_setup
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.errors import USAGE, PrepError
-from trainer.models.lora import LoraConfig
+from trainer.models.lora_config import LoraConfig
 from trainer.models.mesh import parse_mesh
 from trainer.models.registry import FAMILIES
 from trainer.models.rule_text import merge_rules

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.runs import make_job, make_setup
 from trainer.models.errors import PrepError
-from trainer.training.optimizers.lr_schedule import LRSchedule
+from trainer.recipe.lr_schedule import LRSchedule
 from trainer.training.resume import check_changed_keys, check_resumable
 
 STEPS, MORE_STEPS = 20, 30

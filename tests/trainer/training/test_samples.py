@@ -190,3 +190,23 @@ def test_samples_do_not_change_the_run(tokenizer: TextTokenizer, tmp_path: Path)
     plain = run_loop(setup, log)
     assert not read_metrics(log)
     assert runs.state_bytes(sampled.state) == runs.state_bytes(plain.state)
+
+
+def test_sampler_renders_conversations(tokenizer: TextTokenizer):
+    template = "{% for m in messages %}w2 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w5{% endif %}"
+    (tokenizer.path.parent / "chat_template.jinja").write_text(template)
+    setup = runs.make_setup()
+    params = init_params(setup.model, 0)
+    chat = {"messages": [{"role": "user", "content": "w7"}]}
+    samples = make_sampler(tokenizer, setup, prompts=(chat, "w2 w7 w5")).generate(params)
+    assert [sample.prompt for sample in samples] == ["w2 w7 w5", "w2 w7 w5"]
+    assert samples[0].text == samples[1].text
+    first = samples[0].text.split()
+    stopped = make_sampler(tokenizer, setup, prompts=(chat,), stop_texts=(first[1],))
+    assert stopped.generate(params)[0].text.split() == first[:2]
+
+
+@pytest.mark.parametrize("chat", [{}, {"messages": []}, {"messages": [1]}, {"text": "w7"}], ids=str)
+def test_sampler_rejects_invalid_conversations(tokenizer: TextTokenizer, chat: dict[str, Any]):
+    with pytest.raises(PrepError, match=r"log\.samples"):
+        make_sampler(tokenizer, runs.make_setup(), prompts=(chat,))

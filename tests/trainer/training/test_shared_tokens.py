@@ -16,7 +16,7 @@ from trainer.data.tokenize import TokenizeConfig, open_tokens, tokenize_files
 from trainer.distributed import hosts
 from trainer.distributed.process_group import SingleProcess
 from trainer.models.errors import PrepError
-from trainer.training.datasets import tokenize_in_group
+from trainer.training.group_tokens import tokenize_in_group
 
 
 @pytest.fixture

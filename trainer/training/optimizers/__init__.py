@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainer.recipe.lr_schedule import build_lr_schedule
 from trainer.recipe.optimizer_tables import AnyOptimizerTable
 from trainer.training.optimizers.adafactor import build_adafactor, build_palm
 from trainer.training.optimizers.adamw import build_adamw
 from trainer.training.optimizers.lion import build_lion
-from trainer.training.optimizers.lr_schedule import build_lr_schedule
 from trainer.training.optimizers.muon import build_muon
 from trainer.training.optimizers.optimizer import Optimizer, UpdateRule
 from trainer.training.optimizers.sgd import build_sgd

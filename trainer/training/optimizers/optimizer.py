@@ -12,7 +12,7 @@ from jax import Array
 
 from trainer.models.leaf_patterns import matches_any
 from trainer.models.param_tree import ParamLeaf, Tree
-from trainer.training.optimizers.lr_schedule import LRSchedule
+from trainer.recipe.lr_schedule import LRSchedule
 from trainer.training.optimizers.rounding import (
     RoundingKey,
     bfloat16_to_float32,

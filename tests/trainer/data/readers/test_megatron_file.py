@@ -262,8 +262,8 @@ def test_loss_weights_are_refused_by_megatron_only(tmp_path: Path):
     path = export_tokens(store, read_meta(store), tmp_path / "out", "parquet")
     table = pq.read_table(path).to_pydict()
     assert table["input_ids"] == documents_of(tokens)
-    assert tokens.weights is not None
-    assert [weight for row in table["loss_mask"] for weight in row] == tokens.weights.tolist()
+    assert tokens.weight_codes is not None
+    assert [weight for row in table["loss_mask"] for weight in row] == tokens.weight_codes.tolist()
 
 
 def test_parquet_is_read_back_equal(tmp_path: Path):

@@ -9,10 +9,10 @@ import pytest
 
 from tests.helpers.optimizers import KEYS, make_optimizer
 from trainer.planning.exact_reduction import ELEMENTWISE_OPTIMIZERS
+from trainer.recipe.lr_schedule import LRSchedule
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AdamWTable
 from trainer.training.optimizers import RULE_BUILDERS, build_optimizer
 from trainer.training.optimizers.adamw import AdamW
-from trainer.training.optimizers.lr_schedule import LRSchedule
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.optimizers.weight_decay import WeightDecay
 

@@ -1,9 +1,10 @@
-"""Tests of the learning rate schedule against optax."""
+"""Tests of the learning rate schedule against optax and transformers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +12,8 @@ import optax
 import pytest
 
 from trainer.models.errors import PrepError
-from trainer.recipe.optimizer_tables import AdamWTable, PalmTable
-from trainer.training.optimizers.lr_schedule import LRSchedule, build_lr_schedule
+from trainer.recipe.lr_schedule import LRSchedule, build_lr_schedule, rate_at_step
+from trainer.recipe.optimizer_tables import AdamWTable, PalmTable, RampShape, ScheduleKind
 
 
 def learning_rates(schedule: LRSchedule, *steps: int) -> list[float]:
@@ -68,6 +69,111 @@ def test_wsd_phases_must_not_overlap():
     with pytest.raises(PrepError, match="warm-up and decay of `wsd` overlap") as caught:
         build_lr_schedule(table, 20)
     assert caught.value.hint == "`--set optimizer.cooldown_steps=5`"
+
+
+def transformers_rates(name: str, n: int, **arguments: Any) -> list[float]:
+    """Return the learning rates of a schedule of transformers for the peak 1, steps 0 to n - 1."""
+    torch = pytest.importorskip("torch")
+    optimization = pytest.importorskip("transformers.optimization")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = getattr(optimization, name)(optimizer, **arguments)
+    rates: list[float] = []
+    for _ in range(n):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize(("warmup", "n", "cycles"), [(0, 30, 3), (7, 100, 1), (11, 487, 6)])
+def test_cosine_restarts_equals_transformers(warmup: int, n: int, cycles: int):
+    expected = transformers_rates(
+        "get_cosine_with_hard_restarts_schedule_with_warmup",
+        n + 5,
+        num_warmup_steps=warmup,
+        num_training_steps=n,
+        num_cycles=cycles,
+    )
+    table = AdamWTable(lr=1.0, schedule="cosine_restarts", warmup_steps=warmup, cycles=cycles)
+    assert_equal_rates(build_lr_schedule(table, n), expected)
+
+
+@pytest.mark.parametrize("cooldown_shape", ["linear", "cosine", "1-sqrt"])
+@pytest.mark.parametrize("warmup_shape", ["linear", "cosine", "1-sqrt"])
+def test_wsd_equals_transformers(warmup_shape: RampShape, cooldown_shape: RampShape):
+    expected = transformers_rates(
+        "get_wsd_schedule",
+        105,
+        num_warmup_steps=11,
+        num_decay_steps=37,
+        num_training_steps=100,
+        warmup_type=warmup_shape,
+        decay_type=cooldown_shape,
+        min_lr_ratio=0.1,
+    )
+    table = AdamWTable(
+        lr=1.0,
+        init_lr=0.1,
+        end_lr=0.1,
+        schedule="wsd",
+        warmup_steps=11,
+        cooldown_steps=37,
+        warmup_shape=warmup_shape,
+        cooldown_shape=cooldown_shape,
+    )
+    assert_equal_rates(build_lr_schedule(table, 100), expected)
+
+
+def test_wsd_with_waves_equals_transformers():
+    expected = transformers_rates(
+        "get_wsd_schedule",
+        45,
+        num_warmup_steps=0,
+        num_decay_steps=30,
+        num_training_steps=40,
+        num_cycles=1.25,
+    )
+    table = AdamWTable(
+        lr=1.0, schedule="wsd", cooldown_steps=30, cooldown_shape="cosine", cooldown_waves=1.25
+    )
+    assert_equal_rates(build_lr_schedule(table, 40), expected)
+
+
+def assert_equal_rates(schedule: LRSchedule, expected: list[float]) -> None:
+    """Check the rates of all steps, in float32 in a training step and in float64 from the manifest."""
+    steps = range(len(expected))
+    assert learning_rates(schedule, *steps) == pytest.approx(expected, abs=5e-7)
+    fields = schedule.manifest_fields()
+    assert [rate_at_step(fields, step) for step in steps] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "wsd", "rsqrt"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_rate_at_step_equals_the_rate_of_the_step(kind: ScheduleKind, warmup: int):
+    schedule = LRSchedule(3e-4, 1e-5, kind, warmup, 20, initial=1e-6, cooldown=6)
+    fields = schedule.manifest_fields()
+    exact = [rate_at_step(fields, step) for step in range(25)]
+    assert learning_rates(schedule, *range(25)) == pytest.approx(exact, rel=1e-6)
+
+
+def test_rate_of_a_schedule_without_an_end_needs_no_fields_of_it():
+    assert rate_at_step({"kind": "constant", "peak": 0.5, "unknown": "x"}, 7) == 0.5
+
+
+def test_cycles_restart_where_float32_would_round_down():
+    """1 / 49 in float32, 49 times, is less than 1."""
+    schedule = LRSchedule(1.0, 0.0, "cosine_restarts", 0, 49 * 3, cycles=49)
+    assert learning_rates(schedule, *range(0, 147, 3)) == [1.0] * 49
+
+
+@pytest.mark.parametrize(
+    ("cycles", "steps", "maximum"), [(21, 20, "20"), (2000, 2_000_000, "1073")]
+)
+def test_more_cycles_than_steps_are_an_error(cycles: int, steps: int, maximum: str):
+    table = AdamWTable(lr=1.0, schedule="cosine_restarts", cycles=cycles)
+    with pytest.raises(PrepError, match=r"`optimizer\.cycles` is") as caught:
+        build_lr_schedule(table, steps)
+    assert caught.value.hint == f"`--set optimizer.cycles={maximum}`"
 
 
 def test_rsqrt_schedule_matches_t5():

@@ -1,0 +1,234 @@
+"""Conversations of templates that render a turn in another way when more messages follow: text and loss."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+import pytest
+
+from tests.trainer.data.chat_templates import (
+    LAST_REASONS,
+    LAST_RETURNS,
+    NEXT_ROLE_ENDS,
+    SYSTEM_IN_LAST,
+    TEXT_ARGUMENTS,
+)
+from trainer.data.chat_loss import LossRule
+from trainer.data.chat_template import ChatTemplate
+from trainer.data.example_settings import ExampleSettings
+from trainer.data.examples import Example
+from trainer.data.fields import compile_fields
+from trainer.data.readers.reader import Record
+from trainer.models.errors import PrepError
+
+STOPS = ("<|im_end|>", "</s>", "<|user|>", "<|return|>", "<eos>")
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+
+
+def user(content: str, **keys: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **keys}
+
+
+def assistant(content: str | None = None, **keys: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **keys}
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "id": "a", "function": {"name": "weather", "arguments": arguments}}
+
+
+def build(
+    template: str, messages: list[dict[str, Any]], tools: Any = None, **settings: Any
+) -> Example:
+    """Return the example of a conversation."""
+    chat = ChatTemplate(
+        "chat.jinja", template, (("bos_token", "<s>"),), date=datetime.date(2026, 1, 31)
+    )
+    all_settings = ExampleSettings(
+        fields="messages", chat_template=chat, add_eos=False, stop_texts=STOPS, **settings
+    )
+    record = Record({"messages": messages, "tools": tools}, "a.jsonl:3", 1)
+    return compile_fields(all_settings, vocab=9).build(record)
+
+
+def shown(*arguments: Any, **settings: Any) -> str:
+    """Return the text of a conversation with brackets around its parts with loss."""
+    (segment,) = build(*arguments, **settings).target
+    assert isinstance(segment.content, str)
+    assert segment.loss_spans is not None
+    text = segment.content
+    for start, end, weight in reversed(segment.loss_spans):
+        mark = "" if weight == 1 else f"{weight:g}:"
+        text = f"{text[:start]}⟦{mark}{text[start:end]}⟧{text[end:]}"
+    return text
+
+
+def test_earlier_turns_have_loss_where_the_template_puts_them():
+    messages = [user("1+1?"), assistant("2", reasoning_content="one"), user("So?"), assistant("3")]
+    assert shown(LAST_REASONS, messages) == (
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n⟦2<|im_end|>\n⟧"
+        "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\n3<|im_end|>\n⟧"
+    )
+    assert build(LAST_REASONS, messages).ignored == ("hidden_reasoning",)
+
+
+def test_system_text_may_be_in_the_last_turn_of_the_user():
+    messages = [
+        {"role": "system", "content": "Be kind"},
+        *(user("a"), assistant("b"), user("c"), assistant("d")),
+    ]
+    expected = "<s>[INST]a[/INST]⟦b</s>⟧[INST]Be kind\n\nc[/INST]⟦d</s>⟧"
+    assert shown(SYSTEM_IN_LAST, messages) == expected
+
+
+def test_start_of_the_next_turn_has_loss_if_it_ends_a_turn():
+    messages = [user("a"), assistant(" b\n"), user("c"), assistant("d")]
+    expected = "<|user|>\na<|assistant|>\n⟦b<|user|>⟧\nc<|assistant|>\n⟦d⟧"
+    assert shown(NEXT_ROLE_ENDS, messages) == expected
+
+
+def test_last_turn_may_end_with_another_token():
+    messages = [user("a"), assistant("b", reasoning="x"), user("c"), assistant("d", thinking="y")]
+    assert shown(LAST_RETURNS, messages) == (
+        "Today: 2026-01-31<|end|><|start|>user<|message|>a<|end|><|start|>assistant⟦<|message|>b<|end|>⟧"
+        "<|start|>user<|message|>c<|end|><|start|>assistant"
+        "⟦<|analysis|>y<|end|><|start|>assistant<|message|>d<|return|>⟧"
+    )
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Ulm"}, '{"city": "Ulm"}'], ids=["object", "text"])
+@pytest.mark.parametrize("content", [{}, {"content": None}], ids=["absent", "null"])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            LAST_REASONS,
+            '<|im_start|>assistant\n⟦\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+            "<|im_end|>\n⟧<|im_start|>user\n<tool_response>sun</tool_response><|im_end|>\n",
+        ),
+        (
+            TEXT_ARGUMENTS,
+            '<Assistant>⟦<call>weather {"city": "Ulm"}</call><eos>⟧<output>sun</output>',
+        ),
+    ],
+    ids=["objects", "texts"],
+)
+def test_tool_calls_are_in_the_form_of_the_template(
+    template: str, expected: str, content: dict[str, None], arguments: object
+):
+    calls = {"role": "assistant", **content, "tool_calls": [call(arguments)]}
+    messages = [user("a"), calls, {"role": "tool", "content": "sun"}, assistant("b")]
+    assert expected in shown(template, messages)
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["list", "text"])
+def test_template_gets_the_tools_of_a_record(tools: object):
+    text = shown(LAST_REASONS, [user("a"), assistant("b")], tools)
+    assert text.startswith(f"<|im_start|>system\n{json.dumps(TOOLS[0])}\n<|im_end|>\n")
+    assert build(NEXT_ROLE_ENDS, [user("a"), assistant("b")], tools).ignored == ("tools",)
+
+
+def test_training_rendering_shows_each_turn_as_the_last_one():
+    messages = [user("1+1?"), assistant("2", reasoning_content="one"), user("So?"), assistant("3")]
+    assert shown(LAST_REASONS, messages, joins_last_turns=True) == (
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n⟦<think>\none\n</think>\n\n2<|im_end|>\n⟧"
+        "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\n3<|im_end|>\n⟧"
+    )
+    # The last turn equals that of the template.
+    assert shown(LAST_REASONS, messages[:2], joins_last_turns=True) == shown(
+        LAST_REASONS, messages[:2]
+    )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [assistant("<think>\none\n</think>\n\n2"), assistant("2", reasoning_content="one")],
+    ids=["inline", "key"],
+)
+def test_training_rendering_keeps_reasoning_that_templates_cut(answer: dict[str, Any]):
+    messages = [user("a"), answer, user("b")]
+    assert shown(TEXT_ARGUMENTS, messages, joins_last_turns=True) == (
+        "<User>a<Assistant>⟦<think>\none\n</think>\n\n2<eos>⟧<User>b"
+    )
+
+
+def test_reasoning_may_have_no_loss():
+    rule = LossRule(has_reasoning=False)
+    inline = [user("a"), assistant("<think>\none\n</think>\n\n2")]
+    assert shown(LAST_REASONS, inline, loss=rule).endswith(
+        "<think>\none\n</think>\n\n⟦2<|im_end|>\n⟧"
+    )
+    thinking = [user("a"), assistant("2", thinking="one")]
+    assert shown(LAST_RETURNS, thinking, loss=rule).endswith(
+        "one<|end|><|start|>assistant<|message|>⟦2<|return|>⟧"
+    )
+
+
+CHAT = [user("a"), assistant("b"), user("c"), assistant("d"), user("e")]
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ("last", "<|user|>\na<|assistant|>\nb<|user|>\nc<|assistant|>\n⟦d<|user|>⟧\ne"),
+        ("user", "<|user|>\n⟦a⟧<|assistant|>\nb<|user|>\n⟦c⟧<|assistant|>\nd<|user|>\n⟦e⟧"),
+        ("all", "⟦<|user|>\na<|assistant|>\nb<|user|>\nc<|assistant|>\nd<|user|>\ne⟧"),
+    ],
+)
+def test_loss_is_on_the_chosen_turns(turns: str, expected: str):
+    assert shown(NEXT_ROLE_ENDS, CHAT, loss=LossRule((turns,))) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"weight": 0}, "⟦0:b<|user|>⟧"),
+        ({"train": False}, "⟦0:b<|user|>⟧"),
+        ({"loss": False}, "⟦0:b<|user|>⟧"),
+        ({"training": False}, "⟦0:b<|user|>⟧"),
+        ({"loss_weight": 0.25}, "⟦0.25:b<|user|>⟧"),
+        ({"weight": 0.5, "loss": True}, "⟦0.5:b<|user|>⟧"),
+    ],
+)
+def test_messages_have_their_loss_weight(keys: dict[str, Any], expected: str):
+    messages = [user("a", weight=1), assistant("b", **keys), user("c"), assistant("d")]
+    text = shown(NEXT_ROLE_ENDS, messages).replace("\nb<|user|>", f"\n{expected}")
+    assert text == f"<|user|>\na<|assistant|>\n{expected}\nc<|assistant|>\n⟦d⟧"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([assistant("a", weight=2)], "`weight` of a message is 2 - a number from 0 to 1"),
+        ([assistant("a", train="no")], "`train` of a message is a string"),
+        ([assistant(tool_calls=[call("{")])], "the arguments of a tool call: not JSON"),
+        ([assistant(tool_calls=[call([1])])], "the arguments of a tool call are not an object"),
+        ([assistant(tool_calls=["x"])], "a tool call is not an object"),
+        ([user("a"), assistant("b\ufdd5")], "a message is not text"),
+    ],
+)
+def test_error_names_the_line_of_invalid_parts(messages: list[dict[str, Any]], message: str):
+    with pytest.raises(PrepError, match=f"a.jsonl:3: .*{message}|a.jsonl:3: {message}"):
+        build(LAST_REASONS, messages)
+
+
+def test_tools_must_be_a_list():
+    with pytest.raises(
+        PrepError, match=r"a.jsonl:3: column `tools` is not a list - it is an object"
+    ):
+        build(LAST_REASONS, CHAT, {"name": "weather"})
+
+
+def test_hidden_tool_calls_are_an_error():
+    messages = [user("a"), assistant("b", tool_calls=[call({})])]
+    with pytest.raises(PrepError, match="does not show the tool calls of message 2"):
+        build(NEXT_ROLE_ENDS, messages)
+
+
+def test_many_turns_take_linear_time():
+    messages = [message for _ in range(20_000) for message in (user("a"), assistant("b"))]
+    (segment,) = build(NEXT_ROLE_ENDS, messages).target
+    assert segment.loss_spans is not None
+    assert len(segment.loss_spans) == 20_000

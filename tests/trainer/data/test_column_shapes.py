@@ -1,0 +1,42 @@
+"""Hints with the recipe keys for the columns of public datasets."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.data.column_shapes import columns_hint
+from trainer.data.column_values import messages_value
+from trainer.data.readers.reader import Record
+from trainer.models.errors import PrepError, Text
+
+DEFAULT = Text("name the columns")
+
+
+@pytest.mark.parametrize(
+    ("columns", "hint"),
+    [
+        (["prompt", "response"], "`--set data.format=prompt_response`"),
+        (["id", "prompt", "completion"], "`--set data.format=prompt_completion`"),
+        (["instruction", "input", "output"], "`--set data.format=alpaca`"),
+        (["instruction", "output"], "`--set data.format=alpaca`"),
+        (["question", "context", "response"], "`--set data.fields='[question+context], response'`"),
+        (["article", "highlights", "id"], "`--set data.fields='[article], highlights'`"),
+        (["content", "path"], "`--set data.fields=content`"),
+        (["a", "b"], "name the columns"),
+    ],
+)
+def test_columns_lead_to_the_keys_that_read_them(columns: list[str], hint: str):
+    assert columns_hint(dict.fromkeys(columns, "a"), DEFAULT) == hint
+
+
+def test_other_columns_of_conversations_need_two_keys():
+    turns = [{"role": "user", "content": "a"}]
+    keys = "`--set data.format=chat` `--set data.fields=conversations`"
+    assert columns_hint({"conversations": turns}, DEFAULT) == keys
+
+
+def test_turns_of_sharegpt_are_a_format():
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    with pytest.raises(PrepError, match="has no `role`") as caught:
+        messages_value(Record({"conversations": turns}, "rows.jsonl:1", 10), "conversations")
+    assert caught.value.hint == "`--set data.format=sharegpt`"

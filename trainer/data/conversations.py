@@ -1,0 +1,205 @@
+"""The messages of a record, from the columns of public data sets: lists of messages, ShareGPT and Alpaca.
+
+The layouts are those of TRL (https://huggingface.co/docs/trl/dataset_formats) and of LLaMA-Factory
+(https://github.com/hiyouga/LLaMA-Factory/blob/main/data/README.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from trainer.data.chat_loss import WEIGHT_KEYS
+from trainer.data.chat_marks import ASSISTANT, TOOL_CALLS
+from trainer.data.column_values import (
+    LINE_HINT,
+    check_columns,
+    messages_value,
+    text_value,
+    tool_schemas,
+)
+from trainer.data.ignored_parts import TOOLS_COLUMN
+from trainer.data.readers.reader import Record
+from trainer.files.json_values import json_type_name, load_json
+from trainer.models.errors import Key, PrepError, Text
+from trainer.models.json_types import JsonObject, JsonValue
+from trainer.recipe.field_grammar import FieldList, TextField, parse_fields
+from trainer.recipe.text_fields import DataFormat
+
+SYSTEM = "system"
+HISTORY = "history"
+FUNCTION_CALL = "function_call"
+# Roles of messages by those of ShareGPT.
+SHAREGPT_ROLES: Mapping[str, str] = {
+    "human": "user",
+    "user": "user",
+    "gpt": ASSISTANT,
+    ASSISTANT: ASSISTANT,
+    SYSTEM: SYSTEM,
+    FUNCTION_CALL: ASSISTANT,
+    "observation": "tool",
+    "tool": "tool",
+}
+SHAREGPT_HINT = f"known: {', '.join(SHAREGPT_ROLES)}"
+PAIR_HINT = Text(Key("data.fields", "[prompt], completion", is_override=True))
+
+MessageReader = Callable[[Record], list[JsonObject]]
+
+
+def message_reader(data_format: DataFormat, fields: str) -> MessageReader:
+    """Return the function from a record to the messages of its conversation.
+
+    Args:
+        data_format: The recipe's `data.format`.
+        fields: The recipe's `data.fields`.
+
+    Raises:
+        UsageError: The fields are not columns of conversations.
+    """
+    if data_format == "sharegpt":
+        return lambda record: _sharegpt_messages(record, fields)
+    if data_format == "alpaca":
+        columns = parse_fields(fields)
+        _check_text_fields(columns, fields)
+        return lambda record: _alpaca_messages(record, columns)
+    if not fields.startswith("["):
+        return lambda record: _column_messages(record, fields)
+    columns = parse_fields(fields)
+    _check_text_fields(columns, fields)
+    return lambda record: _joined_messages(record, columns)
+
+
+def tools_value(record: Record) -> list[JsonObject] | None:
+    """Return the schemas of the tools of a record, or None."""
+    value = record.values.get(TOOLS_COLUMN)
+    return tool_schemas(value, f"{record.place}: column `{TOOLS_COLUMN}`")
+
+
+def _check_text_fields(columns: FieldList, fields: str) -> None:
+    """Raise UsageError unless a list of fields is columns, with some in brackets and some after them."""
+    is_text = all(isinstance(field, TextField) for field, _ in columns.items)
+    if not (is_text and columns.source and columns.target):
+        what = f'`data.fields` is "{fields:.60}"'
+        why = "a conversation has the columns of its prompt in brackets, and those of its answer"
+        raise PrepError(what, why, PAIR_HINT)
+
+
+def _column_messages(record: Record, column: str) -> list[JsonObject]:
+    check_columns(record, [column])
+    return messages_value(record, column)
+
+
+def _joined_messages(record: Record, columns: FieldList) -> list[JsonObject]:
+    """Return the messages of several columns. Those in brackets have no loss."""
+    check_columns(record, columns.columns)
+    messages: list[JsonObject] = []
+    for field, is_bracketed in columns.items:
+        for column in cast(TextField, field).columns:
+            for message in messages_value(record, column):
+                if is_bracketed:
+                    message = {**message, WEIGHT_KEYS[0]: 0}
+                messages.append(message)
+    return messages
+
+
+def _sharegpt_messages(record: Record, column: str) -> list[JsonObject]:
+    check_columns(record, [column])
+    turns = record.values[column]
+    place = f"{record.place}: column `{column}`"
+    if not isinstance(turns, list):
+        what = f"{place} is not a list of turns"
+        raise PrepError(what, f"it is {json_type_name(turns)}", LINE_HINT)
+    messages = [
+        _sharegpt_message(turn, f"{place}: turn {number}")
+        for number, turn in enumerate(cast(list[JsonValue], turns), start=1)
+    ]
+    if messages and messages[0]["role"] == SYSTEM:
+        return messages
+    return [*_system_messages(record), *messages]
+
+
+def _sharegpt_message(turn: JsonValue, place: str) -> JsonObject:
+    """Return the message of a turn. Its other keys stay, e.g. `weight`."""
+    if not isinstance(turn, dict):
+        raise PrepError(f"{place} is no object", f"it is {json_type_name(turn)}", LINE_HINT)
+    author = turn.get("from")
+    value = turn.get("value")
+    if not isinstance(author, str) or not isinstance(value, str):
+        why = "`from` and `value` must be texts"
+        raise PrepError(f"{place} is no turn", why, '`{"from": "human", "value": "..."}`')
+    role = SHAREGPT_ROLES.get(author)
+    if role is None:
+        raise PrepError(f"{place} is from `{author:.40}`", "this role is unknown", SHAREGPT_HINT)
+    others = {
+        key: item for key, item in turn.items() if key not in ("from", "value") and item is not None
+    }
+    if author == FUNCTION_CALL:
+        return {**others, "role": role, TOOL_CALLS: _function_calls(value, place)}
+    return {**others, "role": role, "content": value}
+
+
+def _function_calls(value: str, place: str) -> list[JsonValue]:
+    """Return the calls in the text of a turn: JSON of one call or of a list."""
+    try:
+        parsed = load_json(value.encode())
+    except ValueError as error:
+        raise PrepError(f"{place} is no JSON of a call", str(error)[:200], LINE_HINT) from None
+    calls = parsed if isinstance(parsed, list) else [parsed]
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            hint = '`{"name": "weather", "arguments": {"city": "Ulm"}}`'
+            raise PrepError(f"{place} is no call", "it has no `name`", hint)
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _alpaca_messages(record: Record, columns: FieldList) -> list[JsonObject]:
+    """Return the messages of an instruction with its context, and of the output."""
+    prompts = _columns_of(columns, is_bracketed=True)
+    answers = _columns_of(columns, is_bracketed=False)
+    check_columns(record, [prompts[0], *answers])
+    # Columns after the first one are optional, and empty texts are left out.
+    texts = [
+        text_value(record, column)
+        for column in prompts
+        if column == prompts[0] or record.values.get(column) is not None
+    ]
+    prompt = "\n".join(text for text in texts if text)
+    answer = "\n".join(text_value(record, column) for column in answers)
+    return [
+        *_system_messages(record),
+        *_history_messages(record),
+        {"role": "user", "content": prompt},
+        {"role": ASSISTANT, "content": answer},
+    ]
+
+
+def _columns_of(columns: FieldList, *, is_bracketed: bool) -> list[str]:
+    fields = columns.source if is_bracketed else columns.target
+    return [column for field in fields for column in cast(TextField, field).columns]
+
+
+def _system_messages(record: Record) -> list[JsonObject]:
+    """Return the message of the column `system`, if it has a text."""
+    if record.values.get(SYSTEM) is None:
+        return []
+    content = text_value(record, SYSTEM)
+    return [{"role": SYSTEM, "content": content}] if content else []
+
+
+def _history_messages(record: Record) -> list[JsonObject]:
+    """Return the earlier turns in the column `history`: a list of pairs of an instruction and its output."""
+    history = record.values.get(HISTORY)
+    if history is None:
+        return []
+    messages: list[JsonObject] = []
+    pairs = cast(list[JsonValue], history) if isinstance(history, list) else [None]
+    for pair in pairs:
+        texts = pair if isinstance(pair, list) else []
+        if len(texts) != 2 or not all(isinstance(item, str) for item in texts):
+            what = f"{record.place}: column `{HISTORY}` is not a list of pairs of texts"
+            raise PrepError(what, f"an item is {json_type_name(pair)}", LINE_HINT)
+        messages += [
+            {"role": "user", "content": texts[0]},
+            {"role": ASSISTANT, "content": texts[1]},
+        ]
+    return messages

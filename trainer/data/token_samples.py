@@ -1,0 +1,167 @@
+"""Read the samples of a token store as text with loss weights, and count them.
+
+A sample is a document of the store, or with an encoder a source and its target.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.store import MappedTokens, document_end_blocks
+from trainer.data.tokenizer import TextTokenizer
+from trainer.models.data_samples import SampleCounts, SamplePart, TokenSample
+
+# Documents counted together. The number is even, so that each block begins with a source.
+COUNT_DOCUMENTS = 1 << 12
+# Tokens of a text to show. The middle of a longer one is left out.
+MAX_SAMPLE_TOKENS = 1024
+# Tokens that are decoded with the ones after them. Tokenizers strip the first space of a text.
+CONTEXT_TOKENS = 32
+
+
+def count_samples(tokens: MappedTokens, *, source_length: int, has_blocks: bool) -> SampleCounts:
+    """Count the samples of a store, and their tokens.
+
+    Args:
+        tokens: The store.
+        source_length: Maximum tokens of a source. 0 without an encoder.
+        has_blocks: Whether documents are concatenated and cut into blocks. The rest of the last block is dropped.
+    """
+    sums: Counter[str] = Counter()
+    longest = start = 0
+    for ends in document_end_blocks(tokens, COUNT_DOCUMENTS):
+        bounds = np.concatenate([[start], ends])
+        start = int(ends[-1])
+        lengths = np.diff(bounds)
+        loss_counts = _loss_counts(tokens, bounds)
+        longest = max(longest, int(lengths.max()))
+        if source_length:
+            sources = lengths[::2]
+            lengths, loss_counts = lengths[1::2], loss_counts[1::2]
+            sums["cut_sources"] += int((sources > source_length).sum())
+            sums["cut_targets"] += int((lengths > tokens.seq_length).sum())
+            sums["cut"] += int(((sources > source_length) | (lengths > tokens.seq_length)).sum())
+            sums["dropped"] += int((sources - source_length).clip(0).sum())
+            sums["dropped"] += int((lengths - tokens.seq_length).clip(0).sum())
+        else:
+            sums["cut"] += int((lengths > tokens.seq_length).sum())
+        sums["samples"] += len(lengths)
+        sums["loss_tokens"] += int(loss_counts.sum())
+        sums["without_loss"] += int((loss_counts == 0).sum())
+    if has_blocks and not source_length:
+        sums["dropped"] = tokens.n_tokens % tokens.seq_length
+    return SampleCounts(tokens=tokens.n_tokens, longest=longest, **sums)
+
+
+def _loss_counts(tokens: MappedTokens, bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the number of tokens with loss of each document. `bounds` are the start of the first one and all ends."""
+    if tokens.weight_codes is None:
+        return np.diff(bounds)
+    low, high = int(bounds[0]), int(bounds[-1])
+    # Code 0 is a weight of 0.
+    positions = np.flatnonzero(tokens.weight_codes[low:high])
+    return np.diff(np.searchsorted(positions, bounds - low))
+
+
+def read_samples(
+    tokens: MappedTokens,
+    tokenizer: TextTokenizer,
+    n_samples: int,
+    *,
+    source_length: int = 0,
+    max_tokens: int = MAX_SAMPLE_TOKENS,
+) -> Iterator[TokenSample]:
+    """Yield the first samples of a store.
+
+    Args:
+        tokens: The store.
+        tokenizer: Tokenizer of the store.
+        n_samples: Number of samples.
+        source_length: Maximum tokens of a source. 0 without an encoder.
+        max_tokens: Tokens of a text to decode. The middle of a longer one is left out.
+
+    Raises:
+        PrepError: The tokenizer cannot decode the tokens.
+    """
+    bounds = [0, *tokens.ends[: 2 * n_samples].tolist()]
+    spans = list(itertools.pairwise(bounds))
+    if not source_length:
+        for low, high in spans[:n_samples]:
+            yield TokenSample(
+                parts=_read_parts(tokens, tokenizer, (low, high), max_tokens=max_tokens),
+                source=(),
+                tokens=high - low,
+                loss_tokens=_count_loss(tokens, low, high),
+                is_cut=high - low > tokens.seq_length,
+            )
+        return
+    for (start, middle), (_, end) in zip(spans[::2], spans[1::2]):
+        source = (start, middle)
+        yield TokenSample(
+            parts=_read_parts(tokens, tokenizer, (middle, end), max_tokens=max_tokens),
+            source=_read_parts(tokens, tokenizer, source, max_tokens=max_tokens, has_loss=False),
+            tokens=end - start,
+            loss_tokens=_count_loss(tokens, middle, end),
+            is_cut=middle - start > source_length or end - middle > tokens.seq_length,
+        )
+
+
+def _count_loss(tokens: MappedTokens, low: int, high: int) -> int:
+    if tokens.weight_codes is None:
+        return high - low
+    return int(np.count_nonzero(tokens.weight_codes[low:high]))
+
+
+def _read_parts(
+    tokens: MappedTokens,
+    tokenizer: TextTokenizer,
+    span: tuple[int, int],
+    *,
+    max_tokens: int,
+    has_loss: bool = True,
+) -> tuple[SamplePart, ...]:
+    """Return the parts of a document from its start and its end in the store. Sources have no loss."""
+    low, high = span
+    if high - low <= max_tokens:
+        return tuple(_decode_parts(tokens, tokenizer, low, high, has_loss=has_loss))
+    head = low + max_tokens // 2
+    tail = high - (max_tokens - max_tokens // 2)
+    return (
+        *_decode_parts(tokens, tokenizer, low, head, has_loss=has_loss),
+        SamplePart("", (), 0.0, omitted=tail - head),
+        *_decode_parts(tokens, tokenizer, tail, high, has_loss=has_loss),
+    )
+
+
+def _decode_parts(
+    tokens: MappedTokens, tokenizer: TextTokenizer, low: int, high: int, *, has_loss: bool
+) -> Iterator[SamplePart]:
+    """Yield the parts of consecutive tokens: a new one where the weight changes, and around special tokens."""
+    ids = tokens.ids[low:high].tolist()
+    weights = _read_weights(tokens, low, high, has_loss=has_loss)
+    special_ids = tokenizer.special_ids({*ids})
+    marks = [(weight, token_id in special_ids) for token_id, weight in zip(ids, weights)]
+    preceding: list[int] = []
+    for (weight, is_special), group in itertools.groupby(zip(marks, ids), lambda item: item[0]):
+        part_ids = [token_id for _, token_id in group]
+        if is_special:
+            text = "".join(map(tokenizer.spelling, part_ids))
+            preceding = []
+        else:
+            text = tokenizer.decode(part_ids, preceding)
+            preceding = part_ids[-CONTEXT_TOKENS:]
+        yield SamplePart(text, tuple(part_ids), weight, is_special)
+
+
+def _read_weights(tokens: MappedTokens, low: int, high: int, *, has_loss: bool) -> list[float]:
+    """Return the loss weight of each token."""
+    if not has_loss:
+        return [0.0] * (high - low)
+    if tokens.weight_codes is None:
+        return [1.0] * (high - low)
+    return [tokens.loss_weights[code] for code in tokens.weight_codes[low:high].tolist()]

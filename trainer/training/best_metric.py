@@ -1,0 +1,161 @@
+"""The evaluation value that selects the best step of a run, and that ends a run when it no longer improves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.models.errors import Key, text, usage_error
+from trainer.models.json_types import JsonObject
+from trainer.models.manifest_fields import StepFields
+from trainer.recipe import Recipe
+from trainer.recipe.run_tables import EVAL_LOSS, EVAL_METRICS, Direction
+
+# Prefix of the names of the sums of `metric_fn` in an evaluation
+METRIC_PREFIX = "metric."
+
+
+@dataclass(frozen=True, slots=True)
+class BestMetric:
+    """A value of evaluations, and whether its lowest or its highest value is the best one.
+
+    Attributes:
+        name: Its name in the log, e.g. `eval_accuracy`.
+        best_is: The best value.
+    """
+
+    name: str = EVAL_LOSS
+    best_is: Direction = "lowest"
+
+    def cost(self, line: Mapping[str, object]) -> float:
+        """Return the value of an evaluation's line as a number whose lowest value is the best one.
+
+        Infinite if the line has no finite value.
+        """
+        value = line.get(self.name)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return math.inf
+        return self.value(value)
+
+    def value(self, cost: float) -> float:
+        """Return the value of a cost, or the cost of a value."""
+        if self.best_is == "highest":
+            return -cost
+        return cost
+
+    def manifest_fields(self, cost: float) -> StepFields:
+        """Return the manifest entry of a finite cost."""
+        if self.name == EVAL_LOSS:
+            return {"eval_loss": cost}
+        value = self.value(cost)
+        return {"eval_metric": {"name": self.name, "value": value, "best_is": self.best_is}}
+
+
+def best_metric(recipe: Recipe) -> BestMetric:
+    """Return the metric of a recipe: `checkpoint.best`, or the loss."""
+    table = recipe.checkpoint
+    if table.best is None:
+        return BestMetric()
+    return BestMetric(table.best, table.best_is or EVAL_METRICS.get(table.best, "lowest"))
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """The evaluations of a run so far, as far as they decide whether it ends early.
+
+    Attributes:
+        cost: Lowest cost so far. Infinite before the first finite one.
+        best_step: Step of the lowest cost.
+        last_step: Step of the last evaluation. -1 before the first one.
+        evaluations: Number of evaluations since the one with the lowest cost.
+    """
+
+    cost: float = math.inf
+    best_step: int = 0
+    last_step: int = -1
+    evaluations: int = 0
+
+    def after(self, step: int, cost: float) -> Patience:
+        """Return the state after one more evaluation."""
+        if cost < self.cost:
+            return Patience(cost, step, step)
+        return Patience(self.cost, self.best_step, step, self.evaluations + 1)
+
+    def end_reason(self, limit: int, metric: BestMetric) -> str:
+        """Return why the run ends early, or an empty text.
+
+        Args:
+            limit: `eval.patience`. 0 means no limit.
+            metric: The metric of the run.
+        """
+        if not limit or self.evaluations < limit:
+            return ""
+        best = "it was never finite"
+        if math.isfinite(self.cost):
+            best = f"its {metric.best_is} is {metric.value(self.cost):.4f} at step {self.best_step}"
+        return f"{metric.name} has not improved in {self.evaluations} evaluations: {best}"
+
+    def to_json(self) -> JsonObject:
+        """Return the state as a JSON object, for a manifest and for other processes."""
+        fields: JsonObject = dataclasses.asdict(self)
+        # JSON has no infinity.
+        if math.isinf(self.cost):
+            del fields["cost"]
+        return fields
+
+    @staticmethod
+    def of_manifest(
+        manifest: Mapping[str, Any], config_fields: StepFields, name: str
+    ) -> Patience | None:
+        """Return the state in the manifest of a step.
+
+        None without evaluations of the same metric and sequences.
+
+        Args:
+            manifest: The manifest.
+            config_fields: Manifest fields of the resuming run.
+            name: The metric of the resuming run.
+        """
+        record = manifest.get("patience")
+        keys = ("eval_sequences", "eval_stride")
+        is_comparable = all(manifest.get(key) == config_fields.get(key) for key in keys)
+        if not isinstance(record, dict) or record.get("metric") != name or not is_comparable:
+            return None
+        return Patience.from_json(record)
+
+    @staticmethod
+    def from_json(fields: Mapping[str, object]) -> Patience:
+        """Return the state of a JSON object, or the state before the first evaluation if it is malformed."""
+        cost = fields.get("cost", math.inf)
+        steps = [fields.get(name) for name in ("best_step", "last_step", "evaluations")]
+        if not isinstance(cost, int | float) or not all(type(step) is int for step in steps):
+            return NO_EVALUATIONS
+        best_step, last_step, evaluations = (int(str(step)) for step in steps)
+        return Patience(float(cost), best_step, last_step, evaluations)
+
+
+NO_EVALUATIONS = Patience()
+
+
+def check_metric_name(metric: BestMetric, names: Collection[str]) -> None:
+    """Check that the evaluations of a run have its metric.
+
+    Args:
+        metric: The metric.
+        names: Names of the sums of an evaluation.
+
+    Raises:
+        UsageError: They do not have it.
+    """
+    known = [*EVAL_METRICS]
+    for name in names:
+        if name.startswith(METRIC_PREFIX):
+            known.append(f"eval_{name.removeprefix(METRIC_PREFIX)}")
+    if metric.name in known:
+        return
+    what = f'`checkpoint.best` is "{metric.name}"'
+    why = f"an evaluation has {', '.join(known)}"
+    raise usage_error(what, why, text("{}", Key("checkpoint.best", EVAL_LOSS, is_override=True)))

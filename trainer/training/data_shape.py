@@ -1,0 +1,97 @@
+"""The format and the columns of data whose recipe names neither: those of the first record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from trainer.data.column_shapes import Shape, find_shapes, shapes_hint
+from trainer.data.files import DataFile, Note
+from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
+from trainer.data.readers import READERS
+from trainer.data.readers.reader import Reader, ReadOptions, Record
+from trainer.data.remote_files import RemoteFiles
+from trainer.distributed.process_group import ProcessGroup, SingleProcess
+from trainer.files.reading import open_regular_file
+from trainer.models.errors import PrepError, text, usage_error
+from trainer.recipe.data_table import Data
+from trainer.recipe.field_checks import chat_problems
+from trainer.recipe.text_fields import DEFAULT_FIELDS, PLAIN
+from trainer.training.source_datasets import train_selection
+
+ONE_PROCESS = SingleProcess()
+
+
+def find_data_shape(
+    data: Data,
+    *,
+    remote: RemoteFiles = NO_REMOTE_FILES,
+    group: ProcessGroup = ONE_PROCESS,
+    note: Note,
+) -> Data:
+    """Return data with a format and its fields: those of the recipe, or those that its columns tell.
+
+    All processes call it together. Process 0 reads the first record, as only its host may have the files.
+
+    Args:
+        data: Data of one source.
+        remote: Finds the files of URLs.
+        group: The processes of the job.
+        note: Called with a message about the shape.
+
+    Raises:
+        UsageError: The columns fit several shapes, or keys of the recipe do not fit the shape.
+        PrepError: The first record is invalid.
+    """
+    if not data.has_auto_shape:
+        return data
+    resolved = data
+    if group.index == 0:
+        resolved = _read_shape(data, remote, note)
+    answer = group.broadcast("shape of the data", f"{resolved.format} {resolved.fields or ''}")
+    data_format, _, fields = answer.partition(" ")
+    resolved = data.model_copy(update={"format": data_format, "fields": fields or None})
+    for problem in chat_problems(resolved):
+        raise usage_error(problem.what, problem.why, problem.hint)
+    return resolved
+
+
+def _read_shape(data: Data, remote: RemoteFiles, note: Note) -> Data:
+    """Return data with the shape of its first record. Files without columns have the format `text`."""
+    files = find_data_files(data.path or (), data.type, train_selection(data), remote=remote)
+    file_type = resolve_type(files, data.type)
+    shape = Shape(PLAIN, DEFAULT_FIELDS.get(file_type, ""))
+    if file_type in DEFAULT_FIELDS:
+        record = _first_record(data, files, READERS[file_type])
+        shapes = find_shapes(record.values) if record is not None else []
+        if record is not None and len(shapes) > 1:
+            names = ", ".join(f"`{name}`" for name in record.values)
+            why = f"its columns fit several shapes: {names}"
+            what = f"{record.place}: the shape of the data is not clear"
+            raise usage_error(what, why, text("choose {}", shapes_hint(shapes)))
+        # A record in no shape is an error of the column `text`, with the keys for its columns.
+        if shapes:
+            shape = shapes[0]
+            note(f"found by the columns: {shape.keys()}")
+    return data.model_copy(update={"format": shape.format, "fields": shape.fields or None})
+
+
+def _first_record(data: Data, files: Sequence[Path | DataFile], reader: Reader) -> Record | None:
+    """Return the first record of files, or None. Invalid ones are skipped if the recipe allows any."""
+
+    def on_error(error: PrepError) -> None:
+        if not data.bad_lines:
+            raise error
+
+    options = ReadOptions(on_error, max_document_nbytes=data.max_document_bytes)
+    for file in files:
+        if isinstance(file, Path):
+            if not file.stat().st_size:
+                continue
+            # The file is not read to its end, so it has no digest to compare.
+            file = DataFile(file, file.stat().st_size, "", partial(open_regular_file, file))
+        for piece in reader.read(file, options):
+            assert isinstance(piece, Record)
+            return piece
+    return None

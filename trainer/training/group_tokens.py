@@ -1,0 +1,131 @@
+"""Tokens that the processes of a job make together, or wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from trainer.data.files import Note, io_error
+from trainer.data.store import MappedTokens
+from trainer.data.store_writer import make_cache
+from trainer.data.token_shards import (
+    complete_shards,
+    is_complete,
+    make_shards,
+    open_shards,
+    tokenize_alone,
+)
+from trainer.data.tokenize import (
+    TokenizeConfig,
+    TokenizeProgress,
+    open_tokens,
+    tokenize_files,
+)
+from trainer.distributed.hosts import folder_processes
+from trainer.distributed.process_group import ProcessGroup
+from trainer.models.errors import PrepError
+
+# Names of exchanges between processes.
+MISSING_TOKENS = "tokens are missing"
+TOKEN_SHARDS = "token shards"
+
+
+def tokenize_in_group(
+    config: TokenizeConfig, group: ProcessGroup, *, progress: TokenizeProgress, note: Note
+) -> MappedTokens:
+    """Return the tokens of the configured files.
+
+    All processes call it together. If the hosts share the cache, the first process of each host
+    makes a share of the tokens. Otherwise process 0 makes them, and the first process of each host
+    without the cache of process 0. All other processes wait, then open the tokens without reading
+    the data files. With a scratch folder, each process makes the tokens that are missing in the
+    cache.
+
+    Args:
+        config: Files, tokenizer and cache.
+        group: The processes of the job.
+        progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
+        note: Called with messages for the user.
+
+    Raises:
+        PrepError: The tokens cannot be made, or the hosts have different data files.
+    """
+    if config.scratch_dir is not None:
+        return tokenize_files(config, progress=progress, note=note)
+    if group.count == 1:
+        return tokenize_alone(config, progress=progress, note=note)
+    if group.index == 0:
+        _make_cache(config)
+    tokens = None
+    processes = folder_processes(config.cache, group)
+    if processes.is_shared and len(processes.host_leaders) > 1:
+        tokens = _tokenize_on_hosts(
+            config, group, processes.host_leaders, progress=progress, note=note
+        )
+    elif group.index in processes.writers:
+        tokens = tokenize_files(config, progress=progress, note=note)
+    # Process 0 waits here until all tokens are complete. Other processes wait in the broadcast below.
+    identities = group.gather("tokens", tokens.identity if tokens else "")
+    if group.index == 0:
+        _check_equal(identities)
+    identity = group.broadcast("identity of the tokens", tokens.identity if tokens else "")
+    return tokens or open_tokens(config, identity, note=note)
+
+
+def _tokenize_on_hosts(
+    config: TokenizeConfig,
+    group: ProcessGroup,
+    leaders: Sequence[int],
+    *,
+    progress: TokenizeProgress,
+    note: Note,
+) -> MappedTokens | None:
+    """Return the tokens on process 0, and None elsewhere. The first process of each host makes a share."""
+    if group.index > 0:
+        has_work = group.broadcast(MISSING_TOKENS, "") == str(True)
+        if has_work and group.index in leaders:
+            # A host without the data files makes no share. Process 0 makes what is missing in the
+            # end, and reports the error of invalid data.
+            with suppress(PrepError):
+                job = open_shards(config, note)
+                share = leaders.index(group.index)
+                make_shards(job, share, len(leaders), progress=progress, note=note)
+        group.barrier(TOKEN_SHARDS)
+        return None
+    # Process 0 reads all files for their digests. The others find its plan.
+    job = open_shards(config, note)
+    has_work = not is_complete(job)
+    group.broadcast(MISSING_TOKENS, str(has_work))
+    if has_work:
+        make_shards(job, 0, len(leaders), progress=progress, note=note)
+    group.barrier(TOKEN_SHARDS)
+    if has_work:
+        make_shards(job, 0, 1, progress=progress, note=note)
+    return complete_shards(job, progress=progress, note=note).tokens
+
+
+def _make_cache(config: TokenizeConfig) -> None:
+    try:
+        make_cache(config.cache)
+    except OSError as error:
+        raise io_error(config.cache, error) from error
+
+
+def _check_equal(identities: Sequence[str]) -> None:
+    """Raise PrepError if two hosts made different tokens.
+
+    Args:
+        identities: Identity of the tokens by process. Empty for a process that made none.
+    """
+    other = next(
+        (index for index, identity in enumerate(identities) if identity not in ("", identities[0])),
+        None,
+    )
+    if other is not None:
+        what = f"the data of process {other} differs from the data of process 0"
+        why = f"its tokens are {identities[other]}, process 0 has {identities[0]}"
+        raise PrepError(
+            what,
+            why,
+            "use the same files in `data.path` on all hosts, or put them on a shared file system",
+        )
