@@ -273,9 +273,9 @@ def test_harness_model_warns_of_generation_fields(
 ) -> None:
     folder = tmp_path / "beams"
     shutil.copytree(checkpoint, folder)
-    settings = {"eos_token_id": EOS, "num_beams": 4, "stop_strings": ["x"]}
+    settings = {"eos_token_id": EOS, "num_beams": 4, "penalty_alpha": 0.6}
     (folder / "generation_config.json").write_text(json.dumps(settings))
-    fields = "not supported in .*`num_beams`, `stop_strings`"
+    fields = "not supported in .*`num_beams`, `penalty_alpha`"
     with pytest.warns(UserWarning, match=fields), open_without_harness(folder, monkeypatch):
         pass
 
