@@ -76,6 +76,7 @@ class HarnessMethods:
         tokenizer: The model's tokenizer.
         eos_ids: Tokens that end a text.
         rules: Rules of the model that change which token is chosen.
+        stop_texts: Texts of the model that end a text, as those of a request do.
         prefix_id: Token that precedes a text without context.
         batch_size: Rows per batch.
         max_length: Maximum tokens of a row.
@@ -89,6 +90,7 @@ class HarnessMethods:
     tokenizer: TextTokenizer
     eos_ids: tuple[int, ...]
     rules: TokenRules
+    stop_texts: tuple[str, ...]
     prefix_id: int
     batch_size: int
     max_length: int
@@ -228,16 +230,17 @@ class HarnessMethods:
         )
         return [
             _cut_at_stop_text(
-                self.tokenizer.decode(ids, prompt), request.args[1].get("until") or ()
+                self.tokenizer.decode(ids, prompt),
+                (*as_tuple(request.args[1].get("until") or ()), *self.stop_texts),
             )
             for ids, prompt, request in zip(outputs, prompts, requests, strict=True)
         ]
 
 
-def _cut_at_stop_text(text: str, until: str | Sequence[str]) -> str:
+def _cut_at_stop_text(text: str, stop_texts: Sequence[str]) -> str:
     """Return the text before the first stop text."""
     end = len(text)
-    for stop in as_tuple(until):
+    for stop in stop_texts:
         position = text.find(stop)
         if stop and position >= 0:
             end = min(end, position)
@@ -393,6 +396,7 @@ def _load_harness_methods(
         tokenizer=text_tokenizer,
         eos_ids=defaults.eos_token_ids,
         rules=defaults.rules,
+        stop_texts=defaults.stop_texts,
         prefix_id=_prefix_id(text_tokenizer, defaults.eos_token_ids[0]),
         # Each replica computes equally many rows: 8 rows on 3 replicas become 9.
         batch_size=-(-batch_size // num_replicas) * num_replicas,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from prepcli.engine.files import io_error
 from prepcli.errors import Key, text, usage_error
+from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.run_storage import RunStorage
+from prepcli.formats.run_steps import score_group
 from prepcli.inspection.run_record import SAMPLES_FILE
 from prepcli.training_runs.run import Run
 from prepcli.training_runs.storage import store_at_end, write_run_file
@@ -122,6 +125,22 @@ def find_patience(run: Run, loop: LoopConfig, manifest: Mapping[str, Any], step:
             patience = patience.after(step, metric.cost(line))
     words = run.group.broadcast("patience", json.dumps(patience.to_json()))
     return Patience.from_json(json.loads(words))
+
+
+def find_lowest_cost(run: Run, loop: LoopConfig, checkpoints: CheckpointManager) -> float:
+    """Return the lowest comparable cost of a saved step, as process 0 sees the run. See `BestMetric`.
+
+    The result is infinite without a saved step.
+    """
+    if not loop.saves_best:
+        return math.inf
+    lowest = math.inf
+    if run.is_first:
+        metric = loop.best_metric
+        lowest = checkpoints.lowest_cost(score_group(metric.name, loop.manifest_fields))
+    # `repr` of a float is exact: all processes compare later values with the same one, and so
+    # save the same steps.
+    return float(run.group.broadcast("lowest cost", repr(lowest)))
 
 
 @contextmanager

@@ -25,8 +25,10 @@ from prepcli.training_runs.run import PreparedRun
 from trainer.training.callbacks import Callbacks
 
 if TYPE_CHECKING:
+    from prepcli.training_runs.run import Run
     from trainer.training.evaluation import EvaluationResult
     from trainer.training.log_lines import StepLine
+    from trainer.training.profiling import StepProfiler
     from trainer.training.samples import Sample
 
 # Characters of a sample, which is shown on one line
@@ -308,3 +310,18 @@ def tokenize_progress(observer: Observer) -> Callable[[int, int, int], None]:
             done_nbytes = -1
 
     return report_progress
+
+
+def make_profiler(run: Run) -> StepProfiler | None:
+    """Return the profiler of process 0.
+
+    None if the recipe records no steps.
+    """
+    from trainer.training.profiling import PROFILE_FOLDER, StepProfiler
+
+    profile = run.recipe.train.profile
+    if profile is None or not run.is_first:
+        return None
+    return StepProfiler(
+        profile["start"], profile["steps"], run.folder / PROFILE_FOLDER, run.observer.warn
+    )

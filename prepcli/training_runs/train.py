@@ -6,7 +6,6 @@ other functions are in the order of their calls.
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,7 +26,7 @@ from prepcli.execution.signals import (
     remember_signal,
 )
 from prepcli.execution.step_exports import StepExports
-from prepcli.formats.run_steps import RECIPE_FILE, score_group
+from prepcli.formats.run_steps import RECIPE_FILE
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.sources.folders import make_access
 from prepcli.training_runs.checks import check_config
@@ -43,12 +42,13 @@ from prepcli.training_runs.export import (
 )
 from prepcli.training_runs.metrics import (
     check_logs,
+    find_lowest_cost,
     find_missing_events,
     find_patience,
     open_metrics,
     open_sample_log,
 )
-from prepcli.training_runs.observe import RunDisplay, open_display
+from prepcli.training_runs.observe import RunDisplay, make_profiler, open_display
 from prepcli.training_runs.prepare import prepare_run
 from prepcli.training_runs.processes import (
     compare_settings,
@@ -86,7 +86,6 @@ if TYPE_CHECKING:
     from trainer.training.best_metric import Patience
     from trainer.training.events import MissingEvents
     from trainer.training.loop import LoopResult
-    from trainer.training.profiling import StepProfiler
     from trainer.training.step import TrainState
 
 
@@ -556,10 +555,10 @@ def _take_steps(
             callbacks=display,
             poll_stop_reason=lambda: stop_signal(),
             enter_phase=enter_phase,
-            lowest_cost=_lowest_cost(prepared, checkpoints),
+            lowest_cost=find_lowest_cost(run, loop, checkpoints),
             patience=patience,
             missing_events=missing_events,
-            profiler=_make_profiler(run),
+            profiler=make_profiler(run),
             warn=run.observer.warn,
         )
         training.compile()
@@ -574,38 +573,6 @@ def _take_steps(
         # The signal came too late to stop the steps. It stops the exports and the push instead.
         raise_stop(stop_signal())
     return result
-
-
-def _lowest_cost(prepared: PreparedRun, checkpoints: CheckpointManager) -> float:
-    """Return the lowest comparable cost of a saved step, as process 0 sees the run. See `BestMetric`.
-
-    The result is infinite without a saved step.
-    """
-    run = prepared.run
-    if not prepared.loop.saves_best:
-        return math.inf
-    lowest = math.inf
-    if run.is_first:
-        metric = prepared.loop.best_metric
-        lowest = checkpoints.lowest_cost(score_group(metric.name, prepared.loop.manifest_fields))
-    # `repr` of a float is exact: all processes compare later values with the same one, and so
-    # save the same steps.
-    return float(run.group.broadcast("lowest cost", repr(lowest)))
-
-
-def _make_profiler(run: Run) -> StepProfiler | None:
-    """Return the profiler of process 0.
-
-    None if the recipe records no steps.
-    """
-    from trainer.training.profiling import PROFILE_FOLDER, StepProfiler
-
-    profile = run.recipe.train.profile
-    if profile is None or not run.is_first:
-        return None
-    return StepProfiler(
-        profile["start"], profile["steps"], run.folder / PROFILE_FOLDER, run.observer.warn
-    )
 
 
 def _make_result(prepared: PreparedRun, step: int, **fields: Any) -> TrainResult:

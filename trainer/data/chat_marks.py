@@ -28,7 +28,7 @@ NONCHARACTER = re.compile("[\ufdd0-\ufdef]")
 INLINE_REASONING = re.compile(r"(<think>|\[THINK\])(?P<reasoning>.*)(</think>|\[/THINK\])", re.S)
 
 
-class Part(Enum):
+class MessagePart(Enum):
     """The part of a message at a mark."""
 
     REASONING = "reasoning"
@@ -47,7 +47,7 @@ class Mark:
     """
 
     message: int
-    part: Part
+    part: MessagePart
     tail: str | None = None
 
 
@@ -116,7 +116,7 @@ class MessageMarker:
         for key in REASONING_KEYS:
             value = message.get(key)
             if isinstance(value, str):
-                changed[key] = self._mark_text(value, index, Part.REASONING)
+                changed[key] = self._mark_text(value, index, MessagePart.REASONING)
         content = message.get("content")
         if isinstance(content, str):
             changed["content"] = self._mark_content(content, index)
@@ -131,9 +131,9 @@ class MessageMarker:
         """Mark a content. Reasoning in it is a part of its own, so that templates can still cut it off."""
         match = INLINE_REASONING.search(content)
         if match is None:
-            return self._mark_text(content, index, Part.CONTENT)
-        reasoning = self._mark_text(match["reasoning"], index, Part.REASONING)
-        answer = self._mark_text(content[match.end() :], index, Part.CONTENT)
+            return self._mark_text(content, index, MessagePart.CONTENT)
+        reasoning = self._mark_text(match["reasoning"], index, MessagePart.REASONING)
+        answer = self._mark_text(content[match.end() :], index, MessagePart.CONTENT)
         return (
             content[: match.start("reasoning")]
             + reasoning
@@ -144,9 +144,9 @@ class MessageMarker:
     def _mark_item(self, item: JsonValue, index: int) -> JsonValue:
         """Mark an item of a content of several parts, such as `{"type": "text", "text": "Hi"}`."""
         if isinstance(item, str):
-            return self._mark_text(item, index, Part.CONTENT)
+            return self._mark_text(item, index, MessagePart.CONTENT)
         if isinstance(item, dict) and isinstance(item.get("text"), str):
-            return {**item, "text": self._mark_text(str(item["text"]), index, Part.CONTENT)}
+            return {**item, "text": self._mark_text(str(item["text"]), index, MessagePart.CONTENT)}
         return item
 
     def _mark_call(self, call: JsonValue, index: int) -> JsonValue:
@@ -162,18 +162,20 @@ class MessageMarker:
         changed: JsonObject = dict(function)
         name = function.get("name")
         if isinstance(name, str) and name:
-            changed["name"] = name + self._add(Mark(index, Part.CALL))
+            changed["name"] = name + self._add(Mark(index, MessagePart.CALL))
         arguments = function.get("arguments")
         if isinstance(arguments, str) and arguments.endswith("}"):
-            changed["arguments"] = arguments[:-1] + self._add(Mark(index, Part.CALL, "}")) + "}"
+            changed["arguments"] = (
+                arguments[:-1] + self._add(Mark(index, MessagePart.CALL, "}")) + "}"
+            )
         elif isinstance(arguments, dict) and arguments:
             key, value = list(arguments.items())[-1]
             if isinstance(value, str) and value.strip() == value != "":
-                marked = value + self._add(Mark(index, Part.CALL, ""))
+                marked = value + self._add(Mark(index, MessagePart.CALL, ""))
                 changed["arguments"] = {**arguments, key: marked}
         return changed
 
-    def _mark_text(self, text: str, index: int, part: Part) -> str:
+    def _mark_text(self, text: str, index: int, part: MessagePart) -> str:
         """Return a text with a mark before its first and after its last visible character.
 
         A template may remove the blanks around it, and may ask whether it is empty.

@@ -17,7 +17,7 @@ from trainer.data.chat_marks import (
     Mark,
     MarkedText,
     MessageMarker,
-    Part,
+    MessagePart,
     inline_reasoning,
 )
 from trainer.data.chat_rendering import ChatRenderer, Conversation
@@ -73,7 +73,7 @@ class TurnFinder:
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
-        self._kept_ends: dict[tuple[str, Part, str], str] = {}
+        self._kept_ends: dict[tuple[str, MessagePart, str], str] = {}
         self._kept_prompts: dict[str, str] = {}
         self._chars_left = 0
 
@@ -159,19 +159,19 @@ class TurnFinder:
     def _turn(self, view: _View, index: int) -> Turn:
         """Return the turn of a message."""
         shown = {mark.part for _, mark in view.marks_of(index)}
-        if hidden := view.made_parts(index) - shown - {Part.REASONING}:
-            part = "tool calls" if Part.CALL in hidden else "content"
+        if hidden := view.made_parts(index) - shown - {MessagePart.REASONING}:
+            part = "tool calls" if MessagePart.CALL in hidden else "content"
             why = f"the text that {self._renderer.file} renders does not show the {part} of message {index + 1}"
             raise _unknown_turns_error(view.conversation, why, HIDDEN_HINT)
         end = self._end(view, index)
         start = self._start(view, index, end)
         answer = start
-        if Part.REASONING in shown:
+        if MessagePart.REASONING in shown:
             answer = view.answer_start(index)
         if not start <= answer <= end:
             why = f"{self._renderer.file} does not render the parts of message {index + 1} in their order"
             raise _unknown_turns_error(view.conversation, why)
-        hides_reasoning = Part.REASONING in view.made_parts(index) - shown
+        hides_reasoning = MessagePart.REASONING in view.made_parts(index) - shown
         return Turn(start, end, answer, hides_reasoning)
 
     def _end(self, view: _View, index: int) -> int:
@@ -253,7 +253,7 @@ class _View:
         self._found: dict[int, list[FoundMark]] = {}
         for place, mark in marked.found:
             self._found.setdefault(mark.message, []).append((place, mark))
-        self._made: dict[int, set[Part]] = {}
+        self._made: dict[int, set[MessagePart]] = {}
         for mark in made:
             self._made.setdefault(mark.message, set()).add(mark.part)
 
@@ -261,7 +261,7 @@ class _View:
         """Return the marks of a message in the text, in order."""
         return self._found.get(index, [])
 
-    def made_parts(self, index: int) -> set[Part]:
+    def made_parts(self, index: int) -> set[MessagePart]:
         """Return the marked parts of a message."""
         return self._made.get(index, set())
 
@@ -272,7 +272,7 @@ class _View:
                 return found[-1]
         return 0, None
 
-    def end_key(self, index: int, mark: Mark | None) -> tuple[str, Part, str] | None:
+    def end_key(self, index: int, mark: Mark | None) -> tuple[str, MessagePart, str] | None:
         """Return the kind of text after a mark, or None if it may differ between messages of one kind."""
         if mark is None or mark.message != index or mark.tail is None or len(mark.tail) > MAX_TAIL:
             return None
@@ -281,9 +281,13 @@ class _View:
     def answer_start(self, index: int) -> int:
         """Return the start of what follows the reasoning of a message: its content or calls."""
         marks = self.marks_of(index)
-        after = max(place for place, mark in marks if mark.part is Part.REASONING)
+        after = max(place for place, mark in marks if mark.part is MessagePart.REASONING)
         return min(
-            (place for place, mark in marks if mark.part is not Part.REASONING and place >= after),
+            (
+                place
+                for place, mark in marks
+                if mark.part is not MessagePart.REASONING and place >= after
+            ),
             default=after,
         )
 
@@ -302,7 +306,7 @@ def _with_reasoning(view: _View, turn: Turn) -> tuple[_View, Turn]:
         return view, turn
     index = len(view.conversation.messages) - 1
     reasoning, answer = inline_reasoning(view.conversation.messages[index])
-    contents = [place for place, mark in view.marks_of(index) if mark.part is Part.CONTENT]
+    contents = [place for place, mark in view.marks_of(index) if mark.part is MessagePart.CONTENT]
     first = min(contents, default=turn.start)
     last = max(contents, default=turn.start)
     # Blanks between the start of the turn and the answer belong to the text that is replaced.

@@ -15,12 +15,13 @@ from trainer.data.column_values import (
     LINE_HINT,
     check_columns,
     messages_value,
+    parse_json,
     text_value,
     tool_schemas,
 )
 from trainer.data.ignored_parts import TOOLS_COLUMN
 from trainer.data.readers.reader import Record
-from trainer.files.json_values import json_type_name, load_json
+from trainer.files.json_values import json_type_name
 from trainer.models.errors import Key, PrepError, Text
 from trainer.models.json_types import JsonObject, JsonValue
 from trainer.recipe.field_grammar import FieldList, TextField, parse_fields
@@ -140,10 +141,7 @@ def _sharegpt_message(turn: JsonValue, place: str) -> JsonObject:
 
 def _function_calls(value: str, place: str) -> list[JsonValue]:
     """Return the calls in the text of a turn: JSON of one call or of a list."""
-    try:
-        parsed = load_json(value.encode())
-    except ValueError as error:
-        raise PrepError(f"{place} is no JSON of a call", str(error)[:200], LINE_HINT) from None
+    parsed = parse_json(value, place, LINE_HINT)
     calls = parsed if isinstance(parsed, list) else [parsed]
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):

@@ -10,7 +10,7 @@ import numpy as np
 from trainer.data.chat_loss import DEFAULT_LOSS, LossRule
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.examples import Segment
-from trainer.data.token_changes import TokenChange
+from trainer.data.token_changes import IdentityChange
 from trainer.models.json_types import JsonObject, JsonValue
 from trainer.recipe.field_grammar import Field, TextField, TokenField, parse_fields
 from trainer.recipe.text_fields import DataFormat
@@ -86,7 +86,7 @@ class ExampleSettings:
         """The token put after each document, or None."""
         return None if self.add_eos is False else self.eos_id
 
-    def identity_inputs(self, without: Collection[TokenChange] = ()) -> JsonObject:
+    def identity_inputs(self, without: Collection[IdentityChange] = ()) -> JsonObject:
         """Return the inputs of a store's identity except `fields` and `end_id`.
 
         Default values are not included, so the settings of version 0.1 still give the same
@@ -118,9 +118,9 @@ class ExampleSettings:
                 first_fields = [fields.items[0][0]]
         return max((self.begin_ids(field) for field in first_fields), key=len, default=())
 
-    def _begin_inputs(self, without: Collection[TokenChange]) -> JsonObject:
+    def _begin_inputs(self, without: Collection[IdentityChange]) -> JsonObject:
         """Return the input for the tokens put before documents: an id, or a list of several."""
-        if TokenChange.SINGLE_BOS in without and self.add_bos:
+        if IdentityChange.SINGLE_BOS in without and self.add_bos:
             return {"bos": self.bos_id}
         ids = self.used_begin_ids
         if not ids:
@@ -132,9 +132,9 @@ class ExampleSettings:
             return {key: ids[0]}
         return {key: [*ids]}
 
-    def _chat_inputs(self, without: Collection[TokenChange]) -> JsonObject:
+    def _chat_inputs(self, without: Collection[IdentityChange]) -> JsonObject:
         """Return the settings of the text and the loss of conversations."""
-        if self.chat_template is None or TokenChange.CHAT_RENDERING in without:
+        if self.chat_template is None or IdentityChange.CHAT_RENDERING in without:
             return {}
         return {
             "chat_version": CHAT_VERSION,

@@ -14,7 +14,7 @@ BOS_KEY = "data.add_bos"
 CHANGED_DATA = "the data has changed since the run began"
 
 
-class TokenChange(Enum):
+class IdentityChange(Enum):
     """A change of the tokens that the same files, tokenizer and settings give, since an earlier version.
 
     The value says it in an error message. The identity of a store has an input for each change that affects the
@@ -27,7 +27,7 @@ class TokenChange(Enum):
 
 
 # Returns the identity of a store with another `data.add_bos` and without some changes.
-Identify = Callable[[bool | None, Collection[TokenChange]], str]
+Identify = Callable[[bool | None, Collection[IdentityChange]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ class RecordedTokens:
 
 def _candidates(
     begins: Collection[bool | None],
-) -> Iterator[tuple[bool | None, tuple[TokenChange, ...]]]:
+) -> Iterator[tuple[bool | None, tuple[IdentityChange, ...]]]:
     """Yield the settings and changes that may be the cause, the simplest ones first."""
-    for n_changes in range(len(TokenChange) + 1):
-        for changes in itertools.combinations(TokenChange, n_changes):
+    for n_changes in range(len(IdentityChange) + 1):
+        for changes in itertools.combinations(IdentityChange, n_changes):
             for add_bos in begins:
                 yield add_bos, changes
 

@@ -34,7 +34,7 @@ from trainer.data.store_checks import (
     count_text,
 )
 from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
-from trainer.data.token_changes import RecordedTokens, TokenChange
+from trainer.data.token_changes import IdentityChange, RecordedTokens
 from trainer.data.token_samples import count_samples
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import Key, PrepError, join_texts, text, usage_error
@@ -384,7 +384,7 @@ def checked_identity(
     if recorded is None or identity in recorded.identities:
         return identity
 
-    def identify(add_bos: bool | None, without: Collection[TokenChange]) -> str:
+    def identify(add_bos: bool | None, without: Collection[IdentityChange]) -> str:
         begun = replace(config, examples=_examples_with_bos(config, files, tokenizer, add_bos))
         return store_identity(begun, files, tokenizer.digest, without=without)
 
@@ -410,7 +410,7 @@ def store_identity(
     files: Sequence[DataFile],
     tokenizer_digest: str,
     *,
-    without: Collection[TokenChange] = (),
+    without: Collection[IdentityChange] = (),
 ) -> str:
     """Return a digest of all inputs of the ids and weights.
 
@@ -437,7 +437,7 @@ def store_identity(
     # digest.
     inputs |= settings.identity_inputs(without)
     has_row_values = settings.chat_template is not None and config.type in TABLE_TYPES
-    if has_row_values and TokenChange.TABLE_ROWS not in without:
+    if has_row_values and IdentityChange.TABLE_ROWS not in without:
         inputs["row_values"] = ROW_VALUES_VERSION
     if rule := config.overlong_rule.identity_inputs():
         inputs["overlong"] = rule

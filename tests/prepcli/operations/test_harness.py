@@ -280,6 +280,23 @@ def test_harness_model_warns_of_generation_fields(
         pass
 
 
+def test_generate_until_cuts_at_the_stop_texts_of_the_model(
+    model: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request((words([5, 6, 7]), {"max_gen_toks": 4}))
+    [text] = model.generate_until([request])
+    second = text.split()[1]
+    folder = tmp_path / "stops"
+    shutil.copytree(checkpoint, folder)
+    settings = {"eos_token_id": EOS, "stop_strings": [second]}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    with (
+        pytest.warns(UserWarning, match="stop_strings"),
+        open_without_harness(folder, monkeypatch) as stopped,
+    ):
+        assert stopped.generate_until([request]) == [text[: text.index(second)]]
+
+
 @pytest.mark.parametrize(
     ("context", "continuation", "ids"),
     [

@@ -15,13 +15,13 @@ from trainer.data.chat_loss import LossRule
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.files import DataFile
-from trainer.data.token_changes import TokenChange
+from trainer.data.token_changes import IdentityChange
 from trainer.data.tokenize import TokenizeConfig, store_identity
 
 FILES = [DataFile(Path("a"), 10, "d1"), DataFile(Path("b"), 20, "d2")]
 
 
-def identity(without: Collection[TokenChange] = (), **changes: Any) -> str:
+def identity(without: Collection[IdentityChange] = (), **changes: Any) -> str:
     """Return the identity of a store of FILES, without changes since an earlier version."""
     config = TokenizeConfig(
         type="text",
@@ -136,4 +136,4 @@ def test_identity_without_changes_is_that_of_an_earlier_version(
     writes_bos = replace(TEMPLATE, text="{{ bos_token }}{{ messages }}")
     settings = {"bos_id": 3, "fields": "messages", "chat_template": writes_bos, **changes}
     assert identity(**settings) != recorded
-    assert identity([*TokenChange], **settings) == recorded
+    assert identity([*IdentityChange], **settings) == recorded

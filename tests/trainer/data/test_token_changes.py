@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.corpus import EOS, change, make_config, write_json
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.token_changes import RecordedTokens, TokenChange
+from trainer.data.token_changes import IdentityChange, RecordedTokens
 from trainer.data.token_shards import tokenize_share
 from trainer.data.tokenize import TokenizeConfig, hash_files, store_identity, tokenize_files
 from trainer.data.tokenizer import load_tokenizer
@@ -66,7 +66,7 @@ def refusal(config: TokenizeConfig, recorded: str, add_bos: bool | None) -> Prep
     return caught.value
 
 
-def recorded_identity(config: TokenizeConfig, *without: TokenChange) -> str:
+def recorded_identity(config: TokenizeConfig, *without: IdentityChange) -> str:
     """Return the identity of the tokens that a version without some changes makes."""
     files = hash_files([*map(Path, config.paths)], lambda line: None)
     typed = replace(
@@ -106,19 +106,19 @@ def test_begin_token_is_not_the_cause_for_chats_without_it(tmp_path: Path):
 
 def test_second_begin_token_of_an_earlier_version_is_named(tmp_path: Path):
     config = change(chat_config(tmp_path), add_bos=True)
-    begun = recorded_identity(config, TokenChange.SINGLE_BOS)
+    begun = recorded_identity(config, IdentityChange.SINGLE_BOS)
     error = refusal(config, begun, add_bos=True)
-    assert error.why == TokenChange.SINGLE_BOS.value
+    assert error.why == IdentityChange.SINGLE_BOS.value
     assert error.hint.startswith(VERSION_HINT)
 
 
 def test_rows_of_tables_of_an_earlier_version_are_named(tmp_path: Path):
     config = chat_config(tmp_path, ".parquet")
-    begun = recorded_identity(config, TokenChange.TABLE_ROWS)
+    begun = recorded_identity(config, IdentityChange.TABLE_ROWS)
     error = refusal(config, begun, add_bos=False)
-    assert error.why == TokenChange.TABLE_ROWS.value
+    assert error.why == IdentityChange.TABLE_ROWS.value
     assert error.hint.startswith(VERSION_HINT)
-    both = recorded_identity(change(config, add_bos=True), *TokenChange)
+    both = recorded_identity(change(config, add_bos=True), *IdentityChange)
     error = refusal(config, both, add_bos=True)
-    causes = ", and ".join(cause.value for cause in TokenChange)
+    causes = ", and ".join(cause.value for cause in IdentityChange)
     assert error.why == f"data.add_bos: true -> not set, and {causes}"

@@ -213,7 +213,7 @@ def test_later_record_without_the_columns_is_an_error(tmp_path: Path):
     [
         ({"from": "narrator", "value": "a"}, "turn 2 is from `narrator`"),
         ({"from": "gpt", "value": 3}, "turn 2 is no turn"),
-        ({"from": "function_call", "value": "sum()"}, "turn 2 is no JSON of a call"),
+        ({"from": "function_call", "value": "sum()"}, "turn 2: not JSON"),
         ({"from": "function_call", "value": "[1]"}, "turn 2 is no call"),
         ("a", "turn 2 is no object"),
     ],
