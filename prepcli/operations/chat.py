@@ -25,6 +25,7 @@ from prepcli.errors import (
     usage_error,
 )
 from prepcli.execution.signals import handle_interrupts
+from prepcli.operations.chat_result import ChatResult
 from prepcli.operations.compute_options import GenerateOptions
 from prepcli.operations.conflicts import reject_without
 from prepcli.operations.conversion import common_options
@@ -35,7 +36,6 @@ from prepcli.operations.generation_model import (
     read_tools,
 )
 from prepcli.operations.prompts import MAX_PROMPTS_NBYTES
-from prepcli.operations.results import ChatResult
 from prepcli.option_spec import PathLike, with_defaults
 from trainer.models.json_types import JsonObject
 from trainer.models.process_address import ProcessSettings, process_address

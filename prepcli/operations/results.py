@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from prepcli.errors import PrepError
 from prepcli.operations.html_table import HtmlTable
 from prepcli.planning.plan import Plan
-from trainer.models.json_types import JsonObject
 
 if TYPE_CHECKING:
     # Every operation imports this module, and only plans and reports need these.
@@ -271,25 +270,6 @@ class Generation(HtmlTable):
     compile_seconds: float
     seconds: float
     process: int | None = None
-
-
-@dataclass(frozen=True)
-class ChatResult:
-    """A conversation with a model.
-
-    Attributes:
-        messages: Its messages, with the answers of the model.
-        num_tokens: Tokens of all answers, also of stopped ones and of those before a reset.
-        mesh: Mesh of the devices. None means one device.
-        dtype: Dtype of the computation.
-        seconds: Duration of the conversation in seconds.
-    """
-
-    messages: tuple[JsonObject, ...]
-    num_tokens: int
-    mesh: str | None
-    dtype: str
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from prepcli.console.ui import Report
-from prepcli.operations.results import ChatResult, Generation
+from prepcli.operations.chat_result import ChatResult
+from prepcli.operations.results import Generation
 from prepcli.operations.token_ids import format_token_ids
 
 

@@ -55,6 +55,13 @@ class Shape:
             keys.append(text("{}", Key("data.fields", self.fields, is_override=is_override)))
         return join_texts(" ", keys)
 
+    def replacement(self) -> Text:
+        """Return the keys that replace columns that the recipe names, also if they are the default of the format."""
+        fields = text("{}", Key("data.fields", self.fields, is_override=True))
+        if self.format == PLAIN:
+            return fields
+        return text("{} {}", Key("data.format", self.format, is_override=True), fields)
+
 
 def find_shapes(values: Mapping[str, object]) -> list[Shape]:
     """Return the shapes that the columns of a record fit. More than one is an ambiguity.
@@ -101,16 +108,16 @@ def columns_hint(values: Mapping[str, object], default: Text) -> Text:
         default: Hint for other columns.
     """
     if shapes := find_shapes(values):
-        return shapes_hint(shapes)
+        return join_texts(", or ", [shape.replacement() for shape in shapes])
     prompt = _first(OTHER_PROMPTS, values)
     answer = _first(OTHER_ANSWERS, values)
     if prompt and answer:
         context = OTHER_CONTEXTS.get(prompt)
         if context in values:
             prompt = f"{prompt}+{context}"
-        return Shape(PLAIN, f"[{prompt}], {answer}").keys(is_override=True)
+        return Shape(PLAIN, f"[{prompt}], {answer}").replacement()
     if name := _first(OTHER_TEXTS, values):
-        return Shape(PLAIN, name).keys(is_override=True)
+        return Shape(PLAIN, name).replacement()
     return default
 
 

@@ -38,10 +38,7 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["t5", "--data", "a.jsonl"],
             "`--type json` and `--fields '[article], summary'`, or `--set data.objective=span_corruption`",
         ),
-        (
-            ["llama", "--data", "a.jsonl", "--set", "data.source_length=4"],
-            "`--fields '[article], summary'`",
-        ),
+        (["llama", "--data", "a.jsonl", "--set", "data.source_length=4"], "remove it"),
         (
             ["llama", "--data", "a.jsonl", "--set", "data.noise_density=0.3"],
             "`--set data.objective=span_corruption`",

@@ -15,10 +15,22 @@ DEFAULT = Text("name the columns")
 @pytest.mark.parametrize(
     ("columns", "hint"),
     [
-        (["prompt", "response"], "`--set data.format=prompt_response`"),
-        (["id", "prompt", "completion"], "`--set data.format=prompt_completion`"),
-        (["instruction", "input", "output"], "`--set data.format=alpaca`"),
-        (["instruction", "output"], "`--set data.format=alpaca`"),
+        (
+            ["prompt", "response"],
+            "`--set data.format=prompt_response` `--set data.fields='[prompt], response'`",
+        ),
+        (
+            ["id", "prompt", "completion"],
+            "`--set data.format=prompt_completion` `--set data.fields='[prompt], completion'`",
+        ),
+        (
+            ["instruction", "input", "output"],
+            "`--set data.format=alpaca` `--set data.fields='[instruction+input], output'`",
+        ),
+        (
+            ["instruction", "output"],
+            "`--set data.format=alpaca` `--set data.fields='[instruction+input], output'`",
+        ),
         (["question", "context", "response"], "`--set data.fields='[question+context], response'`"),
         (["article", "highlights", "id"], "`--set data.fields='[article], highlights'`"),
         (["content", "path"], "`--set data.fields=content`"),
@@ -39,4 +51,4 @@ def test_turns_of_sharegpt_are_a_format():
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     with pytest.raises(PrepError, match="has no `role`") as caught:
         messages_value(Record({"conversations": turns}, "rows.jsonl:1", 10), "conversations")
-    assert caught.value.hint == "`--set data.format=sharegpt`"
+    assert caught.value.hint == "`--set data.format=sharegpt` `--set data.fields=conversations`"
