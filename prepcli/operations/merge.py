@@ -180,14 +180,7 @@ def plan_merge(
     )
     if whole:
         combined = _with_whole_digests(combined, whole, source)
-    merged: MergedAdapter = {
-        "adapter": str(adapter_path),
-        "scaling": settings.lora_config().scaling,
-        "tensors": len(updates) + len(whole),
-    }
-    # An adapter that PEFT wrote has no manifest.
-    if adapter.manifest is not None and adapter.manifest.digest is not None:
-        merged["manifest"] = adapter.manifest.digest
+    merged = _merged_entry(adapter_path, settings, adapter, len(updates) + len(whole))
     plan = replace(
         copy.plan,
         command="merge",
@@ -201,12 +194,7 @@ def plan_merge(
     )
     base = settings.base_model_name_or_path
     origin = f" (trained with {base:.60})" if base else ""
-    scales = sorted({update.scale for update in updates.values()})
-    change = f"{len(updates)} tensors change, scaled by {' or '.join(f'{x:g}' for x in scales)}"
-    if whole:
-        change = (
-            f"{change}, and {count_text(len(whole), 'tensor')} of the adapter replaces the base's"
-        )
+    change = _change_text({update.scale for update in updates.values()}, len(updates), len(whole))
     return PlannedConversion(
         plan,
         f"{located.model_name}-merged",
@@ -215,6 +203,30 @@ def plan_merge(
         next_command=f"prep verify {OUT_PLACEHOLDER}",
         source_view=combined,
     )
+
+
+def _merged_entry(
+    adapter_path: Path, settings: PeftSettings, adapter: Source, num_tensors: int
+) -> MergedAdapter:
+    """Return what the output records of the adapter."""
+    merged: MergedAdapter = {
+        "adapter": str(adapter_path),
+        "scaling": settings.lora_config().scaling,
+        "tensors": num_tensors,
+    }
+    # An adapter that PEFT wrote has no manifest.
+    if adapter.manifest is not None and adapter.manifest.digest is not None:
+        merged["manifest"] = adapter.manifest.digest
+    return merged
+
+
+def _change_text(scales: set[float], num_updated: int, num_replaced: int) -> str:
+    """Return how many tensors of the base change, and how."""
+    factors = " or ".join(f"{scale:g}" for scale in sorted(scales))
+    change = f"{num_updated} tensors change, scaled by {factors}"
+    if num_replaced:
+        change += f", and {count_text(num_replaced, 'tensor')} of the adapter replaces the base's"
+    return change
 
 
 def _with_towers(
