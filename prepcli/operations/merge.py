@@ -147,13 +147,7 @@ def plan_merge(
     Raises:
         PrepError: The adapter is not supported, or does not fit the base.
     """
-    if source.tree_manifest.is_adapter:
-        why = "it has only adapters; a base is a complete model"
-        raise usage_error(
-            f"{source.display_name} is the run of an adapter",
-            why,
-            text("{}", Command("merge", "ADAPTER", "BASE")),
-        )
+    _check_complete(source)
     # An export removes the padding of the vocabulary. A merge changes only the tensors of the adapter.
     copy_options = with_defaults(ExportOptions, {"keep_padding": True})
     source = _with_towers(copy_options, source, access, check_digest=check_base)
@@ -203,6 +197,16 @@ def plan_merge(
         next_command=f"prep verify {OUT_PLACEHOLDER}",
         source_view=combined,
     )
+
+
+def _check_complete(base: Source) -> None:
+    """Raise UsageError if a base has only adapters."""
+    if base.tree_manifest.is_adapter:
+        raise usage_error(
+            f"{base.display_name} is the run of an adapter",
+            "it has only adapters; a base is a complete model",
+            text("{}", Command("merge", "ADAPTER", "BASE")),
+        )
 
 
 def _merged_entry(

@@ -39,6 +39,7 @@ from trainer.recipe import LoadedRecipe, Recipe, recipe_to_toml
 if TYPE_CHECKING:
     from trainer.data.token_changes import RecordedTokens
     from trainer.distributed.sharding import ShardingContext
+    from trainer.models.dropout_config import DropoutConfig
     from trainer.nn.model_spec import ModelSpec
     from trainer.training.samples import Sampler
     from trainer.training.source_datasets import Datasets
@@ -65,10 +66,7 @@ def prepare_run(
 
     recipe = run.recipe
     manifest, model = _start_model(recipe, start, sharding)
-    dropout = run_dropout(recipe, manifest["config"])
-    if model.adapters is not None:
-        # The rate of adapters of a file is in their settings.
-        dropout = replace(dropout, adapters=model.adapters.config.dropout)
+    dropout = _dropout_rates(recipe, manifest["config"], model)
     kernel = choose_kernel(recipe, model, sharding, warn=run.observer.warn, dropout=dropout)
     processes_per_host = hosts.processes_per_host(run.group)
     memory = check_machine(
@@ -96,9 +94,6 @@ def prepare_run(
         scratch_dir=scratch_dir,
         recorded=_recorded_tokens(run, start, changed),
     )
-    base_dtypes: Mapping[str, str] = {}
-    if start.lora is not None:
-        base_dtypes = choose_base_dtypes(start, model, recipe.lora.base_dtype)
     loop = setup.build_loop_config(
         recipe,
         model,
@@ -109,7 +104,7 @@ def prepare_run(
         manifest_fields=_manifest_fields(run.loaded, sharding),
         token_functions=run.request.token_functions,
         stop_after=run.request.stop_after,
-        base_dtypes=base_dtypes,
+        base_dtypes=_base_dtypes(recipe, start, model),
         sampler=sampler,
     )
     prepared = PreparedRun(
@@ -210,6 +205,22 @@ def _manifest_fields(loaded: LoadedRecipe, sharding: ShardingContext) -> StepFie
     """Return the entries with equal values in the manifests of all steps."""
     text = recipe_to_toml(loaded.recipe, loaded.origins)
     return {"recipe": text, ENVIRONMENT_KEY: rounding_environment(sharding)}
+
+
+def _dropout_rates(recipe: Recipe, config: HFConfig, model: ModelSpec) -> DropoutConfig:
+    """Return the dropout of a run."""
+    dropout = run_dropout(recipe, config)
+    if model.adapters is None:
+        return dropout
+    # The rate of adapters of a file is in their settings.
+    return replace(dropout, adapters=model.adapters.config.dropout)
+
+
+def _base_dtypes(recipe: Recipe, start: StartCheckpoint, model: ModelSpec) -> Mapping[str, str]:
+    """Return the dtype of each parameter of the base of adapters. Empty without adapters."""
+    if start.lora is None:
+        return {}
+    return choose_base_dtypes(start, model, recipe.lora.base_dtype)
 
 
 def _check_changed_keys(run: Run, start: StartCheckpoint) -> dict[str, tuple[Any, Any]]:

@@ -148,14 +148,8 @@ class Generator:
             max(min_rows, len(prompts)), self.forward_config.sharding.data_parallel_size
         )
         sharding = self.forward_config.sharding
-        batch = _replicate_arrays(
-            _make_prompt_batch(prompts, slots, rows, num_slots, first_row), sharding
-        )
-        if sources is not None:
-            encoder_inputs = _replicate_arrays(_pad_sources(sources, rows), sharding)
-            batch = batch._replace(
-                encoder_output=self._encode_sources(self.params, *encoder_inputs)
-            )
+        batch = _make_prompt_batch(prompts, slots, rows, num_slots, first_row)
+        batch = self._with_sources(_replicate_arrays(batch, sharding), sources, rows)
         state = self._prefill(self.params, batch, count=slots)
         output = _OutputRows(len(prompts), slots, generation_config.eos_token_ids, ends_with_stop)
 
@@ -195,6 +189,15 @@ class Generator:
         report_progress()
         output.fetch(state, sharding)
         return output.rows
+
+    def _with_sources(
+        self, batch: PromptBatch, sources: Sequence[TokenSequence] | None, rows: int
+    ) -> PromptBatch:
+        """Return a batch with the output of the encoder for the sources of its prompts, if it has any."""
+        if sources is None:
+            return batch
+        inputs = _replicate_arrays(_pad_sources(sources, rows), self.forward_config.sharding)
+        return batch._replace(encoder_output=self._encode_sources(self.params, *inputs))
 
     def _recompute_slots(self, prompts: Sequence[TokenSequence], slots: int) -> set[int]:
         """Return the slots where a row exceeds the original positions of a longrope embedding.

@@ -140,10 +140,7 @@ def build_loop_config(
             many steps.
     """
     assert sharding.mesh is not None
-    if recipe.eval.stride is not None and datasets.evaluation is None:
-        why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
-        hint = text("{}", Key("data.holdout", 0.05, is_override=True))
-        raise usage_error(f"`eval.stride` is {recipe.eval.stride}", why, hint)
+    _check_stride(recipe, datasets)
     check_patterns(recipe.optimizer, model.saved_leaves)
     shape = batch_shape(
         recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size
@@ -187,6 +184,14 @@ def build_loop_config(
         peak_step_s=peak_step_s(recipe, model, sharding),
         sampler=sampler,
     )
+
+
+def _check_stride(recipe: Recipe, datasets: Datasets) -> None:
+    """Raise UsageError if a recipe sets the stride of an evaluation that has no data."""
+    if recipe.eval.stride is not None and datasets.evaluation is None:
+        why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
+        hint = text("{}", Key("data.holdout", 0.05, is_override=True))
+        raise usage_error(f"`eval.stride` is {recipe.eval.stride}", why, hint)
 
 
 def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> StepFields:
