@@ -15,6 +15,7 @@ from trainer.data.tokenizer import read_settings, read_text_file
 from trainer.models.errors import Key, PrepError, text, usage_error
 from trainer.models.json_types import JsonValue
 from trainer.recipe.data_table import Data
+from trainer.recipe.text_fields import TRAINING
 
 TEMPLATE_FILE = "chat_template.jinja"
 # Names of the template without and with tools, in a tokenizer with several.
@@ -23,8 +24,6 @@ TOOL_NAME = "tool_use"
 TOOL_TEMPLATE_FILE = f"additional_chat_templates/{TOOL_NAME}.jinja"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
-# Value of `data.chat_template` for the template of the tokenizer, with each turn as the last one.
-TRAINING = "training"
 MAX_TEMPLATE_NBYTES = 4_000_000
 
 

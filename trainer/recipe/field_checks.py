@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from trainer.models.errors import Key, PrepError, text, usage_error
 from trainer.recipe.data_table import Data
@@ -18,12 +18,23 @@ from trainer.recipe.text_fields import (
     DEFAULT_FIELDS,
     FORMAT_FIELDS,
     PLAIN,
+    TRAINING,
     WHOLE_TOKENS,
 )
 
 SOURCE_KEYS = ("data.source_length", "data.source_prefix")
 NOISE_KEYS = ("data.noise_density", "data.mean_noise_span_length")
 COLUMN_KEYS = ("data.fields", "data.fields_from_example", "data.format", "data.subfield_separator")
+# Keys of conversations.
+CHAT_KEYS = (
+    "data.chat_template",
+    "data.template_args",
+    "data.template_date",
+    "data.loss",
+    "data.loss_reasoning",
+)
+# The loss of turns that `TRAINING` can find.
+TRAINING_LOSS = (("assistant",), ("last",))
 TEXT_KEYS = ("data.prepend_text", "data.subfield_separator")
 
 
@@ -38,21 +49,41 @@ def field_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _objective_problems(recipe)
 
 
-def chat_problems(data: Data) -> Iterator[Problem]:
-    """Yield keys about the texts of columns for conversations, which a chat template renders."""
-    if (
-        data.format not in CHAT_FORMATS
-        or data.type not in DEFAULT_FIELDS
-        or data.fields_from_example is not None
-    ):
+def chat_problems(data: Data, *, is_only: bool = True) -> Iterator[Problem]:
+    """Yield keys that do not fit conversations, and keys of conversations for other data.
+
+    Args:
+        data: Data of one source. Any of it may be found by its columns, if it names no format.
+        is_only: Whether it is the only source. In a mixture the keys may be meant for another one.
+    """
+    if data.format == AUTO:
         return
-    for key in TEXT_KEYS:
+    if data.format not in CHAT_FORMATS:
+        if is_only:
+            why = f"there are no conversations: `data.format` is {data.format}"
+            yield from _set_key_problems(data, CHAT_KEYS, why)
+        return
+    if data.type in DEFAULT_FIELDS and data.fields_from_example is None:
+        why = f"`data.format` is {data.format}, and its template makes the text"
+        yield from _set_key_problems(data, TEXT_KEYS, why)
+    if data.chat_template == TRAINING and data.loss not in TRAINING_LOSS:
+        why = "`data.chat_template` is training, which finds the turns of the assistant only"
+        yield Problem(
+            ("data.loss",),
+            f"`data.loss` is {format_value(data.loss)}",
+            why,
+            '"assistant" or "last"',
+        )
+
+
+def _set_key_problems(data: Data, keys: Sequence[str], why: str) -> Iterator[Problem]:
+    """Yield the keys that do not have their default."""
+    for key in keys:
         # A default counts as absent, even if it is written: the complete recipe that a run keeps
         # has all keys, and must load without errors.
         name = key.removeprefix("data.")
         value = getattr(data, name)
         if value != type(data).model_fields[name].default:
-            why = f"`data.format` is {data.format}, and its template makes the text"
             yield Problem((key,), f"`{key}` is {format_value(value)}", why, "remove it")
 
 

@@ -36,6 +36,8 @@ Packing = Literal["concatenate", "documents", "none"]
 # The packing that gives sequences segment ids and positions.
 SEGMENTED: Packing = "documents"
 CONCATENATED: Packing = "concatenate"
+# Value of `data.chat_template` for the template of the tokenizer, with each turn as the last one.
+TRAINING = "training"
 Overlong = Literal["split", "truncate", "truncate_prompt", "drop"]
 # The rule that keeps all tokens.
 WHOLE_TOKENS: Overlong = "split"

@@ -28,6 +28,7 @@ def find_data_shape(
     *,
     remote: RemoteFiles = NO_REMOTE_FILES,
     group: ProcessGroup = ONE_PROCESS,
+    is_only: bool = True,
     note: Note,
 ) -> Data:
     """Return data with a format and its fields: those of the recipe, or those that its columns tell.
@@ -38,6 +39,7 @@ def find_data_shape(
         data: Data of one source.
         remote: Finds the files of URLs.
         group: The processes of the job.
+        is_only: Whether it is the only source of the run.
         note: Called with a message about the shape.
 
     Raises:
@@ -52,7 +54,7 @@ def find_data_shape(
     answer = group.broadcast("shape of the data", f"{resolved.format} {resolved.fields or ''}")
     data_format, _, fields = answer.partition(" ")
     resolved = data.model_copy(update={"format": data_format, "fields": fields or None})
-    for problem in chat_problems(resolved):
+    for problem in chat_problems(resolved, is_only=is_only):
         raise usage_error(problem.what, problem.why, problem.hint)
     return resolved
 

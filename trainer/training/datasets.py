@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trainer.data.chat_loss import LossRule
-from trainer.data.chat_template import TRAINING, ChatTemplate, recipe_template
+from trainer.data.chat_template import ChatTemplate, recipe_template
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.files import Note
@@ -36,7 +36,7 @@ from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
-from trainer.recipe.text_fields import CHAT_FORMATS
+from trainer.recipe.text_fields import CHAT_FORMATS, TRAINING
 from trainer.training.data_shape import find_data_shape
 from trainer.training.group_tokens import tokenize_in_group
 from trainer.training.source_datasets import (
@@ -121,7 +121,12 @@ def build_datasets(
             checks_digests=checks_digests,
             recorded=recorded,
         ),
-        find_shape=partial(find_data_shape, remote=remote, group=group or SingleProcess()),
+        find_shape=partial(
+            find_data_shape,
+            remote=remote,
+            group=group or SingleProcess(),
+            is_only=recipe.data.sources is None,
+        ),
         tokenize=partial(tokenize_in_group, group=group or SingleProcess(), progress=progress),
     )
     return build_mixture(recipe.data, build, note=note)
@@ -196,7 +201,7 @@ def tokenize_configs(
         if source is not None:
             source_name = source.name
             prefix = f"{source_name}-"
-        data = find_data_shape(data, remote=remote, note=note)
+        data = find_data_shape(data, remote=remote, is_only=source is None, note=note)
         config = _tokenize_config(
             data,
             source_name,

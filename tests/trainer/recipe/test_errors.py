@@ -186,6 +186,19 @@ FILES = {
         replaced('type = "text"', 'type = "json"\nformat = "chat"\nprepend_text = "Hi"'),
         'x.toml:7: `data.prepend_text` is "Hi" - `data.format` is chat, and its template makes the text - remove it',
     ),
+    "turns of other data": (
+        replaced('type = "text"', 'type = "json"\nformat = "prompt_completion"\nloss = "last"'),
+        'x.toml:7: `data.loss` is ["last"] - there are no conversations: `data.format` is prompt_completion - remove '
+        "it",
+    ),
+    "all text of a training template": (
+        replaced(
+            'type = "text"',
+            'type = "json"\nformat = "chat"\nchat_template = "training"\nloss = "all"',
+        ),
+        'x.toml:8: `data.loss` is ["all"] - `data.chat_template` is training, which finds the turns of the assistant '
+        'only - "assistant" or "last"',
+    ),
     "separator in a conversation": (
         replaced('type = "text"', 'type = "json"\nformat = "chat"\nsubfield_separator = "-"'),
         'x.toml:7: `data.subfield_separator` is "-" - `data.format` is chat, and its template makes the text - remove '

@@ -18,7 +18,7 @@ from trainer.models.errors import PrepError
 from trainer.recipe import batch_shape, load_recipe, recipe_to_toml, schema
 from trainer.recipe.checks import SCHEDULE_OF_KEY
 from trainer.recipe.docs_page import render_page
-from trainer.recipe.field_checks import COLUMN_KEYS, NOISE_KEYS
+from trainer.recipe.field_checks import CHAT_KEYS, COLUMN_KEYS, NOISE_KEYS
 from trainer.recipe.field_grammar import SIGNS
 from trainer.recipe.formatting import example_value, to_toml
 from trainer.recipe.key_schema import KeySchema, alternatives
@@ -163,6 +163,7 @@ def test_examples_make_a_valid_recipe(tmp_path: Path):
         "data.source_prefix",
         "data.fields_from_example",
         "data.objective",
+        *CHAT_KEYS,
     }
     conflicting |= {
         "optimizer.loss_scale",
@@ -431,6 +432,10 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
         values |= draw(
             st.fixed_dictionaries({}, optional={"data.noise_density": st.floats(0.1, 0.15)})
         )
+    if values.get("data.format") != "chat":
+        values = {key: value for key, value in values.items() if key not in CHAT_KEYS}
+    if values.get("data.chat_template") == "training":
+        values["data.loss"] = draw(st.sampled_from(["assistant", "last"]))
     if "log.samples" in values:
         counts = {"log.sample_every": st.integers(0, 9), "log.sample_tokens": st.integers(1, 9)}
         values |= draw(st.fixed_dictionaries({}, optional=counts))
