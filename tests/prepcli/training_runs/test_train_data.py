@@ -114,8 +114,11 @@ def test_digest_changes_with_the_object_content(store: FakeObjectStore):
 
 def find_in_bucket(selection: Selection, url: str = "gs://bucket/set") -> list[str]:
     """Return the names of the files of a folder in a bucket that a selection has."""
-    files = find_data_files([url], "auto", selection, remote=FINDER)
-    return [str(file.path).removeprefix("gs://bucket/") for file in files]
+    names: list[str] = []
+    for file in find_data_files([url], "auto", selection, remote=FINDER):
+        assert isinstance(file, DataFile)
+        names.append(str(file.path).removeprefix("gs://bucket/"))
+    return names
 
 
 def test_split_selects_files_of_a_bucket_by_their_names(store: FakeObjectStore):

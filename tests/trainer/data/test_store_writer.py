@@ -35,7 +35,7 @@ def test_dtype_for_holds_max_id(max_id: int, dtype: str):
 
 def test_store_keeps_loss_weights(tmp_path: Path):
     def fill_weights(writer: TokenWriter) -> None:
-        writer.append(np.array([1, 2, 3], np.uint32), np.array([0, 1, 0], np.uint8))
+        writer.append(np.array([1, 2, 3], np.uint32), np.array([0, 1, 0], np.float32))
         writer.append(np.array([4, 5], np.uint32), ends=[2])
 
     build_store(tmp_path / NAME, "uint16", fill_weights, has_weights=True)
