@@ -97,8 +97,10 @@ def _with_file_names(source: Source, against_source: Source) -> tuple[Source, So
     """
     # A file has the same tensors, whether its family has rows for them or not.
     by_file = (as_verbatim(source), as_verbatim(against_source))
-    names, other_names = ({tensor.name for tensor in one.tensors} for one in by_file)
-    if names != other_names:
+    # Of a padded vocabulary, only a family knows the rows of padding.
+    shapes, other_shapes = ({t.name: t.shape for t in one.tensors} for one in by_file)
+    has_adapter = ADAPTER_FAMILY in (source.family, against_source.family)
+    if shapes != other_shapes and not has_adapter:
         by_family = (with_family(source), with_family(against_source))
         if all(not one.family.is_verbatim for one in by_family):
             return _with_equal_parameters(*by_family)

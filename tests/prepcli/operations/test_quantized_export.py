@@ -70,6 +70,20 @@ def test_export_has_the_bytes_of_the_source(name: str, layout: dict[str, Any]):
     assert prep.verify("exported")
 
 
+def test_verify_ignores_the_padding_of_decoded_weights():
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize", pad_vocab="64")
+    for pair in (("init", "./m"), ("./m", "init")):
+        assert prep.verify(*pair)
+
+    def change_embedding(stored: Arrays) -> None:
+        stored["model.embed_tokens.weight"][3] += 1
+
+    make_quantized(Path("other"), "fp8", change=change_embedding)
+    (difference,) = prep.verify("init", "./other").differences
+    assert difference["tensor"] == "model.embed_tokens.weight"
+
+
 def test_export_of_resharded_init_has_the_bytes_of_the_source():
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "init", quantized="dequantize")
