@@ -70,6 +70,7 @@ from prepcli.sources.source import (
     match_source_tensors,
     stored_axis_maps,
 )
+from prepcli.sources.vocabulary_tensors import vocabulary_names
 from prepcli.targets.flax_folder import with_tied_head
 from prepcli.targets.hf_folder import (
     output_config,
@@ -82,7 +83,6 @@ from prepcli.targets.streams import (
     dropped_state,
     optimizer_nbytes,
     output_rows,
-    vocab_tensor_names,
 )
 from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.parameters import TreeLayout
@@ -223,7 +223,8 @@ def plan_copy(
     tied_head = _stored_tied_head(options, source, written_map)
     source = with_tied_head(source) if tied_head else source
     match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
-    resize = VocabResize(vocabulary, vocab_tensor_names(source, match), Fill("zeros"))
+    names = vocabulary_names(source, match, vocabulary)
+    resize = VocabResize(vocabulary, names, Fill("zeros"))
     parameters = [t for t in source.tensors if t.name in match.uses or t.name in tied_head]
     tensors = [t.cast(options["dtype"]) for t in (*parameters, *source.tower_tensors)]
     row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)

@@ -14,6 +14,7 @@ from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, match_source_tensors, stored_axis_maps
+from prepcli.sources.vocabulary_tensors import vocabulary_names
 from prepcli.targets.flax_folder import with_tied_head
 from prepcli.targets.hf_folder import header_entries, json_bytes, lay_out_weight_files
 from prepcli.targets.streams import (
@@ -23,7 +24,6 @@ from prepcli.targets.streams import (
     dropped_padding,
     dropped_state,
     output_rows,
-    vocab_tensor_names,
 )
 from prepcli.targets.tokenizer_files import adapter_tokenizer
 from trainer.models.json_types import JsonObject
@@ -64,7 +64,8 @@ def plan_adapter_export(
     tensors = [tensor.cast(dtype) for tensor in source.tensors]
     # Embeddings and head that were trained as a whole lose the padding of the vocabulary.
     vocabulary = source.vocabulary()
-    resize = VocabResize(vocabulary, vocab_tensor_names(source, match), Fill("zeros"))
+    names = vocabulary_names(source, match, vocabulary)
+    resize = VocabResize(vocabulary, names, Fill("zeros"))
     row_counts = output_rows(tensors, resize.tensors, vocab_size=vocabulary.true_size)
     entries = header_entries(source, tensors, rows=row_counts)
     files, locations, _ = lay_out_weight_files([(ADAPTER_FILE, entries, None)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.operations.options import ExportOptions
 from prepcli.restore.digest_checks import towers_digest
 from prepcli.sources.folders import Access
@@ -18,10 +18,11 @@ from prepcli.sources.locate import locate
 from prepcli.sources.multimodal import text_model, text_part_fault, with_towers
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import Source
+from prepcli.sources.vocabulary_tensors import prediction_vocabulary
 
 
 class UnreadableTowersError(PrepError):
-    """The model with the towers of a training step is not recorded, or cannot be read."""
+    """The model with the towers of a training step is not recorded, cannot be read, or lacks tokens of the step."""
 
 
 # A tower is the image or audio encoder of a multimodal model. Multi-token prediction is stored like one.
@@ -71,6 +72,7 @@ def select_parts(
     other = _open_towers(source, path, access)
     if check_digest:
         _check_digest(source, other, recorded)
+    _check_tokens(source, other)
     return with_towers(source, other)
 
 
@@ -100,6 +102,23 @@ def _open_towers(source: Source, path: str, access: Access) -> Source:
     if other.wrapper is not None:
         return other
     raise UnreadableTowersError(what, f"{path} has no towers", TOWERS_HINT)
+
+
+def _check_tokens(source: Source, other: Source) -> None:
+    """Raise PrepError if multi-token prediction has no rows for tokens that were added to a training step."""
+    size = source.vocabulary().true_size
+    other_size = other.vocabulary().true_size
+    if other_size >= size or not any(prediction_vocabulary(other)):
+        return
+    what = f"the multi-token prediction of {other.display_name} has no rows for new tokens"
+    why = f"{other.display_name} has {other_size:,} tokens, {source.display_name} has {size:,}"
+    hint = text(
+        "{} adds them, then name its output with {}. {} leaves multi-token prediction out",
+        Command("add-tokens", other.display_name),
+        Option("towers", "CHECKPOINT"),
+        Option("text_only", True),
+    )
+    raise UnreadableTowersError(what, why, hint)
 
 
 def _check_digest(source: Source, other: Source, recorded: Any) -> None:

@@ -29,10 +29,10 @@ from prepcli.operations.resized_folder import plan_resized_folder
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.plan import Fill
-from prepcli.planning.tensor_match import vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
+from prepcli.sources.vocabulary_tensors import vocabulary_names
 from prepcli.targets.hf_folder import copied_small_files
 from prepcli.targets.orbax_item import Partitioning
 from prepcli.targets.streams import VocabResize
@@ -169,7 +169,7 @@ def plan_pad_vocab(
     size = padded_size(options, vocabulary)
     match = match_source_tensors(source, source_axis_maps(source), make_match_options(options))
     fill = make_fill(options["init"], options["seed"], source)
-    resize = VocabResize(vocabulary, vocab_tensors(match), fill)
+    resize = VocabResize(vocabulary, vocabulary_names(source, match, vocabulary), fill)
     name = f"{_base_name(located)}-padded"
     plan = plan_resized_folder(
         source,

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from prepcli.console.lists import join_names
 from prepcli.console.observer import LEAVES, Observer
-from prepcli.errors import Command, Option, text
+from prepcli.errors import Option, text
 from prepcli.operations.source_line import source_line
 from prepcli.planning.plan import Plan
-from prepcli.sources.source import Source, SourceTensor
-from trainer.models.prediction import is_prediction_vocabulary, prediction_names
+from prepcli.sources.source import Source
 from trainer.models.verbatim import CANNOT_TRAIN
 
 # A message names at most this many files left out of the output.
@@ -33,7 +32,6 @@ def note_plan(
             f"{source.display_name} can be converted, but not trained or sampled from:"
             f" {unsupported_reason}"
         )
-    _warn_of_prediction_rows(plan, source, observer)
     if source.left_files:
         names = join_names([file.name for file in source.left_files], max_names=MAX_LEFT_FILES)
         observer.note(text("not copied: {} ({} copies them)", names, Option("copy", "GLOB")))
@@ -49,24 +47,3 @@ def note_plan(
     for dropped in plan.dropped:
         name = plan.display_names.get(dropped.name, dropped.name)
         observer.note(f"  dropped {name}: {dropped.rule}", LEAVES)
-
-
-def _warn_of_prediction_rows(plan: Plan, source: Source, observer: Observer) -> None:
-    """Warn of embeddings and heads of multi-token prediction without the vocabulary rows of the output."""
-    vocabulary = plan.settings.get("vocab")
-    if source.family.is_verbatim or not source.tower_tensors or vocabulary is None:
-        return
-    written = {stream.name for stream in plan.streams if stream.writes}
-    by_name: dict[str, SourceTensor] = {}
-    for tensor in source.tower_tensors:
-        if tensor.name in written and tensor.shape:
-            by_name[source.names.bare_name(source.file_name(tensor))] = tensor
-    names: list[str] = []
-    for name in sorted(prediction_names(source.family, source.config, by_name)):
-        if is_prediction_vocabulary(name) and by_name[name].shape[0] != vocabulary["padded"]:
-            names.append(source.file_name(by_name[name]))
-    if names:
-        listed = join_names(names, max_names=MAX_LEFT_FILES)
-        command = Command("export", "MODEL", Option("text_only", True))
-        what = f"multi-token prediction keeps its number of vocabulary rows: {listed}"
-        observer.warn(text("{} ({} leaves it out)", what, command))

@@ -68,6 +68,7 @@ from prepcli.sources.source import (
     match_source_tensors,
     source_axis_maps,
 )
+from prepcli.sources.vocabulary_tensors import vocabulary_names
 from prepcli.targets.hf_folder import config_files, copied_small_files, output_config
 from prepcli.targets.orbax_item import (
     OrbaxItemLayout,
@@ -76,7 +77,7 @@ from prepcli.targets.orbax_item import (
     make_item,
     tower_leaf,
 )
-from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state, vocab_tensor_names
+from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state
 from trainer.models.axis_map import ParsedAxisMap
 from trainer.models.mesh import folder_suffix, parse_mesh
 from trainer.models.rule_text import merge_rules, with_default_preset
@@ -246,10 +247,12 @@ def plan_orbax_item(
     axis_maps = source_axis_maps(source, layout.scan, layout.scan_axis)
     match = match_source_tensors(source, axis_maps, make_match_options(options))
     check_leaf_rules(layout.partitioning.rules, _leaf_dims(source, axis_maps, match))
+    resize = _padding(options, source, layout, match)
     item = make_item(
         source,
         match,
         axis_maps=axis_maps,
+        vocab_tensors=resize.tensors,
         vocab_size=layout.output_vocabulary.stored_size,
         partitioning=layout.partitioning,
         dtype=options["dtype"],
@@ -261,7 +264,7 @@ def plan_orbax_item(
         layout,
         match,
         item,
-        _padding(options, source, layout, match),
+        resize,
         command=command,
         request=_command_line(command, options, source, params_only=params_only),
         dropped=(*match.dropped, *later_layers, *dropped_state_tensors),
@@ -319,7 +322,7 @@ def _padding(
 ) -> VocabResize:
     """Return the requested padding of the vocabulary."""
     fill = make_fill(options["init"], options["seed"], source)
-    return VocabResize(layout.vocabulary, vocab_tensor_names(source, match), fill)
+    return VocabResize(layout.vocabulary, vocabulary_names(source, match, layout.vocabulary), fill)
 
 
 def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[DroppedTensor, ...]]:

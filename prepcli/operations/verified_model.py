@@ -15,7 +15,7 @@ from prepcli.sources.dropped_tensors import without_recorded_drops
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 from prepcli.sources.tensor_labels import TensorLabel, label_tensors
-from prepcli.targets.streams import vocab_tensor_names
+from prepcli.sources.vocabulary_tensors import vocabulary_names
 from trainer.models.boxes import Range
 
 
@@ -45,14 +45,14 @@ def collect_model(source: Source, other: Source | None = None) -> VerifiedModel:
     match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
     matched = [t for t in source.tensors if t.name in match.uses]
     tensors = {t.name: t for t in (*matched, *source.tower_tensors, *source.state_tensors)}
-    vocab_tensors = frozenset(vocab_tensor_names(source, match))
+    vocabulary = source.vocabulary()
     return VerifiedModel(
         source,
         match=match,
         tensors=tensors,
         labels=label_tensors(source, match.uses),
-        vocab_tensors=vocab_tensors,
-        true_vocab=source.vocabulary().true_size,
+        vocab_tensors=vocabulary_names(source, match, vocabulary),
+        true_vocab=vocabulary.true_size,
     )
 
 

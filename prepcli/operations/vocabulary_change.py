@@ -34,7 +34,6 @@ from prepcli.targets.streams import (
     TensorTarget,
     VocabResize,
     dropped_padding,
-    vocab_tensor_names,
 )
 from trainer.models.partition import vocab_multiple
 
@@ -135,13 +134,14 @@ def _plan_item(
     options = _stored_options(source)
     match = change.present.match
     moments = frozenset(_moments(source, change.present))
-    resize = replace(change.resize, tensors=vocab_tensor_names(source, match), zero_tensors=moments)
+    resize = replace(change.resize, zero_tensors=moments)
     num_rows = change.vocabulary.stored_size
     targets = {name: TensorTarget((), num_rows) for name in resize.tensors}
     item = make_item(
         source,
         match,
         axis_maps=source_axis_maps(source, layout.scan, layout.scan_axis),
+        vocab_tensors=resize.tensors,
         vocab_size=num_rows,
         partitioning=layout.partitioning,
         storage=planned_storage(options),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from prepcli.planning.manifest_fields import QuantizedRecord
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
 from prepcli.planning.state_names import qualify, split_name
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, vocab_tensors
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.planning.tensors import FileTensor, array_bits
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.quantized.decoder import Decoder, StoredMatrix
@@ -41,6 +41,7 @@ from prepcli.sources.source import (
     stored_axis_maps,
 )
 from prepcli.sources.tensor_rows import read_rows, read_tensor
+from prepcli.sources.vocabulary_tensors import vocabulary_names
 from trainer.models.boxes import Range
 from trainer.models.text_part import with_text_config
 
@@ -261,20 +262,28 @@ def _without_padding(source: Source, true_vocab: int | None) -> Source:
     """Return a source without the padding of the vocabulary, and with the names of the file."""
     vocabulary = source.vocabulary(true_vocab)
     true_size = vocabulary.true_size
-    padded: set[str] = set()
+    padded: Collection[str] = ()
     config = source.config
     if true_size != vocabulary.stored_size:
         match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
-        padded = vocab_tensors(match)
+        padded = vocabulary_names(source, match, vocabulary)
         config = with_vocabulary(config, Vocabulary(true_size, true_size))
-    tensors: list[SourceTensor] = []
-    for tensor in source.tensors:
-        if tensor.name in padded:
-            shape = (true_size, *tensor.shape[1:])
-            digests = tuple(entry for entry in tensor.digests if entry[1] <= true_size)
-            tensor = replace(tensor, shape=shape, digests=digests, made_from=tensor.stored)
-        tensors.append(tensor)
-    return _whole_model(replace(source, tensors=tuple(tensors), config=config))
+
+    def true_rows(tensor: SourceTensor) -> SourceTensor:
+        if tensor.name not in padded:
+            return tensor
+        shape = (true_size, *tensor.shape[1:])
+        digests = tuple(entry for entry in tensor.digests if entry[1] <= true_size)
+        return replace(tensor, shape=shape, digests=digests, made_from=tensor.stored)
+
+    return _whole_model(
+        replace(
+            source,
+            tensors=tuple(map(true_rows, source.tensors)),
+            tower_tensors=tuple(map(true_rows, source.tower_tensors)),
+            config=config,
+        )
+    )
 
 
 def _whole_model(source: Source) -> Source:

@@ -1,12 +1,18 @@
-"""The tensors of a source with one row per token, also of a quantised model with the names of its files."""
+"""The tensors of a source with one row per token: those of the model, of its training state and beside the model.
+
+Multi-token prediction may have an embedding and a head of its own. A quantised model has the names of its files.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from prepcli.console.lists import join_names
 from prepcli.errors import Command, Option, Text, text, usage_error
+from prepcli.formats.untrusted import quote_name
+from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import (
     LAYER_VOCAB_ATOM,
     VOCAB_ATOM,
@@ -20,11 +26,15 @@ from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary
 from prepcli.sources.dequantized import quantization_file
 from prepcli.sources.model_family import verbatim_error
-from prepcli.sources.source import Source, match_source_tensors, stored_axis_maps
+from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 from trainer.models.axis_map import bind_row
-from trainer.models.parameters import parameter_rows
+from trainer.models.parameters import Family, parameter_rows
+from trainer.models.prediction import is_prediction_vocabulary, prediction_names
 from trainer.models.registry import family_of
 from trainer.models.text_part import text_section
+
+# Tensors in a message.
+MAX_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +70,11 @@ def find_vocabulary(
     """
     match = match_source_tensors(source, stored_axis_maps(source), options)
     if not source.family.is_verbatim:
+        vocabulary = source.vocabulary(true_size)
         return VocabularyTensors(
-            source.vocabulary(true_size),
+            vocabulary,
             match,
-            frozenset(vocab_tensors(match)),
+            vocabulary_names(source, match, vocabulary),
             frozenset(layer_vocab_tensors(match)),
         )
     if not quantization_file(source.config, source.root):
@@ -74,8 +85,116 @@ def find_vocabulary(
     vocabulary = stored_vocabulary(source, true_size)
     names = frozenset(_stored_names(source, VOCAB_ATOM))
     _check_rows(source, names, vocabulary)
+    names |= _prediction_copies(source, vocabulary)
     layer_names = frozenset(_stored_names(source, LAYER_VOCAB_ATOM))
     return VocabularyTensors(vocabulary, match, names, layer_names)
+
+
+def vocabulary_names(source: Source, match: TensorMatch, vocabulary: Vocabulary) -> frozenset[str]:
+    """Return the names of the tensors with one row per token.
+
+    They are those of the parameters, of their training state, and of multi-token prediction.
+
+    Args:
+        source: The opened source.
+        match: The match of its tensors.
+        vocabulary: The true and the stored size of its vocabulary.
+    """
+    names = vocab_tensors(match)
+    for tensor in source.state_tensors:
+        slot, name = split_name(tensor.name)
+        if slot and name in names:
+            names.add(tensor.name)
+    if source.tower_tensors:
+        names |= _prediction_copies(source, vocabulary)
+    return frozenset(names)
+
+
+def prediction_vocabulary(source: Source) -> Iterator[SourceTensor]:
+    """Yield the tensors of embeddings and heads that multi-token prediction has of its own."""
+    family, tensors = _tensors_by_name(source)
+    for name in sorted(prediction_names(family, source.config, tensors)):
+        if is_prediction_vocabulary(name):
+            yield tensors[name]
+
+
+def check_prediction_rows(source: Source, resized: Collection[str], rows: int) -> None:
+    """Raise UsageError if multi-token prediction does not get the vocabulary rows of an output.
+
+    Args:
+        source: The opened source.
+        resized: Names of the tensors with one row per token.
+        rows: Their rows in the output.
+    """
+    if not source.tower_tensors and not source.family.is_verbatim:
+        return
+    kept = [t for t in _prediction_lookalikes(source) if t.name not in resized]
+    unfit = [tensor for tensor in kept if tensor.shape[:1] != (rows,)]
+    if not unfit:
+        return
+    what = (
+        f"the multi-token prediction of {source.display_name} does not fit {rows:,} vocabulary rows"
+    )
+    descriptions: list[str] = []
+    for tensor in unfit:
+        name = quote_name(source.display_names()[tensor.name])
+        descriptions.append(f"{name} is {tensor.dtype} {list(tensor.shape)}")
+    hint = _decode_hint(source)
+    if not source.family.is_verbatim:
+        command = Command("export", source.display_name, Option("text_only", True))
+        hint = text("{} leaves it out", command)
+    raise usage_error(what, join_names(descriptions, max_names=MAX_NAMES), hint)
+
+
+def _prediction_copies(source: Source, vocabulary: Vocabulary) -> set[str]:
+    """Return the names of the embeddings and heads of multi-token prediction with one row per token."""
+    names: set[str] = set()
+    for tensor in prediction_vocabulary(source):
+        # Versions of prep up to 0.1.0 padded the model alone. A run that pads its start model has them from that model.
+        is_row_per_token = tensor.shape and (
+            vocabulary.true_size <= tensor.shape[0] <= vocabulary.stored_size
+        )
+        if is_row_per_token and tensor.dtype in FLOAT_DTYPES:
+            names.add(tensor.name)
+    return names
+
+
+def _prediction_lookalikes(source: Source) -> Iterator[SourceTensor]:
+    """Yield the tensors of multi-token prediction with the name or with the shape of an embedding or a head."""
+    family, tensors = _tensors_by_name(source)
+    prediction = prediction_names(family, source.config, tensors)
+    embedding = tensors.get(family.tying.embedding_tensor)
+    # A projection of a layer may have as many rows as the vocabulary.
+    layer_names = {_name_in_layer(name) for name in tensors.keys() - prediction}
+    for name in sorted(prediction):
+        tensor = tensors[name]
+        has_shape = embedding is not None and tensor.shape == embedding.shape
+        is_unknown = has_shape and _name_in_layer(name) not in layer_names
+        if is_unknown or is_prediction_vocabulary(name):
+            yield tensor
+
+
+def _name_in_layer(name: str) -> str:
+    """Return a tensor's name after the number of its layer.
+
+    >>> _name_in_layer("layers.3.mlp.experts.0.up_proj.weight")
+    'mlp.experts.0.up_proj.weight'
+    """
+    return re.sub(r"^.*?\.[0-9]+\.", "", name)
+
+
+def _tensors_by_name(source: Source) -> tuple[Family, dict[str, SourceTensor]]:
+    """Return the family of a source, and its parameters and multi-token prediction by bare name."""
+    if source.family.is_verbatim:
+        family = family_of(source.config)
+        stored = {tensor.name for tensor in source.tensors}
+        names = detect_names(family, source.config, full_names=stored)
+        return family, {names.bare_name(tensor.name): tensor for tensor in source.tensors}
+    tensors: dict[str, SourceTensor] = {}
+    for tensor in source.tower_tensors:
+        tensors[source.names.bare_name(source.file_name(tensor))] = tensor
+    tensors |= {tensor.name: tensor for tensor in source.tensors}
+    return source.family, tensors
 
 
 def stored_vocabulary(source: Source, true_size: int | None = None) -> Vocabulary:
@@ -92,11 +211,8 @@ def stored_vocabulary(source: Source, true_size: int | None = None) -> Vocabular
 
 def _stored_names(source: Source, atom: str) -> Iterator[str]:
     """Yield the stored tensors of a family with the size `atom` in their first dim, and their duplicates."""
-    family = family_of(source.config)
-    stored = {tensor.name for tensor in source.tensors}
-    names = detect_names(family, source.config, full_names=stored)
-    by_bare_name = {names.bare_name(name): name for name in stored}
-    shapes = {names.bare_name(tensor.name): tensor.shape for tensor in source.tensors}
+    family, tensors = _tensors_by_name(source)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     rows = parameter_rows(family, source.config, tensors=shapes)
     sizes = family.sizes(source.config)
     expected: set[str] = set()
@@ -106,11 +222,11 @@ def _stored_names(source: Source, atom: str) -> Iterator[str]:
         if atom in factors:
             expected.update(name for name, _ in axis_map.tensors())
     expected.update(name for name, other in family.duplicates.items() if other in expected)
-    if atom == VOCAB_ATOM and family.is_tied(source.config, by_bare_name.keys()):
-        _check_is_stored(source, {family.tying.embedding_tensor} - by_bare_name.keys())
+    if atom == VOCAB_ATOM and family.is_tied(source.config, tensors.keys()):
+        _check_is_stored(source, {family.tying.embedding_tensor} - tensors.keys())
     elif atom == VOCAB_ATOM:
-        _check_is_stored(source, expected - by_bare_name.keys() - family.duplicates.keys())
-    yield from (by_bare_name[name] for name in sorted(expected & by_bare_name.keys()))
+        _check_is_stored(source, expected - tensors.keys() - family.duplicates.keys())
+    yield from (tensors[name].name for name in sorted(expected & tensors.keys()))
 
 
 def _check_is_stored(source: Source, missing: Collection[str]) -> None:

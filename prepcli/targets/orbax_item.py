@@ -43,6 +43,7 @@ from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, itemsize
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.targets.hf_folder import resized_shape_and_nbytes
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, output_rows
 from trainer.models.axis_map import AxisMap, ParsedAxisMap, bind_row
 from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape, join_experts
@@ -139,6 +140,7 @@ def make_item(
     match: TensorMatch,
     *,
     axis_maps: Mapping[str, ParsedAxisMap],
+    vocab_tensors: Collection[str],
     vocab_size: int,
     partitioning: Partitioning,
     dtype: str | None = None,
@@ -150,6 +152,7 @@ def make_item(
         source: The opened source.
         match: The matches between tensors and axis maps.
         axis_maps: Axis maps of the model's leaves, by path.
+        vocab_tensors: Names of the tensors with one row per token.
         vocab_size: Vocabulary rows in the item.
         partitioning: Mesh and rules of the chunks.
         dtype: Dtype of the parameters, or None to keep their dtypes.
@@ -165,7 +168,10 @@ def make_item(
     # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
     # Moments and other state keep their dtypes.
     source = source.cast(dtype)
-    uses = _leaf_uses(source, match, axis_maps, vocab_size)
+    sizes = source.family.sizes(source.config) | {"vocab": vocab_size}
+    bound = {path: bind_row(axis_map, sizes) for path, axis_map in axis_maps.items()}
+    tower_rows = output_rows(source.tower_tensors, vocab_tensors, vocab_size=vocab_size)
+    uses = [*_tower_uses(source, tower_rows), *_leaf_uses(source, match, bound)]
     return lay_out_uses(source, uses, partitioning, storage=storage)
 
 
@@ -345,20 +351,27 @@ class LeafUse:
     parameter_map: AxisMap | None = None
 
 
-def _leaf_uses(
-    source: Source,
-    match: TensorMatch,
-    axis_maps: Mapping[str, ParsedAxisMap],
-    vocab_size: int,
-) -> Iterator[LeafUse]:
-    """Yield each tensor with its leaf. Moments use the axis maps of their parameters, other state is unchanged."""
-    sizes = source.family.sizes(source.config) | {"vocab": vocab_size}
-    bound = {path: bind_row(axis_map, sizes) for path, axis_map in axis_maps.items()}
+def _tower_uses(source: Source, rows: Mapping[str, int]) -> Iterator[LeafUse]:
+    """Yield each tensor of a tower with its leaf.
+
+    Args:
+        source: The opened source.
+        rows: Rows of each tensor in the item.
+    """
     for tensor in source.tower_tensors:
         if 0 not in tensor.shape:
             leaf = tower_leaf(tensor)
-            axis_map = identity_axis_map(leaf, tensor.shape)
-            yield LeafUse(tensor, leaf, axis_map, path=leaf)
+            shape, _ = resized_shape_and_nbytes(tensor, rows[tensor.name])
+            yield LeafUse(tensor, leaf, identity_axis_map(leaf, shape), path=leaf)
+
+
+def _leaf_uses(
+    source: Source, match: TensorMatch, bound: Mapping[str, AxisMap]
+) -> Iterator[LeafUse]:
+    """Yield each tensor of the model and of its training state with its leaf.
+
+    Moments use the axis maps of their parameters, other state is unchanged.
+    """
     tensors = [(tensor, PARAMS, tensor.name) for tensor in source.tensors]
     tensors += [(tensor, *split_name(tensor.name)) for tensor in source.state_tensors]
     leaf_by_name: dict[str, tuple[str, AxisMap, StackedIndices]] = {}

@@ -11,9 +11,9 @@ from prepcli.planning.manifest_fields import PADDING_RULE
 from prepcli.planning.plan import DroppedTensor, Fill, Locations, Stream
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION, QUANTIZATION_RULE
 from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, TRAINING_STATE_RULE, split_name
-from prepcli.planning.tensor_match import TensorMatch, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.sources.vocabulary_tensors import check_prediction_rows
 from trainer.models.boxes import Range
 
 
@@ -89,17 +89,6 @@ def _num_rows(tensor: SourceTensor) -> int:
     return tensor.shape[0] if tensor.shape else 1
 
 
-def vocab_tensor_names(source: Source, match: TensorMatch) -> set[str]:
-    """Return the names of tensors with one row per token, including the training state."""
-    names = vocab_tensors(match)
-    state_names: set[str] = set()
-    for state_tensor in source.state_tensors:
-        slot, tensor = split_name(state_tensor.name)
-        if slot and tensor in names:
-            state_names.add(state_tensor.name)
-    return names | state_names
-
-
 def build_streams(
     source: Source,
     targets: Mapping[str, TensorTarget],
@@ -119,7 +108,11 @@ def build_streams(
 
     Returns:
         Streams of the rows of each tensor, without gaps.
+
+    Raises:
+        UsageError: Multi-token prediction has an embedding or a head that would not fit the resized vocabulary.
     """
+    _check_resized(source, targets, resize)
     streams: list[Stream] = []
     for tensor in source.all_tensors:
         target = targets.get(tensor.name)
@@ -144,6 +137,17 @@ def build_streams(
                 )
             )
     return tuple(streams)
+
+
+def _check_resized(
+    source: Source, targets: Mapping[str, TensorTarget], resize: VocabResize
+) -> None:
+    """Raise UsageError if a vocabulary tensor would keep its rows while the other ones are resized."""
+    for tensor in source.all_tensors:
+        target = targets.get(tensor.name)
+        if tensor.name in resize.tensors and target and target.rows != tensor.shape[0]:
+            check_prediction_rows(source, resize.tensors, target.rows)
+            return
 
 
 def _vocab_streams(

@@ -21,8 +21,9 @@ from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorNames
 from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
 from prepcli.sources.tree_tensors import StoredLeaf, tensors_from_manifest
+from prepcli.sources.vocabulary_tensors import vocabulary_names
 from prepcli.targets.orbax_item import Partitioning, item_streams, make_item
-from prepcli.targets.streams import VocabResize, vocab_tensor_names
+from prepcli.targets.streams import VocabResize
 from trainer.models.checkpoint_store import LeafSpec
 from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES
 from trainer.models.json_types import HFConfig
@@ -78,15 +79,17 @@ def plan_training_step(
     if start_manifest["mesh"]:
         mesh = parse_mesh(start_manifest["mesh"])
     partitioning = Partitioning(mesh, merge_rules(start_manifest["rules"]), min_split_nbytes)
+    # The state has the padded vocabulary of the start already, so no row is filled.
+    names = vocabulary_names(source, match, vocabulary)
+    resize = VocabResize(vocabulary, names, Fill("zeros"))
     item = make_item(
         source,
         match,
         axis_maps=axis_maps,
+        vocab_tensors=resize.tensors,
         vocab_size=vocabulary.stored_size,
         partitioning=partitioning,
     )
-    # The state has the padded vocabulary of the start already, so no row is filled.
-    resize = VocabResize(vocabulary, vocab_tensor_names(source, match), Fill("zeros"))
     source_name = str(start_manifest["name"])
     # A run that starts from a step of another run names the first model, and not that step.
     if start_manifest["kind"] == "train":

@@ -30,8 +30,10 @@ EARLIER_RULES = frozenset(
     }
 )
 _MODULE = re.compile(r"mtp(_\w+)?\.")
-# An embedding or a head of its own: `layers.61.embed_tokens.weight`, `layers.61.shared_head.head.weight`.
-_VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|lm_head|shared_head\.head)\.(weight|bias)")
+# An embedding or a head of its own: `layers.61.embed_tokens.weight` and `layers.61.shared_head.head.weight` of
+# DeepSeek-V3 and GLM-4.5, `layers.45.transformer.shared_head.output.weight` of Step-3.5, `mtp.embed_tokens.weight` of
+# LongCat. A quantised one has further parameters, e.g. `shared_head.head.qweight`.
+_VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|lm_head|shared_head\.(head|output))\.\w+")
 _LAYER = re.compile(r"layers\.([0-9]{1,9})\.")
 
 
@@ -56,7 +58,7 @@ def prediction_names(family: Family, config: HFConfig, names: Iterable[str]) -> 
 
 
 def is_prediction_vocabulary(name: str) -> bool:
-    """Return whether a tensor of multi-token prediction is an embedding or a head.
+    """Return whether a tensor of multi-token prediction belongs to an embedding or a head.
 
     >>> is_prediction_vocabulary("layers.61.shared_head.head.weight")
     True

@@ -174,27 +174,6 @@ def test_pad_vocab_keeps_prediction_layers():
 
 
 @pytest.mark.parametrize(
-    "words", [("pad-vocab", "--multiple", "64"), ("save-init", "--pad-vocab", "64")]
-)
-def test_unpadded_prediction_vocabulary_is_a_warning(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-):
-    config, _ = CASES["glm4_moe"]
-    name = f"{LAYER}embed_tokens.weight"
-    tensors = write_model(config, (name,))
-    tensors[name] = np.zeros_like(tensors["model.embed_tokens.weight"])
-    shutil.rmtree("m")
-    write_checkpoint(Path("m"), config, tensors)
-    assert main([words[0], "./m", *words[1:], "--out", "padded"]) == 0
-    warning = f"multi-token prediction keeps its number of vocabulary rows: {name}"
-    hint = "`prep export MODEL --text-only` leaves it out"
-    assert f"{warning} ({hint})" in capsys.readouterr().err
-    assert main(["export", "./m", "--text-only", "--out", "text"]) == 0
-    assert main([words[0], "./text", *words[1:], "--out", "padded-text"]) == 0
-    assert warning not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("command", "again"),
     [("pad-vocab", ("pad-vocab", "--multiple", "1")), ("save-init", ("export",))],
 )

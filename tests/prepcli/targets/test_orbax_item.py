@@ -54,6 +54,7 @@ def item_of(
         source,
         counted,
         axis_maps=table,
+        vocab_tensors=(),
         vocab_size=vocab,
         partitioning=Partitioning(parse_mesh(mesh) if mesh else None, DEFAULT_RULES),
     )

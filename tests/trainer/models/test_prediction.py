@@ -10,7 +10,12 @@ from tests.helpers.tiny_configs import FIRST_FAMILIES, GOLDEN, NEWER_FAMILIES
 from trainer.models.axis_map import bind_row
 from trainer.models.errors import PrepError
 from trainer.models.parameters import parameter_rows
-from trainer.models.prediction import PREDICTION_FIELDS, prediction_names, without_prediction
+from trainer.models.prediction import (
+    PREDICTION_FIELDS,
+    is_prediction_vocabulary,
+    prediction_names,
+    without_prediction,
+)
 from trainer.models.registry import family_of
 
 LAYERS = [f"layers.{number}.enorm.weight" for number in (2, 3, 4, 5)]
@@ -59,6 +64,19 @@ def test_prediction_modules_are_known_by_name():
     }
     others = {"mtpx.fc.weight", "layers.0.mtp.weight", "mtp"}
     assert prediction_names(family_of(config), config, modules | others) == modules
+
+
+def test_prediction_vocabulary_has_names_of_published_files():
+    names = {
+        "layers.61.embed_tokens.weight",
+        "layers.61.shared_head.head.weight",
+        "layers.45.transformer.shared_head.output.weight",
+        "layers.61.shared_head.head.qweight",
+        "mtp.embed_tokens.weight",
+        "mtp.lm_head.bias",
+    }
+    others = {"layers.61.shared_head.norm.weight", "layers.61.eh_proj.weight", "mtp.fc.weight"}
+    assert {name for name in names | others if is_prediction_vocabulary(name)} == names
 
 
 def test_prediction_names_are_no_parameters():
