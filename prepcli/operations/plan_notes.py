@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from prepcli.console.lists import join_names
 from prepcli.console.observer import LEAVES, Observer
-from prepcli.errors import Option, text
+from prepcli.errors import Command, Option, text
 from prepcli.operations.source_line import source_line
 from prepcli.planning.plan import Plan
 from prepcli.sources.source import Source
+from prepcli.sources.vocabulary_tensors import prediction_vocabulary
 from trainer.models.verbatim import CANNOT_TRAIN
 
 # A message names at most this many files left out of the output.
@@ -32,6 +33,7 @@ def note_plan(
             f"{source.display_name} can be converted, but not trained or sampled from:"
             f" {unsupported_reason}"
         )
+    _warn_of_prediction_rows(plan, source, observer)
     if source.left_files:
         names = join_names([file.name for file in source.left_files], max_names=MAX_LEFT_FILES)
         observer.note(text("not copied: {} ({} copies them)", names, Option("copy", "GLOB")))
@@ -47,3 +49,25 @@ def note_plan(
     for dropped in plan.dropped:
         name = plan.display_names.get(dropped.name, dropped.name)
         observer.note(f"  dropped {name}: {dropped.rule}", LEAVES)
+
+
+def _warn_of_prediction_rows(plan: Plan, source: Source, observer: Observer) -> None:
+    """Warn of embeddings and heads of multi-token prediction that fit neither the source nor the output."""
+    vocabulary = plan.settings.get("vocab")
+    if not source.tower_tensors or vocabulary is None:
+        return
+    num_rows = vocabulary["padded"]
+    written_rows: dict[str, int] = {}
+    for stream in plan.streams:
+        if stream.writes:
+            written_rows[stream.name] = stream.rows[1]
+    names: list[str] = []
+    for tensor in prediction_vocabulary(source):
+        # An output without towers does not write the tensor.
+        if written_rows.get(tensor.name, num_rows) != num_rows:
+            names.append(source.file_name(tensor))
+    if names:
+        listed = join_names(names, max_names=MAX_LEFT_FILES)
+        command = Command("export", source.display_name, Option("text_only", True))
+        what = f"multi-token prediction has other vocabulary rows than its model: {listed}"
+        observer.warn(text("{} ({} leaves it out)", what, command))

@@ -118,32 +118,35 @@ def prediction_vocabulary(source: Source) -> Iterator[SourceTensor]:
             yield tensors[name]
 
 
-def check_prediction_rows(source: Source, resized: Collection[str], rows: int) -> None:
+def check_prediction_rows(
+    source: Source, resized: Collection[str], rows: int, *, has_new_tokens: bool
+) -> None:
     """Raise UsageError if multi-token prediction does not get the vocabulary rows of an output.
 
     Args:
         source: The opened source.
         resized: Names of the tensors with one row per token.
         rows: Their rows in the output.
+        has_new_tokens: Whether some of these rows are those of added tokens.
     """
     if not source.tower_tensors and not source.family.is_verbatim:
         return
-    kept = [t for t in _prediction_lookalikes(source) if t.name not in resized]
-    unfit = [tensor for tensor in kept if tensor.shape[:1] != (rows,)]
+    display_names = source.display_names()
+    unfit: list[str] = []
+    for tensor in _prediction_lookalikes(source):
+        is_kept = tensor.name not in resized
+        if is_kept and (has_new_tokens or tensor.shape[:1] != (rows,)):
+            name = quote_name(display_names[tensor.name])
+            unfit.append(f"{name} is {tensor.dtype} {list(tensor.shape)}")
     if not unfit:
         return
-    what = (
-        f"the multi-token prediction of {source.display_name} does not fit {rows:,} vocabulary rows"
-    )
-    descriptions: list[str] = []
-    for tensor in unfit:
-        name = quote_name(source.display_names()[tensor.name])
-        descriptions.append(f"{name} is {tensor.dtype} {list(tensor.shape)}")
+    model = source.display_name
+    what = f"the multi-token prediction of {model} does not fit {rows:,} vocabulary rows"
     hint = _decode_hint(source)
     if not source.family.is_verbatim:
-        command = Command("export", source.display_name, Option("text_only", True))
+        command = Command("export", model, Option("text_only", True))
         hint = text("{} leaves it out", command)
-    raise usage_error(what, join_names(descriptions, max_names=MAX_NAMES), hint)
+    raise usage_error(what, join_names(unfit, max_names=MAX_NAMES), hint)
 
 
 def _prediction_copies(source: Source, vocabulary: Vocabulary) -> set[str]:

@@ -145,8 +145,13 @@ def _check_resized(
     """Raise UsageError if a vocabulary tensor would keep its rows while the other ones are resized."""
     for tensor in source.all_tensors:
         target = targets.get(tensor.name)
-        if tensor.name in resize.tensors and target and target.rows != tensor.shape[0]:
-            check_prediction_rows(source, resize.tensors, target.rows)
+        if target is None or tensor.name not in resize.tensors:
+            continue
+        has_new_tokens = resize.added_count > 0
+        if has_new_tokens or target.rows != tensor.shape[0]:
+            check_prediction_rows(
+                source, resize.tensors, target.rows, has_new_tokens=has_new_tokens
+            )
             return
 
 

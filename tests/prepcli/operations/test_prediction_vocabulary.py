@@ -14,6 +14,7 @@ import pytest
 import safetensors.numpy as safetensors_numpy
 
 import prepcli as prep
+from prepcli.cli.main import main
 from prepcli.errors import USAGE
 from tests.helpers.quantized_folders import fp8
 from tests.helpers.run_cli import run_failing_unchanged, run_ok
@@ -290,8 +291,9 @@ def test_export_of_padded_prediction_has_quantised_bytes(
         assert not values[name][SIZE:].astype(np.float32).any()
 
 
-def test_quantized_head_of_prediction_is_refused(capsys: pytest.CaptureFixture[str]):
-    _, tensors = write_model_with_tokenizer()
+@pytest.mark.parametrize("padding", [0, 6])
+def test_quantized_head_of_prediction_is_refused(capsys: pytest.CaptureFixture[str], padding: int):
+    _, tensors = write_model_with_tokenizer(padding)
     write_quantized(tensors, also=(HEAD,))
     words = ("add-tokens", "./m", "--tokens", "tokens.json", "--out", "added")
     code, lines = run_failing_unchanged(capsys, *words)
@@ -321,7 +323,10 @@ def test_unfit_prediction_is_refused(
         " hint: `prep export ./m --text-only` leaves it out",
     ]
     # Without a change of the vocabulary, the tensor is copied.
-    run_ok("save-init", "./m", "--out", "init")
+    assert main(["save-init", "./m", "--out", "init"]) == 0
+    has_warning = shape[0] != SIZE
+    warning = f"multi-token prediction has other vocabulary rows than its model: {name}"
+    assert (warning in capsys.readouterr().err) == has_warning
     run_ok("export", "init", "--out", "hf")
     check_equal("hf", tensors)
     run_ok("export", "./m", "--text-only", "--out", "text")
