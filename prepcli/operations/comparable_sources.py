@@ -11,6 +11,7 @@ from prepcli.console.observer import Observer
 from prepcli.errors import Command, PrepError, text
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.operations.verification_results import LeftOutTensor
+from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import split_name
 from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.model_family import as_verbatim
@@ -19,6 +20,7 @@ from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.sources.stored_forms import in_one_form, with_family
 from prepcli.targets.flax_folder import with_tied_head
+from trainer.models.prediction import UNRECORDED_RULE
 from trainer.models.text_part import TIED_FIELD
 
 
@@ -129,6 +131,19 @@ def _left_out_towers(source: Source, other: Source, observer: Observer) -> list[
     return tensors
 
 
+def note_unrecorded_drops(source: Source, other: Source, observer: Observer) -> None:
+    """Print a note if an earlier version of prep left multi-token prediction out of the other checkpoint.
+
+    Args:
+        source: A checkpoint without the tensors that the other one dropped.
+        other: An output of it.
+        observer: Receives the note.
+    """
+    tensors = [tensor for tensor in source.dropped if tensor.rule == UNRECORDED_RULE]
+    why = f"{other.display_name} is of an earlier version of prep, which left it out without a record"
+    _note_ignored(source, "multi-token prediction", tensors, why, observer)
+
+
 def check_contents(source: Source, against_source: Source) -> None:
     """Raise PrepError if one checkpoint has adapters and the other one a model: they share no tensor."""
     if _has_adapters(source) == _has_adapters(against_source):
@@ -178,7 +193,11 @@ def _slot_or_leaf(tensor: SourceTensor) -> str:
 
 
 def _note_ignored(
-    source: Source, kind: str, tensors: Sequence[SourceTensor], why: str, observer: Observer
+    source: Source,
+    kind: str,
+    tensors: Sequence[SourceTensor | DroppedTensor],
+    why: str,
+    observer: Observer,
 ) -> None:
     """Print a note about the ignored tensors of a kind, if there are any."""
     if tensors:

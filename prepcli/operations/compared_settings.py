@@ -82,7 +82,10 @@ def _config_differences(source: Source, other: Source) -> Iterator[SettingDiffer
     pair = (source, other)
     config, other_config = (_with_plain_rope(one) for one in _configs_of_one_form(source, other))
     ignored = {*IGNORED_KEYS, *source.family.tying.untied_fields(source.config)}
-    rules = [entry.get("rule") for one in pair for entry in (one.manifest or NO_MANIFEST).dropped]
+    rules: set[object] = set()
+    for one in pair:
+        rules.update(entry.get("rule") for entry in (one.manifest or NO_MANIFEST).dropped)
+        rules.update(tensor.rule for tensor in one.dropped)
     has_verbatim = any(one.family.is_verbatim for one in pair)
     # A verbatim output has the config of its source, whatever `--drop` removed.
     keeps_fields = not EARLIER_RULES.isdisjoint(rules) or (has_verbatim and DROP_RULE in rules)

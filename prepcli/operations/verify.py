@@ -24,7 +24,11 @@ from prepcli.formats.again_hint import again_hint
 from prepcli.formats.manifest import NO_MANIFEST, unwritten_manifest
 from prepcli.operations.accept import accept_files
 from prepcli.operations.checksum_file import check_checksum_file
-from prepcli.operations.comparable_sources import check_contents, comparable_sources
+from prepcli.operations.comparable_sources import (
+    check_contents,
+    comparable_sources,
+    note_unrecorded_drops,
+)
 from prepcli.operations.compared_settings import setting_differences
 from prepcli.operations.conversion import (
     CommonOptions,
@@ -192,6 +196,8 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     # An output without the dropped tensors of its source has a config without them.
     compared = without_recorded_drops(source, against_source.manifest or NO_MANIFEST)
     against_source = without_recorded_drops(against_source, source.manifest or NO_MANIFEST)
+    for one, other in ((compared, against_source), (against_source, source)):
+        note_unrecorded_drops(one, other, observer)
     settings = tuple(setting_differences(compared, against_source))
     pair = comparable_sources(compared, against_source, observer)
     a = collect_model(pair.source, pair.against)

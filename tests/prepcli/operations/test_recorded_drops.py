@@ -117,3 +117,49 @@ def test_verify_accepts_predictions_dropped_earlier(
         assert result
         assert not result.settings
         assert [(one["tensor"], one["why"]) for one in result.left_out] == [(name, rule)]
+
+
+@pytest.fixture
+def unrecorded(capsys: pytest.CaptureFixture[str]) -> str:
+    """Write an init, an export of it and, beside them, a source with one more tensor. Return its name."""
+    config = GOLDEN["glm4_moe"] | {"num_nextn_predict_layers": 1}
+    tensors = checkpoint_tensors(config, "float32", tied=False, legacy=False)
+    write_checkpoint(Path("m"), config, tensors)
+    run_ok("save-init", "./m")
+    run_ok("export", "m-init", "--out", "m-hf")
+    name = "model.layers.3.eh_proj.weight"
+    tensors[name] = np.ones((3, 5), np.float32)
+    shutil.rmtree("m")
+    write_checkpoint(Path("m"), config, tensors)
+    capsys.readouterr()
+    return name
+
+
+@pytest.mark.parametrize("out", ["m-init", "m-hf"])
+def test_verify_accepts_predictions_left_out_unrecorded(
+    out: str, unrecorded: str, capsys: pytest.CaptureFixture[str]
+):
+    """The version that dropped them wrote the key `dropped` before `tensors`, and no entry in later outputs."""
+    with changed_manifest(Path(out)) as manifest:
+        manifest["tensors"] = manifest.pop("tensors")
+        assert manifest["dropped"] == []
+    for pair in ((out, "./m"), ("./m", out)):
+        result = prep.verify(*pair)
+        assert result
+        assert not result.settings
+        assert [one["tensor"] for one in result.left_out] == [unrecorded]
+        assert not prep.verify(*pair, strict=True)
+        assert main(["verify", *pair]) == 0
+        notes = [line for line in capsys.readouterr().err.splitlines() if "ignored" in line]
+        assert notes == [
+            f"multi-token prediction of ./m (60 bytes) ignored: {out} is of an earlier version of prep,"
+            " which left it out without a record"
+        ]
+
+
+@pytest.mark.parametrize("out", ["m-init", "m-hf"])
+def test_verify_reports_predictions_lost_by_later_versions(out: str, unrecorded: str):
+    for pair in ((out, "./m"), ("./m", out)):
+        result = prep.verify(*pair)
+        assert not result
+        assert [difference["tensor"] for difference in result.differences] == [unrecorded]
