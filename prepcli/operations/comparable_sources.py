@@ -140,7 +140,9 @@ def note_unrecorded_drops(source: Source, other: Source, observer: Observer) -> 
         observer: Receives the note.
     """
     tensors = [tensor for tensor in source.dropped if tensor.rule == UNRECORDED_RULE]
-    why = f"{other.display_name} is of an earlier version of prep, which left it out without a record"
+    why = (
+        f"{other.display_name} is of an earlier version of prep, which left it out without a record"
+    )
     _note_ignored(source, "multi-token prediction", tensors, why, observer)
 
 
