@@ -95,12 +95,15 @@ def _with_own_head(source: Source, other: Source) -> Source:
 def _with_file_names(source: Source, against_source: Source) -> tuple[Source, Source]:
     """Return two checkpoints with the names of their files, of which one has no family.
 
-    Files with other names may have the same elements in another form, which only a family describes.
+    Files with other names or shapes may have the same elements in another form, or padding, which only a family
+    describes.
     """
     # A file has the same tensors, whether its family has rows for them or not.
     by_file = (as_verbatim(source), as_verbatim(against_source))
-    names, other_names = ({tensor.name for tensor in one.tensors} for one in by_file)
-    if names != other_names:
+    shapes, other_shapes = (
+        {tensor.name: tensor.shape for tensor in one.tensors} for one in by_file
+    )
+    if shapes != other_shapes:
         by_family = (with_family(source), with_family(against_source))
         if all(not one.family.is_verbatim for one in by_family):
             return _with_equal_parameters(*by_family)

@@ -15,7 +15,7 @@ from prepcli.cli.main import main
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.stored_tensors import write_safetensors
-from tests.helpers.tiny_checkpoints import checkpoint_tensors, write_checkpoint
+from tests.helpers.tiny_checkpoints import checkpoint_tensors, make_checkpoint, write_checkpoint
 from tests.helpers.tiny_configs import GOLDEN
 from tests.helpers.towers import write_model
 
@@ -46,6 +46,16 @@ def test_verify_of_verbatim_and_multimodal_has_equal_settings():
     Path("m/config.json").write_text(json.dumps(edited))
     (setting,) = prep.verify("verbatim", "./m").settings
     assert setting["key"] == "text_config.rope_theta"
+
+
+def test_verify_of_verbatim_and_padded_ignores_padding():
+    make_checkpoint(Path("m"))
+    run_ok("save-init", "./m", "--verbatim", "--out", "verbatim")
+    run_ok("save-init", "./m", "--pad-vocab", "128", "--out", "padded")
+    for pair in (("verbatim", "padded"), ("padded", "verbatim")):
+        result = prep.verify(*pair)
+        assert result
+        assert result.ignored_padding_rows == 125
 
 
 @pytest.mark.parametrize(
