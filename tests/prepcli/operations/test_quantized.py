@@ -20,6 +20,7 @@ from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
 
 Q_PROJ = "model.layers.0.self_attn.q_proj."
+SCALES = ("scale", "scale_inv", "scales", "SCB")
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +193,7 @@ def test_verify_decodes_the_kept_codes_of_an_init(name: str, options: dict[str, 
 
     def negate(stored: Arrays) -> None:
         stored["model.norm.weight"] = -stored["model.norm.weight"]
-        name = next(name for name in stored if name.startswith(Q_PROJ) and "scale" in name)
+        name = next(name for name in stored if name.startswith(Q_PROJ) and name.endswith(SCALES))
         stored[name] = stored[name][::-1].copy()
 
     if name != "nf4":

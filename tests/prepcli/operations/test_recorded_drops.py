@@ -21,6 +21,8 @@ from tests.helpers.towers import write_model
 
 EXTRA = "model.language_model.layers.0.extra.weight"
 
+NAMES_NOTE = "./m is read under the names in its files: "
+
 
 @pytest.fixture(autouse=True)
 def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +63,9 @@ def test_verify_of_verbatim_and_padded_ignores_padding():
 @pytest.mark.parametrize(
     "words", [("pad-vocab", "--multiple", "64"), ("save-init", "--no-verbatim")]
 )
-def test_verify_opens_the_source_with_recorded_drops(words: tuple[str, ...]):
+def test_verify_opens_the_source_with_recorded_drops(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
     write_model_with_extra_tensor()
     run_ok(words[0], "./m", *words[1:], "--drop", "*extra*", "--out", "out")
     for pair in (("out", "./m"), ("./m", "out")):
@@ -69,7 +73,13 @@ def test_verify_opens_the_source_with_recorded_drops(words: tuple[str, ...]):
         assert result
         assert not result.settings
         assert [(entry["tensor"], entry["why"]) for entry in result.left_out] == [(EXTRA, "--drop")]
-    run_ok("verify", "out", "--chain")
+    capsys.readouterr()
+    for more in (("./m",), ("--chain",)):
+        assert main(["verify", "out", *more]) == 0
+        assert NAMES_NOTE not in capsys.readouterr().err
+    assert main(["save-init", "./m", "--out", "verbatim"]) == 0
+    run_ok("verify", "verbatim", "./m")
+    assert NAMES_NOTE in capsys.readouterr().err
 
 
 def test_verify_of_a_text_export_uses_recorded_drops():
