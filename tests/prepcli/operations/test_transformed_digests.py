@@ -17,6 +17,7 @@ from tests.helpers.object_server import use_objects
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.store_sites import read_files
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
 from tests.helpers.waiting import MAX_S
 from tests.prepcli.operations.test_damage import damage_parameter
@@ -234,6 +235,32 @@ def test_statistics_of_a_selection_check_only_its_tensors(capsys: pytest.Capture
     assert "in made is damaged" in run_failing(capsys, 1, "inspect", "made", "*q_proj*", "--stats")
     damage_parameter(Path("init"))
     assert "in init is damaged" in run_failing(capsys, 1, "inspect", "init", "--stats")
+
+
+@pytest.mark.parametrize(
+    "name", slow_except(["dense", "fp8", "init", "compressed"], ["fp8", "init"])
+)
+def test_statistics_of_a_bucket_refuse_a_flipped_bit(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    made = export_quantized(name) if name == "fp8" else export_dense()
+    if name in ("init", "compressed"):
+        made = Path("out")
+        options = ("--compress", "zstd") if name == "compressed" else ()
+        run_ok("save-init", "model", "--storage", "files", *options, "--out", str(made))
+    objects = {f"bucket/out/{path}": data for path, data in read_files(made).items()}
+    with use_objects(monkeypatch, objects) as store:
+        command = ("inspect", "gs://bucket/out", "--stats")
+        run_ok(*command)
+        parts = ("params.layers.attn.q.weight/1.", "model.safetensors")
+        (key,) = [key for key in objects if any(part in key for part in parts)]
+        data = bytearray(objects[key])
+        data[-100] ^= 1
+        store.store(key, bytes(data))
+        error = run_failing(capsys, 1, *command)
+        assert "damaged" in error or "broken" in error
+        if name != "compressed":
+            assert "differ from their recorded digest" in error
 
 
 @pytest.mark.parametrize("storage", ["files", "zarr3-files"])
