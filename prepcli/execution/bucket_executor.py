@@ -128,6 +128,10 @@ class BucketExecutor:
         source_state = read_source_state(self.plan.source_files, self.source)
         check_small_files(self.plan)
         coverage.check(self.plan, lambda: split_streams(self.plan.streams, self.budget.slab_nbytes))
+        # Before the first write: a refused source leaves no run, and the objects of a replaced output. One of several
+        # processes checks its share only, once the others can see its error.
+        if self.pool.share.count == 1:
+            self._check_transformed(self.plan)
         with self._holding_lock():
             if not self._join(source_state):
                 return ConversionResult(already_done=True)
@@ -146,6 +150,22 @@ class BucketExecutor:
         if manifest is None:
             raise PrepError(f"{self.bucket.name} has no {MANIFEST_FILE}", "", RERUN_HINT)
         return manifest
+
+    def _check_transformed(self, plan: Plan) -> None:
+        """Check the tensors that a plan reads in another form than the one with a recorded digest."""
+        check_before_reading(self.source, plan.streams, self.pool.memory_nbytes, self.pool.progress)
+
+    def _check_still_needed(self) -> None:
+        """Raise PrepError if a run with another plan has begun since this process joined.
+
+        The checks of the source take a while, and another process may have failed meanwhile.
+        """
+        try:
+            self._run.check_same_run()
+        except PrepError:
+            # A second process with the same share may have written it.
+            if not self._is_published():
+                raise
 
     # Joining
 
@@ -295,9 +315,9 @@ class BucketExecutor:
         integrity = IntegrityChecker(
             share_plan, self.source, allow_overflow=self.request.allow_overflow
         )
-        check_before_reading(
-            self.source, share_plan.streams, self.pool.memory_nbytes, self.pool.progress
-        )
+        if self.pool.share.count > 1:
+            self._check_transformed(share_plan)
+            self._check_still_needed()
 
         def on_digest(position: int, digest: str) -> None:
             integrity.on_digest(position, digest)

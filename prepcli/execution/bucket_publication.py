@@ -11,7 +11,6 @@ import numpy as np
 from prepcli.engine.checksum_recorder import ChecksumArray
 from prepcli.engine.digest import digest
 from prepcli.engine.pipeline import EMPTY_DIGEST
-from prepcli.errors import RERUN_HINT, PrepError
 from prepcli.execution.bucket_run import NUM_THREADS, BucketRun, UnitNote
 from prepcli.execution.compress import CompressedChunks, locate_chunks
 from prepcli.execution.finalize import (
@@ -220,6 +219,4 @@ class BucketPublication:
         """Raise PrepError if another plan has taken the URL over."""
         if self._lock is not None:
             self._lock.confirm()
-        if not self._run.is_same_run():
-            why = "another command has deleted the objects of this one"
-            raise PrepError(f"{self._bucket.name} was taken over", why, RERUN_HINT)
+        self._run.check_same_run()

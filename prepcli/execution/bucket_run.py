@@ -5,6 +5,7 @@
     done/N        the objects, digests and checksums of the complete unit of work N
     failed/I      the error of process I
 
+A run with another plan replaces a run without data objects and notes. Otherwise it is an error.
 No object is ever changed by two processes. They need no lock between them. A kill leaves complete objects only.
 The next run computes the bytes of a unit without `done/N` again, and compares them with the objects.
 """
@@ -67,12 +68,17 @@ class UnitNote:
     sums: ChecksumArray
     lengths: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])
 
-    def encode(self) -> bytes:
-        """Return the content of the note's object."""
+    def encode(self, run_id: str) -> bytes:
+        """Return the content of the note's object.
+
+        Args:
+            run_id: Digest of the plan. A process that still runs may note a unit in the state of a later run.
+        """
         known = np.stack([self.blocks.astype(CHECKSUM_DTYPE), self.sums.astype(CHECKSUM_DTYPE)])
         objects = [[file.path, file.size, file.digest] for file in self.objects]
         checksums = base64.b64encode(known.tobytes()).decode()
         content: dict[str, object] = {
+            "run": run_id,
             "objects": objects,
             "digests": dict(self.digests),
             "checksums": checksums,
@@ -82,9 +88,11 @@ class UnitNote:
         return encode_record(content)
 
     @classmethod
-    def decode(cls, data: bytes) -> UnitNote:
-        """Return the note in an object. Raise ValueError if it is damaged."""
+    def decode(cls, data: bytes, run_id: str) -> UnitNote:
+        """Return the note in an object. Raise ValueError if it is damaged, or of another run."""
         content = decode_record(data)
+        if content.get("run") != run_id:
+            raise ValueError("it is of another run")
         match content:
             case {"objects": list(objects), "digests": dict(digests), "checksums": str(checksums)}:
                 known = np.frombuffer(base64.b64decode(checksums), CHECKSUM_DTYPE).reshape(2, -1)
@@ -125,6 +133,7 @@ class BucketRun:
         url = replace(bucket.url, path=bucket.url.key(WORK_FOLDER))
         self._state = Bucket(url, bucket.retries, bucket.retry_policy)
         self._identity = dict(identity)
+        self._run_id = str(identity["plan"])
         self._share = share
         # State of the source when the first process of the run began
         self.source_at_start: SourceState = []
@@ -143,12 +152,13 @@ class BucketRun:
             restart: Delete the objects of an unfinished earlier run.
 
         Raises:
-            PrepError: Objects of an unfinished run with another plan are there, and `restart` is not set.
+            PrepError: Data objects of an unfinished run with another plan are there, and `restart` is not set.
         """
         earlier = self._read_record(RUN_OBJECT)
         has_manifest = any(file.path == MANIFEST_FILE for file in files)
         is_same_run = earlier == self._identity
-        if earlier is not None and not is_same_run and not has_manifest and not restart:
+        is_replaceable = has_manifest or restart or _has_records_only(files)
+        if earlier is not None and not is_same_run and not is_replaceable:
             raise other_run_error(self._bucket.name, earlier, self._identity)
         is_ready = is_same_run and self._read_ready()
         if not is_ready or has_manifest or restart:
@@ -187,7 +197,7 @@ class BucketRun:
         """Return whether the run has begun, and another process may join it.
 
         Raises:
-            PrepError: The run there has another plan.
+            PrepError: The run there has another plan, and data objects.
         """
         earlier = self._read_record(RUN_OBJECT)
         if earlier is None:
@@ -196,7 +206,8 @@ class BucketRun:
             # Process 0 replaces the record before it deletes the manifest of an older output. The record is
             # therefore read again after a look at the manifest.
             has_manifest = self._bucket.find_file(MANIFEST_FILE) is not None
-            if not has_manifest and self._read_record(RUN_OBJECT) == earlier:
+            is_replaceable = has_manifest or _has_records_only(self._bucket.list_files())
+            if not is_replaceable and self._read_record(RUN_OBJECT) == earlier:
                 raise other_run_error(self._bucket.name, earlier, self._identity)
             return False
         is_ready = self._read_ready()
@@ -204,9 +215,11 @@ class BucketRun:
             self._forget_failures()
         return is_ready
 
-    def is_same_run(self) -> bool:
-        """Return whether the objects still belong to this run."""
-        return self._read_record(RUN_OBJECT) == self._identity
+    def check_same_run(self) -> None:
+        """Raise PrepError unless the objects still belong to this run."""
+        if self._read_record(RUN_OBJECT) != self._identity:
+            why = "another command has deleted the objects of this one"
+            raise PrepError(f"{self._bucket.name} was taken over", why, RERUN_HINT)
 
     # Units of work
 
@@ -237,7 +250,7 @@ class BucketRun:
 
     def write_note(self, number: int, note: UnitNote) -> None:
         """Record a complete unit. Another process may have recorded it already."""
-        data = note.encode()
+        data = note.encode(self._run_id)
         # A note with another version of an object is of a second process with the same plan. The
         # check before the publication compares the objects with one of the notes.
         if self._state.find_file(_done_path(number)) is None:
@@ -253,7 +266,7 @@ class BucketRun:
         stored = read_object(self._state, path, SMALL_NBYTES)
         try:
             if stored is not None:
-                return UnitNote.decode(stored.content)
+                return UnitNote.decode(stored.content, self._run_id)
         except ValueError as error:
             why = str(error)
         hint = text("{} deletes it", Option("restart", True))
@@ -340,6 +353,16 @@ class BucketRun:
 
 def _done_path(number: int) -> str:
     return f"{DONE_FOLDER}/{number}"
+
+
+def _has_records_only(files: Collection[RemoteFile]) -> bool:
+    """Return whether an unfinished run has no data objects and no notes.
+
+    A refused source or an early kill leaves such a run. Its objects are deleted without a request of the user.
+    """
+    records = {f"{WORK_FOLDER}/{name}" for name in (RUN_OBJECT, READY_OBJECT)}
+    failures = f"{WORK_FOLDER}/{FAILED_FOLDER}/"
+    return all(file.path in records or file.path.startswith(failures) for file in files)
 
 
 def _is_marker(path: str) -> bool:

@@ -284,6 +284,15 @@ class Manifest:
         return {DROPPED_KEY: entries} if entries else {}
 
     @property
+    def may_lack_prediction(self) -> bool:
+        """Return whether the writing version left out multi-token prediction, and no earlier drop is recorded.
+
+        That version wrote `dropped` before `tensors`. Later versions do so only to continue the records of the source.
+        """
+        keys = [key for key in self.fields if key in (DROPPED_KEY, "tensors")]
+        return keys == [DROPPED_KEY, "tensors"] and not self.earlier_drops
+
+    @property
     def source_name(self) -> str:
         """Name of the source of a conversion, as the user named it. Empty if it is not recorded."""
         source = self.fields.get("source")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from prepcli.errors import PrepError
+from prepcli.errors import Command, PrepError, text
 from prepcli.formats import msgpack
 from prepcli.formats.codecs import CRC32C
 from prepcli.formats.manifest import NO_MANIFEST, find_manifest_folder, read_manifest
@@ -34,7 +34,6 @@ from prepcli.sources.dequantized import (
     DequantizedBlob,
     find_stored_weights,
     model_quantization,
-    not_decodable_error,
     not_quantized_error,
     quantization_file,
     without_quantization,
@@ -166,7 +165,11 @@ def _decoded(contents: CheckpointContents) -> CheckpointContents:
     if not model_quantization(contents.config, contents.folder):
         raise not_quantized_error(contents.display_name, contents.folder)
     if contents.kind != "safetensors":
-        raise not_decodable_error(contents.display_name)
+        hint = text("save the model as safetensors")
+        if contents.kind == "orbax":
+            hint = text("{} writes them", Command("export", contents.display_name))
+        why = "inspect decodes quantised weights in safetensors files only"
+        raise PrepError(f"{contents.display_name} cannot be decoded", why, hint)
     weights = _find_weights(contents)
     files = contents.byte_sources
     blob = DequantizedBlob(contents.display_name, weights.decoders, files, DECODED_DTYPE)

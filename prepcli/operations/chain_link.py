@@ -16,6 +16,7 @@ from prepcli.formats.manifest import NO_MANIFEST, XXH3_KEY, Manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
 from prepcli.formats.torch_dcp import METADATA_FILE
 from prepcli.operations.chain_tokens import ADD, TokenChange
+from prepcli.operations.compared_settings import compared_config
 from prepcli.operations.conversion import PlannedConversion
 from prepcli.option_spec import recorded_words
 from prepcli.planning.layout_scales import LayoutScale
@@ -429,27 +430,10 @@ def _brings_tokenizer(manifest: Manifest) -> bool:
     return isinstance(data, dict) and "tokenizer" in data
 
 
-def config_of(source: Source) -> HFConfig:
-    """Return the config for readers of a checkpoint."""
-    # Other programs read the config.json of a Hugging Face folder, and prep reads the manifest of its other outputs.
-    # An adapter has only the config of its base, in the manifest.
-    if source.manifest is not None and source.manifest.kind != "hf":
-        return source.manifest.config
-    return source.config
-
-
-def source_config_of(output: Source, source: Source) -> HFConfig:
-    """Return the config of a source to compare with that of an output."""
-    if output.family.is_verbatim and source.wrapper is not None:
-        # A verbatim output has the towers in one tree with the text part.
-        return source.wrapper.config
-    return config_of(source)
-
-
 def compare_config(output: Source, source: Source, report: LinkReport) -> None:
     """Compare the config of an output with the one of its source, except for keys written by its command."""
-    config = config_of(output)
-    source_config = source_config_of(output, source)
+    config = compared_config(output, source)
+    source_config = compared_config(source, output)
     differing = differing_keys(config, source_config) - _written_keys(output, source)
     if differing and "--config" in requested_options(output.manifest or NO_MANIFEST):
         keys = join_names([f"`{key}`" for key in sorted(differing)], max_names=MAX_NAMES)
@@ -490,7 +474,7 @@ def _written_keys(output: Source, source: Source) -> set[str]:
         keys.add(QUANTIZATION_KEY)
     tying = output.family.tying
     has_head = any(tensor.name == tying.head_tensor for tensor in output.tensors)
-    if has_head and config_of(output).get(TYING_KEY) is False:
+    if has_head and output.config.get(TYING_KEY) is False:
         # A config of tied weights is corrected for a model with a head of its own.
         keys |= {TYING_KEY, *tying.untied_fields(source.config)}
     return keys

@@ -265,7 +265,10 @@ class ChainWalk:
         common = replace(self.common, checkpoint=name, revision=None, step=None, config=None)
         if isinstance(parse_reference(name), HubRepo):
             common = replace(common, revision=origin.get("commit"))
-        located, source = open_checkpoint(common, self.observer, allow_adapters=True)
+        # `_with_requested_parts` may find a text part without the tensors that the output dropped.
+        located, source = open_checkpoint(
+            common, self.observer, allow_adapters=True, notes_names=False
+        )
         return ChainCheckpoint(source, located)
 
     def _compare(

@@ -11,6 +11,7 @@ from prepcli.console.observer import Observer
 from prepcli.errors import Command, PrepError, text
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.operations.verification_results import LeftOutTensor
+from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import split_name
 from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.model_family import as_verbatim
@@ -19,6 +20,7 @@ from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.sources.stored_forms import in_one_form, with_family
 from prepcli.targets.flax_folder import with_tied_head
+from trainer.models.prediction import UNRECORDED_RULE
 from trainer.models.text_part import TIED_FIELD
 
 
@@ -93,7 +95,8 @@ def _with_own_head(source: Source, other: Source) -> Source:
 def _with_file_names(source: Source, against_source: Source) -> tuple[Source, Source]:
     """Return two checkpoints with the names of their files, of which one has no family.
 
-    Files with other names may have the same elements in another form, which only a family describes.
+    Files with other names or shapes may have the same elements in another form, or padding, which only a family
+    describes.
     """
     # A file has the same tensors, whether its family has rows for them or not.
     by_file = (as_verbatim(source), as_verbatim(against_source))
@@ -129,6 +132,21 @@ def _left_out_towers(source: Source, other: Source, observer: Observer) -> list[
         name = source.file_name(tensor)
         tensors.append({"tensor": name, "checkpoint": source.display_name, "why": why})
     return tensors
+
+
+def note_unrecorded_drops(source: Source, other: Source, observer: Observer) -> None:
+    """Print a note if an earlier version of prep left multi-token prediction out of the other checkpoint.
+
+    Args:
+        source: A checkpoint without the tensors that the other one dropped.
+        other: An output of it.
+        observer: Receives the note.
+    """
+    tensors = [tensor for tensor in source.dropped if tensor.rule == UNRECORDED_RULE]
+    why = (
+        f"{other.display_name} is of an earlier version of prep, which left it out without a record"
+    )
+    _note_ignored(source, "multi-token prediction", tensors, why, observer)
 
 
 def check_contents(source: Source, against_source: Source) -> None:
@@ -180,7 +198,11 @@ def _slot_or_leaf(tensor: SourceTensor) -> str:
 
 
 def _note_ignored(
-    source: Source, kind: str, tensors: Sequence[SourceTensor], why: str, observer: Observer
+    source: Source,
+    kind: str,
+    tensors: Sequence[SourceTensor | DroppedTensor],
+    why: str,
+    observer: Observer,
 ) -> None:
     """Print a note about the ignored tensors of a kind, if there are any."""
     if tensors:

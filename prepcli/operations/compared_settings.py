@@ -80,9 +80,13 @@ def setting_differences(source: Source, other: Source) -> Iterator[SettingDiffer
 
 def _config_differences(source: Source, other: Source) -> Iterator[SettingDifference]:
     pair = (source, other)
-    config, other_config = (_with_plain_rope(one) for one in _configs_of_one_form(source, other))
+    config = _with_plain_rope(compared_config(source, other))
+    other_config = _with_plain_rope(compared_config(other, source))
     ignored = {*IGNORED_KEYS, *source.family.tying.untied_fields(source.config)}
-    rules = [entry.get("rule") for one in pair for entry in (one.manifest or NO_MANIFEST).dropped]
+    rules: set[object] = set()
+    for one in pair:
+        rules.update(entry.get("rule") for entry in (one.manifest or NO_MANIFEST).dropped)
+        rules.update(tensor.rule for tensor in one.dropped)
     has_verbatim = any(one.family.is_verbatim for one in pair)
     # A verbatim output has the config of its source, whatever `--drop` removed.
     keeps_fields = not EARLIER_RULES.isdisjoint(rules) or (has_verbatim and DROP_RULE in rules)
@@ -98,13 +102,17 @@ def _config_differences(source: Source, other: Source) -> Iterator[SettingDiffer
     yield from _differing_keys(CONFIG, parts[0], parts[1], IGNORED_KEYS)
 
 
-def _configs_of_one_form(source: Source, other: Source) -> list[HFConfig]:
-    """Return the configs of two checkpoints: the whole ones of multimodal models if one of them is verbatim."""
-    configs: list[HFConfig] = []
-    for one, compared in ((source, other), (other, source)):
-        is_whole = one.is_multimodal and compared.family.is_verbatim
-        configs.append(one.wrapper.config if one.wrapper and is_whole else one.config)
-    return configs
+def compared_config(source: Source, other: Source) -> HFConfig:
+    """Return the config of a checkpoint to compare with the one of another.
+
+    A verbatim checkpoint has the towers of a multimodal model in one tree with the text part, and the whole config. An
+    adapter has only the config of its base, in its manifest.
+    """
+    if source.wrapper is not None and source.is_multimodal and other.family.is_verbatim:
+        return source.wrapper.config
+    if source.family is ADAPTER_FAMILY and source.manifest is not None:
+        return source.manifest.config
+    return source.config
 
 
 def _without_text_part(config: HFConfig) -> JsonObject:

@@ -258,6 +258,7 @@ def open_checkpoint(
     *,
     allow_adapters: bool = False,
     kept_scales: KeptScales = "none",
+    notes_names: bool = True,
 ) -> tuple[LocatedCheckpoint, Source]:
     """Locate and open the checkpoint of the options.
 
@@ -267,6 +268,7 @@ def open_checkpoint(
         is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
         allow_adapters: Accept an adapter of PEFT.
         kept_scales: Outputs of another trainer's layout to read as they are stored.
+        notes_names: Call `note_file_names`. A command that takes recorded drops off the source calls it later.
 
     Returns:
         The located checkpoint and its source. Only headers are read.
@@ -280,8 +282,7 @@ def open_checkpoint(
         observer.note(f"using {checkpoint} (the only prep checkpoint here)")
     access = checkpoint_access(common, observer)
     is_decoded = common.quantized in ("dequantize", "decode")
-    # A checkpoint keeps its codes and scales only under the names in its files (the verbatim family).
-    is_kept = common.quantized in ("keep", "stored") and common.verbatim is not False
+    is_kept = _keeps_codes(common)
     access = replace(
         access,
         allow_adapters=allow_adapters,
@@ -314,9 +315,8 @@ def open_checkpoint(
         drop=common.drop,
     )
     check_verbatim(common.verbatim, source)
-    is_choice = verbatim is not None or source.manifest is not None
-    if not is_choice and (why := text_part_fault(source, common.drop)):
-        observer.note(f"{source.display_name} is read under the names in its files: {why}")
+    if notes_names:
+        note_file_names(common, source, observer)
     note_missing_file_digests(source.display_name, source.manifest, observer)
     if has_unread_state(source):
         observer.warn(f"the training state of {source.display_name} is not read: it is on the hub")
@@ -328,6 +328,22 @@ def open_checkpoint(
         source = apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
     source = drop_tensors(source, common.drop)
     return located, use_averaged_params(source) if common.ema else source
+
+
+def note_file_names(common: CommonOptions, source: Source, observer: Observer) -> None:
+    """Print a note if a multimodal model is read under the names in its files, although nothing asks for it."""
+    keeps_codes = _keeps_codes(common) and is_quantized(source.root)
+    is_choice = keeps_codes or common.verbatim is not None or source.manifest is not None
+    if not is_choice and (why := text_part_fault(source, common.drop)):
+        observer.note(f"{source.display_name} is read under the names in its files: {why}")
+
+
+def _keeps_codes(common: CommonOptions) -> bool:
+    """Return whether quantised weights are read as they are stored.
+
+    A checkpoint keeps its codes and scales only under the names in its files (the verbatim family).
+    """
+    return common.quantized in ("keep", "stored") and common.verbatim is not False
 
 
 def _decodes_weights(common: CommonOptions, path: Path) -> bool:

@@ -28,13 +28,8 @@ from prepcli.errors import TERMINAL, DamagedError, Option, PrepError, text, usag
 from prepcli.execution.locks import acquire_lock
 from prepcli.execution.paths import remove_path
 from prepcli.formats.manifest import NO_MANIFEST, read_manifest
-from prepcli.operations.chain_link import (
-    LinkReport,
-    compare_files,
-    config_of,
-    differing_keys,
-    source_config_of,
-)
+from prepcli.operations.chain_link import LinkReport, compare_files, differing_keys
+from prepcli.operations.compared_settings import compared_config
 from prepcli.operations.conversion import CommonOptions, common_options, open_checkpoint
 from prepcli.operations.export import export
 from prepcli.operations.inspection_options import RoundtripOptions
@@ -281,7 +276,7 @@ class _Trip:
         differences += report.differences
         differences += [f"{name} is not in {self.source.display_name}" for name in report.unproven]
         source_config = _unpadded_config(returned, self.source)
-        for key in sorted(differing_keys(config_of(returned), source_config)):
+        for key in sorted(differing_keys(compared_config(returned, self.source), source_config)):
             name = self.source.display_name
             differences.append(f"config.json has another `{key}` than {name}")
         records = (read_manifest(Path(back)) or NO_MANIFEST).tensors
@@ -309,7 +304,7 @@ def _is_damaged_or_unread(error: PrepError) -> bool:
 
 def _unpadded_config(output: Source, source: Source) -> HFConfig:
     """Return the config of a model without the padding of its vocabulary, to compare with an export."""
-    config = source_config_of(output, source)
+    config = compared_config(source, output)
     vocabulary = source.vocabulary()
     if vocabulary.true_size == vocabulary.stored_size:
         return config

@@ -30,7 +30,9 @@ from prepcli.sources.tensor_labels import label_tensors
 def check_values(
     located: LocatedCheckpoint, names: Collection[str] | None, observer: Observer
 ) -> None:
-    """Compare a local output of prep with its recorded digests, before statistics of its values are shown.
+    """Compare an output of prep with its recorded digests, before statistics of its values are shown.
+
+    A bucket sends the bytes twice: statistics are of leaves as they are stored, and digests of tensors.
 
     Args:
         located: The checkpoint.
@@ -40,8 +42,7 @@ def check_values(
     Raises:
         DamagedError: A tensor differs from its digest.
     """
-    # A server would send all bytes of a remote output twice.
-    if located.manifest is None or located.local_files.remote is not None:
+    if located.manifest is None:
         return
     # Quantised weights have digests as they are stored, and scaled values as they are scaled.
     verbatim = True if is_quantized(located.local_files.path) else None

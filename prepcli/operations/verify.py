@@ -24,12 +24,17 @@ from prepcli.formats.again_hint import again_hint
 from prepcli.formats.manifest import NO_MANIFEST, unwritten_manifest
 from prepcli.operations.accept import accept_files
 from prepcli.operations.checksum_file import check_checksum_file
-from prepcli.operations.comparable_sources import check_contents, comparable_sources
+from prepcli.operations.comparable_sources import (
+    check_contents,
+    comparable_sources,
+    note_unrecorded_drops,
+)
 from prepcli.operations.compared_settings import setting_differences
 from prepcli.operations.conversion import (
     CommonOptions,
     check_config_option,
     common_options,
+    note_file_names,
     open_checkpoint,
 )
 from prepcli.operations.inspection_options import VerifyOptions
@@ -49,7 +54,7 @@ from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import Stream
 from prepcli.restore.digest_checks import check_after_reading, stream_digests, tensor_digests
 from prepcli.restore.scaled_digests import stored_scale, written_stream
-from prepcli.sources.dropped_tensors import without_recorded_drops
+from prepcli.sources.dropped_tensors import with_recorded_text_part, without_recorded_drops
 from prepcli.sources.locate import check_stream
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source, SourceTensor
@@ -173,25 +178,33 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
         observer,
         allow_adapters=True,
         kept_scales=kept_scales,
+        notes_names=request.against is None,
     )
-    observer.note(source_line(source))
     check_checksum_file(source, located)
     if request.against is None:
+        observer.note(source_line(source))
         check_config_option(request.common, source)
         check_stream(request.common.stream, located)
         return _verify_digests(collect_model(source), request, observer)
     mapped = mapped_options(_against_options(request), source.manifest)
     against_located, against_source = open_checkpoint(
-        mapped, observer, allow_adapters=True, kept_scales=kept_scales
+        mapped, observer, allow_adapters=True, kept_scales=kept_scales, notes_names=False
     )
     check_config_option(request.common, source, against_source)
     check_stream(request.common.stream, located, against_located)
     check_contents(source, against_source)
-    observer.note(source_line(against_source))
     check_checksum_file(against_source, against_located)
+    manifests = [one.manifest or NO_MANIFEST for one in (source, against_source)]
+    source = with_recorded_text_part(source, manifests[1])
+    against_source = with_recorded_text_part(against_source, manifests[0])
+    for options, one in ((request.common, source), (mapped, against_source)):
+        note_file_names(options, one, observer)
+        observer.note(source_line(one))
     # An output without the dropped tensors of its source has a config without them.
-    compared = without_recorded_drops(source, against_source.manifest or NO_MANIFEST)
-    against_source = without_recorded_drops(against_source, source.manifest or NO_MANIFEST)
+    compared = without_recorded_drops(source, manifests[1])
+    against_source = without_recorded_drops(against_source, manifests[0])
+    for one, other in ((compared, against_source), (against_source, source)):
+        note_unrecorded_drops(one, other, observer)
     settings = tuple(setting_differences(compared, against_source))
     pair = comparable_sources(compared, against_source, observer)
     a = collect_model(pair.source, pair.against)

@@ -42,7 +42,8 @@ from prepcli.quantized.find_weights import (
 from prepcli.sources.dropped_tensors import without_recorded_drops
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.multimodal import split_towers
-from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
+from prepcli.sources.source import CONFIG, HF_FOLDER, Source, SourceTensor, read_json_object
+from prepcli.sources.tensor_rows import TensorBytes
 from prepcli.sources.unused_quantization import (
     find_quantization_file,
     has_quantized_tensors,
@@ -261,8 +262,8 @@ def dequantize_source(source: Source) -> Source:
         DamagedError: A tensor is missing, does not fit, or contradicts the config.
     """
     settings = _quantization_settings(source)
-    weights = find_source_weights(source)
-    blob = DequantizedBlob(source.display_name, weights.decoders, source.byte_sources)
+    weights, stored = find_source_weights(source)
+    blob = DequantizedBlob(source.display_name, weights.decoders, stored)
     decoded = _decoded_source(source, weights, blob)
     method = str(settings.get("quant_method"))
     decoded = replace(
@@ -308,7 +309,7 @@ def decode_alike(source: Source, other: Source) -> tuple[Source, Source]:
 def _decode_to_dtype_of(source: Source, decoded: Source) -> Source:
     """Return a quantised source with its weights decoded to the dtype of `decoded`, or `source` unchanged."""
     is_stored = not source.quantized and not source.quantization
-    if decoded.quantized and is_stored and quantization_file(source.config, source.root):
+    if decoded.quantized and is_stored and _settings_file(source):
         source = dequantize_source(source)
         if decoded.wrapper is not None:
             # A text part is not found beside scales, nor beside tensors that the output dropped.
@@ -399,23 +400,38 @@ def _cast_location(
     return replace(location, placement=placement, itemsize=itemsize(cast_blob.dtype))
 
 
-def find_source_weights(source: Source) -> QuantizedWeights:
-    """Return the decoders of the quantised weights of a source. See `dequantize_source`."""
-    stored = [_file_tensor(source, tensor) for tensor in source.tensors]
-    return find_stored_weights(
-        _quantization_settings(source),
-        stored,
-        source.byte_sources,
-        settings_file=quantization_file(source.config, source.root),
+def find_source_weights(source: Source) -> tuple[QuantizedWeights, tuple[Path | Blob, ...]]:
+    """Return the decoders of the quantised weights of a source, and the files and blobs of their tensors.
+
+    See `dequantize_source`.
+    """
+    settings = _quantization_settings(source)
+    tensors, blobs = _file_tensors(source)
+    weights = find_stored_weights(
+        settings,
+        tensors,
+        blobs,
+        settings_file=_settings_file(source),
     )
+    return weights, blobs
 
 
 def _quantization_settings(source: Source) -> Mapping[str, Any]:
     """Return the quantisation config of a model. Raise UsageError if it has none."""
-    settings = model_quantization(source.config, source.root)
+    settings = model_quantization(source.config, _settings_folder(source))
     if not settings:
         raise not_quantized_error(source.display_name, source.root)
     return settings
+
+
+def _settings_file(source: Source) -> str:
+    """Return the name of the file with the quantisation config of a source, or an empty string."""
+    return quantization_file(source.config, _settings_folder(source))
+
+
+def _settings_folder(source: Source) -> Path:
+    """Return the folder of a source with its config.json and the settings of tools."""
+    return source.root / HF_FOLDER if source.tree_manifest else source.root
 
 
 def not_quantized_error(display_name: str, folder: Path) -> PrepError:
@@ -426,15 +442,6 @@ def not_quantized_error(display_name: str, folder: Path) -> PrepError:
     if remark:
         why = f"{why} ({remark})"
     return usage_error(text("{} has no effect", option), why, text("remove {}", option))
-
-
-def not_decodable_error(display_name: str) -> PrepError:
-    """Return the error for quantised weights in other files than safetensors."""
-    return PrepError(
-        f"{display_name} cannot be decoded",
-        "quantised weights are read from safetensors files",
-        "save the model as safetensors",
-    )
 
 
 def find_stored_weights(
@@ -461,19 +468,28 @@ def find_stored_weights(
         )
 
 
-def _file_tensor(source: Source, tensor: SourceTensor) -> FileTensor:
-    """Return a tensor of the source by its name in the files."""
-    location = tensor.placement[0]
-    if not isinstance(location, Contiguous):
-        raise not_decodable_error(source.display_name)
-    return FileTensor(
-        source.names.stored_name(tensor.name),
-        tensor.dtype,
-        tensor.shape,
-        location.file,
-        location.offset,
-        tensor.nbytes,
-    )
+def _file_tensors(source: Source) -> tuple[list[FileTensor], tuple[Path | Blob, ...]]:
+    """Return the tensors of a source by their names in the files, and the files and blobs with their bytes.
+
+    The tensors of an init are stored in chunks. They are read as a further blob.
+    """
+    chunked: list[SourceTensor] = []
+    for tensor in source.tensors:
+        if not isinstance(tensor.placement[0], Contiguous):
+            chunked.append(tensor)
+    joined = TensorBytes(source.display_name, tuple(chunked), source.byte_sources)
+    joined_number = len(source.byte_sources)
+    joined_offsets = iter(joined.offsets)
+    tensors: list[FileTensor] = []
+    for tensor in source.tensors:
+        location = tensor.placement[0]
+        if isinstance(location, Contiguous):
+            number, offset = location.file, location.offset
+        else:
+            number, offset = joined_number, next(joined_offsets)
+        name = source.names.stored_name(tensor.name)
+        tensors.append(FileTensor(name, tensor.dtype, tensor.shape, number, offset, tensor.nbytes))
+    return tensors, (*source.byte_sources, joined) if chunked else source.byte_sources
 
 
 def _read_tensor(files: Files | FilesAndBlobs, tensor: FileTensor) -> bytes:
@@ -501,7 +517,9 @@ def _decoded_source(source: Source, weights: QuantizedWeights, blob: Dequantized
     file_names: list[str] = []
     scales: list[SourceTensor] = []
     scale_names = weights.stored_names | weights.activation_scales
-    for tensor, file_name in zip(source.tensors, source.tensor_file_names, strict=True):
+    # The tensors of an init have no file names.
+    every_file_name = source.tensor_file_names or ("",) * len(source.tensors)
+    for tensor, file_name in zip(source.tensors, every_file_name, strict=True):
         stored_name = source.names.stored_name(tensor.name)
         if stored_name in decoded:
             tensors.append(decoded[stored_name])
@@ -514,7 +532,7 @@ def _decoded_source(source: Source, weights: QuantizedWeights, blob: Dequantized
     return replace(
         source,
         tensors=tuple(tensors),
-        tensor_file_names=tuple(file_names),
+        tensor_file_names=tuple(name for name in file_names if name),
         state_tensors=(*source.state_tensors, *scales),
     )
 

@@ -20,7 +20,12 @@ from prepcli.sources.multimodal import split_towers
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps
 from prepcli.sources.unindexed import unindexed_names
 from trainer.models.name_patterns import matching_patterns
-from trainer.models.prediction import EARLIER_RULES, prediction_names, without_prediction
+from trainer.models.prediction import (
+    EARLIER_RULES,
+    UNRECORDED_RULE,
+    prediction_names,
+    without_prediction,
+)
 
 
 def drop_tensors(source: Source, patterns: Sequence[str]) -> Source:
@@ -69,9 +74,10 @@ def matching_drops(name: str, source: Source, patterns: Sequence[str]) -> list[s
 def without_recorded_drops(source: Source, output: Manifest) -> Source:
     """Return a source without the tensors that the manifest of an output of it records as dropped.
 
-    They are those of `--drop`, and those of multi-token prediction in outputs of earlier versions.
+    They are those of `--drop`, and those of multi-token prediction in outputs of earlier versions. Exports of such
+    outputs have no record.
     """
-    recorded = _recorded_rules(output)
+    recorded = _recorded_rules(output) | _unrecorded_rules(source, output)
     if not recorded:
         return source
     source = with_recorded_text_part(source, output)
@@ -112,6 +118,14 @@ def _recorded_rules(output: Manifest) -> dict[str, str]:
     return recorded
 
 
+def _unrecorded_rules(source: Source, output: Manifest) -> dict[str, str]:
+    """Return the names of multi-token prediction in a source, with a rule, if an earlier version left them out."""
+    is_same_family = output.family == source.family.name and not source.family.is_verbatim
+    if not (is_same_family and output.may_lack_prediction):
+        return {}
+    return dict.fromkeys(_stored_prediction(source), UNRECORDED_RULE)
+
+
 def _needed_names(source: Source) -> set[str]:
     """Return the names of the tensors that the family of a source needs."""
     if source.family.is_verbatim:
@@ -148,14 +162,17 @@ def _without(source: Source, dropped: dict[str, DroppedTensor]) -> Source:
     )
     if source.family.is_verbatim:
         return as_verbatim(rest)
-    if _has_prediction(source) and not _has_prediction(rest):
+    if _stored_prediction(source) and not _stored_prediction(rest):
         rest = replace(rest, config=without_prediction(source.config))
     if not rest.tower_tensors and not rest.is_multimodal:
         rest = replace(rest, wrapper=None)
     return rest
 
 
-def _has_prediction(source: Source) -> bool:
-    """Return whether a source of a family has tensors of multi-token prediction."""
-    names = [source.names.bare_name(source.file_name(tensor)) for tensor in source.tower_tensors]
-    return bool(prediction_names(source.family, source.config, names))
+def _stored_prediction(source: Source) -> list[str]:
+    """Return the stored names of the tensors of multi-token prediction in a source of a family."""
+    bare_names: dict[str, str] = {}
+    for tensor in source.tower_tensors:
+        bare_names[source.names.bare_name(source.file_name(tensor))] = source.stored_name(tensor)
+    selected = prediction_names(source.family, source.config, bare_names)
+    return [bare_names[name] for name in sorted(selected)]

@@ -262,7 +262,10 @@ def _report_reading(source: Source, located: LocatedCheckpoint, drop: Sequence[s
     for note in source.notes:
         located.access.note(note)
     if prefix := source.names.wrapper_prefix:
-        located.access.note(f"the prefix {quote_name(prefix)} of all tensors is taken off")
+        name = located.display_name
+        located.access.note(
+            f"the prefix {quote_name(prefix)} of all tensors of {name} is taken off"
+        )
 
 
 def _report_unindexed(source: Source, located: LocatedCheckpoint, drop: Sequence[str]) -> None:

@@ -389,7 +389,8 @@ def _original_view(
             )
         return replace(shift_file_numbers(tensor, first), default_dtype="")
 
-    decoders = {each.name: each for each in find_source_weights(original).decoders}
+    original_weights, original_blobs = find_source_weights(original)
+    decoders = {each.name: each for each in original_weights.decoders}
     codes: dict[str, SourceTensor] = {}
     taken_scales: list[SourceTensor] = []
     for weight in weights:
@@ -400,7 +401,7 @@ def _original_view(
         taken_scales.append(replace(taken, digests=tensor.digests))
     dtype = weights[0].tensor.dtype
     ordered = tuple(decoders[weight.tensor.name] for weight in weights)
-    blob = DequantizedBlob(original.display_name, ordered, original.byte_sources, dtype)
+    blob = DequantizedBlob(original.display_name, ordered, original_blobs, dtype)
     checked: list[SourceTensor] = []
     combined = append_files(source, original)
     blob_number = len(combined.byte_sources)

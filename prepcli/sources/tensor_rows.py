@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
+from prepcli.engine.blobs import Blob, open_blobs
+from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray, RunReader, allocate_buffer
 from prepcli.engine.permute import needs_permute, scatter
 from prepcli.planning.plan import location_copies
@@ -13,6 +20,71 @@ from prepcli.planning.slabs import Slab
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import SourceTensor
 from trainer.models.boxes import Box, Range
+
+# Bytes of `TensorBytes` to read at a time. A read takes about twice its size.
+STEP_NBYTES = 1 << 20
+
+
+# Without slots: a cached property needs the dict of the instance.
+@dataclass(frozen=True)
+class TensorBytes:
+    """The bytes of tensors in C order, one tensor after another.
+
+    Attributes:
+        name: Name in messages.
+        tensors: The tensors. They may be stored in chunks.
+        stored: Files and blobs of the tensors.
+    """
+
+    name: str
+    tensors: tuple[SourceTensor, ...]
+    stored: tuple[Path | Blob, ...]
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Offset of each tensor, then the size of the blob."""
+        return [*itertools.accumulate((tensor.nbytes for tensor in self.tensors), initial=0)]
+
+    def open(self) -> TensorBytesReader:
+        """Open the tensors for reading, with a small separate cache."""
+        return self.open_with_cache(ChunkCache())
+
+    def open_with_cache(self, cache: ChunkCache) -> TensorBytesReader:
+        """Open the tensors for reading. Decoded chunks take half of the memory that the cache may take."""
+        return TensorBytesReader(self, cache.most_nbytes // 2)
+
+
+class TensorBytesReader:
+    """Reader of the bytes of tensors, for one thread."""
+
+    def __init__(self, blob: TensorBytes, cache_nbytes: int) -> None:
+        self._tensors = blob.tensors
+        self._offsets = blob.offsets
+        self._files = open_blobs(blob.stored, cache_nbytes)
+
+    def read_at(self, offset: int, into: ByteArray) -> None:
+        """Fill `into` with the bytes from `offset` on.
+
+        Raises:
+            PrepError: A tensor cannot be read.
+        """
+        done = 0
+        while done < into.size:
+            number = bisect.bisect_right(self._offsets, offset + done) - 1
+            tensor = self._tensors[number]
+            start = offset + done - self._offsets[number]
+            count = min(into.size - done, tensor.nbytes - start, STEP_NBYTES)
+            # E.g. bytes 5 to 14 of rows of 4 bytes are the rows 1 to 3 without their first and their last byte.
+            row_nbytes = math.prod(tensor.shape[-1:]) * itemsize(tensor.dtype)
+            rows = (start // row_nbytes, -(-(start + count) // row_nbytes))
+            data = read_rows(self._files, tensor, rows).reshape(-1)
+            first = start - rows[0] * row_nbytes
+            into[done : done + count] = data[first : first + count]
+            done += count
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
 
 
 def read_tensor(files: RunReader, tensor: SourceTensor) -> ByteArray:

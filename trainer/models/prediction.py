@@ -22,11 +22,16 @@ LAYER_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers")
 # Fields with a number of layers or modules. 0 states that the files have none. The others are those of Qwen3.5 and
 # MiniMax-M2.
 PREDICTION_FIELDS = (*LAYER_FIELDS, "mtp_num_hidden_layers", "num_mtp_modules")
-# Rules under which versions of prep up to 0.1.0 recorded the tensors that they dropped. They kept the fields.
+# Rules under which versions of prep up to 0.1.0 recorded the tensors that they dropped. They kept the fields. Only the
+# command that dropped them recorded it, so that an export of its output has no record.
+UNRECORDED_RULE = (
+    "multi-token prediction, which an earlier version of prep left out without a record"
+)
 EARLIER_RULES = frozenset(
     {
         "layer of multi-token prediction, which the model does not run",
         "module of multi-token prediction, which the model does not run",
+        UNRECORDED_RULE,
     }
 )
 _MODULE = re.compile(r"mtp(_\w+)?\.")

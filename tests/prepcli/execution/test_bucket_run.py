@@ -98,6 +98,31 @@ def test_a_run_with_another_plan_is_refused_without_restart(store: FakeObjectSto
     assert make_run("b", Share(2, 1)).is_open()
 
 
+@pytest.mark.parametrize("written", ["", "d/1", ".prep/done/0"])
+def test_a_run_without_data_is_replaced(store: FakeObjectStore, written: str):
+    earlier = make_run(share=Share(2, 0))
+    earlier.begin((), [], restart=False)
+    with pytest.raises(PrepError, match="damaged"), earlier.recording_errors():
+        raise PrepError("the source is damaged", "", "")
+    if written:
+        store.store(f"bucket/out/{written}", b"kept")
+        with pytest.raises(PrepError, match="belongs to another run"):
+            make_run("b").begin(list_output(), [], restart=False)
+        return
+    # Process 1 waits until process 0 replaces the run.
+    assert not make_run("b", Share(2, 1)).is_open()
+    make_run("b", Share(2, 0)).begin(list_output(), [], restart=False)
+    assert make_run("b", Share(2, 1)).is_open()
+    with pytest.raises(PrepError, match="was taken over"):
+        earlier.check_same_run()
+
+
+def test_notes_of_a_replaced_run_are_errors(store: FakeObjectStore):
+    make_run().write_note(0, NOTE)
+    with pytest.raises(PrepError, match=r"done/0 of .* is damaged - it is of another run"):
+        make_run("b").read_notes(1)
+
+
 def test_a_run_that_replaces_an_output_is_not_another_run(
     store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
 ):

@@ -15,11 +15,12 @@ from prepcli.cli.main import main
 from prepcli.errors import DamagedError, PrepError, UsageError
 from prepcli.sources.locate import locate
 from tests.helpers.quantized_folders import FORMATS, Arrays, make_quantized
-from tests.helpers.run_cli import run_ok
+from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
 
 Q_PROJ = "model.layers.0.self_attn.q_proj."
+SCALES = ("scale", "scale_inv", "scales", "SCB")
 
 
 @pytest.fixture(autouse=True)
@@ -173,8 +174,43 @@ def test_settings_file_of_earlier_gptq_is_read(capsys: pytest.CaptureFixture[str
     assert not Path("exported/quantize_config.json").exists()
     assert prep.verify("init", against="./m")
     assert prep.verify("./m", against="init")
+    prep.save_init("./m", "kept", quantized="keep")
+    assert prep.verify("kept", against="init")
     run_ok("inspect", "./m")
     assert "21 quantised weights (gptq)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", slow_except(FORMATS, ["gptq", "nf4"]))
+@pytest.mark.parametrize(
+    "options", [{}, {"compress": "zstd", "storage": "files"}], ids=["", "zstd"]
+)
+def test_verify_decodes_the_kept_codes_of_an_init(name: str, options: dict[str, Any]):
+    make_quantized(Path("m"), name)
+    prep.save_init("./m", "kept", quantized="keep", **options)
+    prep.save_init("./m", "decoded", quantized="dequantize", mesh="1,2,2", pad_vocab="auto")
+    for pair in (("kept", "decoded"), ("decoded", "kept")):
+        assert prep.verify(*pair)
+
+    def negate(stored: Arrays) -> None:
+        stored["model.norm.weight"] = -stored["model.norm.weight"]
+        name = next(name for name in stored if name.startswith(Q_PROJ) and name.endswith(SCALES))
+        stored[name] = stored[name][::-1].copy()
+
+    if name != "nf4":
+        make_quantized(Path("other"), name, change=negate)
+        prep.save_init("./other", "other-kept", quantized="keep", **options)
+        result = prep.verify("other-kept", "decoded")
+        names = {difference["tensor"] for difference in result.differences}
+        names = {name for name in names if not name.startswith("quantization/")}
+        assert names == {"model.norm.weight", f"{Q_PROJ}weight"}
+
+
+def test_inspect_of_kept_codes_names_the_export(capsys: pytest.CaptureFixture[str]):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "kept", quantized="keep")
+    lines = error_lines(capsys, "inspect", "kept", "--stats", "--quantized", "dequantize")
+    assert lines[0] == "error: kept cannot be decoded"
+    assert lines[2] == " hint: `prep export kept` writes them"
 
 
 def test_left_over_settings_file_does_not_decode_values(capsys: pytest.CaptureFixture[str]):

@@ -15,11 +15,13 @@ from prepcli.cli.main import main
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.stored_tensors import write_safetensors
-from tests.helpers.tiny_checkpoints import checkpoint_tensors, write_checkpoint
+from tests.helpers.tiny_checkpoints import checkpoint_tensors, make_checkpoint, write_checkpoint
 from tests.helpers.tiny_configs import GOLDEN
 from tests.helpers.towers import write_model
 
 EXTRA = "model.language_model.layers.0.extra.weight"
+
+NAMES_NOTE = "./m is read under the names in its files: "
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +50,22 @@ def test_verify_of_verbatim_and_multimodal_has_equal_settings():
     assert setting["key"] == "text_config.rope_theta"
 
 
+def test_verify_of_verbatim_and_padded_ignores_padding():
+    make_checkpoint(Path("m"))
+    run_ok("save-init", "./m", "--verbatim", "--out", "verbatim")
+    run_ok("save-init", "./m", "--pad-vocab", "128", "--out", "padded")
+    for pair in (("verbatim", "padded"), ("padded", "verbatim")):
+        result = prep.verify(*pair)
+        assert result
+        assert result.ignored_padding_rows == 125
+
+
 @pytest.mark.parametrize(
     "words", [("pad-vocab", "--multiple", "64"), ("save-init", "--no-verbatim")]
 )
-def test_verify_opens_the_source_with_recorded_drops(words: tuple[str, ...]):
+def test_verify_opens_the_source_with_recorded_drops(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
     write_model_with_extra_tensor()
     run_ok(words[0], "./m", *words[1:], "--drop", "*extra*", "--out", "out")
     for pair in (("out", "./m"), ("./m", "out")):
@@ -59,7 +73,13 @@ def test_verify_opens_the_source_with_recorded_drops(words: tuple[str, ...]):
         assert result
         assert not result.settings
         assert [(entry["tensor"], entry["why"]) for entry in result.left_out] == [(EXTRA, "--drop")]
-    run_ok("verify", "out", "--chain")
+    capsys.readouterr()
+    for more in (("./m",), ("--chain",)):
+        assert main(["verify", "out", *more]) == 0
+        assert NAMES_NOTE not in capsys.readouterr().err
+    assert main(["save-init", "./m", "--out", "verbatim"]) == 0
+    run_ok("verify", "verbatim", "./m")
+    assert NAMES_NOTE in capsys.readouterr().err
 
 
 def test_verify_of_a_text_export_uses_recorded_drops():
@@ -117,3 +137,49 @@ def test_verify_accepts_predictions_dropped_earlier(
         assert result
         assert not result.settings
         assert [(one["tensor"], one["why"]) for one in result.left_out] == [(name, rule)]
+
+
+@pytest.fixture
+def unrecorded(capsys: pytest.CaptureFixture[str]) -> str:
+    """Write an init, an export of it and, beside them, a source with one more tensor. Return its name."""
+    config = GOLDEN["glm4_moe"] | {"num_nextn_predict_layers": 1}
+    tensors = checkpoint_tensors(config, "float32", tied=False, legacy=False)
+    write_checkpoint(Path("m"), config, tensors)
+    run_ok("save-init", "./m")
+    run_ok("export", "m-init", "--out", "m-hf")
+    name = "model.layers.3.eh_proj.weight"
+    tensors[name] = np.ones((3, 5), np.float32)
+    shutil.rmtree("m")
+    write_checkpoint(Path("m"), config, tensors)
+    capsys.readouterr()
+    return name
+
+
+@pytest.mark.parametrize("out", ["m-init", "m-hf"])
+def test_verify_accepts_predictions_left_out_unrecorded(
+    out: str, unrecorded: str, capsys: pytest.CaptureFixture[str]
+):
+    """The version that dropped them wrote the key `dropped` before `tensors`, and no entry in later outputs."""
+    with changed_manifest(Path(out)) as manifest:
+        manifest["tensors"] = manifest.pop("tensors")
+        assert manifest["dropped"] == []
+    for pair in ((out, "./m"), ("./m", out)):
+        result = prep.verify(*pair)
+        assert result
+        assert not result.settings
+        assert [one["tensor"] for one in result.left_out] == [unrecorded]
+        assert not prep.verify(*pair, strict=True)
+        assert main(["verify", *pair]) == 0
+        notes = [line for line in capsys.readouterr().err.splitlines() if "ignored" in line]
+        assert notes == [
+            f"multi-token prediction of ./m (60 bytes) ignored: {out} is of an earlier version of prep,"
+            " which left it out without a record"
+        ]
+
+
+@pytest.mark.parametrize("out", ["m-init", "m-hf"])
+def test_verify_reports_predictions_lost_by_later_versions(out: str, unrecorded: str):
+    for pair in ((out, "./m"), ("./m", out)):
+        result = prep.verify(*pair)
+        assert not result
+        assert [difference["tensor"] for difference in result.differences] == [unrecorded]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from prepcli.errors import DamagedError
 from prepcli.restore import digest_checks
 from tests.helpers.foreign_names import STACKED_MAP
 from tests.helpers.fork_server import start_prep
+from tests.helpers.object_server import use_objects
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.store_sites import read_files
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
 from tests.helpers.waiting import MAX_S
 from tests.prepcli.operations.test_damage import damage_parameter
@@ -100,8 +103,16 @@ JOINT_LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("launch", slow_except(JOINT_LAUNCHES, ["processes"]))
-def test_refused_source_does_not_block_its_repair(launch: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("launch", "out"),
+    slow_except(
+        product(JOINT_LAUNCHES, ("out", "gs://bucket/out")),
+        [("processes", "out"), ("processes", "gs://bucket/out")],
+    ),
+)
+def test_refused_source_does_not_block_its_repair(
+    launch: str, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     made = export_dense()
     words = ("save-init", "made", "--map", str(MAP), "--out")
     run_ok(*words, "whole")
@@ -112,7 +123,7 @@ def test_refused_source_does_not_block_its_repair(launch: str, tmp_path: Path):
 
     def run_all(code: int) -> str:
         processes = [
-            start_prep(*words, "out", *options, cwd=tmp_path) for options in JOINT_LAUNCHES[launch]
+            start_prep(*words, out, *options, cwd=tmp_path) for options in JOINT_LAUNCHES[launch]
         ]
         errors = ""
         for process in processes:
@@ -120,12 +131,27 @@ def test_refused_source_does_not_block_its_repair(launch: str, tmp_path: Path):
             assert process.returncode == code, errors
         return errors
 
-    assert run_all(1).count("in made is damaged") == len(JOINT_LAUNCHES[launch])
-    for tensor in damaged:
-        flip_tensor(made, tensor)
-    run_all(0)
-    run_ok("verify", "out", "whole")
+    with use_objects(monkeypatch) as store:
+        assert run_all(1).count("in made is damaged") == len(JOINT_LAUNCHES[launch])
+        for tensor in damaged:
+            flip_tensor(made, tensor)
+        run_all(0)
+        run_ok("verify", out, "whole")
+        assert not [key for key in store.objects if "/.prep" in key]
     assert not Path("out.partial").exists()
+
+
+def test_refused_source_keeps_the_replaced_bucket_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    made = export_dense()
+    words = ("save-init", "made", "--map", str(MAP), "--out", "gs://bucket/out", "--overwrite")
+    with use_objects(monkeypatch) as store:
+        run_ok(*words)
+        before = dict(store.objects)
+        flip_tensor(made, f"{Q_PROJ}.weight")
+        assert f"{Q_PROJ}.weight in made is damaged" in run_failing(capsys, 1, *words)
+        assert store.objects == before
 
 
 def test_mapping_decoded_weights_refuses_a_flipped_bit(capsys: pytest.CaptureFixture[str]):
@@ -209,6 +235,32 @@ def test_statistics_of_a_selection_check_only_its_tensors(capsys: pytest.Capture
     assert "in made is damaged" in run_failing(capsys, 1, "inspect", "made", "*q_proj*", "--stats")
     damage_parameter(Path("init"))
     assert "in init is damaged" in run_failing(capsys, 1, "inspect", "init", "--stats")
+
+
+@pytest.mark.parametrize(
+    "name", slow_except(["dense", "fp8", "init", "compressed"], ["fp8", "init"])
+)
+def test_statistics_of_a_bucket_refuse_a_flipped_bit(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    made = export_quantized(name) if name == "fp8" else export_dense()
+    if name in ("init", "compressed"):
+        made = Path("out")
+        options = ("--compress", "zstd") if name == "compressed" else ()
+        run_ok("save-init", "model", "--storage", "files", *options, "--out", str(made))
+    objects = {f"bucket/out/{path}": data for path, data in read_files(made).items()}
+    with use_objects(monkeypatch, objects) as store:
+        command = ("inspect", "gs://bucket/out", "--stats")
+        run_ok(*command)
+        parts = ("params.layers.attn.q.weight/1.", "model.safetensors")
+        (key,) = [key for key in objects if any(part in key for part in parts)]
+        data = bytearray(objects[key])
+        data[-100] ^= 1
+        store.store(key, bytes(data))
+        error = run_failing(capsys, 1, *command)
+        assert "damaged" in error or "broken" in error
+        if name != "compressed":
+            assert "differ from their recorded digest" in error
 
 
 @pytest.mark.parametrize("storage", ["files", "zarr3-files"])

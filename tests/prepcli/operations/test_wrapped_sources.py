@@ -54,6 +54,9 @@ def test_dequantized_wrapped_model_verifies() -> None:
     assert_same(read_tensors(Path("exported")), expected)
     run_ok("verify", "init", "./w")
     run_ok("verify", "init", "./m")
+    run_ok("save-init", "./w", "--quantized", "keep", "--out", "kept")
+    run_ok("verify", "kept", "init")
+    run_ok("verify", "init", "kept")
 
 
 def test_lock_of_a_wrapped_multimodal_model_has_file_names() -> None:
