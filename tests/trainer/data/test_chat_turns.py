@@ -227,6 +227,13 @@ def test_hidden_tool_calls_are_an_error():
         build(NEXT_ROLE_ENDS, messages)
 
 
+def test_template_without_tools_names_the_hidden_call():
+    # As Phi-3 and Command R, whose templates need a content and know no calls.
+    template = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+    with pytest.raises(PrepError, match="does not show the tool calls of message 2"):
+        build(template, [user("a"), {"role": "assistant", "tool_calls": [call({})]}])
+
+
 def test_each_tool_call_is_shown_or_an_error():
     # As gpt-oss, which renders the first call only.
     template = TEXT_ARGUMENTS.replace("in m.tool_calls", "in m.tool_calls[:1]")
