@@ -143,18 +143,44 @@ def without_markers(template: str) -> str:
     return re.sub(r"\{%(-?)\s*(end)?generation\s*(-?)%\}", r"{%\1 set _ = 0 \3%}", template)
 
 
+def write_tokenizer_of_bytes(file: Path) -> None:
+    """Write a tokenizer.json with a token per byte and per special token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([*SPECIAL_TOKENS])
+    tokenizer.save(str(file))
+
+
+def marked_spans(text: str, marked: str) -> list[tuple[int, int]] | None:
+    """Return the start and the end of each part of a text with loss. None if the marked text is not one of it."""
+    pieces = [
+        re.escape(piece).replace("…", "(?:.*)") if number % 2 == 0 else f"({re.escape(piece)})"
+        for number, piece in enumerate(LOSS_PARTS.split(marked))
+    ]
+    match = re.fullmatch("".join(pieces), text, re.S)
+    if match is None:
+        return None
+    return [match.span(number) for number in range(1, len(pieces) // 2 + 1)]
+
+
+def mask_of_spans(
+    offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Return whether each token overlaps a span of the text."""
+    return [
+        int(any(start < last and end > first for first, last in spans)) for start, end in offsets
+    ]
+
+
 class TokenizerOfBytes:
-    """A tokenizer with a token per byte and per special token, for prep and for transformers."""
+    """The tokenizer of bytes in prep and in transformers."""
 
     def __init__(self, folder: Path) -> None:
         """Write the tokenizer to a folder, and load it."""
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens([*SPECIAL_TOKENS])
         file = folder / "tokenizer.json"
-        tokenizer.save(str(file))
+        write_tokenizer_of_bytes(file)
         self.own: TextTokenizer = load_tokenizer(file)
 
         from transformers import PreTrainedTokenizerFast
@@ -216,24 +242,12 @@ class TokenizerOfBytes:
     def marked_mask(self, tokens: Tokens, marked: str) -> list[int] | None:
         """Return the mask of a marked text for the tokens of transformers. None if their text is another one."""
         text = self._decode(tokens.ids)
-        pieces = [
-            re.escape(piece).replace("…", "(?:.*)") if number % 2 == 0 else f"({re.escape(piece)})"
-            for number, piece in enumerate(LOSS_PARTS.split(marked))
-        ]
-        match = re.fullmatch("".join(pieces), text, re.S)
-        if match is None:
+        spans = marked_spans(text, marked)
+        if spans is None:
             return None
-        spans = [match.span(number) for number in range(1, len(pieces) // 2 + 1)]
         encoded = self.reference(text, add_special_tokens=False, return_offsets_mapping=True)
         assert encoded["input_ids"] == tokens.ids
-        return _mask(encoded["offset_mapping"], spans)
-
-
-def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Return whether each token overlaps a span of the text."""
-    return [
-        int(any(start < end_ and end > start_ for start_, end_ in spans)) for start, end in offsets
-    ]
+        return mask_of_spans(encoded["offset_mapping"], spans)
 
 
 def compare(
