@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from prepcli.console.escaping import escape_marks, marked, printable, printable_line
+from prepcli.console.escaping import MARK_END, escape_marks, marked, printable, printable_line
 from prepcli.console.formatting import count_text
 from prepcli.console.tables import wrap_line
 from prepcli.console.ui import Cell, format_table
@@ -17,6 +18,8 @@ COUNT_HEADER = (
 )
 # Shows where a line of a sample ends, and whether its newline has loss.
 NEWLINE = "↵"
+# A mark ends after the sign of a newline, so that the next line begins with its own text.
+NEWLINE_AND_END = re.compile(f"\n({MARK_END}?)")
 
 
 def count_cells(name: str, counts: SampleCounts) -> list[Cell]:
@@ -59,7 +62,7 @@ def sample_lines(sample: TokenSample, *, shows_ids: bool, width: int | None) -> 
     for label, parts in sample_texts(sample):
         if label:
             yield f"{label}:"
-        yield marked_text(parts)
+        yield NEWLINE_AND_END.sub(rf"{NEWLINE}\1\n", marked_text(parts)).removesuffix("\n")
         if shows_ids:
             yield wrap_line(f"ids: {_marked_ids(parts)}", width)
 
@@ -84,16 +87,20 @@ def marked_text(parts: Sequence[SamplePart]) -> str:
     pieces: list[str] = []
     for weight, group in weight_groups(parts):
         # A bracket in the data is not a mark.
-        text = "".join(escape_marks(part_text(part)) for part in group)
+        text = "".join(escape_marks(_printable_part(part)) for part in group)
         pieces.append(_marked_by_weight(text, weight))
     return "".join(pieces)
 
 
 def part_text(part: SamplePart) -> str:
     """Return the text of a part with control characters escaped, and newlines shown."""
+    return _printable_part(part).replace("\n", f"{NEWLINE}\n")
+
+
+def _printable_part(part: SamplePart) -> str:
     if part.omitted:
         return f" [… {count_text(part.omitted, 'token')} …] "
-    return printable(part.text).replace("\n", f"{NEWLINE}\n")
+    return printable(part.text)
 
 
 def part_ids(part: SamplePart) -> str:
@@ -123,6 +130,6 @@ def sample_line(sample: TokenSample) -> str:
     """Return a sample as one line, for the log of a run."""
     texts: list[str] = []
     for label, parts in sample_texts(sample):
-        text = printable_line(marked_text(parts).replace(f"{NEWLINE}\n", "\n"))
+        text = printable_line(marked_text(parts))
         texts.append(f"{label} {text}".strip())
     return " -> ".join(texts)

@@ -87,12 +87,15 @@ class ChatBuilder:
             text, turns = self._finder.join_last_turns(conversation)
             return text, self._spans(text, turns, weights), 0
         text, generated = self._renderer.render(conversation)
+        if rule.roles is None:
+            assistant = conversation.assistant_indices
+            n_hidden = self._finder.count_hidden_reasoning(conversation, text, assistant)
+            return text, self._all_spans(conversation, text, weights), n_hidden
+        indices = [index for index, weight in weights.items() if weight]
         is_uniform = all(weight == 1 for weight in weights.values())
         if generated is not None and rule.is_default and is_uniform:
-            return text, tuple((start, end, 1.0) for start, end in generated), 0
-        if rule.roles is None:
-            return text, self._all_spans(conversation, text, weights), 0
-        indices = [index for index, weight in weights.items() if weight]
+            n_hidden = self._finder.count_hidden_reasoning(conversation, text, indices)
+            return text, tuple((start, end, 1.0) for start, end in generated), n_hidden
         turns = self._finder.find(conversation, text, indices)
         spans = self._spans(text, turns, weights)
         if generated is not None:

@@ -89,14 +89,17 @@ class MessageForms:
 
     @functools.cached_property
     def _call_form(self) -> _CallForm:
-        """The first form of which the template shows the name and the arguments."""
+        """The first form of which the template shows the name and the arguments, else the first one that it renders."""
         forms = [
             _CallForm(has_json_text, content)
             for has_json_text, content in itertools.product((False, True), NO_CONTENTS)
         ]
-        return next((form for form in forms if self._shows_call(form)), forms[0])
+        rendered = [(form, text) for form in forms if (text := self._render_call(form)) is not None]
+        shown = [form for form, text in rendered if _shows_call(text)]
+        return (shown or [form for form, _ in rendered] or forms)[0]
 
-    def _shows_call(self, form: _CallForm) -> bool:
+    def _render_call(self, form: _CallForm) -> str | None:
+        """Return a conversation with a call as the template renders it, or None if it rejects the form."""
         function: JsonObject = {"name": PROBE_NAME, "arguments": PROBE_ARGUMENTS}
         call: JsonObject = {"id": PROBE_ID, "type": "function", "function": function}
         calls: list[JsonValue] = [_adapt_call(call, form, "")]
@@ -108,9 +111,14 @@ class MessageForms:
         try:
             rendered, _ = self.renderer.render(Conversation([asked, answer, result], ""))
         except PrepError:
-            return False
-        has_all = all(word in rendered for word in PROBE_WORDS)
-        return has_all and not any(trace in rendered for trace in BAD_TRACES)
+            return None
+        return rendered
+
+
+def _shows_call(rendered: str) -> bool:
+    """Return whether a text shows the call of `_render_call`."""
+    has_all = all(word in rendered for word in PROBE_WORDS)
+    return has_all and not any(trace in rendered for trace in BAD_TRACES)
 
 
 def _with_reasoning_keys(message: JsonObject) -> JsonObject:

@@ -8,6 +8,7 @@ render a turn in another way when more messages follow.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -94,6 +95,27 @@ class TurnFinder:
         view = self._view(conversation, rendered)
         return {index: self._turn(view, index) for index in indices}
 
+    def count_hidden_reasoning(
+        self, conversation: Conversation, rendered: str, indices: Iterable[int]
+    ) -> int:
+        """Return how many of some messages have reasoning that the text does not show.
+
+        It is 0 for a template that renders other texts when the messages have marks.
+
+        Args:
+            conversation: The conversation.
+            rendered: Its text, as the template renders it.
+            indices: The messages.
+
+        Raises:
+            PrepError: The text does not show the content or a tool call of one of them.
+        """
+        self._start_count(conversation)
+        view = self._matching_view(conversation, rendered)
+        if view is None:
+            return 0
+        return sum(self._hides_reasoning(view, index) for index in indices)
+
     def join_last_turns(self, conversation: Conversation) -> tuple[str, dict[int, Turn]]:
         """Render a conversation so that each turn of the assistant is as it is when it comes last.
 
@@ -142,13 +164,19 @@ class TurnFinder:
 
     def _view(self, conversation: Conversation, rendered: str) -> _View:
         """Return the marks of a rendered text."""
+        view = self._matching_view(conversation, rendered)
+        if view is None:
+            why = f"{self._renderer.file} renders other texts when the messages have marks"
+            raise _unknown_turns_error(conversation, why)
+        return view
+
+    def _matching_view(self, conversation: Conversation, rendered: str) -> _View | None:
+        """Return the marks of a rendered text, or None if the template renders other words because of the marks."""
         for roles in MARKED_ROLES:
             view = self._marked_view(conversation, roles)
-            # Otherwise the template renders other words because of the marks.
             if view.text == rendered:
                 return view
-        why = f"{self._renderer.file} renders other texts when the messages have marks"
-        raise _unknown_turns_error(conversation, why)
+        return None
 
     def _marked_view(self, conversation: Conversation, roles: frozenset[str] | None) -> _View:
         marker = MessageMarker()
@@ -158,21 +186,31 @@ class TurnFinder:
 
     def _turn(self, view: _View, index: int) -> Turn:
         """Return the turn of a message."""
-        shown = {mark.part for _, mark in view.marks_of(index)}
-        if hidden := view.made_parts(index) - shown - {MessagePart.REASONING}:
-            part = "tool calls" if MessagePart.CALL in hidden else "content"
-            why = f"the text that {self._renderer.file} renders does not show the {part} of message {index + 1}"
-            raise _unknown_turns_error(view.conversation, why, HIDDEN_HINT)
+        hides_reasoning = self._hides_reasoning(view, index)
         end = self._end(view, index)
         start = self._start(view, index, end)
         answer = start
-        if MessagePart.REASONING in shown:
+        if view.shows(index, MessagePart.REASONING):
             answer = view.answer_start(index)
         if not start <= answer <= end:
             why = f"{self._renderer.file} does not render the parts of message {index + 1} in their order"
             raise _unknown_turns_error(view.conversation, why)
-        hides_reasoning = MessagePart.REASONING in view.made_parts(index) - shown
         return Turn(start, end, answer, hides_reasoning)
+
+    def _hides_reasoning(self, view: _View, index: int) -> bool:
+        """Return whether the text does not show the reasoning of a message.
+
+        Raises:
+            PrepError: The text does not show a content or a tool call of it.
+        """
+        hidden = view.hidden_parts(index)
+        if hidden <= {MessagePart.REASONING}:
+            return bool(hidden)
+        part = "the content"
+        if MessagePart.CALL in hidden:
+            part = "all tool calls" if view.shows(index, MessagePart.CALL) else "the tool calls"
+        why = f"the text that {self._renderer.file} renders does not show {part} of message {index + 1}"
+        raise _unknown_turns_error(view.conversation, why, HIDDEN_HINT)
 
     def _end(self, view: _View, index: int) -> int:
         """Return the end of a turn. -1 is before the first message."""
@@ -253,17 +291,31 @@ class _View:
         self._found: dict[int, list[FoundMark]] = {}
         for place, mark in marked.found:
             self._found.setdefault(mark.message, []).append((place, mark))
-        self._made: dict[int, set[MessagePart]] = {}
+        self._made: dict[int, Counter[MessagePart]] = {}
         for mark in made:
-            self._made.setdefault(mark.message, set()).add(mark.part)
+            # A part has one mark at its start.
+            if mark.tail is None:
+                self._made.setdefault(mark.message, Counter())[mark.part] += 1
 
     def marks_of(self, index: int) -> list[FoundMark]:
         """Return the marks of a message in the text, in order."""
         return self._found.get(index, [])
 
-    def made_parts(self, index: int) -> set[MessagePart]:
-        """Return the marked parts of a message."""
-        return self._made.get(index, set())
+    def shows(self, index: int, part: MessagePart) -> bool:
+        """Return whether the text shows a part of a message."""
+        return any(mark.part is part for _, mark in self.marks_of(index))
+
+    def hidden_parts(self, index: int) -> set[MessagePart]:
+        """Return the parts of a message that the text does not show: all contents and calls, and one reasoning.
+
+        A message has its reasoning in several keys, of which a template reads one.
+        """
+        shown = Counter(mark.part for _, mark in self.marks_of(index) if mark.tail is None)
+        return {
+            part
+            for part, count in self._made.get(index, Counter()).items()
+            if shown[part] < (1 if part is MessagePart.REASONING else count)
+        }
 
     def last_mark(self, index: int) -> tuple[int, Mark | None]:
         """Return the last mark of a message, or of the last message before it that has one, else the start."""

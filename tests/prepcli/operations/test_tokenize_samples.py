@@ -18,8 +18,10 @@ import pytest
 import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, USAGE
+from prepcli.inspection.sample_text import sample_line, sample_lines
 from tests.helpers.run_cli import run_failing
 from tests.helpers.training_folder import RECIPE, make_training_folder, write_tokenizer
+from trainer.models.data_samples import SamplePart, TokenSample
 
 ROOT = Path(__file__).parents[3]
 FIELDS = 'type = "json"\npath = "data/*.jsonl"\nfields = "[ask], answer"\nholdout = 0'
@@ -92,6 +94,21 @@ def test_pipe_gets_brackets_around_loss(capsys: pytest.CaptureFixture[str]):
     assert lines[9] == "\\x1b[31m \\u27e6w8\\u27e7⟦ w4 w0⟧"
     assert lines[12].startswith("data   samples  tokens  with loss  cut  dropped  longest")
     assert lines[13].split() == ["train", "3", "31", "26", "1", "15", "22", "0"]
+
+
+def test_marks_end_at_the_end_of_a_line():
+    parts = (
+        SamplePart("a\n", (1,), 0.0),
+        SamplePart("b\nc\n", (2,), 1.0),
+        SamplePart("\nd", (3,), 0.0),
+        SamplePart("e", (4,), 1.0),
+        SamplePart("\n", (5,), 0.0),
+    )
+    sample = TokenSample(parts=parts, source=(), tokens=5, loss_tokens=2, is_cut=False)
+    assert list(sample_lines(sample, shows_ids=False, width=None)) == [
+        "a↵\n⟦b↵\nc↵⟧\n↵\nd⟦e⟧↵",
+    ]
+    assert sample_line(sample) == "a\\n⟦b\\nc\\n⟧\\nd⟦e⟧\\n"
 
 
 def test_terminal_of_80_columns_gets_color():

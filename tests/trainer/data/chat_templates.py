@@ -79,3 +79,52 @@ TEXT_ARGUMENTS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<Assistant><think>\\n' }}{% endif %}
 """
+# A text without a prompt for the assistant ends with the end token (Phi-3).
+END_OF_TEXT = """\
+{%- for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}
+{{- '<|assistant|>\\n' if add_generation_prompt else eos_token }}
+"""
+# The prompt opens the reasoning, which earlier turns do not have. Calls are XML (Qwen3.5, Nemotron 3).
+OPEN_THINKING = """\
+{%- if tools %}{{ '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- if m.role == 'assistant' and loop.last %}
+        {{- '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}
+    {%- endif %}
+    {{- (m.content or '') | trim }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '<tool_call><function=' + call.function.name + '>' }}
+        {%- for name, value in call.function.arguments | items %}
+            {{- '<parameter=' + name + '>' + value | string + '</parameter>' }}
+        {%- endfor %}
+        {{- '</function></tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}
+"""
+# Markers of generated text, and calls in the syntax of Python (LFM2).
+PYTHON_CALLS = """\
+{{- bos_token }}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- if m.role == 'assistant' %}
+        {%- generation %}
+        {%- if m.thinking and loop.last %}{{ '<think>' + m.thinking + '</think>' }}{% endif %}
+        {{- m.content or '' }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '[' + call.function.name + '(' }}
+            {%- for name, value in call.function.arguments | items %}
+                {{- (', ' if not loop.first else '') + name + '=' + value | string }}
+            {%- endfor %}
+            {{- ')]' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- m.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""

@@ -227,6 +227,42 @@ def test_hidden_tool_calls_are_an_error():
         build(NEXT_ROLE_ENDS, messages)
 
 
+def test_template_without_tools_names_the_hidden_call():
+    # As Phi-3 and Command R, whose templates need a content and know no calls.
+    template = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+    with pytest.raises(PrepError, match="does not show the tool calls of message 2"):
+        build(template, [user("a"), {"role": "assistant", "tool_calls": [call({})]}])
+
+
+def test_each_tool_call_is_shown_or_an_error():
+    # As gpt-oss, which renders the first call only.
+    template = TEXT_ARGUMENTS.replace("in m.tool_calls", "in m.tool_calls[:1]")
+    messages = [user("a"), assistant(tool_calls=[call({"x": "1"}), call({"x": "2"})])]
+    with pytest.raises(PrepError, match="does not show all tool calls of message 2"):
+        build(template, messages)
+    assert shown(template, [user("a"), assistant(tool_calls=[call({"x": "1"})])])
+
+
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% generation %}"
+    "{% if loop.last and m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{{ m.content }}<|im_end|>"
+    "{% endgeneration %}{% endfor %}"
+)
+
+
+def test_hidden_reasoning_is_counted_for_any_loss():
+    messages = [user("a"), assistant("b", thinking="c"), user("d"), assistant("e", thinking="f")]
+    assert build(MARKED, messages).ignored == ("hidden_reasoning",)
+    everything = build(LAST_REASONS, messages, loss=LossRule(("all",)))
+    assert everything.ignored == ("hidden_reasoning",)
+
+
+def test_hidden_tool_calls_are_an_error_with_markers():
+    messages = [user("a"), assistant("b", tool_calls=[call({})])]
+    with pytest.raises(PrepError, match="does not show the tool calls of message 2"):
+        build(MARKED, messages)
+
+
 def test_many_turns_take_linear_time():
     messages = [message for _ in range(20_000) for message in (user("a"), assistant("b"))]
     (segment,) = build(NEXT_ROLE_ENDS, messages).target

@@ -8,18 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from tests.helpers.corpus import make_config, tokenize_quietly
+from tests.trainer.data.chat_templates import LAST_REASONS
 from tests.trainer.data.readers.test_arrow_file import read_records
 from tests.trainer.data.test_chat import write_tokenizer
 from trainer.data.chat_template import load_chat_template
-from trainer.data.store import read_meta
+from trainer.data.store import DOCUMENTS_FILE, TOKENS_FILE, WEIGHTS_FILE, read_meta
 from trainer.models.errors import PrepError
 from trainer.recipe.text_fields import FileType
 
 pa = pytest.importorskip("pyarrow")
 
-TOOL_CALLS = "{% for message in messages %}{{ message | tojson }}{% endfor %}"
+# It shows all keys and values of a row. Arrow has one order of keys for all objects of a column.
+ALL_VALUES = (
+    "{{ tools | tojson }}{% for message in messages %}{{ message | dictsort | tojson }}{% endfor %}"
+)
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
@@ -46,7 +51,8 @@ def write_rows(folder: Path, rows: list[dict[str, Any]], name: str, schema: Any 
     elif path.suffix == ".parquet":
         parquet.write_table(table, path)
     else:
-        with ipc.new_stream(str(path), table.schema) as writer:
+        make_writer = ipc.new_file if name == "file.arrow" else ipc.new_stream
+        with make_writer(str(path), table.schema) as writer:
             writer.write_table(table)
     return path
 
@@ -57,24 +63,114 @@ def test_structs_have_no_keys_of_other_rows(tmp_path: Path, name: str, file_type
     assert [dict(record.values) for record in records] == ROWS
 
 
-def test_tables_give_the_tokens_of_json_lines(tmp_path: Path):
-    folder = write_tokenizer(tmp_path / "tokenizer", TOOL_CALLS)
-    stores: list[bytes] = []
-    types: Mapping[str, FileType] = {"a.jsonl": "json", "a.parquet": "parquet"}
-    for name, file_type in types.items():
-        config = make_config(
-            tmp_path,
-            write_rows(tmp_path, ROWS, name),
-            type=file_type,
-            fields="messages",
-            chat_template=load_chat_template(folder),
-            tokenizer=folder / "tokenizer.json",
-            add_eos=False,
-        )
-        store = config.cache / tokenize_quietly(config).identity
-        stores.append((store / "tokens.bin").read_bytes())
-        assert read_meta(store).n_documents == len(ROWS)
-    assert stores[0] == stores[1]
+def schema_of(name: str, **properties: Any) -> dict[str, Any]:
+    """Return the schema of a tool."""
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def function_call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# Each tool has its own parameters and each call its own arguments, so that Arrow fills all of them with nulls.
+WEATHER = schema_of("weather", city={"type": "string"})
+SUM = schema_of("sum", a={"type": "integer"}, b={"type": "array", "items": {"type": "integer"}})
+CHATS = [
+    {
+        "messages": [
+            user("Weather?"),
+            {"role": "assistant", "tool_calls": [function_call("weather", city="Ulm")]},
+            {"role": "tool", "name": "weather", "content": "sun"},
+            {"role": "assistant", "content": "Sun.", "reasoning_content": "The tool says so."},
+        ],
+        "tools": [WEATHER],
+    },
+    {
+        "messages": [
+            user("1+2+3?"),
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [function_call("sum", a=1, b=[2, 3]), function_call("weather")],
+            },
+            {"role": "tool", "content": "6"},
+            {"role": "assistant", "content": "6", "weight": 0.5},
+        ],
+        "tools": [SUM, WEATHER],
+    },
+    {"messages": [user("Hi"), {"role": "assistant", "content": "Hello!"}], "tools": None},
+]
+TABLES: Mapping[str, FileType] = {
+    "a.parquet": "parquet",
+    "stream.arrow": "arrow",
+    "file.arrow": "arrow",
+    "json-columns.parquet": "parquet",
+    "datasets.parquet": "parquet",
+}
+
+
+def write_chats(folder: Path, name: str) -> Path:
+    """Write `CHATS` as a table, in one of them with tools and calls in columns of the type `Json` of `datasets`."""
+    if name == "json-columns.parquet":
+        rows = [{**chat, "tools": chat["tools"] and json.dumps(chat["tools"])} for chat in CHATS]
+        table = pa.Table.from_pylist(rows)
+        place = table.schema.get_field_index("tools")
+        metadata = {"ARROW:extension:name": "arrow.json", "ARROW:extension:metadata": ""}
+        schema = table.schema.set(place, table.field("tools").with_metadata(metadata))
+        return write_rows(folder, rows, name, schema)
+    if name != "datasets.parquet":
+        return write_rows(folder, CHATS, name)
+    datasets = pytest.importorskip("datasets")
+    if not hasattr(datasets, "Json"):
+        pytest.skip("this version of datasets has no type Json")
+    text = datasets.Value("string")
+    function = {"name": text, "arguments": datasets.Json()}
+    message = {
+        "role": text,
+        "content": text,
+        "reasoning_content": text,
+        "name": text,
+        "weight": datasets.Value("float64"),
+        "tool_calls": datasets.List({"type": text, "function": function}),
+    }
+    features = {"messages": datasets.List(message), "tools": datasets.List(datasets.Json())}
+    rows = [
+        {**chat, "messages": [{key: part.get(key) for key in message} for part in chat["messages"]]}
+        for chat in CHATS
+    ]
+    datasets.Dataset.from_list(rows, features=datasets.Features(features)).to_parquet(folder / name)
+    return folder / name
+
+
+def tokens_digest(folder: Path, path: Path, file_type: FileType) -> str:
+    """Return the digest of the tokens of conversations, their ends and their loss weights."""
+    config = make_config(
+        folder,
+        path,
+        type=file_type,
+        fields="messages",
+        chat_template=load_chat_template(folder / "tokenizer"),
+        tokenizer=folder / "tokenizer" / "tokenizer.json",
+        add_eos=False,
+    )
+    store = config.cache / tokenize_quietly(config).identity
+    assert read_meta(store).n_documents == len(CHATS)
+    files = (TOKENS_FILE, DOCUMENTS_FILE, WEIGHTS_FILE)
+    return xxhash.xxh3_128_hexdigest(b"".join((store / file).read_bytes() for file in files))
+
+
+@pytest.mark.parametrize("template", [ALL_VALUES, LAST_REASONS], ids=["values", "chat"])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_give_the_tokens_of_json_lines(tmp_path: Path, name: str, template: str):
+    write_tokenizer(tmp_path / "tokenizer", template)
+    path = write_chats(tmp_path, name)
+    expected = tokens_digest(tmp_path, write_rows(tmp_path, CHATS, "a.jsonl"), "json")
+    assert tokens_digest(tmp_path, path, TABLES[name]) == expected
 
 
 def test_lists_and_maps_keep_their_nulls(tmp_path: Path):
