@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prepcli.console.formatting import count_text, format_bytes
+from prepcli.errors import Command, Option, text
 from prepcli.inspection.sample_text import counts_table, sample_line
 from prepcli.training_runs.run import PreparedRun
 from trainer.models.architecture import ArchConfig
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
     from trainer.training.source_datasets import TokenStore
     from trainer.training.step import StepSetup
 
-# Characters of the first sample: 7 lines of 80 with its label.
+# First samples, one of each source of a mixture.
+MAX_SAMPLES = 4
+# Characters of all first samples: 7 lines of 80 with their labels.
 MAX_SAMPLE_CHARS = 540
-# Tokens of the first sample.
+# Tokens of a first sample.
 SAMPLE_TOKENS = (256, 128, 64, 32, 16, 8)
 
 
@@ -41,13 +44,13 @@ def run_summary_lines(prepared: PreparedRun) -> Iterator[str]:
     loop = prepared.loop
     setup = loop.setup
     yield from _mesh_lines(setup)
-    for text in (
+    for line in (
         adapters_text(setup.model),
         rope_text(setup.model.arch_config),
         dropout_text(setup.dropout),
     ):
-        if text:
-            yield text
+        if line:
+            yield line
     yield attention_text(prepared.kernel, setup.forward_config.attention_options)
     yield _batch_text(loop)
     yield _schedule_text(setup.optimizer.lr_schedule)
@@ -94,7 +97,7 @@ def _evaluation_line(recipe: Recipe, n_rows: int) -> str:
 
 
 def _data_lines(prepared: PreparedRun) -> Iterator[str]:
-    """Yield the counts of the training data, and its first sample with its tokens with loss marked.
+    """Yield the counts of the training data, and the first sample of each source with its tokens with loss marked.
 
     Data without loss weights has none: the line of its tokens says all.
     """
@@ -102,7 +105,7 @@ def _data_lines(prepared: PreparedRun) -> Iterator[str]:
     from trainer.training.source_datasets import token_stores
 
     stores = token_stores(prepared.loop.train)
-    weighted = [part for part in stores.values() if part.tokens.weight_codes is not None]
+    weighted = {name: part for name, part in stores.items() if part.tokens.weight_codes is not None}
     if not weighted:
         return
     counts = {
@@ -112,14 +115,30 @@ def _data_lines(prepared: PreparedRun) -> Iterator[str]:
         for name, part in stores.items()
     }
     yield from counts_table(counts, None).split("\n")
-    data = prepared.run.recipe.data
-    folder = prepared.start.tokenizer_folder
-    sample = _short_sample(weighted[0], Path(data.tokenizer or folder))
-    if sample:
-        yield f"first sample: {sample}"
+    folder = prepared.run.recipe.data.tokenizer or prepared.start.tokenizer_folder
+    yield from _sample_lines(weighted, Path(folder), is_mixture=len(stores) > 1)
 
 
-def _short_sample(store: TokenStore, tokenizer_path: Path) -> str:
+def _sample_lines(
+    stores: Mapping[str, TokenStore], tokenizer_path: Path, *, is_mixture: bool
+) -> Iterator[str]:
+    """Yield the first sample of each store, up to MAX_SAMPLES."""
+    shown = list(stores)[:MAX_SAMPLES]
+    for name in shown:
+        sample = _short_sample(stores[name], tokenizer_path, MAX_SAMPLE_CHARS // len(shown))
+        if not sample:
+            continue
+        label = "first sample"
+        if is_mixture:
+            label += f" of {name}"
+        yield f"{label}: {sample}"
+    if len(stores) > len(shown):
+        command = Command("tokenize", "RECIPE", Option("show", 1))
+        others = count_text(len(stores) - len(shown), "other source")
+        yield text("{} shows the first samples of {}", command, others)
+
+
+def _short_sample(store: TokenStore, tokenizer_path: Path, max_chars: int) -> str:
     """Return the first sample of a store in a few lines, as many tokens of both of its ends as fit."""
     from trainer.data.token_samples import read_samples
     from trainer.data.tokenizer import load_tokenizer
@@ -135,7 +154,7 @@ def _short_sample(store: TokenStore, tokenizer_path: Path) -> str:
             max_tokens=max_tokens,
         ):
             line = sample_line(sample)
-        if len(line) <= MAX_SAMPLE_CHARS:
+        if len(line) <= max_chars:
             break
     return line
 

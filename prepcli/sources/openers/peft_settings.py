@@ -6,7 +6,7 @@ pydantic takes a tenth of a second to import, so that modules of all commands im
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +20,7 @@ from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import NO_MANIFEST, read_manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG
 from prepcli.planning.tensors import FileTensor
+from prepcli.sources.openers.peft_fields import MERGE_HINT, check_unread_fields, value_text
 from prepcli.sources.openers.peft_folder import is_adapter, read_checked_header
 from prepcli.sources.source import read_config
 from trainer.models.json_types import HFConfig
@@ -46,31 +47,6 @@ RANK_DIMS = {"A": 0, "B": 1}  # A is [rank, in] and B is [out, rank]
 # Far above any tensor. Python refuses to divide by integers of hundreds of digits.
 MAX_RANK = 2**31 - 1
 MAX_SHOWN = 3  # faults of one file in a message
-# Keys of adapter_config.json, and the values that prep supports: with them an adapter is plain LoRA.
-PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "use_dora": (False, None),
-    "layers_to_transform": ([], None),
-    "layer_replication": ([], None),
-    "trainable_token_indices": ([], {}, None),
-    "lora_bias": (False, None),
-    "use_qalora": (False, None),
-    "use_bdlora": (False, None),
-    "alora_invocation_tokens": ([], None),
-    "arrow_config": ({}, None),
-    "kasa_config": ({}, None),
-    "monteclora_config": ({}, None),
-    # Other initialisations change the base model.
-    "init_lora_weights": (
-        True,
-        False,
-        None,
-        "gaussian",
-        "eva",
-        "orthogonal",
-    ),
-}
 
 
 def _false_if_null(value: object) -> object:
@@ -93,7 +69,7 @@ ModuleNames = str | list[str] | None
 
 
 class PeftSettings(BaseModel):
-    """The content of an adapter_config.json. Keys that do not change a merged model are not read."""
+    """The content of an adapter_config.json. `UNREAD_FIELDS` has its other fields."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -167,13 +143,7 @@ def read_settings(folder: Path) -> PeftSettings:
         )
     check_files(folder, read_manifest(folder) or NO_MANIFEST)
     content = read_config(path)
-    for key, plain_values in PLAIN_VALUES.items():
-        value = content.get(key, plain_values[0])
-        # 0 == False in Python, but an integer is not a boolean setting.
-        if not any(type(value) is type(plain) and value == plain for plain in plain_values):
-            why = "only plain LoRA adapters are supported"
-            hint = "PEFT's `merge_and_unload()` merges other adapters"
-            raise PrepError(f"{folder}: {key} = {_value_text(value)} is not supported", why, hint)
+    check_unread_fields(folder, content, PeftSettings.model_fields)
     try:
         settings = PeftSettings.model_validate(content)
     except ValidationError as error:
@@ -274,8 +244,8 @@ def _saved_modules(
             known |= full
     others = sorted(name for name in names - known if ".lora_" not in name)
     if others:
-        why = f"it has {others[0]:.200}; only embeddings and head are supported"
-        raise PrepError(f"{path}: modules_to_save is not supported for this module", why, "")
+        why = "only lora_A and lora_B of projections, and whole embeddings and heads, are supported"
+        raise PrepError(f"{path}: {others[0]:.200} is not supported", why, MERGE_HINT)
     if saved and family.is_tied(config):
         check_tying(path, settings)
         saved = [module for module in saved if module != HEAD]
@@ -320,7 +290,7 @@ def check_settings(folder: Path, settings: PeftSettings, tensors: Iterable[FileT
         expected = settings.rank_of(module)
         if rank != expected:
             shape = list(tensor.shape)
-            r_text = _value_text(expected)
+            r_text = value_text(expected)
             key = "r" if find_pattern(settings.rank_pattern, [module]) is None else "rank_pattern"
             why = f"{key} is {r_text}, but {tensor.name} is {shape}, which has the rank {rank}"
             raise PrepError(
@@ -379,19 +349,7 @@ def _describe_fault(item: ErrorDetails) -> str:
     if item["type"] == "missing":
         return "is missing"
     message = item["msg"].removeprefix("Input ")
-    return f"is {_value_text(item['input'])}, it {message}"
-
-
-def _value_text(value: object) -> str:
-    """Return a short text of a value. Python refuses to print integers of thousands of digits."""
-    if isinstance(value, int) and abs(value) >= 10**30:
-        if value > 0:
-            return "an integer above 10^30"
-        return "an integer below -10^30"
-    try:
-        return f"{value!r:.60}"
-    except ValueError:
-        return f"a {type(value).__name__}"
+    return f"is {value_text(item['input'])}, it {message}"
 
 
 def _invalid_error(path: Path, why: str) -> PrepError:

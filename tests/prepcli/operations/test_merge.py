@@ -176,6 +176,11 @@ def test_second_merge_of_another_adapter_is_another_request():
         ({"use_rslora": 1}, "use_rslora is 1, it should be a valid boolean"),
         ({"use_dora": 0}, "use_dora = 0 is not supported"),
         (
+            {"velora_config": {"num_groups": 4}},
+            "velora_config = {'num_groups': 4} is not supported",
+        ),
+        ({"use_new_lora": True}, "'use_new_lora' = True is unknown"),
+        (
             {"target_modules": ["q_proj"]},
             "they have an adapter of model.layers.0.mlp.down_proj, but target_modules",
         ),
@@ -195,6 +200,12 @@ def test_merge_rejects_other_adapters(
     assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
     assert message in capsys.readouterr().err
     assert not Path("merged").exists()
+
+
+def test_merge_takes_settings_without_effect():
+    make_checkpoint(Path("base"), LLAMA)
+    llama_adapter(use_new_lora=False, new_config=None, revision="main", eva_config={"rho": 2.0})
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == OK
 
 
 def fill_matrix(value: float, suffix: str = "layers.1.self_attn.q_proj.lora_B.weight") -> None:

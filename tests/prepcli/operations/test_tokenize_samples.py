@@ -189,6 +189,29 @@ def test_mixture_shows_samples_of_each_source(capsys: pytest.CaptureFixture[str]
     assert "--- far-train 1: 22 tokens" in output
 
 
+def test_train_logs_a_sample_of_each_source(capsys: pytest.CaptureFixture[str]):
+    names = ("near", "far", "third", "fourth", "fifth")
+    for name, index in zip(names, (0, 1, 0, 0, 0)):
+        row = json.loads(Path(f"data/{index}.jsonl").read_text().splitlines()[0])
+        lines = [json.dumps(row | {"answer": f"{row['answer']} w{index}"})] * 9
+        Path(f"{name}.jsonl").write_text("\n".join(lines))
+    sources = "".join(
+        f'[[data.sources]]\nname = "{name}"\npath = "{name}.jsonl"\n' for name in names
+    )
+    recipe = Path("recipe.toml").read_text().replace('path = "data/*.jsonl"\n', "")
+    Path("recipe.toml").write_text(recipe.replace("[batch]", f"{sources}[batch]"))
+    assert main(["train", "recipe.toml", "--dry-run"]) == OK
+    lines = capsys.readouterr().err.splitlines()
+    samples = [line for line in lines if line.startswith("first sample")]
+    assert [line.partition(":")[0] for line in samples] == [
+        f"first sample of {name}" for name in names[:4]
+    ]
+    assert samples[0] == "first sample of near: w5 w6⟦ w9 w1 w0 w0⟧"
+    assert all("⟦" in line for line in samples)
+    assert sum(map(len, samples)) < 7 * 80
+    assert "`prep tokenize RECIPE --show 1` shows the first samples of 1 other source" in lines
+
+
 def test_train_logs_counts_and_one_sample(capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--set", "data.seq_length=4", "--dry-run"]) == OK
     lines = capsys.readouterr().err.splitlines()
