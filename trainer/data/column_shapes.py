@@ -29,7 +29,7 @@ OTHER_ANSWERS = (
     *("completion", "response", "output", "answer", "chosen", "target", "summary", "highlights"),
     "label",
 )
-OTHER_CONTEXTS = {"instruction": "input", "question": "context"}
+OTHER_CONTEXTS: Mapping[str, tuple[str, ...]] = {"instruction": CONTEXTS, "question": ("context",)}
 OTHER_TEXTS = (TEXT_COLUMN, "content", "body", "code", "document", "article", "markdown")
 
 
@@ -107,18 +107,27 @@ def columns_hint(values: Mapping[str, object], default: Text) -> Text:
         values: Columns of the record.
         default: Hint for other columns.
     """
-    if shapes := find_shapes(values):
+    shapes = find_shapes(values)
+    pair = _plain_pair(values)
+    if pair and (not shapes or any(shape.format == "alpaca" for shape in shapes)):
+        # Without a chat template, an instruction and its output are plain texts.
+        shapes.append(pair)
+    if shapes:
         return join_texts(", or ", [shape.replacement() for shape in shapes])
-    prompt = _first(OTHER_PROMPTS, values)
-    answer = _first(OTHER_ANSWERS, values)
-    if prompt and answer:
-        context = OTHER_CONTEXTS.get(prompt)
-        if context in values:
-            prompt = f"{prompt}+{context}"
-        return Shape(PLAIN, f"[{prompt}], {answer}").replacement()
     if name := _first(OTHER_TEXTS, values):
         return Shape(PLAIN, name).replacement()
     return default
+
+
+def _plain_pair(values: Collection[str]) -> Shape | None:
+    """Return the plain fields of a prompt and its answer, or None without such columns."""
+    prompt = _first(OTHER_PROMPTS, values)
+    answer = _first(OTHER_ANSWERS, values)
+    if not (prompt and answer):
+        return None
+    if context := _first(OTHER_CONTEXTS.get(prompt, ()), values):
+        prompt = f"{prompt}+{context}"
+    return Shape(PLAIN, f"[{prompt}], {answer}")
 
 
 def is_sharegpt(turns: object) -> bool:
