@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from prepcli.cli.main import main
@@ -74,3 +77,66 @@ def test_base_tokenizer_leads_to_both_ways_out(
         words = ("data.format=text", "data.fields=[instruction+input], output")
         shown, _ = tokenize(capsys, "--set", words[0], "--set", words[1], "--show", "1")
         assert "Hello there⟦it is the end of the time<s>⟧" in shown
+
+
+def write_csv(path: str, *rows: dict[str, Any]) -> None:
+    """Write rows with their lists as JSON texts."""
+    with Path(path).open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: cell_text(value) for name, value in row.items()})
+
+
+def cell_text(value: object) -> object:
+    return json.dumps(value) if isinstance(value, list) else value
+
+
+TOOLS = [{"type": "function", "function": {"name": "the", "parameters": {}}}]
+LISTS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": [USER, ANSWER], "tools": TOOLS},
+    "conversations": {"conversations": [HUMAN, GPT], "system": "time"},
+    "pair": {"prompt": [USER], "completion": [ANSWER]},
+    "history": {"instruction": "Hello", "output": "the end", "history": [["there", "it is"]]},
+}
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_may_be_json_texts(name: str, suffix: str, capsys: pytest.CaptureFixture[str]):
+    row = LISTS[name]
+    write_rows(row, row)
+    expected, _ = tokenize(capsys, "--show", "2")
+    if suffix == "csv":
+        write_csv("rows.csv", row, row)
+    else:
+        texts = {name: cell_text(value) for name, value in row.items()}
+        pq.write_table(pa.Table.from_pylist([texts, texts]), "rows.parquet")
+    shown, messages = tokenize(capsys, "--show", "2", "--set", f"data.path=rows.{suffix}")
+    assert shown.splitlines()[:-1] == expected.splitlines()[:-1]
+    if name != "history":
+        (line,) = [line for line in messages.splitlines() if line.startswith("found by")]
+        assert line.endswith(", with lists as JSON texts")
+
+
+def test_other_texts_in_brackets_are_texts(capsys: pytest.CaptureFixture[str]):
+    row = {"prompt": "[1, 2]", "completion": "[]"}
+    write_rows(*[row] * 3)
+    shown, messages = tokenize(capsys, "--show", "1")
+    assert "[1, 2]⟦[]<s>⟧" in shown
+    assert 'found by the columns: `data.format = "prompt_completion"`\n' in messages
+
+
+@pytest.mark.parametrize("cell", ["[{", str([USER, ANSWER])], ids=["cut", "python"])
+def test_broken_json_is_a_bad_line(cell: str, capsys: pytest.CaptureFixture[str]):
+    row = {"messages": [USER, ANSWER]}
+    write_csv("rows.csv", {"messages": cell}, row, row, {"messages": cell})
+    words = ("--set", "data.path=rows.csv")
+    _, messages = tokenize(capsys, *words, code=FAILED)
+    assert "error: rows.csv:2: column `messages`: not JSON\n" in messages
+    assert "json.dumps" in messages
+    _, messages = tokenize(capsys, *words, "--set", "data.bad_lines=1", code=FAILED)
+    assert "error: rows.csv:5: column `messages`: not JSON, after 1 invalid lines\n" in messages
+    _, messages = tokenize(capsys, *words, "--set", "data.bad_lines=2")
+    assert "skipped rows.csv:2: column `messages`: not JSON" in messages
+    assert "2 invalid lines skipped" in messages
