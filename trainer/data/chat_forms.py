@@ -41,8 +41,9 @@ USER = "user"
 TOOL = "tool"
 # Roles before the first turn of a user.
 SYSTEM_ROLES = ("system", "developer")
-# Other roles have the form of a user's messages.
-PROBED_ROLES = (*SYSTEM_ROLES, USER, ASSISTANT, TOOL)
+# Further ones have the form of a user's messages.
+MAX_ROLES = 64
+HIDDEN_HINT = "remove the message, or put a chat_template.jinja that shows it next to the tokenizer"
 
 # What stands for the content of a message that has tool calls and no text: no key, null or an empty text.
 NO_CONTENTS: tuple[JsonObject, ...] = ({}, {"content": None}, {"content": ""})
@@ -70,8 +71,8 @@ class MessageForms:
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self.renderer = renderer
-        # Role, and whether its content is a list of parts -> whether the template shows its text
-        self._shown_contents: dict[tuple[str, bool], bool] = {}
+        # Role, and whether its content is a list of parts -> whether the template shows its text. None if it fails.
+        self._shown_contents: dict[tuple[str, bool], bool | None] = {}
 
     def conversation(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonValue] | None, place: str
@@ -100,7 +101,10 @@ class MessageForms:
         content = message.get("content")
         if content is not None:
             role = str(message["role"])
-            adapted["content"] = self._adapt_content(role, content, f"{place}: message {number}")
+            message_place = f"{place}: message {number}"
+            adapted["content"] = self._adapt_content(role, content, message_place)
+            if adapted["content"] and role not in (USER, ASSISTANT):
+                self._check_role(role, message_place)
         calls = json_list(message.get(TOOL_CALLS), f"{place}: `{TOOL_CALLS}`", ARGUMENTS_HINT)
         if not calls:
             # Templates ask whether the key is defined.
@@ -115,11 +119,11 @@ class MessageForms:
     def _adapt_content(self, role: str, content: JsonValue, place: str) -> JsonValue:
         """Return a content as the template takes it from a role: a text, or a list of parts."""
         if isinstance(content, str):
-            if self._shows_content(role, has_parts=False) or not self._shows_content(
-                role, has_parts=True
-            ):
+            if not content.strip() or self._shows_content(role, has_parts=False):
                 return content
-            return [{"type": TEXT_TYPE, "text": content}]
+            if self._shows_content(role, has_parts=True):
+                return [{"type": TEXT_TYPE, "text": content}]
+            return content
         if role == TOOL and not _has_typed_parts(content):
             # The result of a tool may be any value.
             return content
@@ -133,14 +137,30 @@ class MessageForms:
             return [*parts]
         return "".join(map(str, texts))
 
-    def _shows_content(self, role: str, *, has_parts: bool) -> bool:
-        """Return whether the template shows the text of a role that is a text or the only part of a content."""
-        key = (role if role in PROBED_ROLES else USER, has_parts)
+    def _check_role(self, role: str, place: str) -> None:
+        """Raise PrepError if the template leaves out all messages of a role."""
+        is_hidden = (
+            self._shows_content(role, has_parts=False) is False
+            and self._shows_content(role, has_parts=True) is False
+        )
+        if is_hidden:
+            what = f"{place}: the role is `{role:.40}`"
+            why = f"{self.renderer.file} does not show messages of this role"
+            raise PrepError(what, why, HIDDEN_HINT)
+
+    def _shows_content(self, role: str, *, has_parts: bool) -> bool | None:
+        """Return whether the template shows the text of a role that is a text or the only part of a content.
+
+        None if it cannot render a short conversation with this role.
+        """
+        key = (role, has_parts)
         if key not in self._shown_contents:
+            if len(self._shown_contents) >= MAX_ROLES:
+                key = (USER, has_parts)
             self._shown_contents[key] = self._probe_content(*key)
         return self._shown_contents[key]
 
-    def _probe_content(self, role: str, has_parts: bool) -> bool:
+    def _probe_content(self, role: str, has_parts: bool) -> bool | None:
         content: JsonValue = PROBE_TEXT
         if has_parts:
             content = [{"type": TEXT_TYPE, "text": PROBE_TEXT}]
@@ -151,12 +171,12 @@ class MessageForms:
         elif role == TOOL:
             result: JsonObject = {**message, "tool_call_id": PROBE_ID, "name": PROBE_NAME}
             messages = [self._probe_question(), _probe_call(self._call_form), result]
-        elif role == ASSISTANT:
+        elif role != USER:
             messages.insert(0, self._probe_question())
         try:
             rendered, _ = self.renderer.render(Conversation(messages, ""))
         except PrepError:
-            return False
+            return None
         return PROBE_TEXT in rendered and BAD_PARTS_TRACE not in rendered
 
     def _probe_question(self) -> JsonObject:

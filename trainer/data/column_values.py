@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.column_shapes import columns_hint, is_json_list
+from trainer.data.column_shapes import columns_hint, is_json_list, is_sharegpt
 from trainer.data.examples import TokenIds
 from trainer.data.readers.reader import Record
 from trainer.files.json_values import json_type_name, load_json
@@ -19,6 +19,7 @@ from trainer.models.json_types import JsonObject, JsonValue
 LINE_HINT = "fix or remove the line"
 JSON_HINT = "write the list as JSON, e.g. with `json.dumps`, or remove the line"
 COLUMN_HINT = Text(Key("data.fields", "COLUMN", is_override=True))
+MESSAGE_HINT = '`{"role": "user", "content": "..."}`'
 TOOLS_HINT = '`[{"type": "function", "function": {"name": "..."}}]`'
 IDS_HINT = "pass a list of token ids, or base64 of little-endian int32 values"
 
@@ -144,9 +145,9 @@ def messages_value(record: Record, column: str) -> list[JsonObject]:
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             why = f"message {number} is {json_type_name(message)}, or has no `role`"
-            hint = columns_hint(
-                {column: cast(object, value)}, Text('`{"role": "user", "content": "..."}`')
-            )
+            hint = Text(MESSAGE_HINT)
+            if is_sharegpt(value):
+                hint = columns_hint({column: value}, hint)
             raise PrepError(f"{place} is not a list of messages", why, hint)
         # Arrow tables have every key in every message, with null for the absent ones. Templates ask
         # whether a key is defined, so null keys are left out.

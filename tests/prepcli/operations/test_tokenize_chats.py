@@ -140,3 +140,117 @@ def test_broken_json_is_a_bad_line(cell: str, capsys: pytest.CaptureFixture[str]
     _, messages = tokenize(capsys, *words, "--set", "data.bad_lines=2")
     assert "skipped rows.csv:2: column `messages`: not JSON" in messages
     assert "2 invalid lines skipped" in messages
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'tool', 'system'] %}"
+    "{{ raise_exception('Only known roles!') }}{% endif %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# It leaves out messages of other roles.
+SILENT = (
+    STRICT.replace("{% if m.role not", "{% if m.role in ['user', 'assistant'] %}")
+    .replace(
+        " in ['user', 'assistant', 'tool', 'system'] %}{{ raise_exception('Only known roles!') }}{% endif %}",
+        "",
+    )
+    .replace("<|im_end|>{% endfor %}", "<|im_end|>{% endif %}{% endfor %}")
+)
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+CALL = {"type": "function", "function": {"name": "the", "arguments": "city=Ulm"}}
+INVALID: dict[str, tuple[str, list[Any], str, str]] = {
+    "failing template": (
+        STRICT,
+        [USER, {"role": "narrator", "content": "time"}, ANSWER],
+        "chat.jinja cannot render the messages",
+        "Only known roles!",
+    ),
+    "hidden role": (
+        SILENT,
+        [USER, {"role": "narrator", "content": "time"}, ANSWER],
+        "message 2: the role is `narrator`",
+        "chat.jinja does not show messages of this role",
+    ),
+    "arguments": (
+        STRICT,
+        [USER, {"role": "assistant", "tool_calls": [CALL]}],
+        "the arguments of a tool call: not JSON",
+        "Expecting value: line 1 column 1 (char 0)",
+    ),
+    "image": (
+        STRICT,
+        [{"role": "user", "content": [{"type": "image"}]}, ANSWER],
+        "message 1: a part of the content is not a text",
+        "it has the type `image`, and the model reads texts only",
+    ),
+    "no role": (
+        STRICT,
+        [{"role": None, "content": "time"}, ANSWER],
+        "column `messages` is not a list of messages",
+        "message 1 is an object, or has no `role`",
+    ),
+    "loops": (
+        STRICT.replace("{{ m.content", f"{{% if m.content == 'loop' %}}{LOOPS}{{% endif %}}{{{{ m.content"),
+        [{"role": "user", "content": "loop"}, ANSWER],
+        "chat.jinja cannot render the messages",
+        "it does too much work: endless or very long loops, or too much text",
+    ),
+    "huge text": (
+        STRICT.replace("m.content or", "('x' * 9999999999 if m.content == 'huge' else m.content) or"),
+        [{"role": "user", "content": "huge"}, ANSWER],
+        "chat.jinja cannot render the messages",
+        "it makes a value of 1e+10 characters, the limit is",
+    ),
+    "recursion": (
+        "{% macro f() %}{{ f() }}{% endmacro %}"
+        + STRICT.replace("{{ m.content", "{% if m.content == 'deep' %}{{ f() }}{% endif %}{{ m.content"),
+        [{"role": "user", "content": "deep"}, ANSWER],
+        "chat.jinja cannot render the messages",
+        "it is nested too deeply, or its macros call each other without end",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_row_is_one_error_or_a_bad_line(name: str, capsys: pytest.CaptureFixture[str]):
+    template, messages, what, why = INVALID[name]
+    good = {"messages": [USER, ANSWER]}
+    write_rows(good, {"messages": messages}, good)
+    Path("chat.jinja").write_text(template)
+    words = ("--set", "data.chat_template=chat.jinja")
+    _, output = tokenize(capsys, *words, code=FAILED)
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert line == f"error: rows.jsonl:2: {what}"
+    assert f"  why: {why}" in output
+    _, output = tokenize(capsys, *words, "--set", "data.bad_lines=1")
+    assert f"skipped rows.jsonl:2: {what} ({why}" in output
+    assert "1 invalid line skipped" in output
+    assert "tokens in 2 documents" in output
+
+
+def test_conversations_without_loss_are_counted(capsys: pytest.CaptureFixture[str]):
+    empty = {"role": "assistant", "content": " "}
+    rows = [[USER, ANSWER], [USER], [], [{"role": "user", "content": ""}, empty], [USER, ANSWER]]
+    write_rows(*[{"messages": messages} for messages in rows])
+    _, output = tokenize(capsys)
+    assert "2 conversations have no token with loss\n" in output
+    line = "1 turn of the assistant has no text, only the token that ends the turn has loss\n"
+    assert line in output
+
+
+def test_data_without_loss_names_the_keys(capsys: pytest.CaptureFixture[str]):
+    write_rows({"messages": [USER]}, {"messages": [USER]})
+    _, output = tokenize(capsys, code=FAILED)
+    assert "error: the data has no token to train on\n" in output
+    assert "or for conversations `data.loss`" in output
+
+
+def test_many_turns_are_tokenized_or_refused_at_once(capsys: pytest.CaptureFixture[str]):
+    write_rows({"messages": [USER, ANSWER] * 5_000})
+    shown, _ = tokenize(capsys, "--show", "1")
+    assert shown.count("⟦it is the end") == 5_000
+    # Each turn is rendered with all before it: the first rendering does not begin.
+    words = ("--set", "data.chat_template=training")
+    _, output = tokenize(capsys, *words, code=FAILED)
+    assert "error: rows.jsonl:1: the conversation is too long\n" in output
