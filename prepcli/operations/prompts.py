@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError
+from trainer.data.column_shapes import is_json_list
 from trainer.files.json_values import load_json
 from trainer.files.reading import read_file_or_pipe
 
@@ -72,7 +73,8 @@ def _prompt_from_json(file_name: str, line_number: int, line: str) -> Prompt:
             if isinstance(value.get(key), str):
                 return value[key]
         for key in CHAT_KEYS:
-            if isinstance(value.get(key), list):
+            # Messages may be a JSON text, as in data.
+            if isinstance(value.get(key), list) or is_json_list(value.get(key)):
                 from trainer.data.chat_prompts import chat_prompt
 
                 return chat_prompt(value[key], value.get("tools"), f"{file_name}:{line_number}")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trainer.data.chat_loss import message_weight
+from trainer.data.chat_marks import ASSISTANT, REASONING_KEYS, TOOL_CALLS
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.conversations import message_reader, tools_value
 from trainer.data.example_settings import (
@@ -16,9 +17,10 @@ from trainer.data.example_settings import (
     token_segment,
 )
 from trainer.data.examples import Example, LossSpan, Segment
-from trainer.data.ignored_parts import HIDDEN_REASONING, TOOLS
+from trainer.data.ignored_parts import EMPTY_TURN, HIDDEN_REASONING, TOOLS
 from trainer.data.readers.reader import DataPiece, Record
 from trainer.models.errors import PrepError
+from trainer.models.json_types import JsonObject
 
 if TYPE_CHECKING:
     from trainer.data.chat_forms import MessageForms
@@ -62,8 +64,16 @@ class ChatBuilder:
         ignored: Counter[str] = Counter()
         if tools and not self._renderer.takes_tools:
             ignored[TOOLS] = 1
-        text, spans, n_hidden = self._render(conversation)
+        weights = {
+            index: message_weight(conversation.messages[index], conversation.place)
+            for index in self._settings.loss.select(conversation.messages)
+        }
+        text, spans, n_hidden = self._render(conversation, weights)
         ignored[HIDDEN_REASONING] = n_hidden
+        ignored[EMPTY_TURN] = sum(
+            weight > 0 and _is_empty_turn(conversation.messages[index])
+            for index, weight in weights.items()
+        )
         begin: tuple[Segment, ...] = ()
         # Most templates write the begin token themselves.
         if not (self._bos_text and text.startswith(self._bos_text)):
@@ -76,13 +86,11 @@ class ChatBuilder:
             stop_ids=self._settings.stop_ids,
         )
 
-    def _render(self, conversation: Conversation) -> tuple[str, tuple[LossSpan, ...], int]:
+    def _render(
+        self, conversation: Conversation, weights: Mapping[int, float]
+    ) -> tuple[str, tuple[LossSpan, ...], int]:
         """Return the text of a conversation, its parts with loss, and how many turns hide their reasoning."""
         rule = self._settings.loss
-        weights = {
-            index: message_weight(conversation.messages[index], conversation.place)
-            for index in rule.select(conversation.messages)
-        }
         if self._settings.joins_last_turns:
             text, turns = self._finder.join_last_turns(conversation)
             return text, self._spans(text, turns, weights), 0
@@ -131,6 +139,16 @@ class ChatBuilder:
         if any(stop in text[start:end] for stop in stops):
             return end
         return end + max((len(stop) for stop in stops if text.startswith(stop, end)), default=0)
+
+
+def _is_empty_turn(message: JsonObject) -> bool:
+    """Return whether a message is a turn of the assistant without text, reasoning and calls."""
+    if message["role"] != ASSISTANT:
+        return False
+    content = message.get("content")
+    if isinstance(content, str):
+        content = content.strip()
+    return not content and not any(message.get(key) for key in (TOOL_CALLS, *REASONING_KEYS))
 
 
 def load_forms(template: ChatTemplate) -> MessageForms:

@@ -12,10 +12,10 @@ from typing import Any, cast
 import xxhash
 
 from trainer.data.tokenizer import read_settings, read_text_file
-from trainer.models.errors import Key, PrepError, text, usage_error
+from trainer.models.errors import Key, PrepError, Text, text, usage_error
 from trainer.models.json_types import JsonValue
 from trainer.recipe.data_table import Data
-from trainer.recipe.text_fields import TRAINING
+from trainer.recipe.text_fields import PLAIN, TRAINING
 
 TEMPLATE_FILE = "chat_template.jinja"
 # Names of the template without and with tools, in a tokenizer with several.
@@ -25,6 +25,7 @@ TOOL_TEMPLATE_FILE = f"additional_chat_templates/{TOOL_NAME}.jinja"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 MAX_TEMPLATE_NBYTES = 4_000_000
+FOLDER_HINT = Text(f"put a {TEMPLATE_FILE} into the folder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,12 @@ class ChatTemplate:
         return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
-def load_chat_template(tokenizer: Path) -> ChatTemplate:
+def load_chat_template(tokenizer: Path, *, hint: Text = FOLDER_HINT) -> ChatTemplate:
     """Load the chat template of a tokenizer.
 
     Args:
         tokenizer: A tokenizer.json, or a folder that contains one.
+        hint: What to do without a template.
 
     Returns:
         The template in `chat_template.jinja`, else the default one in `tokenizer_config.json`. With it the
@@ -96,7 +98,7 @@ def load_chat_template(tokenizer: Path) -> ChatTemplate:
         raise PrepError(
             f"the tokenizer in {folder} has no chat template",
             why,
-            f"put a {TEMPLATE_FILE} into the folder",
+            hint,
         )
     return ChatTemplate(str(file), text, load_special_tokens(tokenizer), tool_text)
 
@@ -113,7 +115,7 @@ def recipe_template(data: Data, tokenizer: Path) -> ChatTemplate:
         UsageError: The date of the recipe does not exist.
     """
     if data.chat_template in (None, TRAINING):
-        template = load_chat_template(tokenizer)
+        template = load_chat_template(tokenizer, hint=_missing_template_hint(data))
     else:
         template_text = read_text_file(Path(data.chat_template), MAX_TEMPLATE_NBYTES)
         if template_text is None:
@@ -131,6 +133,17 @@ def recipe_template(data: Data, tokenizer: Path) -> ChatTemplate:
             what = text("{}", Key("data.template_date", data.template_date))
             raise usage_error(what, str(error), "year-month-day") from None
     return replace(template, arguments=json.dumps(data.template_args or {}), date=date)
+
+
+def _missing_template_hint(data: Data) -> Text:
+    """Return the keys that read data with a tokenizer without a chat template, e.g. of a base model."""
+    file = text("{} names one", Key("data.chat_template", TEMPLATE_FILE, is_override=True))
+    if data.format != "alpaca":
+        # Messages are no texts, so only a template can render them.
+        return file
+    fields = Key("data.fields", data.fields, is_override=True)
+    plain = text("{} {}", Key("data.format", PLAIN, is_override=True), fields)
+    return text("{}; {} reads the columns as plain texts", file, plain)
 
 
 def load_special_tokens(tokenizer: Path) -> tuple[tuple[str, str], ...]:

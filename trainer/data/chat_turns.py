@@ -7,6 +7,8 @@ render a turn in another way when more messages follow.
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -27,9 +29,11 @@ from trainer.models.errors import Key, PrepError, Text, text
 # A tag that ends a turn, such as `<|im_end|>` and `</s>`.
 END_TAG = re.compile(r"\s*<[^<>\s]+>")
 TAG_ENDS = (">", "]", "\n")
-# Characters that are rendered to find the turns of a conversation: a multiple of those of its messages, and a constant.
-RENDERED_PER_CHAR = 256
-RENDERED_CHARS = 1 << 26
+# Limit of the work of all renderings that find the turns of a conversation: a constant (20 s), and some renderings.
+# The work of a rendering is its characters and a constant per message, which takes as long as this many characters.
+RENDERED_WORK = 1 << 29
+RENDERINGS = 8
+MESSAGE_WORK = 2048
 # Blanks at the end of a text for which the text after them is kept.
 MAX_TAIL = 8
 # The roles whose messages are marked: all, else the assistant, for templates that ask how a text of a user begins.
@@ -76,7 +80,7 @@ class TurnFinder:
         self._renderer = renderer
         self._kept_ends: dict[tuple[str, MessagePart, str], str] = {}
         self._kept_prompts: dict[str, str] = {}
-        self._chars_left = 0
+        self._work_left = 0
 
     def find(
         self, conversation: Conversation, rendered: str, indices: Iterable[int]
@@ -128,6 +132,7 @@ class TurnFinder:
             PrepError: The template fails, or the place of a turn is not clear.
         """
         self._start_count(conversation)
+        self._check_joined_work(conversation)
         pieces: list[str] = []
         turns: dict[int, Turn] = {}
         length = 0
@@ -148,19 +153,28 @@ class TurnFinder:
         return "".join(pieces), turns
 
     def _start_count(self, conversation: Conversation) -> None:
-        self._chars_left = RENDERED_CHARS + RENDERED_PER_CHAR * conversation.num_chars
+        size = conversation.num_chars + MESSAGE_WORK * len(conversation.messages)
+        self._work_left = RENDERED_WORK + RENDERINGS * size
 
     def _render(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
         """Render a conversation, with a limit for all renderings of a conversation together."""
         rendered, _ = self._renderer.render(
             conversation, add_generation_prompt=add_generation_prompt
         )
-        self._chars_left -= len(rendered)
-        if self._chars_left < 0:
-            what = f"{conversation.place}: the conversation is too long"
-            why = f"it has {len(conversation.messages):,} messages, and each is rendered with all messages before it"
-            raise PrepError(what, why, "split it into shorter ones")
+        self._work_left -= len(rendered) + MESSAGE_WORK * len(conversation.messages)
+        if self._work_left < 0:
+            raise _too_long_error(conversation)
         return rendered
+
+    def _check_joined_work(self, conversation: Conversation) -> None:
+        """Raise PrepError before the first rendering if those of all turns are too much work.
+
+        A turn has two renderings with all messages before it, of which one has marks.
+        """
+        sizes = [MESSAGE_WORK + len(json.dumps(message)) for message in conversation.messages]
+        until = [*itertools.accumulate(sizes)]
+        if 2 * sum(until[index] for index in conversation.assistant_indices) > self._work_left:
+            raise _too_long_error(conversation)
 
     def _view(self, conversation: Conversation, rendered: str) -> _View:
         """Return the marks of a rendered text."""
@@ -377,6 +391,12 @@ def _common_length(first: str, second: str) -> int:
     if length == len(first):
         return length
     return max(first.rfind(end, 0, length) + 1 for end in TAG_ENDS)
+
+
+def _too_long_error(conversation: Conversation) -> PrepError:
+    what = f"{conversation.place}: the conversation is too long"
+    why = "each of its turns is rendered with all messages before it"
+    return PrepError(what, why, "split it into shorter ones")
 
 
 def _unknown_turns_error(

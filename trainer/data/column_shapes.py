@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
+from trainer.files.json_values import load_json
 from trainer.models.errors import Key, Text, join_texts, text
+from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.text_fields import FORMAT_FIELDS, PLAIN, DataFormat
 
 # Columns of conversations.
@@ -29,7 +32,7 @@ OTHER_ANSWERS = (
     *("completion", "response", "output", "answer", "chosen", "target", "summary", "highlights"),
     "label",
 )
-OTHER_CONTEXTS = {"instruction": "input", "question": "context"}
+OTHER_CONTEXTS: Mapping[str, tuple[str, ...]] = {"instruction": CONTEXTS, "question": ("context",)}
 OTHER_TEXTS = (TEXT_COLUMN, "content", "body", "code", "document", "article", "markdown")
 
 
@@ -54,6 +57,15 @@ class Shape:
         if self.fields != default:
             keys.append(text("{}", Key("data.fields", self.fields, is_override=is_override)))
         return join_texts(" ", keys)
+
+    @property
+    def list_columns(self) -> tuple[str, ...]:
+        """The columns that are lists of messages or turns."""
+        if self.format == "sharegpt" or self.fields in CONVERSATIONS:
+            return (self.fields,)
+        if self.format == "chat":
+            return parse_fields(self.fields).columns
+        return ()
 
     def replacement(self) -> Text:
         """Return the keys that replace columns that the recipe names, also if they are the default of the format."""
@@ -107,22 +119,45 @@ def columns_hint(values: Mapping[str, object], default: Text) -> Text:
         values: Columns of the record.
         default: Hint for other columns.
     """
-    if shapes := find_shapes(values):
+    shapes = find_shapes(values)
+    pair = _plain_pair(values)
+    if pair and (not shapes or any(shape.format == "alpaca" for shape in shapes)):
+        # Without a chat template, an instruction and its output are plain texts.
+        shapes.append(pair)
+    if shapes:
         return join_texts(", or ", [shape.replacement() for shape in shapes])
-    prompt = _first(OTHER_PROMPTS, values)
-    answer = _first(OTHER_ANSWERS, values)
-    if prompt and answer:
-        context = OTHER_CONTEXTS.get(prompt)
-        if context in values:
-            prompt = f"{prompt}+{context}"
-        return Shape(PLAIN, f"[{prompt}], {answer}").replacement()
     if name := _first(OTHER_TEXTS, values):
         return Shape(PLAIN, name).replacement()
     return default
 
 
+def _plain_pair(values: Collection[str]) -> Shape | None:
+    """Return the plain fields of a prompt and its answer, or None without such columns."""
+    prompt = _first(OTHER_PROMPTS, values)
+    answer = _first(OTHER_ANSWERS, values)
+    if not (prompt and answer):
+        return None
+    if context := _first(OTHER_CONTEXTS.get(prompt, ()), values):
+        prompt = f"{prompt}+{context}"
+    return Shape(PLAIN, f"[{prompt}], {answer}")
+
+
+def is_json_list(value: object) -> bool:
+    """Return whether a value is a text that looks like a JSON list, as in CSV files."""
+    return isinstance(value, str) and value.lstrip().startswith("[")
+
+
+def _parsed_list(value: object) -> object:
+    """Return the list in a JSON text. Other values stay as they are."""
+    if isinstance(value, str) and is_json_list(value):
+        with suppress(ValueError):
+            return load_json(value.encode())
+    return value
+
+
 def is_sharegpt(turns: object) -> bool:
     """Return whether a value is a list of turns with the keys of ShareGPT."""
+    turns = _parsed_list(turns)
     turn = turns[0] if isinstance(turns, list) and turns else None
     return isinstance(turn, dict) and {"from", "value"} <= {*turn}
 
@@ -137,9 +172,13 @@ def _conversation_format(value: object) -> DataFormat | None:
 
 
 def _has_messages(value: object) -> bool:
-    if not isinstance(value, list):
+    messages = _parsed_list(value)
+    if not isinstance(messages, list):
         return False
-    return not value or (isinstance(value[0], dict) and "role" in value[0])
+    if not messages:
+        # The text of an answer may be "[]".
+        return messages is value
+    return isinstance(messages[0], dict) and "role" in messages[0]
 
 
 def _pair_shape(prompt: str, answer: str, columns: Mapping[str, object]) -> Shape:

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.column_shapes import columns_hint
+from trainer.data.column_shapes import columns_hint, is_json_list, is_sharegpt
 from trainer.data.examples import TokenIds
 from trainer.data.readers.reader import Record
 from trainer.files.json_values import json_type_name, load_json
@@ -17,7 +17,9 @@ from trainer.models.errors import Key, PrepError, Text
 from trainer.models.json_types import JsonObject, JsonValue
 
 LINE_HINT = "fix or remove the line"
+JSON_HINT = "write the list as JSON, e.g. with `json.dumps`, or remove the line"
 COLUMN_HINT = Text(Key("data.fields", "COLUMN", is_override=True))
+MESSAGE_HINT = '`{"role": "user", "content": "..."}`'
 TOOLS_HINT = '`[{"type": "function", "function": {"name": "..."}}]`'
 IDS_HINT = "pass a list of token ids, or base64 of little-endian int32 values"
 
@@ -106,29 +108,46 @@ def _ids_type_name(value: object) -> str:
     return json_type_name(value)
 
 
+def list_value(record: Record, column: str, items: str) -> list[JsonValue]:
+    """Return the list of a column that is stored as it is or as a JSON text.
+
+    Args:
+        record: The record.
+        column: The column.
+        items: Name of its items, for error messages.
+
+    Raises:
+        PrepError: The value is neither.
+    """
+    value = record.values[column]
+    place = f"{record.place}: column `{column}`"
+    if isinstance(value, str) and is_json_list(value):
+        value = parse_json(value, place, JSON_HINT)
+    if not isinstance(value, list):
+        what = f"{place} is not a list of {items}"
+        raise PrepError(what, f"it is {json_type_name(value)}", LINE_HINT)
+    return cast(list[JsonValue], value)
+
+
 def messages_value(record: Record, column: str) -> list[JsonObject]:
     """Return the messages of a column, without keys of value null.
 
     Args:
         record: The record.
-        column: The column: a list of objects with a `role`.
+        column: The column: a list of objects with a `role`, or its JSON text.
 
     Raises:
         PrepError: The value is not a list of messages.
     """
-    value = record.values[column]
+    value = list_value(record, column, "messages")
     place = f"{record.place}: column `{column}`"
-    if not isinstance(value, list):
-        raise PrepError(
-            f"{place} is not a list of messages", f"it is {json_type_name(value)}", LINE_HINT
-        )
     messages: list[JsonObject] = []
-    for number, message in enumerate(cast(list[JsonValue], value), start=1):
+    for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             why = f"message {number} is {json_type_name(message)}, or has no `role`"
-            hint = columns_hint(
-                {column: cast(object, value)}, Text('`{"role": "user", "content": "..."}`')
-            )
+            hint = Text(MESSAGE_HINT)
+            if is_sharegpt(value):
+                hint = columns_hint({column: value}, hint)
             raise PrepError(f"{place} is not a list of messages", why, hint)
         # Arrow tables have every key in every message, with null for the absent ones. Templates ask
         # whether a key is defined, so null keys are left out.

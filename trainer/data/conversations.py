@@ -14,6 +14,7 @@ from trainer.data.chat_marks import ASSISTANT, TOOL_CALLS
 from trainer.data.column_values import (
     LINE_HINT,
     check_columns,
+    list_value,
     messages_value,
     parse_json,
     text_value,
@@ -105,14 +106,11 @@ def _joined_messages(record: Record, columns: FieldList) -> list[JsonObject]:
 
 def _sharegpt_messages(record: Record, column: str) -> list[JsonObject]:
     check_columns(record, [column])
-    turns = record.values[column]
+    turns = list_value(record, column, "turns")
     place = f"{record.place}: column `{column}`"
-    if not isinstance(turns, list):
-        what = f"{place} is not a list of turns"
-        raise PrepError(what, f"it is {json_type_name(turns)}", LINE_HINT)
     messages = [
         _sharegpt_message(turn, f"{place}: turn {number}")
-        for number, turn in enumerate(cast(list[JsonValue], turns), start=1)
+        for number, turn in enumerate(turns, start=1)
     ]
     if messages and messages[0]["role"] == SYSTEM:
         return messages
@@ -186,12 +184,10 @@ def _system_messages(record: Record) -> list[JsonObject]:
 
 def _history_messages(record: Record) -> list[JsonObject]:
     """Return the earlier turns in the column `history`: a list of pairs of an instruction and its output."""
-    history = record.values.get(HISTORY)
-    if history is None:
+    if record.values.get(HISTORY) in (None, ""):
         return []
     messages: list[JsonObject] = []
-    pairs = cast(list[JsonValue], history) if isinstance(history, list) else [None]
-    for pair in pairs:
+    for pair in list_value(record, HISTORY, "pairs of texts"):
         texts = pair if isinstance(pair, list) else []
         if len(texts) != 2 or not all(isinstance(item, str) for item in texts):
             what = f"{record.place}: column `{HISTORY}` is not a list of pairs of texts"

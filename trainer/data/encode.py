@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from trainer.data.encoded_batch import EncodedBatch
 from trainer.data.examples import Example, FileStart, LossSpan, ReadPosition, Segment, TokenIds
-from trainer.data.ignored_parts import NO_STOP_TOKEN, lacks_stop_token
+from trainer.data.ignored_parts import NO_LOSS, NO_STOP_TOKEN, lacks_stop_token
 from trainer.data.overlong import OverlongRule, fit_documents
 from trainer.data.readers.text_file import TEXT_CHUNK_NBYTES
 from trainer.data.store_writer import TokenWriter
@@ -92,7 +92,9 @@ def _count_ignored(
     # Only conversations have stop tokens to check, and each is one document.
     if weights is not None and all(example.stop_ids for example in batch):
         for example, start, end in zip(batch, [0, *ends.tolist()], ends.tolist()):
-            if lacks_stop_token(ids[start:end], weights[start:end], example.stop_ids):
+            if not weights[start:end].any():
+                counts[NO_LOSS] += 1
+            elif lacks_stop_token(ids[start:end], weights[start:end], example.stop_ids):
                 counts[NO_STOP_TOKEN] += 1
     return dict(counts)
 

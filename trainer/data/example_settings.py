@@ -16,7 +16,9 @@ from trainer.recipe.field_grammar import Field, TextField, TokenField, parse_fie
 from trainer.recipe.text_fields import DataFormat
 
 # Part of the identity of stores of conversations. Raise it when they give other tokens or weights.
-CHAT_VERSION = 1
+CHAT_VERSION = 2
+# The version before `IdentityChange.CONTENT_PARTS`.
+FIRST_CHAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,11 @@ class ExampleSettings:
         """Return the settings of the text and the loss of conversations."""
         if self.chat_template is None or IdentityChange.CHAT_RENDERING in without:
             return {}
+        version = CHAT_VERSION
+        if IdentityChange.CONTENT_PARTS in without:
+            version = FIRST_CHAT_VERSION
         return {
-            "chat_version": CHAT_VERSION,
+            "chat_version": version,
             "chat_format": self.chat_format if self.chat_format != "chat" else None,
             "loss": self.loss.identity_inputs(),
             "last_turns": self.joins_last_turns or None,

@@ -13,6 +13,8 @@ from trainer.data.examples import TokenIds
 TOOLS = "tools"
 HIDDEN_REASONING = "hidden_reasoning"
 NO_STOP_TOKEN = "no_stop_token"
+NO_LOSS = "no_loss"
+EMPTY_TURN = "empty_turn"
 CUT_DOCUMENTS = "cut_documents"
 DROPPED_DOCUMENTS = "dropped_documents"
 
@@ -38,6 +40,8 @@ def describe_ignored(counts: Mapping[str, int]) -> Iterator[str]:
     texts = {
         TOOLS: "{} `tools` that the chat template does not show",
         HIDDEN_REASONING: '{} reasoning that the template leaves out: `data.chat_template = "training"` shows it',
+        NO_LOSS: "{} no token with loss",
+        EMPTY_TURN: "{} no text, only the token that ends the turn has loss",
         CUT_DOCUMENTS: "{} cut to the length of a sequence",
         DROPPED_DOCUMENTS: "{} dropped, because of more tokens than a sequence",
         NO_STOP_TOKEN: "{} no loss on a token that ends a text: the model does not learn to stop",
@@ -45,6 +49,8 @@ def describe_ignored(counts: Mapping[str, int]) -> Iterator[str]:
     nouns = {
         TOOLS: ("conversation has", "conversations have"),
         HIDDEN_REASONING: ("turn of the assistant has", "turns of the assistant have"),
+        NO_LOSS: ("conversation has", "conversations have"),
+        EMPTY_TURN: ("turn of the assistant has", "turns of the assistant have"),
         CUT_DOCUMENTS: ("document is", "documents are"),
         DROPPED_DOCUMENTS: ("document is", "documents are"),
         NO_STOP_TOKEN: ("conversation has", "conversations have"),

@@ -39,7 +39,7 @@ def check_has_loss(tokens: store.MappedTokens) -> None:
     """Raise PrepError if no token of the data counts in the loss."""
     if tokens.weight_codes is not None and not tokens.weight_codes.any():
         why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
-        hint = text("set another {}", Key("data.fields"))
+        hint = text("set another {}, or for conversations {}", Key("data.fields"), Key("data.loss"))
         raise PrepError("the data has no token to train on", why, hint)
 
 

@@ -23,11 +23,34 @@ class IdentityChange(Enum):
 
     TABLE_ROWS = "conversations in Parquet and Arrow files are read in another way since then"
     CHAT_RENDERING = "conversations are rendered in another way since then"
+    CONTENT_PARTS = (
+        "contents of messages that are lists of parts are rendered in another way since then"
+    )
     SINGLE_BOS = "a document that has the begin token gets no second one since then"
 
 
 # Returns the identity of a store with another `data.add_bos` and without some changes.
 Identify = Callable[[bool | None, Collection[IdentityChange]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCause:
+    """Why a run began with other tokens.
+
+    Attributes:
+        identity: Identity of the store with which it began.
+        add_bos: Its `data.add_bos`.
+        changes: The changes since its version.
+    """
+
+    identity: str
+    add_bos: bool | None
+    changes: tuple[IdentityChange, ...]
+
+    @property
+    def description(self) -> str:
+        """The changes since its version, for messages."""
+        return ", and ".join(change.value for change in self.changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +65,44 @@ class RecordedTokens:
     identities: tuple[str, ...]
     add_bos: bool | None
 
-    def change_error(self, identity: str, add_bos: bool | None, identify: Identify) -> PrepError:
+    def find_cause(self, add_bos: bool | None, identify: Identify) -> TokenCause | None:
+        """Return why the run began with other tokens than those of a store. None if that is unknown.
+
+        Args:
+            add_bos: The `data.add_bos` of the store.
+            identify: Computes the identity as earlier versions and settings had it.
+        """
+        for then, changes in _candidates(dict.fromkeys((add_bos, self.add_bos))):
+            identity = identify(then, changes)
+            if identity in self.identities:
+                return TokenCause(identity, then, changes)
+        return None
+
+    def change_error(
+        self, identity: str, add_bos: bool | None, cause: TokenCause | None
+    ) -> PrepError:
         """Return the error for a store that is none of these.
 
         Args:
             identity: Identity of the store.
             add_bos: The `data.add_bos` of the store.
-            identify: Computes the identity as earlier versions and settings had it.
+            cause: Why it is another one.
         """
         restart = restart_hint()
-        for then, changes in _candidates(dict.fromkeys((add_bos, self.add_bos))):
-            if identify(then, changes) not in self.identities:
-                continue
-            causes = [change.value for change in changes]
-            hint = restart
-            if then != add_bos:
-                causes.insert(0, f"{BOS_KEY}: {change_text((then, add_bos))}")
-                keeps = text("{} keeps it", Key(BOS_KEY, then, is_override=True))
-                hint = text("{}; {}", keeps, restart)
-            if changes:
-                # No setting gives these tokens.
-                hint = text("the earlier version finishes the run; {}", restart)
-            return PrepError(CHANGED_DATA, ", and ".join(causes), hint)
-        why = f"{' '.join(self.identities)}, now {identity}"
-        return PrepError(CHANGED_DATA, why, restart)
+        if cause is None:
+            why = f"{' '.join(self.identities)}, now {identity}"
+            return PrepError(CHANGED_DATA, why, restart)
+        causes: list[str] = []
+        hint = restart
+        if cause.add_bos != add_bos:
+            causes.append(f"{BOS_KEY}: {change_text((cause.add_bos, add_bos))}")
+            keeps = text("{} keeps it", Key(BOS_KEY, cause.add_bos, is_override=True))
+            hint = text("{}; {}", keeps, restart)
+        if cause.changes:
+            # No setting gives these tokens.
+            causes.append(cause.description)
+            hint = text("the earlier version finishes the run; {}", restart)
+        return PrepError(CHANGED_DATA, ", and ".join(causes), hint)
 
 
 def _candidates(

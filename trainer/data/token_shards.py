@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.data import store
-from trainer.data.cache_records import Stamp, file_stamps, paths_digest, stamps_digest, write_record
+from trainer.data.cache_records import Stamp, file_stamps, paths_digest, stamps_digest
 from trainer.data.examples import FileStart, ReadPosition
 from trainer.data.fields import compile_fields
 from trainer.data.files import DataFile, Note
@@ -42,9 +42,9 @@ from trainer.data.tokenize import (
     ids_dtype,
     map_new_tokens,
     read_valid_meta,
-    record_key,
     store_identity,
     tokenize_files,
+    write_identity,
 )
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import PrepError
@@ -204,8 +204,9 @@ def complete_shards(job: ShardJob, *, progress: TokenizeProgress, note: Note) ->
     tokens = map_new_tokens(job.store_folder, meta, job.config, job.tokenizer, note)
     if stamps_digest(job.stamps) == job.plan.stamps:
         # Other stamps are of files that another process has tokenized before a change, or of copies.
-        key = record_key(job.config, job.tokenizer)
-        write_record(job.config.cache, key, job.stamps, job.plan.identity)
+        write_identity(
+            job.config, job.files, job.tokenizer, stamps=job.stamps, identity=job.plan.identity
+        )
     return ShardedTokens(job.store_folder, n_shards, 0, meta, tokens, is_described=is_merged)
 
 
@@ -261,7 +262,7 @@ def _make_plan(
 ) -> ShardPlan:
     """Read all files for their digests, and return the plan of the first process to write one."""
     files = hash_files(found, note)
-    identity = checked_identity(config, files, tokenizer)
+    identity = checked_identity(config, files, tokenizer, note)
     settings = store_identity(config, (), tokenizer.digest)
     # These limits count the records of all files, so one process must read them in order.
     max_shards = MAX_SHARDS

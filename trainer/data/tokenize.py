@@ -13,7 +13,7 @@ from pathlib import Path
 import xxhash
 
 from trainer.data import store
-from trainer.data.cache_records import file_stamps, paths_digest, read_record, write_record
+from trainer.data.cache_records import Stamp, file_stamps, paths_digest, read_record, write_record
 from trainer.data.document_rows import open_rows, stored_rows
 from trainer.data.encode import fill_store
 from trainer.data.example_settings import ExampleSettings
@@ -163,7 +163,7 @@ def tokenize_files(
         if recorded is not None and (config.cache / recorded).exists():
             return open_tokens(config, recorded, note=note)
     files = hash_files(found, note)
-    identity = checked_identity(config, files, tokenizer)
+    identity = checked_identity(config, files, tokenizer, note)
     folder = config.cache / identity
     meta = read_valid_meta(folder, note)
     if meta is not None:
@@ -173,8 +173,21 @@ def tokenize_files(
         meta = build_token_store(folder, config, files, tokenizer, progress=progress, note=note)
     tokens = map_new_tokens(folder, meta, config, tokenizer, note)
     if config.scratch_dir is None:
-        write_record(config.cache, key, stamps, identity)
+        write_identity(config, files, tokenizer, stamps=stamps, identity=identity)
     return tokens
+
+
+def write_identity(
+    config: TokenizeConfig,
+    files: Sequence[DataFile],
+    tokenizer: TextTokenizer,
+    *,
+    stamps: list[Stamp],
+    identity: str,
+) -> None:
+    """Record the identity of a config's tokens, unless a resumed run keeps those of an earlier version."""
+    if identity == store_identity(config, files, tokenizer.digest):
+        write_record(config.cache, record_key(config, tokenizer), stamps, identity)
 
 
 def record_key(config: TokenizeConfig, tokenizer: TextTokenizer) -> str:
@@ -372,9 +385,11 @@ def check_eos_id(config: TokenizeConfig) -> None:
 
 
 def checked_identity(
-    config: TokenizeConfig, files: Sequence[DataFile], tokenizer: TextTokenizer
+    config: TokenizeConfig, files: Sequence[DataFile], tokenizer: TextTokenizer, note: Note
 ) -> str:
     """Return the identity of a store.
+
+    A run that began with an earlier version keeps its tokens, if they are in the cache.
 
     Raises:
         PrepError: A resumed run began with other tokens.
@@ -388,7 +403,17 @@ def checked_identity(
         begun = replace(config, examples=_examples_with_bos(config, files, tokenizer, add_bos))
         return store_identity(begun, files, tokenizer.digest, without=without)
 
-    raise recorded.change_error(identity, config.examples.add_bos, identify)
+    add_bos = config.examples.add_bos
+    cause = recorded.find_cause(add_bos, identify)
+    # A damaged store cannot be made again: this version makes other tokens.
+    if (
+        cause is not None
+        and cause.add_bos == add_bos
+        and read_valid_meta(config.cache / cause.identity) is not None
+    ):
+        note(f"the run keeps the tokens of the earlier version: {cause.description}")
+        return cause.identity
+    raise recorded.change_error(identity, add_bos, cause)
 
 
 def _examples_with_bos(

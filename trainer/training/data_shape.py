@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from trainer.data.column_shapes import Shape, find_shapes, shapes_hint
+from trainer.data.column_shapes import (
+    CONVERSATIONS,
+    Shape,
+    find_shapes,
+    is_json_list,
+    shapes_hint,
+)
+from trainer.data.column_values import list_value
 from trainer.data.files import DataFile, Note
 from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
 from trainer.data.readers import READERS
@@ -64,23 +72,54 @@ def _read_shape(data: Data, remote: RemoteFiles, note: Note) -> Data:
     files = find_data_files(data.path or (), data.type, train_selection(data), remote=remote)
     file_type = resolve_type(files, data.type)
     shape = Shape(PLAIN, DEFAULT_FIELDS.get(file_type, ""))
+    found = None
     if file_type in DEFAULT_FIELDS:
-        record = _first_record(data, files, READERS[file_type])
-        shapes = find_shapes(record.values) if record is not None else []
-        if record is not None and len(shapes) > 1:
+        found = _first_shape(data, files, READERS[file_type])
+    # A record in no shape is an error of the column `text`, with the keys for its columns.
+    if found is not None:
+        shape, has_json = found
+        lists = ""
+        if has_json:
+            lists = ", with lists as JSON texts"
+        note(f"found by the columns: {shape.keys()}{lists}")
+    return data.model_copy(update={"format": shape.format, "fields": shape.fields or None})
+
+
+def _first_shape(
+    data: Data, files: Sequence[Path | DataFile], reader: Reader
+) -> tuple[Shape, bool] | None:
+    """Return the shape of the first record, and whether its lists are JSON texts. None without a shape.
+
+    Invalid records, and records in no shape, are skipped if the recipe allows some.
+
+    Raises:
+        UsageError: The columns fit several shapes.
+        PrepError: The record is invalid.
+    """
+    for record in itertools.islice(_read_records(data, files, reader), data.bad_lines + 1):
+        shapes = find_shapes(record.values)
+        if len(shapes) > 1:
             names = ", ".join(f"`{name}`" for name in record.values)
             why = f"its columns fit several shapes: {names}"
             what = f"{record.place}: the shape of the data is not clear"
             raise usage_error(what, why, text("choose {}", shapes_hint(shapes)))
-        # A record in no shape is an error of the column `text`, with the keys for its columns.
         if shapes:
-            shape = shapes[0]
-            note(f"found by the columns: {shape.keys()}")
-    return data.model_copy(update={"format": shape.format, "fields": shape.fields or None})
+            has_json = any(is_json_list(record.values.get(name)) for name in shapes[0].list_columns)
+            return shapes[0], has_json
+        if not data.bad_lines:
+            _check_lists(record)
+    return None
 
 
-def _first_record(data: Data, files: Sequence[Path | DataFile], reader: Reader) -> Record | None:
-    """Return the first record of files, or None. Invalid ones are skipped if the recipe allows any."""
+def _check_lists(record: Record) -> None:
+    """Raise PrepError if a column of conversations is a text that is not a JSON list."""
+    for name in CONVERSATIONS:
+        if is_json_list(record.values.get(name)):
+            list_value(record, name, "messages")
+
+
+def _read_records(data: Data, files: Sequence[Path | DataFile], reader: Reader) -> Iterator[Record]:
+    """Yield the records of files. Invalid ones are skipped if the recipe allows any."""
 
     def on_error(error: PrepError) -> None:
         if not data.bad_lines:
@@ -95,5 +134,4 @@ def _first_record(data: Data, files: Sequence[Path | DataFile], reader: Reader) 
             file = DataFile(file, file.stat().st_size, "", partial(open_regular_file, file))
         for piece in reader.read(file, options):
             assert isinstance(piece, Record)
-            return piece
-    return None
+            yield piece

@@ -64,14 +64,21 @@ def test_prompts_file_has_conversations(work_dir: Path, capsys: pytest.CaptureFi
         {"messages": [{"role": "user", "content": "w9"}]},
         {"messages": [{"role": "user", "content": "w9"}], "tools": [TOOL, TOOL]},
         {"prompt": [{"role": "system", "content": "w8"}, {"role": "user", "content": "w9"}]},
+        {"messages": '[{"role": "user", "content": "w9"}]'},
         {"prompt": "w6 w6"},
     ]
     Path("chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ("--prompts", "chat.jsonl")
-    expected = ["w2 w9 w3", "w4 w7 w4 w7 w2 w9 w3", "w1 w8 w2 w9 w3", "w6 w6"]
+    expected = ["w2 w9 w3", "w4 w7 w4 w7 w2 w9 w3", "w1 w8 w2 w9 w3", "w2 w9 w3", "w6 w6"]
     assert prompt_texts(capsys, *words) == expected
     words = (*words, "--tools", "tools.json", "--template-args", '{"flag": 1}')
-    expected = ["w4 w7 w2 w9 w3 w5", "w4 w7 w4 w7 w2 w9 w3 w5", "w4 w7 w1 w8 w2 w9 w3 w5", "w6 w6"]
+    expected = [
+        "w4 w7 w2 w9 w3 w5",
+        "w4 w7 w4 w7 w2 w9 w3 w5",
+        "w4 w7 w1 w8 w2 w9 w3 w5",
+        "w4 w7 w2 w9 w3 w5",
+        "w6 w6",
+    ]
     assert prompt_texts(capsys, *words) == expected
 
 

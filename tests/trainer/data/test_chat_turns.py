@@ -27,11 +27,11 @@ STOPS = ("<|im_end|>", "</s>", "<|user|>", "<|return|>", "<eos>")
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 
 
-def user(content: str, **keys: Any) -> dict[str, Any]:
+def user(content: Any, **keys: Any) -> dict[str, Any]:
     return {"role": "user", "content": content, **keys}
 
 
-def assistant(content: str | None = None, **keys: Any) -> dict[str, Any]:
+def assistant(content: Any = None, **keys: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **keys}
 
 

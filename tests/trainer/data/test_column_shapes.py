@@ -25,11 +25,18 @@ DEFAULT = Text("name the columns")
         ),
         (
             ["instruction", "input", "output"],
-            "`--set data.format=alpaca` `--set data.fields='[instruction+input], output'`",
+            "`--set data.format=alpaca` `--set data.fields='[instruction+input], output'`, "
+            "or `--set data.fields='[instruction+input], output'`",
         ),
         (
             ["instruction", "output"],
-            "`--set data.format=alpaca` `--set data.fields='[instruction+input], output'`",
+            "`--set data.format=alpaca` `--set data.fields='[instruction+input], output'`, "
+            "or `--set data.fields='[instruction], output'`",
+        ),
+        (
+            ["instruction", "context", "response"],
+            "`--set data.format=alpaca` `--set data.fields='[instruction+context], response'`, "
+            "or `--set data.fields='[instruction+context], response'`",
         ),
         (["question", "context", "response"], "`--set data.fields='[question+context], response'`"),
         (["article", "highlights", "id"], "`--set data.fields='[article], highlights'`"),

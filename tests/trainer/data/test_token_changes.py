@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,50 @@ def test_rows_of_tables_of_an_earlier_version_are_named(tmp_path: Path):
     error = refusal(config, begun, add_bos=False)
     assert error.why == IdentityChange.TABLE_ROWS.value
     assert error.hint.startswith(VERSION_HINT)
-    both = recorded_identity(change(config, add_bos=True), *IdentityChange)
+    # The first version had none of the changes.
+    first = [cause for cause in IdentityChange if cause != IdentityChange.CONTENT_PARTS]
+    both = recorded_identity(change(config, add_bos=True), *first)
     error = refusal(config, both, add_bos=True)
-    causes = ", and ".join(cause.value for cause in IdentityChange)
+    causes = ", and ".join(cause.value for cause in first)
     assert error.why == f"data.add_bos: true -> not set, and {causes}"
+
+
+def make_earlier_tokens(config: TokenizeConfig, *changes: IdentityChange) -> tuple[str, str]:
+    """Make the tokens of a version without some changes. Return their identity, and the present one."""
+    present = tokenize_files(config, progress=lambda *_: None, note=lambda line: None).identity
+    identity = recorded_identity(config, *changes)
+    shutil.copytree(config.cache / present, config.cache / identity)
+    meta = config.cache / identity / "meta.json"
+    meta.write_text(meta.read_text().replace(present, identity))
+    return identity, present
+
+
+@pytest.mark.parametrize("change", [IdentityChange.CONTENT_PARTS, IdentityChange.CHAT_RENDERING])
+def test_resumed_run_keeps_the_tokens_of_an_earlier_version(tmp_path: Path, change: IdentityChange):
+    config = chat_config(tmp_path)
+    begun, present = make_earlier_tokens(config, change)
+    stores = sorted(path.name for path in config.cache.iterdir() if path.is_dir())
+    resumed = replace(config, recorded=RecordedTokens((begun,), None))
+    notes: list[str] = []
+    tokens = tokenize_files(resumed, progress=lambda *_: None, note=notes.append)
+    assert tokens.identity == begun
+    assert f"the run keeps the tokens of the earlier version: {change.value}" in notes
+    share = tokenize_share(resumed, 0, 2, progress=lambda *_: None, note=lambda line: None)
+    assert share.folder == config.cache / begun
+    assert sorted(path.name for path in config.cache.iterdir() if path.is_dir()) == stores
+    # A new run has the new tokens, also if it trusts the times of the files.
+    trusting = replace(config, checks_digests=False)
+    again = tokenize_files(trusting, progress=lambda *_: None, note=lambda line: None)
+    assert again.identity == present
+
+
+def test_damaged_tokens_of_an_earlier_version_are_not_made_again(tmp_path: Path):
+    config = chat_config(tmp_path)
+    begun, _ = make_earlier_tokens(config, IdentityChange.CHAT_RENDERING)
+    ids = config.cache / begun / "tokens.bin"
+    ids.write_bytes(bytes(ids.stat().st_size))
+    resumed = replace(config, recorded=RecordedTokens((begun,), None))
+    with pytest.raises(PrepError) as caught:
+        tokenize_files(resumed, progress=lambda *_: None, note=lambda line: None)
+    assert caught.value.why == IdentityChange.CHAT_RENDERING.value
+    assert caught.value.hint.startswith(VERSION_HINT)
