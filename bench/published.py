@@ -138,6 +138,7 @@ LLAMA_31_ROPE = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 LLAMA_31 = LLAMA_3 | {"max_position_embeddings": 131072, "rope_scaling": LLAMA_31_ROPE}
+LLAMA_31_INSTRUCT = LLAMA_31 | {"eos_token_id": [128001, 128008, 128009]}
 LLAMA_32 = LLAMA_31 | {
     "rope_scaling": LLAMA_31_ROPE | {"factor": 32.0},
     "tie_word_embeddings": True,
@@ -341,10 +342,12 @@ PUBLISHED: Mapping[str, HFConfig] = {
     "llama-3-8b": _llama_like(LLAMA_3, 4096, 14336, 32, 32, 8, 128256),
     "llama-3-70b": _llama_like(LLAMA_3, 8192, 28672, 80, 64, 8, 128256),
     "llama-3.1-8b": _llama_like(LLAMA_31, 4096, 14336, 32, 32, 8, 128256),
+    "llama-3.1-8b-instruct": _llama_like(LLAMA_31_INSTRUCT, 4096, 14336, 32, 32, 8, 128256),
     "llama-3.1-70b": _llama_like(LLAMA_31, 8192, 28672, 80, 64, 8, 128256),
     "llama-3.1-405b": _llama_like(LLAMA_31, 16384, 53248, 126, 128, 8, 128256),
     "llama-3.2-1b": _llama_like(LLAMA_32, 2048, 8192, 16, 32, 8, 128256, head_dim=64),
     "llama-3.2-3b": _llama_like(LLAMA_32, 3072, 8192, 28, 24, 8, 128256, head_dim=128),
+    "llama-3.3-70b-instruct": _llama_like(LLAMA_31_INSTRUCT, 8192, 28672, 80, 64, 8, 128256),
     "smollm2-135m": _llama_like(SMOLLM2, 576, 1536, 30, 9, 3, 49152),
     "smollm2-360m": _llama_like(SMOLLM2, 960, 2560, 32, 15, 5, 49152),
     "smollm2-1.7b": _llama_like(SMOLLM2, 2048, 8192, 24, 32, 32, 49152, rope_theta=130000),

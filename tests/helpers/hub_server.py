@@ -110,10 +110,12 @@ class _Handler(loopback.Handler):
 
     def _answer(self) -> None:
         """Record the request and answer it, or stall as the repository says."""
-        path = unquote(urlsplit(self.path).path)
+        sent_path = urlsplit(self.path).path
+        path = unquote(sent_path)
         self.request_lines.append(f"{self.command} {path}")
         self.tokens.append((f"{self.command} {path}", self.headers.get("Authorization", "")))
-        parts = path.strip("/").split("/")
+        # A revision may have an escaped slash, e.g. refs%2Fconvert%2Fparquet.
+        parts = [unquote(part) for part in sent_path.strip("/").split("/")]
         is_api = parts[:1] == ["api"] and parts[1:2] in (["models"], ["datasets"])
         owner, name, *rest = parts[2:] if is_api else parts[1:] if parts[0] == "datasets" else parts
         repo = self.served.get(f"{owner}/{name}", FakeRepo(status=404, error_code="RepoNotFound"))

@@ -366,7 +366,7 @@ def _map_token_store(
     else:
         check_has_token(meta)
     tokens = store.map_tokens(folder, meta, config.seq_length)
-    check_has_loss(tokens)
+    check_has_loss(tokens, meta)
     note(_dataset_summary(tokens, config))
     for line in describe_ignored(meta.ignored):
         note(line)

@@ -68,6 +68,26 @@ def _t5(width: int, layers: int, heads: int, mlp: int, **fields: JsonValue) -> J
     }  # fmt: skip
 
 
+def _qwen3(hidden: int, layers: int, heads: int, mlp: int, **fields: JsonValue) -> JsonObject:
+    """Return the config of a dense Qwen3 model."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": mlp, "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+        "bos_token_id": 151643, "eos_token_id": 151645, "tie_word_embeddings": False, **fields,
+    }  # fmt: skip
+
+
+def _olmo2(hidden: int, layers: int, heads: int, mlp: int) -> JsonObject:
+    """Return the config of an OLMo 2 model."""
+    return {
+        "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "vocab_size": 100352, "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "intermediate_size": mlp, "max_position_embeddings": 4096, "rope_theta": 500000.0, "rms_norm_eps": 1e-6,
+        "eos_token_id": 100257, "pad_token_id": 100277, "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
 def _gated_t5(width: int, layers: int, heads: int, mlp: int) -> JsonObject:
     """Return the config of a T5 v1.1 or Flan-T5 model: gated GELU and an untied head."""
     return _t5(width, layers, heads, mlp, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
@@ -78,6 +98,14 @@ _LLAMA_3 = {
     "vocab_size": 128256, "max_position_embeddings": 8192, "num_key_value_heads": 8, "rope_theta": 500000.0,
     "rms_norm_eps": 1e-5, "bos_token_id": 128000, "eos_token_id": 128001,
 }  # fmt: skip
+_LLAMA_3_1 = {
+    **_LLAMA_3, "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+_LLAMA_3_1_INSTRUCT = {**_LLAMA_3_1, "eos_token_id": [128001, 128008, 128009]}
 _GATED_T5_SIZES = {
     "small": (512, 8, 6, 1024), "base": (768, 12, 12, 2048), "large": (1024, 24, 16, 2816), "xl": (2048, 24, 32, 5120),
     "xxl": (4096, 24, 64, 10240),
@@ -93,7 +121,28 @@ PRESETS: Mapping[str, HFConfig] = {
     "llama-2-70b": _llama(8192, 80, 64, 28672, num_key_value_heads=8, **_LLAMA_2),
     "llama-3-8b": _llama(4096, 32, 32, 14336, **_LLAMA_3),
     "llama-3-70b": _llama(8192, 80, 64, 28672, **_LLAMA_3),
+    "llama-3.1-8b": _llama(4096, 32, 32, 14336, **_LLAMA_3_1),
+    "llama-3.1-8b-instruct": _llama(4096, 32, 32, 14336, **_LLAMA_3_1_INSTRUCT),
+    "llama-3.1-70b": _llama(8192, 80, 64, 28672, **_LLAMA_3_1),
+    "llama-3.3-70b-instruct": _llama(8192, 80, 64, 28672, **_LLAMA_3_1_INSTRUCT),
     "open-llama-3b": _llama(3200, 26, 32, 8640),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tie_word_embeddings=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tie_word_embeddings=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tie_word_embeddings=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12288),
+    "qwen3-14b": _qwen3(5120, 40, 40, 17408),
+    "qwen3-32b": _qwen3(5120, 64, 64, 25600),
+    # The text part of a multimodal model, with the embeddings of its image tokens.
+    "gemma-3-4b-it": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2560,
+        "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "intermediate_size": 10240, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rms_norm_eps": 1e-6,
+        "query_pre_attn_scalar": 256, "sliding_window": 1024, "sliding_window_pattern": 6, "bos_token_id": 2,
+        "eos_token_id": [1, 106], "pad_token_id": 0,
+    },
+    "olmo-2-7b": _olmo2(4096, 32, 32, 11008),
+    "olmo-2-13b": _olmo2(5120, 40, 40, 13824),
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),
     "gpt2-large": _gpt2(1280, 36, 20),

@@ -59,8 +59,9 @@ def check_inputs(
             (data.path, train_selection(data)),
             (data.eval_paths, eval_selection(data)),
         ):
-            if not may_be_absent or has_local_files(paths or ()):
-                _check_files(paths or (), data.type, selection, remote)
+            # `eval_paths` is None if the evaluation takes held-out sequences, or if there is none.
+            if paths is not None and (not may_be_absent or has_local_files(paths)):
+                _check_files(paths, data.type, selection, remote)
     tokenizer = recipe.data.tokenizer
     if tokenizer and not (may_be_absent and not os.path.exists(tokenizer)):
         check_tokenizer_exists(Path(tokenizer))

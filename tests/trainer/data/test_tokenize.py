@@ -371,6 +371,26 @@ def test_data_without_trainable_tokens_is_rejected(tmp_path: Path):
     assert error.what == "the data has no token to train on"
 
 
+@pytest.mark.parametrize(
+    ("overlong", "packing", "what", "why"),
+    [
+        ("drop", "concatenate", "the data is shorter than one block", "1 document is dropped, because of"),
+        ("drop", "documents", "the data has no token", "1 document is dropped, because of"),
+        ("truncate", "documents", "the data has no token to train on", "1 document is cut to the length"),
+    ],
+)  # fmt: skip
+def test_error_names_long_documents_as_the_cause(
+    tmp_path: Path, overlong: str, packing: str, what: str, why: str
+):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": "the cat sat on the mat, the cat", "b": "cat"}\n')
+    settings = {"type": "json", "fields": "[a], b", "overlong": overlong, "packing": packing}
+    error = tokenize_error(make_config(tmp_path, path, **settings))
+    assert error.what == what
+    assert error.why.startswith(why)
+    assert "data.seq_length" in str(error)
+
+
 def test_empty_file_among_others_is_skipped_with_a_note(tmp_path: Path):
     for name in ("a.txt", "b.txt", "c.txt"):
         (tmp_path / name).write_text("" if name == "b.txt" else TEXT)

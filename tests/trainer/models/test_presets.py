@@ -14,7 +14,7 @@ from trainer.models.registry import family_of
 from trainer.planning.model_shapes import model_of_config
 
 # Number of parameters of models without an alias.
-OTHER_PARAMETERS = {"open-llama-3b": 3_426_473_600}
+OTHER_PARAMETERS = {"open-llama-3b": 3_426_473_600, "gemma-3-4b-it": 3_880_263_168}
 
 
 @pytest.mark.parametrize("name", PRESETS)

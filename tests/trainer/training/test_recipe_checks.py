@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.helpers.tiny_configs import LLAMA, MIXTRAL, T5
 from tests.trainer.training.test_preflight import RECIPE
+from trainer.data.files import DataFile
+from trainer.data.remote_files import RemoteFiles
 from trainer.models.errors import PrepError
 from trainer.planning.model_shapes import model_of_config
 from trainer.recipe import Recipe, load_recipe
@@ -85,6 +89,16 @@ def test_absent_inputs_of_a_plan_are_no_error():
     present = load_test_recipe("data.split=train", "data.tokenizer=nowhere")
     with pytest.raises(PrepError, match=r"`data\.split` is 'train'"):
         check_inputs(present, may_be_absent=True)
+
+
+@pytest.mark.parametrize("part", ["data.config=all", "data.revision=refs/convert/parquet"])
+def test_dataset_with_holdout_may_have_a_configuration(part: str):
+    hub = "hf://datasets/o/n"
+    recipe = load_test_recipe(f"data.path={hub}", part, "data.holdout=0.1", "data.type=json")
+    file = DataFile(f"{hub}/a.jsonl", 3, "digest", lambda: io.BytesIO(b"{}\n"))
+    remote = SimpleNamespace(find=lambda url, accepts, selection: [file])
+    check_inputs(recipe, cast(RemoteFiles, remote))
+    check_inputs(recipe, may_be_absent=True)
 
 
 @pytest.mark.parametrize(
