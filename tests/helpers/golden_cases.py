@@ -165,7 +165,8 @@ def export_cases() -> Iterator[Case]:
             yield case("export", "llama-init", "--layout", layout, "--storage", storage)
     for words in (
         ("--keep-padding",), ("--shard-size", "20KB"), ("--dtype", "bfloat16"),
-        ("--dtype", "float16", "--keep-padding"), ("--layout", "maxtext", "--dtype", "bfloat16"), ("--layout", "easylm", "--keep-padding"),
+        ("--dtype", "float16", "--keep-padding"), ("--layout", "maxtext", "--dtype", "bfloat16"),
+        ("--layout", "easylm", "--keep-padding"),
     ):  # fmt: skip
         yield case("export", "llama-init", *words)
     for source in (

@@ -7,7 +7,8 @@ import lzma
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +31,10 @@ DETAILS = FOLDER / "outputs_details.json.xz"
 SHORT_DIGEST = 8
 # Lines of a message.
 MAX_LINES = 30
-MANIFEST = "prep-manifest.json"
 LOCK = "lock.json"
 CERTIFICATE = "roundtrip.json"
-RECORDS = (MANIFEST, LOCK, CERTIFICATE)
-VERSION_FIELDS = ("prep", "digest", "versions")
+# Version of prep in the outputs: bytes do not depend on the version that wrote them.
+VERSION = "0.0.0"
 DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{24}(?:[0-9a-f]{32})?\b")
 # Larger documents are not kept as text.
 MAX_DOCUMENT_NBYTES = 200_000
@@ -71,13 +71,27 @@ def digest_of(data: bytes) -> str:
 
 @contextmanager
 def open_site(folder: Path) -> Iterator[FakeObjectStore]:
-    """Make `folder` the working folder of commands, and serve a fake object store that the environment names."""
-    prefixes = ("AWS_", "GOOGLE_", "PREP_", "SLURM_", "JAX_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
-    with serve_objects() as store, chdir(folder):
-        changes = store.environment() | {"HF_HUB_OFFLINE": "1"}
-        with mock.patch.dict(os.environ, kept | changes, clear=True):
-            yield store
+    """Make `folder` the working folder of commands, and serve a fake object store that the environment names.
+
+    Commands and their processes find the version of prep in the metadata of a distribution that comes first in the
+    path.
+    """
+    metadata = folder / ".version" / f"prepcli-{VERSION}.dist-info"
+    metadata.mkdir(parents=True)
+    text = f"Metadata-Version: 2.1\nName: prepcli\nVersion: {VERSION}\n"
+    (metadata / "METADATA").write_text(text)
+    first = str(metadata.parent)
+    prefixes = ("AWS_", "GOOGLE_", "PREP_", "SLURM_", "JAX_PROCESS")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    paths = os.pathsep.join([first, *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
+    with (
+        serve_objects() as store,
+        chdir(folder),
+        mock.patch.object(sys, "path", [first, *sys.path]),
+        mock.patch.dict(os.environ, variables | store.environment(), clear=True),
+    ):
+        yield store
 
 
 def run_case(case: Case, store: FakeObjectStore, *more: str) -> Output:
@@ -150,40 +164,36 @@ def _is_document(path: str) -> bool:
 def stable_content(path: str, data: bytes, *, is_trained: bool = False) -> bytes:
     """Return the content of a file without what differs between equal outputs.
 
-    This is the only place that leaves something out:
+    This is the only place that leaves something out. Times and the version of prep are in no case's way: the inputs
+    have a fixed time, and `open_site` sets the version.
 
-    - Versions: `prep` of a manifest, `versions` of a certificate, and digests that cover a version, which are `digest`
-      of a manifest, `origin.manifest` of the next manifest, and a manifest's entry in a lock file.
+    - `versions` of a certificate.
     - The locks of a run, and the list of the data files that a run has opened (paths and times of this machine).
-    - Of a trained output also the values: files of arrays count by their size, manifests without digests and metrics
-      by their keys. `environment.json` states facts of this machine.
+    - Of a trained output also `environment` of manifests, `environment.json`, and the values: files of arrays count by
+      their size, manifests without digests, and metrics by their keys.
     """
     name = Path(path).name
     if name in ("lock", ".lock") or name.startswith("opened-"):
         return b""
-    if name in RECORDS:
-        fields = _without_versions(name, json.loads(data))
-        return json.dumps(_without_values(fields) if is_trained else fields, indent=1).encode()
-    if is_trained and name == "environment.json":
+    if name == CERTIFICATE:
+        return _edit(data, lambda fields: {**fields, "versions": "-"})
+    if not is_trained:
+        return data
+    if name == "prep-manifest.json":
+        return _edit(data, lambda fields: _without_values({**fields, "environment": "-"}))
+    if name == "environment.json":
         return b""
-    if is_trained and name == "metrics.jsonl":
+    if name == "metrics.jsonl":
         keys = [sorted(json.loads(line)) for line in data.splitlines()]
         return json.dumps(keys).encode()
-    if is_trained and not _is_document(path) and not name.endswith((".toml", ".txt")):
+    if not _is_document(path) and not name.endswith((".toml", ".txt")):
         return f"{len(data)} bytes".encode()
     return data
 
 
-def _without_versions(name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a manifest, a certificate or a lock without versions, and without digests that cover a version."""
-    for key in VERSION_FIELDS:
-        if key in fields:
-            fields[key] = "-"
-    if "manifest" in fields.get("origin", {}):
-        fields["origin"]["manifest"] = "-"
-    if name == LOCK and MANIFEST in fields["files"]:
-        fields["files"][MANIFEST] = "-"
-    return fields
+def _edit(data: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
+    """Return a JSON document after a change of its fields."""
+    return json.dumps(change(json.loads(data)), indent=1).encode()
 
 
 def _without_values(value: Any) -> Any:
