@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import zstandard
 
 from tests.helpers.golden_cases import Case, all_cases, is_default
 from tests.helpers.golden_outputs import (
@@ -20,6 +21,8 @@ from tests.helpers.object_server import FakeObjectStore
 from tests.helpers.slow_cases import slow_except
 
 CASES = all_cases()
+# Version of the zstd library that the recorded bytes were compressed with.
+RECORDED_ZSTD = (1, 5, 7)
 # Further options that change no byte, and cases of each kind of output that they are tried on.
 SAME_BYTES: dict[str, tuple[str, ...]] = {
     "workers": ("--workers", "2"),
@@ -51,6 +54,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeObjectStore]
 
 @pytest.mark.parametrize("name", slow_except(CASES, is_default))
 def test_output_has_the_recorded_bytes(store: FakeObjectStore, name: str):
+    if CASES[name].package:
+        pytest.importorskip(CASES[name].package)
+    if CASES[name].is_compressed and zstandard.ZSTD_VERSION != RECORDED_ZSTD:
+        pytest.skip("compressed bytes are those of another version of zstd")
     check(CASES[name], run_case(CASES[name], store))
 
 

@@ -60,6 +60,16 @@ class Case:
     is_trained: bool = False
 
     @property
+    def is_compressed(self) -> bool:
+        """Whether the output has bytes of the zstd library."""
+        return "--compress" in self.words
+
+    @property
+    def package(self) -> str:
+        """Package that the command needs beside the extra `test`, or an empty string."""
+        return "sentencepiece" if self.inputs[0].startswith("pieces") else ""
+
+    @property
     def name(self) -> str:
         """Name of the case: its command line, which says everything that differs between cases."""
         text = " ".join(word.removeprefix("./") for word in self.words)
@@ -100,6 +110,11 @@ def save_init_cases() -> Iterator[Case]:
         yield case("save-init", source, "--no-scan")
     yield case("save-init", "verbatim")
     yield case("save-init", "llama", "--verbatim", *HALVES)
+    yield case("save-init", "verbatim", "--map", "stacked.map", *HALVES, also=("stacked.map",))
+    yield case("save-init", "easylm-state", "--config", "./easylm-config", also=("easylm-config",))
+    yield case("save-init", "llama", "--lock", "llama.lock", also=("llama.lock",))
+    yield case("save-init", "llava", "--copy", "*processor*", *HALVES)
+    yield case("save-init", "llama", "--mesh", "2,2,2", "--pad-vocab", "auto")
     for source in FOREIGN:
         yield case("save-init", source)
     yield case("save-init", "model.gguf", "--quantized", "dequantize")
@@ -184,6 +199,7 @@ def export_cases() -> Iterator[Case]:
     for source in ("llava", "qwen3_vl", "prediction"):
         yield case("export", f"{source}-init", "--text-only")
     yield case("export", "q-fp8-init", "--quantized", "dequantize")
+    yield case("export", "stacked-init", "--map", "stacked.map", also=("stacked.map",))
     for source in (
         "llama-chunks",
         "llama-zarr3",
@@ -219,6 +235,10 @@ def vocabulary_cases() -> Iterator[Case]:
         yield case("add-tokens", "words", "--tokens", "tokens.txt", *words, also=("tokens.txt",))
     yield case("add-tokens", "words-init", "--tokens", "tokens.txt", also=("tokens.txt",))
     yield case("remove-tokens", "words-added")
+    yield case(
+        "add-tokens", "pieces", "--tokens", "tokens.txt", "--init", "zeros", also=("tokens.txt",)
+    )
+    yield case("remove-tokens", "pieces-added")
 
 
 def other_cases() -> Iterator[Case]:
@@ -242,6 +262,7 @@ def other_cases() -> Iterator[Case]:
         yield Case(("tokenize", "recipe.toml", *words), ("recipe.toml",))
     for words in ((), ("--set", "lora.rank=2")):
         yield Case(("train", "recipe.toml", *words), ("recipe.toml",), is_trained=True)
+    yield Case(("train", "recipe.toml"), ("recipe.toml",), f"{BUCKET}/out", is_trained=True)
     for words in (
         ("trained",), ("trained", "--layout", "maxtext"), ("trained", "--training-state"), ("trained-lora",),
     ):  # fmt: skip

@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 from tests.helpers.archives import extract_all
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.pickle_builder import make_torch_file
-from tests.helpers.quantized_folders import FORMATS
+from tests.helpers.quantized_formats import FORMATS
 from tests.helpers.run_cli import run_ok
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -53,6 +53,19 @@ META_NAMES = {
     "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
 WORDS = [f"w{number}" for number in range(131)]
+# Tensors of the model that `write_verbatim` writes, stacked and transposed.
+STACKED_MAP = """\
+size layers = 4
+size vocab = 37
+size embed = 24
+size inner = 40
+drop table
+drop scale
+tok: embed vocab <- embed.weight: vocab embed
+gain: embed <- norm.gain: embed
+mix: layers inner embed <- blocks.{layers}.mix.weight: embed inner
+bias: layers inner <- blocks.{layers}.mix.bias: inner
+"""
 RECIPE = """\
 seed = 3
 mesh = "1,8,1"
@@ -204,7 +217,7 @@ def write_verbatim(folder: Path) -> None:
 
 
 def write_quantized(folder: Path, name: str) -> None:
-    """Write a LLaMA with quantised projections, as a format of `quantized_folders`."""
+    """Write a LLaMA with quantised projections, as a format of `quantized_formats`."""
     quantised, rng = FORMATS[name], np.random.default_rng(1)
     stored: Tensors = {}
     for tensor, shape in llama_shapes(LLAMA).items():
@@ -271,6 +284,27 @@ def write_words(folder: Path) -> None:
     """Write the LLaMA with a tokenizer."""
     write_llama(folder)
     write_tokenizer(folder)
+
+
+def write_pieces(folder: Path) -> None:
+    """Write the LLaMA with a SentencePiece model in place of a tokenizer.json: `sentencepiece_model.proto` by hand."""
+    write_llama(folder)
+    model = b""
+    for number, word in enumerate(["<unk>", "<s>", "</s>", *WORDS[3:]]):
+        # Field 1 is the text, field 2 the score as float32, field 3 the type: 1 normal, 2 unknown, 3 control.
+        kind = 2 if number == 0 else 3 if number < 3 else 1
+        piece = b"\x0a" + bytes([len(word)]) + word.encode()
+        piece += b"\x15" + struct.pack("<f", -number) + bytes([0x18, kind])
+        model += b"\x0a" + bytes([len(piece)]) + piece
+    # Field 2 is the specification of the trainer: model type 2 is BPE, and the vocabulary has 131 pieces.
+    trainer = bytes([0x18, 2, 0x20, 0x83, 0x01])
+    # Field 3 is the specification of the normalizer: a name, and no space before a text.
+    normalizer = b"\x0a\x08identity" + bytes([0x18, 0])
+    model += b"\x12" + bytes([len(trainer)]) + trainer
+    model += b"\x1a" + bytes([len(normalizer)]) + normalizer
+    (folder / "tokenizer.model").write_bytes(model)
+    settings = {"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def write_recipe(path: Path) -> None:
@@ -420,6 +454,8 @@ WRITERS: dict[str, Writer] = {
     "words": write_words,
     "tokens.txt": lambda path: path.write_text("<think>\nw1w2\n<end>\n"),
     "recipe.toml": write_recipe,
+    "stacked.map": lambda path: path.write_text(STACKED_MAP),
+    "pieces": write_pieces,
     "torch": functools.partial(write_torch, files=1),
     "torch-sharded": functools.partial(write_torch, files=2),
     "meta": write_meta,
@@ -440,6 +476,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "llama-chunks": ("save-init", "llama", "--mesh", "1,2,2", "--pad-vocab", "8", "--storage", "files"),
     "llama-zarr3": ("save-init", "llama", "--storage", "zarr3", "--compress", "zstd", "--no-scan"),
     "words-init": ("save-init", "words", "--mesh", "1,1,2", "--pad-vocab", "8"),
+    "pieces-added": ("add-tokens", "pieces", "--tokens", "tokens.txt", "--init", "zeros"),
+    "stacked-init": ("save-init", "verbatim", "--map", "stacked.map"),
+    "llama.lock": ("lock", "llama"),
     "words-added": ("add-tokens", "words", "--tokens", "tokens.txt"),
     "trained": ("train", "recipe.toml"),
     "trained-lora": ("train", "recipe.toml", "--set", "lora.rank=2"),
