@@ -102,10 +102,15 @@ def make_zip_file(
     """Return a zip archive like PyTorch's, except for the alignment of its records."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
-        archive.writestr(f"{root}/data.pkl", pickled)
+        archive.writestr(_entry(f"{root}/data.pkl"), pickled)
         for key, value in ({"data/0": SIX_FLOATS} if records is None else records).items():
-            archive.writestr(f"{root}/{key}", value)
+            archive.writestr(_entry(f"{root}/{key}"), value)
     return out.getvalue()
+
+
+def _entry(name: str) -> zipfile.ZipInfo:
+    """Return an entry with the date 1980-01-01, so that equal records make equal files."""
+    return zipfile.ZipInfo(name)
 
 
 MAGIC = 0x1950A86A20F9469CFC6C

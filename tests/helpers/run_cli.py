@@ -18,6 +18,11 @@ def run_ok(*words: str) -> None:
     assert main([*words, "-q"]) == 0
 
 
+def run_code(*words: str) -> int:
+    """Run a command and return its exit code."""
+    return main([*words, "-q"])
+
+
 def exported_tensors(source: str) -> dict[str, np.ndarray]:
     """Export a source to a new folder `exported`, and read it with the safetensors library."""
     run_ok("export", source, "--out", "exported", "--overwrite")
