@@ -77,12 +77,18 @@ class SourceTensor:
         return self.made_from or (self,)
 
     def __post_init__(self) -> None:
-        """Raise DamagedError if a recorded digest is of rows that the tensor does not have."""
+        """Raise DamagedError if the recorded digests are not of all rows, each once."""
         num_rows = self.shape[0] if self.shape else 1
+        next_row = 0
         for first, stop, _ in self.digests:
-            if not 0 <= first <= stop <= num_rows:
+            if first != next_row or not first <= stop <= num_rows:
                 what = f"the manifest records a digest of rows {first} to {stop} of {quote_name(self.name)}"
-                raise DamagedError(what, f"the tensor has {num_rows} rows", GET_AGAIN_HINT)
+                why = f"the tensor has {num_rows} rows, and {next_row} of them come before"
+                raise DamagedError(what, why, GET_AGAIN_HINT)
+            next_row = stop
+        if self.digests and next_row != num_rows:
+            what = f"the manifest records digests of {next_row} rows of {quote_name(self.name)}"
+            raise DamagedError(what, f"the tensor has {num_rows} rows", GET_AGAIN_HINT)
 
     @property
     def nbytes(self) -> int:
