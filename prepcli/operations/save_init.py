@@ -19,8 +19,6 @@ from prepcli.errors import Command, Option, text, usage_error
 from prepcli.execution.compress import METHOD, parse_compress
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import (
-    QUANTIZATION_KEY,
-    QUANTIZED_KEY,
     STATE_ITEM,
     Manifest,
     adapter_fields,
@@ -56,7 +54,7 @@ from prepcli.planning.plan import DroppedTensor, Plan, SmallFile
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary
-from prepcli.sources.dequantized import is_quantized
+from prepcli.sources.dequantized import is_quantized, quantization_entries
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import map_record
 from prepcli.sources.model_family import as_verbatim, truncate_layers
@@ -235,10 +233,7 @@ def plan_orbax_item(
         PrepError: The source is of the wrong kind, or does not match the request, its family or the mesh.
     """
     _check_source_kind(command, source)
-    source, dropped_state_tensors = _converted_state(options, source, params_only)
-    later_layers: tuple[DroppedTensor, ...] = ()
-    if options["layers"] is not None:
-        source, later_layers = truncate_layers(source, options["layers"])
+    source, left_tensors = _converted_part(options, source, params_only)
     if source.family.is_verbatim:
         _check_verbatim_options(options, source)
         if options["dtype"]:
@@ -267,12 +262,12 @@ def plan_orbax_item(
         resize,
         command=command,
         request=_command_line(command, options, source, params_only=params_only),
-        dropped=(*match.dropped, *later_layers, *dropped_state_tensors),
+        dropped=(*match.dropped, *left_tensors),
         name=located.model_name,
         side_files=copied_small_files(source, f"{HF_FOLDER}/"),
     )
     check_index_size(plan)
-    notes = (*source.made_files.remarks, *_layout_lines(layout, item, dropped_state_tensors))
+    notes = (*source.made_files.remarks, *_layout_lines(layout, item, left_tensors))
     if source.training_record is not None and layout.is_training_step:
         notes += tuple(imported_state_notes(source.training_record))
     mesh = layout.partitioning.mesh
@@ -307,14 +302,22 @@ def _output_suffix(command: str, layout: ItemLayout) -> str:
     return "init"
 
 
-def _converted_state(
+def _converted_part(
     options: SaveInitOptions, source: Source, params_only: bool
 ) -> tuple[Source, tuple[DroppedTensor, ...]]:
-    """Return a source with the state to convert, and a record of each dropped tensor. See `_without_state`."""
+    """Return a source with the layers and the state to convert, and a record of each dropped tensor.
+
+    See `_without_state`.
+    """
+    dropped: tuple[DroppedTensor, ...] = ()
     if options["training_state"]:
         check_imported_state(options, source)
-        return source, ()
-    return _without_state(source, params_only)
+    else:
+        source, dropped = _without_state(source, params_only)
+    if options["layers"] is None:
+        return source, dropped
+    source, later_layers = truncate_layers(source, options["layers"])
+    return source, (*later_layers, *dropped)
 
 
 def _padding(
@@ -482,7 +485,7 @@ def _manifest_settings(source: Source, name: str, layout: ItemLayout) -> Manifes
     fields: ManifestFields = {
         **kept,
         **adapter_fields(layout.source_manifest),
-        **_quantization_entries(source),
+        **quantization_entries(source),
         **map_record(source),
         "name": name,
         "kind": "train" if layout.is_training_step else "init",
@@ -502,17 +505,6 @@ def _manifest_settings(source: Source, name: str, layout: ItemLayout) -> Manifes
     if source.family.is_verbatim:
         fields["stacked"] = stacked_numbers(source.family, layout.scan)
     return {**fields, **towers_entry(source)}
-
-
-def _quantization_entries(source: Source) -> ManifestFields:
-    """Return the manifest's entries of dequantised weights. A copy of an init keeps them."""
-    entries: ManifestFields = {}
-    settings = source.quantization or source.tree_manifest.quantization
-    if settings:
-        entries[QUANTIZATION_KEY] = settings
-    if source.quantized:
-        entries[QUANTIZED_KEY] = source.quantized
-    return entries
 
 
 def _check_verbatim_options(options: SaveInitOptions, source: Source) -> None:
@@ -559,7 +551,7 @@ def _check_source_kind(command: str, source: Source) -> None:
 
 
 def _layout_lines(
-    layout: ItemLayout, item: OrbaxItemLayout, dropped_state_tensors: Sequence[DroppedTensor]
+    layout: ItemLayout, item: OrbaxItemLayout, left_tensors: Sequence[DroppedTensor]
 ) -> Iterator[str]:
     """Yield the notes about a layout: padding, mesh, unsharded dims, and the dropped optimizer state."""
     stored_size = layout.vocabulary.stored_size
@@ -585,7 +577,7 @@ def _layout_lines(
             f" {hosts} read {amplification:.2f} x their bytes"
         )
     yield from item.fallbacks
-    dropped = [t.nbytes for t in dropped_state_tensors if t.rule == OPT_STATE_RULE]
+    dropped = [t.nbytes for t in left_tensors if t.rule == OPT_STATE_RULE]
     if sum(dropped):
         yield f"optimizer state ({format_bytes(sum(dropped))}) dropped"
 

@@ -22,9 +22,9 @@ from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray, Files
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.errors import Option, PrepError, text, usage_error
-from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.manifest import NO_MANIFEST, QUANTIZATION_KEY, QUANTIZED_KEY
 from prepcli.planning.grids import StridedPlacement
-from prepcli.planning.manifest_fields import QuantizedRecord
+from prepcli.planning.manifest_fields import ManifestFields, QuantizedRecord
 from prepcli.planning.plan import Contiguous, Location
 from prepcli.planning.quantization_leaves import QUANTIZATION
 from prepcli.planning.state_names import qualify
@@ -281,6 +281,17 @@ def dequantize_source(source: Source) -> Source:
     if decoded.family.is_verbatim:
         return as_verbatim(decoded)
     return decoded
+
+
+def quantization_entries(source: Source) -> ManifestFields:
+    """Return the manifest's entries of dequantised weights. A copy of an init keeps them."""
+    entries: ManifestFields = {}
+    settings = source.quantization or source.tree_manifest.quantization
+    if settings:
+        entries[QUANTIZATION_KEY] = settings
+    if source.quantized:
+        entries[QUANTIZED_KEY] = source.quantized
+    return entries
 
 
 def without_unused_quantization(source: Source) -> Source:
