@@ -30,17 +30,14 @@ def stopped_error(prepared: PreparedRun, end: LoopResult) -> PrepError:
     """Return the error of a run stopped before its end."""
     run = prepared.run
     reason = end.stop_reason
-    # 75 asks a launcher to start the job again. After Ctrl-C, the user does not want a restart.
-    code = STOPPED
-    if reason == signal.Signals.SIGINT.name:
-        code = INTERRUPTED
     why = "no step was completed"
     if run.storage.steps(refresh=False):
         why = f"step {end.step} is saved"
     if missing := describe_missing_exports(run, prepared.loop.steps):
         why = f"{why}; {missing}"
-    what = text("stopped: {}", reason)
-    # Other reasons are texts, e.g. the limit of `stop_after`.
-    if reason.startswith("SIG"):
-        what = text("stopped by {}", reason)
-    return PrepError(what, why, RESUME_HINT, code)
+    # 75 asks a launcher to start the job again. After Ctrl-C, the user does not want a restart.
+    if reason == signal.Signals.SIGINT.name:
+        return PrepError("interrupted", why, RESUME_HINT, INTERRUPTED)
+    # Other reasons than signals are texts, e.g. the limit of `stop_after`.
+    form = "stopped by {}" if reason.startswith("SIG") else "stopped: {}"
+    return PrepError(text(form, reason), why, RESUME_HINT, STOPPED)

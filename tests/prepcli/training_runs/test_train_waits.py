@@ -52,7 +52,8 @@ def check_message(report: dict[str, Any], number: signal.Signals, missing: str) 
     assert error["what"] == (
         "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
     )
-    assert "kept in run: step 3" in error["why"]
+    # On a busy machine the signal arrives before the wait.
+    assert any(saved in error["why"] for saved in ("kept in run: step 3", "step 3 is saved"))
     assert missing in error["why"]
     assert error["hint"].startswith("to resume: `prep train recipe.toml --out run")
 
