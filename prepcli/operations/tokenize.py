@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Unpack
 
 from prepcli.console.job_errors import label_errors
 from prepcli.console.notebook import run_observer_of
-from prepcli.console.observer import Observer
+from prepcli.console.observer import Observer, RunObserver
 from prepcli.console.progress import Progress
 from prepcli.errors import Option, text, usage_error
 from prepcli.execution.output_urls import check_local_path
@@ -88,10 +89,7 @@ def tokenize_shard(
     started_s = time.monotonic()
     if process >= of:
         raise usage_error(f"`process` is {process}", f"`of` is {of}", f"0 to {of - 1}")
-    if format != "prep" and out is None:
-        hint = text("{}", Option("out", "FOLDER"))
-        why = "its files need a folder"
-        raise usage_error(text("{} needs {}", Option("format", format), Option("out")), why, hint)
+    _check_format(format, out)
     _check_samples(show, html, dry_run=dry_run, is_only=of == 1, format=format)
     index = process if of > 1 else None
     observer = run_observer_of(progress).for_process(index)
@@ -126,17 +124,33 @@ def tokenize_shard(
             if show is not None and tokens.is_described:
                 part = _with_samples(part, tokens, config, show)
             data.append(part)
-        if html is not None and any(part.counts for part in data):
-            counts = {part.name: part.counts for part in data if part.counts is not None}
-            samples = {part.name: part.samples for part in data}
-            write_samples_page(Path(html), str(recipe), counts, samples)
-            observer.note(f"wrote {html}")
+        if html is not None:
+            _write_page(Path(html), str(recipe), data, observer)
     return Tokenization(
         is_complete=all(part.path is not None for part in data),
         data=tuple(data),
         seconds=time.monotonic() - started_s,
         process=index,
     )
+
+
+def _write_page(
+    path: Path, recipe: str, data: Sequence[TokenizedData], observer: RunObserver
+) -> None:
+    """Write the page of the samples, if this process has them."""
+    counts = {part.name: part.counts for part in data if part.counts is not None}
+    if not counts:
+        return
+    write_samples_page(path, recipe, counts, {part.name: part.samples for part in data})
+    observer.note(f"wrote {path}")
+
+
+def _check_format(format: TokenFormat, out: PathLike | None) -> None:
+    """Raise UsageError for another format without a folder."""
+    if format != "prep" and out is None:
+        hint = text("{}", Option("out", "FOLDER"))
+        why = "its files need a folder"
+        raise usage_error(text("{} needs {}", Option("format", format), Option("out")), why, hint)
 
 
 def _check_samples(
