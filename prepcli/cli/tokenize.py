@@ -45,6 +45,7 @@ def tokenize(
     Examples:
       prep tokenize recipe.toml
       prep tokenize recipe.toml --show 3
+      prep tokenize recipe.toml --show 3 --dry-run
       prep tokenize recipe.toml --processes 4/0
       prep tokenize recipe.toml --format megatron --out tokens
     """

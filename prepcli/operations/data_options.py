@@ -57,6 +57,16 @@ class TokenizeArguments(TypedDict, total=False):
             position=5,
         ),
     ]
+    dry_run: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Keep no tokens: only show samples.",
+            "Keep no tokens, and only return samples.",
+            default=False,
+            position=6,
+        ),
+    ]
 
 
 class DataOptions(TypedDict, total=False):

@@ -344,7 +344,7 @@ class TokenizedData(HtmlTable):
 
     Attributes:
         name: "train" or "validation", after the name of the source in a mixture.
-        path: The token store, or the file of another format. None if shards are missing.
+        path: The token store, or the file of another format. None if shards are missing, or if a dry run made them.
         shards: Number of shards.
         missing_shards: Number of shards that other processes have not made yet.
         tokens: Number of tokens, or None if shards are missing.
@@ -369,7 +369,7 @@ class Tokenization(HtmlTable):
     """The tokens of a recipe after the work of a process.
 
     Attributes:
-        is_complete: Whether all tokens exist. The last process to finish completes them.
+        is_complete: Whether all tokens exist, and are kept. The last process to finish completes them.
         data: The training and evaluation data of each source.
         seconds: Duration of the call in seconds.
         process: Index of this process in a job of several processes, or None.

@@ -6,17 +6,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Unpack
 
 from prepcli.console.job_errors import label_errors
 from prepcli.console.notebook import run_observer_of
-from prepcli.console.observer import Observer
+from prepcli.console.observer import Observer, RunObserver
 from prepcli.console.progress import Progress
 from prepcli.errors import Option, text, usage_error
 from prepcli.execution.output_urls import check_local_path
 from prepcli.execution.signals import raise_on_signal
+from prepcli.operations.conflicts import check_mutually_exclusive
 from prepcli.operations.data_options import DataOptions, TokenFormat
 from prepcli.operations.operation import public
 from prepcli.operations.recipe_files import find_training_recipe
@@ -47,6 +51,7 @@ def tokenize_shard(
     format: TokenFormat = "prep",
     show: NonNegativeInt | None = None,
     html: PathLike | None = None,
+    dry_run: bool = False,
     progress: Progress | Observer | None = None,
     **options: Unpack[DataOptions],
 ) -> Tokenization:
@@ -69,6 +74,8 @@ def tokenize_shard(
             list of `input_ids` per document. `validation` has the evaluation data, and the names of sources come first.
         show: Number of samples of each source to read as text, with the counts of all samples. Default: neither.
         html: File of a page with the samples and the counts of `show`. Default: none.
+        dry_run: Keep no tokens, and only return samples. Tokens that are missing in the cache are made in a temporary
+            folder.
         progress: Receives the bytes tokenized. Default: none. See `Progress`.
         **options: See `DataOptions`.
 
@@ -82,21 +89,14 @@ def tokenize_shard(
     started_s = time.monotonic()
     if process >= of:
         raise usage_error(f"`process` is {process}", f"`of` is {of}", f"0 to {of - 1}")
-    if format != "prep" and out is None:
-        hint = text("{}", Option("out", "FOLDER"))
-        why = "its files need a folder"
-        raise usage_error(text("{} needs {}", Option("format", format), Option("out")), why, hint)
-    if html is not None:
-        if show is None:
-            what = text("{} needs {}", Option("html"), Option("show"))
-            raise usage_error(what, "the page has the samples", text("{}", Option("show", "3")))
-        check_page_path(Path(html))
+    _check_format(format, out)
+    _check_samples(show, html, dry_run=dry_run, is_only=of == 1, format=format)
     index = process if of > 1 else None
     observer = run_observer_of(progress).for_process(index)
     loaded = load_recipe(find_training_recipe(Path(recipe)), as_tuple(options["overrides"])).recipe
     target = Path(out) if out is not None else None
     check_local_path(target)
-    with label_errors(index), raise_on_signal():
+    with label_errors(index), raise_on_signal(), ExitStack() as stack:
         configs = open_token_configs(
             loaded,
             out=target if format == "prep" else None,
@@ -106,27 +106,73 @@ def tokenize_shard(
         if format != "prep":
             for config in configs.values():
                 check_exportable(config, format)
+        scratch_dir: Path | None = None
+        if dry_run:
+            scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))
+            configs = {
+                name: replace(config, scratch_dir=scratch_dir) for name, config in configs.items()
+            }
         data: list[TokenizedData] = []
         for name, config in configs.items():
             tokens = tokenize_share(
                 config, process, of, progress=tokenize_progress(observer), note=observer.note
             )
             path = _write_format(tokens, name, target, format)
+            if tokens.folder.parent == scratch_dir:
+                path = None
             part = _describe(name, tokens, path)
             if show is not None and tokens.is_described:
                 part = _with_samples(part, tokens, config, show)
             data.append(part)
-        if html is not None and any(part.counts for part in data):
-            counts = {part.name: part.counts for part in data if part.counts is not None}
-            samples = {part.name: part.samples for part in data}
-            write_samples_page(Path(html), str(recipe), counts, samples)
-            observer.note(f"wrote {html}")
+        if html is not None:
+            _write_page(Path(html), str(recipe), data, observer)
     return Tokenization(
         is_complete=all(part.path is not None for part in data),
         data=tuple(data),
         seconds=time.monotonic() - started_s,
         process=index,
     )
+
+
+def _write_page(
+    path: Path, recipe: str, data: Sequence[TokenizedData], observer: RunObserver
+) -> None:
+    """Write the page of the samples, if this process has them."""
+    counts = {part.name: part.counts for part in data if part.counts is not None}
+    if not counts:
+        return
+    write_samples_page(path, recipe, counts, {part.name: part.samples for part in data})
+    observer.note(f"wrote {path}")
+
+
+def _check_format(format: TokenFormat, out: PathLike | None) -> None:
+    """Raise UsageError for another format without a folder."""
+    if format != "prep" and out is None:
+        hint = text("{}", Option("out", "FOLDER"))
+        why = "its files need a folder"
+        raise usage_error(text("{} needs {}", Option("format", format), Option("out")), why, hint)
+
+
+def _check_samples(
+    show: int | None, html: PathLike | None, *, dry_run: bool, is_only: bool, format: TokenFormat
+) -> None:
+    """Raise UsageError for options of samples without effect, and PrepError for a page that cannot be written."""
+    if html is not None:
+        if show is None:
+            what = text("{} needs {}", Option("html"), Option("show"))
+            raise usage_error(what, "the page has the samples", text("{}", Option("show", "3")))
+        check_page_path(Path(html))
+    if not dry_run:
+        return
+    dry = Option("dry_run", True)
+    if show is None:
+        why = "it only shows samples"
+        hint = text("{}", Option("show", "3"))
+        raise usage_error(text("{} needs {}", dry, Option("show")), why, hint)
+    check_mutually_exclusive({"dry_run": True, "format": format if format != "prep" else None})
+    if not is_only:
+        what = text("{} is for one process", dry)
+        raise usage_error(what, "no tokens are kept that several make", "start one process")
 
 
 def _write_format(

@@ -67,7 +67,9 @@ def _data_fields(part: TokenizedData) -> dict[str, object]:
 
 
 def _data_line(part: TokenizedData) -> str:
-    """Return the output of a store, or the number of its missing shards."""
+    """Return the output of a store, the number of its missing shards, or that a dry run keeps no tokens."""
+    if part.path is None and not part.missing_shards:
+        return f"{part.name}: no tokens are kept"
     if part.path is None:
         missing = count_text(part.missing_shards, "shard")
         return f"{part.name}: {missing} of {part.shards:,} left to other processes"

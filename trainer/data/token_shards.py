@@ -110,7 +110,8 @@ def tokenize_share(
 ) -> ShardedTokens:
     """Make every `of`-th shard of a store, starting at shard `process`. The last process makes the store.
 
-    One process makes the store without shards, unless others have begun it.
+    One process makes the store without shards, unless others have begun it. With a scratch folder, a missing store
+    is made there.
 
     Args:
         config: Files, tokenizer and cache. The cache is shared by all processes.
@@ -123,9 +124,12 @@ def tokenize_share(
         PrepError: The files or settings differ from the plan of the other processes, or the tokens
             cannot be made.
     """
-    if of == 1 and not _plan_folder(config).exists():
+    scratch_dir = config.scratch_dir
+    if scratch_dir is not None or (of == 1 and not _plan_folder(config).exists()):
         tokens = tokenize_files(config, progress=progress, note=note)
         folder = config.cache / tokens.identity
+        if scratch_dir is not None and (scratch_dir / tokens.identity).exists():
+            folder = scratch_dir / tokens.identity
         meta = store.read_meta(folder, checks_digests=False)
         return ShardedTokens(folder, 1, 0, meta, tokens, is_described=True)
     return _make_share(open_shards(config, note), process, of, progress=progress, note=note)

@@ -173,6 +173,56 @@ def test_page_needs_samples(capsys: pytest.CaptureFixture[str]):
     assert "hint: `--show 3`" in error
 
 
+def all_files() -> set[Path]:
+    return set(Path(".").rglob("*"))
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "documents"])
+def test_dry_run_shows_samples_and_keeps_nothing(
+    packing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    words = ("tokenize", "recipe.toml", "--show", "1", "--set", f"data.packing={packing}")
+    temporary = Path("temporary").absolute()
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    before = all_files()
+    capsys.readouterr()
+    assert main([*words, "--dry-run"]) == OK
+    shown = capsys.readouterr().out
+    assert all_files() == before
+    assert shown.splitlines()[-1] == "train: no tokens are kept"
+    # The samples and the table are those of a run.
+    assert main([*words]) == OK
+    output = capsys.readouterr().out
+    assert output.splitlines()[:-1] == shown.splitlines()[:-1]
+    # Tokens that exist are read.
+    before = all_files()
+    assert main([*words, "--dry-run"]) == OK
+    assert capsys.readouterr().out == output
+    assert all_files() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([], "`--dry-run` needs `--show`"),
+        (["--show", "1", "--processes", "2/0"], "`--dry-run` is for one process"),
+        (["--show", "1", "--format", "parquet", "--out", "a"], "exclude each other"),
+    ],
+)
+def test_dry_run_without_samples_is_refused(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+):
+    assert why in run_failing(capsys, USAGE, "tokenize", "recipe.toml", "--dry-run", *words)
+
+
+def test_dry_run_in_python_has_samples():
+    (train,) = prep.tokenize_shard("recipe.toml", show=2, dry_run=True).data
+    assert train.path is None
+    assert len(train.samples) == 2
+    assert not Path("runs").exists()
+
+
 def test_mixture_shows_samples_of_each_source(capsys: pytest.CaptureFixture[str]):
     sources = "".join(
         f'[[data.sources]]\nname = "{name}"\npath = "data/{index}.jsonl"\n'
