@@ -171,8 +171,17 @@ def adapters_text(model: ModelSpec) -> str:
     lora = model.adapters.config
     trained = sum(math.prod(leaf.shape) for leaf in model.saved_leaves.values())
     total = sum(math.prod(leaf.shape) for leaf in model.leaves.values())
-    share = f"{trained:,} of {total:,} parameters are trained"
-    return f"adapters of rank {lora.rank} for {', '.join(lora.targets)}, scaled by {lora.scaling:g}; {share}"
+    experts = [f"{name} of experts" for name in lora.target_parameters]
+    targets = ", ".join((*lora.targets, *experts))
+    parts = [f"adapters of rank {lora.rank} for {targets}, scaled by {lora.scaling:g}"]
+    for pattern, rank in lora.rank_pattern.items():
+        parts.append(f"rank {rank} for {pattern}")
+    for pattern, alpha in lora.alpha_pattern.items():
+        parts.append(f"alpha {alpha:g} for {pattern}")
+    if lora.modules_to_save:
+        parts.append(f"{', '.join(lora.modules_to_save)} trained as a whole")
+    parts.append(f"{trained:,} of {total:,} parameters are trained")
+    return "; ".join(parts)
 
 
 def rounding_text(counts: CastCounts) -> str:
