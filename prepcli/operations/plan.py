@@ -33,6 +33,7 @@ from trainer.planning.training_plan import (
     plan_training,
     with_overrides,
 )
+from trainer.recipe.description import recipe_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ def plan(
         change=_find_memory_change(training_plan, planned, devices.kind),
         is_too_large=devices.kind is not None and not kinds[0].fits,
         compiled=compiled,
+        settings=tuple(recipe_lines(recipe)) if planned.is_recipe else (),
     )
     if html is not None:
         write_plan_page(
@@ -117,6 +119,7 @@ def plan(
             replan=replan,
             advice=change_text(step.change) if step.is_too_large else "",
             compiled=compiled,
+            settings=step.settings,
         )
         observer.note(f"wrote {html}")
     return step

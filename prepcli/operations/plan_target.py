@@ -47,6 +47,7 @@ class PlanTarget:
         rules: Partition rules.
         rule_texts: The same as text.
         origin: Name of the checkpoint, the file or the published config with the model's shapes.
+        is_recipe: Whether the user has named the recipe. The recipe of a checkpoint has default settings.
     """
 
     recipe: Recipe
@@ -54,6 +55,7 @@ class PlanTarget:
     rules: Rules
     rule_texts: tuple[str, ...]
     origin: str
+    is_recipe: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,8 @@ def resolve_target(
         PrepError: The recipe is invalid, or the model is unknown or not supported.
     """
     path = _recipe_path(target)
-    if path.suffix == RECIPE_SUFFIX:
+    is_recipe = path.suffix == RECIPE_SUFFIX
+    if is_recipe:
         if tensor_map is not None:
             what = text("{} has no effect for {}", Option("map"), target)
             hint = text("remove {}, or name a checkpoint", Option("map"))
@@ -110,7 +113,7 @@ def resolve_target(
         mesh = checkpoint.manifest.mesh or default_mesh
         recipe = complete_recipe(_default_recipe(target, checkpoint.model, mesh), overrides).recipe
     model = checkpoint.model.of_recipe(recipe.model)
-    check_planned_recipe(recipe, model, names_data=path.suffix == RECIPE_SUFFIX)
+    check_planned_recipe(recipe, model, names_data=is_recipe)
     rule_texts = recipe.rules if recipe.rules is not None else checkpoint.manifest.rules
     return PlanTarget(
         recipe=recipe,
@@ -118,6 +121,7 @@ def resolve_target(
         rules=merge_rules(rule_texts, origin=Key("rules")),
         rule_texts=tuple(rule_texts),
         origin=checkpoint.origin,
+        is_recipe=is_recipe,
     )
 
 

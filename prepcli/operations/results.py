@@ -448,6 +448,8 @@ class StepPlan(HtmlTable):
             fits, if no change makes it fit, or without a kind.
         is_too_large: Whether the step does not fit into the memory of the kind of `devices`.
         compiled: The plan of the compiler. None if the step was not compiled.
+        settings: Sentences about schedule, tokens with loss, long records and evaluations of the recipe. Empty for a
+            checkpoint.
     """
 
     training_plan: TrainingPlan
@@ -455,6 +457,7 @@ class StepPlan(HtmlTable):
     change: MemoryChange | None
     is_too_large: bool
     compiled: CompiledStep | None
+    settings: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> str:

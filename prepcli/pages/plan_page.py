@@ -43,6 +43,7 @@ def write_plan_page(
     replan: Replan,
     advice: str,
     compiled: CompiledStep | None,
+    settings: Sequence[str],
 ) -> None:
     """Write the page of a plan.
 
@@ -55,18 +56,26 @@ def write_plan_page(
         replan: Returns the plan with changed values of dotted recipe keys.
         advice: Sentence about fitting into memory, or an empty text.
         compiled: The compiled step, if it was compiled.
+        settings: Sentences about the other settings of the recipe.
 
     Raises:
         PrepError: The file cannot be written.
     """
-    body = list(_page_body(name, plan, kinds, replan=replan, advice=advice))
+    lines = (*title_lines(plan), *settings)
+    body = list(_page_body(name, plan, kinds, lines=lines, replan=replan, advice=advice))
     if compiled is not None:
         body += _compiled_section(compiled)
     write_html_page(path, f"prep plan {name}", body)
 
 
 def _page_body(
-    name: str, plan: TrainingPlan, kinds: Sequence[KindEstimate], *, replan: Replan, advice: str
+    name: str,
+    plan: TrainingPlan,
+    kinds: Sequence[KindEstimate],
+    *,
+    lines: Sequence[str],
+    replan: Replan,
+    advice: str,
 ) -> Iterator[str]:
     """Yield the HTML elements of the page: memory, devices, operations and communication."""
     limit = None
@@ -74,7 +83,7 @@ def _page_body(
         limit = kinds[0]
     parts = _memory_parts(plan)
     yield f"<h1>Plan of {escape(name)}</h1>"
-    for line in title_lines(plan):
+    for line in lines:
         yield f"<p>{escape(line)}</p>"
     if advice:
         yield f"<p>{escape(advice)}</p>"

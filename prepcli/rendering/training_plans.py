@@ -46,10 +46,16 @@ def step_plan_report(step: StepPlan, columns: int | None) -> Report:
     """
     advice = change_text(step.change) if step.is_too_large else ""
     lines = plan_lines(
-        step.training_plan, step.kinds, advice=advice, compiled=step.compiled, columns=columns
+        step.training_plan,
+        step.kinds,
+        settings=step.settings,
+        advice=advice,
+        compiled=step.compiled,
+        columns=columns,
     )
     fields = {
         **plan_fields(step.training_plan),
+        "settings": list(step.settings),
         "kinds": [kind_fields(estimate) for estimate in step.kinds],
         "changes": _change_fields(step.change),
         "compiled": compiled_fields(step.compiled),
@@ -92,20 +98,22 @@ def plan_lines(
     plan: TrainingPlan,
     kinds: Sequence[KindEstimate],
     *,
+    settings: Sequence[str],
     advice: str,
     compiled: CompiledStep | None,
     columns: int | None,
 ) -> Iterator[str]:
-    """Yield the sections of the text: shapes, memory, operations, communication, devices, the compiled step.
+    """Yield the sections of the text: shapes, settings, memory, operations, communication, devices, the compiled step.
 
     Args:
         plan: The plan.
         kinds: The step on each kind of accelerator to show.
+        settings: Sentences about the other settings of the recipe.
         advice: Line about fitting into memory, or empty.
         compiled: The compiled step, or None if it was not compiled.
         columns: Width of the terminal. None means unlimited.
     """
-    for line in title_lines(plan):
+    for line in (*title_lines(plan), *settings):
         yield wrap_line(line, columns)
     yield ""
     yield memory_table(plan.inputs, plan.memory)

@@ -19,10 +19,7 @@ from trainer.models.dropout_config import DROPOUT_SITES, DropoutConfig
 from trainer.models.manifest_fields import CastCounts
 from trainer.models.rope_config import Rope
 from trainer.models.rule_text import rule_texts
-from trainer.recipe import Recipe
-from trainer.recipe.lr_schedule import LRSchedule
-from trainer.recipe.resolve import OPEN_SCHEDULES
-from trainer.recipe.run_tables import EVAL_LOSS
+from trainer.recipe.description import data_lines, evaluation_text, schedule_text
 
 if TYPE_CHECKING:
     from trainer.nn.kernels.options import AttentionOptions
@@ -53,50 +50,19 @@ def run_summary_lines(prepared: PreparedRun) -> Iterator[str]:
             yield line
     yield attention_text(prepared.kernel, setup.forward_config.attention_options)
     yield _batch_text(loop)
-    yield _schedule_text(setup.optimizer.lr_schedule)
+    yield schedule_text(setup.optimizer.lr_schedule)
     if loop.evaluation is not None:
         n_rows = loop.evaluation.n_rows
         limit = prepared.run.recipe.eval.limit or n_rows
-        yield _evaluation_line(prepared.run.recipe, min(n_rows, limit))
+        yield evaluation_text(prepared.run.recipe, min(n_rows, limit))
+    yield from data_lines(prepared.run.recipe.data, is_read=True)
     if prepared.run.is_first:
-        yield from _data_lines(prepared)
+        yield from _sample_counts_lines(prepared)
     if prepared.step:
         yield f"resuming at step {prepared.step}"
 
 
-def _schedule_text(schedule: LRSchedule) -> str:
-    """Return the learning rate at the start, after warm-up and at the end as text."""
-    parts = [f"learning rate {schedule.peak:g}"]
-    if schedule.warmup:
-        parts.append(
-            f"{schedule.warmup_shape} warm-up from {schedule.initial:g} in {schedule.warmup:,} steps"
-        )
-    if schedule.kind in OPEN_SCHEDULES:
-        parts.append(schedule.kind)
-    elif schedule.kind == "wsd":
-        parts.append(
-            f"constant, {schedule.cooldown_shape} to {schedule.end:g} in the last"
-            f" {schedule.cooldown:,} steps before step {schedule.decay:,}"
-        )
-    elif schedule.kind == "cosine_restarts":
-        parts.append(f"{schedule.cycles} cosines to {schedule.end:g} until step {schedule.decay:,}")
-    else:
-        parts.append(f"{schedule.kind} to {schedule.end:g} at step {schedule.decay:,}")
-    return ", ".join(parts)
-
-
-def _evaluation_line(recipe: Recipe, n_rows: int) -> str:
-    """Return the size of an evaluation, its windows, and the early end of the run as text."""
-    line = f"evaluation on {n_rows:,} sequences"
-    if recipe.eval.stride is not None:
-        line = f"evaluation on {n_rows:,} windows with stride {recipe.eval.stride:,}"
-    if recipe.eval.patience:
-        metric = recipe.checkpoint.best or EVAL_LOSS
-        line += f"; the run ends after {recipe.eval.patience} without a better {metric}"
-    return line
-
-
-def _data_lines(prepared: PreparedRun) -> Iterator[str]:
+def _sample_counts_lines(prepared: PreparedRun) -> Iterator[str]:
     """Yield the counts of the training data, and the first sample of each source with its tokens with loss marked.
 
     Data without loss weights has none: the line of its tokens says all.
@@ -205,8 +171,17 @@ def adapters_text(model: ModelSpec) -> str:
     lora = model.adapters.config
     trained = sum(math.prod(leaf.shape) for leaf in model.saved_leaves.values())
     total = sum(math.prod(leaf.shape) for leaf in model.leaves.values())
-    share = f"{trained:,} of {total:,} parameters are trained"
-    return f"adapters of rank {lora.rank} for {', '.join(lora.targets)}, scaled by {lora.scaling:g}; {share}"
+    experts = [f"{name} of experts" for name in lora.target_parameters]
+    targets = ", ".join((*lora.targets, *experts))
+    parts = [f"adapters of rank {lora.rank} for {targets}, scaled by {lora.scaling:g}"]
+    for pattern, rank in lora.rank_pattern.items():
+        parts.append(f"rank {rank} for {pattern}")
+    for pattern, alpha in lora.alpha_pattern.items():
+        parts.append(f"alpha {alpha:g} for {pattern}")
+    if lora.modules_to_save:
+        parts.append(f"{', '.join(lora.modules_to_save)} trained as a whole")
+    parts.append(f"{trained:,} of {total:,} parameters are trained")
+    return "; ".join(parts)
 
 
 def rounding_text(counts: CastCounts) -> str:

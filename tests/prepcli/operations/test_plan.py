@@ -279,3 +279,31 @@ def test_auto_is_the_kernel_of_the_devices(capsys: pytest.CaptureFixture[str]):
     assert plan_json(capsys, *words, "--set", "model.dropout=0.1")["memory"]["scores"] > 0, (
         "splash attention has none"
     )
+
+
+def test_plan_describes_the_settings_of_a_recipe(capsys: pytest.CaptureFixture[str]):
+    Path("config.json").write_text(json.dumps(TINY))
+    Path("recipe.toml").write_text(RECIPE)
+    keys = (
+        *("data.type=json", "data.format=chat", "data.loss=last", "data.overlong=drop"),
+        *("train.eval_every=5", "data.holdout=0.1", "eval.stride=8", "eval.patience=3"),
+        *("optimizer.schedule=cosine_restarts", "optimizer.cycles=2"),
+    )
+    settings = [word for key in keys for word in ("--set", key)]
+    words = ("recipe.toml", "--config", "config.json", "--mesh", "1,2,4", *settings)
+    expected = [
+        "learning rate 0.001, 2 cosines to 0 until step 20",
+        "loss on the last turn of the assistant",
+        "records of more than 16 tokens are left out",
+        "evaluation every 5 steps on windows with stride 8; the run ends after 3 without a better eval_loss",
+    ]
+    assert main(["plan", *words, "--html", "plan.html"]) == OK
+    assert capsys.readouterr().out.splitlines()[2:7] == [*expected, ""]
+    page = Path("plan.html").read_text()
+    assert all(f"<p>{line}</p>" in page for line in expected)
+    assert plan_json(capsys, *words)["settings"] == expected
+
+
+def test_plan_of_a_checkpoint_has_no_settings(capsys: pytest.CaptureFixture[str]):
+    assert plan_json(capsys, "gpt2")["settings"] != []
+    assert plan_json(capsys, "llama-13b-init", "--mesh", "1,64,4")["settings"] == []

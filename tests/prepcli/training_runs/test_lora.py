@@ -388,3 +388,29 @@ def test_invalid_settings_of_peft_are_errors(
     options = [word for value in words for word in ("--set", value)]
     assert main(["train", "recipe.toml", *options, "-q"]) == USAGE
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ("lm_head.base_layer.weight", "lm_head.base_layer.weight is not supported"),
+        ("lm_head.lora_A.weight", "lm_head.lora_A.weight"),
+        ("model.embed_tokens.lora_embedding_A", "model.embed_tokens.lora_embedding_A"),
+        ("model.layers.0.input_layernorm.weight", "input_layernorm.weight is not supported"),
+    ],
+)
+def test_adapter_with_other_tensors_is_not_continued(
+    adapter: Path, tensor: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {f"base_model.model.{tensor}": np.zeros((4, 32), np.float32)}, path)
+    (adapter / MANIFEST_FILE).unlink()
+    config = adapter / "adapter_config.json"
+    settings = json.loads(config.read_text())
+    settings["target_modules"] += ["lm_head", "embed_tokens"]
+    config.write_text(json.dumps(settings))
+    recipe = Path("recipe.toml")
+    recipe.write_text(recipe.read_text().replace(LORA, '\n[lora]\npath = "adapter"\n'))
+    assert main(["train", "recipe.toml", "--out", "second", "-q"]) == FAILED
+    assert message in capsys.readouterr().err

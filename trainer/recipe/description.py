@@ -1,0 +1,154 @@
+"""The settings of a recipe as sentences: what a run will do, before it begins. No data or devices are needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from trainer.recipe.data_sources import split_sources
+from trainer.recipe.data_table import Data
+from trainer.recipe.lr_schedule import LRSchedule, build_lr_schedule
+from trainer.recipe.resolve import OPEN_SCHEDULES
+from trainer.recipe.run_tables import EVAL_LOSS
+from trainer.recipe.tables import Recipe, Train
+from trainer.recipe.text_fields import CHAT_FORMATS, FORMAT_FIELDS, WHOLE_TOKENS
+
+# Turns of a conversation by the value of `data.loss`.
+TURNS: Mapping[tuple[str, ...], str] = {
+    ("assistant",): "the turns of the assistant",
+    ("last",): "the last turn of the assistant",
+    ("all",): "all turns",
+}
+# What becomes of records longer than a sequence, by `data.overlong`.
+OVERLONG_TEXTS = {
+    "truncate": "lose their end",
+    "truncate_prompt": "lose the start of their prompt",
+    "drop": "are left out",
+}
+# A field without loss, e.g. `[question+context]`.
+BRACKETED_FIELD = re.compile(r"\[[^\[\]]*\]")
+
+
+def recipe_lines(recipe: Recipe) -> Iterator[str]:
+    """Yield the schedule, and the settings of the data and of evaluations that the recipe has."""
+    yield _planned_schedule_text(recipe)
+    yield from data_lines(recipe.data)
+    if text := evaluation_text(recipe):
+        yield text
+
+
+def _planned_schedule_text(recipe: Recipe) -> str:
+    """Return the learning rate of a run as text. Its steps are unknown if they depend on the data."""
+    if recipe.train.steps is not None:
+        return schedule_text(build_lr_schedule(recipe.optimizer, recipe.train.steps))
+    table = recipe.optimizer
+    return f"learning rate {table.lr:g}, {table.schedule} over {recipe.train.epochs:g} epochs"
+
+
+def schedule_text(schedule: LRSchedule) -> str:
+    """Return the learning rate at the start, after warm-up and at the end as text."""
+    parts = [f"learning rate {schedule.peak:g}"]
+    if schedule.warmup:
+        parts.append(
+            f"{schedule.warmup_shape} warm-up from {schedule.initial:g} in {schedule.warmup:,} steps"
+        )
+    if schedule.kind in OPEN_SCHEDULES:
+        parts.append(schedule.kind)
+    elif schedule.kind == "wsd":
+        parts.append(
+            f"constant, {schedule.cooldown_shape} to {schedule.end:g} in the last"
+            f" {schedule.cooldown:,} steps before step {schedule.decay:,}"
+        )
+    elif schedule.kind == "cosine_restarts":
+        parts.append(f"{schedule.cycles} cosines to {schedule.end:g} until step {schedule.decay:,}")
+    else:
+        parts.append(f"{schedule.kind} to {schedule.end:g} at step {schedule.decay:,}")
+    return ", ".join(parts)
+
+
+def evaluation_text(recipe: Recipe, n_rows: int | None = None) -> str:
+    """Return when a run evaluates, on which windows, and whether this ends it early, as text.
+
+    Args:
+        recipe: The recipe.
+        n_rows: Rows of an evaluation. None if they are unknown. The text is then empty without settings.
+    """
+    stride = recipe.eval.stride
+    parts = ["evaluation"]
+    if when := _interval_text(recipe.train):
+        parts.append(when)
+    rows = "sequences" if stride is None else "windows"
+    if n_rows is not None:
+        parts.append(f"on {n_rows:,} {rows}")
+    elif stride is not None:
+        parts.append(f"on {rows}")
+    if stride is not None:
+        parts.append(f"with stride {stride:,}")
+    text = " ".join(parts)
+    if recipe.eval.patience:
+        metric = recipe.checkpoint.best or EVAL_LOSS
+        text += f"; the run ends after {recipe.eval.patience} without a better {metric}"
+    if text == "evaluation":
+        return ""
+    return text
+
+
+def _interval_text(train: Train) -> str:
+    """Return the interval of evaluations as text. Empty if there is only one at the end."""
+    if train.eval_every_epochs is not None:
+        return f"every {train.eval_every_epochs:g} epochs"
+    if train.eval_every:
+        return f"every {train.eval_every:,} steps"
+    return ""
+
+
+def data_lines(data: Data, *, is_read: bool = False) -> Iterator[str]:
+    """Yield which tokens have loss, unless all have, and what becomes of long records, unless they are split.
+
+    Args:
+        data: The data of a recipe.
+        is_read: Whether the data was read. If so, other lines tell the shape that its columns have.
+    """
+    # Text -> the sources that it describes
+    names: dict[str, list[str]] = {}
+    count = 0
+    for source, part in split_sources(data):
+        count += 1
+        if is_read and part.has_auto_shape:
+            continue
+        if text := _loss_text(part):
+            names.setdefault(text, []).append("" if source is None else source.name)
+    for text, sources in names.items():
+        line = f"loss on {text}"
+        if len(sources) < count:
+            line = f"{', '.join(sources)}: {line}"
+        yield line
+    if data.overlong != WHOLE_TOKENS:
+        outcome = OVERLONG_TEXTS[data.overlong]
+        yield f"records of more than {data.seq_length:,} tokens {outcome}"
+
+
+def _loss_text(data: Data) -> str:
+    """Return which tokens of a dataset have loss as text. Empty if all have."""
+    if data.objective == "span_corruption":
+        return "the spans that the encoder does not read"
+    turns = TURNS.get(data.loss, f"the turns of {', '.join(data.loss)}")
+    if not data.loss_reasoning:
+        turns += " without their reasoning"
+    if data.has_auto_shape:
+        return f"{turns}, on completions or on all of a text, as the columns of the data tell"
+    if data.fields_from_example is not None:
+        return "the fields of each example outside of brackets"
+    fields = data.fields or FORMAT_FIELDS.get(data.format, "")
+    masked = BRACKETED_FIELD.findall(fields)
+    others = [field.strip() for field in BRACKETED_FIELD.sub("", fields).split(",")]
+    if data.format == "alpaca":
+        return turns
+    if data.format in CHAT_FORMATS:
+        others = [turns]
+    elif not masked:
+        return ""
+    text = ", ".join(field for field in others if field)
+    if masked:
+        text += f", none on {', '.join(masked)}"
+    return text
