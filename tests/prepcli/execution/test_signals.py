@@ -233,9 +233,14 @@ def test_signal_to_a_saving_thread_neither_tears_nor_is_lost(tmp_path: Path) -> 
     assert path.read_bytes() == b"".join(blocks)
     path.unlink()
     pending: list[BackgroundSave] = []
-    with pytest.raises(Stopped), raise_on_signal():
-        pending.append(BackgroundSave(save))
-        pending[0].wait()
+
+    def train() -> None:
+        with raise_on_signal():
+            pending.append(BackgroundSave(save))
+            pending[0].wait()
+
+    with pytest.raises(Stopped):
+        train()
     pending[0].wait()
     assert path.read_bytes() == b"".join(blocks)
 
