@@ -1,6 +1,8 @@
 """Signal handling: a signal stops a conversion at once, and training at the end of a step. Both can be resumed.
 
-A thread answers Ctrl-C while the main thread runs no Python code, and ends the process at the second one.
+A thread answers Ctrl-C while the main thread runs no Python code, and ends the process at the second one. The
+exception of a signal is raised in the main thread only, whichever thread the kernel gives the signal to. A save in
+another thread is never interrupted.
 """
 
 from __future__ import annotations
@@ -365,13 +367,39 @@ def exit_with_report(report: Callable[[], int]) -> NoReturn:
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Block signals that end a run, also in processes created inside the context: see `die_with_parent`."""
-    # A child inherits the mask. It unblocks the signals once its own handlers are in place.
-    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGINT))
+    """Handle signals that end a run after the context.
+
+    Processes created inside it block them: see `die_with_parent`.
+    """
+    numbers = (*STOP_SIGNALS, signal.SIGINT)
+    received: list[signal.Signals] = []
+    handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {}
+    if threading.current_thread() is threading.main_thread():
+        # The kernel gives a signal to a thread that does not block it, e.g. the one of `_react_at_once`. Python then
+        # runs the handler in the main thread all the same.
+        for number in numbers:
+            handlers[number] = lambda number, frame: received.append(signal.Signals(number))
     try:
-        yield
+        with _handlers(handlers):
+            # A child inherits the mask. It unblocks the signals once its own handlers are in place.
+            previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+            try:
+                yield
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+        for number in received:
+            _handle_again(number)
+
+
+def _handle_again(number: signal.Signals) -> None:
+    """Let the present handler of a signal handle one that arrived before."""
+    handler = signal.getsignal(number)
+    if callable(handler):
+        # `raise_signal` would count as a second signal in the thread of `_react_at_once`.
+        handler(number, None)
+    else:
+        signal.raise_signal(number)
 
 
 def die_with_parent() -> None:

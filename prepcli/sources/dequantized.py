@@ -494,12 +494,18 @@ def _file_tensors(source: Source) -> tuple[list[FileTensor], tuple[Path | Blob, 
     tensors: list[FileTensor] = []
     for tensor in source.tensors:
         location = tensor.placement[0]
-        if isinstance(location, Contiguous):
-            number, offset = location.file, location.offset
-        else:
-            number, offset = joined_number, next(joined_offsets)
-        name = source.names.stored_name(tensor.name)
-        tensors.append(FileTensor(name, tensor.dtype, tensor.shape, number, offset, tensor.nbytes))
+        if not isinstance(location, Contiguous):
+            location = Contiguous(joined_number, next(joined_offsets))
+        tensors.append(
+            FileTensor(
+                source.names.stored_name(tensor.name),
+                tensor.dtype,
+                tensor.shape,
+                location.file,
+                location.offset,
+                tensor.nbytes,
+            )
+        )
     return tensors, (*source.byte_sources, joined) if chunked else source.byte_sources
 
 

@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
+from prepcli.execution.checkpoint_manager import BackgroundSave
 from prepcli.execution.signals import (
     STOP_SIGNALS,
     Stopped,
     answer_signals,
+    block_signals,
     raise_on_signal,
     remember_signal,
 )
@@ -46,6 +50,17 @@ try:
         globals()[sys.argv[1]]()
 except Stopped as stopped:
     print(stopped.signal_name)
+"""
+
+BLOCKED_WITHOUT_HANDLER = """
+import os, signal, threading
+from prepcli.execution.signals import block_signals
+
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+with block_signals():
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("the end of the block", flush=True)
+print("the code after it", flush=True)
 """
 
 
@@ -171,6 +186,74 @@ def test_ctrl_c_after_a_remembered_signal_quits() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         assert quits.wait(MAX_S)
+
+
+@pytest.mark.parametrize("number", [*STOP_SIGNALS, signal.SIGINT])
+def test_blocked_signal_of_another_thread_comes_later(number: signal.Signals) -> None:
+    """The kernel gives a signal that the main thread blocks to another thread."""
+    arrived, quits = threading.Event(), threading.Event()
+    reached: list[str] = []
+    handlers = [signal.getsignal(each) for each in (*STOP_SIGNALS, signal.SIGINT)]
+
+    def start_worker() -> None:
+        with block_signals():
+            os.kill(os.getpid(), number)
+            # Python code runs in the main thread until the handler is due.
+            assert not arrived.wait(0.2)
+            reached.append("the end of the block")
+        reached.append("the code after it")
+
+    with (
+        pytest.raises((Stopped, KeyboardInterrupt)),
+        answer_signals(lambda _: None, quits.set),
+        raise_on_signal([*STOP_SIGNALS, signal.SIGINT]),
+    ):
+        start_worker()
+    assert reached == ["the end of the block"]
+    # One Ctrl-C is not two.
+    assert not quits.is_set()
+    assert [signal.getsignal(each) for each in (*STOP_SIGNALS, signal.SIGINT)] == handlers
+
+
+def test_signal_to_a_saving_thread_neither_tears_nor_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "step"
+    blocks = [bytes([number]) * 4096 for number in range(8)]
+
+    def save() -> None:
+        with path.open("wb", buffering=0) as file:
+            for block in blocks:
+                file.write(block)
+                signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+                # A wait of this thread goes on after the signal.
+                time.sleep(0.01)
+
+    with remember_signal(lambda _: None, fail) as poll:
+        BackgroundSave(save).wait()
+        assert poll() == "SIGTERM"
+    assert path.read_bytes() == b"".join(blocks)
+    path.unlink()
+    pending: list[BackgroundSave] = []
+
+    def train() -> None:
+        with raise_on_signal():
+            pending.append(BackgroundSave(save))
+            pending[0].wait()
+
+    with pytest.raises(Stopped):
+        train()
+    pending[0].wait()
+    assert path.read_bytes() == b"".join(blocks)
+
+
+def test_blocked_signal_has_its_default_effect_later() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", BLOCKED_WITHOUT_HANDLER],
+        capture_output=True,
+        text=True,
+        timeout=MAX_S,
+        check=False,
+    )
+    assert (process.stdout, process.returncode) == ("the end of the block\n", -signal.SIGTERM)
 
 
 def fail() -> None:
