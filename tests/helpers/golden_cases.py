@@ -327,4 +327,4 @@ def is_default(name: str) -> bool:
     command, source, *_ = name.split()
     if command == "roundtrip" or "zstd:9" in name:
         return False
-    return source.removesuffix("-init") not in REPEATED or command == "merge"
+    return source.removesuffix("-init") not in REPEATED
