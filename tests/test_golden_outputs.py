@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zstandard
 
+from tests.helpers import golden_outputs
 from tests.helpers.golden_cases import Case, all_cases, is_default
 from tests.helpers.golden_outputs import (
     Output,
@@ -14,6 +16,7 @@ from tests.helpers.golden_outputs import (
     field_differences,
     open_site,
     read_digests,
+    record,
     run_case,
     stable_content,
 )
@@ -27,7 +30,6 @@ RECORDED_ZSTD = (1, 5, 7)
 SAME_BYTES: dict[str, tuple[str, ...]] = {
     "workers": ("--workers", "2"),
     "small memory": ("--memory", "32MiB"),
-    "default memory": ("--memory", "512MiB"),
 }
 SAMPLED = (
     "save-init llama --mesh 1,2,2 --pad-vocab 8 --storage ocdbt",
@@ -87,6 +89,23 @@ def test_explanation_names_files_and_fields():
     assert "    mesh: new" in lines
     assert "  model.safetensors: missing" in lines
     assert "  new.bin: new" in lines
+
+
+def test_record_keeps_the_files_of_other_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(golden_outputs, "DIGESTS", tmp_path / "outputs.json")
+    monkeypatch.setattr(golden_outputs, "DETAILS", tmp_path / "outputs_details.json.xz")
+    first = Output(0, {"config.json": "0" * 32}, {"config.json": '{"a": 1}'})
+    second = Output(0, {"config.json": "1" * 32}, {"config.json": '{"a": 2}'})
+    record({"one": first, "two": first, "old": first}, keep=())
+    record({"two": second}, keep=("one", "two"))
+    assert read_digests() == {"one": first.digest, "two": second.digest}
+    assert explain("two", first).splitlines()[1:] == ["  config.json: differs", "    a: 2 -> 1"]
+    assert explain("one", second).splitlines()[1:] == ["  config.json: differs", "    a: 1 -> 2"]
+
+
+def test_refused_command_is_recorded_by_its_exit_code():
+    assert Output(2).digest == "exit code 2"
+    assert Output(0).digest != Output(0, {"empty": "0" * 32}).digest
 
 
 def test_field_differences_name_each_place():

@@ -36,15 +36,17 @@ def main() -> None:
         open_site(Path(folder)) as store,
     ):
         for name in selected:
+            errors = io.StringIO()
             # Commands print the name of their output.
-            with contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
                 outputs[name] = run_case(cases[name], store)
             if name not in recorded:
-                print(f"`prep {name}` is new")
+                print(f"`{name}` is new")
             elif recorded[name] != outputs[name].digest:
                 print(explain(name, outputs[name]))
+                print(errors.getvalue(), end="")
     for name in sorted(recorded.keys() - cases.keys()):
-        print(f"`prep {name}` is no longer a case")
+        print(f"`{name}` is no longer a case")
     record(outputs, keep=cases.keys())
 
 

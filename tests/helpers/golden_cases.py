@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from tests.helpers.golden_inputs import WRITERS
 
 BUCKET = "gs://bucket"
+# Function of the Python API that writes an output and has no command.
+SAVE_PARAMS = "prep.save_params"
 STORAGES = ("ocdbt", "zarr3", "files", "zarr3-files")
 MESH = ("--mesh", "1,2,2", "--pad-vocab", "8")
 HALVES = ("--mesh", "1,2,1")
@@ -243,6 +245,8 @@ def vocabulary_cases() -> Iterator[Case]:
 
 def other_cases() -> Iterator[Case]:
     """Yield merges, locks, certificates, tokens and training runs."""
+    for source in ("llama-init", "llama-zarr3", "t5-init"):
+        yield case(SAVE_PARAMS, source)
     for base in ("llama", "llama-bf16", "llama-fp16", "torch"):
         yield Case(("merge", "./adapter", f"./{base}"), ("adapter", base))
     for source in (
@@ -327,4 +331,4 @@ def is_default(name: str) -> bool:
     command, source, *_ = name.split()
     if command == "roundtrip" or "zstd:9" in name:
         return False
-    return source.removesuffix("-init") not in REPEATED or command == "merge"
+    return source.removesuffix("-init") not in REPEATED

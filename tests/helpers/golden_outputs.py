@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,8 @@ from unittest import mock
 
 import xxhash
 
-from tests.helpers.golden_cases import BUCKET, Case
+import prepcli as prep
+from tests.helpers.golden_cases import BUCKET, SAVE_PARAMS, Case
 from tests.helpers.golden_inputs import provide
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.run_cli import run_code
@@ -103,7 +104,7 @@ def run_case(case: Case, store: FakeObjectStore, *more: str) -> Output:
         provide(name)
     _upload_sources(case, store)
     try:
-        exit_code = run_code(*case.command, *more)
+        exit_code = _run(case, more)
         contents = _read_output(case.out, store)
     finally:
         _delete_outputs(store)
@@ -115,6 +116,15 @@ def run_case(case: Case, store: FakeObjectStore, *more: str) -> Output:
         if _is_document(path) and len(stable) < MAX_DOCUMENT_NBYTES:
             documents[path] = stable.decode()
     return Output(exit_code, files, documents)
+
+
+def _run(case: Case, more: Sequence[str]) -> int:
+    """Run the command of a case, or the public function that has no command, and return its exit code."""
+    if case.words[0] != SAVE_PARAMS:
+        return run_code(*case.command, *more)
+    source = case.words[1]
+    prep.save_params(prep.load_params(source), case.out, like=source)
+    return 0
 
 
 def _upload_sources(case: Case, store: FakeObjectStore) -> None:
@@ -264,7 +274,7 @@ def explain(name: str, output: Output) -> str:
     if len(lines) > len(shown):
         shown.append(f"  ... and {len(lines) - len(shown)} more lines")
     end = f"exit code {output.exit_code}" if output.exit_code else f"{len(output.files)} files"
-    return "\n".join([f"`prep {name}` differs from tests/golden/outputs.json ({end}):", *shown])
+    return "\n".join([f"`{name}` differs from tests/golden/outputs.json ({end}):", *shown])
 
 
 def _parse(text: str) -> Any:
