@@ -173,9 +173,8 @@ class MessageForms:
             messages = [self._probe_question(), _probe_call(self._call_form), result]
         elif role != USER:
             messages.insert(0, self._probe_question())
-        try:
-            rendered, _ = self.renderer.render(Conversation(messages, ""))
-        except PrepError:
+        rendered = self.renderer.probe(messages)
+        if rendered is None:
             return None
         return PROBE_TEXT in rendered and BAD_PARTS_TRACE not in rendered
 
@@ -196,10 +195,8 @@ class MessageForms:
         result: JsonObject = {
             "role": TOOL, "tool_call_id": PROBE_ID, "name": PROBE_NAME, "content": "b",
         }  # fmt: skip
-        messages = [self._probe_question(), _probe_call(form), result]
-        try:
-            rendered, _ = self.renderer.render(Conversation(messages, ""))
-        except PrepError:
+        rendered = self.renderer.probe([self._probe_question(), _probe_call(form), result])
+        if rendered is None:
             return False
         has_all = all(word in rendered for word in PROBE_WORDS)
         return has_all and not any(trace in rendered for trace in BAD_TRACES)
