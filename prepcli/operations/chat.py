@@ -154,6 +154,7 @@ class _Chat:
                 f"the model has {positions:,} positions",
                 f"`{RESET}` starts a new one",
             )
+        self.model.note_long_text("the conversation has", len(inputs[0][0]), self.observer)
         codec = self.model.tokenizer.codec
         decoder = IncrementalDecoder(codec.decode, codec.token, prompts.preceding_ids()[0])
 

@@ -186,18 +186,20 @@ class GenerationModel:
             longest: Most tokens of a prompt and its new tokens.
             observer: Receives the notes.
         """
-        from trainer.planning.step_inputs import rotary_context
-
-        context = rotary_context(self.model.arch_config)
-        if context is not None and longest > context:
-            observer.note(
-                f"a prompt and its new tokens may have {longest:,} tokens, "
-                f"and the model was made for {context:,} positions"
-            )
+        self.note_long_text("a prompt and its new tokens may have", longest, observer)
         if self.tokenizer and (
             remark := self.tokenizer.smaller_vocabulary_note(self.model.true_vocab_size)
         ):
             observer.note(remark)
+
+    def note_long_text(self, subject: str, num_tokens: int, observer: Observer) -> None:
+        """Note a text with more tokens than the model was made for."""
+        from trainer.planning.step_inputs import rotary_context
+
+        context = rotary_context(self.model.arch_config)
+        if context is not None and num_tokens > context:
+            made_for = f"the model was made for {context:,} positions"
+            observer.note(f"{subject} {num_tokens:,} tokens, and {made_for}")
 
 
 @contextmanager

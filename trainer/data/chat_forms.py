@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from trainer.data.chat_marks import ASSISTANT, NONCHARACTER, REASONING_KEYS, TOOL_CALLS
 from trainer.data.chat_rendering import ChatRenderer, Conversation
-from trainer.data.column_values import json_list, parse_json
+from trainer.data.column_values import SURROGATE_CAUSE, is_encodable, json_list, parse_json
 from trainer.files.json_values import json_type_name
 from trainer.models.errors import PrepError
 from trainer.models.json_types import JsonObject, JsonValue
@@ -90,7 +90,11 @@ class MessageForms:
         adapted = [
             self._adapt(message, place, number) for number, message in enumerate(messages, start=1)
         ]
-        if NONCHARACTER.search(json.dumps([adapted, tools], ensure_ascii=False)):
+        text = json.dumps([adapted, tools], ensure_ascii=False)
+        if not is_encodable(text):
+            what = f"{place}: a message is not UTF-8 text"
+            raise PrepError(what, SURROGATE_CAUSE, "convert it to UTF-8")
+        if NONCHARACTER.search(text):
             what = f"{place}: a message is not text"
             why = "it has one of U+FDD0 to U+FDEF, which are not characters"
             raise PrepError(what, why, "remove them")
@@ -173,9 +177,8 @@ class MessageForms:
             messages = [self._probe_question(), _probe_call(self._call_form), result]
         elif role != USER:
             messages.insert(0, self._probe_question())
-        try:
-            rendered, _ = self.renderer.render(Conversation(messages, ""))
-        except PrepError:
+        rendered = self.renderer.probe(messages)
+        if rendered is None:
             return None
         return PROBE_TEXT in rendered and BAD_PARTS_TRACE not in rendered
 
@@ -199,12 +202,7 @@ class MessageForms:
         result: JsonObject = {
             "role": TOOL, "tool_call_id": PROBE_ID, "name": PROBE_NAME, "content": "b",
         }  # fmt: skip
-        messages = [self._probe_question(), _probe_call(form), result]
-        try:
-            rendered, _ = self.renderer.render(Conversation(messages, ""))
-        except PrepError:
-            return None
-        return rendered
+        return self.renderer.probe([self._probe_question(), _probe_call(form), result])
 
 
 def _shows_call(rendered: str) -> bool:

@@ -25,6 +25,8 @@ ELEMENT_SIZE = 16
 # loops.
 BASE_WORK = 1 << 26
 BASE_SIZE = 1 << 20
+# The constant part for a rendering that only shows how a template takes messages.
+PROBE_WORK = 1 << 22
 # Parts of the limits that grow with the characters of the messages.
 WORK_PER_CHAR = 256
 SIZE_PER_CHAR = 16
@@ -62,9 +64,9 @@ class RenderLimits:
         self._work_left = BASE_WORK
         self.max_size = BASE_SIZE
 
-    def start(self, num_chars: int) -> None:
+    def start(self, num_chars: int, *, base_work: int = BASE_WORK) -> None:
         """Set the limits for a rendering of messages with `num_chars` characters in total."""
-        self._work_left = BASE_WORK + WORK_PER_CHAR * num_chars
+        self._work_left = base_work + WORK_PER_CHAR * num_chars
         self.max_size = BASE_SIZE + SIZE_PER_CHAR * num_chars
 
     def count_work(self, work: int = STEP_WORK) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainer.data.chat import load_forms
 from trainer.data.chat_template import ChatTemplate, load_chat_template
-from trainer.data.column_values import messages_value, tool_schemas
+from trainer.data.column_values import SURROGATE_CAUSE, is_encodable, messages_value, tool_schemas
 from trainer.data.readers.reader import Record
 from trainer.data.tokenizer import TextTokenizer
 from trainer.models.errors import PrepError
@@ -90,6 +90,9 @@ class PromptEncoder:
             PrepError: The tokenizer fails or has no chat template, or the template rejects the messages.
         """
         if isinstance(prompt, str):
+            if not is_encodable(prompt):
+                what = "a prompt is not UTF-8 text"
+                raise PrepError(what, SURROGATE_CAUSE, "convert it to UTF-8")
             return EncodedPrompt(self.tokenizer.encode_prompt(prompt), prompt)
         conversation = self._forms.conversation(prompt.messages, prompt.tools, prompt.place)
         text, _ = self._forms.renderer.render(conversation, add_generation_prompt=True)

@@ -15,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 
 from trainer.data.chat_environment import ChatEnvironment
+from trainer.data.chat_limits import PROBE_WORK
 from trainer.data.chat_marks import ASSISTANT
 from trainer.data.chat_template import ChatTemplate
 from trainer.models.errors import Key, PrepError, Text, text
@@ -117,10 +118,25 @@ class ChatRenderer:
         Raises:
             PrepError: The template fails or rejects the messages.
         """
-        template, has_markers = self._templates[0 if conversation.tools is None else -1]
         # The limits grow with the messages: a template may repeat a long conversation, and a short
         # one gives no template a reason to make megabytes.
         self._environment.limits.start(conversation.num_chars)
+        return self._render(conversation, add_generation_prompt=add_generation_prompt)
+
+    def probe(self, messages: Sequence[JsonObject]) -> str | None:
+        """Return the text of a few short messages, or None if the template fails."""
+        conversation = Conversation(messages, "")
+        self._environment.limits.start(conversation.num_chars, base_work=PROBE_WORK)
+        try:
+            rendered, _ = self._render(conversation, add_generation_prompt=False)
+        except PrepError:
+            return None
+        return rendered
+
+    def _render(
+        self, conversation: Conversation, *, add_generation_prompt: bool
+    ) -> tuple[str, Spans | None]:
+        template, has_markers = self._templates[0 if conversation.tools is None else -1]
         variables = {
             **self._variables,
             "messages": conversation.messages,

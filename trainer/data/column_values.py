@@ -19,6 +19,8 @@ from trainer.models.json_types import JsonObject, JsonValue
 LINE_HINT = "fix or remove the line"
 JSON_HINT = "write the list as JSON, e.g. with `json.dumps`, or remove the line"
 COLUMN_HINT = Text(Key("data.fields", "COLUMN", is_override=True))
+# Python reads a byte that is not UTF-8 as a surrogate from the command line, and in some locales from stdin.
+SURROGATE_CAUSE = "it has an unpaired surrogate, which is not a character"
 MESSAGE_HINT = '`{"role": "user", "content": "..."}`'
 TOOLS_HINT = '`[{"type": "function", "function": {"name": "..."}}]`'
 IDS_HINT = "pass a list of token ids, or base64 of little-endian int32 values"
@@ -54,8 +56,8 @@ def text_value(record: Record, column: str) -> str:
     what = f"{record.place}: column `{column}` is not text"
     if not isinstance(value, str):
         raise PrepError(what, f"it is {json_type_name(value)}", LINE_HINT)
-    if not _is_encodable(value):
-        raise PrepError(what, "it has an unpaired surrogate, which is not a character", LINE_HINT)
+    if not is_encodable(value):
+        raise PrepError(what, SURROGATE_CAUSE, LINE_HINT)
     return value
 
 
@@ -206,7 +208,7 @@ def parse_json(text: str, place: str, hint: str) -> JsonValue:
         raise PrepError(f"{place}: not JSON", str(error)[:200], hint) from None
 
 
-def _is_encodable(text: str) -> bool:
+def is_encodable(text: str) -> bool:
     """Return whether a text can be encoded in UTF-8."""
     try:
         text.encode()

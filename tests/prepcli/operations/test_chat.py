@@ -108,6 +108,48 @@ def test_invalid_options_of_chats_are_errors(
     assert error_lines(capsys, "generate", "tiny", *words)[0].startswith(f"error: {message}")
 
 
+@pytest.mark.parametrize("words", [["--prompt", "w9 \udcff"], ["--chat", "--system", "w6 \udcff"]])
+def test_text_must_be_utf8(work_dir: Path, capsys: pytest.CaptureFixture[str], words: list[str]):
+    (line, why, hint) = error_lines(capsys, "generate", "tiny", *words)
+    assert line.endswith(" is not UTF-8 text")
+    assert "surrogate" in why
+    assert "convert it to UTF-8" in hint
+
+
+def test_turn_of_a_pipe_must_be_utf8(work_dir: Path):
+    Path("turns.txt").write_bytes(b"w9\n\xff w8\n")
+    words = ("--chat", "--max-new-tokens", "2")
+    process = run_python(PREP, "generate", "tiny", *words, has_jax=True, stdin="turns.txt")
+    assert process.returncode == 1
+    assert len(process.stdout.split()) == 2
+    assert "not UTF-8 text" in process.stderr
+
+
+def test_conversation_beyond_the_positions_is_noted(work_dir: Path):
+    Path("turns.txt").write_text("w9\n" + "w9 " * 99 + "\n")
+    words = ("--chat", "--max-new-tokens", "2")
+    process = run_python(PREP, "generate", "tiny", *words, has_jax=True, stdin="turns.txt")
+    assert process.returncode == 0, process.stderr
+    notes = [line for line in process.stderr.splitlines() if "positions" in line]
+    assert notes == ["the conversation has 106 tokens, and the model was made for 64 positions"]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('No system!') if messages[0].role == 'system' }}" + TEMPLATE, "No system!"),
+        (TEMPLATE.replace("in messages", "in messages if m.role != 'system'"), "does not show messages"),
+    ],
+    ids=["refused", "hidden"],
+)  # fmt: skip
+def test_system_that_a_template_does_not_take_is_an_error(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], template: str, message: str
+):
+    Path("tiny/chat_template.jinja").write_text(template)
+    assert main(["generate", "tiny", "--chat", "--system", "w6"]) == 1
+    assert message in capsys.readouterr().err
+
+
 def test_stop_text_ends_a_continuation(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     words = ("generate", "tiny", "--prompt", "w3 w1", "--prompt", "w9", "--max-new-tokens", "9")
     report = run_json(capsys, *words)

@@ -249,7 +249,7 @@ def test_data_without_loss_names_the_keys(capsys: pytest.CaptureFixture[str]):
 def test_many_turns_are_tokenized_or_refused_at_once(capsys: pytest.CaptureFixture[str]):
     write_rows({"messages": [USER, ANSWER] * 5_000})
     shown, _ = tokenize(capsys, "--show", "1")
-    assert shown.count("⟦it is the end") == 5_000
+    assert shown.startswith("--- train 1: 140,000 tokens, 35,000 with loss")
     # Each turn is rendered with all before it: the first rendering does not begin.
     words = ("--set", "data.chat_template=training")
     _, output = tokenize(capsys, *words, code=FAILED)

@@ -134,7 +134,7 @@ def test_impossible_prompts_are_refused(tokenizer: TextTokenizer, prompt: str, m
 
 
 def test_prompt_that_cannot_be_encoded_is_refused(tokenizer: TextTokenizer):
-    with pytest.raises(PrepError, match=r"`log\.samples`: .* cannot encode a prompt") as caught:
+    with pytest.raises(PrepError, match=r"`log\.samples`: a prompt is not UTF-8 text") as caught:
         make_sampler(tokenizer, runs.make_setup(), prompts=("\ud800",))
     assert "--" not in caught.value.hint
 
