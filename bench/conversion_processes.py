@@ -39,6 +39,8 @@ from prepcli.remote.remote_files import RemoteFile
 
 MIB = 1 << 20
 PAGE_OBJECTS = 1000  # objects of one page of a listing
+# Digest of the plan, which notes repeat.
+RUN_ID = "0" * 32
 COLUMNS = (
     "model",
     "processes",
@@ -91,7 +93,7 @@ def measure(model: Path, mesh: str, num_processes: int) -> list[str | int]:
     planned_s = time.process_time()
     shares = divide_units(units, num_processes)
     divided_s = time.process_time()
-    notes = [UnitNote.decode(data) for data in encode_notes(plan, units)]
+    notes = [UnitNote.decode(data, RUN_ID) for data in encode_notes(plan, units)]
     noted_s = time.process_time()
     objects = publish(plan, notes)
     published_s = time.process_time()
@@ -128,7 +130,7 @@ def encode_notes(plan: Plan, units: Sequence[WorkUnit]) -> Iterator[bytes]:
                     blocks += range(first, first + extent.blocks.per_chunk.block_count)
         numbers = np.array(blocks, np.uint64)
         digests = dict.fromkeys(unit.streams, "0" * 32)
-        yield UnitNote(tuple(objects), digests, numbers, np.ones_like(numbers)).encode()
+        yield UnitNote(tuple(objects), digests, numbers, np.ones_like(numbers)).encode(RUN_ID)
 
 
 def publish(plan: Plan, notes: Sequence[UnitNote]) -> dict[str, int]:

@@ -16,7 +16,7 @@ import safetensors.numpy as safetensors_numpy
 import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import USAGE
-from tests.helpers.quantized_folders import fp8
+from tests.helpers.quantized_formats import fp8
 from tests.helpers.run_cli import run_failing_unchanged, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.stored_tensors import safetensors_bytes, write_safetensors
