@@ -14,13 +14,15 @@ Rows = Sequence[Mapping[str, str]]
 
 
 def write_json_files(folder: Path, rows: Rows) -> list[Path]:
-    """Write JSON Lines, plain and compressed: with two members of gzip, and two frames of zstd."""
+    """Write JSON Lines, plain and compressed: with two members of gzip, and two frames of zstd. Write lists, too."""
     lines = [json.dumps(row).encode() + b"\n" for row in rows]
     first, second = b"".join(lines[: len(lines) // 2]), b"".join(lines[len(lines) // 2 :])
     contents = {
         "plain.jsonl": first + second,
         "two.jsonl.gz": gzip.compress(first) + gzip.compress(second),
         "two.jsonl.zst": zstandard.compress(first) + zstandard.compress(second),
+        "list.json": json.dumps(rows, indent=2).encode(),
+        "list.json.gz": gzip.compress(json.dumps(rows).encode()),
         "other.json": first + second,
     }
     return [_write(folder / name, data) for name, data in contents.items()]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
+from typing import BinaryIO, Protocol, cast
 
 import zstandard
 
-from trainer.data.files import FILE_READ_NBYTES
+from trainer.data.files import stream_blocks
 from trainer.models.errors import PrepError
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 COMPRESSED_READ_NBYTES = 64 << 10
 # 16 selects the gzip format, MAX_WBITS its largest window (see `zlib.decompressobj`).
@@ -77,7 +73,7 @@ def open_decompressed(stream: BinaryIO, name: str, suffix: str) -> BinaryIO:
     blocks = _decompress_pieces(
         _stream_pieces(stream, FEED_NBYTES[suffix]), name, DECOMPRESSORS[suffix]
     )
-    return cast(BinaryIO, io.BufferedReader(_BlockStream(blocks), FILE_READ_NBYTES))
+    return stream_blocks(blocks)
 
 
 def _stream_pieces(stream: BinaryIO, nbytes: int) -> Iterator[bytes]:
@@ -112,26 +108,3 @@ def _decompress_pieces(
         raise PrepError(
             f"{name} cannot be decompressed", "its end is missing", "get the file again"
         )
-
-
-class _BlockStream(io.RawIOBase):
-    """Stream of bytes that come in blocks."""
-
-    def __init__(self, blocks: Iterator[bytes]) -> None:
-        self._blocks = blocks
-        self._rest = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        while not self._rest:
-            block = next(self._blocks, None)
-            if block is None:
-                return 0
-            self._rest = memoryview(block)
-        view = memoryview(buffer).cast("B")
-        count = min(len(view), len(self._rest))
-        view[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        return count

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias, cast
 
 import xxhash
 
@@ -94,6 +94,34 @@ class HashingStream(io.RawIOBase):
         while self.read(FILE_READ_NBYTES):
             pass
         return self._state.hexdigest()
+
+
+def stream_blocks(blocks: Iterator[bytes]) -> BinaryIO:
+    """Return a buffered stream of bytes that come in blocks."""
+    return cast(BinaryIO, io.BufferedReader(_BlockStream(blocks), FILE_READ_NBYTES))
+
+
+class _BlockStream(io.RawIOBase):
+    """Stream of bytes that come in blocks."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = blocks
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        while not self._rest:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._rest = memoryview(block)
+        view = memoryview(buffer).cast("B")
+        count = min(len(view), len(self._rest))
+        view[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
 
 
 def hash_file(path: Path) -> DataFile:

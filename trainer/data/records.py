@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +14,20 @@ from trainer.data.fields import ExampleBuilder
 from trainer.data.files import DataFile, Note, changed_file_error, hash_file
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import DataPiece, IdsChunk, ReadOptions
+from trainer.data.token_changes import IdentityChange
 from trainer.models.errors import Key, PrepError, text
-from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE, DEFAULT_MAX_DOCUMENT_NBYTES, FileType
+from trainer.models.json_types import JsonObject
+from trainer.recipe.text_fields import (
+    DEFAULT_IDS_DTYPE,
+    DEFAULT_MAX_DOCUMENT_NBYTES,
+    DataType,
+    FileType,
+)
 
 # Skipped lines that are reported, with file and line.
 SHOWN = 3
+# Types of files that may be one list, since `IdentityChange.JSON_LISTS`.
+LIST_TYPES = ("json",)
 
 
 class BadLines:
@@ -83,6 +92,31 @@ class RecordSettings:
     ids_dtype: str = DEFAULT_IDS_DTYPE
     max_document_nbytes: int = DEFAULT_MAX_DOCUMENT_NBYTES
     limit: int = 0
+
+    def identity_inputs(
+        self, data_type: DataType, without: Collection[IdentityChange]
+    ) -> JsonObject:
+        """Return the inputs of the identity of a store of the records.
+
+        Args:
+            data_type: Type of the data files.
+            without: Changes that an earlier version did not have.
+        """
+        inputs: JsonObject = {}
+        if self.limit:
+            inputs["max_examples"] = self.limit
+        if self.bad_lines:
+            inputs["bad_lines"] = self.bad_lines
+            # Without `bad_lines`, earlier versions made no store of a file that is one list.
+            if data_type in LIST_TYPES and IdentityChange.JSON_LISTS not in without:
+                inputs["json_lists"] = True
+        # The size limit decides which lines are skipped. If no line may be skipped, a line above the
+        # limit is an error and no store is made, so the limit has no effect on the tokens.
+        if self.bad_lines and self.max_document_nbytes != DEFAULT_MAX_DOCUMENT_NBYTES:
+            inputs["max_document_bytes"] = self.max_document_nbytes
+        if self.ids_dtype != DEFAULT_IDS_DTYPE:
+            inputs["ids_dtype"] = self.ids_dtype
+        return inputs
 
 
 def read_examples(

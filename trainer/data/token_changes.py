@@ -26,6 +26,7 @@ class IdentityChange(Enum):
     CONTENT_PARTS = (
         "contents of messages that are lists of parts are rendered in another way since then"
     )
+    JSON_LISTS = "JSON files that are one list are read since then, where their lines were invalid"
     SINGLE_BOS = "a document that has the begin token gets no second one since then"
 
 

@@ -466,17 +466,20 @@ def store_identity(
         inputs["row_values"] = ROW_VALUES_VERSION
     if rule := config.overlong_rule.identity_inputs():
         inputs["overlong"] = rule
-    if config.max_examples:
-        inputs["max_examples"] = config.max_examples
-    if config.bad_lines:
-        inputs["bad_lines"] = config.bad_lines
-    # The size limit decides which lines are skipped. If no line may be skipped, a line above the
-    # limit is an error and no store is made, so the limit has no effect on the tokens.
-    if config.bad_lines and config.max_document_nbytes != DEFAULT_MAX_DOCUMENT_NBYTES:
-        inputs["max_document_bytes"] = config.max_document_nbytes
-    if config.ids_dtype != DEFAULT_IDS_DTYPE:
-        inputs["ids_dtype"] = config.ids_dtype
+    inputs |= _record_settings(config).identity_inputs(config.type, without)
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
+
+
+def _record_settings(config: TokenizeConfig) -> RecordSettings:
+    """Return the settings of reading records."""
+    return RecordSettings(
+        vocab=config.vocab,
+        eos_id=config.examples.eos_id,
+        bad_lines=config.bad_lines,
+        ids_dtype=config.ids_dtype,
+        max_document_nbytes=config.max_document_nbytes,
+        limit=config.max_examples,
+    )
 
 
 def build_token_store(
@@ -491,14 +494,7 @@ def build_token_store(
     """Tokenize the files into a store, and return its metadata."""
     builder = compile_fields(config.examples, vocab=config.vocab)
     file_type = resolve_type(files, config.type)
-    settings = RecordSettings(
-        vocab=config.vocab,
-        eos_id=config.examples.eos_id,
-        bad_lines=config.bad_lines,
-        ids_dtype=config.ids_dtype,
-        max_document_nbytes=config.max_document_nbytes,
-        limit=config.max_examples,
-    )
+    settings = _record_settings(config)
     with lock_cache(folder.parent, note):
         # Another process may have built the store while this one waited for the lock.
         meta = read_valid_meta(folder)

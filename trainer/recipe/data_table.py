@@ -40,10 +40,10 @@ class Data(BaseModel):
 
     type: DataType = Field(
         default="auto",
-        description="`text`: each file is a document. `json`: each line is an object with a document. `csv`: each row "
-        "has one, also in .tsv files. `parquet` and `arrow`: tables with a document per row. `ids`: .npy and .bin "
-        "files of token ids. `megatron`: .idx files of Megatron-LM, each with its .bin file. `auto`: as the suffixes "
-        "of the files tell. Files of text, json and csv may be compressed "
+        description="`text`: each file is a document. `json`: each line is an object with a document, or the file is "
+        "one list of such objects. `csv`: each row has one, also in .tsv files. `parquet` and `arrow`: tables with a "
+        "document per row. `ids`: .npy and .bin files of token ids. `megatron`: .idx files of Megatron-LM, each with "
+        "its .bin file. `auto`: as the suffixes of the files tell. Files of text, json and csv may be compressed "
         "(.gz, .zst)",
         examples=["text"],
     )
@@ -98,8 +98,8 @@ class Data(BaseModel):
     )
     max_document_bytes: Annotated[int, Field(ge=1, le=MAX_DOCUMENT_LIMIT)] = Field(
         default=DEFAULT_MAX_DOCUMENT_NBYTES,
-        description="bytes that a line, a row or a value of a column may have. A larger one is an invalid line. It "
-        "also limits the memory for a page or a batch of Parquet and Arrow files, to 1 GiB more than 8 times this size",
+        description="bytes that a line, an object of a list, a row or a value of a column may have. A larger one is an "
+        "invalid line. It also limits the memory for a page or a batch of Parquet and Arrow files, to 1 GiB more than 8 times this size",
         examples=[256 << 20],
     )
     format: DataFormat = Field(

@@ -81,7 +81,7 @@ def test_urls_of_other_schemes_are_named_with_the_supported_ones(url: str):
 
 def test_bucket_gives_the_tokens_of_local_files(store: FakeObjectStore, tmp_path: Path):
     pytest.importorskip("pyarrow")
-    local = [*write_json_files(tmp_path, ROWS)[:3], *write_arrow_files(tmp_path, ROWS)]
+    local = [*write_json_files(tmp_path, ROWS)[:4], *write_arrow_files(tmp_path, ROWS)]
     for path in local:
         store.objects[f"bucket/all/{path.name}"] = path.read_bytes()
     digests: list[object] = []

@@ -145,7 +145,8 @@ def test_store_identity_depends_on_fields_and_prefix(tmp_path: Path):
     [
         ('{"t": "a"}', "a.jsonl:1: no column `s`", "`--set data.fields='[SOURCE], TARGET'`"),
         ('{"t": 3, "s": "a"}', "a.jsonl:1: column `t` is not text", "fix or remove the line"),
-        ('["t"]', "a.jsonl:1: not an object but a list", "jq"),
+        ('["t"]', "a.jsonl, record 1: not an object but a string", "fix or remove the record"),
+        ('{"t": "a", "s": "b"}\n["t"]', "a.jsonl:2: not an object but a list", "fix or remove"),
         ("\n\n", "the data has no source-target pair", ""),
     ],
 )

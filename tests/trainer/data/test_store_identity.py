@@ -117,6 +117,18 @@ def test_identity_ignores_the_file_of_a_chat_template():
     )
 
 
+def test_identity_has_the_rule_of_lists_only_with_skipped_lines():
+    earlier = [IdentityChange.JSON_LISTS]
+    # Recorded before lists were read.
+    assert identity(earlier, type="json", fields="text", bad_lines=2) == (
+        "25fb75f318c9a5a17fd253d64c38eb4f"
+    )
+    assert identity(earlier, **JSON, bad_lines=2) != identity(**JSON, bad_lines=2)
+    assert identity(earlier, **JSON) == identity(**JSON)
+    csv = {**JSON, "type": "csv"}
+    assert identity(earlier, **csv, bad_lines=2) == identity(**csv, bad_lines=2)
+
+
 def test_identity_has_the_document_limit_only_with_skipped_lines():
     assert identity(**JSON, max_document_nbytes=5) == identity(**JSON)
     assert identity(**JSON, max_document_nbytes=5, bad_lines=2) != identity(**JSON, bad_lines=2)

@@ -169,15 +169,18 @@ def test_ambiguous_columns_print_the_keys(record: dict[str, Any], keys: list[str
     assert all(key in caught.value.hint for key in keys)
 
 
-@pytest.mark.parametrize("file_type", ["csv", "gzip", "parquet"])
+@pytest.mark.parametrize("file_type", ["csv", "gzip", "list", "parquet"])
 def test_shape_is_found_in_other_files(file_type: str, tmp_path: Path):
     row = {"question": "1+1?", "answer": "2"}
-    path = tmp_path / {"csv": "a.csv", "gzip": "a.jsonl.gz", "parquet": "a.parquet"}[file_type]
+    names = {"csv": "a.csv", "gzip": "a.jsonl.gz", "list": "a.json", "parquet": "a.parquet"}
+    path = tmp_path / names[file_type]
     if file_type == "csv":
         with path.open("w") as file:
             csv.writer(file).writerows([row.keys(), row.values()])
     elif file_type == "gzip":
         path.write_bytes(gzip.compress(json.dumps(row).encode()))
+    elif file_type == "list":
+        path.write_text(json.dumps([row, {"text": "other"}], indent=2))
     else:
         pyarrow = pytest.importorskip("pyarrow")
         parquet = pytest.importorskip("pyarrow.parquet")

@@ -233,20 +233,19 @@ SKIP_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a file.
+    """The text of a record: a line of a file, or an element of a list.
 
     Attributes:
-        content: Its bytes with the line feed. Empty if the line is too long.
-        nbytes: Size of the whole line.
+        content: Its bytes. A line has its line feed. Empty if it is too long.
+        start: Offset of the content in the file.
+        nbytes: Bytes of the file that count for it.
+        is_too_long: Whether it is longer than the limit.
     """
 
     content: bytes
+    start: int
     nbytes: int
-
-    @property
-    def is_too_long(self) -> bool:
-        """Whether the line is longer than the limit."""
-        return self.nbytes > len(self.content)
+    is_too_long: bool = False
 
 
 def read_lines(stream: BinaryIO, max_nbytes: int) -> Iterator[Line]:
@@ -256,15 +255,17 @@ def read_lines(stream: BinaryIO, max_nbytes: int) -> Iterator[Line]:
         stream: The stream.
         max_nbytes: Maximum bytes of a line, without its line feed.
     """
+    start = 0
     while content := stream.readline(max_nbytes + 1):
         nbytes = len(content)
-        if nbytes <= max_nbytes or content.endswith(b"\n"):
-            yield Line(content, nbytes)
-            continue
-        while not content.endswith(b"\n") and (rest := stream.readline(SKIP_NBYTES)):
-            nbytes += len(rest)
-            content = rest
-        yield Line(b"", nbytes)
+        is_too_long = nbytes > max_nbytes and not content.endswith(b"\n")
+        if is_too_long:
+            while not content.endswith(b"\n") and (rest := stream.readline(SKIP_NBYTES)):
+                nbytes += len(rest)
+                content = rest
+            content = b""
+        yield Line(content, start, nbytes, is_too_long)
+        start += nbytes
 
 
 def too_large_error(what: str, nbytes: int, max_nbytes: int) -> PrepError:

@@ -58,8 +58,8 @@ def test_json_line_is_never_cut(tmp_path: Path):
         ("{", "not JSON", "Expecting property name enclosed in double quotes at character 2"),
         ("[" * 100_000, "not JSON", "it is nested too deep"),
         ('{"text": ' + "1" * 5000 + "}", "not JSON", "Exceeds the limit"),
-        ('["a"]', "not an object but a list", "type `json` needs one object per line"),
-        ('"a"', "not an object but a string", "type `json` needs one object per line"),
+        ('["a"]', "not an object but a list", "type `json` needs one object per line, or one list"),
+        ('"a"', "not an object but a string", "type `json` needs one object per line, or one list"),
     ],
 )
 def test_error_names_the_invalid_json_line(tmp_path: Path, line: str, what: str, why: str):
