@@ -99,8 +99,8 @@ class Data(BaseModel):
     max_document_bytes: Annotated[int, Field(ge=1, le=MAX_DOCUMENT_LIMIT)] = Field(
         default=DEFAULT_MAX_DOCUMENT_NBYTES,
         description="bytes that a line, an object of a list, a row or a value of a column may have. A larger one is an "
-        "invalid line. It also limits the memory for a page or a batch of Parquet and Arrow files, to 1 GiB more than 8 "
-        "times this size",
+        "invalid line. It also limits the memory for a page or a batch of Parquet and Arrow files, to 1 GiB more than "
+        "8 times this size",
         examples=[256 << 20],
     )
     format: DataFormat = Field(
