@@ -89,6 +89,9 @@ def _parse_json(place: str, text: str, hint: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         why = f"{error.msg} at character {error.pos + 1}"
+        # Blank lines are skipped, so this is an element of a list.
+        if not text:
+            why = "there is no value between two commas, or after the last comma"
     except RecursionError:
         why = "it is nested too deep"
     except ValueError as error:

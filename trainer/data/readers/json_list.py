@@ -32,9 +32,9 @@ def starts_list(head: bytes) -> bool:
 def read_elements(path: Path | str, blocks: Iterable[bytes], max_nbytes: int) -> Iterator[Line]:
     """Yield the text of each element of a list.
 
-    E.g. `[{"a": 1}, {"b": [2, 3]}]` -> `{"a": 1}` and ` {"b": [2, 3]}`. An element without a text
-    has a comma before or after it in vain. The bytes of brackets and commas count for the element
-    before them, and those at the start of the file for the first one.
+    E.g. `[{"a": 1}, {"b": [2, 3]}]` -> `{"a": 1}` and `{"b": [2, 3]}`, and `[1,]` -> `1` and an
+    empty text. The bytes of a comma or bracket count for the element before it, and the bytes at the
+    start of the file for the first element.
 
     Args:
         path: The file, for error messages.
@@ -58,7 +58,8 @@ def read_elements(path: Path | str, blocks: Iterable[bytes], max_nbytes: int) ->
             element.add(block[start:position])
             start = position + 1
             end = offset + start
-            if number or not scanner.is_at_end or not element.is_blank:
+            is_empty_list = scanner.is_at_end and not number and element.is_blank
+            if not is_empty_list:
                 number += 1
                 yield element.line(end - done_nbytes)
                 done_nbytes = end
@@ -171,4 +172,6 @@ class _Element:
 
     def line(self, nbytes: int) -> Line:
         """Return the element. `nbytes` is its size with the separators."""
-        return Line(bytes(self._content), self.start, nbytes, is_too_long=self._is_too_long)
+        content = bytes(self._content.lstrip(BLANKS))
+        n_blanks = len(self._content) - len(content)
+        return Line(content, self.start + n_blanks, nbytes, is_too_long=self._is_too_long)

@@ -127,9 +127,15 @@ def test_records_of_a_list_are_numbered(tmp_path: Path):
 @pytest.mark.parametrize(
     ("data", "n_records", "what", "why"),
     [
-        ('{"a": 1},]', 1, ", record 2: not JSON", "Expecting value at character 1"),
-        ('{"a": 1},, {"a": 2}]', 2, ", record 2: not JSON", "Expecting value at character 1"),
+        ('{"a": 1},]', 1, ", record 2: not JSON", "there is no value between two commas, or"),
+        (
+            '{"a": 1},, {"a": 2}]',
+            2,
+            ", record 2: not JSON",
+            "there is no value between two commas, or",
+        ),
         ('{"a": 1} {"a": 2}]', 0, ", record 1: not JSON", "Extra data at character 10"),
+        ('{"a": 1},\n  {"a" 2}]', 1, ", record 2: not JSON", "delimiter at character 6"),
         ('{"a": 1}}, {"a": 2}]', 1, ", record 1: not JSON", "Extra data at character 9"),
         ('{"a": 1], {"a": 2}]', 1, ", record 1: not JSON", "Expecting ',' delimiter"),
         ('{"a": 1}, 3]', 1, ", record 2: not an object but a number", "type `json` needs one"),
