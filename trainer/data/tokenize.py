@@ -405,15 +405,15 @@ def checked_identity(
 
     add_bos = config.examples.add_bos
     cause = recorded.find_cause(add_bos, identify)
-    # A damaged store cannot be made again: this version makes other tokens.
-    if (
-        cause is not None
-        and cause.add_bos == add_bos
-        and read_valid_meta(config.cache / cause.identity) is not None
-    ):
-        note(f"the run keeps the tokens of the earlier version: {cause.description}")
-        return cause.identity
-    raise recorded.change_error(identity, add_bos, cause)
+    missing: Path | None = None
+    if cause is not None:
+        # A damaged store cannot be made again: this version makes other tokens.
+        begun = config.cache / cause.identity
+        missing = begun if read_valid_meta(begun) is None else None
+        if missing is None and cause.add_bos == add_bos:
+            note(f"the run keeps the tokens of the earlier version: {cause.description}")
+            return cause.identity
+    raise recorded.change_error(identity, add_bos, cause, missing=missing)
 
 
 def _examples_with_bos(
