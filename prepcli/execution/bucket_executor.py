@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 
-from prepcli.console.formatting import format_duration
+from prepcli.console.formatting import count_text, format_duration
 from prepcli.console.progress import NullProgress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import anonymous_nbytes
@@ -273,8 +273,13 @@ class BucketExecutor:
 
     def _write_units(self, source_state: SourceState) -> ConversionResult:
         """Write the incomplete units of this process."""
-        done = self._run.find_done(len(self.units))
         own = divide_units(self.units, self.pool.share.count)[self.pool.share.index]
+        done = self._run.find_done(len(self.units)).intersection(own)
+        invalid = self._run.delete_invalid_notes(done)
+        if invalid:
+            parts = count_text(len(invalid), "part")
+            self.note(f"{parts} written by another run or version: writing again")
+        done -= invalid
         pending = [number for number in own if number not in done]
         done_nbytes = sum(self.units[number].nbytes for number in own if number in done)
         total_nbytes = sum(self.units[number].nbytes for number in own)
