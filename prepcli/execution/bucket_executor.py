@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 
-from prepcli.console.formatting import count_text, format_duration
+from prepcli.console.formatting import format_duration
 from prepcli.console.progress import NullProgress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import anonymous_nbytes
@@ -56,6 +56,7 @@ from prepcli.remote.object_writes import ObjectUploads
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import retry_policy_from_env
 from prepcli.restore.digest_checks import check_before_reading
+from trainer.models.counts import count_text
 
 # A process that notes no unit for so long counts as missing.
 PATIENCE_S = 600.0

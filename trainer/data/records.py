@@ -14,7 +14,7 @@ from trainer.data.fields import ExampleBuilder
 from trainer.data.files import DataFile, Note, changed_file_error, hash_file
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import DataPiece, IdsChunk, ReadOptions
-from trainer.data.store_checks import count_text
+from trainer.models.counts import count_text
 from trainer.models.errors import Key, PrepError, text
 from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE, DEFAULT_MAX_DOCUMENT_NBYTES, FileType
 

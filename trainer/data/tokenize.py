@@ -31,12 +31,12 @@ from trainer.data.store_checks import (
     check_has_loss,
     check_has_source_target_pair,
     check_has_token,
-    count_text,
 )
 from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
 from trainer.data.token_changes import IdentityChange, RecordedTokens
 from trainer.data.token_samples import count_samples
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
+from trainer.models.counts import count_text
 from trainer.models.errors import Key, PrepError, join_texts, text, usage_error
 from trainer.recipe.text_fields import (
     CONCATENATED,
