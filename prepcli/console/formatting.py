@@ -145,13 +145,6 @@ def format_time_left(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min left"
 
 
-def count_text(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun, in the plural unless it is 1."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {plural or noun + 's'}"
-
-
 def _fitting_unit(nbytes: float) -> str:
     """Return the largest binary unit that shows as at least 1 after rounding, or an empty text for bytes."""
     # E.g. 1,048,064 bytes are 1023.5 KiB, which rounds to 1024 KiB, and are shown as 1.0 MiB.

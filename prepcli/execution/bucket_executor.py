@@ -56,6 +56,7 @@ from prepcli.remote.object_writes import ObjectUploads
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import retry_policy_from_env
 from prepcli.restore.digest_checks import check_before_reading
+from trainer.models.counts import count_text
 
 # A process that notes no unit for so long counts as missing.
 PATIENCE_S = 600.0
@@ -273,8 +274,13 @@ class BucketExecutor:
 
     def _write_units(self, source_state: SourceState) -> ConversionResult:
         """Write the incomplete units of this process."""
-        done = self._run.find_done(len(self.units))
         own = divide_units(self.units, self.pool.share.count)[self.pool.share.index]
+        done = self._run.find_done(len(self.units)).intersection(own)
+        invalid = self._run.delete_invalid_notes(done)
+        if invalid:
+            parts = count_text(len(invalid), "part")
+            self.note(f"{parts} written by another run or version: writing again")
+        done -= invalid
         pending = [number for number in own if number not in done]
         done_nbytes = sum(self.units[number].nbytes for number in own if number in done)
         total_nbytes = sum(self.units[number].nbytes for number in own)

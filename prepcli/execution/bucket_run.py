@@ -261,16 +261,43 @@ class BucketRun:
         return map_in_daemon_threads(self._read_note, range(num_units), num_threads=NUM_THREADS)
 
     def _read_note(self, number: int) -> UnitNote:
-        path = _done_path(number)
-        why = "it does not exist"
-        stored = read_object(self._state, path, SMALL_NBYTES)
         try:
-            if stored is not None:
-                return UnitNote.decode(stored.content, self._run_id)
+            return self._decode_note(number)
         except ValueError as error:
-            why = str(error)
-        hint = text("{} deletes it", Option("restart", True))
-        raise PrepError(f"{path} of {self._state.name} is damaged", why, hint)
+            # A resumed run deletes the note, and writes the unit again.
+            hint = text("{}, or {}", RERUN_HINT, Option("restart", True))
+            what = f"{_done_path(number)} of {self._state.name} is damaged"
+            raise PrepError(what, str(error), hint) from error
+
+    def _decode_note(self, number: int) -> UnitNote:
+        """Read the note of a unit. Raise ValueError if it is missing, damaged, or of another run."""
+        stored = read_object(self._state, _done_path(number), SMALL_NBYTES)
+        if stored is None:
+            raise ValueError("it does not exist")
+        return UnitNote.decode(stored.content, self._run_id)
+
+    def delete_invalid_notes(self, numbers: Collection[int]) -> set[int]:
+        """Delete the notes that are damaged or do not name this run, e.g. of an earlier version.
+
+        Args:
+            numbers: Numbers of units of this process.
+
+        Returns:
+            The numbers of the deleted notes.
+        """
+
+        def is_valid(number: int) -> bool:
+            try:
+                self._decode_note(number)
+            except ValueError:
+                return False
+            return True
+
+        ordered = sorted(numbers)
+        are_valid = map_in_daemon_threads(is_valid, ordered, num_threads=NUM_THREADS)
+        invalid = [number for number, valid in zip(ordered, are_valid) if not valid]
+        self.delete_notes(invalid)
+        return set(invalid)
 
     def delete_notes(self, numbers: Sequence[int]) -> None:
         """Delete the notes of units. The next run writes these units again."""

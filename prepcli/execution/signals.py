@@ -189,7 +189,7 @@ def answer_signals(
     def handle(number: int, frame: FrameType | None) -> None:
         if not _stops[-1].name:
             signal.signal(number, previous[signal.Signals(number)])
-            signal.raise_signal(number)
+            _handle_again(number, frame)
 
     numbers = (*STOP_SIGNALS, signal.SIGINT)
     previous = {number: signal.getsignal(number) for number in numbers}
@@ -392,12 +392,12 @@ def block_signals() -> Iterator[None]:
             _handle_again(number)
 
 
-def _handle_again(number: signal.Signals) -> None:
+def _handle_again(number: int, frame: FrameType | None = None) -> None:
     """Let the present handler of a signal handle one that arrived before."""
     handler = signal.getsignal(number)
     if callable(handler):
         # `raise_signal` would count as a second signal in the thread of `_react_at_once`.
-        handler(number, None)
+        handler(number, frame)
     else:
         signal.raise_signal(number)
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from prepcli.console.escaping import MARK_END, escape_marks, marked, printable, printable_line
-from prepcli.console.formatting import count_text
 from prepcli.console.tables import wrap_line
 from prepcli.console.ui import Cell, format_table
+from trainer.models.counts import count_text
 from trainer.models.data_samples import SampleCounts, SamplePart, TokenSample
 
 COUNT_HEADER = (

@@ -6,9 +6,10 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prepcli.console.formatting import count_text, format_bytes
+from prepcli.console.formatting import format_bytes
 from prepcli.planning.tensors import array_bits
 from trainer.models.boxes import Box
+from trainer.models.counts import count_text
 from trainer.models.mesh import Mesh
 from trainer.models.partition import Spec, device_boxes, num_replicas, shard_shape
 

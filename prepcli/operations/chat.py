@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
-from prepcli.console.formatting import count_text
 from prepcli.console.jax_logs import silence_jax
 from prepcli.console.observer import RunObserver
 from prepcli.errors import (
@@ -37,6 +36,7 @@ from prepcli.operations.generation_model import (
 )
 from prepcli.operations.prompts import MAX_PROMPTS_NBYTES
 from prepcli.option_spec import PathLike, with_defaults
+from trainer.models.counts import count_text
 from trainer.models.json_types import JsonObject
 from trainer.models.process_address import ProcessSettings, process_address
 

@@ -11,7 +11,7 @@ from prepcli.console.observer import Observer
 from prepcli.errors import Option, text, usage_error
 from prepcli.operations.conversion import CommonOptions, open_checkpoint
 from prepcli.operations.options import ExportOptions
-from prepcli.sources.dequantized import is_quantized
+from prepcli.sources.dequantized import has_quantized_weights
 from prepcli.sources.source import Source
 
 
@@ -33,7 +33,8 @@ def open_original(
         revision=None,
         config=None,
         ema=False,
-        verbatim=True,
+        # Quantised weights have the names of their files anyway. An init has its own names.
+        verbatim=None,
         copied_files=(),
         # The option `lock` is for the exported checkpoint. Its records also have the digests of the decoded values, so
         # the original is checked by them.
@@ -41,7 +42,7 @@ def open_original(
         quantized="stored",
     )
     _, source = open_checkpoint(original, observer)
-    if not is_quantized(source.root):
+    if not has_quantized_weights(source):
         raise usage_error(
             text("{} has no quantised bytes", Option("quantized_source", path)),
             "its weights are not quantised",

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
-from prepcli.console.formatting import count_text, format_duration
+from prepcli.console.formatting import format_duration
 from prepcli.console.jax_logs import silence_jax
 from prepcli.console.observer import Observer, StreamObserver
 from prepcli.console.progress import Progress
@@ -36,6 +36,7 @@ from prepcli.operations.results import Generation, NewTokens
 from prepcli.operations.token_ids import format_token_ids
 from prepcli.operations.token_stream import TokenStream
 from prepcli.option_spec import PathLike, as_tuple
+from trainer.models.counts import count_text
 from trainer.models.json_types import JsonValue
 
 if TYPE_CHECKING:

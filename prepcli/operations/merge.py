@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.console.formatting import count_text
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.errors import Command, Option, PrepError, text, usage_error
@@ -49,6 +48,7 @@ from prepcli.sources.openers.peft_settings import (
 )
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.tokenizer_files import with_adapter_tokenizer
+from trainer.models.counts import count_text
 from trainer.models.lora import PEFT_PREFIX, WEIGHT, projections
 from trainer.models.peft_names import split_wrappers
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from prepcli.console.formatting import count_text
 from prepcli.formats.added_tokens import RECORD_FILE, Addition, parse_record
 from prepcli.operations.conversion import CommonOptions
 from prepcli.planning.plan import SmallFile
 from prepcli.sources.source import HF_FOLDER, Source
 from prepcli.targets.hf_folder import copied_small_files
 from prepcli.targets.token_files import read_side_file
+from trainer.models.counts import count_text
 
 
 def folder_options(common: CommonOptions) -> CommonOptions:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from prepcli.console.formatting import count_text, format_bytes
+from prepcli.console.formatting import format_bytes
 from prepcli.inspection.checkpoint_contents import TensorEntry
 from prepcli.inspection.logical_leaves import LogicalLeaf
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_rows
@@ -18,6 +18,7 @@ from prepcli.inspection.tensor_stats import TensorStats, stats_cells
 from prepcli.pages.charts import Bar, shard_map_svg, stacked_bar
 from prepcli.pages.html_page import html_table, write_html_page
 from prepcli.planning.tensors import array_bits
+from trainer.models.counts import count_text
 from trainer.models.mesh import Mesh
 from trainer.models.partition import Spec, device_boxes, num_replicas, shard_shape
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prepcli.console.formatting import count_text, format_bytes
+from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import LEAVES
 from prepcli.console.tables import wrap_line
 from prepcli.console.ui import Cell, Report, Ui, format_table
@@ -29,6 +29,7 @@ from prepcli.operations.inspect import (
 )
 from prepcli.planning.state_names import OPT_STATE, PARAMS
 from prepcli.sources.source import CONFIG
+from trainer.models.counts import count_text
 from trainer.models.parameters import VERBATIM
 from trainer.models.partition import device_boxes, num_replicas, shard_shape
 from trainer.models.verbatim import CANNOT_TRAIN

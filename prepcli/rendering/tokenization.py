@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from prepcli.console.formatting import count_text
 from prepcli.console.ui import Report
 from prepcli.inspection.sample_text import counts_table, sample_lines, sample_title
 from prepcli.operations.results import Tokenization, TokenizedData
+from trainer.models.counts import count_text
 
 
 def tokenization_report(

@@ -429,10 +429,14 @@ def find_source_weights(source: Source) -> tuple[QuantizedWeights, tuple[Path | 
 
 def _quantization_settings(source: Source) -> Mapping[str, Any]:
     """Return the quantisation config of a model. Raise UsageError if it has none."""
-    settings = model_quantization(source.config, _settings_folder(source))
-    if not settings:
+    if not has_quantized_weights(source):
         raise not_quantized_error(source.display_name, source.root)
-    return settings
+    return model_quantization(source.config, _settings_folder(source))
+
+
+def has_quantized_weights(source: Source) -> bool:
+    """Return whether the tensors of an opened model, or of an init that keeps codes, are quantised."""
+    return bool(_settings_file(source))
 
 
 def _settings_file(source: Source) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prepcli.console.formatting import count_text, format_bytes
+from prepcli.console.formatting import format_bytes
 from prepcli.errors import Command, Option, text
 from prepcli.inspection.sample_text import counts_table, sample_line
 from prepcli.training_runs.run import PreparedRun
@@ -15,6 +15,7 @@ from trainer.models.architecture import ArchConfig
 from trainer.models.attention_kernels import KernelChoice
 from trainer.models.axis_map import dim_name
 from trainer.models.chunk_sizes import WHOLE
+from trainer.models.counts import count_text
 from trainer.models.dropout_config import DROPOUT_SITES, DropoutConfig
 from trainer.models.manifest_fields import CastCounts
 from trainer.models.rope_config import Rope

@@ -25,7 +25,7 @@ ELEMENT_SIZE = 16
 # loops.
 BASE_WORK = 1 << 26
 BASE_SIZE = 1 << 20
-# The constant part for a rendering that only shows how a template takes messages.
+# The constant part for a rendering that only shows how a template takes messages. It takes about a tenth of a second.
 PROBE_WORK = 1 << 22
 # Parts of the limits that grow with the characters of the messages.
 WORK_PER_CHAR = 256
@@ -61,13 +61,20 @@ class RenderLimits:
     """The remaining work of one rendering, and the largest size of a value."""
 
     def __init__(self) -> None:
+        self._base_work = BASE_WORK
         self._work_left = BASE_WORK
         self.max_size = BASE_SIZE
 
     def start(self, num_chars: int, *, base_work: int = BASE_WORK) -> None:
         """Set the limits for a rendering of messages with `num_chars` characters in total."""
+        self._base_work = base_work
         self._work_left = base_work + WORK_PER_CHAR * num_chars
         self.max_size = BASE_SIZE + SIZE_PER_CHAR * num_chars
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether the rendering has done more work than a probe may do, and more than its messages explain."""
+        return self._work_left < self._base_work - PROBE_WORK
 
     def count_work(self, work: int = STEP_WORK) -> None:
         """Subtract work from the work that the template may still do.

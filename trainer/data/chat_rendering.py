@@ -18,6 +18,7 @@ from trainer.data.chat_environment import ChatEnvironment
 from trainer.data.chat_limits import PROBE_WORK
 from trainer.data.chat_marks import ASSISTANT
 from trainer.data.chat_template import ChatTemplate
+from trainer.data.examples import CostlyRecordError
 from trainer.models.errors import Key, PrepError, Text, text
 from trainer.models.json_types import JsonObject, JsonValue
 
@@ -149,7 +150,8 @@ class ChatRenderer:
         except Exception as error:
             # A template is a program, which may raise any error.
             what = f"{conversation.place}: {self.file} cannot render the messages"
-            raise PrepError(what, _error_text(error), _error_hint(error)) from None
+            error_type = CostlyRecordError if self._environment.limits.is_costly else PrepError
+            raise error_type(what, _error_text(error), _error_hint(error)) from None
         if has_markers:
             return _split_marks(rendered)
         return rendered, None

@@ -9,9 +9,15 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from trainer.models.errors import PrepError
+
 TokenIds: TypeAlias = npt.NDArray[np.uint32]
 # Start and end of a part of a text, in characters, and the loss weight of its tokens.
 LossSpan: TypeAlias = tuple[int, int, float]
+
+
+class CostlyRecordError(PrepError):
+    """An invalid record that took long to refuse, e.g. by a chat template with endless loops."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.examples import Example, FileStart, Segment
+from trainer.data.examples import CostlyRecordError, Example, FileStart, Segment
 from trainer.data.fields import ExampleBuilder
 from trainer.data.files import DataFile, Note, changed_file_error, hash_file
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import DataPiece, IdsChunk, ReadOptions
 from trainer.data.token_changes import IdentityChange
+from trainer.models.counts import count_text
 from trainer.models.errors import Key, PrepError, text
 from trainer.models.json_types import JsonObject
 from trainer.recipe.text_fields import (
@@ -28,6 +29,8 @@ from trainer.recipe.text_fields import (
 SHOWN = 3
 # Types of files that may be one list, since `IdentityChange.JSON_LISTS`.
 LIST_TYPES = ("json",)
+# Skipped records that took long to refuse, up to 2 s each. A template that does this to many records is at fault.
+MAX_COSTLY = 8
 
 
 class BadLines:
@@ -47,16 +50,22 @@ class BadLines:
         """
         self._limit = limit
         self._note = note
+        self._n_costly = 0
         self.count = count
 
     def __call__(self, error: PrepError) -> None:
-        """Count an invalid record. Raise PrepError if it is one more than the limit."""
+        """Count an invalid record. Raise PrepError if it is one more than the limit, or costly as many before it."""
         self.count += 1
+        self._n_costly += isinstance(error, CostlyRecordError)
+        if self.count <= self._limit and self._n_costly > MAX_COSTLY:
+            what = text("{}, after {}", error.what, f"{count_text(MAX_COSTLY, 'record')} like it")
+            why = text("{}, and {} skips no more of them", error.why, Key("data.bad_lines"))
+            raise PrepError(what, why, error.hint) from error
         if self.count <= self._limit:
             if self.count <= SHOWN:
                 self._note(f"skipped {error.what} ({error.why})")
         elif self._limit:
-            what = text("{}, after {:,} invalid lines", error.what, self._limit)
+            what = text("{}, after {}", error.what, count_text(self._limit, "invalid line"))
             why = text("{}, and {} allows {:,}", error.why, Key("data.bad_lines"), self._limit)
             raise PrepError(what, why, error.hint) from error
         else:
@@ -65,8 +74,7 @@ class BadLines:
     def report(self) -> None:
         """Report the number of skipped records, if there are any."""
         if self.count:
-            plural = "" if self.count == 1 else "s"
-            self._note(f"{self.count:,} invalid line{plural} skipped")
+            self._note(f"{count_text(self.count, 'invalid line')} skipped")
 
 
 FIRST_FILE = FileStart()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainer.data import store
 from trainer.data.ignored_parts import CUT_DOCUMENTS, DROPPED_DOCUMENTS, describe_ignored
+from trainer.models.counts import count_text
 from trainer.models.errors import Key, PrepError, text
 
 
@@ -54,10 +55,3 @@ def _check_overlong(meta: store.StoreMeta, what: str) -> None:
     if any(overlong.values()):
         hint = text("a larger {}, or another {}", Key("data.seq_length"), Key("data.overlong"))
         raise PrepError(what, ", ".join(describe_ignored(overlong)), hint)
-
-
-def count_text(number: int, noun: str) -> str:
-    """Return a number with its noun, e.g. `1 token` or `2 tokens`."""
-    if number == 1:
-        return f"{number:,} {noun}"
-    return f"{number:,} {noun}s"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from trainer.models.errors import Key, Option, PrepError, text
 from trainer.recipe.formatting import change_text
@@ -66,6 +68,16 @@ class RecordedTokens:
     identities: tuple[str, ...]
     add_bos: bool | None
 
+    def encode(self) -> str:
+        """Return these tokens as a text for the other processes of a job."""
+        return json.dumps([self.identities, self.add_bos])
+
+    @classmethod
+    def decode(cls, encoded: str) -> RecordedTokens:
+        """Return the tokens in a text of `encode`."""
+        identities, add_bos = json.loads(encoded)
+        return cls(tuple(identities), add_bos)
+
     def find_cause(self, add_bos: bool | None, identify: Identify) -> TokenCause | None:
         """Return why the run began with other tokens than those of a store. None if that is unknown.
 
@@ -80,7 +92,7 @@ class RecordedTokens:
         return None
 
     def change_error(
-        self, identity: str, add_bos: bool | None, cause: TokenCause | None
+        self, identity: str, add_bos: bool | None, cause: TokenCause | None, *, missing: Path | None
     ) -> PrepError:
         """Return the error for a store that is none of these.
 
@@ -88,11 +100,13 @@ class RecordedTokens:
             identity: Identity of the store.
             add_bos: The `data.add_bos` of the store.
             cause: Why it is another one.
+            missing: Folder of the store of the cause. None if it is in the cache.
         """
         restart = restart_hint()
         if cause is None:
             why = f"{' '.join(self.identities)}, now {identity}"
-            return PrepError(CHANGED_DATA, why, restart)
+            hint = text("use the files with which the run began, on all hosts; {}", restart)
+            return PrepError(CHANGED_DATA, why, hint)
         causes: list[str] = []
         hint = restart
         if cause.add_bos != add_bos:
@@ -100,8 +114,10 @@ class RecordedTokens:
             keeps = text("{} keeps it", Key(BOS_KEY, cause.add_bos, is_override=True))
             hint = text("{}; {}", keeps, restart)
         if cause.changes:
-            # No setting gives these tokens.
             causes.append(cause.description)
+        if cause.changes and missing is not None:
+            # This version makes these tokens with no setting.
+            causes.append(f"{missing} is missing or damaged")
             hint = text("the earlier version finishes the run; {}", restart)
         return PrepError(CHANGED_DATA, ", and ".join(causes), hint)
 

@@ -31,12 +31,12 @@ from trainer.data.store_checks import (
     check_has_loss,
     check_has_source_target_pair,
     check_has_token,
-    count_text,
 )
 from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
 from trainer.data.token_changes import IdentityChange, RecordedTokens
 from trainer.data.token_samples import count_samples
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
+from trainer.models.counts import count_text
 from trainer.models.errors import Key, PrepError, join_texts, text, usage_error
 from trainer.recipe.text_fields import (
     CONCATENATED,
@@ -405,15 +405,15 @@ def checked_identity(
 
     add_bos = config.examples.add_bos
     cause = recorded.find_cause(add_bos, identify)
-    # A damaged store cannot be made again: this version makes other tokens.
-    if (
-        cause is not None
-        and cause.add_bos == add_bos
-        and read_valid_meta(config.cache / cause.identity) is not None
-    ):
-        note(f"the run keeps the tokens of the earlier version: {cause.description}")
-        return cause.identity
-    raise recorded.change_error(identity, add_bos, cause)
+    missing: Path | None = None
+    if cause is not None:
+        # A damaged store cannot be made again: this version makes other tokens.
+        begun = config.cache / cause.identity
+        missing = begun if read_valid_meta(begun) is None else None
+        if missing is None and cause.add_bos == add_bos:
+            note(f"the run keeps the tokens of the earlier version: {cause.description}")
+            return cause.identity
+    raise recorded.change_error(identity, add_bos, cause, missing=missing)
 
 
 def _examples_with_bos(

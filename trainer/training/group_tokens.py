@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from trainer.data.files import Note, io_error
 from trainer.data.store import MappedTokens
 from trainer.data.store_writer import make_cache
+from trainer.data.token_changes import RecordedTokens
 from trainer.data.token_shards import (
     complete_shards,
     is_complete,
@@ -28,6 +30,7 @@ from trainer.models.errors import PrepError
 # Names of exchanges between processes.
 MISSING_TOKENS = "tokens are missing"
 TOKEN_SHARDS = "token shards"
+RECORDED_TOKENS = "recorded tokens"
 
 
 def tokenize_in_group(
@@ -42,7 +45,7 @@ def tokenize_in_group(
     cache.
 
     Args:
-        config: Files, tokenizer and cache.
+        config: Files, tokenizer and cache. All processes use the recorded tokens of process 0.
         group: The processes of the job.
         progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
         note: Called with messages for the user.
@@ -50,6 +53,7 @@ def tokenize_in_group(
     Raises:
         PrepError: The tokens cannot be made, or the hosts have different data files.
     """
+    config = replace(config, recorded=_share_recorded(config.recorded, group))
     if config.scratch_dir is not None:
         return tokenize_files(config, progress=progress, note=note)
     if group.count == 1:
@@ -70,6 +74,12 @@ def tokenize_in_group(
         _check_equal(identities)
     identity = group.broadcast("identity of the tokens", tokens.identity if tokens else "")
     return tokens or open_tokens(config, identity, note=note)
+
+
+def _share_recorded(recorded: RecordedTokens | None, group: ProcessGroup) -> RecordedTokens | None:
+    """Return the recorded tokens of process 0. Another process may not see the run that has recorded them."""
+    encoded = group.broadcast(RECORDED_TOKENS, recorded.encode() if recorded else "")
+    return RecordedTokens.decode(encoded) if encoded else None
 
 
 def _tokenize_on_hosts(

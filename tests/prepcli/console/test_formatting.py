@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from prepcli.console.formatting import (
     UNITS,
-    count_text,
     format_bytes,
     format_bytes_of,
     format_clock,
@@ -141,10 +140,3 @@ def test_format_durations_round_to_the_shown_unit() -> None:
 def test_format_durations_never_show_sixty(seconds: float) -> None:
     for text in (format_duration(seconds), format_clock(seconds), format_time_left(seconds)):
         assert not re.search(r":60|h 60|min 60", text)
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, "0 devices"), (1, "1 device"), (1024, "1,024 devices")]
-)
-def test_count_text_has_the_plural_unless_the_number_is_1(number: int, text: str):
-    assert count_text(number, "device") == text

@@ -119,8 +119,13 @@ def test_a_run_without_data_is_replaced(store: FakeObjectStore, written: str):
 
 def test_notes_of_a_replaced_run_are_errors(store: FakeObjectStore):
     make_run().write_note(0, NOTE)
-    with pytest.raises(PrepError, match=r"done/0 of .* is damaged - it is of another run"):
+    with pytest.raises(
+        PrepError, match=r"done/0 of .* is damaged - it is of another run"
+    ) as caught:
         make_run("b").read_notes(1)
+    assert caught.value.hint == "run the same command again, or `--restart`"
+    assert make_run("b").delete_invalid_notes({0}) == {0}
+    assert make_run("b").find_done(1) == set()
 
 
 def test_a_run_that_replaces_an_output_is_not_another_run(

@@ -178,6 +178,14 @@ def test_first_interrupt_raises_and_the_second_one_quits() -> None:
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+def test_one_interrupt_outside_of_inner_blocks_is_not_two() -> None:
+    quits, handler = threading.Event(), signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), answer_signals(lambda _: None, quits.set):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert not quits.is_set()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
 def test_ctrl_c_after_a_remembered_signal_quits() -> None:
     """The thread of the outer block knows the signal of the inner one."""
     quits = threading.Event()

@@ -266,6 +266,37 @@ def test_kept_objects_are_not_sent_again(site: StoreSite, home: Path):
     assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
 
 
+def name_another_run(note: dict[str, Any]) -> None:
+    note["run"] = "another run"
+
+
+def remove_run(note: dict[str, Any]) -> None:
+    del note["run"]
+
+
+@pytest.mark.parametrize("change", [remove_run, name_another_run])
+def test_units_of_an_earlier_version_are_written_again(
+    site: StoreSite, home: Path, change: Callable[[dict[str, Any]], None]
+):
+    """Notes of units have named their run since then. A process of another run may write one late."""
+    arguments = (*words("save-init", home), "--out", "gs://bucket/out")
+    site.store.failing_requests = "PUT bucket/out/hf/"
+    assert not site.run_prep(*arguments)["ok"]
+    site.store.failing_requests = "\0"
+    notes = [key for key in site.store.objects if "/.prep/done/" in key]
+    for key in notes[1:]:
+        note = json.loads(site.store.objects[key])
+        # The checksum is optional.
+        del note["checksum"]
+        change(note)
+        site.store.store(key, json.dumps(note).encode())
+    report = site.run_prep(*arguments)
+    assert report["ok"], report
+    assert report["bytes"]["resumed"] > 0
+    expected = convert_locally(site, arguments[:-2])
+    assert site.store.objects_below("bucket/out/") == expected
+
+
 def test_existing_bucket_output_is_kept(site: StoreSite, home: Path):
     arguments = ("save-init", str(home / "m"), "--out", "s3://bucket/out", "--mesh")
     assert site.run_prep(*arguments, "1,4,1")["already"] is False

@@ -107,6 +107,21 @@ def test_cast_of_kept_scales_is_refused():
         prep.save_init("./m", "init", dtype="bfloat16")
 
 
+@pytest.mark.parametrize("name", slow_except(FORMATS, ["awq"]))
+def test_quantized_source_may_be_an_init_with_codes(name: str):
+    make_quantized(Path("m"), name)
+    prep.save_init("./m", "kept", quantized="keep")
+    prep.save_init("./m", "init", quantized="dequantize")
+    prep.export("init", "exported", quantized_source="kept")
+    stored = read_tensors(Path("m"))
+    tensors = read_tensors(Path("exported"))
+    assert {*tensors} == {*stored}
+    for key, array in stored.items():
+        assert tensors[key].tobytes() == array.tobytes(), key
+    with pytest.raises(UsageError, match="has no quantised bytes"):
+        prep.export("init", "again", quantized_source="init")
+
+
 @pytest.mark.parametrize("name", ["fp8", "awq"])
 def test_quantized_source_needs_option_to_be_decoded(name: str):
     make_quantized(Path("m"), name)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.corpus import change, make_config
+from trainer.data.chat_template import ChatTemplate
+from trainer.data.records import MAX_COSTLY
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
 from trainer.models.errors import PrepError
@@ -50,7 +53,8 @@ def test_one_bad_line_more_than_the_limit_is_an_error(
         tokenize(change(config, bad_lines=limit))
     bad_numbers = [2, 3, 5, 7, 8]
     assert caught.value.what.startswith(f"{tmp_path}/a.jsonl:{bad_numbers[limit]}: ")
-    assert caught.value.what.endswith(f"after {limit} invalid lines") == bool(limit)
+    noun = "line" if limit == 1 else "lines"
+    assert caught.value.what.endswith(f", after {limit} invalid {noun}") == bool(limit)
 
 
 def test_limit_is_part_of_the_identity(config: TokenizeConfig):
@@ -69,3 +73,43 @@ def test_invalid_utf8_in_a_line_can_be_skipped(config: TokenizeConfig, tmp_path:
         notes[0]
         == f"skipped {tmp_path}/a.jsonl:2 is not UTF-8 (byte 45 is 0xff: invalid start byte)"
     )
+
+
+SHOWN = "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
+REFUSED = f"{{% if messages[0].role == 'system' %}}{{{{ raise_exception('no system') }}}}{{% endif %}}{SHOWN}"
+# Loops that end before the limit of work of a rendering, and loops that do not.
+COSTLY = (
+    "{% if messages[0].role == 'system' %}{% for i in range(70000) %}{% endfor %}{% endif %}"
+    + REFUSED
+)
+ENDLESS = REFUSED.replace(
+    "{{ raise", "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2 + "{{ raise"
+)
+
+
+def bad_conversations(folder: Path, template: str, count: int) -> TokenizeConfig:
+    """Return settings of conversations. A template refuses all but the last one."""
+    messages = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+    lines = [json.dumps({"messages": messages})] * count + [json.dumps({"messages": messages[1:]})]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    config = make_config(folder, folder / "chats.jsonl", type="json", fields="messages")
+    chat = ChatTemplate("chat_template.jinja", template, ())
+    return change(config, chat_template=chat, add_eos=False, seq_length=1, bad_lines=1000)
+
+
+@pytest.mark.parametrize("template", [COSTLY, pytest.param(ENDLESS, marks=pytest.mark.slow)])
+def test_records_with_much_work_of_a_template_are_bounded(tmp_path: Path, template: str):
+    config = bad_conversations(tmp_path, template, MAX_COSTLY + 1)
+    with pytest.raises(PrepError) as caught:
+        tokenize(config)
+    place = f"{tmp_path}/chats.jsonl:{MAX_COSTLY + 1}"
+    assert (
+        caught.value.what
+        == f"{place}: chat_template.jinja cannot render the messages, after {MAX_COSTLY} records like it"
+    )
+    assert caught.value.why.endswith("`data.bad_lines` skips no more of them")
+
+
+def test_other_refused_conversations_are_skipped(tmp_path: Path):
+    _, notes = tokenize(bad_conversations(tmp_path, REFUSED, 2 * MAX_COSTLY))
+    assert f"{2 * MAX_COSTLY} invalid lines skipped" in notes

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.corpus import EOS, change, make_config, write_json
-from trainer.data.chat_template import ChatTemplate
+from tests.helpers.corpus import change, make_config, write_json
+from tests.helpers.earlier_tokens import BOS, chat_config, make_earlier_tokens, recorded_identity
 from trainer.data.token_changes import IdentityChange, RecordedTokens
 from trainer.data.token_shards import tokenize_share
-from trainer.data.tokenize import TokenizeConfig, hash_files, store_identity, tokenize_files
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenize import TokenizeConfig, tokenize_files
 from trainer.models.errors import PrepError
 
-BOS = 1
-MESSAGES = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
-TEMPLATE = ChatTemplate(
-    "chat_template.jinja",
-    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
-    "{% generation %}<|end|>{% endgeneration %}{% endfor %}",
-    (("bos_token", "<|end|>"),),
-)
 VERSION_HINT = "the earlier version finishes the run; `--restart` starts again from step 0"
 
 
@@ -34,19 +23,6 @@ def config(tmp_path: Path) -> TokenizeConfig:
     """Return settings of text documents."""
     file = write_json(tmp_path / "a.jsonl", ["the cat sat"] * 9)
     return make_config(tmp_path, file, type="json", bos_id=BOS)
-
-
-def chat_config(folder: Path, suffix: str = ".jsonl") -> TokenizeConfig:
-    """Return settings of conversations in a file of a type."""
-    path = folder / f"chats{suffix}"
-    if suffix == ".jsonl":
-        path.write_text("\n".join([json.dumps({"messages": MESSAGES})] * 9))
-    else:
-        pa = pytest.importorskip("pyarrow")
-        pq = pytest.importorskip("pyarrow.parquet")
-        pq.write_table(pa.table({"messages": [MESSAGES] * 9}), path)
-    config = make_config(folder, path, type="auto", fields="messages", bos_id=BOS)
-    return change(config, chat_template=TEMPLATE, eos_id=EOS, add_eos=False, seq_length=4)
 
 
 def refusal(config: TokenizeConfig, recorded: str, add_bos: bool | None) -> PrepError:
@@ -67,19 +43,21 @@ def refusal(config: TokenizeConfig, recorded: str, add_bos: bool | None) -> Prep
     return caught.value
 
 
-def recorded_identity(config: TokenizeConfig, *without: IdentityChange) -> str:
-    """Return the identity of the tokens that a version without some changes makes."""
-    files = hash_files([*map(Path, config.paths)], lambda line: None)
-    typed = replace(
-        config, type=Path(config.paths[0]).suffix.removeprefix(".").replace("jsonl", "json")
-    )
-    return store_identity(typed, files, load_tokenizer(config.tokenizer).digest, without=without)
+def missing_tokens(config: TokenizeConfig, identity: str, *changes: IdentityChange) -> str:
+    """Return the cause of an error of tokens that this version does not make."""
+    causes = [
+        *(change.value for change in changes),
+        f"{config.cache / identity} is missing or damaged",
+    ]
+    return ", and ".join(causes)
 
 
 def test_tokens_of_other_files_are_refused_before_they_are_made(config: TokenizeConfig):
     error = refusal(config, "recorded", add_bos=None)
     assert error.why.startswith("recorded another store, now ")
-    assert error.hint.startswith("`--restart` starts again")
+    assert error.hint.startswith(
+        "use the files with which the run began, on all hosts; `--restart`"
+    )
 
 
 def test_recorded_tokens_are_made_again(config: TokenizeConfig):
@@ -109,7 +87,7 @@ def test_second_begin_token_of_an_earlier_version_is_named(tmp_path: Path):
     config = change(chat_config(tmp_path), add_bos=True)
     begun = recorded_identity(config, IdentityChange.SINGLE_BOS)
     error = refusal(config, begun, add_bos=True)
-    assert error.why == IdentityChange.SINGLE_BOS.value
+    assert error.why == missing_tokens(config, begun, IdentityChange.SINGLE_BOS)
     assert error.hint.startswith(VERSION_HINT)
 
 
@@ -117,25 +95,15 @@ def test_rows_of_tables_of_an_earlier_version_are_named(tmp_path: Path):
     config = chat_config(tmp_path, ".parquet")
     begun = recorded_identity(config, IdentityChange.TABLE_ROWS)
     error = refusal(config, begun, add_bos=False)
-    assert error.why == IdentityChange.TABLE_ROWS.value
+    assert error.why == missing_tokens(config, begun, IdentityChange.TABLE_ROWS)
     assert error.hint.startswith(VERSION_HINT)
     # The first version had none of the changes.
     others = (IdentityChange.CONTENT_PARTS, IdentityChange.JSON_LISTS)
     first = [cause for cause in IdentityChange if cause not in others]
     both = recorded_identity(change(config, add_bos=True), *first)
     error = refusal(config, both, add_bos=True)
-    causes = ", and ".join(cause.value for cause in first)
+    causes = missing_tokens(config, both, *first)
     assert error.why == f"data.add_bos: true -> not set, and {causes}"
-
-
-def make_earlier_tokens(config: TokenizeConfig, *changes: IdentityChange) -> tuple[str, str]:
-    """Make the tokens of a version without some changes. Return their identity, and the present one."""
-    present = tokenize_files(config, progress=lambda *_: None, note=lambda line: None).identity
-    identity = recorded_identity(config, *changes)
-    shutil.copytree(config.cache / present, config.cache / identity)
-    meta = config.cache / identity / "meta.json"
-    meta.write_text(meta.read_text().replace(present, identity))
-    return identity, present
 
 
 @pytest.mark.parametrize("change", [IdentityChange.CONTENT_PARTS, IdentityChange.CHAT_RENDERING])
@@ -165,5 +133,5 @@ def test_damaged_tokens_of_an_earlier_version_are_not_made_again(tmp_path: Path)
     resumed = replace(config, recorded=RecordedTokens((begun,), None))
     with pytest.raises(PrepError) as caught:
         tokenize_files(resumed, progress=lambda *_: None, note=lambda line: None)
-    assert caught.value.why == IdentityChange.CHAT_RENDERING.value
+    assert caught.value.why == missing_tokens(config, begun, IdentityChange.CHAT_RENDERING)
     assert caught.value.hint.startswith(VERSION_HINT)

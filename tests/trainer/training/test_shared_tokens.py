@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.corpus import TEXT, make_config
-from tests.helpers.thread_groups import ThreadGroup, run_group
+from tests.helpers.earlier_tokens import chat_config, make_earlier_tokens
+from tests.helpers.processes import finish, start_processes
+from tests.helpers.thread_groups import ThreadGroup, run_group, run_together
 from trainer.data.store import DamagedStoreError
+from trainer.data.token_changes import IdentityChange, RecordedTokens
 from trainer.data.token_shards import tokenize_share
 from trainer.data.tokenize import TokenizeConfig, open_tokens, tokenize_files
 from trainer.distributed import hosts
@@ -90,6 +94,63 @@ def test_other_data_on_another_host_is_an_error(config: TokenizeConfig, tmp_path
         match="the data of process 1 differs from the data of process 0 - its tokens are ",
     ):
         run_group(2, tokenize_own_files)
+
+
+@pytest.fixture
+def earlier_hosts(tmp_path: Path) -> str:
+    """Make the tokens of an earlier version on two hosts. Return their identity."""
+    identities: list[str] = []
+    for host in ("host0", "host1"):
+        (tmp_path / host).mkdir()
+        config = chat_config(tmp_path / host)
+        identities.append(make_earlier_tokens(config, IdentityChange.CHAT_RENDERING)[0])
+    assert identities[0] == identities[1]
+    return identities[0]
+
+
+def test_processes_with_own_caches_keep_recorded_tokens(tmp_path: Path, earlier_hosts: str):
+    """Only process 0 sees the run, whose tokens an earlier version has made."""
+    results = finish(
+        start_processes(
+            *(str(tmp_path), earlier_hosts),
+            count=2,
+            devices=1,
+            module="tests.helpers.recorded_tokens_process",
+        )
+    )
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert [out.split()[-1] for _, out, _ in results] == [earlier_hosts] * 2
+
+
+def resume_on_hosts(
+    folder: Path, recorded: str, conversations: tuple[int, int] = (9, 9)
+) -> PrepError:
+    """Resume on two hosts, and return the error of process 1. Process 0 alone has the recorded tokens."""
+
+    def tokenize_on_host(process: ThreadGroup) -> None:
+        index = process.index
+        config = chat_config(folder / f"host{index}", conversations=conversations[index])
+        if process.index == 0:
+            config = replace(config, recorded=RecordedTokens((recorded,), None))
+        tokenize(process, config)
+
+    error = run_together(2, tokenize_on_host)[1]
+    assert isinstance(error, PrepError)
+    return error
+
+
+def test_host_without_the_recorded_tokens_names_them(tmp_path: Path, earlier_hosts: str):
+    missing = chat_config(tmp_path / "host1").cache / earlier_hosts
+    shutil.rmtree(missing)
+    error = resume_on_hosts(tmp_path, earlier_hosts)
+    assert error.why.startswith(IdentityChange.CHAT_RENDERING.value)
+    assert error.why.endswith(f", and {missing} is missing or damaged")
+
+
+def test_host_with_changed_data_refuses_a_resumed_run(tmp_path: Path, earlier_hosts: str):
+    error = resume_on_hosts(tmp_path, earlier_hosts, conversations=(9, 8))
+    assert error.what == "the data has changed since the run began"
+    assert error.hint.startswith("use the files with which the run began, on all hosts; ")
 
 
 def test_open_tokens_checks_sizes(config: TokenizeConfig):
