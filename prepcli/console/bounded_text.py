@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from prepcli.errors import PrepError
+from trainer.models.counts import count_text
 
 # Longer than most paths. A longer word is a value from an option or a file.
 MAX_WORD_CHARS = 240
@@ -38,7 +39,7 @@ def bounded_lines(text: str) -> str:
     lines = text.split("\n")
     shown = [bounded_line(line) for line in lines[:MAX_LINES]]
     if len(lines) > MAX_LINES:
-        shown.append(f"and {len(lines) - MAX_LINES:,} more lines")
+        shown.append(f"and {count_text(len(lines) - MAX_LINES, 'more line')}")
     return "\n".join(shown)
 
 

@@ -19,6 +19,7 @@ from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import CastEntry, itemsize
+from trainer.models.counts import count_text
 
 # Values per step: the temporary arrays of a step fit a core's cache.
 BLOCK_VALUES = 1 << 14
@@ -291,5 +292,5 @@ def format_cast(entry: CastEntry) -> str:
     if "update" in entry:
         dtypes = f"adapter added to {entry['to']}"
         measure = "change"
-    head = f"{dtypes}: {entry['tensors']} tensors, {entry['values']:,} values"
+    head = f"{dtypes}: {count_text(entry['tensors'], 'tensor')}, {count_text(entry['values'], 'value')}"
     return f"{head}: {counts}; largest relative {measure} {entry.get('worst', 0.0):.3g}"

@@ -35,6 +35,7 @@ from prepcli.errors import (
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
 from prepcli.planning.strided_copies import StridedCopy
 from trainer.files.reading import ACCESS_HINT
+from trainer.models.counts import count_text
 
 ByteArray = npt.NDArray[np.uint8]
 # File descriptors left for other uses.
@@ -399,7 +400,7 @@ class Files:
             if count <= 0:
                 raise DamagedError(
                     f"{self.paths[file].name} is cut short",
-                    f"{nbytes - done:,} bytes are missing at byte {offset + done:,}",
+                    f"{count_text(nbytes - done, 'byte is', 'bytes are')} missing at byte {offset + done:,}",
                     GET_AGAIN_HINT,
                 )
             done += count

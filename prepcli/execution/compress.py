@@ -31,6 +31,7 @@ from prepcli.engine.sync_files import sync_paths
 from prepcli.errors import RESUME_HINT, Option, PrepError, text, usage_error
 from prepcli.formats.orbax_write import WrittenChunk
 from prepcli.planning.chunk_placement import FILE_NBYTES
+from trainer.models.counts import count_text
 
 PIECE_NBYTES = 1 << 20
 # A mark is a line of the journal. One is written after this many raw bytes at the latest.
@@ -308,7 +309,7 @@ class _Compressor:
                 if len(piece) < count:
                     raise PrepError(
                         f"{path.name} is cut short",
-                        f"{count - len(piece):,} bytes are missing",
+                        f"{count_text(count - len(piece), 'byte is', 'bytes are')} missing",
                         RESUME_HINT,
                     )
                 yield piece

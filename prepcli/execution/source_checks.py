@@ -18,6 +18,7 @@ from prepcli.planning.tensor_match import not_equal_error
 from prepcli.restore.digest_checks import RecordedDigests
 from prepcli.sources.dequantized import DequantizedBlob
 from prepcli.sources.source import Source
+from trainer.models.counts import count_text
 from trainer.models.json_types import JsonValue
 
 # File in the work folder, with the state of the source when the run began.
@@ -171,7 +172,8 @@ class IntegrityChecker:
         dtype = stream.written_dtype
         largest = f"{max_finite(dtype):g}"
         if stream.update:
-            what = f"{counts.overflowed:,} values of {name} become infinite or nan"
+            verb = "becomes" if counts.overflowed == 1 else "become"
+            what = f"{count_text(counts.overflowed, 'value')} of {name} {verb} infinite or nan"
             why = f"the adapter has nan, infinite or too large values: the largest of {dtype} is {largest}"
             raise PrepError(
                 what,
@@ -181,7 +183,8 @@ class IntegrityChecker:
                     Option("allow_overflow", True),
                 ),
             )
-        what = f"{counts.overflowed:,} values of {name} are too large for {dtype}"
+        verb = "is" if counts.overflowed == 1 else "are"
+        what = f"{count_text(counts.overflowed, 'value')} of {name} {verb} too large for {dtype}"
         hint = text("{} makes them infinite", Option("allow_overflow", True))
         raise PrepError(what, f"its largest value is {largest}", hint)
 

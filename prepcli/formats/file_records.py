@@ -31,6 +31,7 @@ from prepcli.formats.zarr import ZARR_JSON
 from prepcli.planning.manifest_fields import FileRecord
 from trainer.files.reading import open_regular_file, resolve_named_path
 from trainer.models.boxes import Range
+from trainer.models.counts import count_text
 
 READ_NBYTES = 1 << 20
 # Files that Orbax or Levanter, not prep, names in an item.
@@ -146,7 +147,7 @@ def _check_file(
 
 
 def _describe_record(record: FileRecord) -> str:
-    return f"{record[SIZE_KEY]:,} bytes with the digest {record.get(XXH3_KEY, ''):.40}"
+    return f"{count_text(record[SIZE_KEY], 'byte')} with the digest {record.get(XXH3_KEY, ''):.40}"
 
 
 def recorded_xxh3(path: Path, folder: Path, manifest: Manifest) -> str:

@@ -24,6 +24,7 @@ from prepcli.formats.shard_index import damage_hint
 from prepcli.formats.untrusted import CutShortError, quote_name, stat_file, unreadable_error
 from prepcli.planning.tensors import ITEM_BITS
 from trainer.files.reading import open_regular_file
+from trainer.models.counts import count_text
 
 # Extension codes of flax.serialization: array and NumPy scalar.
 EXT_ARRAY = 1
@@ -172,8 +173,9 @@ class _Cursor:
     def skip(self, count: int) -> int:
         """Skip a payload of `count` bytes and return its offset."""
         if self.offset + count > self.size:
+            missing = count_text(self.offset + count - self.size, "byte is", "bytes are")
             raise CutShortError(
-                f"it is cut short: it ends at byte {self.size:,}, {self.offset + count - self.size:,} bytes are missing"
+                f"it is cut short: it ends at byte {self.size:,}, {missing} missing"
             )
         self.offset += count
         return self.offset - count
@@ -277,7 +279,9 @@ def _parse_flax_file(state: _ParseState) -> None:
     # Bytes after the tree would be in no digest, and a longer file that was overwritten by a
     # shorter one looks like this.
     if extra_nbytes:
-        raise ValueError(f"{extra_nbytes:,} bytes follow its end at byte {state.cursor.offset:,}")
+        raise ValueError(
+            f"{count_text(extra_nbytes, 'byte follows', 'bytes follow')} its end at byte {state.cursor.offset:,}"
+        )
 
 
 def _parse_stream(state: _ParseState) -> None:
@@ -353,7 +357,7 @@ def _parse_value(state: _ParseState, path: KeyPath) -> None:
     else:
         state.cursor.skip(token.count)
         state.non_arrays.append(
-            MsgpackNonArray(path, f"{token.count:,} bytes that are not an array")
+            MsgpackNonArray(path, f"{count_text(token.count, 'byte')} that are not an array")
         )
 
 
@@ -438,7 +442,9 @@ def _read_array(cursor: _Cursor, path: KeyPath, nbytes: int) -> MsgpackArray:
     payload_nbytes = math.prod(shape) * ITEM_BITS[dtype] // 8
     if data.kind != "bytes" or cursor.offset + data.count != end or data.count != payload_nbytes:
         array = f"{_quote_path(path)}, {dtype} {str(list(shape))[:100]},"
-        raise ValueError(f"{array} takes {payload_nbytes:,} bytes, its payload has another size")
+        raise ValueError(
+            f"{array} takes {count_text(payload_nbytes, 'byte')}, its payload has another size"
+        )
     return MsgpackArray(path, dtype, shape, ((cursor.skip(payload_nbytes), payload_nbytes),))
 
 

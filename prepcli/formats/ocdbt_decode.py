@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prepcli.formats.codecs import StoredBytesReader, open_decoder
+from trainer.models.counts import count_text
 
 # CRC-32C, at the end of the frame
 _CHECKSUM_NBYTES = 4
@@ -43,7 +44,7 @@ def decode_frame(data: bytes, magic: int, max_nbytes: int) -> BodyReader:
     # starts with two varints: version and compression (0 none, 1 zstd).
     (length,) = struct.unpack_from("<Q", data, 4)
     if length != len(data):
-        raise ValueError(f"its length field is {length:,} bytes, it has {len(data):,}")
+        raise ValueError(f"its length field is {count_text(length, 'byte')}, it has {len(data):,}")
     (checksum,) = struct.unpack_from("<I", data, len(data) - _CHECKSUM_NBYTES)
     if google_crc32c.value(data[:-_CHECKSUM_NBYTES]) != checksum:
         raise ValueError("its checksum does not match")
@@ -95,7 +96,9 @@ class BodyReader:
     def expect_end(self) -> None:
         """Raise ValueError unless all bytes were read."""
         if self.remaining_nbytes:
-            raise ValueError(f"{self.remaining_nbytes:,} bytes follow its end")
+            raise ValueError(
+                f"{count_text(self.remaining_nbytes, 'byte follows', 'bytes follow')} its end"
+            )
 
     def read_varint(self, max_value: int = UINT64_MAX) -> int:
         """Return the next varint."""

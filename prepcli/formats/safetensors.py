@@ -35,6 +35,7 @@ from prepcli.formats.untrusted import (
 )
 from prepcli.planning.tensors import FileTensor, array_bits
 from trainer.files.reading import open_regular_file
+from trainer.models.counts import count_text
 from trainer.models.json_types import JsonObject, JsonValue
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -267,9 +268,7 @@ def _wrong_format_error(path: Path, first_bytes: bytes, nbytes: int) -> PrepErro
                 hint or download_again_hint(path),
             )
     if len(first_bytes) < LENGTH_NBYTES:
-        why = (
-            f"it has {len(first_bytes)} bytes, the length of its header alone takes {LENGTH_NBYTES}"
-        )
+        why = f"it has {count_text(len(first_bytes), 'byte')}, the length of its header alone takes {LENGTH_NBYTES}"
         return DamagedError(f"{path.name} is cut short", why, download_again_hint(path))
     why = f"its header length is {nbytes:,} bytes, valid: 1 to {MAX_HEADER_NBYTES:,}"
     return DamagedError(f"{path.name} is not a safetensors file", why, GET_AGAIN_HINT)

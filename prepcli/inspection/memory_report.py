@@ -5,6 +5,7 @@ from __future__ import annotations
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import format_table
 from trainer.models.chunk_sizes import chunk_length
+from trainer.models.counts import count_text
 from trainer.models.memory_estimate import MemoryEstimate
 from trainer.models.memory_inputs import MemoryInputs
 
@@ -22,12 +23,13 @@ def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available: str = 
     tile = run.score_tile(length, max(length, source_length))
     shape = [run.local_batch_size, run.local_extent("heads"), *tile]
     chunk = chunk_length(run.head_chunk_size, length)
+    layers = count_text(len(run.arch_config.sliding_windows), "layer")
     sizes = {
         "parameters": estimated.parameters,
         "moments": estimated.moments,
         "gradients and updates": estimated.gradients,
         "batch": estimated.batch,
-        f"saved by {len(run.arch_config.sliding_windows)} layers (remat {_policy_text(run)})": estimated.saved,
+        f"saved by {layers} (remat {_policy_text(run)})": estimated.saved,
         "one layer at work": estimated.layer,
         # The scores are already counted in `one layer at work`, so the peak does not add them.
         **({f"  of it scores {shape}": estimated.scores} if estimated.scores else {}),

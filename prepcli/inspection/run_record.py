@@ -14,6 +14,7 @@ from prepcli.formats.run_steps import ENVIRONMENT_FILE, RECIPE_FILE, saved_steps
 from prepcli.inspection.run_metrics import EvenSample, RunMetrics, is_number
 from trainer.files.json_values import load_json
 from trainer.files.reading import read_regular_file
+from trainer.models.counts import count_text
 from trainer.models.json_types import JsonObject
 from trainer.recipe.formatting import to_toml
 from trainer.recipe.toml_values import TomlTable, parse_toml
@@ -166,11 +167,9 @@ def _read_samples(
 
 
 def _skip_note(path: Path, count: int) -> str:
-    if count == 1:
-        lines = "1 line"
-    else:
-        lines = f"{count:,} lines"
-    return f"skipped {lines} of {path}: not a JSON object with a step, or too long"
+    return (
+        f"skipped {count_text(count, 'line')} of {path}: not a JSON object with a step, or too long"
+    )
 
 
 def not_a_run_error(name: str, *, exists: bool) -> PrepError:

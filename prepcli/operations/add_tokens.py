@@ -60,6 +60,7 @@ from prepcli.targets.source_tokenizer import (
 )
 from prepcli.targets.streams import VocabResize
 from prepcli.targets.token_files import files_with_tokens
+from trainer.models.counts import count_text
 
 ADD = "add-tokens"
 NORMALIZED_HINT = 'set "normalized" to false in a JSON list'
@@ -333,5 +334,7 @@ def _notes(init: str, vocabulary: Vocabulary, added: AddedTokensRecord) -> tuple
     notes = [f"{tokens} added: {ids}, rows of {values}"]
     padding = vocabulary.stored_size - vocabulary.true_size
     if padding:
-        notes.append(f"the {padding} rows of padding are replaced: by tokens, then by zeros")
+        notes.append(
+            f"padding of {count_text(padding, 'row')} is replaced: by tokens, then by zeros"
+        )
     return tuple(notes)

@@ -32,6 +32,7 @@ from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import CONFIG, HF_FOLDER, Source, SourceTensor
 from trainer.models.boxes import Range
+from trainer.models.counts import count_text
 from trainer.models.json_types import HFConfig
 from trainer.models.prediction import PREDICTION_FIELDS
 
@@ -165,11 +166,11 @@ def compare_values(
     if len(report.unproven) == num_unproven:
         report.is_identified = True
     num_equal = len({piece.name for piece in pieces} - changed)
-    report.proven.append(f"{num_equal} tensors")
+    report.proven.append(count_text(num_equal, "tensor"))
     if token_rows:
-        report.proven.append(f"{token_rows} rows made for new tokens")
+        report.proven.append(f"{count_text(token_rows, 'row')} made for new tokens")
     if new_rows:
-        report.proven.append(f"{new_rows} rows of padding")
+        report.proven.append(f"{count_text(new_rows, 'row')} of padding")
 
 
 def compare_sums(
@@ -395,7 +396,7 @@ def compare_files(
         for name in sorted(source_digests.keys() - output_files - token_files):
             report.differences.append(f"{name} of {source.display_name} is missing")
     if num_equal:
-        report.proven.append(f"{num_equal} files")
+        report.proven.append(count_text(num_equal, "file"))
 
 
 def _side_file_name(path: str, manifest: Manifest) -> str:

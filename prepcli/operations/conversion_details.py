@@ -19,6 +19,7 @@ from prepcli.planning.shares import Share
 from prepcli.planning.tensors import CastEntry
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source
+from trainer.models.counts import count_text
 
 
 class Accounting(TypedDict):
@@ -177,6 +178,6 @@ def closing_line(
     parts = [
         f"{used} tensors",
         *filter(None, [dropped_text(plan)]),
-        f"{count_changed_values(cast_counts):,} values changed",
+        f"{count_text(count_changed_values(cast_counts), 'value')} changed",
     ]
     return f"done in {seconds:.1f} s, {memory}; {', '.join(parts)}"

@@ -44,6 +44,7 @@ from prepcli.sources.folders import make_access
 from prepcli.sources.source import Source
 from prepcli.training_runs.observe import tokenize_progress
 from prepcli.training_runs.remote_data import DataFinder
+from trainer.models.counts import count_text
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _evaluate(
         sources = {name: score(dataset, results[name]) for name, dataset in datasets.items()}
     num_sequences = sum(scores.sequences for scores in sources.values())
     observer.note(
-        f"{num_sequences:,} sequences in {format_duration(compute_s)}, compilation included"
+        f"{count_text(num_sequences, 'sequence')} in {format_duration(compute_s)}, compilation included"
     )
     return Evaluation(
         **_make_scores(combine_results(results.values()), num_sequences=num_sequences),

@@ -84,6 +84,7 @@ from prepcli.targets.streams import (
     optimizer_nbytes,
     output_rows,
 )
+from trainer.models.counts import count_text
 from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.parameters import TreeLayout
 
@@ -471,7 +472,7 @@ def _summary_line(
     """Describe the export: `llama-13b-init step 200 -> Hugging Face safetensors, 6 files; …`."""
     step = source.tree_manifest.step
     source_name = located.model_name if step is None else f"{located.model_name} step {step}"
-    notes = f"; {removed_rows} rows of padding removed" if removed_rows > 0 else ""
+    notes = f"; {count_text(removed_rows, 'row')} of padding removed" if removed_rows > 0 else ""
     layout = options["layout"]
     state_nbytes = optimizer_nbytes(source)
     notes += f"; optimizer state ({format_bytes(state_nbytes)}) dropped" if state_nbytes else ""

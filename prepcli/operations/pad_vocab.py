@@ -36,6 +36,7 @@ from prepcli.sources.vocabulary_tensors import vocabulary_names
 from prepcli.targets.hf_folder import copied_small_files
 from prepcli.targets.orbax_item import Partitioning
 from prepcli.targets.streams import VocabResize
+from trainer.models.counts import count_text
 from trainer.models.mesh import parse_mesh
 from trainer.models.partition import vocab_multiple
 from trainer.models.rules import PARAM_RULES, format_rule
@@ -280,7 +281,7 @@ def _vocabulary_line(
         nbytes = format_bytes(sum(t.nbytes for t in (*source.tensors, *source.tower_tensors)))
         return f"vocabulary {vocabulary.stored_size} -> {size}: nothing to add, the output is a full copy of {nbytes}"
     tie_note = "   embedding and head are tied: padded once" if is_tied else ""
-    added = f"+{added_rows} rows of {init}, {format_bytes(added_rows * row_nbytes)}"
+    added = f"+{count_text(added_rows, 'row')} of {init}, {format_bytes(added_rows * row_nbytes)}"
     return f"vocabulary {vocabulary.stored_size} -> {size} ({added}){tie_note}"
 
 

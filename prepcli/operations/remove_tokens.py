@@ -43,6 +43,7 @@ from prepcli.sources.source import Source
 from prepcli.sources.vocabulary_tensors import find_vocabulary
 from prepcli.targets.streams import VocabResize
 from prepcli.targets.token_files import files_without_tokens
+from trainer.models.counts import count_text
 
 REMOVE = "remove-tokens"
 
@@ -169,5 +170,7 @@ def _notes(addition: Addition) -> tuple[str, ...]:
     ]
     padding = addition.padded_vocab_size - first
     if padding:
-        notes.append(f"{padding} rows of padding are zeros, as padding of prep is by default")
+        notes.append(
+            f"padding of {count_text(padding, 'row')} is zeros, as padding of prep is by default"
+        )
     return tuple(notes)

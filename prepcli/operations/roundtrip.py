@@ -47,6 +47,7 @@ from prepcli.planning.tensors import array_bits
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.sources.locate import check_stream
 from prepcli.sources.source import Source
+from trainer.models.counts import count_text
 from trainer.models.json_types import HFConfig
 from trainer.models.suggest import did_you_mean
 
@@ -231,7 +232,7 @@ class _Trip:
             lost_values = (read_manifest(out) or NO_MANIFEST).lost_values
             if lost_values:
                 # Such an output is refused as a source.
-                reason = f"the scale of the layout changes {lost_values:,} values"
+                reason = f"the scale of the layout changes {count_text(lost_values, 'value')}"
                 return replace(way, reason=reason)
             if number:
                 # The disk needs room for two steps of a way, and not for all.

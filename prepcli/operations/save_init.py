@@ -77,6 +77,7 @@ from prepcli.targets.orbax_item import (
 )
 from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state
 from trainer.models.axis_map import ParsedAxisMap
+from trainer.models.counts import count_text
 from trainer.models.mesh import folder_suffix, parse_mesh
 from trainer.models.rule_text import merge_rules, with_default_preset
 from trainer.models.rules import LeafDims, check_leaf_rules
@@ -559,7 +560,7 @@ def _layout_lines(
     vocab_rows = layout.output_vocabulary.stored_size
     if vocab_rows != stored_size:
         added = vocab_rows - stored_size
-        yield f"vocabulary {stored_size} -> {vocab_rows} (+{added} rows)"
+        yield f"vocabulary {stored_size} -> {vocab_rows} (+{count_text(added, 'row')})"
     if mesh is not None:
         axes = " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes))
         source_mesh = layout.source_manifest.mesh

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prepcli.console.formatting import format_bytes
 from prepcli.sources.source import Source
 from prepcli.targets.streams import optimizer_nbytes
+from trainer.models.counts import count_text
 
 
 def source_line(source: Source) -> str:
@@ -19,7 +20,7 @@ def source_line(source: Source) -> str:
     parts = [
         source.display_name,
         _family_text(source),
-        f"{len(tensors)} tensors",
+        count_text(len(tensors), "tensor"),
         f"{size} {', '.join(dtypes)}",
     ]
     if source.quantization:
@@ -30,7 +31,7 @@ def source_line(source: Source) -> str:
     if nbytes := optimizer_nbytes(source):
         parts.append(f"optimizer state {format_bytes(nbytes)}")
     if len(source.files) > 1:
-        parts.append(f"{len(source.files)} files")
+        parts.append(count_text(len(source.files), "file"))
     return "  ".join(parts)
 
 

@@ -16,6 +16,7 @@ from prepcli.operations.model_files import source_generation_defaults, tokenizer
 from prepcli.option_spec import as_tuple
 from prepcli.restore.params import OpenedModel
 from prepcli.sources.source import Source
+from trainer.models.counts import count_text
 
 if TYPE_CHECKING:
     from trainer.data.packing import Dataset
@@ -99,7 +100,7 @@ def target_metrics(
             limit=options["limit"],
         )
     )
-    observer.note(f"generated {len(targets):,} targets")
+    observer.note(f"generated {count_text(len(targets), 'target')}")
     if num_longer := sum(target.is_longer for target in targets):
         observer.warn(
             text(

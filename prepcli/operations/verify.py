@@ -61,6 +61,7 @@ from prepcli.sources.source import Source, SourceTensor
 from prepcli.sources.source_hints import KeptScales
 from prepcli.sources.tensor_labels import TensorLabel
 from trainer.models.boxes import Range
+from trainer.models.counts import count_text
 
 HEADER_CHECKS = ("headers", "file sizes")  # checks of `quick` for one checkpoint
 SHAPE_CHECKS = ("names", "shapes", "dtypes")  # checks of `quick` for two checkpoints
@@ -321,7 +322,7 @@ def _verify_pair(
         findings += _tie_findings(b, memory_nbytes, observer)
         findings += _value_findings(a, b, names, memory_nbytes=memory_nbytes, observer=observer)
         num_different = len({finding.label for finding in findings if finding.difference})
-        observer.note(f"same  {len(names) - num_different} tensors")
+        observer.note(f"same  {count_text(len(names) - num_different, 'tensor')}")
         for line in _padding_lines(a, b, names, memory_nbytes=memory_nbytes):
             observer.note(line)
     return _make_verification(a, findings, against=b)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from prepcli.console.formatting import format_bytes, format_duration
 from prepcli.errors import text
 from trainer.models.compiled_plan import CompiledPlan
+from trainer.models.counts import count_text
 from trainer.models.slices import num_slices
 from trainer.planning.memory_changes import MemoryChange
 from trainer.planning.step_flops import StepFlops
@@ -58,14 +59,16 @@ def title_lines(plan: TrainingPlan) -> list[str]:
     """Return a line about the model and the mesh, and a line about the batch."""
     num_parameters = sum(math.prod(leaf.shape) for leaf in plan.inputs.leaves.values())
     axes = " x ".join(f"{name} {size}" for name, size in zip(plan.mesh.names, plan.mesh.sizes))
-    model = f"{num_parameters:,} parameters; mesh {axes} = {plan.mesh.n_devices:,} devices"
+    model = f"{count_text(num_parameters, 'parameter')}; mesh {axes} = {count_text(plan.mesh.n_devices, 'device')}"
     count = num_slices(plan.slices)
     if count > 1:
         split = ", ".join(f"{axis} over {number}" for axis, number in plan.slices.items())
         model += f" in {count} slices ({split})"
     seq_length = plan.inputs.seq_length
     num_sequences = plan.tokens // seq_length
-    batch = f"batch {num_sequences:,} x {seq_length:,} = {plan.tokens:,} tokens per step"
+    batch = (
+        f"batch {num_sequences:,} x {seq_length:,} = {count_text(plan.tokens, 'token')} per step"
+    )
     if plan.inputs.accumulate > 1:
         batch += f" in {plan.inputs.accumulate} parts"
     return [model, batch]

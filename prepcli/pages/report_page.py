@@ -126,7 +126,7 @@ def changed_keys(runs: Sequence[RunRecord]) -> list[str]:
 def _page_body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, str]]) -> Iterator[str]:
     names = run_names(runs)
     labels = [_run_label(number, name) for number, name in enumerate(names)]
-    heading = f"{len(names)} runs"
+    heading = count_text(len(names), "run")
     if len(names) <= MAX_TITLE_NAMES:
         heading = ", ".join(names)
     yield f"<h1>{escape(heading)}</h1>"
@@ -260,7 +260,7 @@ def _recipe_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterato
             yield "<p>No key differs.</p>"
     keys = _all_keys(run.recipe for run in runs)
     highlighted = {keys.index(key) for key in changed}
-    yield f"<details><summary>All {len(keys)} keys</summary>"
+    yield f"<details><summary>All {count_text(len(keys), 'key')}</summary>"
     yield from _table_lines(header, _recipe_rows(runs, keys), highlighted=highlighted)
     yield "</details>"
 

@@ -21,6 +21,7 @@ from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy, merge_dims, region_copies
 from prepcli.planning.tensors import itemsize
 from trainer.models.boxes import Box, Range, full_box, strides, volume
+from trainer.models.counts import count_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,18 +405,19 @@ class Plan:
     def __repr__(self) -> str:
         """Return one line: command, source, and numbers of tensors, bytes and files to write."""
         tensors = len({stream.name for stream in self.streams if stream.writes})
-        written = f"{tensors} tensors, {self.write_nbytes:,} bytes in {len(self.files)} files"
+        written = f"{count_text(tensors, 'tensor')}, {count_text(self.write_nbytes, 'byte')}"
+        written += f" in {count_text(len(self.files), 'file')}"
         return f"<Plan {self.command} of {self.source_name}: {written}>"
 
     def __str__(self) -> str:
         """Return the line of `repr`, then one line per file, moved tensor and dropped tensor."""
         lines = [repr(self)]
         for file in self.files:
-            lines.append(f"file  {file.path}  {file.size:,} bytes")
+            lines.append(f"file  {file.path}  {count_text(file.size, 'byte')}")
         for stream in self.streams:
             lines.append(_describe_stream(stream, self.display_names.get(stream.name, stream.name)))
         for tensor in self.dropped:
-            lines.append(f"drop  {tensor.name}  {tensor.nbytes:,} bytes  {tensor.rule}")
+            lines.append(f"drop  {tensor.name}  {count_text(tensor.nbytes, 'byte')}  {tensor.rule}")
         return "\n".join(lines)
 
 
@@ -427,8 +429,9 @@ def _describe_stream(stream: Stream, display_name: str) -> str:
         change = f"  {stream.scale.formula}"
     fill = f"  filled with {stream.fill.kind}" if stream.fill else ""
     rows = f"rows {stream.rows[0]}:{stream.rows[1]}"
+    written = count_text(stream.written_nbytes, "byte")
     shape = list(stream.shape)
-    return f"move  {display_name}  {stream.dtype}{cast} {shape}  {rows}  {stream.written_nbytes:,} bytes{fill}{change}"
+    return f"move  {display_name}  {stream.dtype}{cast} {shape}  {rows}  {written}{fill}{change}"
 
 
 def read_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:

@@ -23,6 +23,7 @@ from prepcli.errors import (
 )
 from prepcli.planning.plan import DroppedTensor, EqualityCheck
 from trainer.models.axis_map import AxisMap, ParsedAxisMap, TensorDim, bind_row
+from trainer.models.counts import count_text
 from trainer.models.json_types import HFConfig
 from trainer.models.name_patterns import pattern_of_layers
 from trainer.models.parameters import Family, dropped_patterns
@@ -353,7 +354,7 @@ def tensor_uses(
         count = math.prod(factor.extent for factor in axis_map.stacked_factors)
         if count > MAX_TENSORS_PER_ROW:
             raise invalid_config_error(
-                f"it requires {count:,} tensors like {axis_map.text.strip()}"
+                f"it requires {count_text(count, 'tensor')} like {axis_map.text.strip()}"
             )
         for name, stacked in axis_map.tensors():
             use = TensorUse(path.format(**stacked), path, axis_map, tuple(stacked.items()))

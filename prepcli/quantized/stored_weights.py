@@ -8,6 +8,7 @@ from typing import Any
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FLOAT_DTYPES, FileTensor
+from trainer.models.counts import count_text
 
 USE_ORIGINAL_HINT = "use the model that it was quantised from"
 # Reads the bytes of a small tensor.
@@ -103,7 +104,7 @@ class StoredWeights:
         """
         if tensor.nbytes > MAX_PAYLOAD_NBYTES:
             raise DamagedError(
-                f"{quote_name(tensor.name)} has {tensor.nbytes:,} bytes",
+                f"{quote_name(tensor.name)} has {count_text(tensor.nbytes, 'byte')}",
                 f"such a tensor has at most {MAX_PAYLOAD_NBYTES:,}",
                 GET_AGAIN_HINT,
             )
@@ -194,8 +195,8 @@ def check_group_size(
     expected = -(-size // group_size)
     if groups != expected:
         raise DamagedError(
-            f"{quote_name(scales.name)} has {groups:,} groups",
-            f"{quote_name(owner)} has {size:,} inputs in groups of {group_size:,} (group_size):"
-            f" {expected:,} groups",
+            f"{quote_name(scales.name)} has {count_text(groups, 'group')}",
+            f"{quote_name(owner)} has {count_text(size, 'input')} in groups of {group_size:,} (group_size):"
+            f" {count_text(expected, 'group')}",
             GET_AGAIN_HINT,
         )

@@ -8,6 +8,7 @@ from prepcli.console.lists import join_names
 from prepcli.console.ui import Report, format_table
 from prepcli.errors import GET_AGAIN_HINT, Option, PrepError, text
 from prepcli.operations.results import Chain, ChainLink
+from trainer.models.counts import count_text
 
 HEADER = ("link", "what is proven", "status")
 
@@ -35,7 +36,7 @@ def chain_report(chain: Chain, width: int | None) -> Report:
         return Report("\n".join(lines), fields, error=_broken_error(broken))
     origins = join_names(chain.origins)
     start = f" from {origins}" if origins else ""
-    lines.append(f"ok: {len(chain.links)} links{start} ({chain.seconds:.1f} s)")
+    lines.append(f"ok: {count_text(len(chain.links), 'link')}{start} ({chain.seconds:.1f} s)")
     return Report("\n".join(lines), fields)
 
 

@@ -8,6 +8,7 @@ from prepcli.console.ui import Report
 from prepcli.operations.conversion_details import dropped_text
 from prepcli.operations.results import Conversion
 from prepcli.planning.plan import Plan
+from trainer.models.counts import count_text
 
 
 def conversion_report(conversion: Conversion, level: int) -> Report:
@@ -44,9 +45,9 @@ def _dry_run_line(conversion: Conversion, output: str) -> str:
     plan = conversion.plan
     text = f"would write {format_bytes(plan.write_nbytes)}"
     if plan.leaves:
-        text += f" in {plan.chunk_count:,} chunks of {len(plan.leaves)} leaves"
+        text += f" in {count_text(plan.chunk_count, 'chunk')} of {count_text(len(plan.leaves), 'leaf', 'leaves')}"
     written = {stream.name for stream in plan.streams if stream.writes}
-    text += f" to {output}: {len(written)} tensors"
+    text += f" to {output}: {count_text(len(written), 'tensor')}"
     dropped = dropped_text(plan)
     if dropped:
         text += f", {dropped}"

@@ -185,7 +185,9 @@ def _append_omitted_line(text: str, num_omitted: int) -> str:
     """Append a line with the number of omitted rows, if there are any."""
     if num_omitted <= 0:
         return text
-    return f"{text}\nand {num_omitted:,} more rows; `-v` shows all, PATTERN selects some"
+    return (
+        f"{text}\nand {count_text(num_omitted, 'more row')}; `-v` shows all, PATTERN selects some"
+    )
 
 
 def _first_chunk_place(contents: CheckpointContents, entry: TensorEntry) -> tuple[str, int] | None:

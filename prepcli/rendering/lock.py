@@ -5,6 +5,7 @@ from __future__ import annotations
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Report
 from prepcli.operations.results import LockedModel
+from trainer.models.counts import count_text
 
 
 def lock_report(locked: LockedModel) -> Report:
@@ -26,6 +27,5 @@ def lock_line(locked: LockedModel) -> str:
     """Describe what a lock file covers: `locked  9 files, 316 tensors, 4.95 GiB in 6.1 s`."""
     size = format_bytes(locked.nbytes)
     state = "already locked" if locked.already_done else "locked"
-    return (
-        f"{state}  {locked.files} files, {locked.tensors} tensors, {size} in {locked.seconds:.1f} s"
-    )
+    counts = f"{count_text(locked.files, 'file')}, {count_text(locked.tensors, 'tensor')}"
+    return f"{state}  {counts}, {size} in {locked.seconds:.1f} s"

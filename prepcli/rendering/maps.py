@@ -8,13 +8,16 @@ from prepcli.console.lists import join_names
 from prepcli.console.ui import Report
 from prepcli.errors import PrepError
 from prepcli.operations.results import MapSuggestion
+from trainer.models.counts import count_text
 
 MAX_LISTED = 8
 
 
 def suggestion_report(suggestion: MapSuggestion) -> Report:
     """Return the report of a map: its counts, and the tensors that need a decision. An incomplete map is an error."""
-    lines = [f"{len(suggestion.rows):,} rows for {suggestion.targets:,} tensors"]
+    lines = [
+        f"{count_text(len(suggestion.rows), 'row')} for {count_text(suggestion.targets, 'tensor')}"
+    ]
     for title, names in (
         ("ambiguous", tuple(suggestion.ambiguous)),
         ("not matched", suggestion.unmatched),

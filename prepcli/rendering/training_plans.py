@@ -25,6 +25,7 @@ from prepcli.pages.plan_rows import (
     traffic_rows,
 )
 from prepcli.rendering.compiled_step import compiled_fields, compiled_lines
+from trainer.models.counts import count_text
 from trainer.planning.memory_changes import MemoryChange
 from trainer.planning.mesh_search import MeshOption, MeshSearch
 from trainer.planning.training_plan import KindEstimate, TrainingPlan
@@ -81,7 +82,8 @@ def meshes_report(meshes: FittingMeshes, ui: Ui) -> Report:
         "too_large": search.num_too_large,
         "invalid": dict(search.refusals),
     }
-    title = f"{len(entries)} meshes of {meshes.num_devices} x {meshes.kind.name} fit"
+    verb = "fits" if len(entries) == 1 else "fit"
+    title = f"{count_text(len(entries), 'mesh', 'meshes')} of {meshes.num_devices} x {meshes.kind.name} {verb}"
     # A pipe has no width: a program that reads the text gets all meshes.
     show_all = ui.columns is None or ui.level >= LEAVES
     text = search_text(search, columns=ui.columns, show_all=show_all)
@@ -159,12 +161,15 @@ def search_text(search: MeshSearch, *, columns: int | None, show_all: bool) -> s
             )
         )
     lines: list[str] = []
-    if len(options) < len(search.options):
+    num_slower = len(search.options) - len(options)
+    if num_slower:
         lines.append(
-            f"and {len(search.options) - len(options)} slower ones that fit; `-v` lists all"
+            f"and {count_text(num_slower, 'slower one that fits', 'slower ones that fit')}; `-v` lists all"
         )
     if search.num_too_large:
-        lines.append(f"{search.num_too_large} other meshes exceed the memory")
+        lines.append(
+            f"{count_text(search.num_too_large, 'other mesh exceeds', 'other meshes exceed')} the memory"
+        )
     lines += _refusal_lines(search.refusals)
     lines.append(CAVEAT)
     if search.options:

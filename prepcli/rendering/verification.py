@@ -17,6 +17,7 @@ from prepcli.operations.verification_results import (
     Verification,
 )
 from prepcli.sources.tensor_labels import TensorLabel
+from trainer.models.counts import count_text
 
 # A template or a list of a setting may have any length.
 MAX_VALUE_CHARS = 60
@@ -48,16 +49,16 @@ def verification_report(verification: Verification, ui: Ui) -> Report:
 def _checked_text(verification: Verification) -> str:
     """Describe what was compared and is equal."""
     padding_rows = verification.ignored_padding_rows
-    padding = f"; {padding_rows:,} padding rows ignored" if padding_rows else ""
+    padding = f"; {count_text(padding_rows, 'padding row')} ignored" if padding_rows else ""
+    # Equal checkpoints have a number.
+    tensors = count_text(verification.tensors or 0, "tensor")
     if verification.distances:
         largest = max(distance.max_abs for distance in verification.distances)
-        return f"{verification.tensors} tensors, largest difference {largest:.3g}{padding}"
-    if not verification.checked:
-        return (
-            f"{verification.tensors} tensors, {verification.values:,} values, 0 different{padding}"
-        )
+        return f"{tensors}, largest difference {largest:.3g}{padding}"
+    if verification.values is not None:
+        return f"{tensors}, {count_text(verification.values, 'value')}, 0 different{padding}"
     *first_checks, last_check = verification.checked
-    checked = f"{', '.join(first_checks)} and {last_check} of {verification.tensors} tensors"
+    checked = f"{', '.join(first_checks)} and {last_check} of {tensors}"
     if verification.against is None:
         return f"{checked}, no values read, no digests checked"
     return f"{checked} equal, no values read{padding}"
@@ -163,7 +164,7 @@ def _difference_error(verification: Verification) -> PrepError:
     if not verification.differences:
         return _strict_error(verification, what)
     labels = {_difference_label(difference) for difference in verification.differences}
-    counts = f"{len(labels)} tensors"
+    counts = count_text(len(labels), "tensor")
     # Tensors of the other checkpoint alone are not in the total.
     if len(labels) <= verification.total_tensors:
         counts = f"{len(labels)} of {verification.total_tensors} tensors"

@@ -8,6 +8,7 @@ from prepcli.engine.compare import compare_streams
 from prepcli.planning.plan import EqualityCheck, Stream
 from prepcli.planning.tensor_match import not_equal_error
 from prepcli.sources.source import Source, SourceTensor
+from trainer.models.counts import count_text
 
 # Duplicates of each tensor, by its name. Tensors without duplicates are absent.
 Duplicates = Mapping[str, Sequence[SourceTensor]]
@@ -57,7 +58,9 @@ def check_equal(source: Source, check: EqualityCheck) -> None:
     )
     if result.count:
         first = f"{list(result.index)}: {result.value_a}, {result.value_b}"
-        difference = f"{result.count:,} values differ, the first at {first}"
+        difference = (
+            f"{count_text(result.count, 'value differs', 'values differ')}, the first at {first}"
+        )
         display_names = {tensor.name: source.names.display_name(tensor.name) for tensor in pair}
         raise not_equal_error(
             source.family, check, display_names=display_names, difference=difference

@@ -37,6 +37,7 @@ from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
 from trainer.models import checkpoint_store
 from trainer.models.boxes import Box, full_box, intersection, slices, strides, volume
+from trainer.models.counts import count_text
 
 # Upper limit of one read of a thread.
 PIECE_NBYTES = 4 << 20
@@ -187,7 +188,7 @@ class ItemReader:
         if name not in self._array_numbers:
             raise PrepError(
                 f"{self.folder} has no leaf {name}",
-                f"it has {len(self._array_numbers)} other leaves",
+                f"it has {count_text(len(self._array_numbers), 'other leaf', 'other leaves')}",
                 text("{} shows their names", Command("inspect", str(self.folder))),
             )
         blob = DecodedArray(self._item, self._array_numbers[name], self._remote_files)

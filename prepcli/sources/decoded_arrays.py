@@ -31,6 +31,7 @@ from prepcli.formats.orbax import ArrayMeta, chunk_key, unravel_chunk_index
 from prepcli.formats.orbax_read import OrbaxItem
 from prepcli.formats.orbax_store import StoredRange, StoredValue
 from prepcli.formats.untrusted import quote_name
+from trainer.models.counts import count_text
 
 # A chunk of at most 1/8 of the cache size is decoded at once and kept.
 WHOLE_CHUNK_DIVISOR = 8
@@ -285,7 +286,7 @@ class _UncompressedChunk:
         while done < into.size:
             block = self._stored.read_at(start + done, min(into.size - done, READ_BLOCK_NBYTES))
             if not block:
-                raise ValueError(f"{into.size - done:,} bytes are missing")
+                raise ValueError(f"{count_text(into.size - done, 'byte is', 'bytes are')} missing")
             into[done : done + len(block)] = np.frombuffer(block, np.uint8)
             done += len(block)
         return True

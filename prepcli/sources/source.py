@@ -44,6 +44,7 @@ from prepcli.remote.remote_files import RemoteBlob
 from prepcli.sources.side_files import SideFile
 from trainer.files.json_values import load_json
 from trainer.models.axis_map import ParsedAxisMap
+from trainer.models.counts import count_text
 from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.parameters import Family, parameter_rows
 
@@ -83,12 +84,14 @@ class SourceTensor:
         for first, stop, _ in self.digests:
             if first != next_row or not first <= stop <= num_rows:
                 what = f"the manifest records a digest of rows {first} to {stop} of {quote_name(self.name)}"
-                why = f"the tensor has {num_rows} rows, and {next_row} of them come before"
+                why = f"the tensor has {count_text(num_rows, 'row')}, and {next_row} of them come before"
                 raise DamagedError(what, why, GET_AGAIN_HINT)
             next_row = stop
         if self.digests and next_row != num_rows:
-            what = f"the manifest records digests of {next_row} rows of {quote_name(self.name)}"
-            raise DamagedError(what, f"the tensor has {num_rows} rows", GET_AGAIN_HINT)
+            what = f"the manifest records digests of {count_text(next_row, 'row')} of {quote_name(self.name)}"
+            raise DamagedError(
+                what, f"the tensor has {count_text(num_rows, 'row')}", GET_AGAIN_HINT
+            )
 
     @property
     def nbytes(self) -> int:

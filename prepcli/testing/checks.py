@@ -47,6 +47,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.generation.decode import GenerationConfig
 from trainer.generation.generator import Generator
 from trainer.models.architecture import OUTPUT_SCALE, XIELU_CONSTANTS
+from trainer.models.counts import count_text
 from trainer.models.mesh import Mesh, parse_mesh
 from trainer.models.moe_config import CORRECTION
 from trainer.models.param_tree import flatten_tree, unflatten_tree
@@ -127,7 +128,7 @@ def check_coverage(subject: FamilyUnderTest) -> str:
             view += 1
     wrong = [name for name, counts in (tensors | leaves).items() if not (counts == 1).all()]
     _require(not wrong, f"elements of {', '.join(wrong[:4])} are not mapped exactly once")
-    return f"{sum(counts.size for counts in tensors.values()):,} elements"
+    return count_text(sum(counts.size for counts in tensors.values()), "element")
 
 
 def check_round_trip(subject: FamilyUnderTest) -> str:
@@ -165,7 +166,7 @@ def check_params(subject: FamilyUnderTest) -> str:
         if not _same_bits(np.asarray(leaf), np.asarray(loaded[path]))
     ]
     _require(not changed, f"{', '.join(changed[:4])} differs")
-    return f"{len(loaded)} leaves"
+    return count_text(len(loaded), "leaf", "leaves")
 
 
 def check_forward(subject: FamilyUnderTest) -> str:
@@ -189,7 +190,7 @@ def check_names_and_shapes(subject: FamilyUnderTest) -> str:
         f"{name}: {shapes.get(name)}, transformers has {expected.get(name)}" for name in different
     ]
     _require(not lines, "; ".join(lines[:4]))
-    return f"{len(shapes)} tensors"
+    return count_text(len(shapes), "tensor")
 
 
 def check_export(subject: FamilyUnderTest) -> str:
@@ -333,7 +334,7 @@ def check_greedy_tokens(subject: FamilyUnderTest) -> str:
     for prompt, tokens, expected in zip(prompts, generated, entry["tokens"]):
         _require(
             tokens == expected,
-            f"from {len(prompt)} tokens: {tokens}, transformers generates {expected}",
+            f"from {count_text(len(prompt), 'token')}: {tokens}, transformers generates {expected}",
         )
     return f"{len(generated)} x {MAX_NEW_TOKENS}"
 

@@ -17,6 +17,7 @@ from prepcli.inspection.memory_report import memory_fields, memory_table
 from prepcli.planning.tensors import itemsize
 from prepcli.training_runs.run import Run
 from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU
+from trainer.models.counts import count_text
 from trainer.models.json_types import HFConfig
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.rules import Rules
@@ -245,7 +246,7 @@ def disk_warnings(
         num_checkpoints += 1
     free_nbytes = shutil.disk_usage(_nearest_existing_folder(folder)).free
     if num_checkpoints * one_nbytes > free_nbytes:
-        sizes = f"{num_checkpoints:,} checkpoints of {format_bytes(one_nbytes)}"
+        sizes = f"{count_text(num_checkpoints, 'checkpoint')} of {format_bytes(one_nbytes)}"
         free = format_bytes(free_nbytes)
         yield f"{folder} will hold {sizes}, its disk has {free} free: a smaller `checkpoint.keep`"
 

@@ -9,6 +9,7 @@ from prepcli.formats.manifest import Manifest
 from prepcli.restore.item_reader import ItemReader
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.training_runs.start import StartCheckpoint
+from trainer.models.counts import count_text
 
 if TYPE_CHECKING:
     from trainer.training.loop_config import LoopConfig
@@ -75,7 +76,8 @@ def cast_warning(start: StartCheckpoint, loop: LoopConfig) -> str:
             casts.append(f"{name} from {stored} to {shape.dtype.name}")
     if not casts:
         return ""
-    return f"{len(casts):,} leaves of {loop.recipe.model.path} are cast, e.g. {casts[0]}"
+    verb = "is" if len(casts) == 1 else "are"
+    return f"{count_text(len(casts), 'leaf', 'leaves')} of {loop.recipe.model.path} {verb} cast, e.g. {casts[0]}"
 
 
 def unread_warning(start: StartCheckpoint, loop: LoopConfig) -> str:
@@ -86,7 +88,10 @@ def unread_warning(start: StartCheckpoint, loop: LoopConfig) -> str:
     if not unread:
         return ""
     path = loop.recipe.model.path
-    return f"{len(unread):,} leaves of {path} are not used, e.g. {unread[0]}"
+    verb = "is" if len(unread) == 1 else "are"
+    return (
+        f"{count_text(len(unread), 'leaf', 'leaves')} of {path} {verb} not used, e.g. {unread[0]}"
+    )
 
 
 def load_continued_state(start: StartCheckpoint, setup: Any) -> TrainState:

@@ -157,8 +157,8 @@ def _batch_text(loop: LoopConfig) -> str:
         parts = f" in {loop.setup.accumulate} parts"
     epochs = loop.steps / loop.order.steps_per_epoch
     return (
-        f"batch {size} x {length} = {loop.tokens_per_step:,} tokens per step{parts};"
-        f" {loop.steps:,} steps = {epochs:.2f} epochs of {loop.train.n_rows:,} sequences"
+        f"batch {size} x {length} = {count_text(loop.tokens_per_step, 'token')} per step{parts};"
+        f" {count_text(loop.steps, 'step')} = {epochs:.2f} epochs of {count_text(loop.train.n_rows, 'sequence')}"
     )
 
 
@@ -214,7 +214,7 @@ def rope_text(arch_config: ArchConfig) -> str:
     if not arch_config.ropes:
         return ""
     ropes = " and ".join(_describe_rope(rope) for rope in arch_config.ropes if rope.rotary_dim)
-    return f"rotary embedding {ropes}; {arch_config.max_positions:,} positions"
+    return f"rotary embedding {ropes}; {count_text(arch_config.max_positions, 'position')}"
 
 
 def dropout_text(dropout: DropoutConfig) -> str:

@@ -15,6 +15,7 @@ import xxhash
 
 from trainer.data.order import RowOrder
 from trainer.data.packing import Arrays, ColumnSpecs, Dataset
+from trainer.models.counts import count_text
 from trainer.models.errors import PrepError, usage_error
 
 # Digests of rows are added modulo this number.
@@ -108,7 +109,7 @@ class Batches:
         """
         check_share(process, of, order.batch_size)
         if not 0 <= start <= steps:
-            why = f"the run has {steps:,} steps"
+            why = f"the run has {count_text(steps, 'step')}"
             raise usage_error(f"`start` is {start:,}", why, f"0 to {steps:,}")
         self._dataset = dataset
         self._order = order
@@ -206,5 +207,5 @@ def check_share(process: int, of: int, batch_size: int) -> None:
     if not 0 <= process < of:
         raise usage_error(f"`process` is {process}", f"`of` is {of}", f"0 to {of - 1}")
     if of > batch_size:
-        why = f"a batch has {batch_size:,} sequences, so some processes would get none"
+        why = f"a batch has {count_text(batch_size, 'sequence')}, so some processes would get none"
         raise usage_error(f"`of` is {of:,}", why, f"at most {batch_size:,}, or a larger batch")

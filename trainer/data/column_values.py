@@ -13,6 +13,7 @@ from trainer.data.column_shapes import columns_hint, is_json_list, is_sharegpt
 from trainer.data.examples import TokenIds
 from trainer.data.readers.reader import Record
 from trainer.files.json_values import json_type_name, load_json
+from trainer.models.counts import count_text
 from trainer.models.errors import Key, PrepError, Text
 from trainer.models.json_types import JsonObject, JsonValue
 
@@ -99,7 +100,9 @@ def _decode_ids(text: str) -> npt.NDArray[np.int32]:
     """Decode base64 of little-endian int32 values."""
     data = base64.b64decode(text, validate=True)
     if len(data) % 4:
-        raise ValueError(f"its base64 decodes to {len(data):,} bytes, which is not a multiple of 4")
+        raise ValueError(
+            f"its base64 decodes to {count_text(len(data), 'byte')}, which is not a multiple of 4"
+        )
     return np.frombuffer(data, "<i4")
 
 

@@ -59,6 +59,7 @@ from trainer.data.window_rows import (
 from trainer.files.json_values import load_json
 from trainer.files.reading import read_regular_file
 from trainer.files.writing import fsync_path, write_file
+from trainer.models.counts import count_text
 from trainer.models.errors import PrepError
 from trainer.recipe.text_fields import SEGMENTED
 
@@ -240,7 +241,7 @@ def _map_arrays(
         if n_items is None:
             n_items = nbytes
         if nbytes != n_items * dtype.itemsize:
-            raise _damaged_rows_error(folder, f"{name} has {nbytes:,} bytes")
+            raise _damaged_rows_error(folder, f"{name} has {count_text(nbytes, 'byte')}")
         if checks_digests and file_digest(path) != meta.digests[name]:
             raise _damaged_rows_error(folder, f"{name} differs from its digest")
         # A plain array: each slice of a memmap creates another object of that class, which is slow.
@@ -261,11 +262,15 @@ def _check_settings(
     It is the only file of the folder without a digest.
     """
     if meta.seq_length != tokens.seq_length:
-        raise _damaged_rows_error(folder, f"{META_FILE} has rows of {meta.seq_length:,} tokens")
+        raise _damaged_rows_error(
+            folder, f"{META_FILE} has rows of {count_text(meta.seq_length, 'token')}"
+        )
     if meta.is_compact:
         _check_windows(folder, meta, arrays)
     elif checks_lengths and meta.max_length != int(arrays[LENGTHS_FILE].max()):
-        raise _damaged_rows_error(folder, f"{META_FILE} has pieces of {meta.max_length:,} tokens")
+        raise _damaged_rows_error(
+            folder, f"{META_FILE} has pieces of {count_text(meta.max_length, 'token')}"
+        )
 
 
 def _check_windows(folder: Path, meta: RowsMeta, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -296,7 +301,9 @@ def _read_valid_rows(
 def _build_rows(folder: Path, tokens: MappedTokens, packing: str, note: Note) -> None:
     """Build rows in a partial folder, sync them, then rename the folder."""
     if tokens.n_documents >= MIN_NOTE_DOCUMENTS:
-        note(f"arranging {tokens.n_documents:,} documents in sequences, once for these tokens")
+        note(
+            f"arranging {count_text(tokens.n_documents, 'document')} in sequences, once for these tokens"
+        )
     for leftover in filter(is_abandoned, [*folder.parent.iterdir()]):
         remove_folder(leftover)
     partial = folder.with_name(partial_name(folder.name))

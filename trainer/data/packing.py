@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.store import MappedTokens
+from trainer.models.counts import count_text
 from trainer.models.errors import PrepError
 
 RowIndices: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
@@ -211,7 +212,7 @@ def split_holdout(dataset: DatasetT, holdout: float) -> tuple[DatasetT, DatasetT
         purpose = "train"
         if n_held_out < 1:
             purpose = "evaluate"
-        why = f"holdout {holdout:g} of {n_rows:,} sequences is {n_held_out:,}"
+        why = f"holdout {holdout:g} of {count_text(n_rows, 'sequence')} is {n_held_out:,}"
         raise PrepError(
             f"no sequence is left to {purpose} on",
             why,

@@ -20,6 +20,7 @@ from trainer.data.files import DataFile, io_error
 from trainer.files.json_values import load_json
 from trainer.files.reading import read_regular_file
 from trainer.files.writing import write_file
+from trainer.models.counts import count_text
 from trainer.models.errors import PrepError
 
 PLAN_FILE = "plan.json"
@@ -193,14 +194,14 @@ def planned_data_files(
     """
     files = tuple(file for file in map(_with_size, found) if file.nbytes)
     if len(files) != len(plan.files):
-        why = f"this process has {len(files):,} files, the plan has {len(plan.files):,}"
+        why = f"this process has {count_text(len(files), 'file')}, the plan has {len(plan.files):,}"
         raise _other_data_error(folder, "the data", why)
     # The name and the size cost no read. A reader compares the digest, of the files of its shards only.
     planned: list[DataFile] = []
     for file, expected in zip(files, plan.files):
         actual = PlannedFile(_name(file), file.nbytes, file.digest or expected.digest)
         if actual != expected:
-            why = f"it has {file.nbytes:,} bytes, the plan has {expected.name} with {expected.nbytes:,}"
+            why = f"it has {count_text(file.nbytes, 'byte')}, the plan has {expected.name} with {expected.nbytes:,}"
             raise _other_data_error(folder, str(file.path), why)
         planned.append(DataFile(file.path, file.nbytes, expected.digest, file.open_remote))
     return tuple(planned)

@@ -18,6 +18,7 @@ from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, check_rows
 from trainer.data.seq2seq import seq2seq_columns
 from trainer.data.store import MappedTokens
 from trainer.data.tokenizer import TextTokenizer
+from trainer.models.counts import count_text
 from trainer.models.errors import Key, PrepError, text
 from trainer.recipe.span_corruption import SpanSizes
 
@@ -174,9 +175,7 @@ def sentinel_ids(tokenizer: TextTokenizer, n_spans: int, vocab: int) -> Int32Arr
         name = f"<extra_id_{i}>"
         token_id = tokenizer.codec.token_id(name)
         if token_id is None:
-            why = (
-                f"span corruption has {n_spans:,} spans per sequence, and a sentinel token for each"
-            )
+            why = f"span corruption has {count_text(n_spans, 'span')} per sequence, and a sentinel token for each"
             hint = text(
                 "a smaller {}, or {} with the tokenizer of a T5 model",
                 Key("data.source_length"),

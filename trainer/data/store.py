@@ -25,6 +25,7 @@ from trainer.data.document_packing import DocumentRows
 from trainer.data.files import io_error
 from trainer.files.json_values import load_json
 from trainer.files.reading import open_regular_file, read_regular_file
+from trainer.models.counts import count_text
 from trainer.models.errors import PrepError
 
 TOKENS_FILE = "tokens.bin"
@@ -172,7 +173,8 @@ def read_meta(folder: Path, *, checks_digests: bool = True) -> StoreMeta:
     for name, nbytes in expected_nbytes.items():
         if sizes[name] != nbytes:
             raise _damaged_store_error(
-                folder, f"{name} has {sizes[name]:,} bytes, {META_FILE} records {nbytes:,}"
+                folder,
+                f"{name} has {count_text(sizes[name], 'byte')}, {META_FILE} records {nbytes:,}",
             )
     if not checks_digests:
         return meta

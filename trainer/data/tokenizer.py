@@ -42,6 +42,7 @@ from trainer.files.tokenizer_safety import (
     library_errors,
     normalizer_growth,
 )
+from trainer.models.counts import count_text
 from trainer.models.errors import Key, Option, PrepError, Text
 from trainer.models.json_types import JsonObject, JsonValue
 
@@ -228,7 +229,9 @@ class TextTokenizer:
         Raises:
             PrepError: The tokenizer fails.
         """
-        with library_errors(f"{self.path} cannot decode {len(ids)} tokens", TOKENIZER_HINT):
+        with library_errors(
+            f"{self.path} cannot decode {count_text(len(ids), 'token')}", TOKENIZER_HINT
+        ):
             prefix = self.codec.decode(list(preceding_ids))
             text = self.codec.decode([*preceding_ids, *ids])
             if text.startswith(prefix):

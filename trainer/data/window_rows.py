@@ -36,6 +36,7 @@ from trainer.data.document_packing import (
 )
 from trainer.data.store import DamagedStoreError, MappedTokens, document_end_blocks
 from trainer.data.store_writer import HashingFile
+from trainer.models.counts import count_text
 from trainer.recipe.text_fields import SEGMENTED
 
 WINDOWS_FILE = "windows.bin"
@@ -143,7 +144,9 @@ class WindowRows:
         assignment = self._assignments[assignment_start : int(entry["assignment_end"])]
         ordered_rows = _decode_rows(assignment.tobytes())
         if len(ordered_rows) != len(pieces.lengths):
-            raise _damaged_error(f"window {index:,} has {len(ordered_rows):,} pieces in them")
+            raise _damaged_error(
+                f"window {index:,} has {count_text(len(ordered_rows), 'piece')} in them"
+            )
         rows = np.empty_like(ordered_rows)
         rows[self._order(pieces.lengths)] = ordered_rows
         return _Window(first_row, pieces, number_rows(rows))

@@ -42,6 +42,7 @@ from prepcli.sources.source import (
 )
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.axis_map import AxisMap, bind_row
+from trainer.models.counts import count_text
 from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.registry import family_of
 from trainer.models.row_text import parse_row
@@ -152,7 +153,7 @@ def _part_paths(path: Path, display_name: str) -> tuple[Path, ...]:
     if missing:
         raise PrepError(
             f"{display_name} is a part of a model",
-            f"it has {len(paths)} parts, and {missing[0]} is missing",
+            f"it has {count_text(len(paths), 'part')}, and {missing[0]} is missing",
             "put all parts into one folder",
         )
     return paths
@@ -173,7 +174,7 @@ def _check_parts(headers: Sequence[GgufHeader], display_name: str) -> None:
     num_tensors = sum(len(header.tensors) for header in headers)
     if len(headers) > 1 and expected is not None and expected != num_tensors:
         raise DamagedError(
-            f"{display_name} has {num_tensors:,} tensors",
+            f"{display_name} has {count_text(num_tensors, 'tensor')}",
             f"the key `{SPLIT_TENSORS_KEY}` is {expected!r:.40}",
             GET_AGAIN_HINT,
         )
@@ -354,7 +355,7 @@ def _tensor_decoders(
         if name in EXPERT_TENSORS and hf_name and len(shape) == 3:
             if shape[0] > MAX_EXPERTS:
                 raise DamagedError(
-                    f"{quote_name(tensor.name)} has {shape[0]:,} experts",
+                    f"{quote_name(tensor.name)} has {count_text(shape[0], 'expert')}",
                     f"at most {MAX_EXPERTS:,} are supported",
                     GET_AGAIN_HINT,
                 )

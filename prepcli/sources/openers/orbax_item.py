@@ -63,6 +63,7 @@ from prepcli.sources.tree_tensors import (
 )
 from prepcli.sources.unscaled_arrays import UnscaledArray
 from trainer.models.boxes import strides
+from trainer.models.counts import count_text
 from trainer.models.json_types import HFConfig
 from trainer.models.manifest_family import manifest_family
 from trainer.models.parameters import Family
@@ -326,7 +327,7 @@ def _root_scales(
             for record in records.values()
             if record["lost"]
         }
-        why = f"its layout {' and '.join(lossy)}, which changed {manifest.lost_values:,} values"
+        why = f"its layout {' and '.join(lossy)}, which changed {count_text(manifest.lost_values, 'value')}"
         hint = text(
             "read the model that it was made from; {} checks the stored values",
             Command("verify", display_name),

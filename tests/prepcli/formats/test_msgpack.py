@@ -106,7 +106,7 @@ def deep(levels: int) -> bytes:
 INVALID_FLAX_FILES = {
     "nothing": (b"", "it is cut short: it ends at byte 0"),
     "no code of msgpack": (b"\x81\xa1a\xc1", "is 0xc1, which msgpack does not define"),
-    "more than one value": (b"\x80\x80", "1 bytes follow its end at byte 1"),
+    "more than one value": (b"\x80\x80", "1 byte follows its end at byte 1"),
     "a number as a key": (b"\x81\x01\x01", "a key before byte 2 is not text"),
     "a key that is no text": (b"\x81\xa1\xff\x01", "is not UTF-8"),
     "a long key": (b"\x81\xda\xff\xff", "has 65,535 bytes, the limit is 1,024"),

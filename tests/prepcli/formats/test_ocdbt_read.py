@@ -308,7 +308,7 @@ def test_limits_apply_to_all_nodes_together(tmp_path, monkeypatch):
         (framed(TOP, b""), "it does not start with 0cdb20de"),
         (framed(NODE, inlined(2, b"", b""))[:-1], "its length field is 34 bytes, it has 33"),
         (framed(NODE, inlined(2, b"", b""))[:-1] + b"x", "its checksum does not match"),
-        (framed(NODE, inlined(2, b"", b"") + b"x"), "1 bytes follow its end"),
+        (framed(NODE, inlined(2, b"", b"") + b"x"), "1 byte follows its end"),
         (framed(NODE, inlined(2, b"", b"v")[:-1]), "it is cut short"),
         (framed(NODE, leaf(1, varint(1), b"k", varint(1), b"\2")), "a value has the unknown kind 2"),
         (framed(NODE, leaf(1, b"\xff" * 9 + b"\2")), "it has a number of more than 64 bits"),

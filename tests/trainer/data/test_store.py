@@ -98,7 +98,7 @@ def test_cut_off_weights_are_detected(tmp_path: Path):
     build_store(tmp_path / NAME, "uint16", fill, has_weights=True)
     (tmp_path / NAME / "weights.bin").write_bytes(b"1")
     with pytest.raises(
-        store.DamagedStoreError, match=r"weights\.bin has 1 bytes, meta\.json records 5"
+        store.DamagedStoreError, match=r"weights\.bin has 1 byte, meta\.json records 5"
     ):
         store.read_meta(tmp_path / NAME)
 

@@ -18,6 +18,7 @@ from trainer.data.readers.reader import (
     read_stream,
     too_large_error,
 )
+from trainer.models.counts import count_text
 from trainer.models.errors import PrepError
 
 LINE_END = "\r\n"
@@ -167,7 +168,9 @@ def _check_header(place: str, row: Sequence[str]) -> Sequence[str]:
 def _row_values(place: str, header: Sequence[str], row: Sequence[str]) -> dict[str, str]:
     """Return the fields of a row by column. Raise PrepError if their number is wrong."""
     if len(row) != len(header):
-        raise PrepError(f"{place}: {len(row)} fields", f"the header has {len(header)}", LINE_HINT)
+        raise PrepError(
+            f"{place}: {count_text(len(row), 'field')}", f"the header has {len(header)}", LINE_HINT
+        )
     return dict(zip(header, row))
 
 

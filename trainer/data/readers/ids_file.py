@@ -12,6 +12,7 @@ import numpy as np
 
 from trainer.data.files import DataFile
 from trainer.data.readers.reader import IdsChunk, Reader, ReadOptions, read_stream
+from trainer.models.counts import count_text
 from trainer.models.errors import Key, PrepError, Text
 
 # First bytes of an .npy file: 6 of the magic and 2 of the version.
@@ -37,7 +38,7 @@ def _read_ids(file: DataFile, options: ReadOptions) -> Iterator[IdsChunk]:
 def _count_ids(file: DataFile, dtype: np.dtype[Any]) -> int:
     """Return the number of ids in a file without a header."""
     if file.nbytes % dtype.itemsize:
-        why = f"it has {file.nbytes:,} bytes, and each {dtype.name} id has {dtype.itemsize}"
+        why = f"it has {count_text(file.nbytes, 'byte')}, and each {dtype.name} id has {dtype.itemsize}"
         hint = Text(Key("data.ids_dtype"), " sets the dtype")
         raise PrepError(f"{file.path} ends with an incomplete id", why, hint)
     return file.nbytes // dtype.itemsize
@@ -48,7 +49,7 @@ def _parse_npy(file: DataFile, stream: BinaryIO) -> Iterator[IdsChunk]:
     shape, dtype = _read_npy_header(file, stream)
     n_ids = math.prod(shape)
     if n_ids * dtype.itemsize > file.nbytes:
-        why = f"it has {file.nbytes:,} bytes, and its header declares the shape {shape!r:.60}"
+        why = f"it has {count_text(file.nbytes, 'byte')}, and its header declares the shape {shape!r:.60}"
         raise PrepError(f"{file.path} is cut short", why, "get the file again")
     if not n_ids:
         # An array of shape [N, 0] declares N rows without ids, for any N.
@@ -100,7 +101,9 @@ def _read_npy_prefix(stream: BinaryIO) -> bytes:
     length = stream.read(length_nbytes)
     nbytes = int.from_bytes(length, "little")
     if nbytes > MAX_HEADER_NBYTES:
-        raise ValueError(f"its header has {nbytes:,} bytes, the limit is {MAX_HEADER_NBYTES:,}")
+        raise ValueError(
+            f"its header has {count_text(nbytes, 'byte')}, the limit is {MAX_HEADER_NBYTES:,}"
+        )
     return start + length + stream.read(nbytes)
 
 
@@ -115,7 +118,7 @@ def _read_chunks(
         if len(data) < count * dtype.itemsize:
             raise PrepError(
                 f"{file.path} is cut short",
-                f"it should hold {n_ids:,} ids and ends earlier",
+                f"it should hold {count_text(n_ids, 'id')} and ends earlier",
                 "get the file again",
             )
         ids = np.frombuffer(data, dtype)

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from trainer.data.files import DataFile, changed_file_error, io_error
 from trainer.data.readers.reader import IdsChunk, Reader, ReadOptions, read_seekable, read_stream
 from trainer.files.reading import open_regular_file
+from trainer.models.counts import count_text
 from trainer.models.errors import PrepError
 
 INDEX_SUFFIX = ".idx"
@@ -137,7 +138,7 @@ def _read_header(file: DataFile, stream: BinaryIO) -> MegatronIndex:
         raise _malformed_error(file, why)
     index = MegatronIndex(np.dtype(DTYPE_NAMES[code]).newbyteorder("<"), n_sequences, n_bounds)
     if index.nbytes > file.nbytes:
-        why = f"it has {file.nbytes:,} bytes, and its header declares {index.nbytes:,}"
+        why = f"it has {count_text(file.nbytes, 'byte')}, and its header declares {index.nbytes:,}"
         raise _malformed_error(file, why)
     return index
 
@@ -158,7 +159,7 @@ def _read_bounds(
         or (is_first and bounds[0] != 0)
         or (is_last and bounds[-1] != index.n_sequences)
     ):
-        why = f"its document bounds are not ascending from 0 to its {index.n_sequences:,} sequences"
+        why = f"its document bounds are not ascending from 0 to its {count_text(index.n_sequences, 'sequence')}"
         raise _malformed_error(file, why)
     return bounds
 

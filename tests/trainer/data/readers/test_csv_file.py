@@ -43,7 +43,7 @@ def test_long_field_is_read_whole(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "what", "why"),
     [
-        (b"1\n", "a.csv:3: 1 fields", "the header has 2"),
+        (b"1\n", "a.csv:3: 1 field", "the header has 2"),
         (b"1,2,3\n", "a.csv:3: 3 fields", "the header has 2"),
         (b"1,\xe9\n", "a.csv:3: not UTF-8", "field 2 has the byte 0xe9"),
         (b'1,"a"b\n', "a.csv:3: not CSV", "',' expected after '\"'"),
