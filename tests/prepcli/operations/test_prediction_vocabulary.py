@@ -356,6 +356,20 @@ def test_unpadded_prediction_of_a_padded_model_is_padded():
     check_equal("hf", tensors)
 
 
+@pytest.mark.parametrize("rows", [3, SIZE - 9, SIZE + 16])
+def test_verify_finds_other_rows_of_prediction(rows: int):
+    tensors = write_model()
+    config = json.loads(Path("m/config.json").read_text())
+    write_checkpoint(Path("other"), config, tensors | {HEAD: np.resize(tensors[HEAD], (rows, WIDTH))})
+    for pair in (("./m", "./other"), ("./other", "./m")):
+        for options in ({}, {"quick": True}, {"tolerance": 0.0}):
+            result = prep.verify(*pair, **options)
+            (difference,) = result.differences
+            assert not result
+            assert difference["tensor"] == HEAD
+            assert "has shapes" in difference["what"]
+
+
 def test_trained_run_has_prediction_of_its_vocabulary(capsys: pytest.CaptureFixture[str]):
     make_training_folder()
     tensors = read_tensors(Path("tiny"))
