@@ -360,7 +360,9 @@ def test_unpadded_prediction_of_a_padded_model_is_padded():
 def test_verify_finds_other_rows_of_prediction(rows: int):
     tensors = write_model()
     config = json.loads(Path("m/config.json").read_text())
-    write_checkpoint(Path("other"), config, tensors | {HEAD: np.resize(tensors[HEAD], (rows, WIDTH))})
+    write_checkpoint(
+        Path("other"), config, tensors | {HEAD: np.resize(tensors[HEAD], (rows, WIDTH))}
+    )
     for pair in (("./m", "./other"), ("./other", "./m")):
         for options in ({}, {"quick": True}, {"tolerance": 0.0}):
             result = prep.verify(*pair, **options)
