@@ -291,6 +291,18 @@ def test_export_of_padded_prediction_has_quantised_bytes(
         assert not values[name][SIZE:].astype(np.float32).any()
 
 
+def test_quantized_export_takes_a_true_vocab_between_digests():
+    """Added tokens have a digest of their own rows."""
+    size, tensors = write_model_with_tokenizer()
+    stored = write_quantized(tensors)
+    run_ok("save-init", "./m", "--quantized", "dequantize", "--out", "init")
+    run_ok("add-tokens", "init", "--tokens", "tokens.json", "--out", "added")
+    run_ok("export", "added", "--true-vocab", f"{size + 1}", "--out", "hf")
+    added = check_rows("hf", stored, size, size + 1)
+    assert {EMBEDDING, HEAD} < added.keys()
+    assert all(rows.astype(np.float32).any(axis=1).all() for rows in added.values())
+
+
 @pytest.mark.parametrize("padding", [0, 6])
 def test_quantized_head_of_prediction_is_refused(capsys: pytest.CaptureFixture[str], padding: int):
     _, tensors = write_model_with_tokenizer(padding)
