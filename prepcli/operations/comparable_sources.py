@@ -62,9 +62,7 @@ def comparable_sources(
         against_source.family is ADAPTER_FAMILY
     )
     if is_adapter_alone or any(family.is_verbatim for family in families):
-        source, against_source = _with_family_or_file_names(source, against_source)
-        if source.family.is_verbatim:
-            return ComparableSources(source, against_source)
+        return ComparableSources(*_with_file_names(source, against_source))
     left_out: list[LeftOutTensor] = []
     pair: list[Source] = []
     for one, other in ((source, against_source), (against_source, source)):
@@ -94,8 +92,8 @@ def _with_own_head(source: Source, other: Source) -> Source:
     return replace(with_tied_head(source), config={**source.config, **untied})
 
 
-def _with_family_or_file_names(source: Source, against_source: Source) -> tuple[Source, Source]:
-    """Return two checkpoints, of which one has no family, with their family or with the names of their files.
+def _with_file_names(source: Source, against_source: Source) -> tuple[Source, Source]:
+    """Return two checkpoints with the names of their files, of which one has no family.
 
     Files with other names or shapes may have the same elements in another form, or padding, which only a family
     describes.
@@ -108,7 +106,7 @@ def _with_family_or_file_names(source: Source, against_source: Source) -> tuple[
     if shapes != other_shapes and not has_adapter:
         by_family = (with_family(source), with_family(against_source))
         if all(not one.family.is_verbatim for one in by_family):
-            return by_family
+            return _with_equal_parameters(*by_family)
     return by_file
 
 
