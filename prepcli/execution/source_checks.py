@@ -15,7 +15,7 @@ from prepcli.planning.plan import EqualityCheck, Plan, SourceFile, Stream, read_
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import not_equal_error
-from prepcli.restore.digest_checks import RecordedDigests
+from prepcli.restore.digest_checks import RecordedDigests, checkpoint_of
 from prepcli.sources.dequantized import DequantizedBlob
 from prepcli.sources.source import Source
 from trainer.models.counts import count_text
@@ -154,7 +154,7 @@ class IntegrityChecker:
                 f"its decoded values have the digest {digest}, the manifest records {expected}",
                 text("name the quantised model with {}", Option("quantized_source", "SOURCE")),
             )
-        checkpoint_name = self._checkpoint_name(stream)
+        checkpoint_name = checkpoint_of(self._source, blob)
         hint = GET_AGAIN_HINT
         if checkpoint_name == self._source.display_name:
             hint = again_hint(self._source.manifest)
@@ -212,13 +212,6 @@ class IntegrityChecker:
 
     def _find_stream(self, name: str, rows: tuple[int, int]) -> Stream:
         return next(s for s in self._plan.streams if s.name == name and s.rows == rows)
-
-    def _checkpoint_name(self, stream: Stream) -> str:
-        """Return the name of a stream's checkpoint: the source, or the adapter of a merge."""
-        file = self._byte_source(stream)
-        if isinstance(file, Path) and not file.is_relative_to(self._source.root):
-            return str(file.parent)
-        return self._source.display_name
 
     def _byte_source(self, stream: Stream) -> Path | Blob:
         """Return the file or blob with the first byte of a stream."""

@@ -173,7 +173,7 @@ def plan_merge(
         for stream in copy.plan.streams
     )
     if whole:
-        combined = _with_whole_digests(combined, whole, source)
+        combined = _with_whole_parts(combined, whole, source)
     merged = _merged_entry(adapter_path, settings, adapter, len(updates) + len(whole))
     plan = replace(
         copy.plan,
@@ -417,10 +417,14 @@ def _with_whole(stream: Stream, tensor: SourceTensor | None) -> Stream:
     return replace(stream, dtype=tensor.dtype, reads=tensor.placement, cast_to=cast_to)
 
 
-def _with_whole_digests(
+def _with_whole_parts(
     combined: Source, whole: Mapping[str, SourceTensor], source: Source
 ) -> Source:
-    """Return the base and the adapter with the digests of the rows that the merge reads from each."""
+    """Return the base and the adapter, with each replaced tensor of the base made from the parts that are merged.
+
+    The digests of the parts are compared before the merge. Those of a base and an adapter may cover other rows than the
+    merge reads from each, and PEFT records none.
+    """
     base_names = {tensor.name for tensor in source.tensors}
     tensors: list[SourceTensor] = []
     for number, tensor in enumerate(combined.tensors):
@@ -428,8 +432,11 @@ def _with_whole_digests(
             tensors.append(tensor)
         elif number < len(source.tensors):
             replacement = whole[tensor.name]
-            kept = [digest for digest in tensor.digests if digest[0] >= replacement.shape[0]]
-            tensors.append(replace(tensor, digests=(*replacement.digests, *kept)))
+            parts = replacement.stored
+            if replacement.shape[0] < tensor.shape[0]:
+                # Rows of padding stay those of the base.
+                parts += tensor.stored
+            tensors.append(replace(tensor, digests=(), made_from=parts))
     return replace(combined, tensors=tuple(tensors))
 
 

@@ -91,4 +91,6 @@ def unpadded_rows(model: VerifiedModel, tensor: SourceTensor) -> Range:
 
 def unpadded_shape(model: VerifiedModel, tensor: SourceTensor) -> tuple[int, ...]:
     """Return the shape of a tensor without padding rows."""
-    return (unpadded_rows(model, tensor)[1], *tensor.shape[1:])
+    if tensor.name not in model.vocab_tensors:
+        return tensor.shape
+    return (model.true_vocab, *tensor.shape[1:])

@@ -346,13 +346,8 @@ def _shape_findings(
             yield Finding(label, f"is {a_tensor.dtype} and {b_tensor.dtype}")
         elif name in a.vocab_tensors and a.true_vocab != b.true_vocab:
             yield Finding(label, f"has {a.true_vocab} and {b.true_vocab} true rows")
-        else:
-            # The rows of a vocabulary tensor may differ by padding.
-            first_dim = 1 if name in a.vocab_tensors else 0
-            if a_tensor.shape[first_dim:] != b_tensor.shape[first_dim:]:
-                yield Finding(
-                    label, f"has shapes {list(a_tensor.shape)} and {list(b_tensor.shape)}"
-                )
+        elif unpadded_shape(a, a_tensor) != unpadded_shape(b, b_tensor):
+            yield Finding(label, f"has shapes {list(a_tensor.shape)} and {list(b_tensor.shape)}")
 
 
 @dataclass(frozen=True, slots=True)

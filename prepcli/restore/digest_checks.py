@@ -8,11 +8,11 @@ from pathlib import Path
 import xxhash
 
 from prepcli.console.progress import NullProgress, Progress
-from prepcli.engine.blobs import open_blobs
+from prepcli.engine.blobs import Blob, open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.pipeline import Pipeline
-from prepcli.errors import DamagedError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.again_hint import RECREATE_HINT, again_hint
 from prepcli.planning.plan import Stream, read_copies
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
@@ -36,15 +36,29 @@ SAMPLE_ROWS = 4
 
 
 def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> DamagedError:
-    """Return the error for a tensor with another digest."""
-    names: list[str] = []
-    for number in sorted(_file_numbers(tensor)):
-        item = source.byte_sources[number]
-        names.append(str(item) if isinstance(item, Path) else item.name)
+    """Return the error for a tensor with another digest.
+
+    Args:
+        source: The checkpoint.
+        tensor: One of its tensors, or of another checkpoint that is read with it.
+        hint: Advice if the tensor is in files of the checkpoint.
+    """
+    items = [source.byte_sources[number] for number in sorted(_file_numbers(tensor))]
+    names = [str(item) if isinstance(item, Path) else item.name for item in items]
     why = f"its bytes in {', '.join(names)} differ from their recorded digest"
-    return DamagedError(
-        f"{label_tensor(source, tensor)} in {source.display_name} is damaged", why, hint
-    )
+    # A tensor without bytes is in no file.
+    checkpoint_name = checkpoint_of(source, items[0]) if items else source.display_name
+    if checkpoint_name != source.display_name:
+        hint = GET_AGAIN_HINT
+    what = f"{label_tensor(source, tensor)} in {checkpoint_name} is damaged"
+    return DamagedError(what, why, hint)
+
+
+def checkpoint_of(source: Source, item: Path | Blob) -> str:
+    """Return the name of the checkpoint with a file or blob: the source, or e.g. the adapter of a merge."""
+    if isinstance(item, Path) and not item.is_relative_to(source.root):
+        return str(item.parent)
+    return source.display_name
 
 
 def _file_numbers(tensor: SourceTensor) -> set[int]:

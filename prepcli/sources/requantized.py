@@ -274,6 +274,9 @@ def _without_padding(source: Source, true_vocab: int | None) -> Source:
             return tensor
         shape = (true_size, *tensor.shape[1:])
         digests = tuple(entry for entry in tensor.digests if entry[1] <= true_size)
+        if digests and digests[-1][1] < true_size:
+            # The next digest is also of padding. The stored tensor is checked with all of its digests.
+            digests = ()
         return replace(tensor, shape=shape, digests=digests, made_from=tensor.stored)
 
     return _whole_model(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from prepcli.errors import PrepError
 from prepcli.planning.state_names import TOWERS, split_name
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorUse
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
@@ -56,6 +57,10 @@ def label_tensors(
 
 
 def label_tensor(source: Source, tensor: SourceTensor) -> TensorLabel:
-    """Return the label of one tensor of a source that matches its family."""
-    uses = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS).uses
+    """Return the label of one tensor of a source. A source that does not match its family has no leaves."""
+    try:
+        uses = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS).uses
+    except PrepError:
+        # E.g. the base of a merge with the matrices of an adapter.
+        uses = {}
     return label_tensors(source, uses).get(tensor.name, TensorLabel("", tensor.name))

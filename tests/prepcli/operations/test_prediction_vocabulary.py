@@ -291,6 +291,18 @@ def test_export_of_padded_prediction_has_quantised_bytes(
         assert not values[name][SIZE:].astype(np.float32).any()
 
 
+def test_quantized_export_takes_a_true_vocab_between_digests():
+    """Added tokens have a digest of their own rows."""
+    size, tensors = write_model_with_tokenizer()
+    stored = write_quantized(tensors)
+    run_ok("save-init", "./m", "--quantized", "dequantize", "--out", "init")
+    run_ok("add-tokens", "init", "--tokens", "tokens.json", "--out", "added")
+    run_ok("export", "added", "--true-vocab", f"{size + 1}", "--out", "hf")
+    added = check_rows("hf", stored, size, size + 1)
+    assert {EMBEDDING, HEAD} < added.keys()
+    assert all(rows.astype(np.float32).any(axis=1).all() for rows in added.values())
+
+
 @pytest.mark.parametrize("padding", [0, 6])
 def test_quantized_head_of_prediction_is_refused(capsys: pytest.CaptureFixture[str], padding: int):
     _, tensors = write_model_with_tokenizer(padding)
@@ -354,6 +366,23 @@ def test_unpadded_prediction_of_a_padded_model_is_padded():
     check_rows("again", tensors, SIZE, 40)
     run_ok("export", "init", "--out", "hf")
     check_equal("hf", tensors)
+
+
+@pytest.mark.parametrize("rows", [3, SIZE - 9, SIZE + 16])
+def test_verify_finds_other_rows_of_prediction(rows: int):
+    tensors = write_model()
+    config = json.loads(Path("m/config.json").read_text())
+    write_checkpoint(
+        Path("other"), config, tensors | {HEAD: np.resize(tensors[HEAD], (rows, WIDTH))}
+    )
+    for pair in (("./m", "./other"), ("./other", "./m")):
+        results = [prep.verify(*pair), prep.verify(*pair, quick=True)]
+        results.append(prep.verify(*pair, tolerance=0.0))
+        for result in results:
+            (difference,) = result.differences
+            assert not result
+            assert difference["tensor"] == HEAD
+            assert "has shapes" in difference["what"]
 
 
 def test_trained_run_has_prediction_of_its_vocabulary(capsys: pytest.CaptureFixture[str]):
