@@ -36,6 +36,10 @@ class MessagePart(Enum):
     CALL = "call"
 
 
+# Keys of an item of a content with a text.
+PART_KEYS = {"text": MessagePart.CONTENT, "thinking": MessagePart.REASONING}
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A mark of a conversation.
@@ -145,9 +149,14 @@ class MessageMarker:
         """Mark an item of a content of several parts, such as `{"type": "text", "text": "Hi"}`."""
         if isinstance(item, str):
             return self._mark_text(item, index, MessagePart.CONTENT)
-        if isinstance(item, dict) and isinstance(item.get("text"), str):
-            return {**item, "text": self._mark_text(str(item["text"]), index, MessagePart.CONTENT)}
-        return item
+        if not isinstance(item, dict):
+            return item
+        changed: JsonObject = dict(item)
+        for key, part in PART_KEYS.items():
+            value = item.get(key)
+            if isinstance(value, str):
+                changed[key] = self._mark_text(value, index, part)
+        return changed
 
     def _mark_call(self, call: JsonValue, index: int) -> JsonValue:
         """Mark the name of a tool call, and the end of its arguments if they end with a text."""
