@@ -24,6 +24,10 @@ MARK_END = "\ufdd3"
 FIRST_DIGIT = 0xFDD4
 MARK = re.compile("\ufdd2([\ufdd4-\ufde3]+)\ufdd3")
 NONCHARACTER = re.compile("[\ufdd0-\ufdef]")
+# A block of reasoning in the content. Templates cut contents at their tags.
+INLINE_BLOCK = re.compile(
+    r"(?P<start><think>|\[THINK\])(?P<reasoning>.*?)(?P<end></think>|\[/THINK\])", re.S
+)
 # Reasoning in the content, in front of the answer.
 INLINE_REASONING = re.compile(r"(<think>|\[THINK\])(?P<reasoning>.*)(</think>|\[/THINK\])", re.S)
 
@@ -133,17 +137,16 @@ class MessageMarker:
 
     def _mark_content(self, content: str, index: int) -> str:
         """Mark a content. Reasoning in it is a part of its own, so that templates can still cut it off."""
-        match = INLINE_REASONING.search(content)
-        if match is None:
-            return self._mark_text(content, index, MessagePart.CONTENT)
-        reasoning = self._mark_text(match["reasoning"], index, MessagePart.REASONING)
-        answer = self._mark_text(content[match.end() :], index, MessagePart.CONTENT)
-        return (
-            content[: match.start("reasoning")]
-            + reasoning
-            + content[match.end("reasoning") : match.end()]
-            + answer
-        )
+        marked: list[str] = []
+        end = 0
+        for match in INLINE_BLOCK.finditer(content):
+            marked.append(self._mark_text(content[end : match.start()], index, MessagePart.CONTENT))
+            marked.append(match["start"])
+            marked.append(self._mark_text(match["reasoning"], index, MessagePart.REASONING))
+            marked.append(match["end"])
+            end = match.end()
+        marked.append(self._mark_text(content[end:], index, MessagePart.CONTENT))
+        return "".join(marked)
 
     def _mark_item(self, item: JsonValue, index: int) -> JsonValue:
         """Mark an item of a content of several parts, such as `{"type": "text", "text": "Hi"}`."""

@@ -168,7 +168,7 @@ class TurnFinder:
     def _check_joined_work(self, conversation: Conversation) -> None:
         """Raise PrepError before the first rendering if those of all turns are too much work.
 
-        A turn has two renderings with all messages before it, of which one has marks.
+        A turn has two renderings with all messages before it, one without and one with marks.
         """
         sizes = [MESSAGE_WORK + len(json.dumps(message)) for message in conversation.messages]
         until = [*itertools.accumulate(sizes)]
@@ -334,7 +334,7 @@ class _View:
     def hidden_parts(self, index: int) -> set[MessagePart]:
         """Return the parts of a message that the text does not show: all contents and calls, and one reasoning.
 
-        A message has its reasoning in several keys, of which a template reads one.
+        A message has its reasoning in several keys. A template reads one.
         """
         shown = Counter(mark.part for _, mark in self.marks_of(index) if mark.tail is None)
         return {
@@ -378,7 +378,7 @@ class _View:
 def _with_reasoning(view: _View, turn: Turn) -> tuple[_View, Turn]:
     """Return a rendering with the reasoning of its last message, if the template leaves it out of last turns too.
 
-    A model that writes its reasoning is asked to go on after the start of a turn, so the reasoning comes first.
+    A model that writes its reasoning continues after the start of a turn, so the reasoning comes first.
     """
     if not turn.hides_reasoning:
         return view, turn

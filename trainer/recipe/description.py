@@ -124,7 +124,7 @@ def data_lines(data: Data, *, is_read: bool = False) -> Iterator[str]:
 
     Args:
         data: The data of a recipe.
-        is_read: Whether the data was read. If so, other lines tell the shape that its columns have.
+        is_read: Whether the data was read. If so, other lines name the shape that its columns have.
     """
     # Text -> the sources that it describes
     names: dict[str, list[str]] = {}

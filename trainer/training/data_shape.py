@@ -39,7 +39,7 @@ def find_data_shape(
     is_only: bool = True,
     note: Note,
 ) -> Data:
-    """Return data with a format and its fields: those of the recipe, or those that its columns tell.
+    """Return data with a format and its fields: those of the recipe, or those that its columns name.
 
     All processes call it together. Process 0 reads the first record, as only its host may have the files.
 

@@ -265,6 +265,17 @@ def test_hidden_tool_calls_are_an_error_with_markers():
         build(MARKED, messages)
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["Sure. <think>one</think>2", "<think>one</think>2<think>two</think>3"],
+    ids=["before", "between"],
+)
+def test_text_that_a_template_cuts_off_is_an_error(content: str):
+    # As Qwen3: the reasoning is in front of the first end tag, and the answer after the last one.
+    with pytest.raises(PrepError, match=r"does not show the content of message 2"):
+        build(LAST_REASONS, [user("1+1?"), assistant(content)])
+
+
 # Roles are read once the content has no blanks around it, so a list is an error in it.
 TWO_ROLES = (
     "{% for m in messages %}{% set text = (m.content or '').strip() %}"
