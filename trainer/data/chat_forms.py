@@ -48,6 +48,7 @@ USER = "user"
 TOOL = "tool"
 # Roles before the first turn of a user.
 SYSTEM_ROLES = ("system", "developer")
+ROLES = (*SYSTEM_ROLES, USER, ASSISTANT, TOOL)
 # Further ones have the form of a user's messages.
 MAX_ROLES = 64
 
@@ -155,7 +156,10 @@ class MessageForms:
         if not is_shown and self._shows_content(role, TEXT_FORM) is False:
             what = f"{place}: the role is `{role:.40}`"
             why = f"{self.renderer.file} does not show messages of this role"
-            raise PrepError(what, why, HIDDEN_HINT)
+            hint = HIDDEN_HINT
+            if role not in ROLES:
+                hint = f"the roles are {', '.join(ROLES)}"
+            raise PrepError(what, why, hint)
 
     def _shows_content(self, role: str, form: int) -> bool | None:
         """Return whether the template shows the texts of a role that have a form.

@@ -305,6 +305,13 @@ def test_message_is_shown_or_an_error(template: str, role: str, why: str, joins:
         build(template, messages, joins_last_turns=joins)
 
 
+def test_unknown_role_leads_to_the_known_ones():
+    with pytest.raises(PrepError) as caught:
+        build(TWO_ROLES, [user("a"), {"role": "model", "content": "b"}])
+    assert "the role is `model`" in caught.value.what
+    assert caught.value.hint == "the roles are system, developer, user, assistant, tool"
+
+
 def test_all_text_may_have_loss_but_reasoning():
     rule = LossRule(("all",), has_reasoning=False)
     messages = [user("a"), assistant("b", thinking="one"), user("c", weight=0), assistant("d")]
