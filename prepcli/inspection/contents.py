@@ -27,7 +27,7 @@ from prepcli.inspection.checkpoint_contents import (
 )
 from prepcli.planning.plan import Contiguous, Locations, location_copies
 from prepcli.planning.tensors import FileTensor, array_bits, itemsize
-from prepcli.quantized.find_weights import QuantizedWeights
+from prepcli.quantized.find_weights import QuantizedWeights, without_quantization
 from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.dequantized import (
     DECODED_DTYPE,
@@ -36,7 +36,6 @@ from prepcli.sources.dequantized import (
     model_quantization,
     not_quantized_error,
     quantization_file,
-    without_quantization,
 )
 from prepcli.sources.folders import Kind
 from prepcli.sources.locate import LocatedCheckpoint

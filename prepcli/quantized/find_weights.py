@@ -35,6 +35,7 @@ from prepcli.quantized.stored_weights import (
     check_group_size,
     setting,
 )
+from trainer.models.json_types import HFConfig, JsonObject
 
 # Settings of earlier versions of AutoGPTQ, AutoAWQ and ModelOpt, which config.json does not have.
 GPTQ_FILE = "quantize_config.json"
@@ -101,6 +102,15 @@ def quantization_config_of_file(name: str, document: Mapping[str, Any]) -> Mappi
         "group_size": document.get("q_group_size"),
         **document,
     }
+
+
+def without_quantization(config: HFConfig) -> JsonObject:
+    """Return a config.json without its quantisation config."""
+    kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+    text_config = kept.get("text_config")
+    if isinstance(text_config, Mapping):
+        kept["text_config"] = without_quantization(text_config)
+    return kept
 
 
 def find_weights(

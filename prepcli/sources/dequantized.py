@@ -33,11 +33,11 @@ from prepcli.planning.tensors import FileTensor, itemsize
 from prepcli.quantized.decoder import Decoder, StoredMatrix
 from prepcli.quantized.find_weights import (
     QUANTIZATION_FILES,
-    QUANTIZATION_KEYS,
     QuantizedWeights,
     find_weights,
     quantization_config_of_file,
     quantization_settings,
+    without_quantization,
 )
 from prepcli.sources.dropped_tensors import without_recorded_drops
 from prepcli.sources.model_family import as_verbatim
@@ -50,7 +50,7 @@ from prepcli.sources.unused_quantization import (
     unused_quantization_note,
 )
 from trainer.models.boxes import Range
-from trainer.models.json_types import HFConfig, JsonObject
+from trainer.models.json_types import HFConfig
 
 DECODED_DTYPE = "bfloat16"
 # Memory per decoded value: codes, scales and zero points in float32, and the value itself.
@@ -595,12 +595,3 @@ def quantized_record(decoder: Decoder, method: str) -> QuantizedRecord:
         "shape": [*codes.shape],
         "digest": "",
     }
-
-
-def without_quantization(config: HFConfig) -> JsonObject:
-    """Return a config.json without its quantisation config."""
-    kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
-    text_config = kept.get("text_config")
-    if isinstance(text_config, Mapping):
-        kept["text_config"] = without_quantization(text_config)
-    return kept

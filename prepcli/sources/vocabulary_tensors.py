@@ -1,4 +1,4 @@
-"""The tensors of a source with one row per token: those of the model, of its training state and beside the model.
+"""The tensors of a source with one row per token: those of the model, of its training state and of other files.
 
 Multi-token prediction may have an embedding and a head of its own. A quantised model has the names of its files.
 """

@@ -52,7 +52,7 @@ class VocabResize:
         added_count: Number of tokens to add after the true vocabulary, if padding is not copied.
         added_fill: Fill of their rows.
         zero_tensors: Names of tensors whose added rows are zeros, e.g. moments: no step has changed the rows.
-        dropped_rule: Rule of the rows left out.
+        dropped_rule: Rule of the omitted rows.
     """
 
     vocabulary: Vocabulary

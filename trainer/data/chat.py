@@ -113,10 +113,19 @@ class ChatBuilder:
     def _all_spans(
         self, conversation: Conversation, text: str, weights: Mapping[int, float]
     ) -> tuple[LossSpan, ...]:
-        """Return the spans of a text that all has loss, but for messages with another weight."""
-        other = {index: weight for index, weight in weights.items() if weight != 1}
-        turns = self._finder.find(conversation, text, other)
-        return ((0, len(text), 1.0), *self._spans(text, turns, other))
+        """Return the spans of a text that all has loss, but for messages with another weight, and for reasoning."""
+        others = [index for index, weight in weights.items() if weight != 1]
+        if not self._settings.loss.has_reasoning:
+            others = sorted({*others, *conversation.assistant_indices})
+        turns = self._finder.find(conversation, text, others)
+        reasoning: list[LossSpan] = []
+        if not self._settings.loss.has_reasoning:
+            reasoning = [
+                (turn.start, turn.answer, 0.0)
+                for turn in turns.values()
+                if turn.start < turn.answer
+            ]
+        return ((0, len(text), 1.0), *reasoning, *self._spans(text, turns, weights))
 
     def _spans(
         self, text: str, turns: Mapping[int, Turn], weights: Mapping[int, float]
@@ -146,6 +155,8 @@ def _is_empty_turn(message: JsonObject) -> bool:
     if message["role"] != ASSISTANT:
         return False
     content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     if isinstance(content, str):
         content = content.strip()
     return not content and not any(message.get(key) for key in (TOOL_CALLS, *REASONING_KEYS))

@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from trainer.data.chat_marks import ASSISTANT, NONCHARACTER, REASONING_KEYS, TOOL_CALLS
-from trainer.data.chat_rendering import ChatRenderer, Conversation
+from trainer.data.chat_rendering import HIDDEN_HINT, ChatRenderer, Conversation
 from trainer.data.column_values import SURROGATE_CAUSE, is_encodable, json_list, parse_json
 from trainer.files.json_values import json_type_name
 from trainer.models.errors import PrepError
@@ -27,23 +29,28 @@ PROBE_WORDS = (PROBE_NAME, "probe_key", "probe_value")
 # Traces of arguments that a template writes as Python values, or as JSON of a JSON text.
 BAD_TRACES = ("'probe_key'", '\\"probe_key')
 
-PROBE_TEXT = "probe_text"
-# Trace of a list of parts that a template writes as a Python value.
-BAD_PARTS_TRACE = "'text'"
+# Texts of the parts of a content. Some templates read the first part only.
+PROBE_TEXTS = ("probe_first", "probe_second")
+# Trace of parts that a template writes as a Python value or as JSON. The result of a tool may be JSON.
+BAD_PARTS_TRACE = re.compile(r"""['"](text|thinking)['"]: *['"]probe_""")
+BAD_RESULT_TRACE = re.compile(r"'text': *'probe_")
+# Forms of a content, the preferred ones first: a text, its only part, or one of several parts.
+TEXT_FORM, PART_FORM, PARTS_FORM = range(3)
 
 TEXT_TYPE = "text"
 # Types of parts with a text, in the formats of several publishers. Templates know the first one.
 TEXT_TYPES = (TEXT_TYPE, "input_text", "output_text", None)
-# The type of parts with the reasoning of a message. The few templates with such parts take them as they are.
+# The type of parts with the reasoning of a message.
 THINKING_TYPE = "thinking"
+THINKING_HINT = '`{"type": "thinking", "thinking": "..."}`'
 CONTENT_HINT = '`"content": "..."`, or a list of `{"type": "text", "text": "..."}`'
 USER = "user"
 TOOL = "tool"
 # Roles before the first turn of a user.
 SYSTEM_ROLES = ("system", "developer")
+ROLES = (*SYSTEM_ROLES, USER, ASSISTANT, TOOL)
 # Further ones have the form of a user's messages.
 MAX_ROLES = 64
-HIDDEN_HINT = "remove the message, or put a chat_template.jinja that shows it next to the tokenizer"
 
 # What stands for the content of a message that has tool calls and no text: no key, null or an empty text.
 NO_CONTENTS: tuple[JsonObject, ...] = ({}, {"content": None}, {"content": ""})
@@ -71,8 +78,8 @@ class MessageForms:
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self.renderer = renderer
-        # Role, and whether its content is a list of parts -> whether the template shows its text. None if it fails.
-        self._shown_contents: dict[tuple[str, bool], bool | None] = {}
+        # Role, and the form of its content -> whether the template shows its texts. None if it fails.
+        self._shown_contents: dict[tuple[str, int], bool | None] = {}
 
     def conversation(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonValue] | None, place: str
@@ -101,11 +108,13 @@ class MessageForms:
         return Conversation(adapted, place, tools)
 
     def _adapt(self, message: JsonObject, place: str, number: int) -> JsonObject:
+        role = str(message["role"])
+        message_place = f"{place}: message {number}"
+        if _has_thinking(message.get("content")) and not self._shows_thinking:
+            message = _with_thinking_key(message, message_place)
         adapted = _with_reasoning_keys(message)
         content = message.get("content")
         if content is not None:
-            role = str(message["role"])
-            message_place = f"{place}: message {number}"
             adapted["content"] = self._adapt_content(role, content, message_place)
             if adapted["content"] and role not in (USER, ASSISTANT):
                 self._check_role(role, message_place)
@@ -123,10 +132,10 @@ class MessageForms:
     def _adapt_content(self, role: str, content: JsonValue, place: str) -> JsonValue:
         """Return a content as the template takes it from a role: a text, or a list of parts."""
         if isinstance(content, str):
-            if not content.strip() or self._shows_content(role, has_parts=False):
+            if not content.strip() or self._shows_content(role, TEXT_FORM):
                 return content
-            if self._shows_content(role, has_parts=True):
-                return [{"type": TEXT_TYPE, "text": content}]
+            if self._shows_content(role, PART_FORM):
+                return [_text_part(content)]
             return content
         if role == TOOL and not _has_typed_parts(content):
             # The result of a tool may be any value.
@@ -135,39 +144,40 @@ class MessageForms:
             what = f"{place}: the content is not a text"
             raise PrepError(what, f"it is {json_type_name(content)}", CONTENT_HINT)
         parts = [_adapt_part(part, place) for part in content]
-        texts = [part.get("text") for part in parts]
-        is_text = all(isinstance(part, str) for part in texts)
-        if self._shows_content(role, has_parts=True) or not is_text:
+        if _has_thinking(content) or self._shows_content(role, PARTS_FORM):
             return [*parts]
-        return "".join(map(str, texts))
+        return self._adapt_content(role, "".join(str(part["text"]) for part in parts), place)
 
     def _check_role(self, role: str, place: str) -> None:
         """Raise PrepError if the template leaves out all messages of a role."""
-        is_hidden = (
-            self._shows_content(role, has_parts=False) is False
-            and self._shows_content(role, has_parts=True) is False
-        )
-        if is_hidden:
+        forms = (TEXT_FORM, PART_FORM, PARTS_FORM)
+        is_shown = any(self._shows_content(role, form) for form in forms)
+        # A template that fails for a text fails for the message, too.
+        if not is_shown and self._shows_content(role, TEXT_FORM) is False:
             what = f"{place}: the role is `{role:.40}`"
             why = f"{self.renderer.file} does not show messages of this role"
-            raise PrepError(what, why, HIDDEN_HINT)
+            hint = HIDDEN_HINT
+            if role not in ROLES:
+                hint = f"the roles are {', '.join(ROLES)}"
+            raise PrepError(what, why, hint)
 
-    def _shows_content(self, role: str, *, has_parts: bool) -> bool | None:
-        """Return whether the template shows the text of a role that is a text or the only part of a content.
+    def _shows_content(self, role: str, form: int) -> bool | None:
+        """Return whether the template shows the texts of a role that have a form.
 
         None if it cannot render a short conversation with this role.
         """
-        key = (role, has_parts)
+        key = (role, form)
         if key not in self._shown_contents:
             if len(self._shown_contents) >= MAX_ROLES:
-                key = (USER, has_parts)
+                key = (USER, form)
             self._shown_contents[key] = self._probe_content(*key)
         return self._shown_contents[key]
 
-    def _probe_content(self, role: str, has_parts: bool) -> bool | None:
-        content: JsonValue = PROBE_TEXT
-        if has_parts:
-            content = [{"type": TEXT_TYPE, "text": PROBE_TEXT}]
+    def _probe_content(self, role: str, form: int) -> bool | None:
+        texts = PROBE_TEXTS[: max(form, 1)]
+        content: JsonValue = texts[0]
+        if form != TEXT_FORM:
+            content = [_text_part(text) for text in texts]
         message: JsonObject = {"role": role, "content": content}
         messages = [message]
         if role in SYSTEM_ROLES:
@@ -180,7 +190,19 @@ class MessageForms:
         rendered = self.renderer.probe(messages)
         if rendered is None:
             return None
-        return PROBE_TEXT in rendered and BAD_PARTS_TRACE not in rendered
+        trace = BAD_RESULT_TRACE if role == TOOL else BAD_PARTS_TRACE
+        return all(text in rendered for text in texts) and not trace.search(rendered)
+
+    @functools.cached_property
+    def _shows_thinking(self) -> bool:
+        """Whether the template shows reasoning that is a part of a content."""
+        thinking, answer = PROBE_TEXTS
+        part: JsonObject = {"type": THINKING_TYPE, THINKING_TYPE: thinking}
+        message: JsonObject = {"role": ASSISTANT, "content": [part, _text_part(answer)]}
+        rendered = self.renderer.probe([self._probe_question(), message])
+        if rendered is None:
+            return False
+        return thinking in rendered and not BAD_PARTS_TRACE.search(rendered)
 
     def _probe_question(self) -> JsonObject:
         """Return a short turn of a user."""
@@ -225,6 +247,37 @@ def _has_typed_parts(content: JsonValue) -> bool:
     )
 
 
+def _text_part(text: str) -> JsonObject:
+    """Return a part of a content that has a text."""
+    return {"type": TEXT_TYPE, "text": text}
+
+
+def _has_thinking(content: JsonValue) -> bool:
+    """Return whether a content has parts with reasoning."""
+    return isinstance(content, list) and any(_is_thinking(part) for part in content)
+
+
+def _is_thinking(part: JsonValue) -> bool:
+    return isinstance(part, dict) and part.get("type") == THINKING_TYPE
+
+
+def _with_thinking_key(message: JsonObject, place: str) -> JsonObject:
+    """Return a message with the reasoning of its content in a key of its own.
+
+    Raises:
+        PrepError: The message has another reasoning in a key.
+    """
+    parts = cast(list[JsonValue], message["content"])
+    texts = [_adapt_part(part, place)[THINKING_TYPE] for part in parts if _is_thinking(part)]
+    reasoning = "".join(map(str, texts))
+    if any(message.get(key) not in (None, "", reasoning) for key in REASONING_KEYS):
+        what = f"{place}: it has two kinds of reasoning"
+        why = f"a part of its content has the type `{THINKING_TYPE}`"
+        raise PrepError(what, why, "remove one of them")
+    others = [part for part in parts if not _is_thinking(part)]
+    return {**message, "content": others or "", REASONING_KEYS[0]: reasoning}
+
+
 def _adapt_part(part: JsonValue, place: str) -> JsonObject:
     """Return a part of a content as templates take it.
 
@@ -232,18 +285,30 @@ def _adapt_part(part: JsonValue, place: str) -> JsonObject:
         PrepError: The part is no text, e.g. an image.
     """
     if isinstance(part, str):
-        return {"type": TEXT_TYPE, "text": part}
+        return _text_part(part)
     if not isinstance(part, dict):
         what = f"{place}: a part of the content is not a text"
         raise PrepError(what, f"it is {json_type_name(part)}", CONTENT_HINT)
     part_type = part.get("type")
     if part_type == THINKING_TYPE:
-        return part
+        return {**part, THINKING_TYPE: _thinking_text(part, place)}
     if part_type not in TEXT_TYPES or not isinstance(part.get("text"), str):
         what = f"{place}: a part of the content is not a text"
         why = f"it has the type `{part_type!s:.40}`, and the model reads texts only"
         raise PrepError(what, why, CONTENT_HINT)
     return {**part, "type": TEXT_TYPE}
+
+
+def _thinking_text(part: JsonObject, place: str) -> str:
+    """Return the reasoning of a part: a text, or a list of parts with texts, as in the format of Mistral."""
+    value = part.get(THINKING_TYPE)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and not _has_thinking(value):
+        return "".join(str(_adapt_part(item, place)["text"]) for item in value)
+    what = f"{place}: a part of the content is not a text"
+    why = f"its `{THINKING_TYPE}` is {json_type_name(value)}"
+    raise PrepError(what, why, THINKING_HINT)
 
 
 def _with_reasoning_keys(message: JsonObject) -> JsonObject:

@@ -24,6 +24,10 @@ MARK_END = "\ufdd3"
 FIRST_DIGIT = 0xFDD4
 MARK = re.compile("\ufdd2([\ufdd4-\ufde3]+)\ufdd3")
 NONCHARACTER = re.compile("[\ufdd0-\ufdef]")
+# A block of reasoning in the content. Templates cut contents at their tags.
+INLINE_BLOCK = re.compile(
+    r"(?P<start><think>|\[THINK\])(?P<reasoning>.*?)(?P<end></think>|\[/THINK\])", re.S
+)
 # Reasoning in the content, in front of the answer.
 INLINE_REASONING = re.compile(r"(<think>|\[THINK\])(?P<reasoning>.*)(</think>|\[/THINK\])", re.S)
 
@@ -34,6 +38,10 @@ class MessagePart(Enum):
     REASONING = "reasoning"
     CONTENT = "content"
     CALL = "call"
+
+
+# Keys of an item of a content with a text.
+PART_KEYS = {"text": MessagePart.CONTENT, "thinking": MessagePart.REASONING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,25 +137,29 @@ class MessageMarker:
 
     def _mark_content(self, content: str, index: int) -> str:
         """Mark a content. Reasoning in it is a part of its own, so that templates can still cut it off."""
-        match = INLINE_REASONING.search(content)
-        if match is None:
-            return self._mark_text(content, index, MessagePart.CONTENT)
-        reasoning = self._mark_text(match["reasoning"], index, MessagePart.REASONING)
-        answer = self._mark_text(content[match.end() :], index, MessagePart.CONTENT)
-        return (
-            content[: match.start("reasoning")]
-            + reasoning
-            + content[match.end("reasoning") : match.end()]
-            + answer
-        )
+        marked: list[str] = []
+        end = 0
+        for match in INLINE_BLOCK.finditer(content):
+            marked.append(self._mark_text(content[end : match.start()], index, MessagePart.CONTENT))
+            marked.append(match["start"])
+            marked.append(self._mark_text(match["reasoning"], index, MessagePart.REASONING))
+            marked.append(match["end"])
+            end = match.end()
+        marked.append(self._mark_text(content[end:], index, MessagePart.CONTENT))
+        return "".join(marked)
 
     def _mark_item(self, item: JsonValue, index: int) -> JsonValue:
         """Mark an item of a content of several parts, such as `{"type": "text", "text": "Hi"}`."""
         if isinstance(item, str):
             return self._mark_text(item, index, MessagePart.CONTENT)
-        if isinstance(item, dict) and isinstance(item.get("text"), str):
-            return {**item, "text": self._mark_text(str(item["text"]), index, MessagePart.CONTENT)}
-        return item
+        if not isinstance(item, dict):
+            return item
+        changed: JsonObject = dict(item)
+        for key, part in PART_KEYS.items():
+            value = item.get(key)
+            if isinstance(value, str):
+                changed[key] = self._mark_text(value, index, part)
+        return changed
 
     def _mark_call(self, call: JsonValue, index: int) -> JsonValue:
         """Mark the name of a tool call, and the end of its arguments if they end with a text."""

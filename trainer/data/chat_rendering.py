@@ -35,6 +35,9 @@ CONVERSATION_VARIABLES = ("messages", "tools", "documents", "add_generation_prom
 # The variable with the tools in a template.
 TOOLS_VARIABLE = re.compile(r"\btools\b")
 
+# For a part of a conversation that a template leaves out.
+HIDDEN_HINT = "put a chat_template.jinja that shows it next to the tokenizer, or remove the message"
+
 Spans = tuple[tuple[int, int], ...]
 
 

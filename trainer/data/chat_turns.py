@@ -23,7 +23,7 @@ from trainer.data.chat_marks import (
     MessagePart,
     inline_reasoning,
 )
-from trainer.data.chat_rendering import ChatRenderer, Conversation
+from trainer.data.chat_rendering import HIDDEN_HINT, ChatRenderer, Conversation
 from trainer.models.errors import Key, PrepError, Text, text
 
 # A tag that ends a turn, such as `<|im_end|>` and `</s>`.
@@ -41,7 +41,6 @@ MARKED_ROLES = (None, frozenset([ASSISTANT]))
 TRAINING_HINT = text(
     "{} renders each turn as the last one", Key("data.chat_template", "training", is_override=True)
 )
-HIDDEN_HINT = "put a chat_template.jinja that shows it next to the tokenizer, or remove the message"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +168,7 @@ class TurnFinder:
     def _check_joined_work(self, conversation: Conversation) -> None:
         """Raise PrepError before the first rendering if those of all turns are too much work.
 
-        A turn has two renderings with all messages before it, of which one has marks.
+        A turn has two renderings with all messages before it, one without and one with marks.
         """
         sizes = [MESSAGE_WORK + len(json.dumps(message)) for message in conversation.messages]
         until = [*itertools.accumulate(sizes)]
@@ -189,8 +188,21 @@ class TurnFinder:
         for roles in MARKED_ROLES:
             view = self._marked_view(conversation, roles)
             if view.text == rendered:
+                self._check_shown(view)
                 return view
         return None
+
+    def _check_shown(self, view: _View) -> None:
+        """Raise PrepError if the text leaves out a message of another role than the assistant.
+
+        E.g. the template of gpt-oss shows a message of the system at the start only.
+        """
+        for index, message in enumerate(view.conversation.messages):
+            if message["role"] == ASSISTANT or MessagePart.CONTENT not in view.hidden_parts(index):
+                continue
+            what = f"{view.conversation.place}: message {index + 1} has the role `{message['role']!s:.40}`"
+            why = f"{self._renderer.file} does not show it, or not all of it"
+            raise PrepError(what, why, HIDDEN_HINT)
 
     def _marked_view(self, conversation: Conversation, roles: frozenset[str] | None) -> _View:
         marker = MessageMarker()
@@ -322,7 +334,7 @@ class _View:
     def hidden_parts(self, index: int) -> set[MessagePart]:
         """Return the parts of a message that the text does not show: all contents and calls, and one reasoning.
 
-        A message has its reasoning in several keys, of which a template reads one.
+        A message has its reasoning in several keys. A template reads one.
         """
         shown = Counter(mark.part for _, mark in self.marks_of(index) if mark.tail is None)
         return {
@@ -366,7 +378,7 @@ class _View:
 def _with_reasoning(view: _View, turn: Turn) -> tuple[_View, Turn]:
     """Return a rendering with the reasoning of its last message, if the template leaves it out of last turns too.
 
-    A model that writes its reasoning is asked to go on after the start of a turn, so the reasoning comes first.
+    A model that writes its reasoning continues after the start of a turn, so the reasoning comes first.
     """
     if not turn.hides_reasoning:
         return view, turn

@@ -105,7 +105,7 @@ def find_shapes(values: Mapping[str, object]) -> list[Shape]:
 
 
 def shapes_hint(shapes: Collection[Shape]) -> Text:
-    """Return the keys of several shapes, of which the user chooses one."""
+    """Return the keys of several shapes. The user chooses one."""
     return join_texts(", or ", [shape.keys(is_override=True) for shape in shapes])
 
 

@@ -18,7 +18,7 @@ from trainer.models.data_samples import SampleCounts, SamplePart, TokenSample
 
 # Documents counted together. The number is even, so that each block begins with a source.
 COUNT_DOCUMENTS = 1 << 12
-# Tokens of a text to show. The middle of a longer one is left out.
+# Tokens of a text to show. The middle of a longer one is omitted.
 MAX_SAMPLE_TOKENS = 1024
 # Tokens that are decoded with the ones after them. Tokenizers strip the first space of a text.
 CONTEXT_TOKENS = 32

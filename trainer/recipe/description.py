@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
 from trainer.recipe.lr_schedule import LRSchedule, build_lr_schedule
-from trainer.recipe.resolve import OPEN_SCHEDULES
+from trainer.recipe.resolve import OPEN_SCHEDULES, warmup_steps_of
 from trainer.recipe.run_tables import EVAL_LOSS
 from trainer.recipe.tables import Recipe, Train
 from trainer.recipe.text_fields import CHAT_FORMATS, FORMAT_FIELDS, WHOLE_TOKENS
@@ -42,7 +42,24 @@ def _planned_schedule_text(recipe: Recipe) -> str:
     if recipe.train.steps is not None:
         return schedule_text(build_lr_schedule(recipe.optimizer, recipe.train.steps))
     table = recipe.optimizer
-    return f"learning rate {table.lr:g}, {table.schedule} over {recipe.train.epochs:g} epochs"
+    noun = "epoch" if recipe.train.epochs == 1 else "epochs"
+    length = f"over {recipe.train.epochs:g} {noun}"
+    if table.schedule in OPEN_SCHEDULES and not table.warmup_ratio:
+        # It does not depend on the steps of the run.
+        return f"{schedule_text(build_lr_schedule(table, 1))} {length}"
+    parts = [f"learning rate {table.lr:g}"]
+    start = f"{table.warmup_shape} warm-up from {table.init_lr:g} in"
+    if steps := warmup_steps_of(table, 0):
+        parts.append(f"{start} {steps:,} steps")
+    elif table.warmup_ratio:
+        parts.append(f"{start} {100 * table.warmup_ratio:g} % of the steps")
+    decay = str(table.schedule)
+    if table.schedule not in OPEN_SCHEDULES:
+        decay += f" to {table.end_lr:g}"
+    if table.decay_steps:
+        decay += f" at step {table.decay_steps:,}"
+    parts.append(f"{decay} {length}")
+    return ", ".join(parts)
 
 
 def schedule_text(schedule: LRSchedule) -> str:
@@ -107,7 +124,7 @@ def data_lines(data: Data, *, is_read: bool = False) -> Iterator[str]:
 
     Args:
         data: The data of a recipe.
-        is_read: Whether the data was read. If so, other lines tell the shape that its columns have.
+        is_read: Whether the data was read. If so, other lines name the shape that its columns have.
     """
     # Text -> the sources that it describes
     names: dict[str, list[str]] = {}

@@ -130,7 +130,7 @@ def warmup_decay(optimizer: OptimizerTable, n_steps: int) -> WarmupDecay:
     Raises:
         UsageError: The decay would end before the warm-up does, or has more cycles than steps.
     """
-    warmup_steps = _warmup_steps(optimizer, n_steps)
+    warmup_steps = warmup_steps_of(optimizer, n_steps)
     decay_steps = optimizer.decay_steps or n_steps
     if optimizer.schedule in OPEN_SCHEDULES:
         return WarmupDecay(warmup_steps, decay_steps)
@@ -169,7 +169,7 @@ def _check_cycles(cycles: int, n_steps: int) -> None:
         raise usage_error(what, why, _set_hint("optimizer.cycles", maximum))
 
 
-def _warmup_steps(optimizer: OptimizerTable, n_steps: int) -> int:
+def warmup_steps_of(optimizer: OptimizerTable, n_steps: int) -> int:
     """Return the steps of warm-up, from its steps, its ratio, or the default of the optimizer."""
     if optimizer.warmup_steps is not None:
         return optimizer.warmup_steps

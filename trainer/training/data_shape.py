@@ -9,12 +9,13 @@ from pathlib import Path
 
 from trainer.data.column_shapes import (
     CONVERSATIONS,
+    TEXT_COLUMN,
     Shape,
     find_shapes,
     is_json_list,
     shapes_hint,
 )
-from trainer.data.column_values import list_value
+from trainer.data.column_values import check_columns, list_value
 from trainer.data.files import DataFile, Note
 from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
 from trainer.data.readers import READERS
@@ -39,7 +40,7 @@ def find_data_shape(
     is_only: bool = True,
     note: Note,
 ) -> Data:
-    """Return data with a format and its fields: those of the recipe, or those that its columns tell.
+    """Return data with a format and its fields: those of the recipe, or those that its columns name.
 
     All processes call it together. Process 0 reads the first record, as only its host may have the files.
 
@@ -75,7 +76,6 @@ def _read_shape(data: Data, remote: RemoteFiles, note: Note) -> Data:
     found = None
     if file_type in DEFAULT_FIELDS:
         found = _first_shape(data, files, READERS[file_type])
-    # A record in no shape is an error of the column `text`, with the keys for its columns.
     if found is not None:
         shape, has_json = found
         lists = ""
@@ -107,15 +107,16 @@ def _first_shape(
             has_json = any(is_json_list(record.values.get(name)) for name in shapes[0].list_columns)
             return shapes[0], has_json
         if not data.bad_lines:
-            _check_lists(record)
+            _check_record(record)
     return None
 
 
-def _check_lists(record: Record) -> None:
-    """Raise PrepError if a column of conversations is a text that is not a JSON list."""
+def _check_record(record: Record) -> None:
+    """Raise PrepError if a record in no shape has conversations that are not a JSON list, or no text."""
     for name in CONVERSATIONS:
         if is_json_list(record.values.get(name)):
             list_value(record, name, "messages")
+    check_columns(record, [TEXT_COLUMN])
 
 
 def _read_records(data: Data, files: Sequence[Path | DataFile], reader: Reader) -> Iterator[Record]:

@@ -494,7 +494,7 @@ class Loop:
         return PrepError(what, why, self._recovery_hint())
 
     def _recovery_hint(self) -> str:
-        """Return how to go on after a run diverged."""
+        """Return how to continue after a run diverged."""
         steps = self.store.steps()
         start = ""
         if steps:

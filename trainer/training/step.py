@@ -67,7 +67,7 @@ class StepSetup:
         forward_config: Execution options of the forward pass.
         optimizer: The optimizer.
         accumulate: Number of micro-batches per batch.
-        loss_terms: Terms of the loss besides the cross entropy. Evaluation has none.
+        loss_terms: Terms of the loss other than the cross entropy. Evaluation has none.
         dropout: Rates of dropout and forgetful causal masking. Evaluation has none.
         seed: Seed of the random masks, from 0 to 2^32 - 1.
         loss_scale: Factor of the loss in float16. None in other dtypes.

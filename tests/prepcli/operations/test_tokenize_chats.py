@@ -254,3 +254,13 @@ def test_many_turns_are_tokenized_or_refused_at_once(capsys: pytest.CaptureFixtu
     words = ("--set", "data.chat_template=training")
     _, output = tokenize(capsys, *words, code=FAILED)
     assert "error: rows.jsonl:1: the conversation is too long\n" in output
+
+
+def test_keys_of_chats_do_not_hide_the_missing_columns(capsys: pytest.CaptureFixture[str]):
+    write_rows({"prompt": "Hello", "chosen": "the end", "rejected": "time"})
+    _, messages = tokenize(capsys, "--set", "data.loss=last", code=FAILED)
+    assert messages == (
+        "error: rows.jsonl:1: no column `text`\n"
+        "  why: its columns: `prompt`, `chosen`, `rejected`\n"
+        " hint: `--set data.fields='[prompt], chosen'`\n"
+    )

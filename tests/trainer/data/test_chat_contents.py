@@ -9,6 +9,8 @@ import pytest
 
 from tests.trainer.data.test_chat import encode_chat, make_messages, write_tokenizer
 from tests.trainer.data.test_chat_turns import assistant, build, call, shown, user
+from trainer.data.chat_loss import LossRule
+from trainer.data.ignored_parts import EMPTY_TURN, HIDDEN_REASONING
 from trainer.models.errors import PrepError
 
 TURN = "{% for m in messages %}<{{ m.role }}>CONTENT<|im_end|>{% endfor %}"
@@ -19,6 +21,10 @@ CONTENTS = {
     "adds": "{{ '' + m.content }}",
     # It writes a list as a Python value.
     "trims": "{{ m.content | trim }}",
+    # LFM2
+    "json": "{{ m.content if m.content is string else m.content | tojson }}",
+    # LLaVA-NeXT, and Gemma 3 for the system
+    "first part": "{{ m.content[0]['text'] }}",
     "parts": PARTS,
     "either": EITHER,
     # Pixtral
@@ -108,6 +114,54 @@ def test_other_contents_are_refused_by_name(template: str, content: Any, message
 
 def test_empty_lists_are_empty_texts():
     messages = make_messages([("user", ""), ("assistant", "b")])
-    for template in TEMPLATES.values():
+    # A template that asks for the first part rejects both.
+    for template in (TEMPLATES[name] for name in TEMPLATES if name != "first part"):
         text = shown(template, [user([]), assistant("b")])
         assert text == shown(template, messages)
+
+
+THOUGHT = [{"type": "thinking", "thinking": "hmm"}, *parts("the end")]
+# Magistral
+SHOWS_THINKING = TEMPLATES["parts"].replace("<image>", "[THINK]{{ c.thinking }}[/THINK]")
+SHOWS_KEY = TEMPLATES["adds"].replace(
+    "{{ '' +", "{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{{ '' +"
+)
+
+
+@pytest.mark.parametrize("thinking", ["hmm", parts("h", "mm")], ids=["text", "parts"])
+@pytest.mark.parametrize("has_loss", [True, False])
+@pytest.mark.parametrize(
+    ("template", "reasoning"),
+    [(SHOWS_THINKING, "[THINK]hmm[/THINK]"), (SHOWS_KEY, "<think>hmm</think>")],
+    ids=["part", "key"],
+)
+def test_reasoning_may_be_a_part(template: str, reasoning: str, has_loss: bool, thinking: Any):
+    answer = [{"type": "thinking", "thinking": thinking}, *parts("the end")]
+    text = shown(
+        template, [user("a"), assistant(answer)], loss=LossRule(has_reasoning=has_loss)
+    ).removeprefix("<user>a<|im_end|><assistant>")
+    assert text == (
+        f"⟦{reasoning}the end<|im_end|>⟧" if has_loss else f"{reasoning}⟦the end<|im_end|>⟧"
+    )
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_hidden_part_with_reasoning_is_counted(template: str):
+    messages = [user("Hello there"), assistant(THOUGHT)]
+    if template == TEMPLATES["parts"]:
+        template = template.replace("<image>", "")
+    assert shown(template, messages) == EXPECTED
+    assert build(template, messages).ignored == (HIDDEN_REASONING,)
+
+
+def test_second_reasoning_is_an_error():
+    with pytest.raises(PrepError, match=r"message 2: it has two kinds of reasoning"):
+        build(TEMPLATES["adds"], [user("a"), assistant(THOUGHT, reasoning="other")])
+    with pytest.raises(PrepError, match=r"message 2: .* not a text - its `thinking` is a number"):
+        build(TEMPLATES["adds"], [user("a"), assistant([{"type": "thinking", "thinking": 5}])])
+
+
+@pytest.mark.parametrize("content", [" ", parts(" "), []], ids=["text", "part", "list"])
+def test_blank_answer_is_an_empty_turn(content: Any):
+    messages = [user("a"), assistant(content)]
+    assert build(TEMPLATES["either"], messages).ignored == (EMPTY_TURN,)

@@ -6,6 +6,7 @@ import datetime
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.trainer.data.chat_templates import (
@@ -17,6 +18,7 @@ from tests.trainer.data.chat_templates import (
 )
 from trainer.data.chat_loss import LossRule
 from trainer.data.chat_template import ChatTemplate
+from trainer.data.encode import span_weights
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.examples import Example
 from trainer.data.fields import compile_fields
@@ -261,6 +263,72 @@ def test_hidden_tool_calls_are_an_error_with_markers():
     messages = [user("a"), assistant("b", tool_calls=[call({})])]
     with pytest.raises(PrepError, match="does not show the tool calls of message 2"):
         build(MARKED, messages)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["Sure. <think>one</think>2", "<think>one</think>2<think>two</think>3"],
+    ids=["before", "between"],
+)
+def test_text_that_a_template_cuts_off_is_an_error(content: str):
+    # As Qwen3: the reasoning is in front of the first end tag, and the answer after the last one.
+    with pytest.raises(PrepError, match=r"does not show the content of message 2"):
+        build(LAST_REASONS, [user("1+1?"), assistant(content)])
+
+
+# Roles are read once the content has no blanks around it, so a list is an error in it.
+TWO_ROLES = (
+    "{% for m in messages %}{% set text = (m.content or '').strip() %}"
+    "{% if m.role == 'user' %}<user>{{ text }}{% elif m.role == 'assistant' %}<assistant>{{ text }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# It shows a message of the system at the start only (gpt-oss).
+FIRST_SYSTEM = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "why"),
+    [
+        (TWO_ROLES, "system", "does not show messages of this role"),
+        (TWO_ROLES, "tool", "does not show messages of this role"),
+        (FIRST_SYSTEM, "system", "does not show it, or not all of it"),
+    ],
+    ids=["system", "tool", "later system"],
+)
+@pytest.mark.parametrize("joins", [False, True])
+def test_message_is_shown_or_an_error(template: str, role: str, why: str, joins: bool):
+    messages = [user("a"), assistant("b"), {"role": role, "content": "c"}, assistant("d")]
+    with pytest.raises(PrepError, match=rf"message 3.* `{role}` - chat\.jinja {why}"):
+        build(template, messages, joins_last_turns=joins)
+
+
+def test_unknown_role_leads_to_the_known_ones():
+    with pytest.raises(PrepError) as caught:
+        build(TWO_ROLES, [user("a"), {"role": "model", "content": "b"}])
+    assert "the role is `model`" in caught.value.what
+    assert caught.value.hint == "the roles are system, developer, user, assistant, tool"
+
+
+def test_all_text_may_have_loss_but_reasoning():
+    rule = LossRule(("all",), has_reasoning=False)
+    messages = [user("a"), assistant("b", thinking="one"), user("c", weight=0), assistant("d")]
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.thinking %}[{{ m.thinking }}]{% endif %}"
+        "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (segment,) = build(template, messages, loss=rule).target
+    assert segment.content == (
+        "<user>a<|im_end|><assistant>[one]b<|im_end|><user>c<|im_end|><assistant>d<|im_end|>"
+    )
+    offsets = np.array([(i, i + 1) for i in range(len(segment.content))])
+    weights = span_weights(offsets, segment.loss_spans or ())
+    without_loss = "".join(
+        char for char, weight in zip(segment.content, weights, strict=True) if not weight
+    )
+    assert without_loss == "[one]c<|im_end|>"
 
 
 def test_many_turns_take_linear_time():

@@ -97,9 +97,33 @@ def test_schedule_is_described(tmp_path: Path, settings: tuple[str, ...], line: 
     assert described(tmp_path, *settings) == [line]
 
 
-def test_schedule_of_epochs_is_described(tmp_path: Path):
-    text = RECIPE.replace("steps = 20", "epochs = 3")
-    assert described(tmp_path, text=text) == ["learning rate 0.001, linear over 3 epochs"]
+@pytest.mark.parametrize(
+    ("epochs", "settings", "line"),
+    [
+        ("3", (), "linear to 0 over 3 epochs"),
+        ("1", ("optimizer.schedule=constant",), "constant over 1 epoch"),
+        (
+            "1",
+            ("optimizer.type=palm", "optimizer.schedule=linear"),
+            "linear warm-up from 0 in 10,000 steps, linear to 0 over 1 epoch",
+        ),
+        (
+            "2",
+            ("optimizer.schedule=cosine", "optimizer.end_lr=1e-4", "optimizer.warmup_ratio=0.03"),
+            "linear warm-up from 0 in 3 % of the steps, cosine to 0.0001 over 2 epochs",
+        ),
+        (
+            "2",
+            ("optimizer.warmup_steps=1000", "optimizer.decay_steps=5000"),
+            "linear warm-up from 0 in 1,000 steps, linear to 0 at step 5,000 over 2 epochs",
+        ),
+    ],
+)
+def test_schedule_of_epochs_is_described(
+    tmp_path: Path, epochs: str, settings: tuple[str, ...], line: str
+):
+    text = RECIPE.replace("steps = 20", f"epochs = {epochs}")
+    assert described(tmp_path, *settings, text=text) == [f"learning rate 0.001, {line}"]
 
 
 def test_sources_with_other_tokens_with_loss_are_named(tmp_path: Path):
