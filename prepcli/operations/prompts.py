@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError
-from trainer.data.column_shapes import is_json_list
-from trainer.files.json_values import load_json
+from trainer.files.json_values import is_json_list, load_json
 from trainer.files.reading import read_file_or_pipe
 
 if TYPE_CHECKING:

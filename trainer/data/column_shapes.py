@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainer.files.json_values import load_json
+from trainer.files.json_values import is_json_list, load_json
 from trainer.models.errors import Key, Text, join_texts, text
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.text_fields import FORMAT_FIELDS, PLAIN, DataFormat
@@ -140,11 +140,6 @@ def _plain_pair(values: Collection[str]) -> Shape | None:
     if context := _first(OTHER_CONTEXTS.get(prompt, ()), values):
         prompt = f"{prompt}+{context}"
     return Shape(PLAIN, f"[{prompt}], {answer}")
-
-
-def is_json_list(value: object) -> bool:
-    """Return whether a value is a text that looks like a JSON list, as in CSV files."""
-    return isinstance(value, str) and value.lstrip().startswith("[")
 
 
 def _parsed_list(value: object) -> object:

@@ -9,10 +9,10 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.column_shapes import columns_hint, is_json_list, is_sharegpt
+from trainer.data.column_shapes import columns_hint, is_sharegpt
 from trainer.data.examples import TokenIds
 from trainer.data.readers.reader import Record
-from trainer.files.json_values import json_type_name, load_json
+from trainer.files.json_values import is_json_list, json_type_name, load_json
 from trainer.models.counts import count_text
 from trainer.models.errors import Key, PrepError, Text
 from trainer.models.json_types import JsonObject, JsonValue

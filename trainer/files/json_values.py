@@ -95,3 +95,8 @@ NAMES = {
 def json_type_name(value: object) -> str:
     """Return the JSON name of a value's type with its article, e.g. `a list`."""
     return NAMES.get(type(value)) or f"a value of type {type(value).__name__}"
+
+
+def is_json_list(value: object) -> bool:
+    """Return whether a value is a text that looks like a JSON list, as in CSV files."""
+    return isinstance(value, str) and value.lstrip().startswith("[")

@@ -12,7 +12,6 @@ from trainer.data.column_shapes import (
     TEXT_COLUMN,
     Shape,
     find_shapes,
-    is_json_list,
     shapes_hint,
 )
 from trainer.data.column_values import check_columns, list_value
@@ -22,6 +21,7 @@ from trainer.data.readers import READERS
 from trainer.data.readers.reader import Reader, ReadOptions, Record
 from trainer.data.remote_files import RemoteFiles
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
+from trainer.files.json_values import is_json_list
 from trainer.files.reading import open_regular_file
 from trainer.models.errors import PrepError, text, usage_error
 from trainer.recipe.data_table import Data

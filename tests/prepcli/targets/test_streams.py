@@ -111,7 +111,8 @@ def test_build_streams_covers_all_rows_without_gaps(
     true: int, padding: int, more: int, edges: list[int]
 ):
     stored, rows = true + padding, true + more
-    pieces = tuple((low, low, "") for low in edges if low <= stored)
+    starts = [0, *sorted(low for low in edges if low <= stored)]
+    pieces = tuple((low, high, "") for low, high in itertools.pairwise([*starts, stored]))
     streams = build_streams(
         source_of(tensor("wte", stored, 4, digests=pieces)),
         {"wte": to(rows)},
