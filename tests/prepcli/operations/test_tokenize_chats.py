@@ -136,7 +136,7 @@ def test_broken_json_is_a_bad_line(cell: str, capsys: pytest.CaptureFixture[str]
     assert "error: rows.csv:2: column `messages`: not JSON\n" in messages
     assert "json.dumps" in messages
     _, messages = tokenize(capsys, *words, "--set", "data.bad_lines=1", code=FAILED)
-    assert "error: rows.csv:5: column `messages`: not JSON, after 1 invalid lines\n" in messages
+    assert "error: rows.csv:5: column `messages`: not JSON, after 1 invalid line\n" in messages
     _, messages = tokenize(capsys, *words, "--set", "data.bad_lines=2")
     assert "skipped rows.csv:2: column `messages`: not JSON" in messages
     assert "2 invalid lines skipped" in messages
