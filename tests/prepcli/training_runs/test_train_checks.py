@@ -17,6 +17,7 @@ from prepcli.training_runs.checks import (
     device_memory_nbytes,
     disk_warnings,
 )
+from trainer.models.counts import count_text
 from trainer.models.param_tree import ParamLeaf
 from trainer.recipe import Recipe, load_recipe
 
@@ -103,4 +104,5 @@ def test_disk_warnings_name_checkpoints_beyond_the_disk(
     count = free // 12 // max(held, 1)
     assert list(disk_warnings(tmp_path / "run", made, leaves(count), steps_left)) == []
     doubts = list(disk_warnings(tmp_path / "run", made, leaves(count + 12), steps_left))
-    assert [f"will hold {held:,} checkpoints" in doubt for doubt in doubts] == [True] * bool(held)
+    held_text = f"will hold {count_text(held, 'checkpoint')}"
+    assert [held_text in doubt for doubt in doubts] == [True] * bool(held)
