@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 # Only a wait that never ends takes this long: beside other work, a second of an idle machine can become a minute.
 MAX_S = 1800.0
 POLL_EVERY_S = 0.005
+# A main thread that is not scheduled for so long, although it is asleep, waits for an event.
+ASLEEP_S = 0.2
 
 
 class Running(Protocol):
@@ -37,3 +41,18 @@ def wait_until(condition: Callable[[], object], *processes: Running) -> None:
             f"the condition has not come true within {MAX_S:.0f} s"
         )
         time.sleep(POLL_EVERY_S)
+
+
+def wait_until_asleep(pid: int) -> None:
+    """Wait until the main thread of a process waits for an event, such as a key."""
+    before = ""
+    deadline_s = time.monotonic() + MAX_S
+    while True:
+        status = Path(f"/proc/{pid}/task/{pid}/status").read_text()
+        # The state, and how often the thread has given up or lost the processor.
+        now = "".join(re.findall(r"^(?:State|.*ctxt_switches):.*$", status, re.MULTILINE))
+        if now == before and "(sleeping)" in now:
+            return
+        assert time.monotonic() < deadline_s, f"the process was never asleep: {now}"
+        before = now
+        time.sleep(ASLEEP_S)

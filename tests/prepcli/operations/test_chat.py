@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.run_cli import error_lines, run_json
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
-from tests.helpers.waiting import MAX_S
+from tests.helpers.waiting import MAX_S, wait_until_asleep
 
 # Words of the vocabulary: w1 is the system, w2 a user, w3 the assistant, w4 a tool, w5 a variable.
 TEMPLATE = (
@@ -37,8 +37,6 @@ TAKE_TERMINAL = (
     "from prepcli.cli.main import main; sys.exit(main(sys.argv[1:]))"
 )
 TOOL = {"type": "function", "function": {"name": "w7"}}
-# Seconds between two Ctrl-C of a user.
-PRESS_S = 2.0
 
 
 @pytest.fixture
@@ -266,15 +264,13 @@ def test_interrupt_stops_an_answer_and_not_the_chat(work_dir: Path):
         terminal.type("/reset\n")
         terminal.read_until("starts again")
         terminal.read_until("> ")
-        # readline misses a Ctrl-C between its prompt and its wait for a key, until the next key.
-        end_s = time.monotonic() + MAX_S
-        while process.poll() is None:
-            assert time.monotonic() < end_s
-            terminal.type("\x03")
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(PRESS_S)
+        # Before it waits for a key, readline misses a Ctrl-C until the next key.
+        wait_until_asleep(process.pid)
+        terminal.type("\x03")
         terminal.read_until("/reset")
-        assert process.returncode == 130
+        wait_until_asleep(process.pid)
+        terminal.type("\x03")
+        assert process.wait(MAX_S) == 130
 
 
 def test_stop_signal_ends_a_chat(work_dir: Path):
