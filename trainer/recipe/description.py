@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from trainer.models.counts import count_text
 from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
 from trainer.recipe.lr_schedule import LRSchedule, build_lr_schedule
@@ -42,15 +43,16 @@ def _planned_schedule_text(recipe: Recipe) -> str:
     if recipe.train.steps is not None:
         return schedule_text(build_lr_schedule(recipe.optimizer, recipe.train.steps))
     table = recipe.optimizer
-    noun = "epoch" if recipe.train.epochs == 1 else "epochs"
-    length = f"over {recipe.train.epochs:g} {noun}"
+    # A recipe has steps or epochs.
+    assert recipe.train.epochs is not None
+    length = f"over {_epochs_text(recipe.train.epochs)}"
     if table.schedule in OPEN_SCHEDULES and not table.warmup_ratio:
         # It does not depend on the steps of the run.
         return f"{schedule_text(build_lr_schedule(table, 1))} {length}"
     parts = [f"learning rate {table.lr:g}"]
     start = f"{table.warmup_shape} warm-up from {table.init_lr:g} in"
     if steps := warmup_steps_of(table, 0):
-        parts.append(f"{start} {steps:,} steps")
+        parts.append(f"{start} {count_text(steps, 'step')}")
     elif table.warmup_ratio:
         parts.append(f"{start} {100 * table.warmup_ratio:g} % of the steps")
     decay = str(table.schedule)
@@ -67,7 +69,7 @@ def schedule_text(schedule: LRSchedule) -> str:
     parts = [f"learning rate {schedule.peak:g}"]
     if schedule.warmup:
         parts.append(
-            f"{schedule.warmup_shape} warm-up from {schedule.initial:g} in {schedule.warmup:,} steps"
+            f"{schedule.warmup_shape} warm-up from {schedule.initial:g} in {count_text(schedule.warmup, 'step')}"
         )
     if schedule.kind in OPEN_SCHEDULES:
         parts.append(schedule.kind)
@@ -113,10 +115,15 @@ def evaluation_text(recipe: Recipe, n_rows: int | None = None) -> str:
 def _interval_text(train: Train) -> str:
     """Return the interval of evaluations as text. Empty if there is only one at the end."""
     if train.eval_every_epochs is not None:
-        return f"every {train.eval_every_epochs:g} epochs"
+        return f"every {_epochs_text(train.eval_every_epochs)}"
     if train.eval_every:
-        return f"every {train.eval_every:,} steps"
+        return f"every {count_text(train.eval_every, 'step')}"
     return ""
+
+
+def _epochs_text(epochs: float) -> str:
+    """Return a number of epochs as text."""
+    return "1 epoch" if epochs == 1 else f"{epochs:g} epochs"
 
 
 def data_lines(data: Data, *, is_read: bool = False) -> Iterator[str]:
@@ -142,7 +149,7 @@ def data_lines(data: Data, *, is_read: bool = False) -> Iterator[str]:
         yield line
     if data.overlong != WHOLE_TOKENS:
         outcome = OVERLONG_TEXTS[data.overlong]
-        yield f"records of more than {data.seq_length:,} tokens {outcome}"
+        yield f"records of more than {count_text(data.seq_length, 'token')} {outcome}"
 
 
 def _loss_text(data: Data) -> str:
@@ -156,11 +163,11 @@ def _loss_text(data: Data) -> str:
         return f"{turns}, on completions or on all of a text, as the columns of the data tell"
     if data.fields_from_example is not None:
         return "the fields of each example outside of brackets"
+    if data.format == "alpaca":
+        return turns
     fields = data.fields or FORMAT_FIELDS.get(data.format, "")
     masked = BRACKETED_FIELD.findall(fields)
     others = [field.strip() for field in BRACKETED_FIELD.sub("", fields).split(",")]
-    if data.format == "alpaca":
-        return turns
     if data.format in CHAT_FORMATS:
         others = [turns]
     elif not masked:
