@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -434,10 +435,9 @@ class BackgroundSave:
     def __init__(self, save: Callable[[], None]) -> None:
         """Start the thread."""
         self._save = save
-        self._error: BaseException | None = None
-        self._seconds = 0.0
-        self._thread = threading.Thread(target=self._run_save, name="prep-save", daemon=True)
-        self._thread.start()
+        # Not the end of the thread: Python 3.11 counts a thread as ended once an exception interrupts a `join` of it.
+        self._seconds: Future[float] = Future()
+        threading.Thread(target=self._run_save, name="prep-save", daemon=True).start()
 
     def _run_save(self) -> None:
         start_s = time.monotonic()
@@ -445,20 +445,18 @@ class BackgroundSave:
             self._save()
         # Python only prints an exception that ends a thread. `wait` raises it in the training loop instead.
         except BaseException as error:
-            self._error = error
-        self._seconds = time.monotonic() - start_s
+            self._seconds.set_exception(error)
+        else:
+            self._seconds.set_result(time.monotonic() - start_s)
 
     @property
     def is_done(self) -> bool:
         """Whether the save has ended, also by an error."""
-        return not self._thread.is_alive()
+        return self._seconds.done()
 
     def wait(self) -> float:
         """Wait until the checkpoint is durable.
 
         Return the seconds of the save, or raise its error.
         """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._seconds
+        return self._seconds.result()
