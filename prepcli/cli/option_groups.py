@@ -23,7 +23,7 @@ from prepcli.cli.options import (
     QuietOption,
     VerboseOption,
 )
-from prepcli.console.progress import Mode
+from prepcli.console.progress_displays import Mode
 from prepcli.console.ui import Ui, open_ui
 
 # Names of the options that all commands have, after their own.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from prepcli.console.progress import Mode
+from prepcli.console.progress_displays import Mode
 
 
 def complete_checkpoint(incomplete: str) -> list[str]:

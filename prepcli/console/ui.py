@@ -22,7 +22,8 @@ from prepcli.console.escaping import MARK_END, MARK_START, printable, printable_
 from prepcli.console.job_errors import process_of
 from prepcli.console.live_block import LiveBlock
 from prepcli.console.observer import NORMAL, QUIET, SLABS
-from prepcli.console.progress import Mode, NullProgress, Progress, can_redraw, make_progress
+from prepcli.console.progress import NullProgress, Progress
+from prepcli.console.progress_displays import Mode, can_redraw, make_progress
 from prepcli.console.stdio import LossyStream, write_and_flush, write_exact_and_flush
 from prepcli.console.tables import Column, layout_table
 from prepcli.console.unexpected import as_prep_error

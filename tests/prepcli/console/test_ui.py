@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.console.progress import LineProgress, NullProgress
+from prepcli.console.progress import NullProgress
+from prepcli.console.progress_displays import LineProgress
 from prepcli.console.ui import (
     NORMAL,
     QUIET,

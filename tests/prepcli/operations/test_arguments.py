@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import prepcli as prep
-from prepcli.console.progress import LineProgress
+from prepcli.console.progress_displays import LineProgress
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 
 RECIPE = "recipe.toml"

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from prepcli.console.progress import (
+from prepcli.console.progress import NullProgress, Progress
+from prepcli.console.progress_displays import (
     BarProgress,
     JsonProgress,
     LineProgress,
     Mode,
-    NullProgress,
-    Progress,
     ProgressMeter,
     make_progress,
 )
