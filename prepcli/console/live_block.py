@@ -6,32 +6,13 @@ import contextlib
 import io
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 from prepcli.console.escaping import printable_line
+from prepcli.console.observer import Line
 
 if TYPE_CHECKING:
     from rich.text import Text
-
-Segment = tuple[str, str]  # text and rich style
-Line = Sequence[Segment]
-
-
-class Block(Protocol):
-    """Lines that are replaced by the next ones, on a terminal or in a notebook."""
-
-    @property
-    def width(self) -> int:
-        """Columns of the lines."""
-        ...
-
-    def draw(self, lines: Sequence[Line]) -> None:
-        """Replace the lines."""
-        ...
-
-    def close(self) -> None:
-        """Leave the last lines."""
-        ...
 
 
 class LiveBlock:

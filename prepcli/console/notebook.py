@@ -7,9 +7,9 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from prepcli.console.live_block import Line
 from prepcli.console.observer import (
     NORMAL,
+    Line,
     Observer,
     OneProcessObserver,
     RunObserver,

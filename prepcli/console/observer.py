@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from prepcli.console.live_block import Block
 from prepcli.console.progress import NullProgress, Progress
 from prepcli.errors import PrepError
 
@@ -16,6 +15,9 @@ QUIET = -1
 NORMAL = 0
 LEAVES = 1
 SLABS = 2
+
+Segment = tuple[str, str]  # text and rich style
+Line = Sequence[Segment]
 
 
 @runtime_checkable
@@ -67,6 +69,23 @@ class StreamObserver(Observer, Protocol):
 
     def stream_line(self) -> AbstractContextManager[Callable[[str], None]]:
         """Return a context with a function that shows the next piece of the text."""
+        ...
+
+
+class Block(Protocol):
+    """Lines that are replaced by the next ones, on a terminal or in a notebook."""
+
+    @property
+    def width(self) -> int:
+        """Columns of the lines."""
+        ...
+
+    def draw(self, lines: Sequence[Line]) -> None:
+        """Replace the lines."""
+        ...
+
+    def close(self) -> None:
+        """Leave the last lines."""
         ...
 
 

@@ -14,7 +14,7 @@ from prepcli.console.formatting import (
     format_time_left,
     format_token_rate,
 )
-from prepcli.console.live_block import Line, Segment
+from prepcli.console.observer import Line, Segment
 
 SPARK_LEVELS = "▁▂▃▄▅▆▇█"
 SPARK_CELLS = 24

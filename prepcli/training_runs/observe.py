@@ -16,8 +16,7 @@ from prepcli.console.formatting import (
     format_time_left,
     format_token_rate,
 )
-from prepcli.console.live_block import Block
-from prepcli.console.observer import Observer
+from prepcli.console.observer import Block, Observer
 from prepcli.console.pacing import PacedNotes, ticking
 from prepcli.console.progress import REDRAW_INTERVAL_S, Clock
 from prepcli.console.run_status import RunStatus, status_lines

@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from prepcli.console.live_block import Line
+from prepcli.console.observer import Line
 from prepcli.console.run_status import RunStatus, sparkline, status_lines
 
 GIB = 1 << 30

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prepcli.console.live_block import Line
+from prepcli.console.observer import Line
 from prepcli.console.run_status import RunStatus
 from prepcli.console.ui import Ui
 from prepcli.training_runs.observe import LineDisplay, LiveDisplay
