@@ -29,7 +29,7 @@ from pathlib import Path
 
 from bench.bucket_outputs import FileWatch, empty_folder, run_module
 from bench.meter import anonymous_nbytes
-from prepcli.console.ui import format_table
+from prepcli.console.tables import format_table
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE
 from prepcli.inspection.run_record import ENVIRONMENT_FILE

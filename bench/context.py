@@ -21,7 +21,7 @@ from bench.compiled_memory import CompiledMemory, compile_step, lower_step
 from bench.evidence import log
 from bench.model_configs import MODEL_SIZES
 from bench.svg_files import svg_file
-from prepcli.console.ui import format_table
+from prepcli.console.tables import format_table
 from prepcli.pages.charts import Curve, line_chart
 
 if TYPE_CHECKING:

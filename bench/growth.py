@@ -17,7 +17,7 @@ from bench.evidence import BenchPaths, log, make_model, measure_case, remove
 from bench.evidence_rows import EvidenceRow
 from bench.published import PUBLISHED
 from bench.svg_files import svg_file
-from prepcli.console.ui import format_table
+from prepcli.console.tables import format_table
 from prepcli.pages.charts import Curve, line_chart
 
 GB, MIB = 10**9, 1 << 20

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from bench.damage import damage_file
 from prepcli.cli.main import main as prep
-from prepcli.console.ui import format_table
+from prepcli.console.tables import format_table
 from prepcli.demo.tiny_model import VOCABULARY, write_tiny_model
 from prepcli.execution.locks import is_locked
 from prepcli.formats.run_steps import saved_steps

@@ -37,7 +37,7 @@ from bench.meter import anonymous_nbytes, process_tree
 from bench.race_loaders import LOADERS, NORM, SPLITS, Job, LoadResult, word_sum
 from bench.throttled_store import Traffic
 from prepcli.console.formatting import format_bytes
-from prepcli.console.ui import format_table
+from prepcli.console.tables import format_table
 from prepcli.launch.local import free_port
 
 ROOT = Path(__file__).parent.parent

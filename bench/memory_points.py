@@ -19,7 +19,7 @@ from importlib.util import find_spec
 
 from bench.compiled_step import make_manifest, make_parser, make_recipe
 from bench.evidence import log
-from prepcli.console.ui import format_table
+from prepcli.console.tables import format_table
 from trainer.models.memory_estimate import MemoryEstimate, estimate_memory
 from trainer.models.memory_inputs import MemoryInputs
 from trainer.models.mesh import Mesh, parse_mesh

@@ -26,7 +26,7 @@ import numpy as np
 import safetensors.numpy
 
 import prepcli as prep
-from prepcli.console.ui import format_table
+from prepcli.console.tables import format_table
 from prepcli.errors import PrepError
 
 EQUAL = "equal"

@@ -37,7 +37,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-from prepcli.console.ui import format_table
+from prepcli.console.tables import format_table
 from prepcli.engine.blobs import Blob
 from prepcli.errors import PrepError
 from prepcli.formats.gguf import GgufArray, read_gguf_header

@@ -27,7 +27,7 @@ from typing import Any
 
 from bench.evidence import log, remove, run_checked
 from bench.models import write_model
-from prepcli.console.ui import format_table
+from prepcli.console.tables import format_table
 from prepcli.engine.budget import MIB, anonymous_nbytes
 from prepcli.launch.local import free_port, process_environment
 

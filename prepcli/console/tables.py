@@ -8,8 +8,12 @@ first cell of each row gets a separate line above the other cells.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+from prepcli.console.escaping import printable, printable_line
+
+Cell = str | int
 
 COLUMN_GAP = 2  # spaces between columns
 # Spaces before the cells below the first one of a row.
@@ -49,6 +53,49 @@ class Column:
     def is_constant(self) -> bool:
         """Whether there are several rows, and all have the same text in this column."""
         return len(self.cells) > 1 and len(set(self.cells)) == 1
+
+
+def format_table(
+    rows: Sequence[Sequence[Cell]],
+    header: Sequence[str],
+    right_aligned: Collection[str] = (),
+    width: int | None = None,
+    *,
+    optional: Sequence[str] = (),
+    wrapped: Collection[str] = (),
+) -> str:
+    """Format rows as columns, two spaces apart.
+
+    Integers get thousands separators and are right-aligned.
+
+    Args:
+        rows: The cells of each row. The first one identifies it.
+        header: Name of each column.
+        right_aligned: Names of further right-aligned columns.
+        width: Width of the terminal, or None for full width. No cell is shortened: see
+            `layout_table`.
+        optional: Names of the columns to omit in a narrow terminal, the least important first.
+        wrapped: Names of the columns with text that may have several lines.
+
+    Returns:
+        Lines of the table, the header first.
+    """
+    columns: list[Column] = []
+    for index, name in enumerate(header):
+        values = [row[index] for row in rows]
+        cells: list[str] = []
+        num_integers = 0
+        for value in values:
+            if isinstance(value, int):
+                num_integers += 1
+                cells.append(f"{value:,}")
+            elif name in wrapped:
+                cells.append(printable(value))
+            else:
+                cells.append(printable_line(value))
+        is_right_aligned = name in right_aligned or 0 < num_integers == len(values)
+        columns.append(Column(name, cells, is_right_aligned, is_wrapped=name in wrapped))
+    return layout_table(columns, width=width, optional=optional)
 
 
 def layout_table(

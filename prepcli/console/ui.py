@@ -11,25 +11,22 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import TextIO, cast
 
 from prepcli.console.bounded_text import bounded_error, bounded_lines
-from prepcli.console.escaping import MARK_END, MARK_START, printable, printable_line
+from prepcli.console.escaping import MARK_END, MARK_START, printable
 from prepcli.console.job_errors import process_of
 from prepcli.console.live_block import LiveBlock
 from prepcli.console.observer import NORMAL, QUIET, SLABS
 from prepcli.console.progress import NullProgress, Progress
 from prepcli.console.progress_displays import Mode, can_redraw, make_progress
 from prepcli.console.stdio import LossyStream, write_and_flush, write_exact_and_flush
-from prepcli.console.tables import Column, layout_table
 from prepcli.console.unexpected import as_prep_error
 from prepcli.errors import INTERRUPTED, OK, STOPPED, PrepError
-
-Cell = str | int
 
 # Control sequence of terminals (DECTCEM). rich hides the cursor while a live block is open.
 SHOW_CURSOR = "\x1b[?25h"
@@ -282,49 +279,6 @@ def stdout_error(error: OSError) -> PrepError:
     """Return the error for a result that could not be written to stdout."""
     hint = "check the program or the disk that receives it"
     return PrepError("cannot write the result to stdout", error.strerror or str(error), hint)
-
-
-def format_table(
-    rows: Sequence[Sequence[Cell]],
-    header: Sequence[str],
-    right_aligned: Collection[str] = (),
-    width: int | None = None,
-    *,
-    optional: Sequence[str] = (),
-    wrapped: Collection[str] = (),
-) -> str:
-    """Format rows as columns, two spaces apart.
-
-    Integers get thousands separators and are right-aligned.
-
-    Args:
-        rows: The cells of each row. The first one identifies it.
-        header: Name of each column.
-        right_aligned: Names of further right-aligned columns.
-        width: Width of the terminal, or None for full width. No cell is shortened: see
-            `layout_table`.
-        optional: Names of the columns to omit in a narrow terminal, the least important first.
-        wrapped: Names of the columns with text that may have several lines.
-
-    Returns:
-        Lines of the table, the header first.
-    """
-    columns: list[Column] = []
-    for index, name in enumerate(header):
-        values = [row[index] for row in rows]
-        cells: list[str] = []
-        num_integers = 0
-        for value in values:
-            if isinstance(value, int):
-                num_integers += 1
-                cells.append(f"{value:,}")
-            elif name in wrapped:
-                cells.append(printable(value))
-            else:
-                cells.append(printable_line(value))
-        is_right_aligned = name in right_aligned or 0 < num_integers == len(values)
-        columns.append(Column(name, cells, is_right_aligned, is_wrapped=name in wrapped))
-    return layout_table(columns, width=width, optional=optional)
 
 
 def _indent(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prepcli.console.formatting import format_bytes
-from prepcli.console.ui import format_table
+from prepcli.console.tables import format_table
 from trainer.models.chunk_sizes import chunk_length
 from trainer.models.counts import count_text
 from trainer.models.memory_estimate import MemoryEstimate

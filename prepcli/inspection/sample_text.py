@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from prepcli.console.escaping import MARK_END, escape_marks, marked, printable, printable_line
-from prepcli.console.tables import wrap_line
-from prepcli.console.ui import Cell, format_table
+from prepcli.console.tables import Cell, format_table, wrap_line
 from trainer.models.counts import count_text
 from trainer.models.data_samples import SampleCounts, SamplePart, TokenSample
 

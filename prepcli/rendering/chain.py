@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from prepcli.console.lists import join_names
-from prepcli.console.ui import Report, format_table
+from prepcli.console.tables import format_table
+from prepcli.console.ui import Report
 from prepcli.errors import GET_AGAIN_HINT, Option, PrepError, text
 from prepcli.operations.results import Chain, ChainLink
 from trainer.models.counts import count_text

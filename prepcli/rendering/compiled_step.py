@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepcli.console.tables import wrap_line
-from prepcli.console.ui import format_table
+from prepcli.console.tables import format_table, wrap_line
 from prepcli.pages.plan_rows import (
     COLLECTIVE_HEADER,
     CompiledStep,

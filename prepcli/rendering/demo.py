@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from prepcli.console.formatting import format_bytes
-from prepcli.console.ui import Report, format_table
+from prepcli.console.tables import format_table
+from prepcli.console.ui import Report
 from prepcli.demo.page import REPORT
 from prepcli.demo.run import DemoRun, result_text
 from prepcli.demo.steps import StepReport

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from prepcli.console.formatting import format_bytes
-from prepcli.console.ui import Report, format_table
+from prepcli.console.tables import format_table
+from prepcli.console.ui import Report
 from prepcli.operations.env import Environment
 
 

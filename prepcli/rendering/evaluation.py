@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from prepcli.console.ui import Report, format_table
+from prepcli.console.tables import format_table
+from prepcli.console.ui import Report
 from prepcli.operations.results import Evaluation, EvaluationScores
 
 HEADER = ("source", "loss", "perplexity", "accuracy", "tokens")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import LEAVES
-from prepcli.console.tables import wrap_line
-from prepcli.console.ui import Cell, Report, Ui, format_table
+from prepcli.console.tables import Cell, format_table, wrap_line
+from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError
 from prepcli.formats.levanter import is_levanter_checkpoint
 from prepcli.inspection.checkpoint_contents import AdapterSummary, CheckpointContents, TensorEntry

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 
-from prepcli.console.ui import Report, format_table
+from prepcli.console.tables import format_table
+from prepcli.console.ui import Report
 from prepcli.errors import PrepError
 from prepcli.operations.verification_results import LogitComparison
 

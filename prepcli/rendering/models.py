@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Sequence
 
 from prepcli.console.formatting import format_bytes
-from prepcli.console.ui import Report, format_table
+from prepcli.console.tables import format_table
+from prepcli.console.ui import Report
 from prepcli.sources.aliases import Alias
 from trainer.models.registry import FAMILIES
 from trainer.models.verbatim import CANNOT_TRAIN

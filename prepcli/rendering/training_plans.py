@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import LEAVES
-from prepcli.console.tables import wrap_line
-from prepcli.console.ui import Report, Ui, format_table
+from prepcli.console.tables import format_table, wrap_line
+from prepcli.console.ui import Report, Ui
 from prepcli.inspection.memory_report import memory_fields, memory_table
 from prepcli.operations.plan import FittingMeshes
 from prepcli.operations.results import StepPlan

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from prepcli.console.bounded_text import shorten
 from prepcli.console.lists import MAX_NAMES
 from prepcli.console.observer import LEAVES
-from prepcli.console.ui import Report, Ui, format_table
+from prepcli.console.tables import format_table
+from prepcli.console.ui import Report, Ui
 from prepcli.errors import Option, PrepError, text
 from prepcli.operations.verification_results import (
     SettingDifference,

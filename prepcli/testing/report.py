@@ -9,7 +9,8 @@ from pathlib import Path
 
 import jax
 
-from prepcli.console.ui import Report, Ui, format_table
+from prepcli.console.tables import format_table
+from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage_error
 from prepcli.sources.source import CONFIG, read_config
 from prepcli.testing.checks import CHECKS, Check

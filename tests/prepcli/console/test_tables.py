@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prepcli.console.ui import format_table
+from prepcli.console.tables import format_table
 
 HEADER = ("name", "shape", "dtype", "size", "file", "offset")
 NAMES = [f"model.layers.{layer}.post_attention_layernorm.weight" for layer in (0, 10)]
@@ -20,6 +20,25 @@ ROWS = [
         8,
     ],
 ]
+
+
+def test_table_aligns_text_left_and_numbers_right() -> None:
+    rows = [["wte", 50257, "4.90 GiB"], ["h.0.ln_1.weight", 8, "8.0 KiB"]]
+    assert format_table(rows, ["name", "rows", "size"], right_aligned=["size"]).splitlines() == [
+        "name               rows      size",
+        "wte              50,257  4.90 GiB",
+        "h.0.ln_1.weight       8   8.0 KiB",
+    ]
+
+
+def test_table_without_rows_is_its_header() -> None:
+    assert format_table([], ["name", "rows"]) == "name  rows"
+
+
+def test_table_without_a_width_is_never_shortened() -> None:
+    lines = format_table(ROWS, HEADER).splitlines()
+    assert lines[0].split() == [*HEADER]
+    assert lines[1].split() == [*ROWS[0][:3], "8.0", "KiB", ROWS[0][4], "9,876,543,210"]
 
 
 @pytest.mark.parametrize("width", [50, 60, 80, 100, 120, 200])

@@ -13,17 +13,7 @@ from hypothesis import strategies as st
 
 from prepcli.console.progress import NullProgress
 from prepcli.console.progress_displays import LineProgress
-from prepcli.console.ui import (
-    NORMAL,
-    QUIET,
-    SLABS,
-    Report,
-    Ui,
-    format_table,
-    open_ui,
-    printable,
-    version,
-)
+from prepcli.console.ui import NORMAL, QUIET, SLABS, Report, Ui, open_ui, printable, version
 from prepcli.errors import FAILED, OK, USAGE, PrepError, usage_error
 
 ERROR = PrepError(
@@ -273,28 +263,8 @@ def test_printable_keeps_text_of_any_script() -> None:
     assert printable("\u202eabc\u2028") == "\\u202eabc\\u2028"
 
 
-def test_table_aligns_text_left_and_numbers_right() -> None:
-    rows = [["wte", 50257, "4.90 GiB"], ["h.0.ln_1.weight", 8, "8.0 KiB"]]
-    assert format_table(rows, ["name", "rows", "size"], right_aligned=["size"]).splitlines() == [
-        "name               rows      size",
-        "wte              50,257  4.90 GiB",
-        "h.0.ln_1.weight       8   8.0 KiB",
-    ]
-
-
-def test_table_without_rows_is_its_header() -> None:
-    assert format_table([], ["name", "rows"]) == "name  rows"
-
-
-ROWS = [
-    ["transformer.h.0.attn.attention.q_proj.weight", "[2048, 2048]", 7],
-    ["lm_head.weight", "[50257, 2048]", 12],
-]
-
-
-def test_table_for_a_pipe_is_never_shortened() -> None:
+def test_columns_is_none_for_a_pipe() -> None:
     assert Ui("inspect", out=io.StringIO()).columns is None
-    assert ROWS[0][0] in format_table(ROWS, ("name", "shape", "bytes"))
 
 
 def test_columns_is_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
