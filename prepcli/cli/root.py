@@ -55,7 +55,7 @@ from prepcli.cli.strict import OneProcessCommand, StrictCommand
 from prepcli.cli.tokenize import tokenize
 from prepcli.cli.train import generate, train
 from prepcli.console.job_errors import label_errors, process_of
-from prepcli.console.ui import version
+from prepcli.console.version import version
 from prepcli.errors import USAGE
 from prepcli.execution.signals import Interrupted, notes_of
 

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from typing import TextIO, cast
 
 from prepcli.console.bounded_text import bounded_error, bounded_lines
@@ -26,6 +25,7 @@ from prepcli.console.progress import NullProgress, Progress
 from prepcli.console.progress_displays import Mode, can_redraw, make_progress
 from prepcli.console.stdio import LossyStream, write_and_flush, write_exact_and_flush
 from prepcli.console.unexpected import as_prep_error
+from prepcli.console.version import version
 from prepcli.errors import INTERRUPTED, OK, STOPPED, PrepError
 
 # Control sequence of terminals (DECTCEM). rich hides the cursor while a live block is open.
@@ -268,11 +268,6 @@ def open_ui(command: str, as_json: bool, quiet: bool, verbose: int, progress: Mo
     if quiet:
         level = QUIET
     return Ui(command, as_json, level, progress)
-
-
-def version() -> str:
-    """Return the installed version of prep."""
-    return metadata.version("prepcli")
 
 
 def stdout_error(error: OSError) -> PrepError:

@@ -21,7 +21,7 @@ import numpy as np
 from prepcli.console.lists import join_names
 from prepcli.console.observer import Observer, SilentCommandObserver, observer_of
 from prepcli.console.progress import Progress
-from prepcli.console.ui import version
+from prepcli.console.version import version
 from prepcli.engine.digest import digest_pieces
 from prepcli.engine.files import io_error
 from prepcli.errors import TERMINAL, DamagedError, Option, PrepError, text, usage_error

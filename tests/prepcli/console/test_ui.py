@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from prepcli.console.progress import NullProgress
 from prepcli.console.progress_displays import LineProgress
-from prepcli.console.ui import NORMAL, QUIET, SLABS, Report, Ui, open_ui, printable, version
+from prepcli.console.ui import NORMAL, QUIET, SLABS, Report, Ui, open_ui, printable
+from prepcli.console.version import version
 from prepcli.errors import FAILED, OK, USAGE, PrepError, usage_error
 
 ERROR = PrepError(
