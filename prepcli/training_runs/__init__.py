@@ -9,7 +9,7 @@
 5. `checks`: memory and disk space, before data is read.
 6. `prepare`: the model, the tokens and the configuration of the loop.
 7. `environment`: the machine and the versions, as the run records them.
-8. `observe` and `summary`: output for the user. `metrics`: output to files and services.
+8. `observe`, `run_status` and `summary`: output for the user. `metrics`: output to files and services.
 9. `export`: exports of steps beside the training, and the upload of the last one.
 
 `docs/explanation/a-training-run.md` follows one run through these modules.

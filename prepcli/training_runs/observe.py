@@ -19,8 +19,8 @@ from prepcli.console.formatting import (
 from prepcli.console.observer import Block, Observer
 from prepcli.console.pacing import PacedNotes, ticking
 from prepcli.console.progress import REDRAW_INTERVAL_S, Clock
-from prepcli.console.run_status import RunStatus, status_lines
 from prepcli.training_runs.run import PreparedRun
+from prepcli.training_runs.run_status import RunStatus, status_lines
 from trainer.training.callbacks import Callbacks
 
 if TYPE_CHECKING:

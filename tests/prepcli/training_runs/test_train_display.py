@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from prepcli.console.observer import Line
-from prepcli.console.run_status import RunStatus
 from prepcli.console.ui import Ui
 from prepcli.training_runs.observe import LineDisplay, LiveDisplay
+from prepcli.training_runs.run_status import RunStatus
 from trainer.training.evaluation import EvaluationResult
 from trainer.training.log_lines import StepLine
 from trainer.training.samples import Sample

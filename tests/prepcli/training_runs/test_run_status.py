@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from prepcli.console.observer import Line
-from prepcli.console.run_status import RunStatus, sparkline, status_lines
+from prepcli.training_runs.run_status import RunStatus, sparkline, status_lines
 
 GIB = 1 << 30
 
