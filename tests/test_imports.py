@@ -95,9 +95,9 @@ PURE_MODULES = {
             "command",
             "gke",
             "hardware",
+            "tpu_topologies",
         )
     ),
-    "trainer.planning.tpu_topologies",
 }
 # Modules that start jax, or list its devices.
 COMPUTES = {
