@@ -12,5 +12,7 @@
 8. `observe` and `summary`: output for the user. `metrics`: output to files and services.
 9. `export`: exports of steps beside the training, and the upload of the last one.
 
+`params`, `random_params` and `verbatim_params` load the arrays of a model without a run.
+
 `docs/explanation/a-training-run.md` follows one run through these modules.
 """

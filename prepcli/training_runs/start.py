@@ -38,7 +38,6 @@ from prepcli.remote.placeholders import rename_in_errors
 from prepcli.restore.digest_checks import sample_digest, towers_digest
 from prepcli.restore.earlier_checkpoints import check_without_checksums, note_missing_file_digests
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.restore.params import check_lock_verified, open_weights
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
@@ -54,6 +53,7 @@ from prepcli.sources.source_hints import advise_conversion
 from prepcli.targets.hf_folder import copied_files, copied_small_files, output_config
 from prepcli.targets.tokenizer_files import tokenizer_folder, with_recipe_tokenizer
 from prepcli.targets.training_step import StartModel
+from prepcli.training_runs.params import check_lock_verified, open_weights
 from prepcli.training_runs.random_start import RandomReader, random_config, random_start
 from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.lora_config import lora_from_manifest
