@@ -53,10 +53,10 @@ PREPCLI = (
     *(
         "execution",
         "inspection",
+        "training_runs",
         "pages",
         "demo",
         "launch",
-        "training_runs",
         "operations",
         "testing",
         "rendering",
