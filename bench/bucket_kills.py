@@ -32,7 +32,7 @@ from bench.meter import anonymous_nbytes
 from prepcli.console.tables import format_table
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE
-from prepcli.inspection.run_record import ENVIRONMENT_FILE
+from prepcli.training_runs.run_record import ENVIRONMENT_FILE
 from tests.helpers.fork_server import ForkedProcess, start_prep
 from tests.helpers.object_server import OTHER_FAULTS, WRITE_FAULTS, FakeObjectStore, serve_objects
 from tests.helpers.processes import start_processes

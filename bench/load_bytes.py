@@ -62,10 +62,10 @@ def load_with_prep(options: argparse.Namespace) -> tuple[Any, int, int]:
     """Load the parameters in float32, and return them and the bytes read by loading and by opening."""
     from jax.experimental import multihost_utils
 
-    from prepcli.restore.params import open_model
     from prepcli.sources.folders import Access
     from prepcli.sources.locate import locate
     from prepcli.sources.opening import open_source
+    from prepcli.training_runs.params import open_model
     from trainer.training.leaf_loading import LeafLoader
     from trainer.training.loading import load_leaves
 

@@ -32,7 +32,7 @@ OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "attn.o.", "mlp.down.")
 NORM = "norm"
 PREP_MODULES = (
     "prepcli.operations.load_params",
-    "prepcli.restore.params",
+    "prepcli.training_runs.params",
     "prepcli.sources.bucket_folders",
     "prepcli.sources.openers.safetensors_folder",
     "trainer.models.families.llama",

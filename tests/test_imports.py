@@ -53,10 +53,10 @@ PREPCLI = (
     *(
         "execution",
         "inspection",
+        "training_runs",
         "pages",
         "demo",
         "launch",
-        "training_runs",
         "operations",
         "testing",
         "rendering",
@@ -95,9 +95,9 @@ PURE_MODULES = {
             "command",
             "gke",
             "hardware",
+            "tpu_topologies",
         )
     ),
-    "trainer.planning.tpu_topologies",
 }
 # Modules that start jax, or list its devices.
 COMPUTES = {
@@ -105,8 +105,8 @@ COMPUTES = {
         f"prepcli.training_runs.{name}"
         for name in (
             *("checks", "continued_state", "environment", "export", "metrics", "observe"),
-            *("prepare", "processes", "recipe_data", "remote_data", "run", "start", "storage"),
-            *("stops", "summary", "train"),
+            *("params", "prepare", "processes", "random_params", "recipe_data", "remote_data"),
+            *("run", "start", "stops", "storage", "summary", "train", "verbatim_params"),
         )
     ),
     *(
@@ -148,11 +148,6 @@ COMPUTES = {
             "tiny_transformers",
             "torch_transformers",
         )
-    ),
-    *(
-        "prepcli.restore.params",
-        "prepcli.restore.verbatim_params",
-        "prepcli.restore.random_params",
     ),
 }
 
@@ -247,7 +242,7 @@ def test_conversions_import_only_models_and_recipes():
 
 def test_loading_parameters_imports_no_training_loop():
     unused = {"trainer.training.loop", "trainer.training.evaluation", "tokenizers"}
-    for module in ("prepcli.restore.params", "prepcli.restore.random_params"):
+    for module in ("prepcli.training_runs.params", "prepcli.training_runs.random_params"):
         reached = reachable(module)
         assert not unused & reached, module
         assert "trainer.generation" not in set(map(package_of, reached)), module

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from prepcli.errors import Command, Key, Option, PrepError, join_texts, text, usage_error
 from prepcli.launch.options import GkeOptions
-from trainer.models.mesh import MESH_KEY, Mesh, resolve_mesh
-from trainer.models.slices import DCN_KEY, SliceCounts, check_slices, num_slices
-from trainer.models.suggest import did_you_mean
-from trainer.planning.tpu_topologies import (
+from prepcli.launch.tpu_topologies import (
     HOST_CHIPS,
     TPU_GENERATIONS,
     TpuGeneration,
     nearest_sizes,
     num_chips,
 )
+from trainer.models.mesh import MESH_KEY, Mesh, resolve_mesh
+from trainer.models.slices import DCN_KEY, SliceCounts, check_slices, num_slices
+from trainer.models.suggest import did_you_mean
 
 # Largest v5e or v6e slice with one host.
 _MAX_HOST_CHIPS = 8

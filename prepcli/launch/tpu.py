@@ -17,8 +17,8 @@ from prepcli.launch.shell import (
     environment_lines,
     script,
 )
+from prepcli.launch.tpu_topologies import TPU_GENERATIONS
 from trainer.models.suggest import did_you_mean
-from trainer.planning.tpu_topologies import TPU_GENERATIONS
 
 # Software of a TPU VM by the generation in the name of its accelerator type.
 RUNTIME_VERSIONS = {

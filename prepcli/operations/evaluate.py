@@ -39,10 +39,10 @@ from prepcli.operations.results import Evaluation, EvaluationScores
 from prepcli.operations.source_line import source_line
 from prepcli.operations.target_metrics import check_target_metrics, target_metrics
 from prepcli.option_spec import PathLike
-from prepcli.restore.params import OpenedModel
 from prepcli.sources.folders import make_access
 from prepcli.sources.source import Source
 from prepcli.training_runs.observe import tokenize_progress
+from prepcli.training_runs.params import OpenedModel
 from prepcli.training_runs.remote_data import DataFinder
 from trainer.models.counts import count_text
 from trainer.recipe import Recipe

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from prepcli.console.observer import Observer
 from prepcli.errors import Option, text, usage_error
 from prepcli.operations.compute_options import EvaluateOptions
-from prepcli.restore.params import OpenedModel
+from prepcli.training_runs.params import OpenedModel
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:

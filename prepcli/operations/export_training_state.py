@@ -24,6 +24,7 @@ from prepcli.operations.export_layouts import (
 )
 from prepcli.operations.export_quantized import writes_quantized
 from prepcli.operations.options import ExportOptions
+from prepcli.operations.training_state import read_training_state
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.manifest_fields import (
     TRAINING_STATE_KEY,
@@ -37,7 +38,6 @@ from prepcli.sources.adam_state import (
     AdamSettings,
     AdamState,
     moment_names,
-    read_adam_state,
     require_settings,
 )
 from prepcli.sources.decayed_tensors import decay_differences
@@ -64,7 +64,6 @@ from prepcli.targets.trainer_item_state import (
     maxtext_state_tree,
     tunix_state_tree,
 )
-from trainer.models.decayed_leaves import DecayRule
 from trainer.models.module_order import OptimizerGroups, optimizer_groups
 
 STATE_LAYOUTS = (HF_LAYOUT, "maxtext", "maxtext-unscanned", *LEVANTER_LAYOUTS, TUNIX_LAYOUT)
@@ -266,7 +265,7 @@ def lay_out_training_state(
     Raises:
         PrepError: The source has no state of AdamW, or its order in the output is unknown.
     """
-    state = read_adam_state(source)
+    state = read_training_state(source)
     unread: Sequence[str] = ()
     if source.training_record is not None:
         unread = source.training_record["left_out"]
@@ -351,8 +350,8 @@ def _lay_out_item(
 def _content_of_tunix(state: AdamState) -> StateContent:
     """Return the content of a training state of Tunix. The settings in it name no clipping of gradients."""
     missing = list(CONTENT_OF_TUNIX.missing)
-    if state.table is not None and state.table.clip_norm:
-        missing.append(f"clipping to the norm {state.table.clip_norm:g}")
+    if state.clip_norm:
+        missing.append(f"clipping to the norm {state.clip_norm:g}")
     return replace(CONTENT_OF_TUNIX, missing=tuple(missing))
 
 
@@ -371,13 +370,9 @@ def _decay_differences(
     source: Source, state: AdamState, settings: AdamSettings, groups: OptimizerGroups
 ) -> tuple[str, ...]:
     """Return a description of the parameters with weight decay only in the recipe or only in Trainer."""
-    if state.table is None or not settings.weight_decay:
+    if state.decay_rule is None or not settings.weight_decay:
         return ()
-    table = state.table
-    rule = DecayRule(
-        table.decay_embeddings, exclude=table.decay_exclude, include=table.decay_include
-    )
-    return tuple(decay_differences(source, groups.decayed, rule))
+    return tuple(decay_differences(source, groups.decayed, state.decay_rule))
 
 
 def _trainer_files(

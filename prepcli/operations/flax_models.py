@@ -14,7 +14,7 @@ from prepcli.operations.open_params import open_parameters
 from prepcli.operations.operation import public
 from prepcli.operations.options import ModuleOptions, SourceOptions
 from prepcli.option_spec import PathLike
-from prepcli.restore.random_params import init_random_params, model_of_config
+from prepcli.training_runs.random_params import init_random_params, model_of_config
 from trainer.models.json_types import HFConfig
 from trainer.models.param_tree import Tree
 from trainer.models.parameters import Family

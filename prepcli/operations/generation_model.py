@@ -22,9 +22,9 @@ from prepcli.operations.model_files import find_source_tokenizer, source_generat
 from prepcli.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.operations.source_line import source_line
 from prepcli.option_spec import PathLike, as_tuple
-from prepcli.restore.params import OpenedModel
 from prepcli.sources.generation_config import GenerationDefaults
 from prepcli.sources.source import Source
+from prepcli.training_runs.params import OpenedModel
 from trainer.files.json_values import load_json
 from trainer.files.reading import read_file_or_pipe
 from trainer.models.json_types import JsonObject, JsonValue

@@ -27,8 +27,8 @@ from prepcli.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.operations.operation import public, rendered_for_python
 from prepcli.operations.options import SourceOptions
 from prepcli.option_spec import PathLike, PositiveInt, as_tuple
-from prepcli.restore.params import OpenedModel
 from prepcli.sources.generation_config import GenerationDefaults
+from prepcli.training_runs.params import OpenedModel
 from trainer.models.token_rules import TokenRules
 
 if TYPE_CHECKING:

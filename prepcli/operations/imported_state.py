@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 from prepcli.errors import Key, Option, text, usage_error
 from prepcli.operations.options import SaveInitOptions
+from prepcli.operations.training_state import read_training_state
 from prepcli.planning.manifest_fields import (
     TRAINING_STATE_KEY,
     ManifestFields,
     TrainingStateRecord,
 )
-from prepcli.sources.adam_state import read_adam_state
 from prepcli.sources.multimodal import models_title, towers_title
 from prepcli.sources.source import Source
 
@@ -48,7 +48,7 @@ def check_imported_state(options: SaveInitOptions, source: Source) -> None:
             f"the optimizer of {source.display_name} numbers the {towers_title(source)} as well",
             text("remove {}", option),
         )
-    read_adam_state(source)
+    read_training_state(source)
 
 
 def imported_step_fields(record: TrainingStateRecord) -> ManifestFields:

@@ -12,7 +12,7 @@ from prepcli.operations.operation import public
 from prepcli.operations.options import SourceOptions
 from prepcli.option_spec import PathLike
 from prepcli.restore.earlier_checkpoints import check_without_checksums
-from prepcli.restore.verbatim_params import load_verbatim_params
+from prepcli.training_runs.verbatim_params import load_verbatim_params
 from trainer.models.param_tree import Tree
 from trainer.models.verbatim import CANNOT_TRAIN
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.operations.file_arrays import file_array
-from prepcli.restore.params import OpenedModel
 from prepcli.sources.source import CONFIG
+from prepcli.training_runs.params import OpenedModel
 from trainer.models.param_tree import Tree
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from prepcli.console.observer import Observer
 from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.option_spec import PathLike
 from prepcli.restore.earlier_checkpoints import check_without_checksums
-from prepcli.restore.params import OpenedModel, open_model
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source
+from prepcli.training_runs.params import OpenedModel, open_model
 
 
 def open_params(

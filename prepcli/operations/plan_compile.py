@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from prepcli.console.formatting import format_duration
 from prepcli.console.observer import Observer
+from prepcli.launch.tpu_topologies import TPU_GENERATIONS, find_topology
 from prepcli.operations.plan_target import PlanTarget
 from prepcli.pages.plan_rows import CompiledStep
 from trainer.distributed.compile_process import CompileWatch
@@ -13,7 +14,6 @@ from trainer.models.memory_estimate import estimate_memory
 from trainer.models.memory_inputs import FLOAT32
 from trainer.models.slices import num_slices
 from trainer.planning.accelerators import Accelerator
-from trainer.planning.tpu_topologies import TPU_GENERATIONS, find_topology
 from trainer.planning.training_plan import TrainingPlan
 from trainer.training.compiled_plan import compiled_plan
 

@@ -11,8 +11,6 @@ from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.errors import Command, text, usage_error
 from prepcli.execution.output_urls import parse_out_url
-from prepcli.inspection.bucket_record import read_bucket_run
-from prepcli.inspection.run_record import RunRecord, read_run
 from prepcli.operations.operation import public
 from prepcli.operations.results import RunsReport
 from prepcli.option_spec import PathLike
@@ -26,6 +24,8 @@ from prepcli.pages.report_page import (
 )
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.retries import retry_policy_from_env
+from prepcli.training_runs.bucket_record import read_bucket_run
+from prepcli.training_runs.run_record import RunRecord, read_run
 
 PAGE = "report.html"
 

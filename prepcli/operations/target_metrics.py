@@ -14,8 +14,8 @@ from prepcli.operations.compute_options import EvaluateOptions
 from prepcli.operations.evaluation_model import LoadedModel
 from prepcli.operations.model_files import source_generation_defaults, tokenizer_path
 from prepcli.option_spec import as_tuple
-from prepcli.restore.params import OpenedModel
 from prepcli.sources.source import Source
+from prepcli.training_runs.params import OpenedModel
 from trainer.models.counts import count_text
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ from prepcli.operations.source_line import source_line
 from prepcli.operations.token_ids import MAX_ID_DIGITS, split_token_ids
 from prepcli.operations.verification_results import LogitComparison, PromptComparison
 from prepcli.option_spec import PathLike
-from prepcli.restore.params import OpenedModel
+from prepcli.training_runs.params import OpenedModel
 
 DEFAULT_TOLERANCE = 1e-3
 # Rounding in float32 differs by less, and rounding to bfloat16 by more: 2^-9 is 0.002.

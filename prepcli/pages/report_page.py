@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TypedDict
 
 from prepcli.console.formatting import format_bytes
-from prepcli.inspection.run_record import RunRecord, SavedSample
 from prepcli.pages.charts import SMALL, Curve, color_of, line_chart
 from prepcli.pages.html_page import write_html_page
+from prepcli.training_runs.run_record import RunRecord, SavedSample
 from trainer.models.counts import count_text
 from trainer.training.metrics import EVAL_PREFIX
 

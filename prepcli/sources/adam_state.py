@@ -7,10 +7,9 @@ A training step of prep and a checkpoint of another framework have the same name
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,9 +25,7 @@ from prepcli.planning.state_rows import is_leaf_path
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
-
-if TYPE_CHECKING:
-    from trainer.recipe.optimizer_tables import AdamWTable
+from trainer.models.decayed_leaves import DecayRule
 
 FIRST_MOMENT = f"{OPT_STATE}.adam.mu"
 SECOND_MOMENT = f"{OPT_STATE}.adam.nu"
@@ -79,10 +76,11 @@ class AdamState:
         num_updates: Number of updates in the moments. Skipped steps have none.
         settings: Settings of the optimizer. None if the source does not have them.
         counters: Tensors of the counters, by name.
-        table: Optimizer table of the run's recipe. None for a state of another framework.
         batch_size: Sequences of a step. 1 if it is unknown.
         averages: Average of each parameter, by the name of the parameter. Empty if there are none.
         left_out: Other state. No other framework has a place for it.
+        clip_norm: Maximum norm of gradients, or 0 without clipping. None if it is unknown.
+        decay_rule: Rule for the parameters with weight decay. None if it is unknown.
     """
 
     first: Mapping[str, SourceTensor]
@@ -91,10 +89,11 @@ class AdamState:
     num_updates: int
     settings: AdamSettings | None
     counters: Mapping[str, SourceTensor]
-    table: AdamWTable | None
     batch_size: int
     averages: Mapping[str, SourceTensor]
     left_out: tuple[SourceTensor, ...]
+    clip_norm: float | None = None
+    decay_rule: DecayRule | None = None
 
     @property
     def tensors(self) -> tuple[SourceTensor, ...]:
@@ -108,7 +107,9 @@ class AdamState:
 
 
 def read_adam_state(source: Source) -> AdamState:
-    """Return the training state of a source. Only the counters are read.
+    """Return the training state of a source, with the settings that another framework stores.
+
+    Only the counters are read.
 
     Args:
         source: The opened source.
@@ -136,17 +137,14 @@ def read_adam_state(source: Source) -> AdamState:
             left_out.append(tensor)
     trained = trained_tensors(source)
     _check_moments(source, trained, slots, averages, left_out)
-    step = _read_counter(source, counters, STEP)
-    table = _read_table(source)
     return AdamState(
         first=slots[FIRST_MOMENT],
         second=slots[SECOND_MOMENT],
-        step=step,
+        step=_read_counter(source, counters, STEP),
         num_updates=_read_counter(source, counters, NUM_UPDATES),
-        settings=_read_settings(source, table, step),
+        settings=_stored_settings(source),
         counters=counters,
-        table=table,
-        batch_size=_manifest_fields(source).get("batch_size", 1),
+        batch_size=manifest_fields(source).get("batch_size", 1),
         averages=averages,
         left_out=tuple(left_out),
     )
@@ -249,47 +247,15 @@ def read_small_tensor(source: Source, tensor: SourceTensor) -> bytes:
     return content
 
 
-def _read_table(source: Source) -> AdamWTable | None:
-    """Return the optimizer table of the recipe in a step's manifest. None if it has no recipe.
-
-    Raises:
-        DamagedError: The recipe is broken.
-    """
-    fields = _manifest_fields(source)
-    if "recipe" not in fields or "rate" not in fields:
+def _stored_settings(source: Source) -> AdamSettings | None:
+    """Return the settings that the framework of origin stores."""
+    record = source.training_record or manifest_fields(source).get(TRAINING_STATE_KEY)
+    if record is None or not record["optimizer"]:
         return None
-    # The tables of a recipe take 0.3 s to import. Every command on an Orbax item imports this module.
-    from trainer.recipe.optimizer_tables import AdamWTable
-
-    try:
-        return AdamWTable.model_validate(tomllib.loads(fields["recipe"])["optimizer"])
-    except (KeyError, ValueError) as error:
-        what = f"the recipe in the manifest of {source.display_name} is broken"
-        raise DamagedError(what, f"its table `optimizer`: {error}"[:200], GET_AGAIN_HINT) from error
+    return AdamSettings(**record["optimizer"])
 
 
-def _read_settings(source: Source, table: AdamWTable | None, step: int) -> AdamSettings | None:
-    """Return the settings of the run's recipe, or of the framework of origin."""
-    fields = _manifest_fields(source)
-    record = source.training_record or fields.get(TRAINING_STATE_KEY)
-    if record is not None and record["optimizer"]:
-        return AdamSettings(**record["optimizer"])
-    if table is None:
-        return None
-    from trainer.recipe.lr_schedule import rate_at_step
-
-    schedule = fields["rate"]
-    return AdamSettings(
-        lr=rate_at_step(schedule, step),
-        peak_lr=float(schedule["peak"]),
-        b1=table.b1,
-        b2=table.b2,
-        eps=table.eps,
-        weight_decay=table.weight_decay,
-    )
-
-
-def _manifest_fields(source: Source) -> Mapping[str, Any]:
+def manifest_fields(source: Source) -> Mapping[str, Any]:
     """Return the fields of the manifest, including the entries of a training run."""
     if source.manifest is None:
         return {}

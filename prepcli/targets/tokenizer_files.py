@@ -1,11 +1,10 @@
-"""The tokenizer files of runs and adapters, from the tokenizer of the recipe or from its model."""
+"""The tokenizer files of runs and adapters, from a named tokenizer or from the folder of a config."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from prepcli.engine.files import io_error
 from prepcli.errors import Key, text, usage_error
@@ -16,9 +15,6 @@ from prepcli.sources.side_files import SideFile
 from prepcli.sources.source import HF_FOLDER, Source
 from prepcli.targets.hf_folder import copied_files
 from trainer.files.tokenizer_names import TOKENIZER_FILE
-
-if TYPE_CHECKING:
-    from trainer.recipe import Recipe
 
 SENTENCEPIECE_TOKENIZER = "tokenizer.model"
 # In order of precedence: the first one in a folder is loaded.
@@ -40,53 +36,61 @@ TOKENIZER_SETTINGS = (
 PATH_PREFIX = f"{HF_FOLDER}/"
 
 
-def tokenizer_folder(recipe: Recipe) -> Path:
-    """Return the folder of the recipe's tokenizer, or of the recipe's config.
+def tokenizer_folder(tokenizer: str | None, config: str | None) -> Path:
+    """Return the folder of a tokenizer. Without one, return the folder of a config.
+
+    Args:
+        tokenizer: Path of a tokenizer file or of its folder, or None.
+        config: Path of a config.json or of its folder, or None.
 
     Raises:
-        UsageError: Neither `data.tokenizer` is set, nor has the config's folder a tokenizer.
+        UsageError: There is no tokenizer.
     """
-    if recipe.data.tokenizer is not None:
-        path = Path(recipe.data.tokenizer)
-        return path if path.is_dir() else path.parent
-    folder = Path(recipe.model.config or "")
-    folder = folder if folder.is_dir() else folder.parent
-    if recipe.model.config is None or not any((folder / name).is_file() for name in TOKENIZERS):
-        why = "a random start has no checkpoint with a tokenizer"
-        raise usage_error(
-            text("{} is missing", Key("data.tokenizer")),
-            why,
-            text("set {} to a tokenizer.json, or to a folder with one", Key("data.tokenizer")),
-        )
-    return folder
+    if tokenizer is not None:
+        return _folder_of(Path(tokenizer))
+    if config is not None:
+        folder = _folder_of(Path(config))
+        if any((folder / name).is_file() for name in TOKENIZERS):
+            return folder
+    why = "a random start has no checkpoint with a tokenizer"
+    raise usage_error(
+        text("{} is missing", Key("data.tokenizer")),
+        why,
+        text("set {} to a tokenizer.json, or to a folder with one", Key("data.tokenizer")),
+    )
 
 
-def random_start_files(recipe: Recipe) -> tuple[SmallFile, ...]:
-    """Return the files of a random start: the tokenizer of the recipe, and its generation_config.json.
+def random_start_files(tokenizer: str | None, config: str | None) -> tuple[SmallFile, ...]:
+    """Return the files of a random start: its tokenizer, and the generation_config.json beside it.
+
+    Args:
+        tokenizer: Path of a tokenizer file or of its folder, or None for the tokenizer beside the config.
+        config: Path of a config.json or of its folder, or None.
 
     Raises:
         UsageError: There is no tokenizer.
         PrepError: A file is a link that leaves the folder.
     """
-    folder = tokenizer_folder(recipe)
-    return (*_tokenizer_files(recipe), *_copied_files(folder, [GENERATION_CONFIG_FILE]))
+    folder = tokenizer_folder(tokenizer, config)
+    path = Path(tokenizer or folder)
+    return (*_tokenizer_files(path), *_copied_files(folder, [GENERATION_CONFIG_FILE]))
 
 
-def with_recipe_tokenizer(files: tuple[SmallFile, ...], recipe: Recipe) -> tuple[SmallFile, ...]:
-    """Return the files of a checkpoint with the tokenizer that the recipe names.
+def with_tokenizer(files: tuple[SmallFile, ...], tokenizer: str | None) -> tuple[SmallFile, ...]:
+    """Return the files of a checkpoint with another tokenizer.
 
-    The files are unchanged if the recipe names no tokenizer, or names the checkpoint's tokenizer.
+    The files are unchanged without a tokenizer, or if it is equal to the checkpoint's tokenizer.
 
     Args:
-        files: Small files of the start checkpoint, each with a source to copy from.
-        recipe: The recipe.
+        files: Small files of the checkpoint, each with a source to copy from.
+        tokenizer: Path of a tokenizer file or of its folder, or None.
 
     Raises:
         PrepError: A file of the tokenizer cannot be read, or is a link that leaves its folder.
     """
-    if recipe.data.tokenizer is None:
+    if tokenizer is None:
         return files
-    named = _tokenizer_files(recipe)
+    named = _tokenizer_files(Path(tokenizer))
     # Only files that are loaded are compared. For example, vocab.json is not loaded if there is a tokenizer.json.
     if _is_subset(_loaded_files(named), _loaded_files(files)):
         return files
@@ -128,22 +132,29 @@ def with_adapter_tokenizer(files: tuple[SmallFile, ...], adapter: Path) -> tuple
     )
 
 
-def _tokenizer_files(recipe: Recipe) -> tuple[SmallFile, ...]:
-    """Return the tokenizer and its settings.
+def _folder_of(path: Path) -> Path:
+    """Return a folder itself, and the folder of a file."""
+    if path.is_dir():
+        return path
+    return path.parent
 
-    A file named in the recipe gets the usual name in the steps.
+
+def _tokenizer_files(path: Path) -> tuple[SmallFile, ...]:
+    """Return the tokenizer and its settings. A tokenizer file with another name gets the usual name.
+
+    Args:
+        path: Path of a tokenizer file or of its folder.
     """
-    folder = tokenizer_folder(recipe)
-    named = Path(recipe.data.tokenizer or folder)
-    if not named.is_file():
+    folder = _folder_of(path)
+    if not path.is_file():
         return _copied_files(folder, (*TOKENIZERS, *TOKENIZER_SETTINGS))
     # The user names this file, so that a link may leave the folder.
-    real_path = named.resolve()
+    real_path = path.resolve()
     (tokenizer,) = copied_files([SideFile.at_top(real_path)], real_path.parent)
     # Loaders find a tokenizer by its name: `my-bpe.model` becomes `tokenizer.model`, `my-bpe.json` `tokenizer.json`.
     name = (
         SENTENCEPIECE_TOKENIZER
-        if named.suffix == Path(SENTENCEPIECE_TOKENIZER).suffix
+        if path.suffix == Path(SENTENCEPIECE_TOKENIZER).suffix
         else TOKENIZER_FILE
     )
     return (replace(tokenizer, path=PATH_PREFIX + name), *_copied_files(folder, TOKENIZER_SETTINGS))

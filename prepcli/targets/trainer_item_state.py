@@ -129,9 +129,9 @@ def tunix_state_tree(state: AdamState, settings: AdamSettings) -> StateTree:
 
 def levanter_clip_norm(state: AdamState) -> float:
     """Return the maximum norm of gradients, or 0 without clipping. It determines the tree of Levanter's optimizer."""
-    if state.table is None:
+    if state.clip_norm is None:
         return LEVANTER_CLIP_NORM
-    return state.table.clip_norm
+    return state.clip_norm
 
 
 def _count(state: AdamState) -> np.ndarray:

@@ -12,5 +12,8 @@
 8. `observe`, `run_status` and `summary`: output for the user. `metrics`: output to files and services.
 9. `export`: exports of steps beside the training, and the upload of the last one.
 
+`params`, `random_params` and `verbatim_params` load the arrays of a model without a run. `run_record` and
+`bucket_record` read the metrics, samples and checkpoints of a run for its report.
+
 `docs/explanation/a-training-run.md` follows one run through these modules.
 """

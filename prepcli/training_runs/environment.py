@@ -13,8 +13,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
 from prepcli.engine.machine import package_versions
-from prepcli.inspection.run_record import ENVIRONMENT_FILE
 from prepcli.training_runs.run import PreparedRun
+from prepcli.training_runs.run_record import ENVIRONMENT_FILE
 from prepcli.training_runs.storage import write_run_file
 from trainer.models.json_types import JsonObject
 

@@ -14,8 +14,8 @@ from prepcli.errors import Key, text, usage_error
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.run_storage import RunStorage
 from prepcli.formats.run_steps import score_group
-from prepcli.inspection.run_record import SAMPLES_FILE
 from prepcli.training_runs.run import Run
+from prepcli.training_runs.run_record import SAMPLES_FILE
 from prepcli.training_runs.storage import store_at_end, write_run_file
 
 if TYPE_CHECKING:

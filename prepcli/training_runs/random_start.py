@@ -86,7 +86,8 @@ def random_start(recipe: Recipe, mesh: Mesh, rules: Sequence[str]) -> StartModel
     model = model_of_config(random_config(recipe.model))
     manifest = _model_manifest(model, mesh, rules)
     manifest["name"] = _model_name(recipe.model)
-    return StartModel(manifest, random_start_files(recipe))
+    files = random_start_files(recipe.data.tokenizer, recipe.model.config)
+    return StartModel(manifest, files)
 
 
 def _model_manifest(model: PlannedModel, mesh: Mesh, rules: Sequence[str]) -> ManifestFields:

@@ -166,7 +166,8 @@ def open_recipe_model(recipe: Recipe, *, offline: bool, observer: Observer) -> R
     """
     if recipe.model.path is None:
         model = model_of_config(random_config(recipe.model))
-        return RecipeModel(model.of_recipe(recipe.model), tokenizer_folder(recipe))
+        folder = tokenizer_folder(recipe.data.tokenizer, recipe.model.config)
+        return RecipeModel(model.of_recipe(recipe.model), folder)
     lock: Lock | None = None
     revision: str | None = None
     if recipe.model.lock is not None:

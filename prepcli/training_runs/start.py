@@ -38,7 +38,6 @@ from prepcli.remote.placeholders import rename_in_errors
 from prepcli.restore.digest_checks import sample_digest, towers_digest
 from prepcli.restore.earlier_checkpoints import check_without_checksums, note_missing_file_digests
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.restore.params import check_lock_verified, open_weights
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
@@ -52,8 +51,9 @@ from prepcli.sources.side_files import find_side_files
 from prepcli.sources.source import CONFIG, HF_FOLDER, Source, read_config
 from prepcli.sources.source_hints import advise_conversion
 from prepcli.targets.hf_folder import copied_files, copied_small_files, output_config
-from prepcli.targets.tokenizer_files import tokenizer_folder, with_recipe_tokenizer
+from prepcli.targets.tokenizer_files import tokenizer_folder, with_tokenizer
 from prepcli.targets.training_step import StartModel
+from prepcli.training_runs.params import check_lock_verified, open_weights
 from prepcli.training_runs.random_start import RandomReader, random_config, random_start
 from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.lora_config import lora_from_manifest
@@ -298,7 +298,7 @@ def _open_orbax_start(path: Path, recipe: Recipe, *, verify: bool) -> StartCheck
         manifest=Manifest(reader.manifest),
         path_prefix=f"{HF_FOLDER}/",
     )
-    model = StartModel(reader.manifest, with_recipe_tokenizer(files, recipe))
+    model = StartModel(reader.manifest, with_tokenizer(files, recipe.data.tokenizer))
     # Only another tokenizer than the checkpoint's needs the files beside the checkpoint's folder.
     has_own_tokenizer = model.small_files == files
     if has_own_tokenizer:
@@ -375,7 +375,7 @@ def open_model_start(
     files = copied_small_files(source, f"{HF_FOLDER}/")
     return StartCheckpoint(
         reader,
-        StartModel(manifest, with_recipe_tokenizer(files, recipe)),
+        StartModel(manifest, with_tokenizer(files, recipe.data.tokenizer)),
         checkpoint_tokenizer_folder(source),
         commit=located.local_files.commit,
     )
@@ -409,7 +409,8 @@ def _open_random_start(
     assert sharding.mesh is not None
     model = random_start(recipe, sharding.mesh, recipe.rules or ())
     check_config(recipe_config(random_config(recipe.model), recipe.model))
-    return StartCheckpoint(RandomReader(model.manifest), model, tokenizer_folder(recipe))
+    folder = tokenizer_folder(recipe.data.tokenizer, recipe.model.config)
+    return StartCheckpoint(RandomReader(model.manifest), model, folder)
 
 
 def start_manifest(source: Source, reader: WeightsReader, name: str) -> ManifestFields:

@@ -74,7 +74,7 @@ def log_probabilities(checkpoint: Path) -> Any:
     params = prep.load_params(checkpoint)
     from prepcli.console.observer import SilentObserver
     from prepcli.operations.conversion import common_options, open_checkpoint
-    from prepcli.restore.params import open_model
+    from prepcli.training_runs.params import open_model
 
     located, source = open_checkpoint(common_options(checkpoint, None, {}), SilentObserver())
     with open_model(

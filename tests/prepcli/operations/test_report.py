@@ -15,7 +15,7 @@ import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, PrepError, UsageError
 from prepcli.formats.run_steps import RECIPE_FILE
-from prepcli.inspection.run_record import ENVIRONMENT_FILE, SAMPLES_FILE, folder_nbytes
+from prepcli.training_runs.run_record import ENVIRONMENT_FILE, SAMPLES_FILE, folder_nbytes
 from trainer.training.metrics import METRICS_FILE
 
 

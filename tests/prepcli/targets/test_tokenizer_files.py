@@ -13,12 +13,10 @@ from prepcli.formats.run_steps import step_folder
 from prepcli.planning.plan import SmallFile
 from prepcli.sources.side_files import find_side_files
 from prepcli.targets.hf_folder import copied_files
-from prepcli.targets.tokenizer_files import with_recipe_tokenizer
+from prepcli.targets.tokenizer_files import tokenizer_folder, with_tokenizer
 from tests.helpers.shared_steps import share_steps
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.training_folder import RECIPE, WORDS, make_training_folder, write_tokenizer
-from trainer.planning.training_plan import with_overrides
-from trainer.recipe import Recipe, load_recipe
+from tests.helpers.training_folder import WORDS, make_training_folder, write_tokenizer
 
 MODEL_FILES = {
     "tokenizer.json": "{}",
@@ -45,23 +43,9 @@ def shared_steps() -> Iterator[None]:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    return load_recipe(tmp_path / "recipe.toml").recipe
-
-
-@pytest.fixture
 def files(tmp_path: Path) -> tuple[SmallFile, ...]:
     folder = write_files(tmp_path / "model", MODEL_FILES)
     return copied_files(find_side_files(folder).copied, folder, path_prefix="hf/")
-
-
-def with_tokenizer(
-    recipe: Recipe, files: tuple[SmallFile, ...], path: Path | None
-) -> tuple[SmallFile, ...]:
-    return with_recipe_tokenizer(
-        files, recipe if path is None else with_overrides(recipe, {"data.tokenizer": str(path)})
-    )
 
 
 def texts(files: tuple[SmallFile, ...]) -> dict[str, str]:
@@ -70,10 +54,10 @@ def texts(files: tuple[SmallFile, ...]) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", [None, "model", "model/tokenizer.json", "copy", "copy/bpe.json"])
 def test_tokenizer_of_the_model_changes_no_file(
-    tmp_path: Path, recipe: Recipe, files: tuple[SmallFile, ...], name: str | None
+    tmp_path: Path, files: tuple[SmallFile, ...], name: str | None
 ):
     write_files(tmp_path / "copy", {"tokenizer.json": "{}", "bpe.json": "{}"})
-    assert with_tokenizer(recipe, files, None if name is None else tmp_path / name) == files
+    assert with_tokenizer(files, None if name is None else str(tmp_path / name)) == files
 
 
 @pytest.mark.parametrize(
@@ -94,16 +78,14 @@ def test_tokenizer_of_the_model_changes_no_file(
     ],
 )
 def test_given_tokenizer_replaces_the_model_tokenizer(
-    tmp_path: Path, recipe: Recipe, files: tuple[SmallFile, ...], named: dict[str, str], name: str
+    tmp_path: Path, files: tuple[SmallFile, ...], named: dict[str, str], name: str
 ):
     folder = write_files(tmp_path / "other", named)
     expected = {**named, "generation_config.json": "{}", "LICENSE": "text"}
-    assert texts(with_tokenizer(recipe, files, folder / name)) == expected
+    assert texts(with_tokenizer(files, str(folder / name))) == expected
 
 
-def test_named_tokenizer_file_may_be_a_link(
-    tmp_path: Path, recipe: Recipe, files: tuple[SmallFile, ...]
-):
+def test_named_tokenizer_file_may_be_a_link(tmp_path: Path, files: tuple[SmallFile, ...]):
     target = write_files(tmp_path / "other", {"tokenizer.json": "[1]"}) / "tokenizer.json"
     link = write_files(tmp_path / "links", {"tokenizer_config.json": "linked"}) / "bpe.json"
     link.symlink_to(target)
@@ -112,7 +94,12 @@ def test_named_tokenizer_file_may_be_a_link(
         "tokenizer_config.json": "linked",
         "generation_config.json": "{}",
     }
-    assert texts(with_tokenizer(recipe, files, link)) == {**expected, "LICENSE": "text"}
+    assert texts(with_tokenizer(files, str(link))) == {**expected, "LICENSE": "text"}
+
+
+def test_folder_of_the_config_may_have_a_sentencepiece_model(tmp_path: Path):
+    folder = write_files(tmp_path / "model", {"tokenizer.model": ""})
+    assert tokenizer_folder(None, f"{folder}/config.json") == folder
 
 
 def test_merged_adapter_keeps_the_tokenizer_of_its_run(

@@ -18,8 +18,8 @@ import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, read_manifest
-from prepcli.inspection.run_record import ENVIRONMENT_FILE
 from prepcli.restore.item_reader import open_reader
+from prepcli.training_runs.run_record import ENVIRONMENT_FILE
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.training_folder import make_training_folder
 from trainer.models.lora_config import lora_from_manifest

@@ -11,7 +11,6 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.errors import OK, USAGE
 from prepcli.formats.run_steps import saved_steps
-from prepcli.targets.tokenizer_files import tokenizer_folder
 from prepcli.training_runs.random_start import random_start
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
 from tests.helpers.training_folder import RECIPE, make_training_folder, write_tokenizer
@@ -119,15 +118,6 @@ def test_random_start_without_a_tokenizer_names_the_key(
     message = capsys.readouterr().err
     assert "`data.tokenizer` is missing" in message
     assert "set `data.tokenizer` to a tokenizer.json, or to a folder with one" in message
-
-
-def test_folder_of_the_config_may_have_a_sentencepiece_model(tmp_path: Path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "tokenizer.model").touch()
-    (tmp_path / "recipe.toml").write_text(RANDOM)
-    recipe = load_recipe(tmp_path / "recipe.toml", [f"model.config={folder}/config.json"]).recipe
-    assert tokenizer_folder(recipe) == folder
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.execution.run_storage import TOKENS_FOLDER
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE, listed_steps
-from prepcli.inspection.run_record import ENVIRONMENT_FILE
 from prepcli.training_runs import train as train_command
+from prepcli.training_runs.run_record import ENVIRONMENT_FILE
 from tests.helpers.fork_server import ForkedProcess
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.processes import finish, start_processes

@@ -14,8 +14,8 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.errors import OK, STOPPED
 from prepcli.formats.run_steps import saved_steps
-from prepcli.inspection.run_record import SAMPLES_FILE
 from prepcli.restore.item_reader import open_reader
+from prepcli.training_runs.run_record import SAMPLES_FILE
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.recorded_train import VARIABLE, batch_digests, read_records, record_batch
 from tests.helpers.training_states import read_leaves

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prepcli.inspection.run_record import SAMPLES_FILE, read_run
+from prepcli.training_runs.run_record import SAMPLES_FILE, read_run
 from tests.helpers.run_cli import run_failing, run_json, run_ok
 
 # The mesh and the number of steps are those of the recipe, so that other tests compile the step too.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabulary
-from prepcli.restore.params import make_sharding
+from prepcli.training_runs.params import make_sharding
 from trainer.models.json_types import HFConfig
 from trainer.models.parameters import parameter_rows
 from trainer.models.partition import vocab_multiple

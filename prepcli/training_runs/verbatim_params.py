@@ -11,8 +11,8 @@ import numpy as np
 from prepcli.engine.fills import numpy_dtype
 from prepcli.planning.tensors import cast_dtype, itemsize
 from prepcli.remote.placeholders import rename_in_errors
-from prepcli.restore.params import make_sharding, open_checked_reader
 from prepcli.sources.source import Source
+from prepcli.training_runs.params import make_sharding, open_checked_reader
 from trainer.models.boxes import full_box
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.rule_text import with_default_preset

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
-from prepcli.inspection.run_record import (
+from prepcli.remote.object_store import Bucket
+from prepcli.remote.placeholders import create_placeholder_folder, download_file, rename_in_errors
+from prepcli.remote.remote_files import RemoteFile
+from prepcli.training_runs.run_record import (
     RECORD_FILES,
     RunRecord,
     SavedStep,
     not_a_run_error,
     read_run,
 )
-from prepcli.remote.object_store import Bucket
-from prepcli.remote.placeholders import create_placeholder_folder, download_file, rename_in_errors
-from prepcli.remote.remote_files import RemoteFile
 
 
 def read_bucket_run(bucket: Bucket) -> RunRecord:
